@@ -20,7 +20,10 @@ from slipstream import LLM, SamplingParams
 from slipstream.cache.spec import CacheLayout
 from slipstream.core.outputs import RequestOutput
 from slipstream.engine.prompts import TokensPrompt
+from slipstream.kernels.formats.int4 import ToInt4
 from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.precision import PRECISIONS, layer_matrices
 from slipstream.models.quantized.catalogue import read_quantization
 from slipstream.models.traffic import pass_bytes
 
@@ -187,8 +190,20 @@ def _read_bytes(
     config = read_decoder_config(content)
     stored = read_quantization(content, "config.json")
     bytes_read = pass_bytes(config, rows, getattr(torch, dtype), quantization, stored, experts)
+    bytes_read -= _packed_scales(config, getattr(torch, dtype), quantization)
     less = config.vocab_size - (head or config.vocab_size)
     return bytes_read - less * config.hidden_size * itemsize
+
+
+def _packed_scales(config: DecoderConfig, dtype: torch.dtype, quantization: str | None) -> float:
+    """Bytes that integers' scales lose when they are packed: from float32 and a byte of a zero to
+    bfloat16 for each."""
+    form = PRECISIONS[quantization].matrix if quantization else None
+    if not isinstance(form, ToInt4):
+        return 0.0
+    numbers = sum(each.nbytes for each in layer_matrices(config, dtype, quantization))
+    numbers /= form.bytes_per_number
+    return numbers / form.group * (4 + form.zeros - (2 + 2 * form.zeros))
 
 
 def measure(setup: Setup, method: Method, on_ready: Callable[[float], None]) -> Iterator[Row]:

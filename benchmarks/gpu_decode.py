@@ -9,6 +9,7 @@
     python -m benchmarks.gpu_decode --suite nvfp4         # Llama-70B in four-bit floats
     python -m benchmarks.gpu_decode --suite latent        # GLM-4.7-Flash
     python -m benchmarks.gpu_decode --suite states        # Qwen3.5: gated delta nets, MTP
+    python -m benchmarks.gpu_decode --quantization int4   # Qwen3-8B in four bits
 
 Geometries are named as in `benchmarks/geometries.py`; NAME:3 is the first 3 layers of one. Weights
 are random. With `--load-format dummy` no draft would be accepted, so the verdict is drawn with the
@@ -50,6 +51,7 @@ from benchmarks.decode_timing import (
     measure,
     release,
 )
+from slipstream.models.precision import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -322,8 +324,8 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_argument("--short", type=int, default=32, help="output tokens of the short run")
     cli.add_argument("--long", type=int, default=288, help="output tokens of the long run")
     cli.add_argument("--draft-vocab-size", type=int)
-    cli.add_argument("--quantization", choices=["fp8"])
-    cli.add_argument("--drafter-quantization", choices=["fp8"])
+    cli.add_argument("--quantization", choices=PRECISIONS)
+    cli.add_argument("--drafter-quantization", choices=PRECISIONS)
     cli.add_argument("--dtype", default="bfloat16")
     cli.add_argument("--context", type=int, help="max_model_len [what prompt and output need]")
     cli.add_argument("--load-format", choices=["dummy", "twin"], default="dummy")

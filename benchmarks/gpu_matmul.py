@@ -1,6 +1,7 @@
 """Whole decoder layers of the triton column on a GPU, inside one CUDA graph, against the library.
 
     PYTHONPATH=. python3 -m benchmarks.gpu_matmul [--models 0.6b,8b] [--rows 1,5,16,32,64,100]
+        [--quantization int4]
 
 A pass is every layer's norm_linear, attend (each row a request of 600 tokens), linear,
 norm_gated_linear and linear, each layer with weights of its own, then the last norm and the head;
@@ -16,11 +17,11 @@ from torch import Tensor
 from benchmarks.graph_timing import graph_us
 from slipstream.kernels.composition import compose
 from slipstream.kernels.formats.dense import DenseMatrix
-from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.kernels.table import Heads, Norm, Ops
 from slipstream.kernels.triton import PARTS, TRITON
+from slipstream.models.precision import PRECISIONS
 
 BYTES_PER_US = 4.35e6
 CONTEXT, BLOCK_SIZE = 600, 16
@@ -76,7 +77,7 @@ def main() -> None:
     )
     cli.add_argument("--models", default=",".join(GEOMETRIES))
     cli.add_argument("--rows", default="1,5,16,32,64,100")
-    cli.add_argument("--float8", action="store_true", help="layers in e4m3")
+    cli.add_argument("--quantization", choices=PRECISIONS, help="of layers and head")
     cli.add_argument("--no-library", action="store_true")
     options = cli.parse_args()
     print(f"{'model':9}{'rows':>5}{'pass us':>9}{'layer':>8}{'dense':>8}{'head':>8}", end="")
@@ -84,9 +85,9 @@ def main() -> None:
     for name in options.models.split(","):
         geometry = GEOMETRIES[name]
         counts = [int(rows) for rows in options.rows.split(",")]
-        decoder = _decoder(geometry, options.float8, max(counts))
+        decoder = _decoder(geometry, options.quantization, max(counts))
         for rows in counts:
-            library = None if options.no_library or options.float8 else LIBRARY
+            library = None if options.no_library or options.quantization else LIBRARY
             _report(name, geometry, decoder, rows, library)
         del decoder
         torch.cuda.empty_cache()
@@ -142,17 +143,16 @@ def _pass_us(ops: Ops, decoder: Decoder, rows: int, attending: bool) -> tuple[fl
     return without / len(decoder.layers), graph_us(whole) - without
 
 
-def _decoder(geometry: Geometry, float8: bool, requests: int) -> Decoder:
+def _decoder(geometry: Geometry, quantization: str | None, requests: int) -> Decoder:
     one, width = geometry, geometry.width
     heads_width = one.heads * one.head_dim
+    precision = PRECISIONS[quantization] if quantization else None
 
-    def matrix(rows: int, columns: int) -> Weight:
+    def matrix(rows: int, columns: int, is_head: bool = False) -> Weight:
         weight = torch.empty(rows, columns, dtype=DTYPE, device=DEVICE).normal_()
         weight *= columns**-0.5
-        if not float8:
-            return DenseMatrix(weight)
-        scales = weight.abs().amax(-1).float() / 448
-        return Float8Matrix((weight / scales[:, None]).to(torch.float8_e4m3fn), scales)
+        form = precision and (precision.head if is_head else precision.matrix)
+        return TRITON.pack(form.round(weight) if form else DenseMatrix(weight))
 
     layers = [
         Layer(
@@ -164,7 +164,7 @@ def _decoder(geometry: Geometry, float8: bool, requests: int) -> Decoder:
         )
         for _ in range(one.timed or one.layers)
     ]
-    head = DenseMatrix(torch.empty(one.vocab, width, dtype=DTYPE, device=DEVICE).normal_())
+    head = matrix(one.vocab, width, is_head=True)
     norm = Norm(torch.ones(one.head_dim, dtype=DTYPE, device=DEVICE), 1e-6)
     turns = torch.randn(4096, one.head_dim, device=DEVICE)
     blocks = requests * -(-CONTEXT // BLOCK_SIZE)

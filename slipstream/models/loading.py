@@ -261,7 +261,7 @@ def open_quantized(
 
 def _tell_stored(checkpoint: Checkpoint, stored: StoredQuantization, options: LoadOptions) -> None:
     rest = "what is not quantised stays so"
-    if stored.becomes_floats and not stored.kinds <= options.kept:
+    if not stored.kinds <= options.kept:
         rest = f"what no kernel multiplies as stored becomes {options.dtype}"
     if options.quantization is not None:
         rest = f"what is not multiplied as stored is rounded to {options.quantization}"

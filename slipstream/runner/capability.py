@@ -7,8 +7,11 @@ from typing import Final
 import torch
 
 from slipstream.core.errors import UsageError
+from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
+from slipstream.kernels.formats.int4 import Int4Matrix
+from slipstream.kernels.formats.int8 import Int8Matrix
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
@@ -19,12 +22,15 @@ from slipstream.models.quantized.module import StoredQuantization
 LEAST_CAPABILITY = (8, 0)
 LEAST_FLOAT8_CAPABILITY = (8, 9)
 _FLOAT8 = "fp8"
-_ON_GPUS = (_FLOAT8, "mxfp4", "nvfp4")
+_ON_CPUS = "int8-dynamic"
 _WITH_FLOAT8 = (_FLOAT8, "nvfp4")  # whose scales are e4m3
 
 _Kinds = frozenset[type[Weight]]
 # What is multiplied as it is stored; anything else becomes floats, or is refused.
-_KEPT_ON_GPU: Final[_Kinds] = frozenset({Float8Matrix, Float8BlockMatrix, Mxfp4Matrix, Nvfp4Matrix})
+_KEPT_ON_GPU: Final[_Kinds] = frozenset(
+    {Float8Matrix, Float8BlockMatrix, Mxfp4Matrix, Nvfp4Matrix, Int4Matrix, Int8Matrix}
+)
+_WITHOUT_FLOAT8: Final[_Kinds] = frozenset({Mxfp4Matrix, Int4Matrix, Int8Matrix, DenseMatrix})
 
 _ROUNDED = {
     "int8": "integers of 8 bits, one scale a row",
@@ -72,10 +78,10 @@ def require_quantization(device: torch.device, option: str, quantization: str) -
     """Raise UsageError where the device cannot multiply by such matrices; `option` asked for it."""
     if device.type != "cuda":
         return
-    if quantization not in _ON_GPUS:
+    if quantization == _ON_CPUS:
         raise UsageError(
-            f"{option}={quantization} is for CPUs: there are no kernels for matrices of integers "
-            f"on a GPU; use {option}={_FLOAT8}, or device=cpu"
+            f"{option}={quantization} is for CPUs: no kernel for GPUs rounds activations to "
+            f"integers; use {option}=int8 or {_FLOAT8}, or device=cpu"
         )
     if quantization in _WITH_FLOAT8:
         _require_float8(device, f"{option}={quantization}")
@@ -105,19 +111,23 @@ def require_stored(device: torch.device, name: str, stored: StoredQuantization) 
     if device.type != "cuda" or stored.becomes_floats:
         return
     kinds = stored.kinds
-    if not kinds <= _KEPT_ON_GPU or (Float8Matrix in kinds and not stored.rounds_activations):
+    known = kinds <= _KEPT_ON_GPU | {DenseMatrix}
+    if not known or (Float8Matrix in kinds and not stored.rounds_activations):
         raise UsageError(
             f"{name} is stored as {stored.description}, for which there are no kernels on a GPU; "
             f"use the unquantised checkpoint and quantization={_FLOAT8}, or device=cpu"
         )
-    if kinds != {Mxfp4Matrix}:
+    if not kinds <= _WITHOUT_FLOAT8:
         _require_float8(device, f"a checkpoint stored as {stored.description}")
 
 
 def stored_note(device: torch.device) -> str:
     """What becomes of the matrices of a quantised checkpoint on this device."""
     if device.type == "cuda":
-        return "matrices stay as they are; activations are rounded beside e4m3 with a scale a row"
+        return (
+            "matrices stay as they are where there are kernels for them, or become the model's "
+            "dtype; activations are rounded beside e4m3 with a scale a row"
+        )
     return (
         "integers and four-bit floats stay; fp8 becomes the model's dtype, or what quantization "
         "names"

@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from slipstream.kernels.triton.fragments import E2M1, INT4, INT4_ZEROS, INT8
 from slipstream.kernels.triton.grouped_stream_kernels import BYTES, HALVES, grouped_stream_kernel
 from slipstream.kernels.triton.matmul_stream_kernels import SWIZZLED, stream_kernel
 from slipstream.kernels.triton.matmul_tiles import Stream
@@ -50,20 +51,28 @@ def stream(tiles: Stream, dtype: torch.dtype, out: torch.dtype, gated: int, bias
 
 
 def grouped(
-    tile: tuple[int, int, int], words: int, gated: int, sorted_pairs: bool, out: torch.dtype
+    tile: tuple[int, int, int],
+    words: int,
+    gated: int,
+    sorted_pairs: bool,
+    out: torch.dtype,
+    coding: int = E2M1,
+    span: int = 1,
 ) -> Any:
     """`grouped_stream.py`'s launch; tile: rows of x, chunks and stages."""
     count, chunks, stages = tile
+    columns = 32 if coding == INT8 else 64
     described = f"tensordesc<u8[{8 * chunks}, 128],{BYTES.value}>"
-    types: dict[str, str | None] = {"x": "*bf16", "weight": described, "scales": "*i32"}
+    types: dict[str, str | None] = {"x": "*bf16", "weight": described}
+    types["scales"] = "*i32" if words else None
     types |= {"bias": "*bf16", "out": f"*{NAMES[out]}", "lift_back": "fp32"}
-    if words == 2:
+    if words == 2 or coding == INT8:
         types["row_scales"] = "*fp32"
     if sorted_pairs:
         types |= dict.fromkeys(("pairs", "starts", "ends"), "*i32")
         types["factors"] = None if gated else "*fp32"
     else:
-        types["x_tiles"] = f"tensordesc<bf16[{count}, {64 * chunks}],{HALVES.value}>"
+        types["x_tiles"] = f"tensordesc<bf16[{count}, {columns * chunks}],{HALVES.value}>"
     ints = ("row_stride", "rows", "width", "depth", "part", "size", "pitch", "lift")
     types |= dict.fromkeys(ints, "i32")
     constants = {
@@ -71,7 +80,10 @@ def grouped(
         "block": 32,
         "chosen": 4,
         "gathers": sorted_pairs and gated,
+        "coding": coding,
+        "columns": columns,
         "words": words,
+        "span": span,
         "shift": 7 if words == 1 else 4,
         "gated": gated,
         "limit": 7.0 if words == 1 else None,
@@ -141,6 +153,12 @@ def main() -> None:
         grouped((16, 4, 6), words=2, gated=SILU, sorted_pairs=False, out=half),
         grouped((64, 2, 4), words=2, gated=SILU, sorted_pairs=False, out=half),
         grouped((8, 4, 4), words=2, gated=GELU, sorted_pairs=True, out=half),
+        grouped((8, 4, 4), 2, SILU, sorted_pairs=False, out=half, coding=INT4),
+        grouped((32, 2, 4), 1, NOT, sorted_pairs=False, out=whole, coding=INT4, span=2),
+        grouped((16, 4, 4), 4, NOT, sorted_pairs=True, out=whole, coding=INT4_ZEROS),
+        grouped((8, 4, 4), 2, SILU, sorted_pairs=True, out=half, coding=INT4_ZEROS, span=2),
+        grouped((8, 4, 4), 0, SILU, sorted_pairs=False, out=half, coding=INT8),
+        grouped((64, 2, 4), 0, NOT, sorted_pairs=True, out=whole, coding=INT8),
     ]
     assert norm(weighted=True) > norm(weighted=False) > 0
     print(json.dumps(results))

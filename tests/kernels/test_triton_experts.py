@@ -14,15 +14,23 @@ from slipstream.kernels.experts import ClampedGate, Router, Routing, Scores
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import ToFloat8
 from slipstream.kernels.formats.float8_blocks import ToFloat8Blocks
+from slipstream.kernels.formats.int4 import Int4Matrix, ToInt4
+from slipstream.kernels.formats.int8 import Int8Matrix, ToInt8
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix, ToMxfp4
-from slipstream.kernels.formats.nvfp4 import ToNvfp4
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix, ToNvfp4
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.reference.experts import choose as reference_choose
 from slipstream.kernels.reference.experts import experts as reference_experts
 from slipstream.kernels.table import ExpertsParts, Norm, SharedExpert
 from slipstream.kernels.triton import TRITON, TRITON_INVARIANT, grouped
-from slipstream.kernels.triton.fragments import from_mxfp4, from_nvfp4
+from slipstream.kernels.triton.fragments import (
+    Fragments,
+    from_int4,
+    from_int8,
+    from_mxfp4,
+    from_nvfp4,
+)
 from tests.kernels.batches import seeded
 from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU
 
@@ -36,7 +44,14 @@ FORMATS: dict[str, Rounding | None] = {
     "blocks": ToFloat8Blocks(),
     "mxfp4": ToMxfp4(),
     "nvfp4": ToNvfp4(),
+    "int8": ToInt8(),
+    "int4": ToInt4(32),
+    "int4 zeros": ToInt4(32, zeros=True),
+    "int4 wide": ToInt4(128),
+    "int4 wide zeros": ToInt4(128, zeros=True),
 }
+INTEGERS = ("int8", "int4", "int4 zeros", "int4 wide", "int4 wide zeros")
+IN_GROUPS_OF_32 = [name for name in FORMATS if "wide" not in name]
 ROUTINGS = {
     "softmax": Routing(6, 3, Scores.SOFTMAX, scale=1.5),
     "normalised": Routing(8, 8, Scores.SOFTMAX, normalised=True),
@@ -59,6 +74,15 @@ def weight(rows: int, columns: int, form: Rounding | None, dtype: torch.dtype, s
 
 def packed(made: Weight) -> Weight:
     return TRITON.pack(made.to(DEVICE))
+
+
+def in_fragments(made: Weight) -> Fragments:
+    if isinstance(made, Int8Matrix):
+        return from_int8(made)
+    if isinstance(made, Int4Matrix):
+        return from_int4(made)
+    assert isinstance(made, Mxfp4Matrix | Nvfp4Matrix)
+    return from_mxfp4(made) if isinstance(made, Mxfp4Matrix) else from_nvfp4(made)
 
 
 def mixture(
@@ -180,7 +204,7 @@ def test_numbers_that_are_none_leave_no_memory() -> None:
 # the half
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", IN_GROUPS_OF_32)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF] if ON_GPU else [HALF], ids=str)
 def test_formats(form: str, dtype: torch.dtype) -> None:
     parts = mixture(96, 160 if ON_GPU else 32, dtype, form, shared=32)
@@ -190,10 +214,11 @@ def test_formats(form: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="fragments are for the tensor cores of a GPU")
-@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4", *INTEGERS])
 @pytest.mark.parametrize("clamp", [None, ClampedGate(0.7, 1.702)])
 def test_fragments(form: str, clamp: ClampedGate | None) -> None:
-    for sizes in ((64, 32), (320, 192), (2880, 1440)):
+    all_sizes = ((64, 32), (320, 192), (2880, 1440))
+    for sizes in ((128, 128), (2944, 1408)) if "wide" in form else all_sizes:
         parts = mixture(*sizes, HALF, form, clamp=clamp, shared=64)
         for rows in (1, 3, 9, 17, 40, 64, 70, 300, 1000):
             assert_like_the_reference(parts, rows, HALF)
@@ -225,7 +250,7 @@ def test_no_rows() -> None:
     assert out.shape[-2:] == total.shape == (0, 40)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", IN_GROUPS_OF_32)
 def test_rows_do_not_depend_on_their_number(form: str) -> None:
     width, inner = (2880, 2880) if ON_GPU and form == "mxfp4" else (128, 64 if ON_GPU else 32)
     parts = on_device(mixture(width, inner, HALF, form, shared=32))
@@ -243,15 +268,16 @@ def test_rows_do_not_depend_on_their_number(form: str) -> None:
 # the ops of dense layers
 
 
-@pytest.mark.parametrize("form", ["blocks", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("form", ["blocks", "mxfp4", "nvfp4", *INTEGERS])
 @pytest.mark.parametrize(
     "sizes",
     [(1, 70, 64), (19, 12, 96)]
-    + [(70, 130, 160), (1, 128, 64), (9, 4096, 2048), (200, 320, 640)] * ON_GPU,
+    + [(70, 130, 160), (1, 128, 64), (9, 4096, 2048), (33, 256, 192), (200, 320, 640)] * ON_GPU,
     ids=str,
 )
 def test_dense_ops(sizes: tuple[int, int, int], form: str) -> None:
     rows, width, depth = sizes
+    depth = -(-depth // 128) * 128 if "wide" in form else depth
     host_x, host_bias = randn(rows, depth, dtype=HALF), randn(width, seed=2, dtype=HALF)
     host = weight(width, depth, FORMATS[form], HALF, 1)
     host_norm = Norm(1 + 0.3 * randn(depth, seed=4, dtype=HALF), 1e-5)
@@ -294,6 +320,7 @@ def test_fragments_keep_every_number(form: ToMxfp4 | ToNvfp4) -> None:
     made.scales.view(torch.uint8)[5, :3] = torch.tensor([0, 1, 9])
     kept = from_mxfp4(made) if isinstance(made, Mxfp4Matrix) else from_nvfp4(made)
     words = kept.values.view(torch.int32).view(2, 3, 2, 8, 4, 2, 2)  # the last: of 32 columns
+    assert kept.scales is not None
     scales = kept.scales.view(torch.uint8).view(2, 3, *kept.scales.shape[1:], 4).int()
     truth = made.dequantised()
     for row, column in ((0, 0), (5, 3), (5, 40), (13, 17), (31, 63), (40, 100), (63, 191), (5, 16)):
@@ -316,19 +343,68 @@ def test_fragments_keep_every_number(form: ToMxfp4 | ToNvfp4) -> None:
         assert_close(value, truth[row, column].double(), rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("form", [ToMxfp4(), ToNvfp4()], ids=["mxfp4", "nvfp4"])
-def test_rows_of_fragments(form: ToMxfp4 | ToNvfp4) -> None:
-    made = form.round(randn(128, 192, seed=1))
+@pytest.mark.parametrize("form", INTEGERS)
+def test_fragments_keep_every_integer(form: str) -> None:
+    """As `grouped_stream_kernels.py` takes them apart."""
+    rounding = FORMATS[form]
+    assert rounding is not None
+    made = rounding.round(randn(64, 256, seed=1) * torch.logspace(-3, 3, 256))
+    kept, wide = in_fragments(made), made.dequantised()
+    words = kept.values.view(torch.int32).view(2, -1, 2, 8, 4, 2, 2)  # the last: word of a row
+    for row, column in ((0, 0), (5, 3), (5, 40), (13, 17), (31, 63), (40, 130), (63, 255), (5, 26)):
+        group, unit, lower, g = row // 32, row // 16 % 2, row // 8 % 2, row % 8
+        chunk, word, step = column // 64, column // 32 % 2, column // 16 % 2
+        t, eighth, one = column // 2 % 4, column // 8 % 2, column % 2
+        if isinstance(made, Int8Matrix):
+            chunk, word, step = column // 32, step, 0
+        held = int(words[group, chunk, unit, g, t, lower, word]) & 0xFFFFFFFF
+        if isinstance(made, Int8Matrix):
+            assert (held >> 8 * (2 * eighth + one) & 255) - 128 == made.values[row, column]
+            assert kept.row_scales is made.scales
+            continue
+        assert kept.scales is not None
+        number = held >> (16 * one + 4 * (2 * step + eighth)) & 15
+        entry = kept.scales.view(2, -1, *kept.scales.shape[1:])[
+            group, column // max(64, kept.group)
+        ]
+        zeros = "zeros" in form
+        at = (word if kept.group == 32 else 0) * (2 if zeros else 1) + (lower if zeros else 0)
+        halves = entry[at, unit * 8 + g].view(1).view(torch.bfloat16).double()
+        scale, zero = (halves[0], halves[1] - 128) if zeros else (halves[lower], 8)
+        assert_close((number - zero) * scale, wide[row, column].double(), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4", *INTEGERS])
+def test_rows_of_fragments(form: str) -> None:
+    rounding = FORMATS[form]
+    assert rounding is not None
+    made = rounding.round(randn(128, 384, seed=1))
     index = torch.randperm(128, generator=seeded(2))[:64]
-    if isinstance(made, Mxfp4Matrix):
-        kept, truth = from_mxfp4(made), from_mxfp4(made.select(index))
-    else:
-        kept, truth = from_nvfp4(made), from_nvfp4(made.select(index))
+    kept, truth = in_fragments(made), in_fragments(made.select(index))
     own = kept.select(index)
-    assert own.shape == (64, 192)
+    assert own.shape == (64, 384)
     for name in ("values", "scales", "row_scales"):
         assert_close(getattr(own, name), getattr(truth, name), rtol=0, atol=0)
-    part = kept.rows(32, 65)
-    assert part.shape == (33, 192)
-    assert_close(part.values[:24], kept.values[24:48], rtol=0, atol=0)
+    part, of_group = kept.rows(32, 65), len(kept.values) // 4
+    assert part.shape == (33, 384)
+    assert_close(part.values[:of_group], kept.values[of_group : 2 * of_group], rtol=0, atol=0)
     assert len(part.values) == len(own.values)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "int4 wide zeros"])
+def test_products_with_rows_of_fragments_cut_off(form: str) -> None:
+    """Heads of a part of the vocabulary; on a card the last fragments are not whole."""
+    made = weight(256, 256, FORMATS[form], HALF, 1)
+    index = torch.randperm(256, generator=seeded(3))[:70]
+    x = randn(5, 256, dtype=HALF)
+    out = TRITON.logits(x.to(DEVICE), packed(made).select(index.to(DEVICE)))
+    near = 8 * torch.finfo(HALF).eps
+    assert_close(out.cpu(), made.select(index).logits(x), rtol=near, atol=near)
+
+
+def test_activations_beside_integers_stay_as_they_are() -> None:
+    made = ToInt8(rounds_input=True).round(randn(24, 64, seed=1))
+    x = randn(3, 64, dtype=HALF)
+    truth = x.float() @ made.dequantised().T
+    near = 8 * torch.finfo(HALF).eps
+    assert_close(TRITON.logits(x.to(DEVICE), packed(made)).cpu(), truth, rtol=near, atol=near)

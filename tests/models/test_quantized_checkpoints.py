@@ -102,21 +102,6 @@ FORMATS: dict[str, tuple[Format, type, int | None]] = {
     "modelopt-fp8-rows": (modelopt("fp8_per_channel_per_token"), DenseMatrix, None),
     "modelopt-fp8-blocks": (modelopt("FP8_PB_WO"), DenseMatrix, None),
 }
-ON_GPUS = (
-    "float",
-    "float-tensor",
-    "fp8-tensor",
-    "fp8-static",
-    "fp8-inv",
-    "fp8-128",
-    "packed-mxfp4",
-)
-ON_GPUS += (
-    "packed-nvfp4",
-    "packed-nvfp4-activations",
-    "quark",
-    *(n for n in FORMATS if "opt" in n),
-)
 
 
 def load(folder: Path, **options: Any) -> Decoder:
@@ -385,18 +370,20 @@ def test_random_weights_have_the_stored_form(load_format: str, name: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_gpus_take_floats_of_eight_and_four_bits(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_take_every_format(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     stored = read_quantization({"quantization_config": FORMATS[name][0].config})
     assert stored is not None
     require_stored(CPU, "m", stored)
-    if name in ON_GPUS:
-        require_stored(torch.device("cuda"), "m", stored)
-        return
-    with pytest.raises(UsageError, match=r"^m is stored as .*; use the unquantised .*=fp8, or dev"):
-        require_stored(torch.device("cuda"), "m", stored)
+    require_stored(torch.device("cuda"), "m", stored)
+
+
+@pytest.mark.parametrize("name", ["gptq-asym", "gptq-8-groups", "awq", "int", "float-block"])
+def test_old_gpus_take_what_needs_no_e4m3(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    stored = read_quantization({"quantization_config": FORMATS[name][0].config})
+    assert stored is not None
+    require_stored(torch.device("cuda"), "m", stored)
 
 
 @pytest.mark.parametrize("activations", [DYNAMIC, None])

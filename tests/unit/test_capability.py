@@ -6,6 +6,7 @@ import torch
 from slipstream import UsageError
 from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
 from slipstream.kernels.formats.int4 import Int4Matrix
+from slipstream.kernels.formats.int8 import Int8Matrix
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.runner.capability import (
@@ -84,17 +85,21 @@ def test_four_bit_floats_need_what_their_scales_need(monkeypatch: pytest.MonkeyP
 
 def test_what_devices_multiply_as_it_is_stored() -> None:
     on_gpu, on_cpu = kept_formats(CUDA), kept_formats(torch.device("cpu"))
-    assert {Mxfp4Matrix, Nvfp4Matrix} == on_gpu & on_cpu
+    assert {Mxfp4Matrix, Nvfp4Matrix, Int4Matrix, Int8Matrix} == on_gpu & on_cpu
     assert Float8BlockMatrix in on_gpu
-    assert Int4Matrix in on_cpu
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int8-dynamic", "int4", "int4-g128-asym"])
-def test_integers_are_for_cpus(monkeypatch: pytest.MonkeyPatch, quantization: str) -> None:
-    pretend(monkeypatch, (9, 0))
-    with pytest.raises(
-        UsageError, match=f"^q={quantization} is for CPUs: .*; use q=fp8, or device=cpu$"
-    ):
+def test_integers_are_for_all_but_rounded_activations(
+    monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    pretend(monkeypatch, (8, 0))
+    if quantization == "int8-dynamic":
+        with pytest.raises(
+            UsageError, match=r"^q=int8-dynamic is for CPUs: .*; use q=int8 or fp8, or device=cpu$"
+        ):
+            require_quantization(CUDA, "q", quantization)
+    else:
         require_quantization(CUDA, "q", quantization)
     require_quantization(torch.device("cpu"), "q", quantization)
     note = quantization_note(torch.device("cpu"), quantization)

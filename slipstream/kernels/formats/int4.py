@@ -9,10 +9,12 @@ from torch import Tensor
 
 from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.int8 import CACHED_SLICE, ToInt8, to_nearest
-from slipstream.kernels.formats.weight import Rounding, Weight, row_slices
+from slipstream.kernels.formats.weight import Rounding, Weight, rounding_slices
 
 GROUPS = (128, 32)  # columns that may share a scale, the larger first
-_GROUPS_AT_ONCE = (1 << 15) - 1  # that are rounded at a time, for the reason of CACHED_SLICE
+_GROUPS_AT_ONCE = (
+    1 << 15
+) - 1  # that are rounded at a time on CPUs, for the reason of CACHED_SLICE
 _LARGEST = 15  # of four bits
 _MIDDLE = 8
 # A group's scale makes its largest number representable, or is this much smaller: the others then
@@ -139,7 +141,7 @@ class ToInt4(Rounding):
         values = torch.empty((rows, columns // 2), dtype=torch.uint8, device=device)
         scales = torch.empty(shape, dtype=torch.float32, device=device)
         zeros = torch.empty(shape, dtype=torch.uint8, device=device) if self.zeros else None
-        for part in row_slices(rows, columns, _GROUPS_AT_ONCE * self.group):
+        for part in rounding_slices(rows, columns, device, _GROUPS_AT_ONCE * self.group):
             values[part], scales[part], own = _some_rows_to_int4(
                 matrix[part], self.group, self.zeros
             )
@@ -176,7 +178,7 @@ class _Groups:
         rows, columns = matrix.shape
         self._shape = (rows, columns // group)
         self._matrix = matrix.view(*self._shape, group)
-        self._slices = row_slices(rows, columns, CACHED_SLICE)
+        self._slices = rounding_slices(rows, columns, matrix.device, CACHED_SLICE)
         # Fresh memory for each slice would cost as much as what is done in it.
         space = (3, self._slices[0].stop, columns // group, group)
         self._space = torch.empty(space, dtype=torch.float32, device=matrix.device)

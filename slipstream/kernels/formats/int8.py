@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.formats.weight import PRODUCT_SLICE, Rounding, RowScaled, row_slices
+from slipstream.kernels.formats.weight import (
+    PRODUCT_SLICE,
+    Rounding,
+    RowScaled,
+    rounding_slices,
+    row_slices,
+)
 
 INT8_MAX = 127
-# Numbers that are rounded at a time. Torch does not share so few among threads, which would wait
-# for each other far longer than they work where others keep the machine busy.
+# Numbers that are rounded at a time on CPUs. Torch does not share so few among threads, which would
+# wait for each other far longer than they work where others keep the machine busy.
 CACHED_SLICE = (1 << 15) - 1
 _WHOLE = 1.5 * 2.0**23  # from here to 2 ** 24 float32 has the integers and nothing between
 _TINY = torch.finfo(torch.float32).tiny * INT8_MAX
@@ -68,7 +74,7 @@ class ToInt8(Rounding):
     def round(self, matrix: Tensor) -> Int8Matrix:
         values = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
         scales = torch.empty(len(matrix), dtype=torch.float32, device=matrix.device)
-        for part in row_slices(len(matrix), matrix.shape[1], CACHED_SLICE):
+        for part in rounding_slices(len(matrix), matrix.shape[1], matrix.device, CACHED_SLICE):
             values[part], scales[part] = round_rows(matrix[part])
         return Int8Matrix(values, scales, self.rounds_input)
 

@@ -226,10 +226,11 @@ def row_slices(num_rows: int, columns: int, size: int) -> list[slice]:
     return [slice(start, start + step) for start in range(0, num_rows, step)]
 
 
-def rounding_slices(num_rows: int, columns: int, device: torch.device) -> list[slice]:
-    """Slices of rows of a matrix that are rounded at a time."""
-    size = _ROUNDED_ON_CPU if device.type == "cpu" else _ROUNDED
-    return row_slices(num_rows, columns, size)
+def rounding_slices(
+    num_rows: int, columns: int, device: torch.device, on_cpu: int = _ROUNDED_ON_CPU
+) -> list[slice]:
+    """Slices of rows of a matrix that are rounded at a time, about `on_cpu` numbers on CPUs."""
+    return row_slices(num_rows, columns, on_cpu if device.type == "cpu" else _ROUNDED)
 
 
 def as_it_is(weight: Weight) -> Weight:

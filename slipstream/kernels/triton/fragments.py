@@ -1,145 +1,238 @@
-"""Four-bit floats in the order in which Hopper's tensor cores take them.
+"""Numbers of four and eight bits in the order in which Hopper's tensor cores take them.
 
-A fragment is 16 rows by 64 columns: of thread 4 g + t of a warp, 8 bytes of row g and 8 of row
-g + 8, and of each row two words, for 32 columns each. The columns of a word are those at 2 t and
-2 t + 1, and 8 further, of 16 columns and of the next 16 (see `warpgroup_mma`'s first operand); its
-bits are such that pairs of numbers become bfloat16 by few shifts. 32 rows lie together, 64 columns
-after 64 columns; so do their scales, 16 rows' bytes for 32 columns (or 16) side by side.
+A fragment is 16 rows by 64 columns of four bits, or 32 of eight: of thread 4 g + t of a warp, 8
+bytes of row g and 8 of row g + 8, and of each row two words. A word of four bits is of 32 columns,
+those at 2 t and 2 t + 1, and 8 further, of 16 columns and of the next 16 (see `warpgroup_mma`'s
+first operand); a word of eight bits is of 16 columns. Their bits are such that pairs of numbers
+become bfloat16 by few shifts. 32 rows lie together, fragment after fragment; so do their scales,
+16 rows' side by side in words of four bytes.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.formats.float4 import Float4Matrix
+from slipstream.kernels.formats.int4 import Int4Matrix
+from slipstream.kernels.formats.int8 import Int8Matrix
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
 
 COLUMNS, ROWS = 64, 32
+PAIR = 2 * COLUMNS  # columns of four bits that integers may share a scale in
+# What a number is: `Fragments.coding`.
+E2M1, INT4, INT4_ZEROS, INT8 = 0, 1, 2, 3
 _SLICE = 1 << 26  # numbers that are rearranged at once
-# Where a word's half has sign and magnitude of its four numbers: of columns 0, 8, 16 and 24.
-_PLACES = ((15, 6), (12, 3), (14, 0), (13, 9))
+# Where a word's half has the highest bit and the lower three of its four numbers: of columns 0, 8,
+# 16 and 24.
+_FLOATS = ((15, 6), (12, 3), (14, 0), (13, 9))
+_INTEGERS = ((3, 0), (7, 4), (11, 8), (15, 12))
+_ZERO = 0x4300  # 128 in bfloat16, to which numbers from 0 to 127 are added by their bits
 
 
 @dataclass(frozen=True, eq=False)
-class Float4Fragments(Weight):
-    """A weight [N, K] of four-bit floats, for `grouped_stream_kernels.py`.
+class Fragments(Weight):
+    """A weight [N, K] of few bits, for `grouped_stream_kernels.py`.
 
-    A number is its e2m1 times 2 ** -126 times the bfloat16 of bits (scale << shift) + lift, and
-    sums are multiplied by those of `row_scales`, or by `lift_back`.
+    - E2M1: a number is its e2m1 times 2 ** -126 times the bfloat16 of bits (scale << shift) + lift;
+      a scale is a byte.
+    - INT4: its four bits less 8, times a scale in bfloat16, rounded to bfloat16.
+    - INT4_ZEROS: less a zero of the group; beside its scale stands 128 plus it in bfloat16.
+    - INT8: its eight bits less 128.
+
+    Sums are multiplied by those of `row_scales`, or by `lift_back`.
 
     Attributes:
-        values: [N K / 256, 128] uint8.
-        scales: [N K / 1024, words, 16] int32.
+        values: [N K bits / 1024, 128] uint8.
+        scales: [entries, words, 16] int32, an entry being 32 rows by 64 columns or those that share
+            a scale; None without scales in rows.
+        group: columns that share a scale: 16 or 32 of E2M1, 32 or 128 of integers, 0 without.
     """
 
     size: tuple[int, int]
+    coding: int
     values: Tensor
-    scales: Tensor
+    scales: Tensor | None
     row_scales: Tensor | None
-    shift: int
-    lift: int
-    lift_back: float
+    group: int = 0
+    shift: int = 0
+    lift: int = 0
+    lift_back: float = 1.0
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.size
 
     @property
-    def nbytes(self) -> int:
-        own = self.values.nbytes + self.scales.nbytes
-        return own if self.row_scales is None else own + self.row_scales.nbytes
+    def columns_of_fragment(self) -> int:
+        return COLUMNS // 2 if self.coding == INT8 else COLUMNS
 
-    def select(self, index: Tensor) -> "Float4Fragments":
+    @property
+    def nbytes(self) -> int:
+        beside = (self.scales, self.row_scales)
+        return self.values.nbytes + sum(each.nbytes for each in beside if each is not None)
+
+    def select(self, index: Tensor) -> "Fragments":
         """Fragments are whole: behind the last row there are copies of the first."""
         count, columns = len(index), self.size[1]
+        fragments = columns // self.columns_of_fragment
         index = torch.cat((index, index[:1].expand(-count % (2 * ROWS))))
         group, unit, lower, row = index // 32, index // 16 % 2, index // 8 % 2, index % 8
-        values = self.values.view(-1, columns // COLUMNS, 2, 8, 4, 2, 8)
-        values = values[group, :, unit, row, :, lower].view(-1, 2, 2, 8, columns // COLUMNS, 4, 8)
-        scales = self.scales.view(torch.uint8)
-        if self.scales.shape[1] == 1:
-            scales = scales.view(-1, columns // COLUMNS, 2, 8, 2, 2)[group, :, unit, row, lower]
-        else:
-            scales = scales.view(-1, columns // COLUMNS, 2, 2, 8, 4)[group, :, lower, unit, row]
-        return Float4Fragments(
-            (count, columns),
-            values.permute(0, 4, 1, 3, 5, 2, 6).reshape(-1, 128),
-            _scale_fragments(scales.flatten(1), 32 // self.scales.shape[1]),
-            None if self.row_scales is None else self.row_scales[index[:count]],
-            self.shift,
-            self.lift,
-            self.lift_back,
+        values = self.values.view(-1, fragments, 2, 8, 4, 2, 8)
+        values = values[group, :, unit, row, :, lower].view(-1, 2, 2, 8, fragments, 4, 8)
+        scales = None
+        if self.scales is not None:
+            scales = _scale_fragments(self._own_scales()[index], self.coding, self.group)
+        return replace(
+            self,
+            size=(count, columns),
+            values=values.permute(0, 4, 1, 3, 5, 2, 6).reshape(-1, 128),
+            scales=scales,
+            row_scales=None if self.row_scales is None else self.row_scales[index[:count]],
         )
 
-    def rows(self, start: int, stop: int | None = None) -> "Float4Fragments":
+    def rows(self, start: int, stop: int | None = None) -> "Fragments":
         stop = self.size[0] if stop is None else stop
         return self.select(torch.arange(start, stop, device=self.values.device))
 
+    def _own_scales(self) -> Tensor:
+        """[N, K / group, bytes of a scale] uint8."""
+        assert self.scales is not None
+        order, size = _order(self.coding, self.group)
+        entry = max(COLUMNS, self.group)
+        natural = (
+            len(self.values) * 256 // 32 // self.size[1],
+            2,
+            2,
+            8,
+            self.size[1] // entry,
+            entry // self.group,
+            size,
+        )
+        lying = self.scales.view(torch.uint8).view([natural[place] for place in order])
+        own = lying.permute([order.index(place) for place in range(len(order))])
+        return own.reshape(-1, self.size[1] // self.group, size)
 
-def fits(weight: Float4Matrix) -> bool:
+
+def fits(weight: Weight) -> bool:
     rows, columns = weight.shape
     return rows % (2 * ROWS) == 0 and columns % COLUMNS == 0  # so that gates are whole, too
 
 
-def from_mxfp4(weight: Mxfp4Matrix) -> Float4Fragments:
+def from_mxfp4(weight: Mxfp4Matrix) -> Fragments:
     """Exponents are lowered where the largest would be none of bfloat16."""
     lowered = max(0, int(weight.scales.max()) - 128)
     codes = weight.scales.int()
     least = lowered - 125
-    values = _fragments(weight.values, codes < least, None)
-    scales = _scale_fragments(codes.clamp_min(least).to(torch.uint8), weight.group)
-    lift = (126 - lowered) << 7
-    return Float4Fragments(weight.shape, values, scales, None, 7, lift, 2.0**lowered)
+    values = _float_fragments(weight, codes < least, None)
+    bits = codes.clamp_min(least).to(torch.uint8).unsqueeze(-1)
+    return Fragments(
+        weight.shape, E2M1, values, _scale_fragments(bits, E2M1, 32), None, group=32,
+        shift=7, lift=(126 - lowered) << 7, lift_back=2.0**lowered,
+    )  # fmt: skip
 
 
-def from_nvfp4(weight: Nvfp4Matrix) -> Float4Fragments:
+def from_nvfp4(weight: Nvfp4Matrix) -> Fragments:
     """Scales with five bits of exponent, among which the subnormal ones of e4m3 are none."""
     scales = weight.scales.float()
     mantissa, exponent = torch.frexp(scales.abs())
     codes = ((exponent + 9) << 3) + ((2 * mantissa - 1) * 8).int()
     nothing = scales == 0
-    values = _fragments(weight.values, nothing, scales < 0)
-    packed = _scale_fragments(codes.masked_fill(nothing, 0).to(torch.uint8), weight.group)
-    row_scales = weight.global_scales * 2.0**8
-    return Float4Fragments(weight.shape, values, packed, row_scales, 4, 235 << 7, 1.0)
+    values = _float_fragments(weight, nothing, scales < 0)
+    bits = codes.masked_fill(nothing, 0).to(torch.uint8).unsqueeze(-1)
+    return Fragments(
+        weight.shape, E2M1, values, _scale_fragments(bits, E2M1, 16),
+        weight.global_scales * 2.0**8, group=16, shift=4, lift=235 << 7,
+    )  # fmt: skip
 
 
-def _fragments(values: Tensor, nothing: Tensor, negative: Tensor | None) -> Tensor:
-    """values [N, K / 2] uint8 -> [N K / 256, 128] uint8; groups that are nothing become 0."""
+def from_int4(weight: Int4Matrix) -> Fragments:
+    """Groups that are whole pairs of fragments, or of 32; scales are rounded to bfloat16."""
+    group = PAIR if weight.group % PAIR == 0 else 32
+    weight = weight.regrouped(group)
+    scales = weight.scales.to(torch.bfloat16).view(torch.int16).unsqueeze(-1)
+    coding = INT4
+    if weight.zeros is not None:
+        coding = INT4_ZEROS
+        zeros = (weight.zeros.to(torch.int16) + _ZERO).unsqueeze(-1)
+        scales = torch.cat((scales, zeros), -1)
+    packed = _scale_fragments(scales.contiguous().view(torch.uint8), coding, group)
+    values = _fragments(weight.values, _INTEGERS, lambda codes, part: codes)
+    return Fragments(weight.shape, coding, values, packed, None, group=group)
+
+
+def from_int8(weight: Int8Matrix) -> Fragments:
+    rows, columns = weight.shape
+    out = torch.empty(rows * columns // 128, 128, dtype=torch.uint8, device=weight.values.device)
+    step = max(1, _SLICE // (columns * ROWS)) * ROWS
+    for start in range(0, rows, step):
+        some = weight.values[start : start + step].view(torch.uint8) ^ 128
+        # group, unit, row 8, row 1, fragment, word, 8, thread, 1
+        apart = some.view(-1, 2, 2, 8, columns // 32, 2, 2, 4, 2)
+        ordered = apart.permute(0, 4, 1, 3, 7, 2, 5, 6, 8).reshape(-1, 128)
+        out[start * columns // 128 :][: len(ordered)] = ordered
+    return Fragments(weight.shape, INT8, out, None, weight.scales)
+
+
+def _float_fragments(weight: Float4Matrix, nothing: Tensor, negative: Tensor | None) -> Tensor:
+    """[N K / 256, 128] uint8; groups that are nothing become 0."""
+
+    def changed(codes: Tensor, part: slice) -> Tensor:
+        codes = codes.view(codes.shape[0], nothing.shape[1], -1)
+        if negative is not None:
+            codes = codes ^ (negative[part].unsqueeze(-1).to(torch.uint8) << 3)
+        return codes.masked_fill(nothing[part].unsqueeze(-1), 0)
+
+    return _fragments(weight.values, _FLOATS, changed)
+
+
+def _fragments(
+    values: Tensor,
+    places: tuple[tuple[int, int], ...],
+    changed: Callable[[Tensor, slice], Tensor],
+) -> Tensor:
+    """values [N, K / 2] uint8, codes of rows `changed` -> [N K / 256, 128] uint8."""
     rows, columns = values.shape[0], 2 * values.shape[1]
     out = torch.empty(rows * columns // 256, 128, dtype=torch.uint8, device=values.device)
     step = max(1, _SLICE // (columns * ROWS)) * ROWS
     for start in range(0, rows, step):
         part = slice(start, min(rows, start + step))
         codes = torch.stack((values[part] & 15, values[part] >> 4), -1)
-        codes = codes.view(codes.shape[0], nothing.shape[1], -1)
-        if negative is not None:
-            codes ^= negative[part].unsqueeze(-1).to(torch.uint8) << 3
-        codes = codes.masked_fill(nothing[part].unsqueeze(-1), 0)
-        made = _words(codes.view(-1, 2, 2, 8, columns // COLUMNS, 2, 2, 2, 4, 2))
+        codes = changed(codes, part)
+        made = _words(codes.view(-1, 2, 2, 8, columns // COLUMNS, 2, 2, 2, 4, 2), places)
         out[start * columns // 256 : part.stop * columns // 256] = made.view(-1, 128)
     return out
 
 
-def _words(codes: Tensor) -> Tensor:
+def _words(codes: Tensor, places: tuple[tuple[int, int], ...]) -> Tensor:
     """[group, unit, row 8, row 1, chunk, word, 16, 8, thread, 1] -> bytes of fragments."""
     halves = torch.zeros((), dtype=torch.int32, device=codes.device)
-    for number, (sign, magnitude) in enumerate(_PLACES):
+    for number, (highest, lower) in enumerate(places):
         own = codes[..., number // 2, number % 2, :, :].int()
-        halves = halves + ((own >> 3 << sign) | ((own & 7) << magnitude))
+        halves = halves + ((own >> 3 << highest) | ((own & 7) << lower))
     # group, unit, row 8, row 1, chunk, word, thread, 1
     ordered = halves.permute(0, 4, 1, 3, 6, 2, 5, 7).contiguous()
     return ordered.to(torch.int16).view(torch.uint8)
 
 
-def _scale_fragments(scales: Tensor, group: int) -> Tensor:
-    """scales [N, K / group] uint8 -> [N K / 1024, words, 16] int32, a word being four of them."""
-    rows, each = scales.shape[0], COLUMNS // group
-    apart = scales.view(rows // ROWS, 2, 2, 8, scales.shape[1] // each, each)
-    # group, unit, row 8, row 1, chunk, scale
-    order = (0, 4, 1, 3, 2, 5) if group == 32 else (0, 4, 2, 1, 3, 5)
+def _scale_fragments(scales: Tensor, coding: int, group: int) -> Tensor:
+    """scales [N, K / group, bytes] uint8 -> [entries, words, 16] int32."""
+    order, size = _order(coding, group)
+    rows, each = scales.shape[0], max(COLUMNS, group) // group
+    apart = scales.view(rows // ROWS, 2, 2, 8, scales.shape[1] // each, each, size)
     ordered = apart.permute(order).reshape(-1, 4).view(torch.int32)
-    return ordered.view(-1, 32 // group, 16)
+    words = 2 * each * size // 4
+    return ordered.view(-1, words, 16)
+
+
+def _order(coding: int, group: int) -> tuple[tuple[int, ...], int]:
+    """How bytes of scales lie, of (group, unit, row 8, row 1, entry, scale, byte), and how many
+    each has. Where two rows fit into a word they share it."""
+    if coding == E2M1:
+        return ((0, 4, 1, 3, 2, 5, 6) if group == 32 else (0, 4, 2, 1, 3, 5, 6)), 1
+    if coding == INT4:
+        return (0, 4, 5, 1, 3, 2, 6), 2
+    return (0, 4, 5, 2, 1, 3, 6), 4

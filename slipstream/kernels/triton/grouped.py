@@ -96,7 +96,7 @@ def multiply(
         gated: the rows of an expert's matrix are gates, which go through this activation, and then
             what they multiply.
         scatters: what comes out is weighted, and left to be added up row by row.
-        splitting: sums of four-bit floats may be left to be added up.
+        splitting: sums of fragments may be left to be added up.
 
     Returns:
         [T k, N], or [T, N] without a choice; N / 2 where `gated`. Where it `scatters` or the sum is
@@ -143,7 +143,7 @@ def multiply(
     stages = 2 if x.values.dtype == torch.float32 else 4  # that shared memory holds
     grid = (triton.cdiv(width, block_n if gated is None else block_n // 2), slots)
     grouped_kernel[grid](
-        x.values, x.scales, weight.values, weight.scales, weight.row_scales, bias,
+        x.values, x.scales, weight.values, weight.scales, weight.zeros, weight.row_scales, bias,
         *((choice.pairs, choice.starts, choice.ends) if choice else (None, None, None)),
         choice.weights if choice is not None and scatters else None, out, x.values.stride(0), rows,
         width, depth=depth, experts=experts, block=triton.next_power_of_2(experts), chosen=chosen,

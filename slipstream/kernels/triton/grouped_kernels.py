@@ -15,8 +15,9 @@ from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 from slipstream.kernels.triton.matmul_kernels import halves, weight_rows
 
 # How weights are stored: see `operands.py`.
-PLAIN, MXFP4, NVFP4, FLOAT8_BLOCKS = (
-    tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3),
+PLAIN, MXFP4, NVFP4, FLOAT8_BLOCKS, INT4, INT8 = (
+    tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4),
+    tl.constexpr(5),
 )  # fmt: skip
 
 
@@ -60,12 +61,29 @@ def _power_of_two(scales):
 
 
 @triton.jit
+def _four_bit_scales(scales, zeros, at, inside, form: tl.constexpr):
+    """Scales of numbers as float32, and what is taken off numbers before: nothing of floats."""
+    zero = 8.0
+    if form == MXFP4:
+        scale = _power_of_two(tl.load(scales + at, mask=inside, other=0))
+    else:
+        scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
+    if zeros is not None:
+        zero = tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
+    return scale, zero
+
+
+@triton.jit
+def _number(codes, scale, zero, form: tl.constexpr):
+    return ((codes & 15).to(tl.float32) - zero if form == INT4 else _e2m1(codes)) * scale
+
+
+@triton.jit
 def _four_bits(
-    sums, values, scales, x, row, x_at, valid, depth: tl.constexpr, form: tl.constexpr,
-    block_k: tl.constexpr,
+    sums, values, scales, zeros, x, row, x_at, valid, depth: tl.constexpr, form: tl.constexpr,
+    group: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """Even columns and odd ones by a product each: they are the halves of bytes."""
-    group: tl.constexpr = 32 if form == MXFP4 else 16
     byte = tl.arange(0, block_k // 2)
     # float16 has too few powers of two for MXFP4.
     halved: tl.constexpr = form == MXFP4 and x.dtype.element_ty == tl.float16
@@ -76,15 +94,12 @@ def _four_bits(
             values + row[:, None] * (depth // 2) + (k // 2 + byte)[None, :], mask=inside, other=0
         ).to(tl.int32)
         at = row[:, None] * (depth // group) + ((k // 2 + byte) // (group // 2))[None, :]
-        if form == MXFP4:
-            scale = _power_of_two(tl.load(scales + at, mask=inside, other=0))
-        else:
-            scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
+        scale, zero = _four_bit_scales(scales, zeros, at, inside, form)
         even = tl.load(x_at + k + 2 * byte[None, :], mask=valid & inside, other=0.0)
         odd = tl.load(x_at + k + 2 * byte[None, :] + 1, mask=valid & inside, other=0.0)
-        low, high = (_e2m1(codes) * scale).to(wide), (_e2m1(codes >> 4) * scale).to(wide)
-        sums = tl.dot(low, tl.trans(even.to(wide)), sums, input_precision="ieee")
-        sums = tl.dot(high, tl.trans(odd.to(wide)), sums, input_precision="ieee")
+        low, high = _number(codes, scale, zero, form), _number(codes >> 4, scale, zero, form)
+        sums = tl.dot(low.to(wide), tl.trans(even.to(wide)), sums, input_precision="ieee")
+        sums = tl.dot(high.to(wide), tl.trans(odd.to(wide)), sums, input_precision="ieee")
     return sums
 
 
@@ -120,6 +135,8 @@ def _plain(
         if weight.dtype.is_fp8():  # exact in float16, whose products are added up in float32
             weight = weight.to(tl.float16)
             tile_x = tile_x.to(tl.float16)
+        elif weight.dtype == tl.int8:
+            weight = weight.to(tile_x.dtype)
         sums = tl.dot(weight, tl.trans(tile_x), sums, input_precision="ieee")
     return sums
 
@@ -147,8 +164,8 @@ def _finished(
 
 @triton.jit(do_not_specialize=["rows"])
 def grouped_kernel(
-    x, x_scales, values, scales, row_scales, bias, pairs, starts, ends, factors, out, row_stride,
-    rows, width, depth: tl.constexpr, experts: tl.constexpr, block: tl.constexpr,
+    x, x_scales, values, scales, zeros, row_scales, bias, pairs, starts, ends, factors, out,
+    row_stride, rows, width, depth: tl.constexpr, experts: tl.constexpr, block: tl.constexpr,
     chosen: tl.constexpr, gathers: tl.constexpr, form: tl.constexpr, block_rows: tl.constexpr,
     block_columns: tl.constexpr, gated: tl.constexpr, limit: tl.constexpr, alpha: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr,
@@ -183,7 +200,7 @@ def grouped_kernel(
     x_at = x + source.to(tl.int64)[:, None] * row_stride
     there = valid[:, None]
     sums = tl.zeros((block_n, block_m), dtype=tl.float32)
-    if form == PLAIN:
+    if scales is None:
         sums = _plain(sums, values, row, x_at, column, there, depth, block_k, stages)
     elif form == FLOAT8_BLOCKS:
         sums = _eight_bit_blocks(
@@ -191,7 +208,9 @@ def grouped_kernel(
             block_k,
         )  # fmt: skip
     else:
-        sums = _four_bits(sums, values, scales, x, row, x_at, there, depth, form, block_k)
+        sums = _four_bits(
+            sums, values, scales, zeros, x, row, x_at, there, depth, form, block_columns, block_k
+        )
     sums = _finished(sums, x_scales, row_scales, bias, row, source, valid, gated, limit, alpha)
     goes = place if gathers else pair
     if factors is not None:

@@ -1,4 +1,4 @@
-"""The grouped product of four-bit floats, with Hopper's own instructions.
+"""The grouped product of numbers of few bits, with Hopper's own instructions.
 
     out[pair, n] = sum of x[row, k] * weight[expert, n, k]
 
@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from slipstream.kernels.triton import fragments
 from slipstream.kernels.triton.matmul_stream_kernels import (
     _barrier,
     _fetch,
@@ -32,7 +33,9 @@ _fetch_by_thread = getattr(async_copy, "async_load", None) or async_copy.async_c
 BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 HALVES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-CHUNK = gl.constexpr(64)  # columns of a fragment
+# What numbers are: as in `fragments.py`.
+E2M1, INT4 = gl.constexpr(fragments.E2M1), gl.constexpr(fragments.INT4)
+INT4_ZEROS, INT8 = gl.constexpr(fragments.INT4_ZEROS), gl.constexpr(fragments.INT8)
 
 # Of a word, eight numbers: each pair of them as two halves of a word, scaled. An exponent and a
 # mantissa at their places are a number 2 ** 126 too small, which the scales make good.
@@ -45,35 +48,77 @@ lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $2, a, $9;
 shr.u32 a, $4, 3; shl.b32 b, $4, 2; and.b32 a, a, 0x01C001C0;
 lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $3, a, $9;
 }""")
+# Four bits below an exponent are 128 and more, exactly; the middle or the group's zero, 128 more as
+# well, is taken off, and only the product with the scale is rounded.
+_UNPACK_INT4 = """{
+.reg .b32 a, b, z; mov.b32 z, ZERO;
+lop3.b32 a, $4, 0x000F000F, 0x43004300, 0xEA;
+sub.rn.bf16x2 a, a, z; mul.rn.bf16x2 $0, a, $5;
+shr.u32 b, $4, 4; lop3.b32 a, b, 0x000F000F, 0x43004300, 0xEA;
+sub.rn.bf16x2 a, a, z; mul.rn.bf16x2 $1, a, $5;
+shr.u32 b, $4, 8; lop3.b32 a, b, 0x000F000F, 0x43004300, 0xEA;
+sub.rn.bf16x2 a, a, z; mul.rn.bf16x2 $2, a, $5;
+shr.u32 b, $4, 12; lop3.b32 a, b, 0x000F000F, 0x43004300, 0xEA;
+sub.rn.bf16x2 a, a, z; mul.rn.bf16x2 $3, a, $5;
+}"""
+_UNPACK_MIDDLE = gl.constexpr(_UNPACK_INT4.replace("ZERO", "0x43084308"))
+_UNPACK_ZEROS = gl.constexpr(_UNPACK_INT4.replace("ZERO", "$9"))
+# A byte below the exponent of 2 ** 23 is that and itself, as float32. What is left without 2 ** 23
+# and 128 has eight bits: the upper half of the float32 is the bfloat16.
+_UNPACK_INT8 = gl.constexpr("""{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $2, 0x4B000000, 0x7440; prmt.b32 b, $2, 0x4B000000, 0x7441;
+prmt.b32 c, $2, 0x4B000000, 0x7442; prmt.b32 d, $2, 0x4B000000, 0x7443;
+sub.rn.f32 a, a, 0f4B000080; sub.rn.f32 b, b, 0f4B000080;
+sub.rn.f32 c, c, 0f4B000080; sub.rn.f32 d, d, 0f4B000080;
+prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632;
+}""")
+# A half of a word twice.
+_HALF = gl.constexpr("prmt.b32 $0, $1, 0, $2;")
 # A byte of a word as two halves of a word, as bfloat16: times 2 ** shift, plus an exponent.
 _FACTOR = gl.constexpr("{ .reg .b32 a; prmt.b32 a, $1, 0, $2; mad.lo.u32 $0, a, $3, $4; }")
 
 
 @gluon.jit
-def _scales(raw, words: gl.constexpr, shift: gl.constexpr, lift):
-    """Scales [2, 2, 2, 4, 2, 1, 2, 2, 1] of two chunks' even steps and of their odd ones, each
-    twice in a word."""
+def _scales(raw, coding: gl.constexpr, words: gl.constexpr, shift: gl.constexpr, lift):
+    """Scales [2, chunks, words, 2, 4, 2, 1, 1, 1] of two chunks or of both -> those of the even
+    steps and of the odd ones, each twice in a word; of integers scales and zeros."""
     spread: gl.constexpr = _spread()
     half = gl.convert_layout(gl.reshape(_two(), (1, 1, 1, 1, 1, 1, 2, 1, 1)), spread)
     pair = gl.convert_layout(gl.reshape(_two(), (1, 1, 1, 1, 1, 1, 1, 2, 1)), spread)
-    raw = gl.convert_layout(gl.permute(raw, (0, 1, 3, 4, 5, 6, 2, 7, 8)), spread)
-    if words == 1:
+    if coding == INT4:
+        raw = gl.convert_layout(gl.permute(raw, (0, 1, 3, 4, 5, 6, 7, 2, 8)), spread)
+        even = _half(raw, 0x1010 + 0x2222 * half)
+        odd = even
+    elif coding == INT4_ZEROS:
+        apart = gl.reshape(raw, _rows_apart(raw.shape))
+        raw = gl.convert_layout(gl.permute(apart, (0, 1, 4, 5, 6, 7, 3, 2, 8)), spread)
+        even, odd = _half(raw, 0x1010), _half(raw, 0x3232)
+    elif words == 1:
+        raw = gl.convert_layout(gl.permute(raw, (0, 1, 3, 4, 5, 6, 2, 7, 8)), spread)
         even = _factor(raw, half * 2 + pair, shift, lift)
         odd = even
     else:
+        raw = gl.convert_layout(gl.permute(raw, (0, 1, 3, 4, 5, 6, 2, 7, 8)), spread)
         even = _factor(raw, pair * 2, shift, lift)
         odd = _factor(raw, pair * 2 + 1, shift, lift)
     return even, odd
 
 
 @gluon.constexpr_function
+def _rows_apart(shape):
+    """Words by those of 32 columns, and rows 8 apart."""
+    return [*shape[:2], shape[2] // 2, 2, *shape[3:6], 1, 1]
+
+
+@gluon.constexpr_function
 def _apart(shape):
-    return [2, 2, 2, *shape[2:]]
+    return [2, 2, shape[1] // 2, *shape[2:]]
 
 
 @gluon.jit
 def _halves(raw, chunks: gl.constexpr):
-    """raw [2, chunks, ..] of rank 9 -> by two chunks."""
+    """raw [2, chunks or half as many, ..] of rank 9 -> by two chunks."""
     if chunks == 4:
         apart = gl.reshape(raw, _apart(raw.shape))
         first, second = gl.split(gl.permute(apart, (0, 2, 3, 4, 5, 6, 7, 8, 9, 1)))
@@ -100,16 +145,20 @@ def _factor(raw, byte, shift: gl.constexpr, lift):
     )  # fmt: skip
 
 
+@gluon.jit
+def _half(raw, selector):
+    return gl.inline_asm_elementwise(
+        _HALF, "=r,r,r", [raw, selector], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
 @gluon.constexpr_function
-def _words(chunks, words):
-    """Scales of a tile as they lie in memory: row g of 8, unit, row + 8 where it has a word of its
-    own, chunk, half."""
-    of_chunk = 16 * words
-    registers = [[of_chunk], [2 * of_chunk]][: chunks // 2]
-    if words == 2:
-        registers.insert(0, [16])
+def _words(entries, words):
+    """Scales of a tile as they lie in memory: row g of 8, unit, the entry's other words, entry of
+    a chunk or two, half."""
+    registers = [[16 * bit] for bit in (1, 2, 4, 8) if bit < entries * words]
     lanes = [[0], [0], [1], [2], [4]]
-    size = 2 * chunks * of_chunk
+    size = 2 * entries * 16 * words
     return gl.DistributedLinearLayout(registers, lanes, [[8], [size // 2]], [], [size])
 
 
@@ -135,24 +184,37 @@ def _spread():
 
 @gluon.jit
 def _weights(
-    raw, raw_scales, sums_layout: gl.constexpr, words: gl.constexpr, shift: gl.constexpr, lift
-):
-    """Weights [64, 128] of two chunks in registers, as the tensor cores take them."""
+    raw, raw_scales, sums_layout: gl.constexpr, coding: gl.constexpr, words: gl.constexpr,
+    shift: gl.constexpr, lift,
+):  # fmt: skip
+    """Weights [64, columns] of two chunks in registers, as the tensor cores take them."""
     raw = gl.convert_layout(raw, _spread(), assert_trivial=True)
-    even, odd = _scales(raw_scales, words, shift, lift)
-    low, high = gl.inline_asm_elementwise(
-        _UNPACK, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [raw, even, odd],
-        dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
-    )  # fmt: skip
-    both = gl.reshape(gl.join(low, high), (2, 2, 2, 4, 2, 4, 2, 2, 2, 2, 2))
-    both = gl.permute(both, (0, 2, 6, 3, 4, 1, 7, 10, 8, 5, 9))
     taken: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
-    return gl.convert_layout(gl.reshape(both, (64, 128)), taken, assert_trivial=True)
+    if coding == INT8:
+        both = gl.inline_asm_elementwise(
+            _UNPACK_INT8, "=r,=r,r", [raw], dtype=gl.bfloat16, is_pure=True, pack=4
+        )
+        both = gl.reshape(both, (2, 2, 2, 4, 2, 4, 2, 2, 2, 2))
+        both = gl.permute(both, (0, 2, 6, 3, 4, 1, 7, 8, 5, 9))
+        weights = gl.reshape(both, (64, 64))
+    else:
+        even, odd = _scales(raw_scales, coding, words, shift, lift)
+        unpack: gl.constexpr = (
+            _UNPACK if coding == E2M1 else _UNPACK_MIDDLE if coding == INT4 else _UNPACK_ZEROS
+        )
+        low, high = gl.inline_asm_elementwise(
+            unpack, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [raw, even, odd],
+            dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+        both = gl.reshape(gl.join(low, high), (2, 2, 2, 4, 2, 4, 2, 2, 2, 2, 2))
+        both = gl.permute(both, (0, 2, 6, 3, 4, 1, 7, 10, 8, 5, 9))
+        weights = gl.reshape(both, (64, 128))
+    return gl.convert_layout(weights, taken, assert_trivial=True)
 
 
 @gluon.jit
 def _fetch_weights(
-    weight, ring, barrier, slot, group, beside, chunk, depth, chunks: gl.constexpr,
+    weight, ring, barrier, slot, group, beside, chunk, of_group, chunks: gl.constexpr,
     more: gl.constexpr, wanted,
 ):  # fmt: skip
     """Both halves of a tile: 32 rows each, of which the second are those `beside` the first.
@@ -161,7 +223,6 @@ def _fetch_weights(
     mbarrier.expect(barrier, 2048 * chunks + more, wanted)
     place = ring.index(slot)
     per_row: gl.constexpr = 8 * chunks
-    of_group = depth // CHUNK
     first = (group * of_group + chunk) * 8
     second = ((group + beside) * of_group + chunk) * 8
     _fetch(weight, [first, 0], barrier, place.slice(0, per_row), wanted)
@@ -171,26 +232,29 @@ def _fetch_weights(
 @gluon.jit
 def _fetch_rest(
     x_tiles, barrier, place0, x_rows, there, scales, ring_x, ring_scales, slot, group, beside,
-    chunk, end, depth, chunks: gl.constexpr, words: gl.constexpr, wanted,
+    chunk, end, of_group, chunks: gl.constexpr, words: gl.constexpr, span: gl.constexpr, wanted,
 ):  # fmt: skip
     """Rows of x and scales of the columns from `chunk` on; zeros from column `end` on."""
+    width: gl.constexpr = ring_x.shape[2]
+    column0 = chunk * (width // chunks)
     if x_tiles is None:
         x_layout: gl.constexpr = x_rows.type.layout.parent
-        columns = gl.arange(0, CHUNK * chunks, layout=gl.SliceLayout(0, x_layout))
-        column = chunk * CHUNK + columns
+        column = column0 + gl.arange(0, width, layout=gl.SliceLayout(0, x_layout))
         inside = (there & wanted)[:, None] & (column < end)[None, :]
         _fetch_by_thread(ring_x.index(slot), x_rows[:, None] + column[None, :], mask=inside)
     else:
-        _fetch(x_tiles, [place0, chunk * CHUNK], barrier, ring_x.index(slot), wanted)
-    count: gl.constexpr = 32 * words * chunks
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    word = gl.arange(0, count, layout=layout)
-    half = word // (count // 2)
-    at = word % (count // 2)
-    of_group = depth // CHUNK
-    first = ((group + half * beside) * of_group + chunk).to(gl.int64) * (16 * words)
-    known = (chunk + at // (16 * words) < of_group) & wanted
-    _fetch_by_thread(ring_scales.index(slot), scales + first + at, mask=known)
+        _fetch(x_tiles, [place0, column0], barrier, ring_x.index(slot), wanted)
+    if words:
+        of_entry: gl.constexpr = 16 * words
+        count: gl.constexpr = 2 * of_entry * (chunks // span)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        word = gl.arange(0, count, layout=layout)
+        half = word // (count // 2)
+        at = word % (count // 2)
+        entry = chunk // span + at // of_entry
+        first = ((group + half * beside) * (of_group // span) + chunk // span).to(gl.int64)
+        known = (entry * span < of_group) & wanted
+        _fetch_by_thread(ring_scales.index(slot), scales + first * of_entry + at, mask=known)
     async_copy.commit_group()
 
 
@@ -264,29 +328,31 @@ def _expert_tile(starts, ends, slot, experts: gl.constexpr, block: gl.constexpr)
 def _sum(
     x, x_tiles, weight, scales, pairs, ring, ring_x, ring_scales, full, row_stride, base, tile,
     width, depth, place0, end, lift, part, chosen: gl.constexpr, gathers: gl.constexpr,
-    words: gl.constexpr, shift: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr,
-    pdl: gl.constexpr,
+    coding: gl.constexpr, columns: gl.constexpr, words: gl.constexpr, span: gl.constexpr,
+    shift: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
 ):  # fmt: skip
     """[64, count]: the tile's products over all of k."""
     count: gl.constexpr = ring_x.shape[1]
-    chunks: gl.constexpr = ring_x.shape[2] // CHUNK
-    of_x: gl.constexpr = 0 if x_tiles is None else 2 * CHUNK * count * chunks
+    chunks: gl.constexpr = ring_x.shape[2] // columns
+    of_x: gl.constexpr = 0 if x_tiles is None else 2 * columns * count * chunks
     if gated:
         group, beside = (base + tile * 32) // 32, width // 32
     else:
         group, beside = (base + tile * 64) // 32, 1
     first = gl.program_id(2) * part
     last_column = gl.minimum(first + part, depth)
-    steps = (last_column - first + CHUNK * chunks - 1) // (CHUNK * chunks)
-    first = first // CHUNK
+    steps = (last_column - first + columns * chunks - 1) // (columns * chunks)
+    first = first // columns
+    of_group = depth // columns
     for slot in gl.static_range(stages - 1):
         _fetch_weights(
-            weight, ring, full.index(slot), slot, group, beside, first + slot * chunks, depth,
+            weight, ring, full.index(slot), slot, group, beside, first + slot * chunks, of_group,
             chunks, of_x, slot < steps,
         )  # fmt: skip
     if pairs is None:
         wait_for_inputs(pdl)
-    x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4 // chunks, 8 * chunks], [4, 1], [1, 0])
+    across: gl.constexpr = columns * chunks // 8
+    x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
     place = place0 + gl.arange(0, count, layout=gl.SliceLayout(1, x_layout))
     there = place < end
     source = place
@@ -296,7 +362,8 @@ def _sum(
     for slot in gl.static_range(stages - 1):
         _fetch_rest(
             x_tiles, full.index(slot), place0, x_rows, there, scales, ring_x, ring_scales, slot,
-            group, beside, first + slot * chunks, last_column, depth, chunks, words, slot < steps,
+            group, beside, first + slot * chunks, last_column, of_group, chunks, words, span,
+            slot < steps,
         )  # fmt: skip
     sums_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, count, 16]
@@ -309,28 +376,41 @@ def _sum(
         fence_async_shared()
         _barrier()  # all of the tile is there, and the step before is done in every warp
         raw = gl.reshape(ring.index(now).load(_bytes(chunks)), (2, chunks, 2, 4, 2, 4, 2, 2, 4))
-        raw_scales = ring_scales.index(now).load(_words(chunks, words))
-        raw_scales = gl.reshape(raw_scales, (2, chunks, words, 2, 4, 2, 1, 1, 1))
+        if words:
+            raw_scales = ring_scales.index(now).load(_words(chunks // span, words))
+            raw_scales = gl.reshape(raw_scales, (2, chunks // span, words, 2, 4, 2, 1, 1, 1))
+            of_codes = _halves(raw_scales, chunks)
+        else:
+            of_codes = (None, None)
         chunk = first + (step + stages - 1) * chunks
         wanted = step + stages - 1 < steps
         _fetch_weights(
-            weight, ring, full.index(last), last, group, beside, chunk, depth, chunks, of_x, wanted
+            weight,
+            ring,
+            full.index(last),
+            last,
+            group,
+            beside,
+            chunk,
+            of_group,
+            chunks,
+            of_x,
+            wanted,
         )
         _fetch_rest(
             x_tiles, full.index(last), place0, x_rows, there, scales, ring_x, ring_scales, last,
-            group, beside, chunk, last_column, depth, chunks, words, wanted,
+            group, beside, chunk, last_column, of_group, chunks, words, span, wanted,
         )  # fmt: skip
-        codes, of_codes = _halves(raw, chunks), _halves(raw_scales, chunks)
+        codes = _halves(raw, chunks)
         tile_x = ring_x.index(now)
-        taken = _weights(codes[0], of_codes[0], sums_layout, words, shift, lift)
+        taken = _weights(codes[0], of_codes[0], sums_layout, coding, words, shift, lift)
         begun = warpgroup_mma(
-            taken, tile_x.slice(0, 128, dim=1).permute((1, 0)), sums, is_async=True
+            taken, tile_x.slice(0, 2 * columns, dim=1).permute((1, 0)), sums, is_async=True
         )
         if chunks == 4:  # the tensor cores work while more becomes ready for them
-            more = _weights(codes[1], of_codes[1], sums_layout, words, shift, lift)
-            begun = warpgroup_mma(
-                more, tile_x.slice(128, 128, dim=1).permute((1, 0)), begun, is_async=True
-            )
+            more = _weights(codes[1], of_codes[1], sums_layout, coding, words, shift, lift)
+            rest = tile_x.slice(2 * columns, 2 * columns, dim=1)
+            begun = warpgroup_mma(more, rest.permute((1, 0)), begun, is_async=True)
             sums, _, _ = warpgroup_mma_wait(0, deps=(begun, taken, more))
         else:
             sums, _ = warpgroup_mma_wait(0, deps=(begun, taken))
@@ -346,8 +426,8 @@ def _sum(
 def grouped_stream_kernel(
     x, x_tiles, weight, scales, row_scales, bias, pairs, starts, ends, factors, out, row_stride,
     rows, width, depth, part, size, pitch, lift, lift_back, experts: gl.constexpr,
-    block: gl.constexpr,
-    chosen: gl.constexpr, gathers: gl.constexpr, words: gl.constexpr, shift: gl.constexpr,
+    block: gl.constexpr, chosen: gl.constexpr, gathers: gl.constexpr, coding: gl.constexpr,
+    columns: gl.constexpr, words: gl.constexpr, span: gl.constexpr, shift: gl.constexpr,
     gated: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr, count: gl.constexpr,
     chunks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
 ):  # fmt: skip
@@ -357,14 +437,20 @@ def grouped_stream_kernel(
     of `out` begin every `pitch` numbers.
 
     x_tiles describes x by tiles, where its rows follow one another and the copy engine reads them.
-    weight describes the fragments [.., 128] bytes by the 32 rows and `chunks` chunks fetched at
-    once; scales: `words` words of every 16 rows and chunk, in the order of the fragments.
+    weight describes the fragments [.., 128] bytes by the 32 rows and `chunks` chunks of `columns`
+    fetched at once; scales: `words` words of every 16 rows and `span` chunks, in their order.
     """
     launch_dependents(pdl)
     tile = gl.program_id(0)
     ring = gl.allocate_shared_memory(gl.uint8, [stages, 16 * chunks, 128], BYTES)
-    ring_x = gl.allocate_shared_memory(x.dtype.element_ty, [stages, count, CHUNK * chunks], HALVES)
-    ring_scales = gl.allocate_shared_memory(gl.int32, [stages, 32 * words * chunks], WORDS)
+    ring_x = gl.allocate_shared_memory(
+        x.dtype.element_ty, [stages, count, columns * chunks], HALVES
+    )
+    ring_scales = None
+    if words:
+        ring_scales = gl.allocate_shared_memory(
+            gl.int32, [stages, 32 * words * chunks // span], WORDS
+        )
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(stages):
         mbarrier.init(full.index(slot), count=1)
@@ -378,9 +464,8 @@ def grouped_stream_kernel(
         place = first + line * count
         sums = _sum(
             x, x_tiles, weight, scales, pairs, ring, ring_x, ring_scales, full, row_stride, base,
-            tile, width, depth, place, end, lift, part, chosen, gathers, words, shift, gated,
-            stages,
-            pdl,
+            tile, width, depth, place, end, lift, part, chosen, gathers, coding, columns, words,
+            span, shift, gated, stages, pdl,
         )  # fmt: skip
         own = out + gl.program_id(2).to(gl.int64) * size
         _store(

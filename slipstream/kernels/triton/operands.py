@@ -7,12 +7,21 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.kernels.formats.float8_blocks import BLOCK, Float8BlockMatrix
+from slipstream.kernels.formats.int4 import Int4Matrix
+from slipstream.kernels.formats.int8 import Int8Matrix
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.triton import matmul
-from slipstream.kernels.triton.fragments import Float4Fragments
-from slipstream.kernels.triton.grouped_kernels import FLOAT8_BLOCKS, MXFP4, NVFP4, PLAIN
+from slipstream.kernels.triton.fragments import Fragments
+from slipstream.kernels.triton.grouped_kernels import (
+    FLOAT8_BLOCKS,
+    INT4,
+    INT8,
+    MXFP4,
+    NVFP4,
+    PLAIN,
+)
 
 FRAGMENTS = -1  # for `grouped_stream_kernels.py`
 
@@ -24,23 +33,23 @@ class Operand:
     Attributes:
         values: numbers, or bytes of two numbers.
         scales: of groups or blocks of numbers.
+        zeros: of the groups of INT4; None: 8 everywhere.
         row_scales: [N] float32, what sums are multiplied by at the end.
         rounds_rows: whether rows of activations are rounded to e4m3, too.
-        block_rows, block_columns: that share a scale in FLOAT8_BLOCKS.
-        shift, lift, lift_back: of FRAGMENTS; see `Float4Fragments`.
+        block_rows, block_columns: that share a scale; as many rows in FLOAT8_BLOCKS alone.
+        fragments: of FRAGMENTS, all else that is known of them.
     """
 
     form: int
     shape: tuple[int, int]
     values: Tensor
     scales: Tensor | None = None
+    zeros: Tensor | None = None
     row_scales: Tensor | None = None
     rounds_rows: bool = False
     block_rows: int = BLOCK
     block_columns: int = BLOCK
-    shift: int = 0
-    lift: int = 0
-    lift_back: float = 1.0
+    fragments: Fragments | None = None
 
 
 @dataclass(frozen=True)
@@ -87,22 +96,41 @@ def _(weight: Float8BlockMatrix) -> Operand:
 
 @operand.register
 def _(weight: Mxfp4Matrix) -> Operand:
-    return Operand(MXFP4.value, weight.shape, weight.values, weight.scales)
+    return Operand(
+        MXFP4.value, weight.shape, weight.values, weight.scales, block_columns=weight.group
+    )
 
 
 @operand.register
 def _(weight: Nvfp4Matrix) -> Operand:
-    return Operand(NVFP4.value, weight.shape, weight.values, weight.scales, weight.global_scales)
+    return Operand(
+        NVFP4.value, weight.shape, weight.values, weight.scales,
+        row_scales=weight.global_scales, block_columns=weight.group,
+    )  # fmt: skip
 
 
 @operand.register
-def _(weight: Float4Fragments) -> Operand:
+def _(weight: Int4Matrix) -> Operand:
     return Operand(
-        FRAGMENTS, weight.shape, weight.values, weight.scales, weight.row_scales,
-        shift=weight.shift, lift=weight.lift, lift_back=weight.lift_back,
+        INT4.value, weight.shape, weight.values, weight.scales, weight.zeros,
+        block_columns=weight.group,
+    )  # fmt: skip
+
+
+@operand.register
+def _(weight: Int8Matrix) -> Operand:
+    """Rows of activations stay as they are, also where the format would round them."""
+    return Operand(INT8.value, weight.shape, weight.values, row_scales=weight.scales)
+
+
+@operand.register
+def _(weight: Fragments) -> Operand:
+    return Operand(
+        FRAGMENTS, weight.shape, weight.values, weight.scales, row_scales=weight.row_scales,
+        fragments=weight,
     )  # fmt: skip
 
 
 def is_packed(weight: Weight) -> bool:
-    """Whether a format has scales within its rows, so that only the grouped product reads it."""
-    return operand(weight).scales is not None
+    """Whether only the grouped product reads a format."""
+    return bool(operand(weight).form != PLAIN.value)

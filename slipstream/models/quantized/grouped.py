@@ -34,7 +34,8 @@ def grouped_matrix(
         float32 matrix. A scale of 32 bits is rounded to those that an `Int4Matrix` may have.
     """
     columns = values.shape[1] * 8 // bits
-    if group_of is not None and torch.equal(group_of, torch.arange(columns) // group):
+    in_order = torch.arange(columns, device=values.device) // group
+    if group_of is not None and torch.equal(group_of, in_order):
         group_of = None
     middle = 1 << (bits - 1)
     if zeros is not None and bool((zeros == middle).all()):
@@ -46,9 +47,8 @@ def grouped_matrix(
         return Int4Matrix(values.contiguous(), scales, own, unit)
     if bits == 8 and zeros is None and scales.shape[1] == 1:
         return Int8Matrix((values ^ middle).view(torch.int8), scales.flatten().contiguous())
-    if group_of is None:
-        group_of = torch.arange(columns) // group
-    return DenseMatrix(_whole(values, bits, scales, zeros, group_of))
+    order = in_order if group_of is None else group_of
+    return DenseMatrix(_whole(values, bits, scales, zeros, order))
 
 
 def integer_kind(bits: int, group: int | None, ordered: bool, symmetric: bool) -> type[Weight]:
@@ -74,7 +74,7 @@ def _whole(
     values: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, group_of: Tensor
 ) -> Tensor:
     """[N, K] float32."""
-    out = torch.empty(len(values), len(group_of))
+    out = torch.empty(len(values), len(group_of), device=values.device)
     for start in range(0, len(values), _ROWS_AT_ONCE):
         part = slice(start, start + _ROWS_AT_ONCE)
         own = unpacked(values[part]) if bits == 4 else values[part]

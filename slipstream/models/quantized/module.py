@@ -194,8 +194,8 @@ class StoredQuantization(ABC):
     Attributes:
         fused_endings: of the tensors that hold the matrices of all experts of a layer: each has the
             name of the unquantised one, `_` and an ending. Empty: experts are stored one by one.
-        becomes_floats: matrices that a device has no kernels for become floats there; otherwise
-            the checkpoint is refused on a GPU.
+        becomes_floats: any matrices that a device has no kernels for become floats there;
+            otherwise those that have a class of their own are refused on a GPU.
     """
 
     fused_endings: tuple[str, ...] = ()
