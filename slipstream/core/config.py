@@ -201,7 +201,17 @@ class EngineConfig:
     )
     use_fp64_gumbel: bool = flag(False, "Compute the sampling noise in float64.", hidden=True)
     tensor_parallel_size: int = flag(
-        1, "Number of GPUs; only 1 so far.", also=("-tp",), hidden=True
+        1,
+        "Number of GPUs that hold the model together, or of processes on a CPU.",
+        also=("-tp",),
+        at_least=1,
+    )
+    rank_check_interval: int | None = flag(
+        None,
+        "Steps after which the processes of --tensor-parallel-size compare the tokens and counters "
+        "that they hold, to find faults. [never]",
+        at_least=1,
+        hidden=True,
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = flag(
         None,
@@ -297,10 +307,6 @@ class EngineConfig:
             )
         if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 64:
             raise UsageError(f"seed (--engine-seed) must be a 64-bit integer, not {self.seed!r}")
-        if self.tensor_parallel_size != 1:
-            raise UsageError(
-                f"tensor_parallel_size={self.tensor_parallel_size!r} is not supported; use 1"
-            )
         if self.quantization not in (None, *STORED_QUANTIZATIONS):
             name = known_quantization("quantization", self.quantization)
             self._set("quantization", name)

@@ -4,6 +4,7 @@ SlipstreamError
 ├── UsageError        a parameter, flag or request is wrong (the command line exits with 2)
 │   └── DraftTooLongError
 ├── CheckpointError   a model directory is missing, broken or does not fit (it exits with 1)
+├── RanksLostError    a process that holds a share of the model has ended (it exits with 1)
 └── GenerationError   an output ended with an error (it exits with 1)
 """
 
@@ -29,6 +30,11 @@ class DraftTooLongError(UsageError):
 
 class CheckpointError(SlipstreamError):
     """A model directory is missing, broken, unsupported, or does not fit its target."""
+
+
+class RanksLostError(SlipstreamError):
+    """A process that holds a share of the model has ended, or has come to differ from the others;
+    the engine cannot go on."""
 
 
 class GenerationError(SlipstreamError):

@@ -12,6 +12,7 @@ from slipstream.cache.state_places import StatePlaces
 from slipstream.cache.window_blocks import WindowBlocks
 from slipstream.core.config import STORED_QUANTIZATIONS, EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
 from slipstream.core.verification import Verification
 from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
@@ -23,6 +24,8 @@ from slipstream.engine.grammar import Grammars
 from slipstream.engine.guidance import Guidance
 from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.named_target import with_named_target
+from slipstream.engine.ranks.leader import start_ranks
+from slipstream.engine.ranks.ranks import ALONE, Ranks
 from slipstream.engine.resolve import (
     Resolved,
     require_precision,
@@ -62,6 +65,7 @@ from slipstream.runner.capability import (
     require_stored,
     stored_note,
 )
+from slipstream.runner.collectives import CollectiveError
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner, Recorder
 from slipstream.runner.model_runner import ModelRunner
@@ -87,18 +91,27 @@ def _read_shape(checkpoint: Checkpoint) -> DecoderConfig:
         ) from error
 
 
-def build_engine(config: EngineConfig, progress_bar: ProgressBar = no_progress_bar) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    progress_bar: ProgressBar = no_progress_bar,
+    ranks: Ranks | None = None,
+) -> Engine:
     """Load the models and size the cache.
+
+    Args:
+        ranks: of which this process is one; None: it leads those that the options ask for, which
+            are started here.
 
     Raises:
         UsageError: options that contradict each other or ask for what is not there.
         CheckpointError: a checkpoint that is broken, unsupported or does not fit.
+        RanksLostError: another process could not load its share.
     """
     with reaching_hub(HubAccess(config.download_dir, config.hf_token)):
-        return _build_engine(config, progress_bar)
+        return _build_engine(config, progress_bar, ranks)
 
 
-def _build_engine(config: EngineConfig, progress_bar: ProgressBar) -> Engine:
+def _build_engine(config: EngineConfig, progress_bar: ProgressBar, ranks: Ranks | None) -> Engine:
     reasons = Reasons()
     config = with_named_target(config, reasons)
     checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision), _replaced(config))
@@ -110,6 +123,29 @@ def _build_engine(config: EngineConfig, progress_bar: ProgressBar) -> Engine:
     shape = _read_shape(checkpoint)
     device, why = choose_device(config.device)
     reasons.add("device", device, why)
+    ranks = ranks or start_ranks(config, device)
+    try:
+        return _load(config, checkpoint, shape, device, defaults, ranks, reasons, progress_bar)
+    except CollectiveError as error:
+        lost = ranks.lost(error)
+        ranks.close()
+        raise lost from error
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _load(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    shape: DecoderConfig,
+    device: torch.device,
+    defaults: SamplingDefaults,
+    ranks: Ranks,
+    reasons: Reasons,
+    progress_bar: ProgressBar,
+) -> Engine:
+    """This rank's share of the models, and the engine around it."""
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
     if config.quantization in STORED_QUANTIZATIONS:
         require_format(checkpoint, config.quantization)
@@ -131,6 +167,7 @@ def _build_engine(config: EngineConfig, progress_bar: ProgressBar) -> Engine:
         stored_check=partial(require_stored, device),
         batch_invariant=config.batch_invariant,
         twin_of=shape,
+        share=ranks.share,
         progress_bar=progress_bar,
         memory_check=room.check,
     )
@@ -144,9 +181,11 @@ def _build_engine(config: EngineConfig, progress_bar: ProgressBar) -> Engine:
     network = load_decoder(checkpoint, options)
     tokenizer = _tokenizer(config, checkpoint)
     eos = _eos_token_ids(checkpoint, tokenizer)
-    resolved = resolve(config, shape, eos, dtype, device, speculation, reasons)
+    resolved = resolve(config, shape, eos, dtype, device, speculation, reasons, ranks.share)
     resolved = replace(resolved, sampling_defaults=defaults)
-    return assemble(resolved, config, network, speculation.drafter, tokenizer, progress_bar)
+    drafter = speculation.drafter
+    _require_attention(drafter)
+    return assemble(resolved, config, network, drafter, tokenizer, progress_bar, ranks)
 
 
 def _replaced(config: EngineConfig) -> Replaced:
@@ -166,13 +205,15 @@ def assemble(
     loaded_drafter: LoadedDrafter,
     tokenizer: Tokenizer | None,
     progress_bar: ProgressBar = no_progress_bar,
+    ranks: Ranks = ALONE,
 ) -> Engine:
     """The engine around loaded models."""
     limits, device, shape = resolved.limits, resolved.device, network.config
     size, windowed = config.block_size, resolved.num_window_blocks > 0
     state = DeviceState(limits.max_num_seqs, limits.max_model_len, size, device, windowed)
     sampling = SamplingState(state.num_slots, shape.vocab_size, device, config.use_fp64_gumbel)
-    form, layout = _step_form(resolved, config), shape.cache_layout(resolved.cache_dtype)
+    form = _step_form(resolved, config)
+    layout = shape.cache_layout(resolved.cache_dtype, ranks.share)
     sizes = CacheSizes(resolved.num_blocks, size, state.num_slots, device)
     own = _target_sizes(resolved, sizes, loaded_drafter.needs.features)
     cache = ModelCache(layout, own)
@@ -192,33 +233,47 @@ def assemble(
         gives_confidences=scheduler.policy.reads_confidences,
         shares_prefixes=shares_prefixes,
         synthetic_rates=_synthetic_rates(resolved),
+        leads=ranks.leads,
     )
-    _require_attention(loaded_drafter)
-    drafter = loaded_drafter.build(resources)
     on_device = loaded_drafter.limits.on_device
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
-    graphs = None
-    if isinstance(form, CapturedForm):
-        graphs = GraphRunner(state, sampling, form, Recorder(device), _of_drafts(resolved))
+    graphs = _graphs(resolved, form, state, sampling)
     step = Step(
         scheduler,
         runner,
-        drafter,
+        loaded_drafter.build(resources),
         state,
         sampling,
         resources.synthetic_rates,
-        Guidance(grammars, sampling, limits.num_speculative_tokens),
+        Guidance(grammars, sampling, limits.num_speculative_tokens, ranks),
         graphs,
         runs_ahead=on_device and config.async_scheduling is not False,
         rereads=loaded_drafter.needs.features,
+        ranks=ranks,
+        check_every=config.rank_check_interval,
     )
-    if graphs is not None:  # what plain requests need
-        with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
-            graphs.capture_all("step", step.run, not on_device, progress)
-    if resolved.adaptive:
+    if graphs is not None:
+        _capture(graphs, step, not on_device, progress_bar)
+    if resolved.adaptive and ranks.leads:
         costs.begin(partial(calibrate, costs, step, resolved, policy.widths, size))
-    reader = LogprobReader(runner, tokenizer, config.logprobs_mode == "raw_logprobs")
-    return Engine(resolved, scheduler, step, reader, tokenizer, grammars, costs)
+    reader = LogprobReader(step.logits, tokenizer, config.logprobs_mode == "raw_logprobs")
+    return Engine(resolved, scheduler, step, reader, tokenizer, grammars, costs, ranks)
+
+
+def _graphs(
+    resolved: Resolved, form: StepForm, state: DeviceState, sampling: SamplingState
+) -> GraphRunner | None:
+    """What captures steps; None where nothing does."""
+    if not isinstance(form, CapturedForm):
+        return None
+    recorder = Recorder(resolved.device)
+    return GraphRunner(state, sampling, form, recorder, _of_drafts(resolved))
+
+
+def _capture(graphs: GraphRunner, step: Step, guessed: bool, progress_bar: ProgressBar) -> None:
+    """What plain requests need."""
+    with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
+        graphs.capture_all("step", step.run, guessed, progress)
 
 
 def _shares_prefixes(config: EngineConfig, layout: CacheLayout, sizes: CacheSizes) -> bool:

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from slipstream.core.batch import ScheduledRequest
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import RanksLostError, UsageError
 from slipstream.core.outputs import RequestMetrics
 from slipstream.core.request import FinishReason, Request, derive_seed
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
-from slipstream.core.verification import Verification
 from slipstream.engine.detokenizer import Detokenizer
 from slipstream.engine.drafting.costs import CostRow
 from slipstream.engine.drafting.kept_costs import KeptCosts
@@ -19,6 +18,7 @@ from slipstream.engine.isolation import Isolation
 from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.metrics import EngineMetrics, StepEstimate
 from slipstream.engine.prompts import EncodedPrompt
+from slipstream.engine.ranks.ranks import ALONE, Ranks
 from slipstream.engine.resolve import Resolved
 from slipstream.engine.samples import Sample, StepMark, Submission
 from slipstream.engine.scheduler import Scheduler
@@ -46,10 +46,12 @@ class Engine:
         tokenizer: Tokenizer | None,
         grammars: Grammars,
         costs: KeptCosts,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.resolved, self.tokenizer, self._grammars = resolved, tokenizer, grammars
         self.metrics, self._costs = EngineMetrics(), costs
         self._scheduler, self._step, self._logprobs = scheduler, step, logprobs
+        self.ranks, self.followed = ranks, step.followed
         self._submissions: dict[str, Submission] = {}
         self._owners: dict[str, tuple[Submission, Sample]] = {}  # by the sample's request id
         self._arrivals = 0
@@ -145,11 +147,14 @@ class Engine:
         the step back and is raised again; the next call goes on from there.
 
         Raises:
+            RanksLostError: a process that holds a share of the model has ended; nothing can run.
             Exception: steps fail whatever they run, even a request without any demands.
         """
         try:
             self._isolation.proceed()
             return self._run_step()
+        except RanksLostError:
+            raise
         except Exception as error:
             return self._recover(error)
         except BaseException:
@@ -373,7 +378,7 @@ class Engine:
             num_speculative_tokens=limits.num_speculative_tokens if drafts is None else drafts,
             arrival=number,
             bad_words=prompt.bad_words,
-            verification=self._verification(params),
+            verification=resolved.verification_of(params),
             priority=prompt.priority,
             cache_salt=prompt.cache_salt,
         )
@@ -381,11 +386,6 @@ class Engine:
             request.guide = self._grammars.guide(params.structured, request.stop_token_ids)
         detokenizer = self._detokenizer(params)
         return Sample(index, request, detokenizer, None if params.logprobs is None else [])
-
-    def _verification(self, params: SamplingParams) -> Verification:
-        if self.resolved.verification is not None:
-            return self.resolved.verification
-        return Verification.REJECTION if params.seed is None else Verification.COUPLED
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None:

@@ -16,6 +16,7 @@ from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.engine.draft_guide import DraftGuide, GuidedDraft
 from slipstream.engine.grammar import Grammars
+from slipstream.engine.ranks.ranks import ALONE, Ranks
 from slipstream.kernels.devices import send
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.transfer import Download, upload
@@ -122,31 +123,46 @@ class Guidance:
 
     Args:
         most_drafts: K of the engine.
+        ranks: the leader walks the grammars, and tells the others what they say.
     """
 
-    def __init__(self, grammars: Grammars, sampling: SamplingState, most_drafts: int) -> None:
+    def __init__(
+        self,
+        grammars: Grammars,
+        sampling: SamplingState,
+        most_drafts: int,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self._agree = ranks.agree
         self._grammars, self._sampling, self._most_drafts = grammars, sampling, most_drafts
         self._words = -(-sampling.vocab_size // 32)
         self._largest: SteeredDraft | None = None  # what captured steps read, for every bucket
 
     def begin(self, batch: Batch, packed: PackedBatch) -> DraftSteering:
         """Tell the device what may come next; how to steer what is drafted for it."""
-        found = [
-            (guide, item.request.slot)
+        asked = [
+            item.request
             for item in batch.requests
-            if item.reaches_end and (guide := _guide(item.request)) is not None
+            if item.reaches_end and item.request.guide is not None
         ]
-        if found:
-            masks = self._grammars.masks(len(found))
-            self._grammars.fill(masks, [(guide, row, []) for row, (guide, _) in enumerate(found)])
+        if asked:
+            masks = self._agree(lambda: self._first_masks(asked))
             assert self._sampling.allowed_next is not None
-            slots = upload([slot for _, slot in found], self._sampling.device)
+            slots = upload([request.slot for request in asked], self._sampling.device)
             self._sampling.allowed_next.index_copy_(0, slots, self._sent(masks))
         return DraftSteering(self, batch, packed)
 
+    def _first_masks(self, asked: Sequence[Request]) -> Tensor:
+        """[requests, words], what may come next."""
+        masks = self._grammars.masks(len(asked))
+        guides = [guide for request in asked if (guide := _guide(request)) is not None]
+        self._grammars.fill(masks, [(guide, row, []) for row, guide in enumerate(guides)])
+        return masks
+
     def steer(self, batch: Batch, packed: PackedBatch, draft: Draft) -> SteeredDraft:
         """For exactly these requests, whose rows follow one another."""
-        steered, device = self._steered(batch, packed, draft), self._sampling.device
+        steered = self._agree(lambda: self._steered(batch, packed, draft))
+        device = self._sampling.device
         counts = steered.counts
         width = max(draft.token_ids.shape[1], *counts)
         firsts = [0]
@@ -162,7 +178,7 @@ class Guidance:
         """For a bucket of requests, whose tensors stay where they are."""
         bucket, width = draft.token_ids.shape
         buffers = self.buffers(bucket, width)
-        steered = self._steered(batch, packed, draft)
+        steered = self._agree(lambda: self._steered(batch, packed, draft))
         count = len(steered.paths)
         buffers.allowed.fill_(-1)
         self._spread(buffers.allowed, steered, [index * (width + 1) for index in range(count)])

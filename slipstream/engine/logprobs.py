@@ -1,6 +1,6 @@
 """Log probabilities of the target's raw logits, or the logits, for requests that ask for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from slipstream.core.outputs import Logprob
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.step_results import StepResult
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.model_runner import Forward
 from slipstream.sampling.logprobs import token_logprobs
 
 _PROMPT_SLICE = 64  # prompt rows whose logits are in memory at once
@@ -19,13 +19,17 @@ class LogprobReader:
     """Turns rows of logits into candidates by token id, with their texts.
 
     Args:
+        logits: those of some rows of a pass; see `Step.logits`.
         normalised: false: candidates have logits where log probabilities are expected.
     """
 
     def __init__(
-        self, runner: ModelRunner, tokenizer: Tokenizer | None, normalised: bool = True
+        self,
+        logits: Callable[[Forward, int, int], Tensor],
+        tokenizer: Tokenizer | None,
+        normalised: bool = True,
     ) -> None:
-        self._runner, self._tokenizer, self._normalised = runner, tokenizer, normalised
+        self._logits, self._tokenizer, self._normalised = logits, tokenizer, normalised
 
     def of_tokens(
         self, result: StepResult, index: int, token_ids: Sequence[int], params: SamplingParams
@@ -47,8 +51,8 @@ class LogprobReader:
         read: list[dict[int, Logprob]] = []
         for offset in range(0, len(token_ids), _PROMPT_SLICE):
             chosen = token_ids[offset : offset + _PROMPT_SLICE]
-            rows = result.forward.hidden[start + offset : start + offset + len(chosen)]
-            read.extend(self._read(self._runner.logits(rows), chosen, num_top))
+            logits = self._logits(result.forward, start + offset, len(chosen))
+            read.extend(self._read(logits, chosen, num_top))
         return read
 
     @torch.inference_mode()

@@ -1,7 +1,7 @@
 """Resolves the options of an engine to numbers, each with the reason for it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -10,8 +10,10 @@ from slipstream.core.config import EngineConfig, known_quantization
 from slipstream.core.errors import DraftTooLongError, UsageError
 from slipstream.core.limits import StepLimits
 from slipstream.core.sampling_defaults import SamplingDefaults
+from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.verification import Verification
 from slipstream.engine.sizing import BlockBytes, Reasons, size_cache
+from slipstream.layers.parameters import WHOLE, Share
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import dtype_named
 from slipstream.models.quantized.module import StoredQuantization
@@ -24,7 +26,7 @@ from slipstream.runner.capability import (
     sums_float8,
 )
 from slipstream.runner.graphs import captures_graphs
-from slipstream.runner.memory import StepSizes, device_memory, uses_gpu_memory
+from slipstream.runner.memory import DeviceMemory, StepSizes, device_memory, uses_gpu_memory
 from slipstream.speculative.drafter import LoadedDrafter
 from slipstream.speculative.loading import Speculation
 
@@ -73,6 +75,12 @@ class Resolved:
     adaptive: bool = False
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     reasons: tuple[tuple[str, str, str], ...] = field(default=())
+
+    def verification_of(self, params: SamplingParams) -> Verification:
+        """How the drafts of a request are judged."""
+        if self.verification is not None:
+            return self.verification
+        return Verification.REJECTION if params.seed is None else Verification.COUPLED
 
     @property
     def drafts(self) -> str:
@@ -157,11 +165,12 @@ def resolve(
     device: torch.device,
     speculation: Speculation,
     reasons: Reasons,
+    share: Share = WHOLE,
 ) -> Resolved:
-    """Size the cache and fix the limits; the weights are in memory."""
+    """Size the cache and fix the limits; the weights are in memory. All ranks come to the same."""
     cache_dtype = resolve_cache_dtype(config, dtype, device)
     drafter = speculation.drafter
-    layouts = [shape.cache_layout(cache_dtype)]
+    layouts = [shape.cache_layout(cache_dtype, share)]
     if drafter.layout is not None:
         layouts.append(drafter.layout)
     longest = resolve_model_len(config, shape)
@@ -181,7 +190,7 @@ def resolve(
         max_draft_rows=drafter.limits.draft_rows(count),
         layer_state=_layer_state(layouts, drafter, config.block_size, count),
     )
-    counts = size_cache(config, device_memory(device), step, blocks, reasons)
+    counts = size_cache(config, _memory(device, share), step, blocks, reasons)
     max_model_len = _fit_model_len(config, longest, counts.num_blocks, reasons)
     _require_chains(shape, layouts[0], speculation)
     _note_precision(config, device, reasons)
@@ -208,6 +217,13 @@ def resolve(
         adaptive=speculation.adaptive,
         reasons=reasons.rows,
     )
+
+
+def _memory(device: torch.device, share: Share) -> DeviceMemory:
+    """What each rank can count on: a GPU each, or together the machine."""
+    memory = device_memory(device)
+    free = share.least(memory.free) // (1 if memory.is_gpu else share.size)
+    return replace(memory, free=free)
 
 
 def _layer_state(

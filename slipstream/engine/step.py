@@ -11,22 +11,25 @@ are here, and where requests follow grammars the host steers the draft in the mi
 (`guidance.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.core.batch import NUM_BINS, Batch, StepReport, StepTimes, Trim
+from slipstream.core.batch import Batch, StepReport, StepTimes
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
 from slipstream.engine.guidance import DraftSteering, Guidance, SteeredDraft
+from slipstream.engine.packing import TrimRates, pack
+from slipstream.engine.ranks.ranks import ALONE, Ranks, require_agreement
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.step_results import Launched, Outcome, StepResult
-from slipstream.kernels.devices import label, send
+from slipstream.kernels.devices import label
 from slipstream.kernels.sampling import SampleRows, rates_by_request
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
@@ -65,6 +68,8 @@ class Step:
         guidance: for requests that follow a grammar.
         runs_ahead: whether to launch steps early; needs a drafter that needs nothing of the host.
         rereads: the drafter wants features of the last cached token of a prefix hit.
+        ranks: with which this process holds the models.
+        check_every: steps, after which the ranks compare what they hold; None: never.
     """
 
     def __init__(
@@ -79,6 +84,8 @@ class Step:
         graphs: GraphRunner | None,
         runs_ahead: bool,
         rereads: bool,
+        ranks: Ranks = ALONE,
+        check_every: int | None = None,
     ) -> None:
         self._scheduler, self._runner, self._drafter = scheduler, runner, drafter
         self._state, self._sampling = state, sampling
@@ -87,8 +94,16 @@ class Step:
         self._runs_ahead, self._rereads = runs_ahead, rereads
         self._now = partial(state.ops.timestamp, state.device)
         self._ended = 0.0
-        self._rates: tuple[float, ...] = (1.0,) * NUM_BINS  # what `_trim_rates` holds
-        self._trim_rates = torch.ones(NUM_BINS, dtype=torch.float32, device=state.device)
+        self._trim_rates = TrimRates(state.device)
+        self._ranks, self._check_every, self._num_launched = ranks, check_every, 0
+        self._read: Forward | None = None  # the last pass, whose logits may be asked for
+        # What the leader's methods of these names have followers call.
+        self.followed: Mapping[str, Callable[..., Any]] = {
+            "launch": self._launch,
+            "forget": drafter.forget,
+            "reset": self._reset,
+            "logits": self._logits,
+        }
 
     @property
     def runs_ahead(self) -> bool:
@@ -160,7 +175,7 @@ class Step:
         if confidences is None:  # then all have an equal chance
             confidences = torch.zeros_like(draft.token_ids, dtype=torch.float32)
         kept = self._state.ops.trim_drafts(
-            *(confidences, draft.num_tokens, batch.factors, self._trim_rates),
+            *(confidences, draft.num_tokens, batch.factors, self._trim_rates.chances),
             *(batch.num_new_tokens, batch.num_rows),
         )
         return replace(draft, num_tokens=kept)
@@ -260,9 +275,12 @@ class Step:
 
     # ------------------------------------------------------------------ around it
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
-        """Start the step's work on the device."""
+        """Start the step's work on the device, on all ranks."""
+        return self._ranks.call("launch", self._launch, batch)
+
+    @torch.inference_mode()
+    def _launch(self, batch: Batch) -> Launched:
         began = perf_counter()
         self._drafter.forget(batch.preempted)
         self._state.apply(batch)
@@ -271,11 +289,12 @@ class Step:
         self._runner.begin([request.slot for request in admitted], resumed)
         for request in admitted:
             self._sampling.admit(request.slot, request)
-        packed = self._pack(batch)
+        guesses = self._drafter.prepare(batch)
+        packed = self._ranks.agree(lambda: pack(batch, guesses, self._sampling, self._rereads))
         steering = None
         if Uses.GRAMMAR in packed.uses:
             steering = self._guidance.begin(batch, packed)
-        self._set_rates(packed.trims)
+        self._trim_rates.set(packed.trims)
         # Words that must not be completed are looked for on the host.
         graphs = None if Uses.BAD_WORDS in packed.uses else self._graphs
         padded = graphs is not None and batch.is_decode
@@ -284,16 +303,13 @@ class Step:
             outcome = graphs.run("step", self.run, packed, steering, packs=steering is None)
         else:
             outcome = self._run_exactly(batch, packed, steering, graphs)
+        if any(item.request.params.prompt_logprobs is not None for item in batch.requests):
+            self._read = outcome.forward
+        self._num_launched += 1
+        if self._check_every is not None and self._num_launched % self._check_every == 0:
+            require_agreement(self._ranks, self._state, self._sampling, packed.slots)
         numbers = Download(outcome.numbers[: len(batch.requests)])
         return Launched(batch, outcome, numbers, began, padded)
-
-    def _set_rates(self, trims: Sequence[Trim | None]) -> None:
-        """Put the rates of a step's trims, which are the same for all, where the device reads
-        them."""
-        rates = next((it.rates for it in trims if it is not None), self._rates)
-        if rates != self._rates:
-            self._trim_rates.copy_(send(torch.tensor(rates), self._state.device))
-            self._rates = rates
 
     def _run_exactly(
         self,
@@ -350,48 +366,31 @@ class Step:
 
     def forget(self, requests: Sequence[Request]) -> None:
         """Tell the drafter of requests that ended."""
+        self._ranks.tell("forget", requests)
         self._drafter.forget(requests)
 
     def reset(self, running: Sequence[Request]) -> None:
         """A step was broken off: these requests have nothing on the device any more."""
+        self._ranks.settle()
+        self._ranks.tell("reset", running)
+        self._reset(running)
+
+    def _reset(self, running: Sequence[Request]) -> None:
+        self._read = None
         self._drafter.forget(running)
         for request in running:
             request.lose_place()
         self._state.reset()
         self._sampling.reset()
 
-    def _pack(self, batch: Batch) -> PackedBatch:
-        """The batch in numbers, with the guesses of a drafter that runs on the host."""
-        items = batch.requests
-        guesses = self._drafter.prepare(batch)
-        drafts = [item.num_draft_tokens for item in items]
-        if guesses is not None:
-            guessed = zip(guesses, drafts, strict=True)
-            drafts = [most if guess is None else len(guess) for guess, most in guessed]
-        slots = [item.request.slot for item in items]
-        uses = self._sampling.uses(slots)
-        width = max(drafts)
-        if Uses.GRAMMAR in uses:  # which may have something to say where a drafter has not
-            width = max(item.num_draft_tokens for item in items)
-        trims = [item.trim for item in items]
-        if guesses is not None or Uses.GRAMMAR in uses:  # whose tokens have no confidences
-            pairs = zip(drafts, trims, strict=True)
-            drafts = [most if it is None else min(most, it.num_rows) for most, it in pairs]
-            trims = []
-        stops = [item.stops for item in items]
-        return PackedBatch(
-            slots=slots,
-            num_new_tokens=[item.num_new_tokens for item in items],
-            num_draft_tokens=drafts,
-            at_end=[item.reaches_end for item in items],
-            width=width,
-            uses=uses,
-            guesses=guesses,
-            rereads=[int(self._rereads and item.admitted and item.start > 0) for item in items],
-            stops=stops if any(stops) else (),
-            trims=trims if any(trims) else (),
-            saved=[item.saved for item in items],
-        )
+    def logits(self, forward: Forward, first: int, count: int) -> Tensor:
+        """[count, V], the target's logits of some rows of the last step's pass."""
+        assert forward is self._read, "steps with prompts whose logprobs are asked for run alone"
+        return self._ranks.call("logits", self._logits, first, count)
+
+    def _logits(self, first: int, count: int) -> Tensor:
+        assert self._read is not None, "the pass is kept for it"
+        return self._runner.logits(self._read.hidden[first : first + count])
 
 
 def _first(proposal: Proposal, requests: int) -> Proposal:

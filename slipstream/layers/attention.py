@@ -7,12 +7,11 @@ from torch import Tensor
 
 from slipstream.cache.paged import KVSpec
 from slipstream.cache.spec import LayerCache, SharedCache
-from slipstream.core.errors import UsageError
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, AttentionParts, Heads, Norm, Ops
 from slipstream.layers.layer import BuildContext, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
-from slipstream.layers.norm import LayerNorms
+from slipstream.layers.norm import JointNorms, LayerNorms
 from slipstream.layers.parameters import (
     ROWS,
     WHOLE,
@@ -112,9 +111,10 @@ class AttentionSpec:
         if self.paired:
             assert not self.qk_norm, "weights of norms would have to be put in order as well"
             paired = PairedRows(self.head_dim, self.rope.rotary_dim(self.head_dim))
+        heads = self.num_kv_heads
         query = Part(f"{name}.q_proj", self.query_rows, paired=paired)
-        key = Part(f"{name}.k_proj", self.kv_rows, paired=paired)
-        value = key if self.keys_as_values else Part(f"{name}.v_proj", self.kv_rows)
+        key = Part(f"{name}.k_proj", self.kv_rows, paired=paired, heads=heads)
+        value = key if self.keys_as_values else Part(f"{name}.v_proj", self.kv_rows, heads=heads)
         parts = [key, value] if self.lender is None else []
         if not self.gated:
             return [query, *parts]
@@ -134,7 +134,7 @@ class AttentionSpec:
     def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> KVSpec | SharedCache:
         if self.lender is not None:
             return SharedCache(self.lender, self.window)
-        num_kv_heads = share.of(self.num_kv_heads, "num_key_value_heads")
+        num_kv_heads = _kv_heads(self, share)
         return KVSpec(num_kv_heads, self.head_dim, dtype, self.window)
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "Attention":
@@ -152,7 +152,7 @@ class Attention:
         self.norm = norms.before(source, layer, norms.mixer, width)
         share = context.share
         num_heads = share.of(spec.num_heads, "num_attention_heads")
-        num_kv_heads = share.of(spec.num_kv_heads, "num_key_value_heads")
+        num_kv_heads = _kv_heads(spec, share)
         parts = spec.projections(name)
         columns = spec.matrices(norms, width)[0][1]
         self.qkv = column_linear(source, parts, columns, spec.qkv_bias, f"{name}.qkv_proj")
@@ -160,13 +160,15 @@ class Attention:
             source, f"{name}.o_proj", width, spec.query_rows, spec.output_bias, share
         )
         joint_norms: tuple[Norm, Norm] | None = None
+        self._joint_norms: JointNorms | None = None
         if spec.joint_norms:
-            if share.size > 1:
-                raise UsageError("norms over all heads need all of them: use one GPU")
             joint_norms = (
-                norms.of(source, f"{name}.q_norm", spec.query_rows),
-                norms.of(source, f"{name}.k_norm", spec.kv_rows),
+                norms.of(source, f"{name}.q_norm", spec.query_rows, split=ROWS),
+                norms.of(source, f"{name}.k_norm", spec.kv_rows, spec.num_kv_heads, split=ROWS),
             )
+            if share.reduce is not None:
+                rows = spec.query_rows, spec.kv_rows * share.copies(spec.num_kv_heads)
+                self._joint_norms = JointNorms(joint_norms, rows, share.reduce)
         head_norms = _head_norms(spec, source, name, norms)
         self.heads = Heads(
             num_heads=num_heads,
@@ -242,7 +244,9 @@ class Attention:
         kv_rows = heads.num_kv_heads * heads.head_dim
         sizes = [heads.num_heads * heads.head_dim, kv_rows, kv_rows]
         query, key, value = torch.split(qkv, sizes, -1)
-        if parts.joint_norms is not None:
+        if self._joint_norms is not None:
+            query, key = self._joint_norms(query, key)
+        elif parts.joint_norms is not None:
             of_query, of_key = parts.joint_norms
             query, key = ops.norm(query, None, of_query)[0], ops.norm(key, None, of_key)[0]
         if parts.query_scales is not None:
@@ -262,6 +266,12 @@ class Attention:
         if beside is not None:
             sides.insert(0, (beside, self._parts.beside))
         return ops.joined_linear(sides, *self.qkv.product), stream
+
+
+def _kv_heads(spec: AttentionSpec, share: Share) -> int:
+    """How many heads of keys a rank has: at least one."""
+    count = spec.num_kv_heads
+    return share.of(count, "num_key_value_heads", count)
 
 
 def _head_norms(

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from slipstream.kernels.formats.weight import Weight
@@ -22,8 +24,10 @@ class Embedding:
         width: int,
         share: Share = WHOLE,
     ) -> None:
-        self.vocab_size, self.ranks = vocab_size, share
-        self.weight = source.embedding([Part(f"{name}.weight", vocab_size, ROWS)], width)
+        # An odd vocabulary cannot be shared; then each rank has all of it.
+        self.vocab_size, self.ranks = vocab_size, WHOLE if vocab_size % share.size else share
+        split = None if vocab_size % share.size else ROWS
+        self.weight = source.embedding([Part(f"{name}.weight", vocab_size, split)], width)
         assert self.weight.table_dtype is not None, "rows of embeddings are looked up"
         self.dtype, self.device = self.weight.table_dtype, self.weight.table_device
 
@@ -97,7 +101,14 @@ class LanguageModelHead:
         return self.weight.shape[1]
 
     def over(self, token_ids: Tensor) -> "LanguageModelHead":
-        """A head for these tokens alone, in this order; its weight is a copy."""
+        """A head for these tokens alone, in this order; its weight is a copy, unless ranks share
+        the tokens."""
+        gather = self._gather
+        if gather is not None:
+            columns = partial(torch.index_select, dim=-1, index=token_ids)
+            return LanguageModelHead(
+                self._ops, self.weight, lambda logits: columns(gather(logits)), self._curve
+            )
         selected = self.weight.select(token_ids)
         return LanguageModelHead(self._ops, selected, curve=self._curve)
 
@@ -111,7 +122,8 @@ def own_head(
     ops: Ops, source: ParameterSource, name: str, like: Embedding, curve: LogitCurve = _STRAIGHT
 ) -> LanguageModelHead:
     """A head with a matrix of its own, of the embedding's shape."""
-    part = Part(f"{name}.weight", like.vocab_size, ROWS)
+    split = ROWS if like.ranks.size > 1 else None
+    part = Part(f"{name}.weight", like.vocab_size, split)
     weight = source.head([part], like.weight.shape[1])
     return LanguageModelHead(ops, weight, like.ranks.gather, curve)
 

@@ -1,6 +1,10 @@
 """Norms, and those of a layer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from slipstream.kernels.table import Behind, Norm
 from slipstream.layers.parameters import ParameterSource, Part, require_positive
@@ -35,9 +39,21 @@ class LayerNorms:
     def __post_init__(self) -> None:
         require_positive(rms_norm_eps=self.eps)
 
-    def of(self, source: ParameterSource, name: str, width: int) -> Norm:
-        """A norm like these over `width` numbers."""
-        norm = rms_norm(source, name, width, self.eps, self.zero_centred)
+    def of(
+        self,
+        source: ParameterSource,
+        name: str,
+        width: int,
+        heads: int | None = None,
+        split: int | None = None,
+    ) -> Norm:
+        """A norm like these over `width` numbers.
+
+        Args:
+            heads, split: how ranks share its weight; see `Part`.
+        """
+        part = Part(f"{name}.weight", width, split, heads=heads)
+        norm = _rms_norm(source, part, self.eps, self.zero_centred)
         if not self.layer_norms:
             return norm
         return replace(norm, bias=source.vector([Part(f"{name}.bias", width)]))
@@ -69,5 +85,37 @@ def rms_norm(
     Args:
         zero_centred: the checkpoint stores the weight less 1.
     """
+    return _rms_norm(source, Part(f"{name}.weight", width), eps, zero_centred)
+
+
+def _rms_norm(source: ParameterSource, part: Part, eps: float, zero_centred: bool) -> Norm:
     offset = 1.0 if zero_centred else 0.0
-    return Norm(source.vector([Part(f"{name}.weight", width, offset=offset)]), eps)
+    return Norm(source.vector([replace(part, offset=offset)]), eps)
+
+
+@dataclass(frozen=True)
+class JointNorms:
+    """Root mean square norms over all heads of queries, and of keys, of which a rank has some.
+
+    Attributes:
+        norms: with this rank's share of their weights.
+        rows: that squares are summed over, of all ranks together.
+        reduce: sums over the ranks: two floats a token.
+    """
+
+    norms: tuple[Norm, Norm]
+    rows: tuple[int, int]
+    reduce: Callable[[Tensor], Tensor]
+
+    def __call__(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, n] each, in and out."""
+        given = query, key
+        sums = self.reduce(torch.stack([it.float().square().sum(-1) for it in given], -1))
+        query, key = (
+            (x.float() * torch.rsqrt(total / rows + norm.eps).unsqueeze(-1)).to(x.dtype)
+            * norm.weight
+            for x, total, rows, norm in zip(
+                given, sums.unbind(-1), self.rows, self.norms, strict=True
+            )
+        )
+        return query, key

@@ -13,6 +13,7 @@ from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
 
 ROWS, COLUMNS = 0, 1
+_MOST_RANKS = 16  # that an error message names
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Part:
         within: where its tensor has the rows of other parts as well; None: it has these alone.
         exact: a matrix of such parts is not rounded where others are on request.
         paired: None: the rows stand in the order in which they are used.
+        heads: of keys or values, in the rows; see `Share.span`. None: the rows may be cut anywhere.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Part:
     within: Within | None = None
     exact: bool = False
     paired: PairedRows | None = None
+    heads: int | None = None
 
     @property
     def tensor_rows(self) -> int:
@@ -124,33 +127,53 @@ class Share:
     """Which of `size` equal shares of a network this process holds.
 
     Attributes:
-        reduce: sums a tensor over the ranks.
+        reduce: sums a tensor over the ranks, in their order: all get the same bits.
         gather: joins the last dimension of a tensor [T, n], rank by rank -> [T, size n].
+        least: the least of the numbers that the ranks have. Where ranks measure (free memory), they
+            must not conclude different things.
     """
 
     rank: int = 0
     size: int = 1
     reduce: Callable[[Tensor], Tensor] | None = None
     gather: Callable[[Tensor], Tensor] | None = None
+    least: Callable[[int], int] = lambda number: number
 
-    def span(self, count: int, what: str) -> tuple[int, int]:
+    def copies(self, heads: int | None) -> int:
+        """How many ranks in a row have the same of so many heads of keys: one, unless there are
+        fewer heads than ranks."""
+        fewer = heads is not None and heads < self.size and self.size % heads == 0
+        return self.size // heads if heads is not None and fewer else 1
+
+    def span(self, count: int, what: str, heads: int | None = None) -> tuple[int, int]:
         """From where to before where this rank's share of `count` things lies.
+
+        Args:
+            heads: of keys, in them; where there are fewer than ranks, several ranks have the same
+                one, which serves the query heads of each of them.
 
         Raises:
             UsageError: there is no equal share of `what`.
         """
-        if count % self.size:
+        copies = self.copies(heads)
+        shares = self.size // copies
+        if count % shares:
+            numbers = [str(it) for it in range(1, min(count, _MOST_RANKS) + 1) if count % it == 0]
             raise UsageError(
                 f"{what} ({count}) cannot be split over {self.size} ranks; use a number of ranks "
-                "that divides it"
+                f"that divides it ({', '.join(numbers)})"
             )
-        each = count // self.size
-        return self.rank * each, (self.rank + 1) * each
+        each = count // shares
+        return self.rank // copies * each, (self.rank // copies + 1) * each
 
-    def of(self, count: int, what: str) -> int:
-        """This rank's number of `count` things; errors as `span`."""
-        start, stop = self.span(count, what)
+    def of(self, count: int, what: str, heads: int | None = None) -> int:
+        """This rank's number of `count` things; arguments and errors as `span`."""
+        start, stop = self.span(count, what, heads)
         return stop - start
+
+    def span_of(self, part: Part, count: int) -> tuple[int, int]:
+        """Where its share of a part lies, of which `count` rows or columns are split."""
+        return self.span(count, part.name, part.heads)
 
     def cut(self, stacked: Tensor, parts: Sequence[Part]) -> Tensor:
         """What this rank keeps of whole parts that are stacked along the rows."""
@@ -161,7 +184,7 @@ class Share:
             parts, torch.split(stacked, [part.rows for part in parts]), strict=True
         ):
             if part.split is not None:
-                start, stop = self.span(block.shape[part.split], part.name)
+                start, stop = self.span_of(part, block.shape[part.split])
                 block = block.narrow(part.split, start, stop - start)
             kept.append(block)
         return torch.cat(kept)

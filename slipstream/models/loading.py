@@ -143,7 +143,8 @@ def load_decoder(
     size, rounded = decoder_bytes(checkpoint, config, options), {}
     if options.quantization is None and stored is None:
         rounded = {name: weight_bytes(config, options.dtype, name) for name in PRECISIONS}
-    options.memory_check(checkpoint.path.name, size, rounded)
+    # What ranks do not share is little beside what they do.
+    options.memory_check(checkpoint.path.name, size // options.share.size, rounded)
     if stored is not None:
         _tell_stored(checkpoint, stored, options)
     if options.quantization is not None:

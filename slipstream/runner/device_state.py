@@ -102,11 +102,17 @@ class DeviceState:
     def _changed_from(self, number: int, table: Sequence[int]) -> int:
         """The first entry that differs from what the device has, which is taken to be written."""
         written = self._written[number]
-        same, run = 0, 64
-        while same + run <= len(table) and written[same : same + run] == table[same : same + run]:
-            same += run
-        while same < len(written) and same < len(table) and written[same] == table[same]:
-            same += 1
+        same = num_equal(written, table)
         if same < len(table):
             written[same:] = table[same:]
         return same
+
+
+def num_equal(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many numbers two sequences of one type begin with alike."""
+    same, run = 0, 64
+    while same + run <= len(other) and one[same : same + run] == other[same : same + run]:
+        same += run
+    while same < len(one) and same < len(other) and one[same] == other[same]:
+        same += 1
+    return same

@@ -186,7 +186,8 @@ class NoDrafter(Drafter):
 
 
 class HostDrafter(Drafter):
-    """Guesses in `prepare`, on the host, from known tokens; the device only gets the guesses."""
+    """Guesses in `prepare`, on the host, from known tokens; the device only gets the guesses. One
+    that does not is a follower's, which is told them."""
 
     def propose(self, batch: DeviceBatch) -> Draft:
         return Draft.of_guesses(batch)
@@ -222,6 +223,7 @@ class DrafterResources:
         synthetic_rates: [L, K] float32 where a benchmark says what is accepted, see `VerifyOp`:
             confidences are then these rates.
         shares_prefixes: later requests find the blocks of a prompt, and what it keeps in them.
+        leads: what is guessed on the host is guessed in this process; others are told.
     """
 
     state: DeviceState
@@ -235,6 +237,7 @@ class DrafterResources:
     gives_confidences: bool = False
     synthetic_rates: Tensor | None = None
     shares_prefixes: bool = True
+    leads: bool = True
 
 
 @dataclass(frozen=True)
@@ -275,7 +278,9 @@ class LoadedDrafter:
 def load_host_drafter(make: Callable[[DeviceState], Drafter]) -> LoadedDrafter:
     """A drafter on the host: nothing to load, and nothing in the blocks."""
     return LoadedDrafter(
-        build=lambda resources: make(resources.state),
+        build=lambda resources: (
+            make(resources.state) if resources.leads else HostDrafter(resources.state)
+        ),
         limits=DrafterLimits(drafts_at_prefill=True, on_device=False, is_lookup=True),
     )
 

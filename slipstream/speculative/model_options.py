@@ -3,12 +3,14 @@
 from dataclasses import dataclass, replace
 
 from slipstream.core.errors import UsageError
+from slipstream.layers.parameters import WHOLE
 from slipstream.models.loading import LoadOptions, dtype_named
 from slipstream.speculative.draft_vocabulary import DraftVocabularyConfig, read_draft_vocabulary
 from slipstream.speculative.options import Options, TargetModel
 
 # Where requests may have so many tokens an adaptive drafter has a window (docs/drafters.md).
 LONG_TEXT, LONG_TEXT_WINDOW = 8192, 1024
+_WHOLE_HEAD = "every rank runs the few layers of a head by itself; use 1"
 _ONE_WAY = "this method has one way to draft; leave it out"
 
 
@@ -23,6 +25,7 @@ class ModelKeys:
             `use_heterogeneous_vocab` are taken.
         window: whether `draft_window` is.
         in_target: without `model` the target's own checkpoint is read.
+        splits: ranks may share the network, as they share the target.
     """
 
     parallel: bool = False
@@ -32,6 +35,7 @@ class ModelKeys:
     other_tokenizer: bool = False
     window: bool = False
     in_target: bool = False
+    splits: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,7 @@ class ModelOptions:
         draft_window: how many of the last tokens it attends to, besides the first few; None: all,
             or as many as suit long texts, if it is `adaptive`.
         adaptive: the engine chooses how much it drafts.
+        num_ranks: `draft_tensor_parallel_size`: 1: each rank has the whole network.
     """
 
     model: str | None
@@ -60,6 +65,7 @@ class ModelOptions:
     maps_tokens: bool = False
     draft_window: int | None = None
     adaptive: bool = False
+    num_ranks: int = 1
 
     def window_within(self, longest: int) -> int | None:
         """The window where requests may have `longest` tokens; None: they are not longer."""
@@ -69,15 +75,37 @@ class ModelOptions:
         return window if window is not None and window < longest else None
 
     def load_options(self, target: TargetModel) -> LoadOptions:
-        """As the target is loaded, unless asked otherwise."""
+        """As the target is loaded, unless asked otherwise.
+
+        Raises:
+            UsageError: some of the target's ranks would have it, and others not.
+        """
         dtype = dtype_named(self.dtype) if self.dtype else target.load.dtype
-        return replace(target.load, dtype=dtype, quantization=self.quantization)
+        share = target.load.share
+        if self.num_ranks not in (1, share.size):
+            raise UsageError(
+                f"speculative_config: draft_tensor_parallel_size={self.num_ranks} is neither 1, "
+                "for a whole drafter on every rank, nor the target's tensor_parallel_size "
+                f"({share.size}); give one of them"
+            )
+        if self.num_ranks == 1:
+            share = WHOLE
+        elif self.maps_tokens:
+            raise UsageError(
+                "speculative_config: use_heterogeneous_vocab renumbers the draft model's "
+                "embeddings, which ranks do not share; give draft_tensor_parallel_size 1"
+            )
+        return replace(target.load, dtype=dtype, quantization=self.quantization, share=share)
 
 
 def read_model_options(options: Options, method: str, keys: ModelKeys) -> ModelOptions:
     """Honour or refuse every key that other engines know for such a drafter."""
     options.take_only("parallel_drafting", keys.parallel, keys.remedy)
-    options.take_only("draft_tensor_parallel_size", 1, "a drafter runs on one device")
+    num_ranks = 1
+    if keys.splits:
+        num_ranks = options.take_positive("draft_tensor_parallel_size") or 1
+    else:
+        options.take_only("draft_tensor_parallel_size", 1, _WHOLE_HEAD)
     model, revision = options.take_str("model", None), options.take_str("revision", None)
     if keys.in_target and model == method:
         model = None
@@ -99,4 +127,5 @@ def read_model_options(options: Options, method: str, keys: ModelKeys) -> ModelO
         vocabulary=read_draft_vocabulary(options) if keys.vocabulary else None,
         maps_tokens=keys.other_tokenizer and options.take_bool("use_heterogeneous_vocab"),
         draft_window=options.take_positive("draft_window") if keys.window else None,
+        num_ranks=num_ranks,
     )

@@ -238,7 +238,7 @@ def test_ways_to_choose_a_drafter(
         ("--kv-cache-dtype int3", ["--kv-cache-dtype", "int8"]),
         ("--kv-cache-memory lots", ["--kv-cache-memory", "4GiB"]),
         ("--kv-cache-memory 1G --num-kv-blocks 4", ["kv_cache_memory", "num_kv_blocks"]),
-        ("-tp 2", ["tensor_parallel_size"]),
+        ("-tp 0", ["--tensor-parallel-size"]),
         ("--device tpu", ["--device"]),
         ("--no-such-flag", ["--no-such-flag", "generate --help"]),
     ],

@@ -52,7 +52,7 @@ EFFECTS: dict[str, tuple[str, str, Any]] = {
     "--optimization-level": ("0", "config.optimization_level", 0),
     "--compilation-config": ('{"cudagraph_mode":"NONE"}', "config.enforce_eager", True),
     "--attention-backend": ("CPU_ATTN", "config.attention_backend", "CPU_ATTN"),
-    "--tensor-parallel-size": ("1", "config.tensor_parallel_size", 1),
+    "--tensor-parallel-size": ("2", "config.tensor_parallel_size", 2),
     # Several replicas: tests/deploy/test_command.py.
     "--data-parallel-size": ("1", "config.model", "demo"),
     "--quantization": ("int8", "config.quantization", "int8"),

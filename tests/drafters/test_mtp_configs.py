@@ -123,7 +123,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"parallel_drafting": True}, "one way to draft; leave it out"),
     ({"dtype": "bfloat16"}, "shares the target's embedding or lm_head"),
     ({"prompt_lookup_max": 3}, "unknown key prompt_lookup_max for method mtp"),
-    ({"draft_tensor_parallel_size": 2}, "runs on one device"),
+    ({"draft_tensor_parallel_size": 2}, "every rank runs the few layers"),
     ({"draft_vocab_size": 97}, "larger than the vocabulary of 96"),
     ({"draft_vocab_text": "x"}, "needs draft_vocab_size"),
 ]

@@ -189,7 +189,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"model": None}, UsageError, "needs model, a checkpoint"),
     ({"draft_sample_method": "best"}, UsageError, "probabilistic or greedy"),
     ({"parallel_drafting": True}, UsageError, "parallel_drafting=True is not supported"),
-    ({"draft_tensor_parallel_size": 2}, UsageError, "a drafter runs on one device"),
+    ({"draft_tensor_parallel_size": 2}, UsageError, "every rank runs the few layers"),
     ({"max_model_len": 0}, UsageError, "max_model_len must be positive"),
     ({"draft_vocab_size": 3}, UsageError, "unknown key draft_vocab_size"),
     ({"dtype": "int3"}, UsageError, "dtype must be one of"),

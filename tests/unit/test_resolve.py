@@ -75,7 +75,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_memory": 1}, "less than one block"),
     ({"kv_cache_memory": 1 << 20, "num_kv_blocks": 4}, "not both"),
     ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "must be at least max_num_seqs"),
-    ({"tensor_parallel_size": 2}, "use 1"),
+    ({"tensor_parallel_size": 0}, "tensor_parallel_size must be"),
     ({"dtype": "int8"}, "dtype must be one of"),
     ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be one of auto, int8"),
     ({"kv_cache_dtype": "bfloat16"}, "not the model's dtype float32: .* dtype=bfloat16 for both"),

@@ -188,7 +188,7 @@ class QuantizedSource(CheckpointSource):
         """This rank's share of a matrix."""
         if self._share.size == 1 or part.split is None:
             return weight
-        span = self._share.span(weight.shape[part.split], part.name)
+        span = self._share.span_of(part, weight.shape[part.split])
         return weight.rows(*span) if part.split == ROWS else weight.columns(*span)
 
     def _as_kept(self, weight: Weight) -> Weight:

@@ -7,6 +7,7 @@ import torch
 
 from slipstream.cache.spec import ModelCache
 from slipstream.layers.embedding import LanguageModelHead
+from slipstream.layers.parameters import Share
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder import Decoder
@@ -48,10 +49,11 @@ def load_network(
     kind = "tli" if tokens else "same"
     window = config.window_within(load.max_positions)
     if window is not None and config.draft_window is None:  # nobody has asked for it
-        size = target.max_num_seqs * window * shape.cache_layout(dtype).bytes_per_token
-        window = window if size <= device_memory(load.device).free // _MEMORY_SHARE else None
+        size = target.max_num_seqs * window * shape.cache_layout(dtype, load.share).bytes_per_token
+        free = target.load.share.least(device_memory(load.device).free)
+        window = window if size <= free // _MEMORY_SHARE else None
     identity = f"{method}:{checkpoint.path}:{dtype}:{config.quantization}:{kind}:{mask_token}"
-    drafting = identity, vocabulary, tokens, mask_token, window
+    drafting = identity, vocabulary, tokens, mask_token, window, load.share
     return DraftNetwork(config, network, target, dtype, *drafting)
 
 
@@ -95,6 +97,7 @@ class DraftNetwork:
         tokens: TokenMap | None,
         mask_token: int | None,
         window: int | None,
+        share: Share,
     ) -> None:
         device, shape = target.load.device, network.config
         self.mask_token, self.identity, self._window = mask_token, identity, window
@@ -126,7 +129,7 @@ class DraftNetwork:
         self.width = shape.hidden_size
         self.dtype = dtype
         self.decoder = network
-        self.layout = shape.cache_layout(dtype)
+        self.layout = shape.cache_layout(dtype, share)
 
     @property
     def kept(self) -> dict[str, Any]:

@@ -52,6 +52,7 @@ def read_options(options: Options) -> ModelOptions:
         vocabulary=True,
         other_tokenizer=True,
         window=True,
+        splits=True,
     )
     return read_model_options(options, "pard", keys)
 

@@ -1,0 +1,120 @@
+"""The process that plans steps for all ranks, and tells the others."""
+
+import pickle
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import current_thread, main_thread
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from slipstream.core.config import EngineConfig
+from slipstream.core.errors import RanksLostError, UsageError
+from slipstream.engine.ranks.messages import Call, Writer
+from slipstream.engine.ranks.processes import SETTLED, Followers
+from slipstream.engine.ranks.ranks import ALONE, Ranks
+from slipstream.runner.collectives import CollectiveError
+from slipstream.runner.memory import uses_gpu_memory
+
+T = TypeVar("T")
+LEAVE = "leave"  # a follower's function
+_SETTLE_SECONDS = 8.0
+
+
+def start_ranks(config: EngineConfig, device: torch.device) -> Ranks:
+    """Start the other ranks, which load their shares at once.
+
+    Raises:
+        UsageError: there are not as many devices.
+        RanksLostError: one of them did not come up.
+    """
+    size = config.tensor_parallel_size
+    if size == 1:
+        return ALONE
+    if uses_gpu_memory(device) and torch.cuda.device_count() < size:
+        raise UsageError(
+            f"tensor_parallel_size={size} needs as many GPUs, and torch sees "
+            f"{torch.cuda.device_count()}; use at most as many"
+        )
+    followers = Followers(size, device)
+    return Leader(config, followers, followers.close)
+
+
+class Leader:
+    """Rank 0; see `Ranks`.
+
+    Args:
+        close: what becomes of the followers in the end.
+    """
+
+    leads = True
+
+    def __init__(
+        self, config: EngineConfig, followers: Followers, close: Callable[[], None]
+    ) -> None:
+        assert followers.collectives is not None, "they are connected"
+        self._followers, self._close, self._writer = followers, close, Writer()
+        self._collectives = followers.collectives
+        self.share = self._collectives.share()
+        followers.send(pickle.dumps(config))
+
+    def check(self) -> None:
+        self._followers.check()
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        self._followers.send(self._writer.write(Call(name, arguments)))
+
+    def call(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
+        self.check()
+        with _late_interrupts():
+            self.tell(name, *arguments)
+            try:
+                return function(*arguments)
+            except CollectiveError as error:
+                raise self.lost(error) from error
+
+    def agree(self, make: Callable[[], T]) -> T:
+        made = make()
+        self._followers.send(self._writer.write(made))
+        return made
+
+    def lost(self, error: Exception) -> RanksLostError:
+        self._followers.wait_for_loss(str(error))
+        try:
+            self.check()
+        except RanksLostError as found:
+            return found
+        return RanksLostError(str(error))  # it is being closed
+
+    def require_equal(self, *tensors: Tensor) -> None:
+        self._collectives.require_equal(tensors)
+
+    def settle(self) -> None:
+        self._writer.begin_anew()
+        self.tell(SETTLED)
+        self._followers.hear(SETTLED, _SETTLE_SECONDS)
+
+    def watch(self, call: Callable[[], None]) -> None:
+        self._followers.watch(call)
+
+    def close(self) -> None:
+        self.tell(LEAVE)
+        self._close()
+
+
+@contextmanager
+def _late_interrupts() -> Iterator[None]:
+    """Let Ctrl-C wait: a rank that leaves between two exchanges leaves the others behind."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    came: list[tuple[Any, ...]] = []
+    usual = signal.signal(signal.SIGINT, lambda *signalled: came.append(signalled))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if came and callable(usual):
+            usual(*came[0])

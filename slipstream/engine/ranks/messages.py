@@ -1,0 +1,162 @@
+"""What the leader tells the other ranks, as bytes.
+
+Anything that can be pickled can be told. Requests and their tables of blocks grow from step to step
+and would be most of a message, so of these only what is new since the last message is written: each
+follower has a request of its own for each of the leader's, with the tokens that it is told.
+"""
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+from slipstream.core.batch import ScheduledRequest
+from slipstream.core.request import Request
+from slipstream.core.structured import Advance
+from slipstream.runner.device_state import num_equal
+
+# What changes of a request besides its tokens.
+_COUNTERS = (
+    *("status", "slot", "num_computed", "num_cached_tokens", "num_steps", "num_preemptions"),
+    *("drafter_computed", "steps_in_flight"),
+)
+_GIVEN = (
+    *("request_id", "token_ids", "params", "seed", "stop_token_ids", "max_tokens"),
+    *("num_speculative_tokens", "arrival", "bad_words", "guide", "verification", "priority"),
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A follower's function by its name, and what it is called with."""
+
+    name: str
+    arguments: tuple[Any, ...] = ()
+
+
+class GuideElsewhere:
+    """In the place of a grammar: the leader alone walks it."""
+
+    problem = ""
+
+    def advance(self, token: int) -> Advance:
+        raise AssertionError("the leader alone walks grammars")
+
+
+class Writer:
+    """Writes messages for readers that have read all messages before."""
+
+    def __init__(self) -> None:
+        self._num_told: dict[str, int] = {}  # tokens, by request
+        self._tables: dict[int, tuple[list[int], list[int]]] = {}  # by slot
+
+    def write(self, message: Any) -> bytes:
+        buffer = BytesIO()
+        pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+        pickler.dispatch_table = {Request: self._request, ScheduledRequest: self._scheduled}
+        pickler.dump(message)
+        return buffer.getvalue()
+
+    def begin_anew(self) -> None:
+        """Requests may have lost tokens: write all of them again."""
+        self._num_told.clear()
+        self._tables.clear()
+
+    def _request(self, request: Request) -> tuple[Callable[..., Request], tuple[Any, ...]]:
+        name, counters = request.request_id, [getattr(request, it) for it in _COUNTERS]
+        told = self._num_told.get(name)
+        if request.finished:
+            self._num_told.pop(name, None)
+        else:
+            self._num_told[name] = request.num_tokens
+        if told is not None:
+            return _grown, (name, request.token_ids[told:], counters)
+        given = {it: getattr(request, it) for it in _GIVEN}
+        given["guide"] = None if request.guide is None else GuideElsewhere()
+        return _made, (given, request.num_prompt_tokens, counters)
+
+    def _scheduled(
+        self, item: ScheduledRequest
+    ) -> tuple[Callable[..., ScheduledRequest], tuple[Any, ...]]:
+        slot = item.request.slot
+        new = list(item.block_table), list(item.window_table)
+        old = self._tables.get(slot, ([], []))
+        self._tables[slot] = new
+        kept = [num_equal(*pair) for pair in zip(old, new, strict=True)]
+        gained = [table[count:] for table, count in zip(new, kept, strict=True)]
+        rest = {
+            name: value
+            for name, value in vars(item).items()
+            if name not in ("block_table", "window_table")
+        }
+        return _planned, (rest, slot, kept, gained)
+
+
+class Reader:
+    """Reads what a `Writer` has written, message by message."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+        self._tables: dict[int, list[list[int]]] = {}
+
+    def read(self, message: bytes) -> Any:
+        return _Unpickler(BytesIO(message), self).load()
+
+    def made(self, given: dict[str, Any], num_prompt_tokens: int, counters: list[Any]) -> Request:
+        request = Request(**given)
+        request.num_prompt_tokens = num_prompt_tokens
+        self._requests[request.request_id] = request
+        return self._with(request, counters)
+
+    def grown(self, name: str, token_ids: list[int], counters: list[Any]) -> Request:
+        request = self._requests[name]
+        request.token_ids.extend(token_ids)
+        return self._with(request, counters)
+
+    def planned(
+        self,
+        rest: dict[str, Any],
+        slot: int,
+        kept: Sequence[int],
+        gained: Sequence[list[int]],
+    ) -> ScheduledRequest:
+        old = self._tables.get(slot, [[], []])
+        # New lists: a step may still look at the ones that it was given.
+        tables = [
+            [*table[:count], *more] for table, count, more in zip(old, kept, gained, strict=True)
+        ]
+        self._tables[slot] = tables
+        return ScheduledRequest(**rest, block_table=tables[0], window_table=tables[1])
+
+    def _with(self, request: Request, counters: list[Any]) -> Request:
+        for name, value in zip(_COUNTERS, counters, strict=True):
+            setattr(request, name, value)
+        if request.finished:
+            self._requests.pop(request.request_id, None)
+        return request
+
+
+class _Unpickler(pickle.Unpickler):
+    """Has a reader's methods in the place of the functions that a `Writer` names."""
+
+    def __init__(self, file: BytesIO, reader: Reader) -> None:
+        super().__init__(file)
+        self._named = {"_made": reader.made, "_grown": reader.grown, "_planned": reader.planned}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__ and name in self._named:
+            return self._named[name]
+        return super().find_class(module, name)
+
+
+def _made(*_: Any) -> Request:
+    raise AssertionError("a reader makes it")
+
+
+def _grown(*_: Any) -> Request:
+    raise AssertionError("a reader has it")
+
+
+def _planned(*_: Any) -> ScheduledRequest:
+    raise AssertionError("a reader makes it")

@@ -1,0 +1,113 @@
+"""What the ranks of a network exchange: gloo between processes of a CPU, NCCL between GPUs.
+
+All of it is one operation, to gather what every rank has. A sum is a gather and then additions in
+the order of the ranks, so that all ranks hold equal bits; whatever follows from them is equal too,
+and no rank has to be told what another has found.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.core.errors import RanksLostError
+from slipstream.layers.parameters import Share
+
+_C10D: Any = dist  # most of what is used of it has no types
+LOOPBACK: Final = "127.0.0.1"
+_CONNECT = timedelta(seconds=120)
+_TIMEOUT = timedelta(seconds=600)  # a rank that waits so long for another takes it for lost
+
+
+class CollectiveError(RuntimeError):
+    """An exchange failed, so another rank has ended, or hangs."""
+
+
+def open_store(port: int, size: int, leads: bool) -> Any:
+    """Where ranks find each other. The leader opens it at port 0, and tells the others which port
+    it got."""
+    return _C10D.TCPStore(LOOPBACK, port, size, leads, _CONNECT, wait_for_workers=False)
+
+
+class Collectives:
+    """Connects this process with the other ranks; returns when all are there.
+
+    Args:
+        device: where the tensors are that will be exchanged.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self._device = rank, size, device
+        self._group: Any = _connected(_C10D.PrefixStore("ranks", store), rank, size, device)
+
+    def share(self) -> Share:
+        """This rank's share of a network."""
+        return Share(self.rank, self.size, self.reduce, self.gather, self.least)
+
+    def all_of(self, mine: Tensor) -> Tensor:
+        """[...] of each rank -> [size, ...], on every rank; waits for nothing but its stream."""
+        mine = mine.contiguous()
+        found = mine.new_empty((self.size, *mine.shape))
+        try:
+            # As bytes: not all libraries know all dtypes.
+            work = self._group._allgather_base(_bytes(found), _bytes(mine))
+            work.wait()
+        except RuntimeError as error:
+            raise CollectiveError(f"an exchange between ranks failed: {error}") from error
+        return found
+
+    def reduce(self, mine: Tensor) -> Tensor:
+        """The sum over the ranks, in their order, in float32, rounded once."""
+        found = self.all_of(mine)
+        total = found[0].float()
+        for other in found[1:]:
+            total += other
+        return total.to(mine.dtype)
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """[T, n] of each rank -> [T, size n]."""
+        return torch.cat(self.all_of(mine).unbind(0), -1)
+
+    def least(self, number: int) -> int:
+        """The least of the ranks' numbers; the host waits for it."""
+        return int(self.all_of(torch.tensor([number], device=self._device)).min())
+
+    def require_equal(self, tensors: Sequence[Tensor]) -> None:
+        """Raise RanksLostError on every rank if these tensors are not equal on all of them."""
+        digest = hashlib.blake2b(digest_size=8)
+        for tensor in tensors:
+            digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        mine = torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)])
+        found = self.all_of(mine.to(self._device))
+        if not torch.equal(found, found[:1].expand_as(found)):
+            raise RanksLostError(
+                "the ranks have come to hold different tokens or counters, so their text means "
+                "nothing: report this with the model and the options, and use "
+                "tensor_parallel_size 1 until it is mended"
+            )
+
+    def abort(self) -> None:
+        """Give up: whoever waits in an exchange gets an error. May be called from any thread."""
+        abort = getattr(self._group, "abort", None)
+        if abort is not None and self._device.type == "cuda":  # gloo notices by itself
+            abort()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _connected(store: Any, rank: int, size: int, device: torch.device) -> Any:
+    """A group of its own, so that a process may hold several engines."""
+    if device.type == "cuda":
+        nccl = _C10D.ProcessGroupNCCL.Options()
+        nccl._timeout = _TIMEOUT
+        return _C10D.ProcessGroupNCCL(store, rank, size, nccl)
+    gloo = _C10D.ProcessGroupGloo._Options()
+    gloo._devices = [_C10D.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    gloo._timeout = _TIMEOUT
+    return _C10D.ProcessGroupGloo(store, rank, size, gloo)

@@ -1,0 +1,128 @@
+"""Two ranks give the plain text of one process with every kind of drafter, in float32.
+
+Prompts come in chunks beside decoding requests, and some requests are preempted, or find the
+prefixes of a first run.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream import SamplingParams
+from tests.checkpoints import write_qwen3
+from tests.lossless.test_greedy import make_prompts, speculative_config, tokens
+from tests.ranks.conftest import Opener
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SPLIT = {"draft_tensor_parallel_size": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "draft_model": {},
+    "draft_model shared": SPLIT,
+    "eagle3": {},
+    "subset shared": SPLIT,
+    "suffix": {},
+    "medusa": {},
+    "uneven_combination": {},
+    "dflash": {},
+}
+REST: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("subset", "pard", "mlp_speculator", "ngram", "custom", "eagle")},
+    **{name: {} for name in ("p-eagle", "dflash2", "dspark", "mtp", "mtp_modules", "self")},
+    **{name: {} for name in ("combination", "host_combination")},
+    **{name: SPLIT for name in ("self shared", "pard shared")},
+}
+NARROW = {"max_num_batched_tokens": 24, "num_kv_blocks": 16}  # chunks, preemption
+WIDE = {"max_num_batched_tokens": 24}  # the second run finds prefixes
+ROOMS = (NARROW, WIDE)
+NUMBERS = {name: number for number, name in enumerate([*CASES, *REST])}
+
+
+def check(
+    name: str,
+    keys: dict[str, Any],
+    models: tuple[str, str, dict[str, str]],
+    ranked: Opener,
+    room: dict[str, Any],
+    ranks: int = 2,
+) -> None:
+    prompts = make_prompts(8)
+    plain = ranked(models[0], tensor_parallel_size=1)
+    expected = tokens(plain.generate(prompts, GREEDY))
+    case = {"drafter": name.removesuffix(" shared"), "k": "auto" if name == "eagle3" else 5}
+    drafter = {**speculative_config(case, *models), **keys}
+    llm = ranked(models[0], drafter, tensor_parallel_size=ranks, **room)
+    if room is WIDE:
+        llm.generate(prompts[::2], GREEDY)
+    outputs = llm.generate(prompts, GREEDY)
+    assert tokens(outputs) == expected
+    assert (sum(output.metrics.num_preemptions for output in outputs) > 0) == (room is NARROW)
+    assert room is NARROW or sum(output.metrics.num_cached_tokens for output in outputs) > 0
+    assert llm.metrics.speculation.num_drafts > 0
+
+
+@pytest.fixture
+def models(
+    tiny_target: str, tiny_draft: str, tiny_heads: dict[str, str]
+) -> tuple[str, str, dict[str, str]]:
+    return tiny_target, tiny_draft, tiny_heads
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_text_is_the_plain_text(
+    name: str, models: tuple[str, str, dict[str, str]], ranked: Opener
+) -> None:
+    check(name, CASES[name], models, ranked, ROOMS[NUMBERS[name] % 2])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_drafter(name: str, models: tuple[str, str, dict[str, str]], ranked: Opener) -> None:
+    keys = {**CASES, **REST}[name]
+    for number, room in enumerate(ROOMS):
+        if name not in CASES or number != NUMBERS[name] % 2:
+            check(name, keys, models, ranked, room)
+
+
+def test_four_ranks(tmp_path: Path, ranked: Opener) -> None:
+    """There are fewer heads of keys than ranks, so that two have the same one."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "seed": 2}
+    target = str(write_qwen3(tmp_path / "target", **sizes))
+    draft = str(write_qwen3(tmp_path / "draft", keep_layers=1, **sizes))
+    keys = {"draft_tensor_parallel_size": 4}
+    check("draft_model", keys, (target, draft, {}), ranked, NARROW, ranks=4)
+
+
+@pytest.mark.parametrize("four", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_requests_of_all_kinds(
+    four: bool, tmp_path: Path, models: tuple[str, str, dict[str, str]], ranked: Opener
+) -> None:
+    """Seeds, penalties, words that are banned, logprobs of prompts, and what is allowed."""
+    target, draft, _ = models
+    if four:
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 4}
+        target = str(write_qwen3(tmp_path / "target", **sizes))
+        draft = str(write_qwen3(tmp_path / "draft", keep_layers=1, **sizes))
+    params = [
+        SamplingParams(seed=5, max_tokens=20),
+        SamplingParams(seed=6, max_tokens=20, temperature=0.7, top_k=20, top_p=0.9, n=2),
+        SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.3),
+        SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1),
+        SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=list(range(3, 60))),
+        SamplingParams(max_tokens=20),
+    ]
+    prompts = make_prompts(len(params))
+    drafter = {"model": draft, "num_speculative_tokens": 3}
+    found = [
+        ranked(target, drafter, tensor_parallel_size=size).generate(prompts, params)
+        for size in (1, 4 if four else 2)
+    ]
+    # The last one has no seed, and its draws may fall otherwise where sums are rounded otherwise.
+    texts = [[[list(it.token_ids) for it in out.outputs] for out in run[:-1]] for run in found]
+    assert texts[0] == texts[1]
+    one, other = ([it for it in run[3].prompt_logprobs or () if it] for run in found)
+    assert one
+    for own, rivals in zip(one, other, strict=True):
+        assert {it: round(own[it].logprob, 3) for it in own} == pytest.approx(
+            {it: rivals[it].logprob for it in own}, abs=2e-3
+        )
