@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -13,6 +14,7 @@ from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.errors import WRONG_USAGE, say
 from slipstream.cli.flags import Given, RunFlags
 from slipstream.cli.open_llm import open_llm, with_defaults
+from slipstream.cli.paths import read_template
 from slipstream.cli.prompts import decode, stdin_is_piped
 from slipstream.cli.spoken import Spoken, parser_of
 from slipstream.cli.status import Meter, Status
@@ -46,6 +48,11 @@ class ChatFlags:
     """How the conversation begins."""
 
     system: str | None = flag(None, "The system prompt.")
+    chat_template: str | None = flag(
+        None,
+        "A chat template in place of the checkpoint's: a file, or the text of one.",
+        metavar="<file>",
+    )
 
 
 def chat(
@@ -62,10 +69,12 @@ def chat(
     What the model thinks before an answer is dim, where its format tells it apart; a pipe gets the
     answers alone.
     """
+    template = None if flags.chat_template is None else read_template(flags.chat_template)
+    if template is None:
+        _require_template(engine)
     llm, _ = open_llm(drafter.apply(engine), run.verbose)
-    _require_template(llm)
     sampling = with_defaults(llm, sampling, given)
-    conversation = Conversation(llm, sampling, flags.system)
+    conversation = Conversation(llm, sampling, flags.system, template)
     if stdin_is_piped() or not _is_terminal():
         _answer_lines(conversation, sampling)
     else:
@@ -75,13 +84,29 @@ def chat(
 class Conversation:
     """The messages so far; adds a user's message and the model's answer to it.
 
+    Args:
+        template: a chat template in place of the checkpoint's.
+
     Attributes:
         parser: makes parsers of the answers, if they are more than text.
+
+    Raises UsageError if there is no chat template.
     """
 
-    def __init__(self, llm: "LLM", params: SamplingParams, system: str | None) -> None:
-        self._llm, self._params, self._system = llm, params, system
-        self.parser = parser_of(llm.tokenizer, params)
+    def __init__(
+        self,
+        llm: "LLM",
+        params: SamplingParams,
+        system: str | None,
+        template: str | None = None,
+    ) -> None:
+        from slipstream.models.chat_template import ChatTemplate
+
+        self._llm, self._params, self._system, self._template = llm, params, system, template
+        found = ChatTemplate(llm.tokenizer, template)
+        if not found.exists:
+            raise _no_template(llm.tokenizer.path)
+        self.parser = parser_of(llm.tokenizer, found, params)
         if self.parser is not None:  # which finds stop strings, in the content alone
             self._params = replace(params, stop=())
         self.clear()
@@ -108,7 +133,7 @@ class Conversation:
         return meter.read(len(answer.token_ids) if answer else 0)
 
     def _answer(self, view: View, meter: Meter) -> CompletionOutput | None:
-        outputs = self._llm.stream_chat(self.messages, self._params)
+        outputs = self._llm.stream_chat(self.messages, self._params, self._template)
         answer: CompletionOutput | None = None
         spoken = None if self.parser is None else Spoken(self.parser())
         view.begin(None, "")
@@ -216,15 +241,25 @@ def _is_terminal() -> bool:
     return sys.stdin is None or sys.stdin.isatty()
 
 
-def _require_template(llm: "LLM") -> None:
-    """Raise UsageError before the first message if there is no chat template."""
-    from slipstream.models.chat_template import ChatTemplate
+def _require_template(config: EngineConfig) -> None:
+    """Raise UsageError before anything is loaded if a model that is here has no chat template."""
+    name = config.tokenizer or config.model
+    if not Path(name).exists():
+        return
+    from slipstream.models.chat_template import has_chat_template
+    from slipstream.models.checkpoint import resolve_checkpoint
+    from slipstream.models.tokenizer import has_tokenizer
 
-    if not ChatTemplate(llm.tokenizer).exists:
-        raise UsageError(
-            f"{llm.tokenizer.path} has no chat template, so it cannot chat; use generate, or give "
-            "one to slipstream serve by --chat-template"
-        )
+    path = resolve_checkpoint(name)
+    if has_tokenizer(path) and not has_chat_template(path):
+        raise _no_template(path)
+
+
+def _no_template(path: Path) -> UsageError:
+    return UsageError(
+        f"{path} has no chat template, so it cannot chat; give one by --chat-template, or use "
+        "generate"
+    )
 
 
 def _prompt(console: Console) -> str:

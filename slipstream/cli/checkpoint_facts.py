@@ -284,9 +284,7 @@ def _device() -> "torch.device":
 
 
 def _has_chat_template(checkpoint: "Checkpoint") -> bool:
-    from slipstream.models.chat_template import ChatTemplate
-    from slipstream.models.tokenizer import Tokenizer, has_tokenizer
+    from slipstream.models.chat_template import has_chat_template
+    from slipstream.models.tokenizer import has_tokenizer
 
-    if not has_tokenizer(checkpoint.path):
-        return False
-    return ChatTemplate(Tokenizer(checkpoint.path)).exists
+    return has_tokenizer(checkpoint.path) and has_chat_template(checkpoint.path)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.paths import make_folder, read_text
+from slipstream.cli.paths import make_folder, read_template
 from slipstream.cli.terminal import QUIET_STYLE, stderr_console
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import SlipstreamError, UsageError
 from slipstream.core.flags import flag, given_flags, parse_object
+from slipstream.models.gguf.files import is_gguf, split_stem
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.options import AnswerOptions, LogOptions
 
@@ -36,7 +37,8 @@ class ListenFlags:
     port: int = flag(8000, "0 takes a free port.", at_least=0, at_most=65535)
     served_model_name: tuple[str, ...] = flag(
         (),
-        "Name of the model in requests (repeatable); answers have the first. [MODEL]",
+        "Name of the model in requests (repeatable); answers have the first. [MODEL, or what a "
+        "GGUF file is called without .gguf]",
         metavar="<name>",
     )
     api_key: tuple[str, ...] = flag(
@@ -140,21 +142,7 @@ class ListenFlags:
 
     def template(self) -> str | None:
         """The text of --chat-template; raises UsageError if it is not valid."""
-        given = self.chat_template
-        if given is None:
-            return None
-        text = given if "{" in given else read_text("--chat-template", given)
-        from jinja2 import TemplateSyntaxError
-
-        from slipstream.models.chat_environment import make_environment
-
-        try:
-            make_environment().parse(text)
-        except TemplateSyntaxError as error:
-            raise UsageError(
-                f"--chat-template is not valid: line {error.lineno}: {error.message}"
-            ) from None
-        return text
+        return None if self.chat_template is None else read_template(self.chat_template)
 
     def traces(self) -> Path | None:
         """The folder of profiles, made where it is not there; UsageError for other profilers."""
@@ -207,7 +195,7 @@ def checked_options(
     listen.require_parsers()
     log.config()
     return ServerOptions(
-        names=listen.served_model_name or (config.model,),
+        names=listen.served_model_name or (_usual_name(config.model),),
         limits=limits,
         access=_access(listen),
         tls=_tls(listen),
@@ -220,6 +208,12 @@ def checked_options(
         log=log,
         show_document=not listen.disable_fastapi_docs,
     )
+
+
+def _usual_name(model: str) -> str:
+    """What requests call a model: as it was named, but a GGUF file without its path and ending."""
+    path = Path(model)
+    return split_stem(path) if is_gguf(path) else model
 
 
 def _access(listen: ListenFlags) -> "Access":

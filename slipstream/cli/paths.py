@@ -34,3 +34,19 @@ def read_text(flag: str, file: str) -> str:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} {file} cannot be read: {error}") from None
+
+
+def read_template(given: str) -> str:
+    """The chat template that --chat-template names, or is; UsageError if it is not valid."""
+    from jinja2 import TemplateSyntaxError
+
+    from slipstream.models.chat_environment import make_environment
+
+    text = given if "{" in given else read_text("--chat-template", given)
+    try:
+        make_environment().parse(text)
+    except TemplateSyntaxError as error:
+        raise UsageError(
+            f"--chat-template is not valid: line {error.lineno}: {error.message}"
+        ) from None
+    return text

@@ -7,6 +7,7 @@ from slipstream.core.outputs import CompletionOutput
 from slipstream.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from slipstream.models.chat_template import ChatTemplate
     from slipstream.models.tokenizer import Tokenizer
     from slipstream.serve.output.parts import AnswerParser
     from slipstream.serve.tools.events import AnswerEvent
@@ -15,14 +16,14 @@ Span = tuple[int, int]  # [start, end) of characters
 NewParser = Callable[[], "AnswerParser"]
 
 
-def parser_of(tokenizer: "Tokenizer", params: SamplingParams) -> NewParser | None:
+def parser_of(
+    tokenizer: "Tokenizer", template: "ChatTemplate", params: SamplingParams
+) -> NewParser | None:
     """Makes parsers of answers to chats; None for a model whose answers are nothing but text."""
-    from slipstream.models.chat_template import ChatTemplate
     from slipstream.serve.output.formats import choose_output_format
     from slipstream.serve.output.parts import Reading
     from slipstream.serve.token_texts import TokenTexts
 
-    template = ChatTemplate(tokenizer)
     format = choose_output_format(None, None, template, tokenizer)
     if format is None:
         return None

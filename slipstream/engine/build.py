@@ -121,6 +121,9 @@ def _build_engine(config: EngineConfig, progress_bar: ProgressBar, ranks: Ranks 
     if defaults.values:
         reasons.add("defaults of requests", defaults, defaults.source)
     shape = _read_shape(checkpoint)
+    tokenizer = _tokenizer(config, checkpoint)
+    if tokenizer is not None:
+        _require_rows(tokenizer, shape)
     device, why = choose_device(config.device)
     reasons.add("device", device, why)
     ranks = ranks or start_ranks(config, device)
@@ -179,7 +182,6 @@ def _load(
     )
     speculation = load_drafter(config.drafter_options, target)
     network = load_decoder(checkpoint, options)
-    tokenizer = _tokenizer(config, checkpoint)
     eos = _eos_token_ids(checkpoint, tokenizer)
     resolved = resolve(config, shape, eos, dtype, device, speculation, reasons, ranks.share)
     resolved = replace(resolved, sampling_defaults=defaults)
@@ -378,6 +380,16 @@ def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple
         return known
     harmony = find_harmony(tokenizer)
     return known if harmony is None else tuple(dict.fromkeys((*known, *harmony.stops)))
+
+
+def _require_rows(tokenizer: Tokenizer, shape: DecoderConfig) -> None:
+    """Raise CheckpointError for more tokens than the model has rows; added ones may lack one."""
+    if tokenizer.num_usual_tokens > shape.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer of {tokenizer.path} has {tokenizer.num_usual_tokens:,} tokens and the "
+            f"model knows {shape.vocab_size:,}: it is that of another model; name the right one "
+            "(--tokenizer), or download the model again"
+        )
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

@@ -95,14 +95,16 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params | None = None,
+        chat_template: str | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; messages are {"role": ..., "content": ...}.
 
         Args:
-            template_options: passed to the checkpoint's chat template.
+            chat_template: in place of the checkpoint's.
+            template_options: passed to the chat template.
         """
-        encoded = self._encoded_chats(messages, sampling_params, template_options)
+        encoded = self._encoded_chats(messages, sampling_params, chat_template, template_options)
         return _finished(self._run(*encoded, whole=True))
 
     def stream(
@@ -125,10 +127,13 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params | None = None,
+        chat_template: str | None = None,
         **template_options: Any,
     ) -> Iterator[RequestOutput]:
         """Like `chat`, but yields snapshots as `stream` does."""
-        return self._run(*self._encoded_chats(messages, sampling_params, template_options))
+        return self._run(
+            *self._encoded_chats(messages, sampling_params, chat_template, template_options)
+        )
 
     def _encoded(
         self, prompts: Prompts, sampling_params: Params | None
@@ -144,13 +149,14 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params | None,
+        chat_template: str | None,
         template_options: Mapping[str, Any],
     ) -> tuple[list[EncodedPrompt], list[SamplingParams]]:
         given: list[Any] = _listed(messages)
         if given and isinstance(given[0], Mapping):
             given = [given]
         params = self._per_prompt(sampling_params, len(given))
-        template = ChatTemplate(self.tokenizer)
+        template = ChatTemplate(self.tokenizer, chat_template)
         # The template writes the special tokens itself.
         encoded = [
             self._encoder.encode(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.tokenizer import Tokenizer, tokenizer_settings
 
 if TYPE_CHECKING:
     import jinja2
@@ -37,7 +37,9 @@ class ChatTemplate:
     ) -> None:
         self._in_parts = in_parts
         self._path, self._special_tokens = tokenizer.path, tokenizer.special_tokens
-        self._sources = _sources(tokenizer) if template is None else {"default": template}
+        self._sources = {"default": template}
+        if template is None:
+            self._sources = _sources(tokenizer.path, tokenizer.settings)
         self._compiled: dict[str, jinja2.Template] = {}
 
     @property
@@ -132,13 +134,18 @@ class ChatTemplate:
         return make_environment()
 
 
-def _sources(tokenizer: Tokenizer) -> dict[str, str]:
-    files = {file.stem: file for file in sorted((tokenizer.path / _MORE_FILES).glob("*.jinja"))}
-    if (tokenizer.path / _FILE).is_file():
-        files["default"] = tokenizer.path / _FILE
+def has_chat_template(path: Path) -> bool:
+    """Whether a model directory, or GGUF file, has any template."""
+    return bool(_sources(path, tokenizer_settings(path)))
+
+
+def _sources(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    files = {file.stem: file for file in sorted((path / _MORE_FILES).glob("*.jinja"))}
+    if (path / _FILE).is_file():
+        files["default"] = path / _FILE
     if files:
         return {name: _read(file) for name, file in files.items()}
-    value = tokenizer.settings.get("chat_template")
+    value = settings.get("chat_template")
     if value is None:
         return {}
     if isinstance(value, str):
@@ -146,7 +153,7 @@ def _sources(tokenizer: Tokenizer) -> dict[str, str]:
     if isinstance(value, list) and all(_is_named_template(item) for item in value):
         return {item["name"]: item["template"] for item in value}
     raise CheckpointError(
-        f'{tokenizer.path / "tokenizer_config.json"}: "chat_template" must be a text or a list of '
+        f'{path / "tokenizer_config.json"}: "chat_template" must be a text or a list of '
         f'objects with "name" and "template"'
     )
 

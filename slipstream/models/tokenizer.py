@@ -31,6 +31,11 @@ def has_tokenizer(path: Path) -> bool:
     return has_vocabulary(path) if is_gguf(path) else (path / "tokenizer.json").is_file()
 
 
+def tokenizer_settings(path: Path) -> dict[str, Any]:
+    """The content of tokenizer_config.json, or what stands for it in a GGUF file; {} without."""
+    return read_settings(path) if is_gguf(path) else _optional(path / "tokenizer_config.json")
+
+
 class Tokenizer:
     """The tokenizer of a model directory, or of a GGUF file.
 
@@ -48,12 +53,8 @@ class Tokenizer:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        if is_gguf(self.path):
-            self.settings = read_settings(self.path)
-            self._backend = read_tokenizer(self.path)
-        else:
-            self.settings = _optional(self.path / "tokenizer_config.json")
-            self._backend = _load(self.path)
+        self.settings = tokenizer_settings(self.path)
+        self._backend = read_tokenizer(self.path) if is_gguf(self.path) else _load(self.path)
         self.special_tokens = _special_tokens(self.path, self.settings)
         self._check_added_tokens()
         self._mark_special()
@@ -95,6 +96,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """How many tokens there are, added ones included (a model may have more rows)."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def num_usual_tokens(self) -> int:
+        """How many tokens there are beside added ones."""
+        return self._backend.get_vocab_size(with_added_tokens=False)
 
     def vocabulary(self) -> dict[str, int]:
         """Every token, added ones included, and its id."""

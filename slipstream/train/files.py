@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.tokenizer import Tokenizer, has_tokenizer
 
 try:
     from safetensors import SafetensorError, safe_open
@@ -120,7 +120,7 @@ def write_checkpoint(
 
 def copy_tokenizer(target: Path, folder: Path) -> None:
     """Copy the tokenizer's files, for a drafter that is a language model."""
-    if target.is_file():  # GGUF, which has none
+    if target.is_file() and has_tokenizer(target):  # GGUF, which has it in itself
         write_text(folder / "tokenizer.json", Tokenizer(target).to_json())
     for name in _TOKENIZER_FILES:
         source = target / name

@@ -63,6 +63,7 @@ class FakeLLM:
         self.prompts: list[str] = []
         self.params: SamplingParams | None = None
         self.conversations: list[list[dict[str, str]]] = []
+        self.templates: list[str | None] = []
         self.aborted: list[str] = []
         self._next = 0
         FakeLLM.made.append(self)
@@ -72,8 +73,12 @@ class FakeLLM:
         return self._run(list(prompts), params)
 
     def stream_chat(
-        self, messages: Sequence[dict[str, str]], params: SamplingParams
+        self,
+        messages: Sequence[dict[str, str]],
+        params: SamplingParams,
+        chat_template: str | None = None,
     ) -> Iterator[RequestOutput]:
+        self.templates.append(chat_template)
         self.conversations.append([dict(message) for message in messages])
         self.params = params
         if len(messages[-1]["content"]) > 40:

@@ -16,12 +16,14 @@ from slipstream.cli.views import PlainView
 from slipstream.core.config import EngineConfig
 from slipstream.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import ByteTokenizer, FakeLLM
 from tests.serve.api.harmony_models import write_harmony_tokenizer
 from tests.serve.api.thinking_models import TEMPLATE as THINKING
 from tests.serve.api.thinking_models import write_thinking_tokenizer
+from tests.tokenizers import write_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +155,27 @@ def test_the_demo_chats(slipstream: CommandLine) -> None:
     assert ran.err.count("tokens/s") == 2
 
 
+def test_a_model_without_a_template_is_refused_before_it_is_loaded(
+    slipstream: CommandLine, fake_llm: type[FakeLLM], tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path / "base", ["w0", "w1"])
+    ran = slipstream("chat", str(folder), stdin=b"hello\n")
+    assert ran.code == 2
+    assert "has no chat template, so it cannot chat; give one by --chat-template" in ran.err
+    broken = slipstream("chat", str(folder), "--chat-template", "{% if %}", stdin=b"hello\n")
+    assert "--chat-template is not valid: line 1" in broken.err
+    assert fake_llm.made == []
+
+
+def test_a_template_is_given_to_the_model(
+    slipstream: CommandLine, fake_llm: type[FakeLLM], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
+    ran = slipstream("chat", "--chat-template", str(tmp_path / "mine.jinja"), stdin=b"hello\n")
+    assert ran.code == 0, ran.err
+    assert fake_llm.made[-1].templates == ["{{ messages[0].content }}"]
+
+
 def test_nobody_is_not_greeted() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "slipstream", "chat"],
@@ -187,7 +210,7 @@ def test_reasoning_is_no_part_of_the_conversation(tmp_path: Path) -> None:
 def test_a_thought_that_the_prompt_opens_is_reasoning(tmp_path: Path, opened: bool) -> None:
     template = THINKING if not opened else THINKING.replace("elif opens", "else")
     tokenizer = Tokenizer(write_thinking_tokenizer(tmp_path / "thinking", template))
-    parser = parser_of(tokenizer, SamplingParams())
+    parser = parser_of(tokenizer, ChatTemplate(tokenizer), SamplingParams())
     assert parser is not None
     spoken = Spoken(parser())
     ids = tokenizer.encode("Hm.</think>\n\nIt is hot." if opened else "It is hot.")

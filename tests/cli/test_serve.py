@@ -32,6 +32,15 @@ def test_nothing_given_is_the_demo_on_loopback(slipstream: CommandLine, started:
     assert "Authorization" not in ran.err
 
 
+def test_a_gguf_file_is_served_by_what_it_is_called(
+    slipstream: CommandLine, started: Started
+) -> None:
+    ran = slipstream("serve", "models/some-Q4_K_M-00001-of-00002.gguf", "--port", "0")
+    assert ran.code == 0, ran.err
+    ((_, options, _),) = started.calls
+    assert options.names == ("some-Q4_K_M",)
+
+
 def test_every_flag_arrives(slipstream: CommandLine, started: Started, tmp_path: Path) -> None:
     line = (
         "serve some/model --host 127.0.0.1 --port 0 --served-model-name a --served-model-name b "

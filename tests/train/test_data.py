@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,40 @@ def test_answers_are_kept_as_soon_as_they_are_known(
         with pytest.raises(KeyboardInterrupt):
             prepared(given, tmp_path / "one.safetensors", answers)
         assert len(answers.read_text().splitlines()) > number
+
+
+def test_answers_end_in_time_and_more_time_continues(
+    taught_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = count()
+    monkeypatch.setattr("slipstream.train.generation.time.monotonic", lambda: 60.0 * next(now))
+    answers = tmp_path / "answers.jsonl"
+    data = lines(tmp_path / "prompts.jsonl", *[{"prompt": f"w{n} w6"} for n in range(5, 15)])
+
+    def make(minutes: float) -> Sequences:
+        asked = {"generate_tokens": 6, "generate_minutes": minutes, "generate_batch": 2}
+        given = settings(
+            "eagle3", taught_target, data, tmp_path, generate=True, max_length=16, **asked
+        )
+        return prepared(given, tmp_path / "some.safetensors", answers)
+
+    def kept() -> list[str]:
+        return answers.read_text().splitlines()[1:]
+
+    first = make(2.5)
+    some = kept()
+    assert 1 <= len(some) < 6
+    assert first.token_ids.flatten()[:2].tolist() == [5, 6]
+    second = make(30)
+    assert len(second) > len(first)
+    assert kept()[: len(some)] == some
+    assert len(kept()) == 10
+    other = lines(tmp_path / "others.jsonl", {"prompt": "w9 w8"}, {"prompt": "w9 w7"})
+    asked = {"generate": True, "generate_minutes": 0.5, "max_length": 16}
+    given = settings("eagle3", taught_target, other, tmp_path, **asked)
+    monkeypatch.setattr(LLM, "stream", lambda *_, **__: iter(()))
+    with pytest.raises(UsageError, match=r"no answer ended within --generate-minutes 0\.5"):
+        prepared(given, tmp_path / "none.safetensors", answers)
 
 
 def test_an_answer_that_ended_with_an_error_ends_the_run(

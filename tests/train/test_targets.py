@@ -9,11 +9,15 @@ import torch
 from slipstream.core.errors import UsageError
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.gguf.blocks import Q4_1
 from slipstream.train.run import run_training
 from slipstream.train.vocabulary import DraftVocabulary
+from tests.checkpoints import write_qwen3
 from tests.drafters.oracles import Target
+from tests.gguf_checkpoints import as_gguf
 from tests.mixture_checkpoints import FAMILIES, with_packed_experts, write_mixture
 from tests.models.small_cases import SMALL
+from tests.models.test_gguf_tokenizer import byte_level
 from tests.models.test_parity import oracle, oracle_logits, write_checkpoint
 from tests.quantized_checkpoints import gptq, write_quantized, write_whole
 from tests.train.small_runs import run_drafting, settings, teacher, write_own_words
@@ -40,6 +44,21 @@ def test_a_quantised_target_teaches_what_its_numbers_mean(
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     run_training(settings(kind, str(model), own_words, tmp_path / "drafter", steps=2))
     plain, speculated, _ = run_drafting(str(model), tmp_path / "drafter", {})
+    assert speculated == plain
+
+
+@pytest.mark.parametrize("kind", ["p-eagle", "draft"])
+def test_a_gguf_target_is_trained_for(kind: str, own_words: Path, tmp_path: Path) -> None:
+    """In its own dtype; a draft model gets its tokenizer, and each head may have its embedding."""
+    folder = write_qwen3(tmp_path / "target", **WIDE, vocab_size=512, num_hidden_layers=3)
+    words = Checkpoint(byte_level(tmp_path / "words.gguf")).container.metadata
+    words = {key.replace(".", "__"): value for key, value in words.items()}
+    file = as_gguf(folder, tmp_path / "target.gguf", Q4_1, **words)
+    run_training(settings(kind, str(file), own_words, tmp_path / "drafter", steps=2))
+    entries = Checkpoint(tmp_path / "drafter").entries
+    assert {it.dtype for it in entries.values()} == {torch.bfloat16}
+    assert (tmp_path / "drafter" / "tokenizer.json").is_file() == (kind == "draft")
+    plain, speculated, _ = run_drafting(str(file), tmp_path / "drafter", {})
     assert speculated == plain
 
 
