@@ -28,6 +28,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -134,7 +135,6 @@ class Soak:
         self._server, self._texts, self._options = server, texts, options
         self._chance = random.Random(options.seed)
         self._mischief = Mischief(server.port, random.Random(options.seed + 1))
-        self._hostile = itertools.cycle(hostile_bodies())
         self._began = monotonic()
         self._away = 0.0  # until when the server may be away, or its answers broken
         self.found = Findings()
@@ -143,7 +143,8 @@ class Soak:
         """All of it."""
         end = self._began + 60 * self._options.minutes
         tasks = [self._honest(end) for _ in range(CLIENTS)]
-        await asyncio.gather(*tasks, self._disturb(end), self._watch(end))
+        hostile = self._send_hostile_bodies(end)
+        await asyncio.gather(*tasks, hostile, self._disturb(end), self._watch(end))
         self.found.faults += self._mischief.faults
         await self._rest()
 
@@ -179,24 +180,31 @@ class Soak:
 
     async def _disturb(self, end: float) -> None:
         deeds: list[Callable[[], Awaitable[None]]] = [
-            *[self._mischief.leave] * 8, *[self._send_hostile] * 4, self._mischief.read_slowly,
-            self._mischief.half_open, self._pause,
+            *[self._mischief.leave] * 8, self._mischief.read_slowly, self._mischief.half_open,
+            self._pause,
         ]  # fmt: skip
         if self._options.faketime:
             deeds.append(self._jump)
         if self._options.kill:
             deeds.append(self._restart)
-        while monotonic() < end:
-            try:
-                await self._chance.choice(deeds)()
-            except OSError as error:
-                if monotonic() > self._away:
-                    self.found.faults.append(f"no connection: {error}")
-                    return
+        while monotonic() < end and await self._tried(self._chance.choice(deeds)):
             await asyncio.sleep(self._chance.random() * 0.4)
 
-    async def _send_hostile(self) -> None:
-        await self._mischief.send(next(self._hostile))
+    async def _send_hostile_bodies(self, end: float) -> None:
+        """One after another, so that all were sent once by the time that memory counts."""
+        bodies = itertools.cycle(hostile_bodies())
+        while monotonic() < end and await self._tried(partial(self._mischief.send, next(bodies))):
+            await asyncio.sleep(0.1)
+
+    async def _tried(self, deed: Callable[[], Awaitable[None]]) -> bool:
+        """Do it; False if it met no server where there had to be one."""
+        try:
+            await deed()
+        except OSError as error:
+            if monotonic() > self._away:
+                self.found.faults.append(f"no connection: {error}")
+                return False
+        return True
 
     async def _pause(self) -> None:
         self._mischief.counts["SIGSTOP"] += 1

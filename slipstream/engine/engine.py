@@ -151,7 +151,7 @@ class Engine:
             Exception: steps fail whatever they run, even a request without any demands.
         """
         try:
-            self._isolation.proceed()
+            self._proceed_with_trials()
             return self._run_step()
         except RanksLostError:
             raise
@@ -202,11 +202,16 @@ class Engine:
             if not report.live[index]:
                 continue
             submission, sample = self._owners[item.request.request_id]
-            try:
-                if submission.error is None:
+            if submission.error is None:
+                before = sample.num_taken
+                try:
                     self._take(submission, sample, result, index)
-            except Exception as error:  # of this request alone: the others go on
-                self._fail(submission, error)
+                except Exception as error:  # of this request alone: the others go on
+                    self._fail(submission, error)
+                else:  # an error here has the step taken back, so that counts go on adding up
+                    submission.count(gained, self._estimate)
+                    taken = sample.num_taken - before
+                    self.metrics.count_tokens(gained, taken, self._estimate)
             if gained.token_ids or gained.broken or submission.error is not None:
                 changed[submission.request_id] = submission
         return list(changed.values())
@@ -238,6 +243,14 @@ class Engine:
         except Exception as cause:
             raise error from cause
         return ended
+
+    def _proceed_with_trials(self) -> None:
+        """Whoever is tried runs alone, so one that has stood its trial loses its place."""
+        if self._isolation.is_over:
+            self._take_back()
+            self._scheduler.restart([])
+            self._isolation.end_trial()
+        self._isolation.proceed()
 
     def _take_back(self) -> list[Request]:
         """Undo the step that was broken off, wherever that was; returns the requests in it.
@@ -305,12 +318,9 @@ class Engine:
             candidates = self._logprobs.of_tokens(
                 result, index, gained.token_ids, submission.params
             )
-        before = sample.num_taken
         stop = sample.take(gained, candidates)
         if stop is not None:
             self._stop_at(sample, stop)
-        submission.count(gained, self._estimate)
-        self.metrics.count_tokens(gained, sample.num_taken - before, self._estimate)
         if sample.request.finished:
             if stop is None and sample.detokenizer is not None:
                 sample.detokenizer.finish()
@@ -352,10 +362,10 @@ class Engine:
                 sample.detokenizer.finish()
 
     def _close(self, submission: Submission) -> None:
-        submission.close()
-        del self._submissions[submission.request_id]
         for sample in submission.samples:
-            del self._owners[sample.request.request_id]
+            self._owners.pop(sample.request.request_id, None)
+        submission.close()
+        del self._submissions[submission.request_id]  # last: or it is closed once more
 
     def _sample(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, index: int

@@ -146,20 +146,16 @@ class World:
         assert asked.submission.finished
 
     def _poison(self, asked: Asked) -> None:
-        """Not while requests are tried: one that has stood its trial is not suspected again."""
-        isolation = self.engine._isolation
-        if isolation.holds_any or isolation._trial is not None:
-            return
         self._traps.poisoned.add(asked.submission.request_id)
 
     def _preempt(self) -> None:
-        """As though the cache had run out of blocks for whoever runs."""
+        """As though the cache had run out of blocks for whoever runs beside others."""
         scheduler: Any = self.engine.scheduler
         plan = scheduler._secure_known_tokens
 
         def preempting() -> list[Any]:
             running = scheduler.running
-            forced = [scheduler._preempt(running[-1])] if running else []
+            forced = [scheduler._preempt(running[-1])] if len(running) > 1 else []
             return [*forced, *plan()]
 
         scheduler._secure_known_tokens = preempting

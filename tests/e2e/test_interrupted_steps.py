@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, RequestOutput, SamplingParams, StructuredOutput
+from slipstream.core.batch import Batch
 from slipstream.engine.engine import Engine
+from slipstream.engine.prompts import EncodedPrompt
 from tests.padded_steps import use_padded_steps
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
@@ -133,6 +135,41 @@ def test_an_interrupt_anywhere_in_a_step_changes_no_token(llm: LLM, wish: str) -
 @pytest.mark.parametrize("wish", ["greedy", "sampled"])
 def test_an_error_anywhere_in_a_step_ends_one_request_at_most(llm: LLM, wish: str) -> None:
     check_lines(llm, PARAMS[wish], RuntimeError)
+
+
+def test_nobody_is_blamed_for_another_that_stood_its_trial(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are tried because of a fault that comes once; the culprit fails a few steps later."""
+    engine, step, widths = llm.engine, llm.engine._step, list[int]()
+    expected, launch = llm.generate(FIRST, GREEDY)[0], step.launch
+
+    def fail(batch: Batch) -> Any:
+        late = any(
+            it.request.request_id == "culprit" and it.request.num_steps > 1 for it in batch.requests
+        )
+        if late or not widths:
+            widths.append(len(batch.requests))
+            raise RuntimeError("broken off")
+        return launch(batch)
+
+    monkeypatch.setattr(step, "launch", fail)
+    prompt = EncodedPrompt(None, expected.prompt_token_ids, ())
+    names = ("culprit", "a", "b", "c")
+    asked = [engine.add(name, prompt, GREEDY) for name in names]
+    late = None
+    while engine.has_unfinished:
+        engine.step()
+        if widths and late is None:  # while requests are tried
+            late = engine.add("d", prompt, GREEDY)
+    assert late is not None
+    for submission in (*asked[1:], late):
+        assert submission.error is None
+        check_same(submission.output(), expected)
+    assert str(asked[0].error) == "broken off"
+    assert widths[0] == len(names)
+    assert widths[-1] == 1
+    check_all_free(llm)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("once")])
