@@ -192,10 +192,16 @@ class AttentionPass {
         rows_.states = &states_;
     }
 
+    // The slot of each row's adapter [T], or -1.
+    void set_adapters(const Array& adapters) {
+        rows_.adapters = long_numbers(adapters, rows_.num_rows, "adapters");
+        kept_[13] = adapters;
+    }
+
     const AttentionRows& rows() const { return rows_; }
 
   private:
-    Array kept_[13];
+    Array kept_[14];
     Optional tree_[3];
     AttentionRows rows_{}, windowed_{};
     StateRows states_{};
@@ -275,6 +281,7 @@ void bind_attention(nb::module_& module) {
              nb::arg("tree_ancestors").none())
         .def("set_states", &AttentionPass::set_states, nb::arg("slots"), nb::arg("num_known"),
              nb::arg("pending"), nb::arg("save_at"), nb::arg("saved"))
+        .def("set_adapters", &AttentionPass::set_adapters, nb::arg("adapters"))
         .def("set_windowed", &AttentionPass::set_windowed, nb::arg("block_tables"),
              nb::arg("slots"));
     module.def("attend", run_attend, nb::arg("layer"), nb::arg("rows"), nb::arg("qkv"),

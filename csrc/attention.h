@@ -59,6 +59,7 @@ struct AttentionRows {
     // The rows as layers with a window find them, where those have blocks of their own; else null.
     const AttentionRows* windowed;
     const StateRows* states;  // of layers with states; else null
+    const int64_t* adapters;  // [num_rows], see `LowRankCall`; null where no row has one
 };
 
 // i8: a head of a token is D numbers and 4 bytes of a float32, the scale of the numbers.

@@ -13,6 +13,7 @@ void bind_layers(nanobind::module_& module);
 void bind_attention(nanobind::module_& module);
 void bind_delta_net(nanobind::module_& module);
 void bind_latent(nanobind::module_& module);
+void bind_low_rank(nanobind::module_& module);
 void bind_rows(nanobind::module_& module);
 void bind_preparation(nanobind::module_& module);
 void bind_sampling(nanobind::module_& module);

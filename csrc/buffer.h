@@ -31,7 +31,8 @@ void give_back_memory();
 // At least `bytes` of this thread's own, at the start of a cache line; valid until the thread's next
 // call with the same `use`. Grows and is kept, so that steady passes allocate nothing.
 enum class Scratch {
-    input, sums, values, weights, attention, sampling, layer, experts, recurrence, latent, count
+    input, sums, values, weights, attention, sampling, layer, experts, recurrence, latent, low_rank,
+    count
 };
 void* scratch(Scratch use, size_t bytes);
 

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "low_rank.h"
 #include "matmul.h"
 #include "routing.h"
 #include "rows.h"
@@ -14,10 +15,11 @@ namespace slipstream {
 
 using ProductObjects = std::pair<nb::object, std::optional<Array>>;
 
-// A product's weight and bias.
+// A product's weight and bias, and the adapters that rows of a pass may add to it; null without.
 struct Product {
     const Matrix* weight;
     const void* bias;
+    const LowRankFactors* adapters = nullptr;
 
     int64_t rows() const { return weight->rows; }
     int64_t columns() const { return weight->columns; }

@@ -11,6 +11,7 @@
 
 #include "bindings.h"
 #include "labels.h"
+#include "low_rank_objects.h"
 #include "stack_halves.h"
 #include "tensor.h"
 
@@ -91,6 +92,14 @@ class Stack {
         half.behind = keep(norm);
         require(!half.behind.weight || half.behind.columns == width(), "norms: [H]");
         half.factor = factor.value_or(1.0f);
+    }
+
+    // Adapters of the first and the last product of the half that was added last.
+    void set_adapters(nb::object first, nb::object last) {
+        require(!halves_.empty(), "adapters belong to a half");
+        kept_.push_back(first);
+        kept_.push_back(last);
+        halves_.back()->take_adapters(adapters_of(first), adapters_of(last));
     }
 
     void add_experts(const NormArray& norm, nb::object experts) {
@@ -180,6 +189,13 @@ class Stack {
         arrays_.push_back(*bias);
         require(static_cast<int64_t>(bias->size()) == product.rows(), "bias: [N]");
         return product;
+    }
+
+    const LowRankFactors* adapters_of(nb::handle given) const {
+        if (given.is_none()) return nullptr;
+        const LowRankFactors& factors = low_rank_of(given);
+        require(factors.is_bf16 == (type_ == Number::bf16), "adapters are in the norms' type");
+        return &factors;
     }
 
     void add(std::unique_ptr<Half> half) {
@@ -341,6 +357,7 @@ void bind_layers(nb::module_& module) {
         .def("add_gated_mlp", &Stack::add_gated_mlp, nb::arg("norm"), nb::arg("gate_up"),
              nb::arg("down"), nb::arg("activation"))
         .def("set_behind", &Stack::set_behind, nb::arg("norm").none(), nb::arg("factor").none())
+        .def("set_adapters", &Stack::set_adapters, nb::arg("first").none(), nb::arg("last").none())
         .def("add_experts", &Stack::add_experts, nb::arg("norm"), nb::arg("experts"))
         .def("set_last", &Stack::set_last, nb::arg("norm"))
         .def("set_caches", &Stack::set_caches, nb::arg("caches"))

@@ -89,6 +89,7 @@ NB_MODULE(_slipstream_cpu, module) {
     slipstream::bind_attention(module);
     slipstream::bind_delta_net(module);
     slipstream::bind_latent(module);
+    slipstream::bind_low_rank(module);
     slipstream::bind_rows(module);
     slipstream::bind_preparation(module);
     slipstream::bind_sampling(module);

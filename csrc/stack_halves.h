@@ -52,6 +52,17 @@ inline void multiply(const Product& product, const void* x, const PassView& pass
     call.out = out;
     call.out_stride = product.rows();
     matmul(call);
+    if (!product.adapters || !pass.rows.adapters) return;
+    const Labels::Range adapting(pass.labels, "slipstream::adapters");
+    add_low_rank({product.adapters, call.num_rows, pass.rows.adapters, x, call.x_stride, out,
+                  call.out_stride});
+}
+
+inline void take(Product& product, const LowRankFactors* adapters) {
+    require(!adapters ||
+                (adapters->rows == product.rows() && adapters->columns == product.columns()),
+            "the adapters do not fit their matrix");
+    product.adapters = adapters;
 }
 
 // A half of a layer: `normed` rows to `addend` rows. Pointers lead to objects that Python keeps
@@ -71,6 +82,10 @@ class Half {
     virtual const DeltaShape* recurrent() const { return nullptr; }
     // Of such a half, until others come.
     virtual void take_states(const DeltaCacheView&) {}
+    // Of its first and its last product; null where rows add nothing. Once, before it runs.
+    virtual void take_adapters(const LowRankFactors* first, const LowRankFactors* last) {
+        require(!first && !last, "this kind of half has no adapters");
+    }
     virtual void run(const PassView& pass, const CacheView* cache) const = 0;
 
     const NormWeight norm, beside;
@@ -93,6 +108,10 @@ class AttentionHalf final : public Half {
     Widths widths() const override { return {qkv_.columns(), qkv_.rows(), output_.columns()}; }
     int64_t stream_width() const override { return output_.rows(); }
     const AttentionShape* cached() const override { return &shape_; }
+    void take_adapters(const LowRankFactors* first, const LowRankFactors* last) override {
+        take(qkv_, first);
+        take(output_, last);
+    }
 
     void run(const PassView& pass, const CacheView* cache) const override {
         const Buffers& buffers = pass.buffers;
@@ -117,7 +136,7 @@ class AttentionHalf final : public Half {
 
   private:
     const AttentionShape shape_;
-    const Product qkv_, output_;
+    Product qkv_, output_;
 };
 
 class DeltaNetHalf final : public Half {
@@ -259,6 +278,10 @@ class GatedMlpHalf final : public Half {
         return {gate_up_.columns(), gate_up_.rows(), down_.columns()};
     }
     int64_t stream_width() const override { return down_.rows(); }
+    void take_adapters(const LowRankFactors* first, const LowRankFactors* last) override {
+        take(gate_up_, first);
+        take(down_, last);
+    }
 
     void run(const PassView& pass, const CacheView*) const override {
         const Buffers& buffers = pass.buffers;
@@ -279,7 +302,7 @@ class GatedMlpHalf final : public Half {
     }
 
   private:
-    const Product gate_up_, down_;
+    Product gate_up_, down_;
     const Activation activation_;
 };
 

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from slipstream.core.adapters import LoRARequest
     from slipstream.core.errors import (
         CheckpointError,
         GenerationError,
@@ -22,6 +23,7 @@ _HOMES = {
     "CheckpointError": "slipstream.core.errors",
     "CompletionOutput": "slipstream.core.outputs",
     "GenerationError": "slipstream.core.errors",
+    "LoRARequest": "slipstream.core.adapters",
     "RequestMetrics": "slipstream.core.outputs",
     "RequestOutput": "slipstream.core.outputs",
     "SamplingParams": "slipstream.core.sampling_params",
@@ -35,6 +37,7 @@ __all__ = [
     "CheckpointError",
     "CompletionOutput",
     "GenerationError",
+    "LoRARequest",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

@@ -123,6 +123,11 @@ class ListenFlags:
         False,
         "Allow rejection_sample_method synthetic, for benchmarks: the texts are not the model's.",
     )
+    lora_modules: tuple[str, ...] = flag(
+        (),
+        "An adapter that requests may name as their model (repeatable), with --enable-lora.",
+        metavar="<name=folder>",
+    )
     tool_call_parser: str | None = flag(
         None,
         "Format of tool calls: hermes, qwen3_coder, glm45, llama3_json, pythonic, mistral or "
@@ -186,6 +191,7 @@ def checked_options(
     """The options of a server, checked before a model is loaded."""
     _refuse_synthetic(config, listen.allow_synthetic)
     try:
+        from slipstream.serve.adapters import parse_modules
         from slipstream.serve.run import ServerOptions
     except ModuleNotFoundError as error:
         raise MissingPackagesError(
@@ -194,6 +200,8 @@ def checked_options(
         ) from error
     listen.require_parsers()
     log.config()
+    if listen.lora_modules and not config.enable_lora:
+        raise UsageError("--lora-modules goes with --enable-lora; give both")
     return ServerOptions(
         names=listen.served_model_name or (_usual_name(config.model),),
         limits=limits,
@@ -204,6 +212,7 @@ def checked_options(
         reasoning_parser=listen.reasoning_parser,
         chat_template=listen.template(),
         profiles=listen.traces(),
+        adapters=parse_modules(listen.lora_modules),
         answers=answers,
         log=log,
         show_document=not listen.disable_fastapi_docs,

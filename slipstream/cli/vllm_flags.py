@@ -20,9 +20,10 @@ _DECLARED: Final = """
     config-format cudagraph-capture-sizes data-parallel-size default-chat-template-kwargs
     disable-fastapi-docs disable-log-stats disable-uvicorn-access-log download-dir dtype
     enable-chunked-prefill enable-force-include-usage enable-log-outputs enable-log-requests
-    enable-prefix-caching enforce-eager generation-config gpu-memory-utilization hf-config-path
-    hf-overrides hf-token host kv-cache-dtype kv-cache-memory-bytes load-format log-config-file
-    logprobs-mode max-cudagraph-capture-size max-log-len max-logprobs max-model-len
+    enable-lora enable-prefix-caching enforce-eager generation-config gpu-memory-utilization
+    hf-config-path hf-overrides hf-token host kv-cache-dtype kv-cache-memory-bytes load-format
+    log-config-file logprobs-mode lora-modules max-cudagraph-capture-size max-log-len max-logprobs
+    max-lora-rank max-loras max-model-len
     max-num-batched-tokens max-num-seqs num-gpu-blocks-override optimization-level
     override-generation-config port prefix-caching-hash-algo profiler-config quantization
     reasoning-parser response-role return-tokens-as-token-ids revision root-path

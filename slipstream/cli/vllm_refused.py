@@ -15,11 +15,12 @@ READ_IN_PARTS: Final = (
 
 # A name that ends in ! is a switch.
 REFUSED: Final[Mapping[str, str]] = {
-    "LoRA adapters are not loaded; merge the adapter into the weights (peft's merge_and_unload) "
-    "and serve the result": """
-        default-mm-loras enable-lora! enable-mixed-moe-lora-format! enable-moe-shared-loras!
-        enable-tower-connector-lora! fully-sharded-loras! lora-dtype lora-modules
-        lora-target-modules max-cpu-loras max-lora-rank max-loras specialize-active-lora!""",
+    "adapters are in the model's dtype, for projections of attention and of feed-forward layers "
+    "without experts, and all that are named stay in the host's memory (docs/adapters.md); leave "
+    "it out": """
+        default-mm-loras enable-mixed-moe-lora-format! enable-moe-shared-loras!
+        enable-tower-connector-lora! fully-sharded-loras! lora-dtype lora-target-modules
+        max-cpu-loras specialize-active-lora!""",
     "models read text only, so there is nothing to set about images, audio and video; leave it "
     "out": """
         allowed-local-media-path allowed-media-domains disable-chunked-mm-input! ec-transfer-config

@@ -80,6 +80,7 @@ class ScheduledRequest:
             it is admitted behind a prefix; else -1.
         saved: the place for the checkpoint of a step that may reach the edge of a block; -1: none.
         admitted: it got its slot in this step (anew, or again after a preemption).
+        adapter: the slot of the request's adapter, or -1.
         reaches_end: the last row of this step's known tokens predicts a new token.
     """
 
@@ -95,6 +96,7 @@ class ScheduledRequest:
     saved: int = -1
     stops: ChainStops | None = None
     trim: Trim | None = None
+    adapter: int = -1
 
     @property
     def is_prompt_chunk(self) -> bool:

@@ -112,6 +112,18 @@ class EngineConfig:
         "resumed; 0 keeps none. [by memory]",
         at_least=0,
     )
+    enable_lora: bool = flag(
+        False, "Serve LoRA adapters, each for the requests that ask for it (docs/adapters.md)."
+    )
+    max_loras: int = flag(
+        4,
+        "Slots for adapters on the device; those of requests that run at once must fit.",
+        at_least=1,
+        hidden=True,
+    )
+    max_lora_rank: int = flag(
+        16, "The largest rank of an adapter.", at_least=1, at_most=256, hidden=True
+    )
     batch_invariant: bool = flag(
         False, "A request's numbers do not depend on the requests batched with it; slower."
     )

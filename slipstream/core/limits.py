@@ -59,4 +59,6 @@ class StepLimits:
     def namespace(self, request: Request) -> str:
         """What is stored per token of this request, and whose it is: identities hold no NUL."""
         identity = self.cache_identity if self.drafts(request) else ""
+        if request.adapter is not None:
+            identity = f"{identity}\0\0adapter {request.adapter.serial}"
         return f"{identity}\0{request.cache_salt}" if request.cache_salt else identity

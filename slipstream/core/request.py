@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from slipstream.core.adapters import NamedAdapter
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import Guide
 from slipstream.core.verification import Verification
@@ -54,6 +55,7 @@ class Request:
         arrival: how many came before it.
         priority: of two requests the one with the smaller number goes first, whenever it came.
         cache_salt: blocks are shared with requests of the same salt alone.
+        adapter: that all its tokens pass; None: the model as it is.
         bad_words: token sequences that are never completed (from `params.bad_words`).
         guide: takes in every token of the output, where it has to follow a grammar.
         verification: how its drafts are judged.
@@ -72,6 +74,7 @@ class Request:
     verification: Verification = Verification.REJECTION
     priority: int = 0
     cache_salt: str = ""
+    adapter: NamedAdapter | None = None
     num_prompt_tokens: int = field(init=False)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None

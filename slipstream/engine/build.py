@@ -15,6 +15,7 @@ from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
 from slipstream.core.verification import Verification
+from slipstream.engine.adapters import Adapters
 from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
 from slipstream.engine.drafting.calibration import calibrate
 from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
@@ -38,6 +39,7 @@ from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sizing import Reasons, WeightRoom
 from slipstream.engine.step import Step
 from slipstream.kernels.registry import kernels_for
+from slipstream.layers.adapters import AdapterSlots
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import (
     Checkpoint,
@@ -58,6 +60,7 @@ from slipstream.models.loading import (
 )
 from slipstream.models.quantized.catalogue import read_quantization, require_format
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.runner.adapters import AdapterLoader
 from slipstream.runner.capability import (
     choose_device,
     device_name,
@@ -68,6 +71,7 @@ from slipstream.runner.capability import (
 from slipstream.runner.collectives import CollectiveError
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner, Recorder
+from slipstream.runner.memory import gigabytes
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.threads import set_threads
 from slipstream.sampling.state import SamplingState, Uses
@@ -128,7 +132,9 @@ def _build_engine(config: EngineConfig, progress_bar: ProgressBar, ranks: Ranks 
     reasons.add("device", device, why)
     ranks = ranks or start_ranks(config, device)
     try:
-        return _load(config, checkpoint, shape, device, defaults, ranks, reasons, progress_bar)
+        return _load(
+            config, checkpoint, shape, tokenizer, device, defaults, ranks, reasons, progress_bar
+        )
     except CollectiveError as error:
         lost = ranks.lost(error)
         ranks.close()
@@ -142,6 +148,7 @@ def _load(
     config: EngineConfig,
     checkpoint: Checkpoint,
     shape: DecoderConfig,
+    tokenizer: Tokenizer | None,
     device: torch.device,
     defaults: SamplingDefaults,
     ranks: Ranks,
@@ -171,17 +178,20 @@ def _load(
         batch_invariant=config.batch_invariant,
         twin_of=shape,
         share=ranks.share,
+        adapters=(config.max_loras, config.max_lora_rank) if config.enable_lora else None,
         progress_bar=progress_bar,
         memory_check=room.check,
     )
     size = decoder_bytes(checkpoint, shape, options)
     reasons.add("threads", *set_threads(device, dtype, config.threads, size))
-    beside = replace(options, memory_check=room.beside(size))
+    beside = replace(options, adapters=None, memory_check=room.beside(size))
     target = TargetModel(
         checkpoint.path, shape.vocab_size, beside, config.max_num_seqs, checkpoint.replaced
     )
     speculation = load_drafter(config.drafter_options, target)
     network = load_decoder(checkpoint, options)
+    if network.adapters is not None:
+        _tell_adapters(network.adapters, reasons)
     eos = _eos_token_ids(checkpoint, tokenizer)
     resolved = resolve(config, shape, eos, dtype, device, speculation, reasons, ranks.share)
     resolved = replace(resolved, sampling_defaults=defaults)
@@ -222,8 +232,12 @@ def assemble(
     runner = ModelRunner(network, cache, state, stream_layers=loaded_drafter.needs.stream_layers)
     shares_prefixes = _shares_prefixes(config, layout, own)
     costs = _costs(resolved, config, shape, form)
-    policy = _draft_policy(resolved, costs, form)
-    scheduler = Scheduler(limits, _block_manager(resolved, own, shares_prefixes), policy)
+    policy, adapters = _draft_policy(resolved, costs, form), Adapters()
+    if network.adapters is not None:
+        loader = AdapterLoader(network.adapters)
+        adapters = Adapters(network.adapters.count, loader.read, loader.write)
+    blocks = _block_manager(resolved, own, shares_prefixes)
+    scheduler = Scheduler(limits, blocks, policy, adapters)
     resources = DrafterResources(
         state=state,
         sampling=sampling,
@@ -239,7 +253,7 @@ def assemble(
     )
     on_device = loaded_drafter.limits.on_device
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
-    graphs = _graphs(resolved, form, state, sampling)
+    graphs = _graphs(resolved, form, state, sampling, network.adapters is not None)
     step = Step(
         scheduler,
         runner,
@@ -259,23 +273,33 @@ def assemble(
     if resolved.adaptive and ranks.leads:
         costs.begin(partial(calibrate, costs, step, resolved, policy.widths, size))
     reader = LogprobReader(step.logits, tokenizer, config.logprobs_mode == "raw_logprobs")
-    return Engine(resolved, scheduler, step, reader, tokenizer, grammars, costs, ranks)
+    return Engine(resolved, scheduler, step, reader, tokenizer, grammars, costs, adapters, ranks)
 
 
 def _graphs(
-    resolved: Resolved, form: StepForm, state: DeviceState, sampling: SamplingState
+    resolved: Resolved, form: StepForm, state: DeviceState, sampling: SamplingState, adapted: bool
 ) -> GraphRunner | None:
     """What captures steps; None where nothing does."""
     if not isinstance(form, CapturedForm):
         return None
     recorder = Recorder(resolved.device)
-    return GraphRunner(state, sampling, form, recorder, _of_drafts(resolved))
+    return GraphRunner(state, sampling, form, recorder, _of_drafts(resolved), adapted)
 
 
 def _capture(graphs: GraphRunner, step: Step, guessed: bool, progress_bar: ProgressBar) -> None:
     """What plain requests need."""
     with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
         graphs.capture_all("step", step.run, guessed, progress)
+
+
+def _tell_adapters(slots: AdapterSlots, reasons: Reasons) -> None:
+    if not slots.modules:
+        raise UsageError(
+            "enable_lora: no layer of this model takes adapters, which are for projections of "
+            "attention and of feed-forward layers without experts; leave it out"
+        )
+    size = f"{slots.count} of rank {slots.rank}"
+    reasons.add("slots of adapters", size, f"max_loras, max_lora_rank: {gigabytes(slots.nbytes)}")
 
 
 def _shares_prefixes(config: EngineConfig, layout: CacheLayout, sizes: CacheSizes) -> bool:

@@ -10,6 +10,7 @@ from slipstream.core.outputs import RequestMetrics
 from slipstream.core.request import FinishReason, Request, derive_seed
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
+from slipstream.engine.adapters import Adapters
 from slipstream.engine.detokenizer import Detokenizer
 from slipstream.engine.drafting.costs import CostRow
 from slipstream.engine.drafting.kept_costs import KeptCosts
@@ -28,6 +29,7 @@ from slipstream.models.tokenizer import Tokenizer
 
 logger = logging.getLogger("slipstream")
 
+_PATIENCE = 0.01  # seconds that the engine waits for adapters at a time
 _PROBE = "probe"  # no request of a user has this id: those have numbers
 
 
@@ -46,10 +48,11 @@ class Engine:
         tokenizer: Tokenizer | None,
         grammars: Grammars,
         costs: KeptCosts,
+        adapters: Adapters,
         ranks: Ranks = ALONE,
     ) -> None:
         self.resolved, self.tokenizer, self._grammars = resolved, tokenizer, grammars
-        self.metrics, self._costs = EngineMetrics(), costs
+        self.metrics, self._costs, self.adapters = EngineMetrics(), costs, adapters
         self._scheduler, self._step, self._logprobs = scheduler, step, logprobs
         self.ranks, self.followed = ranks, step.followed
         self._submissions: dict[str, Submission] = {}
@@ -172,7 +175,11 @@ class Engine:
         if launched is None:
             if not self.has_unfinished:
                 return []
-            launched = self._step.launch(self._scheduler.schedule())
+            batch = self._scheduler.schedule()
+            if not batch.requests:  # all wait for adapters
+                self.adapters.wait(_PATIENCE)
+                return []
+            launched = self._step.launch(batch)
         self._launched = self._step.launch_ahead(launched)
         owners = [
             self._owners[item.request.request_id]
@@ -211,7 +218,8 @@ class Engine:
                 else:  # an error here has the step taken back, so that counts go on adding up
                     submission.count(gained, self._estimate)
                     taken = sample.num_taken - before
-                    self.metrics.count_tokens(gained, taken, self._estimate)
+                    adapter = sample.request.adapter
+                    self.metrics.count_tokens(gained, taken, self._estimate, adapter)
             if gained.token_ids or gained.broken or submission.error is not None:
                 changed[submission.request_id] = submission
         return list(changed.values())
@@ -391,6 +399,7 @@ class Engine:
             verification=resolved.verification_of(params),
             priority=prompt.priority,
             cache_salt=prompt.cache_salt,
+            adapter=prompt.adapter,
         )
         if params.structured is not None:
             request.guide = self._grammars.guide(params.structured, request.stop_token_ids)

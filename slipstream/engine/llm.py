@@ -2,10 +2,12 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.adapters import LoRARequest, NamedAdapter
 from slipstream.core.config import EngineConfig, SpeculativeConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.outputs import RequestOutput
@@ -20,6 +22,7 @@ from slipstream.models.tokenizer import Tokenizer
 
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams]
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -56,6 +59,8 @@ class LLM:
         self._numbers = count()
         # Outputs of live requests that their stream has not yielded: streams may be interleaved.
         self._mail: dict[str, deque[RequestOutput | Exception]] = {}
+        # What was asked for by each number, and what that is.
+        self._adapters: dict[int, tuple[LoRARequest, NamedAdapter]] = {}
         self._whole: set[str] = set()  # live requests of which snapshots are not wanted
 
     @property
@@ -76,7 +81,10 @@ class LLM:
         return self.engine.resolved.sampling_defaults.params({})
 
     def generate(
-        self, prompts: Prompts, sampling_params: Params | None = None
+        self,
+        prompts: Prompts,
+        sampling_params: Params | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Run prompts to their ends; outputs come in the order of the prompts.
 
@@ -85,30 +93,42 @@ class LLM:
                 {"prompt_token_ids": [ids]}.
             sampling_params: one for all, or one per prompt; None:
                 `get_default_sampling_params()`.
+            lora_request: the adapter of all prompts, or one per prompt; None: the model as it is.
 
         Raises:
             UsageError: a prompt or parameter is wrong; nothing is run.
+            CheckpointError: an adapter cannot be used.
         """
-        return _finished(self._run(*self._encoded(prompts, sampling_params), whole=True))
+        encoded = self._encoded(prompts, sampling_params, lora_request)
+        return _finished(self._run(*encoded, whole=True))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params | None = None,
         chat_template: str | None = None,
+        *,
+        lora_request: LoRARequests = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; messages are {"role": ..., "content": ...}.
 
         Args:
             chat_template: in place of the checkpoint's.
+            lora_request: as of `generate`.
             template_options: passed to the chat template.
         """
-        encoded = self._encoded_chats(messages, sampling_params, chat_template, template_options)
+        encoded = self._encoded_chats(
+            messages, sampling_params, chat_template, template_options, lora_request
+        )
         return _finished(self._run(*encoded, whole=True))
 
     def stream(
-        self, prompts: Prompts, sampling_params: Params | None = None, whole: bool = False
+        self,
+        prompts: Prompts,
+        sampling_params: Params | None = None,
+        lora_request: LoRARequests = None,
+        whole: bool = False,
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a snapshot of each request whenever it gains tokens.
 
@@ -121,29 +141,33 @@ class LLM:
         Requests are queued at the first `next`; leaving the iteration early aborts what is
         unfinished. Several streams of one LLM may be open at once: their requests share steps.
         """
-        return self._run(*self._encoded(prompts, sampling_params), whole=whole)
+        return self._run(*self._encoded(prompts, sampling_params, lora_request), whole=whole)
 
     def stream_chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params | None = None,
         chat_template: str | None = None,
+        *,
+        lora_request: LoRARequests = None,
         **template_options: Any,
     ) -> Iterator[RequestOutput]:
         """Like `chat`, but yields snapshots as `stream` does."""
         return self._run(
-            *self._encoded_chats(messages, sampling_params, chat_template, template_options)
+            *self._encoded_chats(
+                messages, sampling_params, chat_template, template_options, lora_request
+            )
         )
 
     def _encoded(
-        self, prompts: Prompts, sampling_params: Params | None
+        self, prompts: Prompts, sampling_params: Params | None, lora_request: LoRARequests
     ) -> tuple[list[EncodedPrompt], list[SamplingParams]]:
         given: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else _listed(prompts)
         params = self._per_prompt(sampling_params, len(given))
         encoded = [
             self._encoder.encode(prompt, own) for prompt, own in zip(given, params, strict=True)
         ]
-        return encoded, params
+        return self._adapted(encoded, lora_request), params
 
     def _encoded_chats(
         self,
@@ -151,6 +175,7 @@ class LLM:
         sampling_params: Params | None,
         chat_template: str | None,
         template_options: Mapping[str, Any],
+        lora_request: LoRARequests,
     ) -> tuple[list[EncodedPrompt], list[SamplingParams]]:
         given: list[Any] = _listed(messages)
         if given and isinstance(given[0], Mapping):
@@ -164,7 +189,39 @@ class LLM:
             )
             for conversation, own in zip(given, params, strict=True)
         ]
-        return encoded, params
+        return self._adapted(encoded, lora_request), params
+
+    def _adapted(
+        self, prompts: Sequence[EncodedPrompt], lora_request: LoRARequests
+    ) -> list[EncodedPrompt]:
+        """The prompts with their adapters, which are read when they are first named."""
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            listed: Sequence[LoRARequest | None] = [lora_request] * len(prompts)
+        else:
+            listed = _listed(lora_request)
+        for one in listed:
+            if not isinstance(one, LoRARequest | None):
+                raise UsageError(f"lora_request must be a LoRARequest, or a list, not {one!r}")
+        if len(listed) != len(prompts):
+            raise UsageError(f"{len(listed)} lora_requests were given for {len(prompts)} prompts")
+        pairs = zip(prompts, listed, strict=True)
+        return [
+            prompt if own is None else replace(prompt, adapter=self._adapter(own))
+            for prompt, own in pairs
+        ]
+
+    def _adapter(self, asked: LoRARequest) -> NamedAdapter:
+        known, adapter = self._adapters.get(asked.lora_int_id, (asked, None))
+        if known != asked:
+            raise UsageError(
+                f"lora_int_id {asked.lora_int_id} is that of {known.lora_name!r} in "
+                f"{known.lora_path}; give another adapter another one"
+            )
+        if adapter is None:
+            adapters = self.engine.adapters
+            adapter = adapters.add(asked.lora_name, adapters.read(str(asked.lora_path)))
+            self._adapters[asked.lora_int_id] = asked, adapter
+        return adapter
 
     def _per_prompt(self, params: Params | None, number: int) -> list[SamplingParams]:
         if params is None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from slipstream.core.adapters import NamedAdapter
 from slipstream.core.batch import Committed, StepReport
 from slipstream.core.outputs import RequestMetrics
 from slipstream.engine.drafting.choice import StepCosts
@@ -63,7 +64,7 @@ class EngineMetrics:
     `num_broken` counts samples that ended because the model's logits were not finite.
 
     `speculation` counts by the definitions of `RequestMetrics`; of a step's time each request has
-    an equal share.
+    an equal share. `adapters` counts the same for the requests of each adapter, by its name.
     """
 
     num_steps: int = 0
@@ -75,10 +76,12 @@ class EngineMetrics:
     verify_seconds: float = 0.0
     rest_seconds: float = 0.0
     speculation: RequestMetrics = field(default_factory=RequestMetrics)
+    adapters: dict[str, RequestMetrics] = field(default_factory=dict)
 
     def snapshot(self) -> "EngineMetrics":
         """A copy that later steps leave alone."""
-        return replace(self, speculation=self.speculation.snapshot())
+        adapters = {name: it.snapshot() for name, it in self.adapters.items()}
+        return replace(self, speculation=self.speculation.snapshot(), adapters=adapters)
 
     def restore(self, earlier: "EngineMetrics") -> None:
         """Take back what was counted since this snapshot, which becomes a part of these metrics."""
@@ -97,11 +100,20 @@ class EngineMetrics:
         self.verify_seconds += times.verify
         self.rest_seconds += times.rest
 
-    def count_tokens(self, gained: Committed, num_kept: int, step: StepEstimate) -> None:
+    def count_tokens(
+        self,
+        gained: Committed,
+        num_kept: int,
+        step: StepEstimate,
+        adapter: NamedAdapter | None = None,
+    ) -> None:
         """Take in one request's share of a step, of which stop conditions left `num_kept`."""
         self.num_output_tokens += num_kept
         self.num_broken += gained.broken
         step.count(self.speculation, gained, 1 / step.num_requests)
+        if adapter is not None:
+            own = self.adapters.setdefault(adapter.name, RequestMetrics())
+            step.count(own, gained, 1 / step.num_requests)
 
     @property
     def seconds(self) -> dict[str, float]:

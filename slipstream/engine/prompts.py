@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict
 
+from slipstream.core.adapters import NamedAdapter
 from slipstream.core.errors import UsageError
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.models.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ class EncodedPrompt:
         bad_words: the request's bad words as token sequences.
         cache_salt: the prefix cache is shared with prompts of the same salt alone.
         priority: the smaller goes first, where the engine schedules by priority.
+        adapter: that the prompt and its continuation pass.
     """
 
     text: str | None
@@ -50,6 +52,7 @@ class EncodedPrompt:
     bad_words: tuple[tuple[int, ...], ...]
     cache_salt: str = ""
     priority: int = 0
+    adapter: NamedAdapter | None = None
 
 
 class PromptEncoder:

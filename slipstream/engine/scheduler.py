@@ -11,6 +11,7 @@ from slipstream.core.batch import Batch, Committed, DraftPlan, ScheduledRequest
 from slipstream.core.errors import UsageError
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import FinishReason, Request, RequestStatus
+from slipstream.engine.adapters import Adapters
 from slipstream.engine.admission import check_fits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
 from slipstream.engine.invariants import check_gain, check_places, check_queues, order
@@ -23,6 +24,7 @@ class Scheduler:
 
     Args:
         policy: decides how many tokens are drafted; None: a fixed number, as the limits have it.
+        adapters: let a request wait until its own is there; None: the engine has none.
 
     Prompt chunks, decoding and verification share one batch. A request is admitted when the cache
     has room for all its known tokens, so prompts never run out of blocks halfway. When blocks run
@@ -38,10 +40,12 @@ class Scheduler:
         limits: StepLimits,
         block_manager: BlockManager,
         policy: DraftPolicy | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.limits, self.num_preemptions = limits, 0
         self.policy = policy or FixedPolicy(limits.num_speculative_tokens)
         self.block_manager = block_manager
+        self._adapters = adapters or Adapters()
         self._requests: dict[str, Request] = {}  # waiting and running
         self._waiting: list[Request] = []  # both lists are in order
         self._running: list[Request] = []
@@ -161,7 +165,7 @@ class Scheduler:
         items = [item for item in batch.requests if not item.request.finished]
         if not batch.is_decode or len(items) != len(self._running):
             return None
-        if self._waiting and self._free_slots:
+        if self._free_slots and self._next_waiting() is not None:
             return None
         budget = Budget(self.limits.max_num_batched_tokens - len(items))
         items = [item for item in items if may_go_on(item.request, self.limits)]
@@ -241,17 +245,21 @@ class Scheduler:
         assert grown, "capacity promised the blocks"
 
     def _admit_waiting(self, shares: list[Share], budget: Budget) -> None:
-        while self._waiting and self._free_slots and budget.left:
-            request = self._waiting[0]
-            if not self._admit(request):
+        while self._free_slots and budget.left:
+            request = self._next_waiting()
+            if request is None or not self._admit(request):
                 return
             share = Share(request, 0, admitted=True)
             self._extend(share, budget)
             self._draft_at_prompt_end(share, budget)
             shares.append(share)
 
+    def _next_waiting(self) -> Request | None:
+        """Who gets the next place."""
+        return self._adapters.next_ready(self._waiting, self._running)
+
     def _admit(self, request: Request) -> bool:
-        """Move the first waiting request to a slot, with blocks for all its known tokens."""
+        """Move a waiting request to a slot, with blocks for all its known tokens."""
         shared = self._cached_prefix(request)
         prefix = self.block_manager.resumable(shared)
         # One block stays for each running request: it may need it in the next step, and would
@@ -268,7 +276,7 @@ class Scheduler:
         if first:
             request.num_cached_tokens = request.num_computed
             request.place_time = request.place_time or perf_counter()
-        del self._waiting[0]
+        self._waiting.remove(request)
         insort_right(self._running, request, key=order)
         request.status = RequestStatus.RUNNING
         request.slot = heapq.heappop(self._free_slots)
@@ -336,6 +344,7 @@ class Scheduler:
             reaches_end=reaches_end,
             stops=share.plan.stops,
             trim=share.plan.trim,
+            adapter=self._adapters.slot_of(request),
         )
 
     # ------------------------------------------------------------------ taking in the results

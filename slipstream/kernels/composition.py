@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.activation import Activation
+from slipstream.kernels.adapters import Adapted
 from slipstream.kernels.delta_net import DeltaNetOp
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.latent_attention import LatentAttentionOp
@@ -19,7 +20,6 @@ from slipstream.kernels.table import (
     ExpertsParts,
     Heads,
     JoiningAddend,
-    LinearOp,
     LogitsOp,
     Norm,
     Ops,
@@ -80,9 +80,10 @@ class Parts:
             -> [T, Hq, D].
         latent_attention: the whole op.
         delta_net: see `Ops`.
+        add_low_rank: y [T, N], x [T, K] -> y with what adapters make of x; y itself may be written.
     """
 
-    linear: LinearOp
+    linear: Callable[[Tensor, Weight, Tensor | None], Tensor]
     logits: LogitsOp
     norm: Callable[[Tensor, Tensor, float], Tensor]
     add_norm: AddNorm
@@ -93,6 +94,7 @@ class Parts:
     paged_attention: PagedAttention
     latent_attention: LatentAttentionOp
     delta_net: DeltaNetOp
+    add_low_rank: Callable[[Tensor, Tensor, Adapted], Tensor]
 
 
 def compose(backend: str, parts: Parts) -> Ops:
@@ -101,15 +103,22 @@ def compose(backend: str, parts: Parts) -> Ops:
 
     added = partial(_added, parts)
 
+    def linear(
+        x: Tensor, weight: Weight, bias: Tensor | None, adapted: Adapted | None = None
+    ) -> Tensor:
+        y = parts.linear(x, weight, bias)
+        return y if adapted is None else parts.add_low_rank(y, x, adapted)
+
     def norm_linear(
         addend: Addend,
         residual: Tensor | None,
         norm: Norm | None,
         weight: Weight,
         bias: Tensor | None,
+        adapted: Adapted | None = None,
     ) -> tuple[Tensor, Tensor]:
         x, residual = added(addend, residual, norm)
-        return parts.linear(x, weight, bias), residual
+        return linear(x, weight, bias, adapted), residual
 
     def norm_gated_linear(
         addend: Addend,
@@ -118,9 +127,10 @@ def compose(backend: str, parts: Parts) -> Ops:
         weight: Weight,
         bias: Tensor | None,
         activation: Activation = Activation.SILU,
+        adapted: Adapted | None = None,
     ) -> tuple[Tensor, Tensor]:
         x, residual = added(addend, residual, norm)
-        return parts.gated_activation(parts.linear(x, weight, bias), activation), residual
+        return parts.gated_activation(linear(x, weight, bias, adapted), activation), residual
 
     def experts(
         addend: Addend, residual: Tensor | None, parts: ExpertsParts
@@ -133,7 +143,7 @@ def compose(backend: str, parts: Parts) -> Ops:
 
     return Ops(
         backend=backend,
-        linear=parts.linear,
+        linear=linear,
         norm_linear=norm_linear,
         norm_gated_linear=norm_gated_linear,
         experts=experts,

@@ -4,8 +4,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from slipstream.core.errors import UsageError
-
 MOST_TREE_TOKENS = 63  # the bits of `TreeInputs.ancestors`, without the sign
 
 
@@ -119,14 +117,11 @@ class PassInputs:
     Attributes:
         paging: of layers without a window.
         window_paging: of layers with a window, where those have blocks of their own; None: alike.
-        adapters: [T] int64, the adapter of each row. No backend applies adapters yet.
+        adapters: [T] int64, the slot of each row's adapter, or -1; None: no row has one.
         states: of layers that keep a state of each request; None where no layer does.
         layer_inputs: [T, layers, size] beside the stream; None where no layer takes any.
         prepared: what a backend made of these inputs for its first layer, by the backend's name:
             the others need not do so again.
-
-    Raises:
-        UsageError: there are adapters.
     """
 
     rows: RowPlaces
@@ -137,10 +132,6 @@ class PassInputs:
     states: StateInputs | None = None
     layer_inputs: Tensor | None = None
     prepared: dict[str, object] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.adapters is not None:
-            raise UsageError("adapters for single rows are not supported; merge them into weights")
 
     def seen_through(self, window: int | None) -> "PassInputs":
         """The inputs of a layer with this window: its paging is `paging`."""

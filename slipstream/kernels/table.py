@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from slipstream.kernels.activation import Activation
+from slipstream.kernels.adapters import Adapted, LowRank
 from slipstream.kernels.attention import SCALE_BYTES as SCALE_BYTES
 from slipstream.kernels.attention import AttendOp as AttendOp
 from slipstream.kernels.attention import Heads as Heads
@@ -26,6 +27,7 @@ from slipstream.kernels.norm import Norm as Norm
 from slipstream.kernels.pass_inputs import PassInputs
 
 Product = tuple[Weight, Tensor | None]  # with its bias
+Adapters = tuple[LowRank | None, LowRank | None]  # of a half's first and last product
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,7 @@ class AttentionParts:
         value_norm: of the value heads, over D; None where there is none.
         reads_only: `qkv` makes queries alone, and keys and values are those that another layer has
             stored.
+        adapters: of `qkv` and `output`.
     """
 
     norm: Norm | None
@@ -54,6 +57,7 @@ class AttentionParts:
     query_scales: Tensor | None = None
     value_norm: Norm | None = None
     reads_only: bool = False
+    adapters: Adapters = (None, None)
 
     @property
     def feeds_attention(self) -> bool:
@@ -77,12 +81,14 @@ class GatedMLPParts:
 
     Attributes:
         norm: None where the stream is taken as it is.
+        adapters: of `gate_up` and `down`.
     """
 
     norm: Norm | None
     gate_up: Product
     down: Product
     activation: Activation = Activation.SILU
+    adapters: Adapters = (None, None)
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -184,10 +190,13 @@ class LinearOp(Protocol):
     """x [T, K], weight [N, K], bias [N] or None -> [T, N].
 
     What comes out is only for the ops of the same backend that take an `addend`: a backend may
-    leave the sum over parts of K to them, and return [parts, T, N] float32.
+    leave the sum over parts of K to them, and return [parts, T, N] float32. `adapted`, here and
+    below: what adapters add to the product of their rows; None: no row has one.
     """
 
-    def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor: ...
+    def __call__(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, adapted: Adapted | None = None
+    ) -> Tensor: ...
 
 
 class NormLinearOp(Protocol):
@@ -204,6 +213,7 @@ class NormLinearOp(Protocol):
         norm: Norm | None,
         weight: Weight,
         bias: Tensor | None,
+        adapted: Adapted | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -219,6 +229,7 @@ class NormGatedLinearOp(Protocol):
         weight: Weight,
         bias: Tensor | None,
         activation: Activation = Activation.SILU,
+        adapted: Adapted | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 

@@ -155,9 +155,10 @@ class Attention:
         num_kv_heads = _kv_heads(spec, share)
         parts = spec.projections(name)
         columns = spec.matrices(norms, width)[0][1]
-        self.qkv = column_linear(source, parts, columns, spec.qkv_bias, f"{name}.qkv_proj")
+        fused, adapters = f"{name}.qkv_proj", context.adapters
+        self.qkv = column_linear(source, parts, columns, spec.qkv_bias, fused, adapters)
         self.output = row_linear(
-            source, f"{name}.o_proj", width, spec.query_rows, spec.output_bias, share
+            source, f"{name}.o_proj", width, spec.query_rows, spec.output_bias, share, adapters
         )
         joint_norms: tuple[Norm, Norm] | None = None
         self._joint_norms: JointNorms | None = None
@@ -195,6 +196,7 @@ class Attention:
             query_scales=context.ropes.query_scales(spec.rope),
             value_norm=_value_norm(spec, head_norms),
             reads_only=spec.lender is not None,
+            adapters=(self.qkv.adapters, self.output.adapters),
         )
 
     @property
@@ -213,9 +215,11 @@ class Attention:
         """See `Mixer`; keys and values of the rows are written into `cache`."""
         if residual is None and self._parts.needs_sources:
             assert isinstance(addend, Tensor), "where the stream begins nothing joins it"
+            assert self.qkv.adapters is None, "drafting heads have no adapters"
             qkv, stream = self._first_qkv(ops, addend, beside)
         else:
-            qkv, stream = ops.norm_linear(addend, residual, self.norm, *self.qkv.product)
+            adapted = self.qkv.adapted(inputs)
+            qkv, stream = ops.norm_linear(addend, residual, self.norm, *self.qkv.product, adapted)
         inputs = inputs.seen_through(self.heads.window)
         if self._parts.reads_only:
             nothing = qkv.new_zeros((len(qkv), 2 * self.heads.num_kv_heads * self.heads.head_dim))
@@ -223,7 +227,7 @@ class Attention:
         else:
             qkv = self._before_turning(ops, qkv, inputs)
         mixed = ops.attend(qkv, self.heads, inputs, cache)
-        return self.output.apply(ops, mixed), stream
+        return self.output.apply(ops, mixed, inputs), stream
 
     def store(self, ops: Ops, x: Tensor, inputs: PassInputs, cache: LayerCache) -> None:
         """Store keys and values of rows x [T, columns] in their slots of `cache`."""

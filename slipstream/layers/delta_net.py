@@ -192,7 +192,7 @@ class DeltaNet:
         end = heads.num_channels + heads.num_value_heads * heads.value_dim
         mixed, z = rows[:, : heads.num_channels], rows[:, heads.num_channels : end]
         read = ops.delta_net(mixed, gates, z, heads, inputs, cache)
-        return self.output.apply(ops, read), stream
+        return self.output.apply(ops, read, inputs), stream
 
 
 def _stacked(name: str, kinds: tuple[int, ...]) -> list[Part]:

@@ -153,7 +153,7 @@ class LatentAttention:
         if self._queries is not None:
             queries = ops.joined_linear([(queries, self._query_norm)], *self._queries.product)
         mixed = ops.latent_attention(queries, latents, self.heads, inputs, cache)
-        return self.output.apply(ops, mixed), stream
+        return self.output.apply(ops, mixed, inputs), stream
 
 
 def _heads(spec: LatentAttentionSpec, context: BuildContext, name: str) -> LatentHeads:

@@ -20,6 +20,7 @@ from torch import Tensor
 from slipstream.cache.spec import CacheSpec, LayerCache, SharedCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, Behind, JoiningAddend, LayerParts, Norm, Ops
+from slipstream.layers.adapters import AdapterSlots
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import WHOLE, ParameterSource, Share
 from slipstream.layers.rope import RopeTables
@@ -34,12 +35,14 @@ class BuildContext:
     Attributes:
         width: of the residual stream.
         share: of the network, which the source knows as well.
+        adapters: gets slots for adapters of the matrices that may have some; None: none have.
     """
 
     source: ParameterSource
     width: int
     ropes: RopeTables
     share: Share = WHOLE
+    adapters: AdapterSlots | None = None
 
 
 class Half(Protocol):

@@ -5,8 +5,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from slipstream.kernels.adapters import Adapted, LowRank
 from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops, Product
+from slipstream.layers.adapters import AdapterSlots
 from slipstream.layers.parameters import (
     COLUMNS,
     ROWS,
@@ -24,37 +27,53 @@ class Linear:
 
     Attributes:
         reduce: sums y over the ranks; None where y is whole.
+        adapters: what rows of a pass may add to y; None: nothing.
     """
 
     weight: Weight
     bias: Tensor | None
     reduce: Callable[[Tensor], Tensor] | None = None
+    adapters: LowRank | None = None
 
     @property
     def product(self) -> Product:
         """As ops of several products take it; they know nothing of other ranks."""
         return self.weight, self.bias
 
-    def apply(self, ops: Ops, x: Tensor) -> Tensor:
+    def adapted(self, inputs: PassInputs) -> Adapted | None:
+        """What the rows of a pass add to y, as ops take it."""
+        if self.adapters is None or inputs.adapters is None:
+            return None
+        return Adapted(self.adapters, inputs.adapters)
+
+    def apply(self, ops: Ops, x: Tensor, inputs: PassInputs) -> Tensor:
         """x [T, columns] -> y as an addend of the backend's ops (see `LinearOp`)."""
         if self.reduce is None:
-            return ops.linear(x, *self.product)
+            return ops.linear(x, *self.product, self.adapted(inputs))
+        assert self.adapters is None, "adapters of split matrices are refused"
         return self.reduce(ops.joined_linear([(x, None)], *self.product))
 
 
 def column_linear(
-    source: ParameterSource, parts: Sequence[Part], columns: int, bias: bool, fused: str = ""
+    source: ParameterSource,
+    parts: Sequence[Part],
+    columns: int,
+    bias: bool,
+    fused: str = "",
+    adapters: AdapterSlots | None = None,
 ) -> Linear:
     """Several checkpoint tensors stacked into one W. Ranks share the rows of each; each rank keeps
     its share of y.
 
     Args:
         fused: the module in which a checkpoint may have them stacked; "": there is none.
+        adapters: what gets slots for adapters of W; None: there are none.
     """
     stacked = Fused(fused) if fused else None
     parts = [replace(part, split=ROWS, fused=stacked) for part in parts]
     weight = source.matrix(_named(parts, "weight"), columns)
-    return Linear(weight, source.vector(_named(parts, "bias")) if bias else None)
+    own = None if adapters is None else adapters.matrix(parts, columns)
+    return Linear(weight, source.vector(_named(parts, "bias")) if bias else None, adapters=own)
 
 
 def row_linear(
@@ -64,12 +83,14 @@ def row_linear(
     columns: int,
     bias: bool,
     share: Share = WHOLE,
+    adapters: AdapterSlots | None = None,
 ) -> Linear:
     """Ranks share the columns of W, of which there are `columns` in all; their y are summed, and
-    the first rank adds the bias."""
+    the first rank adds the bias. `adapters`: see `column_linear`."""
     weight = source.matrix(_named([Part(name, rows, COLUMNS)], "weight"), columns)
     own_bias = source.vector(_named([Part(name, rows)], "bias")) if bias else None
-    return Linear(weight, own_bias if share.rank == 0 else None, share.reduce)
+    own = None if adapters is None else adapters.matrix([Part(name, rows)], columns)
+    return Linear(weight, own_bias if share.rank == 0 else None, share.reduce, own)
 
 
 def _named(parts: Sequence[Part], ending: str) -> list[Part]:

@@ -53,22 +53,25 @@ class GatedMLP:
         self.norm = norms.before(source, layer, norms.feed_forward, width)
         self.activation = spec.activation
         parts = [Part(f"{name}.gate_proj", inner), Part(f"{name}.up_proj", inner)]
-        self.gate_up = column_linear(source, parts, width, spec.bias, f"{name}.gate_up_proj")
-        self.down = row_linear(source, f"{name}.down_proj", width, inner, spec.bias, context.share)
+        fused, adapters, share = f"{name}.gate_up_proj", context.adapters, context.share
+        self.gate_up = column_linear(source, parts, width, spec.bias, fused, adapters)
+        down = f"{name}.down_proj"
+        self.down = row_linear(source, down, width, inner, spec.bias, share, adapters)
 
     @property
     def parts(self) -> object:
         if self.down.reduce is not None:
             return self
-        return GatedMLPParts(self.norm, self.gate_up.product, self.down.product, self.activation)
+        adapters = self.gate_up.adapters, self.down.adapters
+        products = self.gate_up.product, self.down.product
+        return GatedMLPParts(self.norm, *products, self.activation, adapters)
 
     def apply(
         self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
     ) -> tuple[Tensor, Tensor]:
         """See `FeedForward`."""
-        del inputs
-        product = self.gate_up.product
+        product, adapted = self.gate_up.product, self.gate_up.adapted(inputs)
         active, stream = ops.norm_gated_linear(
-            addend, residual, self.norm, *product, self.activation
+            addend, residual, self.norm, *product, self.activation, adapted
         )
-        return self.down.apply(ops, active), stream
+        return self.down.apply(ops, active, inputs), stream

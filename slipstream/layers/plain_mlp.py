@@ -54,8 +54,10 @@ class PlainMLP:
         inner, bias = spec.intermediate_size, spec.bias
         self.norm = norms.before(source, layer, norms.feed_forward, width)
         self.activation = spec.activation
-        self.up = column_linear(source, [Part(f"{name}.{spec.up}", inner)], width, bias)
-        self.down = row_linear(source, f"{name}.{spec.down}", width, inner, bias, context.share)
+        adapters, down = context.adapters, f"{name}.{spec.down}"
+        parts = [Part(f"{name}.{spec.up}", inner)]
+        self.up = column_linear(source, parts, width, bias, adapters=adapters)
+        self.down = row_linear(source, down, width, inner, bias, context.share, adapters)
 
     @property
     def parts(self) -> object:
@@ -65,6 +67,6 @@ class PlainMLP:
         self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
     ) -> tuple[Tensor, Tensor]:
         """See `FeedForward`."""
-        del inputs
-        inner, stream = ops.norm_linear(addend, residual, self.norm, *self.up.product)
-        return self.down.apply(ops, ops.activate(inner, self.activation)), stream
+        product, adapted = self.up.product, self.up.adapted(inputs)
+        inner, stream = ops.norm_linear(addend, residual, self.norm, *product, adapted)
+        return self.down.apply(ops, ops.activate(inner, self.activation), inputs), stream

@@ -223,7 +223,7 @@ class Checkpoint:
                 f"to safetensors (transformers: save_pretrained) or use a revision that has them"
             )
         if (self.path / "adapter_model.safetensors").is_file():
-            return f"{missing}, only a LoRA adapter; merge it into its base model first"
+            return f"{missing}, only a LoRA adapter; give its base model, and it as an adapter"
         return f"{missing}; download the weights, or ask for dummy weights"
 
 
@@ -232,8 +232,8 @@ def _why_no_config(folder: Path) -> str:
     if adapter.is_file():
         base = read_json_object(adapter).get("base_model_name_or_path") or "its base model"
         return (
-            f"{folder} is a LoRA adapter, which is not applied here; merge it into {base} (peft: "
-            "merge_and_unload, then save_pretrained), and give the merged model"
+            f"{folder} is a LoRA adapter: give {base} as the model, and the adapter with "
+            "--enable-lora and --lora-modules NAME=FOLDER (lora_request in LLM)"
         )
     return (
         f"{folder} has no config.json; give the directory of a Hugging Face checkpoint, or for a "

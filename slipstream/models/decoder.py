@@ -9,6 +9,7 @@ from torch import Tensor
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops
+from slipstream.layers.adapters import AdapterSlots
 from slipstream.layers.embedding import Embedding, LogitCurve, own_head, tied_head
 from slipstream.layers.layer import BuildContext, build_layers
 from slipstream.layers.layer_inputs import LayerInputs
@@ -23,6 +24,7 @@ class Decoder:
 
     Args:
         share: of the network, which `source` knows as well.
+        adapters: gets slots for adapters of its layers; None: there are none.
     """
 
     def __init__(
@@ -32,12 +34,13 @@ class Decoder:
         config: DecoderConfig,
         max_positions: int,
         share: Share = WHOLE,
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.adapters = config, adapters
         width = config.hidden_size
         self.embedding = Embedding(source, "model.embed_tokens", config.vocab_size, width, share)
         ropes = RopeTables(max_positions, self.embedding.device)
-        context = BuildContext(source, width, ropes, share)
+        context = BuildContext(source, width, ropes, share, adapters)
         self.layers = build_layers(config.layers, context)
         self._layer_inputs: LayerInputs | None = None
         if config.layer_inputs is not None:

@@ -20,6 +20,7 @@ from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.table import Ops
+from slipstream.layers.adapters import AdapterSlots
 from slipstream.layers.parameters import WHOLE, Share
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
@@ -102,6 +103,7 @@ class LoadOptions:
         batch_invariant: whether a row of a result must not depend on the rows beside it.
         twin_of: the target whose first layers, or all of them, a twin has.
         share: this process's part of a network that several processes hold together.
+        adapters: (slots, largest rank) for adapters of the layers; None: there are none.
         progress_bar: reports the bytes that have been read.
         memory_check: called before anything is allocated.
     """
@@ -117,6 +119,7 @@ class LoadOptions:
     batch_invariant: bool = False
     twin_of: DecoderConfig | None = None
     share: Share = WHOLE
+    adapters: tuple[int, int] | None = None
     progress_bar: ProgressBar = no_progress_bar
     memory_check: MemoryCheck = no_memory_check
 
@@ -182,7 +185,10 @@ def _random_weights(
 
 def _build(ops: Ops, config: DecoderConfig, tensors: TensorSource, options: LoadOptions) -> Decoder:
     source = in_precision(tensors, options.quantization, ops)
-    return Decoder(ops, source, config, options.max_positions, options.share)
+    slots: AdapterSlots | None = None
+    if options.adapters is not None:
+        slots = AdapterSlots(*options.adapters, options.dtype, options.device)
+    return Decoder(ops, source, config, options.max_positions, options.share, slots)
 
 
 def decoder_bytes(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> int:

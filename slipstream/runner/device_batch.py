@@ -206,7 +206,7 @@ class DeviceBatch:
     ) -> PassRows:
         """The rows of the target's pass: known tokens from `starts` on, then num_drafts[r] draft
         tokens, `most_drafts` of a request at most."""
-        lengths = self.num_new_tokens + num_drafts
+        lengths, adapted = self.num_new_tokens + num_drafts, Uses.ADAPTER in self.uses
         if not self.exact:
             most, total = most_drafts + 1, self.num_rows
             if total is not None and total >= self.num_requests * most:
@@ -216,6 +216,7 @@ class DeviceBatch:
                 num_known=self.num_new_tokens,  # nothing is computed again here
                 saved=self.saved,
                 tree=tree,
+                adapted=adapted,
             )
         return PassRows(
             *(self.slots, starts - self.rereads, lengths + self.rereads),
@@ -223,6 +224,7 @@ class DeviceBatch:
             num_known=self.num_known_rows,
             saved=self.saved,
             tree=tree,
+            adapted=adapted,
         )
 
     def asking_for(self, num_draft_tokens: Tensor, width: int) -> "DeviceBatch":

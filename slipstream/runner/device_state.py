@@ -30,6 +30,7 @@ class DeviceState:
             within max_tokens and max_model_len.
         block_tables: [slots + 1, max_blocks] int32; with a second table, see
             `RequestTables.window_column`, twice as wide.
+        adapters: [slots + 1] int64, the slot of each request's adapter, or -1.
         padding_slot: the last one: it has no tokens and gains none.
         ops: work on these tensors.
     """
@@ -47,6 +48,7 @@ class DeviceState:
         self.padding_slot = max_num_seqs
         self.num_slots = max_num_seqs + 1
         self.most_drafted = torch.zeros(self.num_slots, dtype=torch.int64, device=device)
+        self.adapters = torch.full_like(self.most_drafted, -1)
         max_blocks = -(-max_model_len // block_size)
         shape = (self.num_slots, max_model_len + SURPLUS_TOKENS)
         self.token_ids = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -76,6 +78,7 @@ class DeviceState:
                 self.num_computed[slot] = item.start
                 longest = item.request.num_prompt_tokens + item.request.max_tokens
                 self.most_drafted[slot] = min(longest, self.max_model_len) - 1
+                self.adapters[slot] = item.adapter
             tables = (item.block_table, item.window_table)
             for number, (column, table) in enumerate(zip(self._columns, tables, strict=False)):
                 first = self._changed_from(slot * len(self._columns) + number, table)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -29,12 +30,14 @@ BatchFunction = Callable[..., T]
 LEAN = (frozenset[Uses](), frozenset({Uses.SAMPLING}))
 # What a graph has only where a request of its batch asks for it.
 OF_DRAFTS = frozenset({Uses.BLOCK, Uses.COUPLED})
-APART = OF_DRAFTS | {Uses.GRAMMAR}
+APART = OF_DRAFTS | {Uses.GRAMMAR, Uses.ADAPTER}
 # Words that must not be completed are looked for on the host.
 FULL = frozenset(Uses) - {Uses.BAD_WORDS} - APART
 # Steps that could have had fewer rows, before a graph for them is captured: until then they have
 # lost about as much time as that takes.
 WANTED_BEFORE_CAPTURE = 32
+# Held while a graph is captured: what other threads ask of the GPU meanwhile would break it.
+CAPTURING = Lock()
 
 
 def captures_graphs(device: torch.device, enforce_eager: bool) -> bool:
@@ -91,6 +94,12 @@ class Recorder:
             function: is captured as one graph, or as two with what it is called with in between.
             buffers: what that gives while it is captured.
         """
+        with CAPTURING:
+            return self._captured(function, buffers)
+
+    def _captured(
+        self, function: Callable[[Between], T], buffers: Between
+    ) -> Callable[[Between], T]:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):  # once before, so that kernels are compiled
@@ -141,6 +150,7 @@ class GraphRunner:
         form: the sizes that graphs are for: a batch takes the smallest that holds it.
         recorder: captures a call.
         of_drafts: what all sampled requests use where they draft.
+        adapted: requests may have adapters.
     """
 
     def __init__(
@@ -150,9 +160,12 @@ class GraphRunner:
         form: CapturedForm,
         recorder: Recorder,
         of_drafts: frozenset[Uses] = frozenset(),
+        adapted: bool = False,
     ) -> None:
         self._state, self._sampling, self._form = state, sampling, form
         self._of_drafts = of_drafts
+        plain = frozenset[Uses]()
+        self._variants = (plain, plain | {Uses.ADAPTER}) if adapted else (plain,)
         self._graphs: dict[_Key, _Captured[Any]] = {}
         self._wanted = Counter[_Key]()
         self._generation = sampling.generation
@@ -203,10 +216,11 @@ class GraphRunner:
 
     def _lean_keys(self, name: str, guessed: bool) -> list[_Key]:
         return [
-            _Key(name, bucket, width, self._lean(uses, width), guessed and width > 0)
+            _Key(name, bucket, width, self._lean(uses, width) | variant, guessed and width > 0)
             for width in reversed(self._form.widths)
             for bucket in reversed(self._form.buckets)
             for uses in reversed(LEAN)
+            for variant in self._variants
         ]
 
     def _lean(self, uses: frozenset[Uses], width: int) -> frozenset[Uses]:
@@ -222,7 +236,10 @@ class GraphRunner:
             self._sampling.allocate_all()
         uses |= apart
         if self._generation != self._sampling.generation:
-            self._graphs = {key: it for key, it in self._graphs.items() if key.uses in LEAN}
+            lean = {
+                key: it for key, it in self._graphs.items() if key.uses - {Uses.ADAPTER} in LEAN
+            }
+            self._graphs = lean
             self._generation = self._sampling.generation
         key = _Key(name, bucket, width, uses, packed.guesses is not None and width > 0)
         num_rows = len(packed.slots) + packed.num_verified

@@ -58,6 +58,9 @@ class ModelRunner:
         states = self._cache.state_inputs(rows.slots, rows.starts, num_known, rows.saved)
         if states is not None:
             layout = replace(layout, inputs=replace(layout.inputs, states=states))
+        if rows.adapted:
+            adapters = layout.of_requests(self._state.adapters[rows.slots])
+            layout = replace(layout, inputs=replace(layout.inputs, adapters=adapters))
         hidden, streams = self._network(
             layout.token_ids, layout.inputs, self._cache.layers, self._stream_layers
         )

@@ -79,6 +79,7 @@ class PassRows:
         tree: of rows that are nodes of token trees; None where rows are a chain.
         excerpt: what the rows see, where that is not all; `starts` and the roots of trees are then
             places in it.
+        adapted: some request has an adapter, through which its rows pass.
     """
 
     slots: Tensor
@@ -92,6 +93,7 @@ class PassRows:
     mask_token: int | None = None
     tree: TreeRows | None = None
     excerpt: Excerpt | None = None
+    adapted: bool = False
 
 
 @dataclass(frozen=True, eq=False)

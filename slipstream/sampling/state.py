@@ -43,6 +43,7 @@ class Uses(Enum):
     GRAMMAR = "structured output"
     BLOCK = "block verification"
     COUPLED = "coupled verification"
+    ADAPTER = "an adapter"
 
 
 class SamplingState:
@@ -299,6 +300,7 @@ def _uses(request: Request) -> set[Uses]:
         Uses.GRAMMAR: request.guide is not None,
         Uses.BLOCK: request.verification is Verification.BLOCK and not params.greedy,
         Uses.COUPLED: request.verification is Verification.COUPLED and not params.greedy,
+        Uses.ADAPTER: request.adapter is not None,
     }
     return {use for use, answer in answers.items() if answer}
 

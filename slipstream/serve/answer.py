@@ -175,7 +175,7 @@ class ChoicesAnswer(Answer[Choice]):
             "id": self.id,
             "object": kind,
             "created": self._created,
-            "model": self._service.name,
+            "model": self._service.answers_as(self._body.model),
         }
 
 

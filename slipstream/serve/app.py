@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from slipstream import __version__
+from slipstream.serve.adapters import AdapterEndpoints
 from slipstream.serve.chat import ChatEndpoint
 from slipstream.serve.completions import CompletionEndpoint
 from slipstream.serve.errors import CLIENT_ERRORS, MESSAGES_PATH, ApiError, as_api_error
@@ -117,6 +118,7 @@ def _routes(service: ModelService, profiles: Path | None, load: LoadCount) -> li
         ),
         *_message_routes(MessagesEndpoints(service)),
         *ResponsesEndpoints(service).routes(_GENERATION_ERRORS),
+        *AdapterEndpoints(service).routes(),
         Route("GET", "/v1/models", info.models, ModelList),
         Route("GET", "/v1/models/{model:path}", info.model, ModelCard, errors=(404,)),
         Route("POST", "/tokenize", tokens.tokenize, TokenizeResponse, TokenizeRequest, (404, 415)),

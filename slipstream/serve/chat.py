@@ -99,7 +99,7 @@ def prepare(service: ModelService, body: ChatRequest, ends_early: bool = False) 
     cut = truncation(body, params.max_tokens, service.max_model_len)
     special = body.add_special_tokens is True
     [found] = service.encode([given], params, special, "messages", cut)
-    prompt = placed(found, body)
+    prompt = placed(found, body, service.adapter(body.model))
     most, name = _max_tokens(body)
     service.require_room([prompt], None if ends_early else most, name, "messages")
     structured = _structured(body, tools, service, prompt.token_ids)

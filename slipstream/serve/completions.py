@@ -76,7 +76,7 @@ class CompletionEndpoint:
             service.require_short([*prompts, body.behind])
             prompts = [fill_in(it, body.behind, service.tokenizer, special) for it in prompts]
         found = service.encode(prompts, params, special, truncation=cut)
-        encoded = [placed(it, body) for it in found]
+        encoded = [placed(it, body, service.adapter(body.model)) for it in found]
         self._service.require_room(encoded, body.max_tokens, "max_tokens")
         return params, encoded
 

@@ -257,6 +257,7 @@ class _EngineTotals:
             {str(position): count for position, count in enumerate(accepted)},
             "position",
         )
+        yield from self._adapters()
         yield self._families.one(
             CounterMetricFamily,
             "step_time_seconds",
@@ -264,6 +265,30 @@ class _EngineTotals:
             metrics.seconds,
             "part",
         )
+
+    def _adapters(self) -> Iterator[Metric]:
+        """Drafts of the requests with adapters: a drafter may know less of what these make."""
+        counted = {**self._engine.metrics.adapters}
+        for name, text, values in (
+            ("drafts", "Drafts", {key: it.num_drafts for key, it in counted.items()}),
+            (
+                "draft_tokens",
+                "Draft tokens",
+                {key: it.num_draft_tokens for key, it in counted.items()},
+            ),
+            (
+                "accepted_tokens",
+                "Accepted draft tokens",
+                {key: it.num_accepted_tokens for key, it in counted.items()},
+            ),
+        ):
+            yield self._families.one(
+                CounterMetricFamily,
+                f"adapter_num_{name}",
+                f"{text} of the requests with an adapter",
+                values,
+                "adapter",
+            )
 
     def _cache_info(self) -> Metric:
         blocks = self._engine.scheduler.block_manager

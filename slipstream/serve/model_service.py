@@ -9,6 +9,7 @@ from http import HTTPStatus
 from time import time
 from typing import ParamSpec, TypeVar
 
+from slipstream.core.adapters import NamedAdapter
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CheckpointError, counted
 from slipstream.core.sampling_defaults import SamplingDefaults
@@ -86,13 +87,25 @@ class ModelService:
 
     def require_name(self, name: str | None) -> None:
         """Raise ApiError (404) if a request names another model."""
-        if name is not None and name not in self.names:
+        known = [*self.names, *self.engine.adapters.names]
+        if name is not None and name not in known:
             raise ApiError(
                 HTTPStatus.NOT_FOUND,
-                f"there is no model {name[:100]!r} here; this server has {', '.join(self.names)}",
+                f"there is no model {name[:100]!r} here; this server has {', '.join(known)}",
                 param="model",
                 code="model_not_found",
             )
+
+    def adapter(self, name: str | None) -> NamedAdapter | None:
+        """The adapter that a request names as its model; None for the model itself."""
+        self.require_name(name)
+        if name is None or name in self.names:
+            return None
+        return self.engine.adapters.named(name)
+
+    def answers_as(self, name: str | None) -> str:
+        """What an answer calls the model that a request names: an adapter by its own name."""
+        return self.name if name is None or name in self.names else name
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -280,7 +293,9 @@ class ModelService:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def cards(self) -> list[ModelCard]:
-        """One card for each name."""
+        """One card for each name, then one for each adapter."""
+        parents: dict[str, str | None] = dict.fromkeys(self.names)
+        parents.update(dict.fromkeys(self.engine.adapters.names, self.name))
         return [
             ModelCard(
                 id=name,
@@ -288,11 +303,12 @@ class ModelService:
                 created=self.created,
                 owned_by="slipstream",
                 root=self.config.model,
+                parent=parent,
                 max_model_len=self.max_model_len,
                 has_chat_template=self.engine.tokenizer is not None and self.template.exists,
                 speculative=self._speculation(),
             )
-            for name in self.names
+            for name, parent in parents.items()
         ]
 
     def _speculation(self) -> ModelSpeculation | None:

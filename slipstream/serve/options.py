@@ -33,6 +33,11 @@ class AnswerOptions:
     trust_request_chat_template: bool = flag(
         False, "Let requests bring a chat template of their own.", hidden=True
     )
+    trust_request_lora: bool = flag(
+        False,
+        "Let requests load adapters from folders of this machine, and unload them.",
+        hidden=True,
+    )
     response_role: str = flag(
         "assistant", "Role of the messages that the server answers with.", hidden=True
     )

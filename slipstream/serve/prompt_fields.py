@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from slipstream.core.adapters import NamedAdapter
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.serve.errors import bad_request
 from slipstream.serve.protocol.sampling import SamplingFields
@@ -27,9 +28,12 @@ class Truncation:
         return replace(prompt, text=None, token_ids=kept)
 
 
-def placed(prompt: EncodedPrompt, body: SamplingFields) -> EncodedPrompt:
-    """The prompt with the request's priority and salt."""
-    return replace(prompt, cache_salt=body.cache_salt or "", priority=body.priority or 0)
+def placed(
+    prompt: EncodedPrompt, body: SamplingFields, adapter: NamedAdapter | None
+) -> EncodedPrompt:
+    """The prompt with the request's adapter, priority and salt."""
+    salt, priority = body.cache_salt or "", body.priority or 0
+    return replace(prompt, cache_salt=salt, priority=priority, adapter=adapter)
 
 
 def truncation(

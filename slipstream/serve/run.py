@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.engine.engine import Engine
+from slipstream.serve.adapters import NamedPath, load_modules
 from slipstream.serve.app import create_app
 from slipstream.serve.connections import connection_class
 from slipstream.serve.conversation import require_defaults
@@ -75,6 +76,7 @@ class ServerOptions:
         tool_call_parser, reasoning_parser: as of `ModelService`.
         chat_template: replaces the checkpoint's.
         profiles: folder for traces; clients may profile the engine if there is one.
+        adapters: those that are there from the start.
         answers, log: how answers are written, and what is logged.
         show_document: /openapi.json exists.
         replica: tells this server from others with the same model; ids of responses have it.
@@ -92,6 +94,7 @@ class ServerOptions:
     reasoning_parser: str | None = None
     chat_template: str | None = None
     profiles: Path | None = None
+    adapters: Sequence[NamedPath] = ()
     answers: AnswerOptions = field(default_factory=AnswerOptions)
     log: LogOptions = field(default_factory=LogOptions)
     show_document: bool = True
@@ -152,6 +155,7 @@ def engine_server(
 ) -> tuple["DrainingServer", EngineThread]:
     """A server that is not started, and the thread that it runs the engine on."""
     set_up_logs(options.log)
+    load_modules(engine, options.names, options.adapters)
     metrics = ServerMetrics(engine, options.names[0], options.log.metrics_prefix == "vllm")
     observers: list[Observer] = [metrics, ActivityLog(options.log), *more_observers]
     thread = EngineThread(engine, options.limits, observers)

@@ -243,6 +243,7 @@ DENSE: Ops = replace(
             paged_attention=_unused,
             latent_attention=_unused,
             delta_net=_unused,
+            add_low_rank=_unused,
         ),
     ),
     attend=_attend,

@@ -10,6 +10,7 @@ from scripts.from_vllm_page import PAGE, page, serve_options
 from slipstream.cli.vllm_flags import DECLARED, ENTRIES, SHORT, Already, Refused, arguments_for
 from slipstream.cli.vllm_line import rewritten, unknown_flag
 from slipstream.core.errors import UsageError
+from slipstream.serve.adapters import NamedPath
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
 from tests.cli.started import Started
@@ -129,6 +130,10 @@ EFFECTS: dict[str, tuple[str, str, Any]] = {
         Path("{tmp}/traces"),
     ),
     "--disable-fastapi-docs": ("", "options.show_document", False),
+    "--enable-lora": ("", "config.enable_lora", True),
+    "--lora-modules": ("a=folder", "options.adapters", [NamedPath("a", "folder")]),
+    "--max-loras": ("2", "config.max_loras", 2),
+    "--max-lora-rank": ("64", "config.max_lora_rank", 64),
     # Of versions before, and of the rest.
     "--disable-log-requests": ("", "options.log.enable_log_requests", False),
     "--guided-decoding-backend": ("guidance", "config.model", "demo"),
@@ -167,6 +172,7 @@ def test_a_flag_that_is_honoured_has_its_effect(
     given = text.replace("{tmp}", str(tmp_path))
     values = given.split() if name == "--cudagraph-capture-sizes" else [given][: bool(given)]
     port = [] if name in ("--port", "--config") else ["--port", "0"]
+    values += ["--enable-lora"] if name == "--lora-modules" else []
     ran = slipstream("serve", *port, name, *values)
     assert ran.code == 0, ran.err
     if isinstance(expected, str | Path):
@@ -212,8 +218,10 @@ def test_a_flag_that_is_refused_is_named_with_the_reason(name: str) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("--lora-modules a=b", "--lora-modules is not supported: LoRA"),
-        ("--lora-module a=b", "did you mean --lora-modules, which is not supported: LoRA"),
+        ("--max-cpu-loras 2", "--max-cpu-loras is not supported: adapters"),
+        ("--max-cpu-lora 2", "did you mean --max-cpu-loras, which is not supported: adapters"),
+        ("--lora-modules a=b", "--lora-modules goes with --enable-lora"),
+        ("--enable-lora --lora-modules a", "--lora-modules takes NAME=FOLDER"),
         ("--max-model-length 9", "did you mean --max-model-len?"),
         ("--max-modle-len 9", "did you mean --max-model-len?"),
         ("--tensor-parallel 1", "did you mean --tensor-parallel-size?"),
@@ -254,7 +262,7 @@ def test_what_does_not_work_is_one_sentence(
 
 
 def test_other_commands_tell_what_is_not_supported(slipstream: CommandLine) -> None:
-    assert "LoRA" in slipstream("generate", "--prompt", "x", "--enable-lora").err
+    assert "adapters" in slipstream("generate", "--prompt", "x", "--max-cpu-loras", "1").err
     told = slipstream("generate", "--prompt", "x", "--shutdown-timeout", "1").err
     assert "slipstream serve alone accepts it" in told
 
@@ -319,7 +327,7 @@ def test_a_file_of_flags_counts_behind_the_command_line(
     file.write_text("hf-overrides.a: 1\nhf-overrides.b: {c: x}")
     assert slipstream("serve", "--port", "0", "--config", str(file)).code == 0
     assert started.config.hf_overrides == {"a": 1, "b": {"c": "x"}}
-    for text in ("lora-modules: [a]", "- 1", "{", f"config: {file}"):
+    for text in ("max-cpu-loras: 1", "- 1", "{", f"config: {file}"):
         file.write_text(text)
         assert slipstream("serve", "--config", str(file)).code == 2
 

@@ -146,7 +146,7 @@ def test_what_the_hub_does_not_give(
 def test_a_lora_adapter_is_called_so(tmp_path: Path) -> None:
     write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": "Qwen/Qwen3-8B"})
     with pytest.raises(
-        CheckpointError, match=r"is a LoRA adapter, .*; merge it into Qwen/Qwen3-8B"
+        CheckpointError, match=r"is a LoRA adapter: give Qwen/Qwen3-8B as the model"
     ):
         _ = Checkpoint(tmp_path).config
 
@@ -283,7 +283,7 @@ def test_a_wrong_index(tmp_path: Path, weight_map: Any, message: str) -> None:
         ("pytorch_model.bin", "only pickled weights, .*; convert them to safetensors"),
         ("pytorch_model-00001-of-00002.bin", "only pickled weights"),
         ("consolidated.00.pth", "only pickled weights"),
-        ("adapter_model.safetensors", "only a LoRA adapter; merge it"),
+        ("adapter_model.safetensors", "only a LoRA adapter; give its base model"),
         ("readme.md", "download the weights, or ask for dummy weights"),
     ],
 )

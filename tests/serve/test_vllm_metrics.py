@@ -30,7 +30,7 @@ ABSENT = {
     "engine_sleep_state": "the engine does not sleep",
     "watermark_requests": "outputs have no watermark",
     "admission_rejections": "counts refusals by limits that are not those of this server",
-    "lora_requests_info": "there are no adapters",
+    "lora_requests_info": "adapters are counted one by one: adapter_num_draft_tokens and so on",
     "kv_block_lifetime_seconds": "blocks are not sampled; vLLM has it behind a flag",
     "kv_block_idle_before_evict_seconds": "blocks are not sampled; vLLM has it behind a flag",
     "kv_block_reuse_gap_seconds": "blocks are not sampled; vLLM has it behind a flag",

@@ -5,7 +5,7 @@ from dataclasses import replace
 import _slipstream_cpu as cpp
 
 from slipstream.kernels.composition import Parts, compose
-from slipstream.kernels.cpu import experts, matmul, rows
+from slipstream.kernels.cpu import adapters, experts, matmul, rows
 from slipstream.kernels.cpu.attention import attend, store
 from slipstream.kernels.cpu.delta_net import delta_net
 from slipstream.kernels.cpu.latent_attention import latent_attention
@@ -26,6 +26,7 @@ _PARTS = Parts(
     paged_attention=PLAIN.paged_attention,
     latent_attention=labelled("attend", latent_attention),
     delta_net=labelled("delta net", delta_net),
+    add_low_rank=labelled("adapters", adapters.add_low_rank),
 )
 
 

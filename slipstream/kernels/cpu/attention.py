@@ -98,4 +98,6 @@ def _pass(inputs: PassInputs) -> cpp.AttentionPass:
         states = inputs.states
         parts = states.slots, states.num_known, states.pending, states.save_at, states.saved
         made.set_states(*(part.contiguous() for part in parts))
+    if inputs.adapters is not None:
+        made.set_adapters(inputs.adapters.contiguous())
     return made

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.errors import UsageError
 
-INTERFACE = "e7564ff0e3fd67c0"
+INTERFACE = "609bcdddd3344fb2"
 """Digest of the functions that the modules here call; set it anew with them: the message of
 `require_current` tells it."""
 

@@ -6,6 +6,7 @@ import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
+from slipstream.kernels.cpu.adapters import low_rank_of
 from slipstream.kernels.cpu.attention import layer_of, pass_of, serves
 from slipstream.kernels.cpu.delta_net import delta_layer_of, tensors_of
 from slipstream.kernels.cpu.experts import mixture_of
@@ -20,6 +21,7 @@ from slipstream.kernels.devices import part_labels
 from slipstream.kernels.latent_attention_parts import LatentParts
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import (
+    Adapters,
     AttentionParts,
     ExpertsParts,
     FusedOp,
@@ -107,6 +109,7 @@ def _add(stack: cpp.Stack, half: object) -> None:
                 half.value_norm is not None,
                 half.reads_only,
             )
+            _adapt(stack, half.adapters)
         case DeltaNetParts():
             stack.add_delta_net(
                 _norm(half.norm),
@@ -127,10 +130,15 @@ def _add(stack: cpp.Stack, half: object) -> None:
         case GatedMLPParts():
             products = _product(half.gate_up), _product(half.down)
             stack.add_gated_mlp(_norm(half.norm), *products, half.activation.value)
+            _adapt(stack, half.adapters)
         case ExpertsParts():
             stack.add_experts(_norm(half.norm), mixture_of(half))
         case _:
             raise AssertionError(f"{type(half).__name__} is not fused")
+
+
+def _adapt(stack: cpp.Stack, adapters: Adapters) -> None:
+    stack.set_adapters(*(None if it is None else low_rank_of(it) for it in adapters))
 
 
 def _runs(half: object, begins: bool) -> bool:

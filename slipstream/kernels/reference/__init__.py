@@ -1,6 +1,7 @@
 """Plain torch, written to be read. Every fast backend is compared with this one."""
 
 from slipstream.kernels.composition import Parts, compose
+from slipstream.kernels.reference.adapters import add_low_rank
 from slipstream.kernels.reference.attention import paged_attention, rotate_and_store
 from slipstream.kernels.reference.delta_net import delta_net
 from slipstream.kernels.reference.dense import (
@@ -30,5 +31,6 @@ PARTS = Parts(
     paged_attention=paged_attention,
     latent_attention=latent_attention,
     delta_net=delta_net,
+    add_low_rank=add_low_rank,
 )
 REFERENCE = compose("reference", PARTS)

@@ -15,6 +15,7 @@ from slipstream.kernels.reference import dense
 from slipstream.kernels.reference.experts import experts
 from slipstream.kernels.table import Ops
 from slipstream.kernels.triton.activation import gated_activation
+from slipstream.kernels.triton.adapters import add_low_rank
 from slipstream.kernels.triton.attention import attend, paged_attention
 from slipstream.kernels.triton.delta_net import delta_net
 from slipstream.kernels.triton.experts import Experts
@@ -36,6 +37,7 @@ PARTS = Parts(
     paged_attention=paged_attention,
     latent_attention=latent_attention,
     delta_net=delta_net,
+    add_low_rank=add_low_rank,
 )
 
 

@@ -41,10 +41,15 @@ def _gated_kernel(
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-def gated_activation(gate_up: Tensor, activation: Activation = Activation.SILU) -> Tensor:
+def gated_activation(
+    gate_up: Tensor,
+    activation: Activation = Activation.SILU,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """gate_up [T, 2I], gate first -> activation(gate) * up, [T, I] in `dtype` or its own."""
     assert gate_up.stride(-1) == 1
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    out = launch.empty_rows(rows, width, dtype or gate_up.dtype, gate_up.device)
     if out.numel():
         grid = (rows, triton.cdiv(width, BLOCK))
         _gated_kernel[grid](

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.activation import Activation
+from slipstream.kernels.adapters import Adapted
 from slipstream.kernels.formats.weight import RowScaled, Weight
 from slipstream.kernels.table import Addend, Norm
 from slipstream.kernels.triton import grouped, matmul
 from slipstream.kernels.triton.activation import gated_activation
+from slipstream.kernels.triton.adapters import add_low_rank
 from slipstream.kernels.triton.matmul import operand
 from slipstream.kernels.triton.norm import Rows, normed_rows, round_rows
 from slipstream.kernels.triton.operands import is_packed
@@ -29,7 +31,13 @@ class Linears:
 
     invariant: bool = False
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, adapted: Adapted | None = None
+    ) -> Tensor:
+        y = self._linear(x, weight, bias)
+        return y if adapted is None else add_low_rank(y, _contiguous(x), adapted)
+
+    def _linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         if is_packed(weight):
             splitting = len(x) <= 2 * FEW_ROWS or self.invariant
             return _packed(x, weight, bias, x.dtype, splitting=splitting)
@@ -45,7 +53,11 @@ class Linears:
         norm: Norm | None,
         weight: Weight,
         bias: Tensor | None,
+        adapted: Adapted | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if adapted is not None:
+            x, total = self.norm(addend, residual, norm)
+            return add_low_rank(self._product(x, weight, bias, total.dtype), x, adapted), total
         if is_packed(weight):
             rows, total = normed_rows(addend, residual, norm)
             return _packed(rows.values, weight, bias, total.dtype), total
@@ -63,7 +75,14 @@ class Linears:
         weight: Weight,
         bias: Tensor | None,
         activation: Activation = Activation.SILU,
+        adapted: Adapted | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if adapted is not None:
+            # A gate is computed from what is not rounded yet, as without adapters.
+            x, total = self.norm(addend, residual, norm)
+            gate_up = self._product(x, weight, bias, torch.float32)
+            gate_up = add_low_rank(gate_up, x, adapted)
+            return gated_activation(gate_up, activation, total.dtype), total
         rounded = not is_packed(weight) and operand(weight).scales is not None
         rows, total = normed_rows(addend, residual, norm, rounded)
         return self._gated(rows, weight, bias, total.dtype, activation), total
@@ -103,11 +122,17 @@ class Linears:
     ) -> Tensor:
         sides = [self._normed(side, norm) for side, norm in parts]
         x = torch.cat(sides, -1) if len(sides) > 1 else sides[0]
+        return self._product(x, weight, bias, x.dtype)
+
+    def _product(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """[T, N] in `dtype`; where the library multiplies, in the dtype of x."""
         if is_packed(weight):
-            return _packed(x, weight, bias, x.dtype)
+            return _packed(x, weight, bias, dtype)
         factor = operand(weight)
         if self._ours(x, factor):
-            return matmul.product(_rows(x, factor), factor, bias, x.dtype, self._free(x))
+            return matmul.product(_rows(x, factor), factor, bias, dtype, self._free(x))
         return _library(_rows(x, factor), factor, bias, x.dtype)
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
@@ -147,15 +172,18 @@ def _packed(
     splitting: bool = False,
 ) -> Tensor:
     """Multiply as the only expert of a mixture: bits do not depend on other rows."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    rows = Rows(x, None)
+    rows = Rows(_contiguous(x), None)
     return grouped.multiply(
         rows, packed(weight), bias, None, dtype, gated=gated, splitting=splitting
     )
 
 
+def _contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _rows(x: Tensor, weight: RowScaled) -> Rows:
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = _contiguous(x)
     return Rows(x, None) if weight.scales is None else round_rows(x)
 
 

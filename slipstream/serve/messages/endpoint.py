@@ -117,7 +117,7 @@ class _MessagesAnswer(Answer[BlockWriter]):
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self._service.name,
+            "model": self._service.answers_as(self._body.model),
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

@@ -2,7 +2,9 @@
 
 from typing import Literal
 
-from slipstream.serve.protocol.base import ResponseBody
+from pydantic import Field
+
+from slipstream.serve.protocol.base import ModelRequest, ResponseBody
 
 
 class ErrorObject(ResponseBody):
@@ -31,13 +33,14 @@ class ModelSpeculation(ResponseBody):
 
 
 class ModelCard(ResponseBody):
-    """A name of the served model."""
+    """A name of the served model, or an adapter, whose parent the model is."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
+    parent: str | None
     max_model_len: int
     has_chat_template: bool
     speculative: ModelSpeculation | None
@@ -48,6 +51,28 @@ class ModelList(ResponseBody):
 
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class LoadAdapter(ModelRequest):
+    """An adapter to load, from a folder of the server's machine."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str = Field(min_length=1, max_length=4096)
+
+
+class UnloadAdapter(ModelRequest):
+    """An adapter to unload."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_int_id: int | None = None
+
+
+class AdapterChange(ResponseBody):
+    """An adapter that was loaded or unloaded."""
+
+    id: str
+    object: Literal["adapter"]
+    loaded: bool
 
 
 class Health(ResponseBody):

@@ -151,7 +151,7 @@ class ResponsesAnswer(Answer[Increments]):
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
-            "model": self._service.name,
+            "model": self._service.answers_as(body.model),
             "output": self._writer.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,

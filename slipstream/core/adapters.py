@@ -1,0 +1,49 @@
+"""Adapters as users name them, and as requests hold them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.core.errors import UsageError
+
+NO_ADAPTER = -1
+"""In place of a slot."""
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter that a prompt of `LLM` is continued with.
+
+    Attributes:
+        lora_name: for messages and metrics.
+        lora_int_id: tells adapters apart, from 1 on.
+        lora_path: its directory, in the layout of PEFT.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str | Path = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise UsageError(f"lora_name must be a name, not {self.lora_name!r}")
+        number = self.lora_int_id
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise UsageError(f"lora_int_id must be an integer of at least 1, not {number!r}")
+        if not isinstance(self.lora_path, str | Path) or not str(self.lora_path):
+            raise UsageError(
+                f"lora_path must be the directory of an adapter, not {self.lora_path!r}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class NamedAdapter:
+    """An adapter that requests may hold, whatever becomes of its name meanwhile.
+
+    Attributes:
+        serial: of no other adapter of the engine, also of the same name: keys its prefixes.
+        factors: its numbers, in the host's memory.
+    """
+
+    name: str
+    serial: int
+    factors: object

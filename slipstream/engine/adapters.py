@@ -1,0 +1,161 @@
+"""Which adapters are in slots, and which request may therefore run.
+
+A request runs once its adapter is in a slot. Where it is not, a thread beside the engine puts it
+into the one that was used least recently, of those that no running request names; requests behind
+it go on meanwhile, and so do steps.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import count as _count
+
+from slipstream.core.adapters import NO_ADAPTER, NamedAdapter
+from slipstream.core.errors import UsageError
+from slipstream.core.request import Request
+
+NOT_ENABLED = "this engine serves no adapters; start it with enable_lora (--enable-lora)"
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Attributes:
+    adapter: that it holds, or is being given.
+    loading: until that is there.
+    used: when it was last found in use; of slots that were never, -1.
+    """
+
+    adapter: NamedAdapter | None = None
+    loading: Future[None] | None = None
+    used: int = -1
+
+
+class Adapters:
+    """The engine's adapters.
+
+    The engine's thread asks for slots, and one thread, which may be another, for names; `read` is
+    slow and may come from any.
+
+    Args:
+        count: of slots; 0 where the engine has no adapters.
+        read: the numbers of the adapter in a directory; raises CheckpointError.
+        write: puts an adapter's numbers into a slot that nobody uses, in the loading thread.
+    """
+
+    def __init__(
+        self,
+        count: int = 0,
+        read: Callable[[str], object] | None = None,
+        write: Callable[[int, object], None] | None = None,
+    ) -> None:
+        self._slots = [_Slot() for _ in range(count)]
+        self._read, self._write = read, write
+        self._named: dict[str, NamedAdapter] = {}
+        self._numbers, self._clock = _count(1), _count()
+        self._loader: ThreadPoolExecutor | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Of the adapters that requests may ask for, the oldest first."""
+        return list(self._named)
+
+    def read(self, path: str) -> object:
+        """The numbers of an adapter; slow.
+
+        Raises:
+            UsageError: the engine has no adapters.
+            CheckpointError: this one is broken or does not fit.
+        """
+        if self._read is None:
+            raise UsageError(NOT_ENABLED)
+        return self._read(path)
+
+    def add(self, name: str, factors: object) -> NamedAdapter:
+        """Let requests ask for an adapter by this name, which has to be free."""
+        if name in self._named:
+            raise UsageError(
+                f"there is an adapter {name!r} already; choose another name, or unload it"
+            )
+        made = self._named[name] = NamedAdapter(name, next(self._numbers), factors)
+        return made
+
+    def remove(self, name: str) -> None:
+        """Forget a name; requests that hold its adapter end with it."""
+        self.named(name)
+        del self._named[name]
+
+    def named(self, name: str) -> NamedAdapter:
+        """The adapter of this name; UsageError for others."""
+        found = self._named.get(name)
+        if found is None:
+            known = ", ".join(self._named) or "none"
+            raise UsageError(f"there is no adapter {name[:100]!r}; there is {known}")
+        return found
+
+    def slot_of(self, request: Request) -> int:
+        """The slot of a running request's adapter."""
+        if request.adapter is None:
+            return NO_ADAPTER
+        return next(i for i, it in enumerate(self._slots) if it.adapter is request.adapter)
+
+    def next_ready(self, waiting: Sequence[Request], running: Sequence[Request]) -> Request | None:
+        """The first of the waiting requests that can run as far as its adapter goes.
+
+        Begins to load what the others wait for. Where there is no slot for one of them, those with
+        adapters behind it wait as well, so that everyone's turn comes.
+        """
+        in_use = {it.adapter for it in running if it.adapter is not None}
+        full = False
+        for request in waiting:
+            adapter = request.adapter
+            if adapter is None:
+                return request
+            if full:
+                continue
+            slot = self._holder(adapter) or self._take(adapter, in_use)
+            full = slot is None
+            if slot is not None and self._is_loaded(slot):
+                slot.used = next(self._clock)
+                return request
+            in_use.add(adapter)
+        return None
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a slot has been loaded, but not for longer; only where nobody can run."""
+        loading = [it.loading for it in self._slots if it.loading is not None]
+        wait([it for it in loading if not it.done()], seconds, FIRST_COMPLETED)
+
+    def _holder(self, adapter: NamedAdapter) -> _Slot | None:
+        return next((it for it in self._slots if it.adapter is adapter), None)
+
+    def _take(self, adapter: NamedAdapter, in_use: set[NamedAdapter]) -> _Slot | None:
+        """Begin to load into a slot that no running request needs; None: there is none."""
+        now = next(self._clock)
+        for slot in self._slots:
+            if slot.adapter in in_use:
+                slot.used = now
+        loading = [it for it in self._slots if it.loading is not None and not it.loading.done()]
+        free = [it for it in self._slots if it.adapter not in in_use and it not in loading]
+        if not free:
+            return None
+        slot = min(free, key=lambda it: it.used)
+        assert self._write is not None
+        if self._loader is None:
+            self._loader = ThreadPoolExecutor(1, "adapters")
+        slot.adapter = adapter
+        place = self._slots.index(slot)
+        slot.loading = self._loader.submit(self._write, place, adapter.factors)
+        return slot
+
+    def _is_loaded(self, slot: _Slot) -> bool:
+        if slot.loading is None:
+            return True
+        if not slot.loading.done():
+            return False
+        loading, slot.loading = slot.loading, None
+        try:
+            loading.result()
+        except BaseException:
+            slot.adapter = None
+            raise
+        return True

@@ -1,0 +1,68 @@
+"""Adapters: what a row may add to the product of a matrix (LoRA, Hu et al. 2021).
+
+y += B (A x), with A [R, K] and B [N, R] of the row's adapter and R far below N and K. The factors
+of all adapters lie in slots of one size, so that a captured step finds them where they were; a row
+names its slot, or -1 for none, and such a row keeps its bits.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """The factors of one matrix [N, K], which may be several matrices (parts) stacked along N.
+
+    Scales are in `up` already, and inner numbers beyond an adapter's rank are zeros.
+
+    Attributes:
+        down: [S, P R, K], of each slot the first factors, part by part.
+        up: [S, R, N], the second ones, transposed.
+        ends: the row before which each of the P parts ends, rising up to N.
+        packed: what a backend made of it, by the backend's name.
+    """
+
+    down: Tensor
+    up: Tensor
+    ends: tuple[int, ...]
+    packed: dict[str, object] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def empty(
+        cls,
+        slots: int,
+        rank: int,
+        ends: tuple[int, ...],
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "LowRank":
+        """With factors of zeros."""
+        return cls(
+            torch.zeros((slots, len(ends) * rank, columns), dtype=dtype, device=device),
+            torch.zeros((slots, rank, ends[-1]), dtype=dtype, device=device),
+            ends,
+        )
+
+    @property
+    def rank(self) -> int:
+        """R, the largest that an adapter may have."""
+        return self.up.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.down.nbytes + self.up.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Adapted:
+    """What the rows of one product add to it.
+
+    Attributes:
+        slots: [T] int64, of each row's adapter, or -1.
+    """
+
+    factors: LowRank
+    slots: Tensor

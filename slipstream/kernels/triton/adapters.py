@@ -1,0 +1,119 @@
+"""Products of low rank, for each row those of its own adapter; see `kernels/adapters.py`.
+
+Two launches: inner numbers, split along K into parts of a fixed size so that a single row keeps
+many programs busy, and then what they add to y. Programs of rows without an adapter end at once.
+Bits of a row follow from the shapes alone: parts are added up in order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.adapters import Adapted
+from slipstream.kernels.triton import launch
+from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
+
+_RANKS, _DEPTH = 8, 1024  # of inner numbers and of K, in a program of the first launch
+_WIDTH, _STEP = 256, 32  # of y and of inner numbers at a time, in one of the second
+
+
+@triton.jit
+def _shrink_kernel(
+    x, down, slots, inner, row_stride, depth, width, block_r: tl.constexpr, block_k: tl.constexpr,
+    pdl: tl.constexpr,
+):  # fmt: skip
+    """`block_r` inner numbers of a row, summed over `block_k` of K: inner [splits, T, width]."""
+    launch_dependents(pdl)
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1) * block_r + tl.arange(0, block_r)
+    column = tl.program_id(2) * block_k + tl.arange(0, block_k)
+    wait_for_inputs(pdl)
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        inside = column < depth
+        value = tl.load(x + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+        factors = down + (slot * width + number[:, None]) * depth + column[None, :]
+        mask = (number[:, None] < width) & inside[None, :]
+        total = tl.sum(tl.load(factors, mask=mask, other=0.0).to(tl.float32) * value[None, :], 1)
+        rows = tl.num_programs(0).to(tl.int64)
+        place = inner + (tl.program_id(2) * rows + row) * width + number
+        tl.store(place, total, mask=number < width)
+
+
+@triton.jit
+def _expand_kernel(
+    y, inner, up, ends, slots, y_stride, rank, total, splits, parts: tl.constexpr,
+    block_n: tl.constexpr, block_r: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """A row's `block_n` numbers of y, all of one part."""
+    launch_dependents(pdl)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part, start, stop, first = 0, 0, 0, 0
+    for index in tl.static_range(parts):
+        end = tl.load(ends + index)
+        blocks = tl.cdiv(end - first, block_n)
+        if (block >= 0) & (block < blocks):
+            part, start, stop = index, first + block * block_n, end
+        block -= blocks
+        first = end
+    column = start + tl.arange(0, block_n)
+    inside = column < stop
+    wait_for_inputs(pdl)
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        place = y + row * y_stride + column
+        made = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        rows, width = tl.num_programs(0).to(tl.int64), parts * rank
+        for step in range(0, rank, block_r):
+            number = step + tl.arange(0, block_r)
+            known = number < rank
+            value = tl.zeros([block_r], tl.float32)
+            for split in range(splits):
+                source = inner + (split * rows + row) * width + part * rank + number
+                value += tl.load(source, mask=known, other=0.0)
+            factors = up + (slot * rank + number[:, None]) * total + column[None, :]
+            mask = known[:, None] & inside[None, :]
+            added = tl.load(factors, mask=mask, other=0.0).to(tl.float32) * value[:, None]
+            made += tl.sum(added, 0)
+        tl.store(place, made.to(y.dtype.element_ty), mask=inside)
+
+
+def add_low_rank(y: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
+    """y, [T, N] or float32 [parts, T, N] that are still to be added up, with what the adapters of
+    its rows make of x [T, K], in place."""
+    factors, slots = adapted.factors, adapted.slots
+    made = y if y.ndim == 2 else y[0]
+    assert x.stride(-1) == made.stride(-1) == 1
+    rows, depth = x.shape
+    width, splits = factors.down.shape[1], triton.cdiv(depth, _DEPTH)
+    if not rows:
+        return y
+    inner = torch.empty((splits, rows, width), dtype=torch.float32, device=x.device)
+    _shrink_kernel[(rows, triton.cdiv(width, _RANKS), splits)](
+        x, factors.down, slots, inner, x.stride(0), depth, width, block_r=_RANKS, block_k=_DEPTH,
+        num_warps=4, **launch.options(x.device),
+    )  # fmt: skip
+    blocks = sum(triton.cdiv(length, _WIDTH) for length in _lengths(factors.ends))
+    step = min(_STEP, max(2, triton.next_power_of_2(factors.rank)))
+    _expand_kernel[(rows, blocks)](
+        made, inner, factors.up, _on_device(adapted), slots, made.stride(0), factors.rank,
+        factors.ends[-1], splits, parts=len(factors.ends), block_n=_WIDTH, block_r=step,
+        num_warps=4, **launch.options(x.device),
+    )  # fmt: skip
+    return y
+
+
+def _lengths(ends: tuple[int, ...]) -> list[int]:
+    return [end - start for start, end in zip((0, *ends), ends, strict=False)]
+
+
+def _on_device(adapted: Adapted) -> Tensor:
+    """[P] int32, where parts end; made once, before anything is captured."""
+    factors = adapted.factors
+    found = factors.packed.get("triton")
+    if not isinstance(found, Tensor):
+        device = factors.up.device
+        found = torch.tensor(factors.ends, dtype=torch.int32, device=device)
+        factors.packed["triton"] = found
+    return found

@@ -1,0 +1,119 @@
+"""Adapters by their names: those that clients ask for as models, and loading further ones."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.engine.engine import Engine
+from slipstream.serve.errors import ApiError, bad_request
+from slipstream.serve.model_service import ModelService
+from slipstream.serve.openapi import Route, json_response
+from slipstream.serve.protocol.server import AdapterChange, LoadAdapter, UnloadAdapter
+from slipstream.serve.request_parsing import read_body
+
+_FLAG = "--lora-modules"
+
+
+@dataclass(frozen=True)
+class NamedPath:
+    """An adapter that is there from the start."""
+
+    name: str
+    path: str
+
+
+def parse_modules(given: Sequence[str]) -> list[NamedPath]:
+    """What --lora-modules gives: name=path, or {"name": ..., "path": ...} in JSON."""
+    found = []
+    for text in given:
+        name, separator, path = text.partition("=")
+        if text.startswith("{"):
+            try:
+                values = json.loads(text)
+            except ValueError as error:
+                raise UsageError(f"{_FLAG} is not JSON: {error}; it was {text!r}") from None
+            # The base model's name is what the server has anyway.
+            if values.keys() - {"base_model_name"} != {"name", "path"}:
+                raise UsageError(f"{_FLAG} takes an object with name and path, not {text}")
+            name, path, separator = values["name"], values["path"], "="
+        if not (separator and isinstance(name, str) and isinstance(path, str) and name and path):
+            raise UsageError(f"{_FLAG} takes NAME=FOLDER, not {text!r}")
+        found.append(NamedPath(name, path))
+    return found
+
+
+def load_modules(engine: Engine, names: Sequence[str], modules: Sequence[NamedPath]) -> None:
+    """Load the adapters that are there from the start, before anything is served."""
+    for module in modules:
+        if module.name in names:
+            raise UsageError(f"{_FLAG}: {module.name!r} is the model's own name; choose another")
+        engine.adapters.add(module.name, engine.adapters.read(module.path))
+
+
+class AdapterEndpoints:
+    """Handles POST /v1/load_lora_adapter and /v1/unload_lora_adapter."""
+
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        """The endpoints."""
+        return [
+            Route(
+                *("POST", "/v1/load_lora_adapter", self.load, AdapterChange, LoadAdapter),
+                errors=(415,),
+            ),
+            Route(
+                *("POST", "/v1/unload_lora_adapter", self.unload, AdapterChange, UnloadAdapter),
+                errors=(404, 415),
+            ),
+        ]
+
+    async def load(self, request: Request) -> Response:
+        """Let requests ask for the adapter in a folder of the server's machine, by a name"""
+        body = await read_body(request, LoadAdapter, self._service)
+        self._require_trust()
+        service, name = self._service, body.lora_name
+        adapters = service.engine.adapters
+        if name in service.names or name in adapters.names:
+            raise bad_request(
+                f"there is a model {name!r} already; choose another name, or unload it first",
+                "lora_name",
+            )
+        try:
+            factors = await service.aside(adapters.read, body.lora_path)
+            adapters.add(name, factors)
+        except CheckpointError as error:
+            raise bad_request(str(error), "lora_path") from None
+        return json_response(AdapterChange(id=name, object="adapter", loaded=True))
+
+    async def unload(self, request: Request) -> Response:
+        """Take no more requests for an adapter; those that run with it end with it"""
+        body = await read_body(request, UnloadAdapter, self._service)
+        self._require_trust()
+        adapters = self._service.engine.adapters
+        if body.lora_name not in adapters.names:
+            raise ApiError(
+                HTTPStatus.NOT_FOUND,
+                f"there is no adapter {body.lora_name[:100]!r} here",
+                param="lora_name",
+                code="model_not_found",
+            )
+        adapters.remove(body.lora_name)
+        return json_response(AdapterChange(id=body.lora_name, object="adapter", loaded=False))
+
+    def _require_trust(self) -> None:
+        if not self._service.answers.trust_request_lora:
+            raise bad_request(
+                "adapters are loaded and unloaded by requests only where the server was started "
+                "with --trust-request-lora; give them as --lora-modules"
+            )
+        if self._service.replica:
+            raise bad_request(
+                "one of several replicas would have it alone; give adapters as --lora-modules"
+            )

@@ -1,0 +1,136 @@
+"""Products of low rank: the fast backends against plain torch, and plain torch against a sum."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from slipstream.kernels.adapters import Adapted, LowRank
+from slipstream.kernels.reference.adapters import add_low_rank
+from tests.kernels.batches import seeded
+from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU
+
+HAS_CPP = importlib.util.find_spec("_slipstream_cpu") is not None
+# (rows, ends of parts, K, rank): nothing fills a vector, a tile or a task.
+SIZES = [
+    (1, (5,), 3, 1),
+    (7, (40, 57, 74), 70, 3),
+    (5, (530,), 1030, 8),
+    (3, (300, 615), 33, 37),
+]
+SLOTS = 3
+
+
+def factors(ends: tuple[int, ...], columns: int, rank: int, dtype: torch.dtype) -> LowRank:
+    made, generator = LowRank.empty(SLOTS, rank, ends, columns, dtype, DEVICE), seeded(1)
+    for values in (made.down, made.up):
+        values.copy_(torch.randn(values.shape, generator=generator) / values.shape[1] ** 0.5)
+    return made
+
+
+def rows_of(count: int, width: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn((count, width), generator=seeded(seed)).to(dtype).to(DEVICE)
+
+
+def adapters_of(count: int) -> Tensor:
+    """Some of them without one, and neighbours with others."""
+    return (torch.arange(count, device=DEVICE) * 2 + 1) % (SLOTS + 1) - 1
+
+
+def test_a_row_gains_what_the_two_factors_of_its_part_make() -> None:
+    made, dtype = factors((4, 10), 6, 2, torch.float64), torch.float64
+    x, y = rows_of(4, 6, 2, dtype), rows_of(4, 10, 3, dtype)
+    slots = torch.tensor([2, -1, 0, 2], device=DEVICE)
+    found = add_low_rank(y.clone(), x, Adapted(made, slots))
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            assert torch.equal(found[row], y[row])
+            continue
+        first, second = made.down[slot], made.up[slot]
+        gains = (second[:, :4].T @ (first[:2] @ x[row]), second[:, 4:].T @ (first[2:] @ x[row]))
+        assert_close(found[row], y[row] + torch.cat(gains))
+
+
+@pytest.mark.skipif(not HAS_CPP, reason="the C++ kernels are not built")
+@pytest.mark.usefixtures("level", "two_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_cpp_equals_the_reference_and_a_row_its_bits_alone(
+    size: tuple[int, tuple[int, ...], int, int], dtype: torch.dtype
+) -> None:
+    from slipstream.kernels.cpu import adapters
+
+    rows, ends, columns, rank = size
+    made, slots = factors(ends, columns, rank, dtype), adapters_of(rows)
+    x, y = rows_of(rows, columns, 2, dtype), rows_of(rows, ends[-1], 3, dtype)
+    found = adapters.add_low_rank(y.clone(), x, Adapted(made, slots))
+    assert_close(found, add_low_rank(y.clone(), x, Adapted(made, slots)))
+    assert torch.equal(found[slots < 0], y[slots < 0])
+    for row in range(rows):
+        alone = Adapted(made, slots[row : row + 1])
+        own = adapters.add_low_rank(y[row : row + 1].clone(), x[row : row + 1], alone)
+        assert torch.equal(own[0], found[row])
+
+
+@pytest.mark.skipif(not HAS_CPP, reason="the C++ kernels are not built")
+def test_cpp_refuses_a_slot_that_is_not_there() -> None:
+    from slipstream.kernels.cpu import adapters
+
+    made, slots = factors((5,), 3, 1, torch.float32), torch.tensor([SLOTS])
+    with pytest.raises(ValueError, match="no such slot"):
+        adapters.add_low_rank(torch.zeros(1, 5), torch.zeros(1, 3), Adapted(made, slots))
+
+
+class TestTriton:
+    pytestmark = INTERPRETED
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+    @pytest.mark.parametrize("size", SIZES if ON_GPU else SIZES[1:], ids=str)
+    def test_equals_the_reference_and_a_row_its_bits_alone(
+        self, size: tuple[int, tuple[int, ...], int, int], dtype: torch.dtype
+    ) -> None:
+        pytest.importorskip("triton", reason="it is there for Linux only")
+        from slipstream.kernels.triton import adapters
+
+        rows, ends, columns, rank = size
+        made, slots = factors(ends, columns, rank, dtype), adapters_of(rows)
+        x, y = rows_of(rows, columns, 2, dtype), rows_of(rows, ends[-1], 3, dtype)
+        found = adapters.add_low_rank(y.clone(), x, Adapted(made, slots))
+        assert_close(found, add_low_rank(y.clone(), x, Adapted(made, slots)))
+        parts = torch.stack((y.float(), torch.zeros_like(y.float())))  # still to be added up
+        summed = adapters.add_low_rank(parts, x, Adapted(made, slots)).sum(0)
+        assert_close(summed.to(dtype), found)
+        row = rows // 2
+        alone = Adapted(made, slots[row : row + 1])
+        own = adapters.add_low_rank(y[row : row + 1].clone(), x[row : row + 1], alone)
+        assert torch.equal(own[0], found[row])
+
+    def test_the_ops_of_a_layer_apply_them(self) -> None:
+        pytest.importorskip("triton", reason="it is there for Linux only")
+        from slipstream.kernels.activation import Activation
+        from slipstream.kernels.formats.dense import DenseMatrix
+        from slipstream.kernels.reference import REFERENCE
+        from slipstream.kernels.table import Norm
+        from slipstream.kernels.triton import TRITON
+
+        dtype = torch.float16
+        x, residual = rows_of(6, 24, 5, dtype), rows_of(6, 24, 6, dtype)
+        weight = DenseMatrix(rows_of(40, 24, 7, dtype) / 5)
+        norm = Norm(torch.ones(24, dtype=dtype, device=DEVICE), 1e-5)
+        adapted = Adapted(factors((20, 40), 24, 4, dtype), adapters_of(6))
+        given = x, residual, norm, weight, None
+        for ops in ("norm_linear", "norm_gated_linear"):
+            own = (Activation.SILU, adapted) if "gated" in ops else (adapted,)
+            found, expected = (getattr(it, ops)(*given, *own) for it in (TRITON, REFERENCE))
+            assert_close(found[0], expected[0], rtol=1e-2, atol=1e-2)
+            assert torch.equal(found[1], expected[1])
+            bare = getattr(TRITON, ops)(*given)[0]
+            plain = adapted.slots < 0
+            assert torch.equal(found[0][plain], bare[plain])
+            assert not torch.equal(found[0][~plain], bare[~plain])
+        made = TRITON.linear(x, weight, None, adapted)
+        made = made.sum(0).to(dtype) if made.ndim == 3 else made
+        expected = REFERENCE.linear(x, weight, None, adapted)
+        assert_close(made, expected, rtol=1e-2, atol=1e-2)

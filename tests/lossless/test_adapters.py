@@ -1,0 +1,206 @@
+"""Speculation with adapters: every text is that of the model with the adapter merged into it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream import LLM, LoRARequest, SamplingParams
+from tests.adapters import write_adapter, write_merged
+from tests.lossless.test_greedy import make_prompts, speculative_config, tokens
+from tests.padded_steps import use_padded_steps
+
+PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+RANKS, ALPHAS = (4, 7, 1, 16), (4, 7, 3, 16)
+SIZES: dict[str, Any] = {
+    "skip_tokenizer_init": True, "max_num_seqs": 6, "max_model_len": 128, "block_size": 8,
+}  # fmt: skip
+# Whose adapter each of eight prompts has; -1: nobody's.
+WHOSE = (0, 1, -1, 2, 3, 0, -1, 1)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Attributes:
+    requests: an adapter each.
+    expected: greedy text of the prompts by the adapter, from merged weights; -1: of the model.
+    """
+
+    requests: list[LoRARequest]
+    expected: Mapping[int, list[list[int]]]
+
+    def of(self, whose: int) -> LoRARequest | None:
+        return None if whose < 0 else self.requests[whose]
+
+    @property
+    def mixed(self) -> list[LoRARequest | None]:
+        return [self.of(it) for it in WHOSE]
+
+    @property
+    def mixed_texts(self) -> list[list[int]]:
+        return [self.expected[it][place] for place, it in enumerate(WHOSE)]
+
+
+@pytest.fixture(scope="module")
+def adapted(tiny_target: str, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    folder = tmp_path_factory.mktemp("adapters")
+    prompts, requests, expected = make_prompts(8), [], {}
+    for index, (rank, alpha) in enumerate(zip(RANKS, ALPHAS, strict=True)):
+        path = folder / str(index)
+        write_adapter(path, tiny_target, seed=index, rank=rank, lora_alpha=alpha)
+        requests.append(LoRARequest(f"style-{index}", index + 1, path))
+        merged = write_merged(folder / f"merged-{index}", tiny_target, path, alpha / rank)
+        expected[index] = tokens(LLM(merged, **SIZES).generate(prompts, PARAMS))
+    expected[-1] = tokens(LLM(tiny_target, **SIZES).generate(prompts, PARAMS))
+    texts = [str(it) for it in expected.values()]
+    assert len({*texts}) == len(texts), "adapters change the text"
+    return Adapted(requests, expected)
+
+
+def serving(target: str, speculative: Any = None, **options: Any) -> LLM:
+    return LLM(target, speculative_config=speculative, enable_lora=True, **{**SIZES, **options})
+
+
+@pytest.mark.parametrize(
+    ("drafter", "k", "steps", "rows", "blocks"),
+    [
+        (None, 0, "exact", 512, 400),
+        ("draft_model", 4, "padded", 512, 400),
+        ("draft_model", "auto", "exact", 24, 16),
+        ("ngram", 7, "exact", 24, 400),
+        ("suffix", 4, "padded", 24, 16),
+        ("eagle3", 4, "padded", 24, 16),
+        ("mtp", 4, "exact", 24, 400),
+        ("dflash", 7, "exact", 512, 16),
+        ("pard", 4, "exact", 512, 400),
+        ("medusa", 3, "padded", 24, 400),
+    ],
+)
+def test_four_adapters_in_a_batch_give_the_texts_of_merged_models(
+    drafter: str | None,
+    k: int | str,
+    steps: str,
+    rows: int,
+    blocks: int,
+    adapted: Adapted,
+    tiny_target: str,
+    tiny_draft: str,
+    tiny_heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In chunks, after preemptions and prefix hits, and beside requests without any."""
+    if steps == "padded":
+        use_padded_steps(monkeypatch)
+    case = {"drafter": drafter, "k": k}
+    speculative = drafter and speculative_config(case, tiny_target, tiny_draft, tiny_heads)
+    sizes = {"max_num_batched_tokens": rows, "num_kv_blocks": blocks}
+    llm, prompts = serving(tiny_target, speculative, **sizes), make_prompts(8)
+    num_preempted = 0
+    for again in (False, True):
+        outputs = llm.generate(prompts, PARAMS, adapted.mixed)
+        assert tokens(outputs) == adapted.mixed_texts
+        num_preempted += sum(it.metrics.num_preemptions for it in outputs)
+        if again and blocks == 400:
+            assert all(it.metrics.num_cached_tokens for it in outputs)
+    assert (num_preempted > 0) == (blocks == 16)
+    if drafter is not None:
+        assert llm.metrics.speculation.num_accepted_tokens > 0
+
+
+def test_prefixes_are_shared_within_an_adapter_alone(adapted: Adapted, tiny_target: str) -> None:
+    llm, prompts = serving(tiny_target, num_kv_blocks=400), make_prompts(8)
+    for whose in (0, 1, -1, 0, 1, -1):
+        output = llm.generate(prompts[3], PARAMS, adapted.of(whose))[0]
+        assert list(output.outputs[0].token_ids) == adapted.expected[whose][3]
+    hits = [
+        llm.generate(prompts[3], PARAMS, adapted.of(it))[0].metrics.num_cached_tokens
+        for it in (0, 1, 2, 3, -1)
+    ]
+    assert [bool(it) for it in hits] == [True, True, False, False, True]
+
+
+def test_more_adapters_than_slots_take_turns(adapted: Adapted, tiny_target: str) -> None:
+    llm = serving(tiny_target, num_kv_blocks=400, max_loras=2)
+    for _ in range(2):
+        outputs = llm.generate(make_prompts(8), PARAMS, adapted.mixed)
+        assert tokens(outputs) == adapted.mixed_texts
+    llm.engine.scheduler.check_invariants()
+
+
+def test_a_text_and_its_numbers_do_not_depend_on_the_adapters_beside_it(
+    adapted: Adapted, tiny_target: str, tiny_draft: str
+) -> None:
+    """To the bit where the C++ kernels serve, with a seed as well."""
+    speculative = {"model": tiny_draft, "num_speculative_tokens": 3}
+    llm = serving(tiny_target, speculative, dtype="bfloat16", num_kv_blocks=400)
+    if not llm.engine.resolved.reasons or "cpu" not in _backend():
+        pytest.skip("plain torch promises no bits")
+    prompts = make_prompts(8)
+    params = [
+        SamplingParams(temperature=place % 2, seed=place, max_tokens=12, logprobs=0)
+        for place in range(8)
+    ]
+    together = llm.generate(prompts, params, adapted.mixed)
+    for place, prompt in enumerate(prompts):
+        llm.engine.reset_prefix_cache()
+        [alone] = llm.generate(prompt, params[place], adapted.mixed[place])
+        assert alone.outputs[0].token_ids == together[place].outputs[0].token_ids
+        assert alone.outputs[0].logprobs == together[place].outputs[0].logprobs
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_adapters_over_rounded_weights(
+    quantization: str, adapted: Adapted, tiny_target: str, tiny_draft: str
+) -> None:
+    prompts, texts = make_prompts(8), []
+    for speculative in (None, {"model": tiny_draft, "num_speculative_tokens": 4}):
+        llm = serving(tiny_target, speculative, quantization=quantization, num_kv_blocks=400)
+        texts.append(tokens(llm.generate(prompts, PARAMS, adapted.mixed)))
+    assert texts[0] == texts[1]
+    bare = tokens(llm.generate(prompts, PARAMS))
+    pairs = zip(WHOSE, bare, texts[0], strict=True)
+    assert all((one == other) == (whose < 0) for whose, one, other in pairs)
+
+
+def test_acceptance_is_counted_for_each_adapter(
+    adapted: Adapted, tiny_target: str, tiny_draft: str
+) -> None:
+    llm = serving(tiny_target, {"model": tiny_draft, "num_speculative_tokens": 4})
+    outputs = llm.generate(make_prompts(8), PARAMS, adapted.mixed)
+    assert llm.metrics.adapters.keys() == {it.lora_name for it in adapted.requests}
+    for index, request in enumerate(adapted.requests):
+        own = [it.metrics for it, whose in zip(outputs, WHOSE, strict=True) if whose == index]
+        counted = llm.metrics.adapters[request.lora_name]
+        assert counted.num_drafts == sum(it.num_drafts for it in own) > 0
+        assert counted.num_accepted_tokens == sum(it.num_accepted_tokens for it in own)
+
+
+def _backend() -> str:
+    import torch
+
+    from slipstream.kernels.registry import kernels_for
+
+    return kernels_for(torch.device("cpu")).network.backend
+
+
+def test_what_is_asked_for_wrongly_is_refused(adapted: Adapted, tiny_target: str) -> None:
+    from slipstream import UsageError
+
+    llm, prompts = serving(tiny_target, num_kv_blocks=400), make_prompts(2)
+    with pytest.raises(UsageError, match="1 lora_requests were given for 2 prompts"):
+        llm.generate(prompts, PARAMS, [adapted.of(0)])
+    llm.generate(prompts, PARAMS, adapted.of(0))
+    other = LoRARequest("other", 1, adapted.requests[1].lora_path)
+    with pytest.raises(UsageError, match="lora_int_id 1 is that of 'style-0'"):
+        llm.generate(prompts, PARAMS, other)
+    with pytest.raises(UsageError, match="there is an adapter 'style-0' already"):
+        llm.generate(prompts, PARAMS, LoRARequest("style-0", 9, other.lora_path))
+    with pytest.raises(UsageError, match="must be a LoRARequest"):
+        llm.generate(prompts, PARAMS, "style-0")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="lora_int_id must be an integer of at least 1"):
+        LoRARequest("a", 0, Path("a"))
+    bare = LLM(tiny_target, num_kv_blocks=400, **SIZES)
+    with pytest.raises(UsageError, match=r"start it with enable_lora \(--enable-lora\)"):
+        bare.generate(prompts, PARAMS, adapted.of(0))
