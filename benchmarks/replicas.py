@@ -40,17 +40,18 @@ class Server:
     process: subprocess.Popen[str]
     url: str
 
-    def replicas(self) -> list[int]:
-        """The replicas' processes."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                named = (folder / "cmdline").read_bytes().startswith(b"ray::ServeReplica")
-                if named and MARK.encode() in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
-            except OSError:
-                continue
-        return found
+
+def replicas() -> list[int]:
+    """The processes of replicas that this program has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            named = (folder / "cmdline").read_bytes().startswith(b"ray::ServeReplica")
+            if named and MARK.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
 
 
 @contextmanager
@@ -211,10 +212,10 @@ async def killed(server: Server, number: int) -> None:
     load = asyncio.create_task(converse(server, number, tally, seed=2))
     while sum(tally.ends.values()) < number:
         await asyncio.sleep(0.02)
-    victim = server.replicas()[0]
+    victim = replicas()[0]
     os.kill(victim, signal.SIGKILL)
     began = perf_counter()
-    while victim in server.replicas() or await ready(server) < size:
+    while victim in replicas() or await ready(server) < size:
         await asyncio.sleep(0.1)
     back = perf_counter() - began
     await load
@@ -224,7 +225,7 @@ async def killed(server: Server, number: int) -> None:
 async def update(server: Server, number: int) -> None:
     """Replace all replicas while requests run, until `number` of them are answered."""
     tally, source = Tally(), random.Random(3)
-    before, old = {*server.replicas()}, Counter[str]()
+    before, old = {*replicas()}, Counter[str]()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         server.process.send_signal(signal.SIGHUP)
         began, replaced = perf_counter(), 0.0
@@ -235,7 +236,7 @@ async def update(server: Server, number: int) -> None:
 
         while sum(tally.ends.values()) < number or not replaced:
             await at_once([run] * 100, CONCURRENCY)
-            if not replaced and not before & {*server.replicas()}:
+            if not replaced and not before & {*replicas()}:
                 replaced, old = perf_counter() - began, tally.ends.copy()
     print(
         f"rolling update: {dict(tally.ends)}, of them {sum(old.values())} in the {replaced:.1f} s "

@@ -1,16 +1,18 @@
 """Hours of a served demo among clients that misbehave, signals, jumps of the clock and a full disk.
 
-    python -m benchmarks.soak --minutes 30 [--seed 1] [--kill] [--faketime LIBRARY] [--output FILE]
+    python -m benchmarks.soak --minutes 30 [--seed 1] [--kill] [--replicas N] [--faketime LIBRARY]
 
 Honest clients ask the four protocols without pause, and every text is compared with that of a
 server without a drafter. Beside them others leave anywhere, read in sips, send hostile bodies and
 half requests, and the server is stopped and continued (SIGSTOP); its log goes to a full disk.
 With --kill it is killed or drained and started again, too, and what was under way must be reported
-to its client as broken. With the library of Debian's package `faketime` its clock of the day jumps
-by hours. A run fails (exit code 1) when a text differs, a request has neither an answer nor a
-refusal, the server ends by itself, a request or block is held at the end, or memory of a server
-that was never killed grows by 3 percent or more after its first ten minutes (a third of shorter
-runs). The last line is one JSON document; a seed repeats the choices, not their timing.
+to its client as broken. With --replicas N there are so many behind the front, and it is they that
+are stopped, killed and replaced (a rolling update). With the library of Debian's package `faketime`
+its clock of the day jumps by hours. A run fails (exit code 1) when a text differs, a request has
+neither an answer nor a refusal, the server ends by itself, a request or block is held at the end,
+or memory of a server that was never killed grows by 3 percent or more after its first ten minutes
+(a third of shorter runs). The last line is one JSON document; a seed repeats the choices, not
+their timing.
 """
 
 import argparse
@@ -19,12 +21,7 @@ import itertools
 import json
 import os
 import random
-import resource
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -37,78 +34,13 @@ from typing import Any
 import aiohttp
 
 from benchmarks.hostile_bodies import hostile_bodies
-from benchmarks.soak_clients import HOST, BrokenError, Mischief, RefusalError, ask, honest_bodies
+from benchmarks.soak_clients import BrokenError, Mischief, RefusalError, ask, honest_bodies
+from benchmarks.soak_servers import Deployment, Server, Single
 
-LOG_BYTES = 64 << 10  # a server's files may grow to; the demo's log is longer in a minute
 CLIENTS = 6
 MOST_GROWTH = 0.03
 WARM_SECONDS = 600.0
 _HOURS = (-24, -1, 0, 1, 24 * 365)
-
-
-class Process:
-    """`slipstream serve demo` on a port that stays when it is started again."""
-
-    def __init__(self, options: list[str], environment: dict[str, str] | None = None) -> None:
-        # Python takes a file of bytecode that a full disk has cut for a whole one.
-        fixed = {"PYTHONDONTWRITEBYTECODE": "1"}
-        self._options = options
-        self._environment = {**os.environ, **(environment or {}), **fixed}
-        with socket.socket() as free:
-            free.bind((HOST, 0))
-            self.port = int(free.getsockname()[1])
-        self.generation = 0
-        self.start()
-
-    @property
-    def base(self) -> str:
-        return f"http://{HOST}:{self.port}"
-
-    def start(self) -> None:
-        """Start it; `ready` tells when it answers."""
-        self.generation += 1
-        command = [sys.executable, "-m", "slipstream", "serve", "demo", "--threads", "1"]
-        with tempfile.TemporaryFile() as log:
-            self._process = subprocess.Popen(
-                [*command, "--port", str(self.port), *self._options],
-                stdout=log, stderr=log, env=self._environment, preexec_fn=_fill_disk_soon,
-            )  # fmt: skip
-
-    async def ready(self) -> None:
-        """Wait for /health.
-
-        Raises:
-            RuntimeError: it ended, or did not answer within two minutes.
-        """
-        began = monotonic()
-        async with aiohttp.ClientSession() as session:
-            while self._process.poll() is None and monotonic() < began + 120:
-                try:
-                    async with session.get(f"{self.base}/health") as answer:
-                        if answer.status == 200:
-                            return
-                except aiohttp.ClientError:
-                    await asyncio.sleep(0.2)
-        raise RuntimeError(f"the server is not there (exit code {self._process.poll()})")
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is gone without having been asked to go."""
-        return self._process.poll() is not None
-
-    @property
-    def resident(self) -> int:
-        """Bytes of memory."""
-        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-
-    def send(self, number: int) -> None:
-        """Send a signal."""
-        self._process.send_signal(number)
-
-    async def wait(self) -> int:
-        """Its exit code."""
-        return await asyncio.to_thread(self._process.wait, 60)
 
 
 @dataclass
@@ -131,7 +63,7 @@ class Findings:
 class Soak:
     """One run: honest clients, mischief and signals beside one another, until time is up."""
 
-    def __init__(self, server: Process, texts: dict[str, str], options: argparse.Namespace) -> None:
+    def __init__(self, server: Server, texts: dict[str, str], options: argparse.Namespace) -> None:
         self._server, self._texts, self._options = server, texts, options
         self._chance = random.Random(options.seed)
         self._mischief = Mischief(server.port, random.Random(options.seed + 1))
@@ -186,7 +118,9 @@ class Soak:
         if self._options.faketime:
             deeds.append(self._jump)
         if self._options.kill:
-            deeds.append(self._restart)
+            deeds += (
+                [self._kill_replica, self._update] if self._options.replicas else [self._restart]
+            )
         while monotonic() < end and await self._tried(self._chance.choice(deeds)):
             await asyncio.sleep(self._chance.random() * 0.4)
 
@@ -208,14 +142,29 @@ class Soak:
 
     async def _pause(self) -> None:
         self._mischief.counts["SIGSTOP"] += 1
-        self._server.send(signal.SIGSTOP)
-        await asyncio.sleep(self._chance.choice([0.2, 1, 3]))
-        self._server.send(signal.SIGCONT)
+        for stopped in self._chance.sample(self._server.workers(), 1):
+            os.kill(stopped, signal.SIGSTOP)
+            await asyncio.sleep(self._chance.choice([0.2, 1, 3]))
+            os.kill(stopped, signal.SIGCONT)
 
     async def _jump(self) -> None:
         self._mischief.counts["jumps of the clock"] += 1
         hours = self._chance.choice(_HOURS)
         clock_file(self._options.seed).write_text(f"{3600 * hours:+d}")
+
+    async def _kill_replica(self) -> None:
+        """Kill one where there are as many as there are to be."""
+        workers = self._server.workers()
+        if len(workers) >= self._options.replicas:
+            self._mischief.counts["replicas killed"] += 1
+            self._away = monotonic() + 5
+            os.kill(self._chance.choice(workers), signal.SIGKILL)
+
+    async def _update(self) -> None:
+        if len(self._server.workers()) == self._options.replicas:
+            self._mischief.counts["rolling updates"] += 1
+            self._server.send(signal.SIGHUP)
+            await asyncio.sleep(20)
 
     async def _restart(self) -> None:
         kind = self._chance.choice([signal.SIGKILL, signal.SIGTERM])
@@ -280,11 +229,6 @@ class Soak:
         }
 
 
-def _fill_disk_soon() -> None:
-    """In the server's process: files cannot grow beyond a few lines, as if the disk were full."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LOG_BYTES, LOG_BYTES))
-
-
 def clock_file(seed: int) -> Path:
     """Where the library of faketime reads the shift of the clock, in seconds."""
     return Path(f"/tmp/slipstream-soak-clock-{os.getpid()}-{seed}")
@@ -296,7 +240,7 @@ def _key(path: str, body: dict[str, Any]) -> str:
 
 async def plain_texts() -> dict[str, str]:
     """The answers of a server without a drafter, one at a time."""
-    server = Process(["--no-speculation"])
+    server = Single(["--no-speculation"])
     try:
         await server.ready()
         async with aiohttp.ClientSession() as session:
@@ -327,7 +271,12 @@ def _fake_clock(options: argparse.Namespace) -> dict[str, str]:
 async def _main(options: argparse.Namespace) -> int:
     texts = await plain_texts()
     # A small cache, so that requests are preempted, too; memory counts once it was written to.
-    server = Process(["--num-kv-blocks", "400", "--max-num-seqs", "8"], _fake_clock(options))
+    small = ["--num-kv-blocks", "400", "--max-num-seqs", "8"]
+    server = (
+        Deployment(["--replicas", str(options.replicas), *small])
+        if options.replicas
+        else Single(small, _fake_clock(options))
+    )
     try:
         await server.ready()
         soak = Soak(server, texts, options)
@@ -354,6 +303,7 @@ def main() -> None:
     cli.add_argument("--minutes", type=float, default=30.0)
     cli.add_argument("--seed", type=int, default=0)
     cli.add_argument("--kill", action="store_true", help="kill and drain the server, too")
+    cli.add_argument("--replicas", type=int, help="serve by so many; --kill: kill and update them")
     cli.add_argument("--faketime", metavar="LIBRARY", help="libfaketime.so.1")
     cli.add_argument("--output", type=Path)
     raise SystemExit(asyncio.run(_main(cli.parse_args())))
