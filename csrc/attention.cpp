@@ -164,6 +164,12 @@ class AttentionPass {
         rows_.tree_ancestors = long_numbers(*tree_ancestors, rows_.num_rows, "tree ancestors");
     }
 
+    // Rows see tokens behind their own, up to these [T]; before `set_windowed`.
+    void set_last_seen(const Array& last_seen) {
+        rows_.last_seen = long_numbers(last_seen, rows_.num_rows, "last_seen");
+        last_seen_ = last_seen;
+    }
+
     // Layers with a window have other tables [R, blocks] and slots [T].
     void set_windowed(const Array& block_tables, const Array& slots) {
         require(block_tables.ndim() == 2 && axis(block_tables, 0) >= rows_.num_requests,
@@ -202,7 +208,7 @@ class AttentionPass {
 
   private:
     Array kept_[14];
-    Optional tree_[3];
+    Optional tree_[3], last_seen_;
     AttentionRows rows_{}, windowed_{};
     StateRows states_{};
 };
@@ -282,6 +288,7 @@ void bind_attention(nb::module_& module) {
         .def("set_states", &AttentionPass::set_states, nb::arg("slots"), nb::arg("num_known"),
              nb::arg("pending"), nb::arg("save_at"), nb::arg("saved"))
         .def("set_adapters", &AttentionPass::set_adapters, nb::arg("adapters"))
+        .def("set_last_seen", &AttentionPass::set_last_seen, nb::arg("last_seen"))
         .def("set_windowed", &AttentionPass::set_windowed, nb::arg("block_tables"),
              nb::arg("slots"));
     module.def("attend", run_attend, nb::arg("layer"), nb::arg("rows"), nb::arg("qkv"),

@@ -56,6 +56,7 @@ struct AttentionRows {
     bool causal;
     // Of passes with trees, all three; else null: [num_requests], [num_rows], [num_rows].
     const int64_t *tree_starts, *tree_tokens, *tree_ancestors;
+    const int64_t* last_seen;  // [num_rows]: up to this token a row sees in any case; or null
     // The rows as layers with a window find them, where those have blocks of their own; else null.
     const AttentionRows* windowed;
     const StateRows* states;  // of layers with states; else null

@@ -28,7 +28,8 @@ inline Span seen_by(const AttentionCall& call, int64_t request, int64_t row) {
     Span span = {rows.first_seen > 0 ? rows.first_seen : 0, context_of(call, request)};
     const int64_t position = rows.places[row], window = call.shape->window;
     if (window > 0 && span.first < position - window + 1) span.first = position - window + 1;
-    const int64_t own = rows.tree_tokens ? rows.tree_tokens[row] : position;
+    int64_t own = rows.tree_tokens ? rows.tree_tokens[row] : position;
+    if (rows.last_seen && rows.last_seen[row] > own) own = rows.last_seen[row];
     if ((rows.causal || rows.tree_tokens) && span.end > own + 1) span.end = own + 1;
     if (span.end < span.first) span.end = span.first;
     return span;

@@ -26,7 +26,7 @@ void check(const DeltaCall& call) {
         require(states.slots[i] >= 0 && states.slots[i] < cache.num_slots, "slots: out of range");
         require(known >= 0 && known <= given, "num_known: more than the rows");
         require(pending >= 0 && pending <= cache.most_drafted, "pending: more than are kept");
-        const int64_t start = rows.positions[rows.query_start[i]];
+        const int64_t start = rows.places[rows.query_start[i]];
         const int64_t save_at = states.save_at[i];
         const bool saves = save_at > start - pending && save_at <= start + known;
         require(!saves || (states.saved[i] >= 0 && states.saved[i] < cache.num_places),

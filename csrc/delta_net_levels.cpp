@@ -126,7 +126,7 @@ class Request {
         num_rows_ = given ? pending_ + given : 0;
         taken_ = pending_ + states.num_known[request];
         if (!given) return;
-        save_ = states.save_at[request] - (call.rows->positions[first_] - pending_);
+        save_ = states.save_at[request] - (call.rows->places[first_] - pending_);
         if (save_ > taken_) save_ = 0;
     }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from slipstream.cache.block_pool import BlockPool
 from slipstream.cache.state_places import NO_PLACE, StatePlaces
 from slipstream.cache.window_blocks import WindowBlocks
+from slipstream.core.spans import Span, content_beside
 
 
 @dataclass(slots=True, eq=False)
@@ -117,8 +118,10 @@ class BlockManager:
         """Leading tokens in blocks that are never written again while the request lives."""
         return self._tables[request_id].num_final * self.block_size
 
-    def match_prefix(self, namespace: str, token_ids: Sequence[int]) -> list[int]:
-        """The longest chain of indexed blocks that these tokens begin with.
+    def match_prefix(
+        self, namespace: str, token_ids: Sequence[int], spans: Sequence[Span] = ()
+    ) -> list[int]:
+        """The longest chain of indexed blocks that these tokens, with these spans, begin with.
 
         One token at least is left over, since a request needs a row to predict from. Changes
         nothing: the blocks are only safe once `admit` has taken them.
@@ -129,7 +132,7 @@ class BlockManager:
         index = self._pool.index
         digest = index.root(namespace)
         for number in range((len(token_ids) - 1) // self.block_size):
-            digest = index.child(digest, self._content(token_ids, number))
+            digest = self._child(digest, token_ids, spans, number)
             block = index.block_of(digest)
             if block is None:
                 break
@@ -228,7 +231,12 @@ class BlockManager:
             self._window.slide(request_id, num_computed)
 
     def index(
-        self, request_id: str, namespace: str, token_ids: Sequence[int], num_tokens: int
+        self,
+        request_id: str,
+        namespace: str,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        spans: Sequence[Span] = (),
     ) -> None:
         """Enter the full blocks among the first `num_tokens` tokens into the prefix index.
 
@@ -244,7 +252,7 @@ class BlockManager:
         assert num_full <= len(table.blocks), f"{request_id}: tokens without a block"
         for number in range(table.num_final, num_full):
             parent = table.digests[-1] if number else self._pool.index.root(namespace)
-            digest = self._pool.index.child(parent, self._content(token_ids, number))
+            digest = self._child(parent, token_ids, spans, number)
             self._pool.index.add(digest, table.blocks[number])
             if self._window is not None:
                 self._window.add_to_index(request_id, number, digest)
@@ -313,9 +321,13 @@ class BlockManager:
         for block in table.blocks[table.num_final :]:
             self._pool.check_owned(block)  # it will still be written
 
-    def _content(self, token_ids: Sequence[int], number: int) -> Sequence[int]:
-        """The tokens of one full block."""
-        return token_ids[number * self.block_size : (number + 1) * self.block_size]
+    def _child(
+        self, parent: bytes, token_ids: Sequence[int], spans: Sequence[Span], number: int
+    ) -> bytes:
+        """The digest of one full block behind the prefix `parent`."""
+        first, end = number * self.block_size, (number + 1) * self.block_size
+        beside = content_beside(spans, first, end) if spans else b""
+        return self._pool.index.child(parent, token_ids[first:end], beside)
 
     def _digests(self, blocks: Sequence[int]) -> list[bytes]:
         """The content of indexed blocks."""

@@ -32,9 +32,14 @@ class PrefixIndex:
         return blake2b(namespace.encode(), digest_size=DIGEST_BYTES, person=_ROOT).digest()
 
     @staticmethod
-    def child(parent: bytes, token_ids: Sequence[int]) -> bytes:
-        """The digest of the block that holds `token_ids` behind the prefix `parent`."""
-        content = parent + struct.pack(f"<{len(token_ids)}I", *token_ids)
+    def child(parent: bytes, token_ids: Sequence[int], beside: bytes = b"") -> bytes:
+        """The digest of the block that holds `token_ids` behind the prefix `parent`.
+
+        Args:
+            beside: see `content_beside`; blocks of one index have equally many tokens, so it cannot
+                be taken for some of them.
+        """
+        content = parent + struct.pack(f"<{len(token_ids)}I", *token_ids) + beside
         return blake2b(content, digest_size=DIGEST_BYTES, person=_BLOCK).digest()
 
     def add(self, digest: bytes, block: int) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -33,6 +33,8 @@ from slipstream.core.outputs import CompletionOutput
 from slipstream.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from slipstream.engine.llm import LLM
 
 _SAMPLING = SamplingParams(temperature=0.7, max_tokens=512)
@@ -53,6 +55,7 @@ class ChatFlags:
         "A chat template in place of the checkpoint's: a file, or the text of one.",
         metavar="<file>",
     )
+    image: str | None = flag(None, "An image that the first message comes with.", metavar="<file>")
 
 
 def chat(
@@ -74,7 +77,8 @@ def chat(
         _require_template(engine)
     llm, _ = open_llm(drafter.apply(engine), run.verbose)
     sampling = with_defaults(llm, sampling, given)
-    conversation = Conversation(llm, sampling, flags.system, template)
+    image = None if flags.image is None else open_image(Path(flags.image))
+    conversation = Conversation(llm, sampling, flags.system, template, image)
     if stdin_is_piped() or not _is_terminal():
         _answer_lines(conversation, sampling)
     else:
@@ -99,10 +103,12 @@ class Conversation:
         params: SamplingParams,
         system: str | None,
         template: str | None = None,
+        image: "Image | None" = None,
     ) -> None:
         from slipstream.models.chat_template import ChatTemplate
 
         self._llm, self._params, self._system, self._template = llm, params, system, template
+        self._image = image
         found = ChatTemplate(llm.tokenizer, template)
         if not found.exists:
             raise _no_template(llm.tokenizer.path)
@@ -113,7 +119,7 @@ class Conversation:
 
     def clear(self) -> None:
         """Forget everything but the system prompt."""
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
         if self._system is not None:
             self.messages.append({"role": "system", "content": self._system})
 
@@ -123,7 +129,13 @@ class Conversation:
         Raises:
             UsageError: the conversation no longer fits the model; this message is dropped.
         """
-        self.messages.append({"role": "user", "content": text})
+        content: str | list[dict[str, Any]] = text
+        if self._image is not None and not any(it["role"] == "user" for it in self.messages):
+            content = [
+                {"type": "image_pil", "image_pil": self._image},
+                {"type": "text", "text": text},
+            ]
+        self.messages.append({"role": "user", "content": content})
         meter = Meter(self._llm)
         try:
             answer = self._answer(view, meter)
@@ -234,6 +246,18 @@ def _answer_lines(conversation: Conversation, params: SamplingParams) -> None:
             errors.print(status.summary(), style=QUIET_STYLE, soft_wrap=True)
     if refused:
         raise typer.Exit(WRONG_USAGE)
+
+
+def open_image(file: Path) -> "Image":
+    """The image in a file."""
+    from slipstream.engine.media import decode
+
+    try:
+        return decode(file.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from error
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from error
 
 
 def _is_terminal() -> bool:

@@ -15,15 +15,17 @@ from slipstream.core.errors import UsageError
 from slipstream.core.flags import parse_object
 
 _DECLARED: Final = """
-    allow-credentials allowed-headers allowed-methods allowed-origins api-key async-scheduling
+    allow-credentials allowed-headers allowed-local-media-path allowed-media-domains
+    allowed-methods allowed-origins api-key async-scheduling
     attention-backend block-size chat-template chat-template-content-format compilation-config
     config-format cudagraph-capture-sizes data-parallel-size default-chat-template-kwargs
     disable-fastapi-docs disable-log-stats disable-uvicorn-access-log download-dir dtype
     enable-chunked-prefill enable-force-include-usage enable-log-outputs enable-log-requests
     enable-lora enable-prefix-caching enforce-eager generation-config gpu-memory-utilization
-    hf-config-path hf-overrides hf-token host kv-cache-dtype kv-cache-memory-bytes load-format
-    log-config-file logprobs-mode lora-modules max-cudagraph-capture-size max-log-len max-logprobs
-    max-lora-rank max-loras max-model-len
+    hf-config-path hf-overrides hf-token host kv-cache-dtype kv-cache-memory-bytes
+    limit-mm-per-prompt load-format log-config-file logprobs-mode lora-modules
+    max-cudagraph-capture-size max-log-len max-logprobs max-lora-rank max-loras max-model-len
+    mm-processor-cache-gb mm-processor-kwargs
     max-num-batched-tokens max-num-seqs num-gpu-blocks-override optimization-level
     override-generation-config port prefix-caching-hash-algo profiler-config quantization
     reasoning-parser response-role return-tokens-as-token-ids revision root-path

@@ -21,15 +21,13 @@ REFUSED: Final[Mapping[str, str]] = {
         default-mm-loras enable-mixed-moe-lora-format! enable-moe-shared-loras!
         enable-tower-connector-lora! fully-sharded-loras! lora-dtype lora-target-modules
         max-cpu-loras specialize-active-lora!""",
-    "models read text only, so there is nothing to set about images, audio and video; leave it "
-    "out": """
-        allowed-local-media-path allowed-media-domains disable-chunked-mm-input! ec-transfer-config
-        enable-mm-embeds! interleave-mm-strings! limit-mm-per-prompt media-io-kwargs
-        mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
+    "images are read beside the engine, neither video nor audio is read, and there is nothing to "
+    "set about how; leave it out": """
+        disable-chunked-mm-input! ec-transfer-config enable-mm-embeds! interleave-mm-strings!
+        media-io-kwargs mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
         mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path mm-encoder-only!
-        mm-encoder-tp-mode mm-ipc-gpu-memory-gb mm-processor-cache-gb mm-processor-cache-type
-        mm-processor-kwargs mm-shm-cache-max-object-size-mb mm-tensor-ipc skip-mm-profiling!
-        video-pruning-rate""",
+        mm-encoder-tp-mode mm-ipc-gpu-memory-gb mm-processor-cache-type
+        mm-shm-cache-max-object-size-mb mm-tensor-ipc skip-mm-profiling! video-pruning-rate""",
     ONE_GPU: """
         all2all-backend cp-kv-cache-interleave-size cpu-distributed-timeout-seconds
         data-parallel-address data-parallel-backend data-parallel-external-lb!

@@ -12,6 +12,7 @@ from slipstream.core.flags import (
     parse_count,
     parse_integers,
     parse_object,
+    parse_words,
 )
 
 QUANTIZATIONS = (
@@ -31,7 +32,11 @@ STORED_QUANTIZATIONS = (
     *("modelopt", "modelopt_fp4", "quark"),
 )
 _OTHER_NAMES = {"w8a8": "int8-dynamic"}
-_OBJECTS = ("hf_overrides", "rope_scaling", "override_generation_config", "compilation_config")
+_OBJECTS = (
+    *("hf_overrides", "rope_scaling", "override_generation_config", "compilation_config"),
+    *("limit_mm_per_prompt", "mm_processor_kwargs"),
+)
+DEFAULT_IMAGES = 16
 SpeculativeConfig = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
@@ -165,6 +170,32 @@ class EngineConfig:
     )
     hf_token: str | None = flag(
         None, "Access token for the hub. [that of `hf auth login`]", metavar="<token>"
+    )
+    limit_mm_per_prompt: Mapping[str, Any] | None = flag(
+        None,
+        "Most images of a prompt: '{\"image\": 4}'; 0 loads nothing that reads images. [16]",
+        metavar="<json>",
+        parse=parse_object,
+    )
+    mm_processor_kwargs: Mapping[str, Any] | None = flag(
+        None,
+        "Settings in place of those of the model's image processor: "
+        '\'{"size": {"longest_edge": 1000000, "shortest_edge": 65536}}\'',
+        metavar="<json>",
+        parse=parse_object,
+    )
+    mm_processor_cache_gb: float = flag(
+        1.0, "Memory for what was read of the latest images, in GiB.", at_least=0
+    )
+    allowed_local_media_path: str | None = flag(
+        None, "Folder whose images requests may name by file: URLs. [none]", metavar="<folder>"
+    )
+    allowed_media_domains: tuple[str, ...] = flag(
+        (),
+        "Hosts that images may be fetched from, with commas between them; never those of private "
+        "networks. [none]",
+        metavar="<hosts>",
+        parse=parse_words,
     )
     enforce_eager: bool | None = flag(None, "Do not capture CUDA graphs.")
     block_size: int = flag(16, "Tokens per block of the KV cache.", at_least=1)
@@ -308,6 +339,7 @@ class EngineConfig:
                 raise UsageError(f"{name} must be a mapping such as {{'key': 1}}, or None")
         self._take_compilation()
         self._take_rope()
+        self._check_images()
         if self.kv_cache_memory is not None and self.num_kv_blocks is not None:
             raise UsageError("give kv_cache_memory or num_kv_blocks, not both")
         rows = self.max_num_batched_tokens
@@ -327,6 +359,29 @@ class EngineConfig:
                 "speculative_config must be a mapping such as "
                 '{"model": "...", "num_speculative_tokens": 4}, or None'
             )
+
+    def _check_images(self) -> None:
+        limits = self.limit_mm_per_prompt or {}
+        if others := {name for name, most in limits.items() if name != "image" and most}:
+            raise UsageError(
+                f"limit_mm_per_prompt: {', '.join(sorted(others))} is not read by any model here; "
+                "leave it out, or give 0"
+            )
+        if type(self.max_images) is not int or self.max_images < 0:
+            raise UsageError(
+                f'limit_mm_per_prompt must be like {{"image": 4}}, not {dict(limits)!r}'
+            )
+
+        domains: Any = self.allowed_media_domains
+        if not isinstance(domains, list | tuple) or not all(isinstance(it, str) for it in domains):
+            raise UsageError(f"allowed_media_domains must be a list of hosts, not {domains!r}")
+        self._set("allowed_media_domains", tuple(it.lower() for it in domains))
+
+    @property
+    def max_images(self) -> int:
+        """Most images of a prompt."""
+        most: int = (self.limit_mm_per_prompt or {}).get("image", DEFAULT_IMAGES)
+        return most
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen for everybody else

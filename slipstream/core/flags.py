@@ -185,6 +185,14 @@ def parse_object(name: str, text: str) -> dict[str, Any] | None:
     return value
 
 
+def parse_words(name: str, text: str) -> tuple[str, ...]:
+    """Read words such as "a,b"."""
+    words = tuple(word.strip() for word in text.split(","))
+    if not all(words):
+        raise UsageError(f"{name} takes words with commas between them, not {text!r}")
+    return words
+
+
 def parse_integers(name: str, text: str) -> tuple[int, ...]:
     """Read integers such as "2,18,33"."""
     return _numbers(name, text, int)

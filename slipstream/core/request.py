@@ -6,6 +6,7 @@ from enum import Enum
 
 from slipstream.core.adapters import NamedAdapter
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.spans import Span
 from slipstream.core.structured import Guide
 from slipstream.core.verification import Verification
 
@@ -56,6 +57,7 @@ class Request:
         priority: of two requests the one with the smaller number goes first, whenever it came.
         cache_salt: blocks are shared with requests of the same salt alone.
         adapter: that all its tokens pass; None: the model as it is.
+        spans: images in the prompt, in order.
         bad_words: token sequences that are never completed (from `params.bad_words`).
         guide: takes in every token of the output, where it has to follow a grammar.
         verification: how its drafts are judged.
@@ -75,6 +77,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     adapter: NamedAdapter | None = None
+    spans: Sequence[Span] = ()
     num_prompt_tokens: int = field(init=False)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None

@@ -23,12 +23,16 @@ from slipstream.engine.drafting.policy import AdaptivePolicy, captured_widths
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.guidance import Guidance
+from slipstream.engine.image_loading import choose_family, image_reader, least_rows
+from slipstream.engine.images import ImageReader, NoImages
 from slipstream.engine.logprobs import LogprobReader
+from slipstream.engine.media import MediaReader
 from slipstream.engine.named_target import with_named_target
 from slipstream.engine.ranks.leader import start_ranks
 from slipstream.engine.ranks.ranks import ALONE, Ranks
 from slipstream.engine.resolve import (
     Resolved,
+    max_batched_tokens,
     require_precision,
     require_stored_precision,
     resolve,
@@ -189,15 +193,29 @@ def _load(
         checkpoint.path, shape.vocab_size, beside, config.max_num_seqs, checkpoint.replaced
     )
     speculation = load_drafter(config.drafter_options, target)
-    network = load_decoder(checkpoint, options)
+    family = None  # several ranks read text only
+    if ranks.share.size == 1:
+        family = choose_family(config, checkpoint, device, reasons)
+    if family is not None:
+        shape = replace(shape, num_added_layers=family.num_added_layers)
+        if config.max_num_batched_tokens is None and family.is_whole:
+            rows = max(max_batched_tokens(config, device)[0], least_rows(config, family))
+            config = replace(config, max_num_batched_tokens=rows)
+        if family.several_axes:
+            # Rows of a pass, and a token that is read again of each request.
+            rows = max_batched_tokens(config, device)[0] + config.max_num_seqs
+            options = replace(options, num_composed=rows)
+    network = load_decoder(checkpoint, options, shape)
     if network.adapters is not None:
         _tell_adapters(network.adapters, reasons)
+    tower = None if family is None else family.load(dtype, device)
     eos = _eos_token_ids(checkpoint, tokenizer)
     resolved = resolve(config, shape, eos, dtype, device, speculation, reasons, ranks.share)
     resolved = replace(resolved, sampling_defaults=defaults)
     drafter = speculation.drafter
     _require_attention(drafter)
-    return assemble(resolved, config, network, drafter, tokenizer, progress_bar, ranks)
+    images = image_reader(config, resolved, family, tower, tokenizer)
+    return assemble(resolved, config, network, drafter, tokenizer, progress_bar, ranks, images)
 
 
 def _replaced(config: EngineConfig) -> Replaced:
@@ -218,18 +236,21 @@ def assemble(
     tokenizer: Tokenizer | None,
     progress_bar: ProgressBar = no_progress_bar,
     ranks: Ranks = ALONE,
+    images: ImageReader = NoImages(),  # noqa: B008
 ) -> Engine:
     """The engine around loaded models."""
     limits, device, shape = resolved.limits, resolved.device, network.config
     size, windowed = config.block_size, resolved.num_window_blocks > 0
-    state = DeviceState(limits.max_num_seqs, limits.max_model_len, size, device, windowed)
+    axes = network.ropes.num_composed > 0
+    state = DeviceState(limits.max_num_seqs, limits.max_model_len, size, device, windowed, axes)
     sampling = SamplingState(state.num_slots, shape.vocab_size, device, config.use_fp64_gumbel)
     form = _step_form(resolved, config)
     layout = shape.cache_layout(resolved.cache_dtype, ranks.share)
     sizes = CacheSizes(resolved.num_blocks, size, state.num_slots, device)
     own = _target_sizes(resolved, sizes, loaded_drafter.needs.features)
     cache = ModelCache(layout, own)
-    runner = ModelRunner(network, cache, state, stream_layers=loaded_drafter.needs.stream_layers)
+    streams = loaded_drafter.needs.stream_layers
+    runner = ModelRunner(network, cache, state, stream_layers=streams, of_target=True)
     shares_prefixes = _shares_prefixes(config, layout, own)
     costs = _costs(resolved, config, shape, form)
     policy, adapters = _draft_policy(resolved, costs, form), Adapters()
@@ -273,7 +294,11 @@ def assemble(
     if resolved.adaptive and ranks.leads:
         costs.begin(partial(calibrate, costs, step, resolved, policy.widths, size))
     reader = LogprobReader(step.logits, tokenizer, config.logprobs_mode == "raw_logprobs")
-    return Engine(resolved, scheduler, step, reader, tokenizer, grammars, costs, adapters, ranks)
+    media = MediaReader(config.allowed_local_media_path, config.allowed_media_domains)
+    seen = images, media
+    return Engine(
+        resolved, scheduler, step, reader, tokenizer, grammars, costs, adapters, *seen, ranks
+    )
 
 
 def _graphs(

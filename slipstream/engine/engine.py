@@ -15,8 +15,10 @@ from slipstream.engine.detokenizer import Detokenizer
 from slipstream.engine.drafting.costs import CostRow
 from slipstream.engine.drafting.kept_costs import KeptCosts
 from slipstream.engine.grammar import Grammars
+from slipstream.engine.images import ImageReader
 from slipstream.engine.isolation import Isolation
 from slipstream.engine.logprobs import LogprobReader
+from slipstream.engine.media import MediaReader
 from slipstream.engine.metrics import EngineMetrics, StepEstimate
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.ranks.ranks import ALONE, Ranks
@@ -49,10 +51,13 @@ class Engine:
         grammars: Grammars,
         costs: KeptCosts,
         adapters: Adapters,
+        images: ImageReader,
+        media: MediaReader,
         ranks: Ranks = ALONE,
     ) -> None:
         self.resolved, self.tokenizer, self._grammars = resolved, tokenizer, grammars
         self.metrics, self._costs, self.adapters = EngineMetrics(), costs, adapters
+        self.images, self.media = images, media
         self._scheduler, self._step, self._logprobs = scheduler, step, logprobs
         self.ranks, self.followed = ranks, step.followed
         self._submissions: dict[str, Submission] = {}
@@ -400,6 +405,7 @@ class Engine:
             priority=prompt.priority,
             cache_salt=prompt.cache_salt,
             adapter=prompt.adapter,
+            spans=prompt.spans,
         )
         if params.structured is not None:
             request.guide = self._grammars.guide(params.structured, request.stop_token_ids)

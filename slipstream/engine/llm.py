@@ -13,6 +13,7 @@ from slipstream.core.errors import UsageError
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.build import build_engine
+from slipstream.engine.media import take_images
 from slipstream.engine.metrics import EngineMetrics
 from slipstream.engine.prompts import EncodedPrompt, Message, Prompt, PromptEncoder
 from slipstream.engine.samples import Submission
@@ -55,7 +56,8 @@ class LLM:
         if speculative_config is not None:
             options["speculative_config"] = speculative_config
         self.engine = build_engine(_config(model, options), progress_bar)
-        self._encoder = PromptEncoder(self.engine.tokenizer, self.engine.resolved.vocab_size)
+        vocab_size = self.engine.resolved.vocab_size
+        self._encoder = PromptEncoder(self.engine.tokenizer, vocab_size, self.engine.images)
         self._numbers = count()
         # Outputs of live requests that their stream has not yielded: streams may be interleaved.
         self._mail: dict[str, deque[RequestOutput | Exception]] = {}
@@ -90,7 +92,8 @@ class LLM:
 
         Args:
             prompts: one prompt or several, each a string, {"prompt": text} or
-                {"prompt_token_ids": [ids]}.
+                {"prompt_token_ids": [ids]}; the latter two with images of PIL's as
+                {"multi_modal_data": {"image": [images]}}, each for a placeholder in the text.
             sampling_params: one for all, or one per prompt; None:
                 `get_default_sampling_params()`.
             lora_request: the adapter of all prompts, or one per prompt; None: the model as it is.
@@ -112,6 +115,9 @@ class LLM:
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; messages are {"role": ..., "content": ...}.
+
+        A content is a text or a list of parts: {"type": "text", "text": ...}, {"type": "image_pil",
+        "image_pil": an image of PIL's} or {"type": "image_url", "image_url": {"url": ...}}.
 
         Args:
             chat_template: in place of the checkpoint's.
@@ -183,12 +189,15 @@ class LLM:
         params = self._per_prompt(sampling_params, len(given))
         template = ChatTemplate(self.tokenizer, chat_template)
         # The template writes the special tokens itself.
-        encoded = [
-            self._encoder.encode(
-                template.render(conversation, **template_options), own, add_special_tokens=False
-            )
-            for conversation, own in zip(given, params, strict=True)
-        ]
+        encoded = []
+        for conversation, own in zip(given, params, strict=True):
+            plain, images = take_images(conversation, self.engine.media)
+            self.engine.images.require(len(images))
+            prompt: Prompt = {
+                "prompt": template.render(plain, **template_options),
+                "multi_modal_data": {"image": images},
+            }
+            encoded.append(self._encoder.encode(prompt, own, add_special_tokens=False))
         return self._adapted(encoded, lora_request), params
 
     def _adapted(

@@ -7,6 +7,7 @@ import torch
 from slipstream.core.batch import NUM_BINS, Batch, Trim
 from slipstream.kernels.devices import send
 from slipstream.runner.device_batch import Guesses, PackedBatch
+from slipstream.runner.rows import prompt_rows
 from slipstream.sampling.state import SamplingState, Uses
 
 
@@ -35,6 +36,11 @@ def pack(
         drafts = [most if it is None else min(most, it.num_rows) for most, it in pairs]
         trims = []
     stops = [item.stops for item in items]
+    again = [int(rereads and item.admitted and item.start > 0) for item in items]
+    prompts = [
+        prompt_rows(item.request.spans, item.start - less, item.start + item.num_new_tokens)
+        for item, less in zip(items, again, strict=True)
+    ]
     return PackedBatch(
         slots=slots,
         num_new_tokens=[item.num_new_tokens for item in items],
@@ -43,10 +49,11 @@ def pack(
         width=width,
         uses=uses,
         guesses=guesses,
-        rereads=[int(rereads and item.admitted and item.start > 0) for item in items],
+        rereads=again,
         stops=stops if any(stops) else (),
         trims=trims if any(trims) else (),
         saved=[item.saved for item in items],
+        prompts=prompts if any(prompts) else (),
     )
 
 

@@ -8,14 +8,18 @@ from typing import Any, TypedDict
 from slipstream.core.adapters import NamedAdapter
 from slipstream.core.errors import UsageError
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.spans import Span
+from slipstream.engine.images import ImageReader, NoImages
 from slipstream.models.tokenizer import Tokenizer
 
 
 class _Placed(TypedDict, total=False):
-    """As of `EncodedPrompt`."""
+    """As of `EncodedPrompt`, and images: {"image": one of PIL's, or a list of them}."""
 
     cache_salt: str
     priority: int
+    multi_modal_data: Mapping[str, Any]
+    mm_processor_kwargs: Mapping[str, Any]
 
 
 class TextPrompt(_Placed):
@@ -31,6 +35,7 @@ class TokensPrompt(_Placed):
 
 
 _PLACED = {"cache_salt": str, "priority": int}
+_MEDIA = ("multi_modal_data", "mm_processor_kwargs")
 Prompt = str | TextPrompt | TokensPrompt
 Message = Mapping[str, Any]
 
@@ -45,6 +50,7 @@ class EncodedPrompt:
         cache_salt: the prefix cache is shared with prompts of the same salt alone.
         priority: the smaller goes first, where the engine schedules by priority.
         adapter: that the prompt and its continuation pass.
+        spans: the images among the tokens, in order.
     """
 
     text: str | None
@@ -53,6 +59,7 @@ class EncodedPrompt:
     cache_salt: str = ""
     priority: int = 0
     adapter: NamedAdapter | None = None
+    spans: tuple[Span, ...] = ()
 
 
 class PromptEncoder:
@@ -61,16 +68,24 @@ class PromptEncoder:
     Args:
         tokenizer: None when the engine was told to do without.
         vocab_size: ids must be below it.
+        images: what reads images.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        images: ImageReader = NoImages(),  # noqa: B008
+    ) -> None:
+        self._tokenizer, self._vocab_size, self._images = tokenizer, vocab_size, images
 
     def encode(
         self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool = True
     ) -> EncodedPrompt:
         """Raises UsageError for an empty or malformed prompt, naming the remedy."""
-        text, token_ids = self._read(prompt, add_special_tokens)
+        images, options = images_of(prompt)
+        self._images.require(len(images))
+        text, token_ids = self._read(prompt, add_special_tokens, bool(images))
         if not token_ids:
             raise UsageError("the prompt is empty; give at least one token")
         self._check_ids("prompt_token_ids", token_ids)
@@ -81,20 +96,24 @@ class PromptEncoder:
         if self._tokenizer is None and params.stop_strings:
             raise UsageError("stop strings need a tokenizer; leave skip_tokenizer_init out")
         placed = _placed(prompt) if isinstance(prompt, Mapping) else {}
-        return EncodedPrompt(text, token_ids, self._bad_words(params), **placed)
+        token_ids, spans = self._images.place(token_ids, images, options)
+        return EncodedPrompt(text, token_ids, self._bad_words(params), spans=spans, **placed)
 
-    def _read(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int]]:
+    def _read(
+        self, prompt: Prompt, add_special_tokens: bool, has_images: bool
+    ) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
-            return prompt, self._encode_text(prompt, add_special_tokens)
+            written = self._images.written(prompt) if has_images else prompt
+            return prompt, self._encode_text(written, add_special_tokens)
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
-        given = {name: it for name, it in given.items() if name not in _PLACED}
+        given = {name: it for name, it in given.items() if name not in (*_PLACED, *_MEDIA)}
         if set(given) == {"prompt"} and isinstance(given["prompt"], str):
-            return self._read(given["prompt"], add_special_tokens)
+            return self._read(given["prompt"], add_special_tokens, has_images)
         if set(given) == {"prompt_token_ids"}:
             return None, _token_ids(given["prompt_token_ids"])
         raise UsageError(
             'a prompt is a string, {"prompt": text} or {"prompt_token_ids": [ids]}, with '
-            "cache_salt and priority besides; "
+            "cache_salt, priority, multi_modal_data and mm_processor_kwargs besides; "
             "for chat messages use chat"
         )
 
@@ -132,6 +151,32 @@ def _placed(prompt: Mapping[str, Any]) -> dict[str, Any]:
             kind = _PLACED[name].__name__
             raise UsageError(f"{name} of a prompt must be of type {kind}, not {value!r}")
     return found
+
+
+def images_of(prompt: Prompt) -> tuple[list[Any], Mapping[str, Any]]:
+    """The images of a prompt, and the options of its own for reading them.
+
+    Raises:
+        UsageError: they are no images, or there is something else to be seen or heard.
+    """
+    if not isinstance(prompt, Mapping):
+        return [], {}
+    data, options = (prompt.get(name) or {} for name in _MEDIA)
+    if not isinstance(data, Mapping) or not isinstance(options, Mapping):
+        raise UsageError(f"{' and '.join(_MEDIA)} of a prompt must be objects")
+    if others := [name for name, it in data.items() if name != "image" and it is not None]:
+        raise UsageError(
+            f"multi_modal_data holds {', '.join(map(repr, others))}, but only 'image' is read: "
+            "neither video nor audio is supported; leave it out, or give frames as images"
+        )
+    given = data.get("image")
+    images = list(given) if isinstance(given, list | tuple) else [given] if given else []
+    for image in images:
+        if not callable(getattr(image, "convert", None)) or not hasattr(image, "size"):
+            raise UsageError(
+                f"an image of multi_modal_data must be one of PIL's, not {type(image).__name__}"
+            )
+    return images, options
 
 
 def _token_ids(given: Any) -> list[int]:

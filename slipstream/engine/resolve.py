@@ -175,7 +175,9 @@ def resolve(
         layouts.append(drafter.layout)
     longest = resolve_model_len(config, shape)
     blocks = BlockBytes.of(layouts, config.block_size, longest)
-    rows = _max_num_batched_tokens(config, device, reasons)
+    rows, why = max_batched_tokens(config, device)
+    if why:
+        reasons.add("max_num_batched_tokens", rows, why)
     captures = captures_graphs(device, bool(config.enforce_eager) or speculation.enforce_eager)
     count = speculation.num_speculative_tokens
     step = StepSizes(
@@ -271,14 +273,14 @@ def _require_width(speculation: Speculation) -> None:
         raise DraftTooLongError(most)
 
 
-def _max_num_batched_tokens(config: EngineConfig, device: torch.device, reasons: Reasons) -> int:
+def max_batched_tokens(config: EngineConfig, device: torch.device) -> tuple[int, str]:
+    """Rows of a pass, and why; no reason where the user said so."""
     if config.max_num_batched_tokens is not None:
-        return config.max_num_batched_tokens
+        return config.max_num_batched_tokens, ""
     rows, why = default_batched_tokens(device)
     if rows < config.max_num_seqs:
         rows, why = config.max_num_seqs, "max_num_seqs, so that every request can get a token"
-    reasons.add("max_num_batched_tokens", rows, why)
-    return rows
+    return rows, why
 
 
 def _note_precision(config: EngineConfig, device: torch.device, reasons: Reasons) -> None:

@@ -11,6 +11,7 @@ from slipstream.core.batch import Batch, Committed, DraftPlan, ScheduledRequest
 from slipstream.core.errors import UsageError
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import FinishReason, Request, RequestStatus
+from slipstream.core.spans import before_whole, longest_whole
 from slipstream.engine.adapters import Adapters
 from slipstream.engine.admission import check_fits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
@@ -137,7 +138,9 @@ class Scheduler:
         Rows go out in rounds, each in order: one token to every running request, drafts
         to those that decode, the rest of the prompt chunks, and then to requests that wait.
         """
-        preempted = self._secure_known_tokens()
+        return self._planned(self._secure_known_tokens())
+
+    def _planned(self, preempted: list[Request]) -> Batch:
         budget = Budget(self.limits.max_num_batched_tokens)
         shares = [Share(request, budget.take(1)) for request in self._running[: budget.left]]
         self._give_drafts(shares, budget)
@@ -146,6 +149,8 @@ class Scheduler:
         if not preempted:
             self._admit_waiting(shares, budget)
             shares.sort(key=lambda share: share.request.order)
+        if self._running and not shares:  # all wait for room for whole images
+            return self._planned([*preempted, self._preempt(self._running[-1])])
         for share in shares:
             share.request.steps_in_flight += 1
         items = (self._scheduled(share, share.num_uncomputed == 0) for share in shares)
@@ -226,12 +231,13 @@ class Scheduler:
             self._draft(share, drafts, plan)
             budget.take(share.num_draft_tokens)
 
-    def _extend_chunks(self, shares: Sequence[Share], budget: Budget) -> None:
+    def _extend_chunks(self, shares: list[Share], budget: Budget) -> None:
         """The rest of the rows for prompts (and for tokens lost to a preemption)."""
         for share in shares:
             if share.num_uncomputed:
                 self._extend(share, budget)
                 self._draft_at_prompt_end(share, budget)
+        shares[:] = [share for share in shares if share.num_new_tokens]
 
     def _extend(self, share: Share, budget: Budget) -> None:
         """The next rows of a prompt, as many as there are rows and blocks behind the window for."""
@@ -239,6 +245,11 @@ class Scheduler:
         done = request.num_computed + share.num_new_tokens
         end = min(request.num_tokens, self.block_manager.capacity(name), done + budget.left)
         end = self.block_manager.chunk_end(name, request.num_computed, end)
+        end = before_whole(request.spans, end)
+        if end < done:  # where an image begins that there is no room for
+            budget.left += share.num_new_tokens
+            share.num_new_tokens = 0
+            return
         share.num_new_tokens += budget.take(max(0, end - done))
         written = request.num_computed + share.num_new_tokens
         grown = self.block_manager.grow(name, request.num_tokens, written)
@@ -247,10 +258,15 @@ class Scheduler:
     def _admit_waiting(self, shares: list[Share], budget: Budget) -> None:
         while self._free_slots and budget.left:
             request = self._next_waiting()
-            if request is None or not self._admit(request):
+            if request is None or budget.left <= longest_whole(request.spans):
+                return
+            if not self._admit(request):
                 return
             share = Share(request, 0, admitted=True)
             self._extend(share, budget)
+            if not share.num_new_tokens:
+                self._preempt(request)
+                return
             self._draft_at_prompt_end(share, budget)
             shares.append(share)
 
@@ -261,7 +277,7 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Move a waiting request to a slot, with blocks for all its known tokens."""
         shared = self._cached_prefix(request)
-        prefix = self.block_manager.resumable(shared)
+        prefix = self._resumable(request, shared)
         # One block stays for each running request: it may need it in the next step, and would
         # then send this one straight back.
         if not self.block_manager.can_admit(prefix, request.num_tokens, reserve=len(self._running)):
@@ -282,10 +298,19 @@ class Scheduler:
         request.slot = heapq.heappop(self._free_slots)
         return True
 
+    def _resumable(self, request: Request, shared: Sequence[int]) -> list[int]:
+        """The longest beginning of a chain of blocks behind which the request can go on."""
+        size = self.block_manager.block_size
+        prefix = self.block_manager.resumable(shared)
+        while (end := before_whole(request.spans, len(prefix) * size)) < len(prefix) * size:
+            prefix = self.block_manager.resumable(prefix[: end // size])
+        return prefix
+
     def _cached_prefix(self, request: Request) -> list[int]:
         if not request.uses_prefix_cache:
             return []
-        return self.block_manager.match_prefix(self.limits.namespace(request), request.token_ids)
+        namespace = self.limits.namespace(request)
+        return self.block_manager.match_prefix(namespace, request.token_ids, request.spans)
 
     def _draft_at_prompt_end(self, share: Share, budget: Budget) -> None:
         """Drafts in the step that ends a prompt, if that leaves a single token or the drafter can
@@ -386,9 +411,8 @@ class Scheduler:
         num_tokens = request.num_computed
         if self.limits.drafts(request):
             num_tokens = min(num_tokens, drafter_computed)
-        self.block_manager.index(
-            request.request_id, self.limits.namespace(request), request.token_ids, num_tokens
-        )
+        name, namespace = request.request_id, self.limits.namespace(request)
+        self.block_manager.index(name, namespace, request.token_ids, num_tokens, request.spans)
 
     # ------------------------------------------------------------------ common
 

@@ -76,11 +76,14 @@ class Visibility:
         first_seen: cached tokens before this one are seen by no row: nothing has been stored there
             (but the numbers there are finite).
         tree: of passes with rows that are not a causal chain.
+        last_seen: [T] int64, a row also sees the tokens behind its own up to this one, as rows of
+            an image may that see all of it; None: no row does.
     """
 
     causal: bool = True
     first_seen: int = 0
     tree: TreeInputs | None = None
+    last_seen: Tensor | None = None
 
 
 CAUSAL = Visibility()
@@ -120,6 +123,8 @@ class PassInputs:
         adapters: [T] int64, the slot of each row's adapter, or -1; None: no row has one.
         states: of layers that keep a state of each request; None where no layer does.
         layer_inputs: [T, layers, size] beside the stream; None where no layer takes any.
+        embedded: [T, H], what a drafting head takes in place of its tokens' embeddings where images
+            are among its rows; None: nothing.
         prepared: what a backend made of these inputs for its first layer, by the backend's name:
             the others need not do so again.
     """
@@ -131,6 +136,7 @@ class PassInputs:
     window_paging: Paging | None = None
     states: StateInputs | None = None
     layer_inputs: Tensor | None = None
+    embedded: Tensor | None = None
     prepared: dict[str, object] = field(default_factory=dict, init=False, repr=False)
 
     def seen_through(self, window: int | None) -> "PassInputs":

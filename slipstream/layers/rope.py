@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slipstream.layers.parameters import InvalidSizesError, require_positive
 
@@ -34,6 +35,9 @@ class RopeConfig:
         short_factor, long_factor: of longrope, one number a pair.
         query_growth: queries at position p are multiplied by
             1 + query_growth * ln(1 + floor(p / original_max_position_embeddings)).
+        sections: of positions with three axes (time, row, column), which are one for a text
+            (M-RoPE, Bai et al. 2025): pairs 3i + 1 below 3 sections[1] turn by the row, pairs
+            3i + 2 below 3 sections[2] by the column, and others by the time.
     """
 
     theta: float
@@ -51,6 +55,7 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     query_growth: float = 0.0
+    sections: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         require_positive(
@@ -89,6 +94,13 @@ class RopeConfig:
         if self.kind == "none":
             return 2  # a pair whose angle is 0, so that no backend needs to know
         return head_dim if self.kind == "proportional" else int(head_dim * self.rotated)
+
+    def axes(self, num_pairs: int) -> list[int]:
+        """Which axis of its position each pair turns by."""
+        return [
+            pair % 3 if self.sections and pair < 3 * self.sections[pair % 3] else 0
+            for pair in range(num_pairs)
+        ]
 
     @property
     def depends_on_length(self) -> bool:
@@ -132,10 +144,18 @@ class RopeTables:
     Args:
         shifted: rows stand at the place of a token and belong, like their features, to the token
             before: entry t turns by the angles of t - 1.
+        num_composed: entries behind those of positions, for what `compose` writes.
     """
 
-    def __init__(self, max_positions: int, device: torch.device, shifted: bool = False) -> None:
+    def __init__(
+        self,
+        max_positions: int,
+        device: torch.device,
+        shifted: bool = False,
+        num_composed: int = 0,
+    ) -> None:
         self._max_positions, self._device, self._shifted = max_positions, device, shifted
+        self.num_composed = num_composed
         self._tables: dict[tuple[RopeConfig, int], Tensor] = {}
         self._query_scales: dict[RopeConfig, Tensor] = {}
 
@@ -144,8 +164,29 @@ class RopeTables:
         key = config, head_dim
         if key not in self._tables:
             table = rope_table(head_dim, config, self._max_positions, self._device)
-            self._tables[key] = table.roll(1, 0) if self._shifted else table
+            table = table.roll(1, 0) if self._shifted else table
+            room = (0, 0, 0, self.num_composed)
+            self._tables[key] = pad(table, room) if self.num_composed else table
         return self._tables[key]
+
+    def compose(self, axes: Tensor) -> Tensor:
+        """Have an entry for each of some rows whose positions have three axes.
+
+        Args:
+            axes: [3, n] int64, the place of each row in time, rows and columns, all of them
+                positions; n is at most `num_composed`.
+
+        Returns:
+            [n] int64, where all tables have these entries, until the next call.
+        """
+        first, count = self._max_positions, axes.shape[1]
+        assert count <= self.num_composed, "a pass has no more rows than that"
+        for (config, _), table in self._tables.items():
+            pairs = table.shape[1] // 2
+            axis = torch.tensor(config.axes(pairs) * 2, device=axes.device)
+            column = torch.arange(2 * pairs, device=axes.device)
+            table[first : first + count] = table[axes[axis].T, column]
+        return torch.arange(first, first + count, device=axes.device)
 
     def query_scales(self, config: RopeConfig) -> Tensor | None:
         """[max_positions] float32, what queries are multiplied by; None: by nothing."""

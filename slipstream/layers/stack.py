@@ -11,6 +11,19 @@ from slipstream.kernels.table import Addend, Entry, FusedOp, Norm, Ops, StackOp,
 from slipstream.layers.layer import Layer
 
 
+@dataclass(frozen=True, eq=False)
+class StreamAddends:
+    """What is added to the stream of some rows of a pass behind the first layers (DeepStack).
+
+    Attributes:
+        rows: [n] int64.
+        values: [L, n, H], behind each of the first L layers.
+    """
+
+    rows: Tensor
+    values: Tensor
+
+
 @dataclass(frozen=True)
 class _Segment:
     """Layers that run together, those from `start` to before `stop`."""
@@ -27,13 +40,21 @@ class Stack:
         layers: at least one.
         last: norm behind the layers; None: what leaves is the stream.
         entry: None: the last source is the stream.
+        num_apart: layers at the beginning that each run by themselves, so that something may be
+            added behind them; fewer than there are.
     """
 
     def __init__(
-        self, ops: Ops, layers: Sequence[Layer], last: Norm | None, entry: Entry | None = None
+        self,
+        ops: Ops,
+        layers: Sequence[Layer],
+        last: Norm | None,
+        entry: Entry | None = None,
+        num_apart: int = 0,
     ) -> None:
         assert layers, "a stack has at least one layer"
         self._ops, self._layers, self._last, self._entry = ops, layers, last, entry
+        self._num_apart = num_apart
         self._segments = self._cut()
         mixers = [layer.mixer is not None for layer in layers]
         # Caches that layers before this one have.
@@ -45,8 +66,9 @@ class Stack:
         inputs: PassInputs,
         caches: Sequence[LayerCache],
         wanted: Sequence[int] = (),
+        added: StreamAddends | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """One pass; see `StackOp`."""
+        """One pass; see `StackOp`. Something may be `added` behind layers that run apart."""
         if len(self._segments) == 1:
             return self._segments[0].op(sources, inputs, caches, wanted)
         found: dict[int, Tensor] = {}
@@ -62,6 +84,8 @@ class Stack:
             local = [layer - segment.start for layer in own]
             hidden, streams = segment.op(sources, inputs, caches[first:end], local)
             found.update(zip(own, streams, strict=True))
+            if added is not None and segment.stop <= len(added.values):
+                hidden.index_add_(0, added.rows, added.values[segment.stop - 1])
             sources = [hidden]
         return hidden, [found[layer] for layer in wanted]
 
@@ -70,10 +94,11 @@ class Stack:
         segments: list[_Segment] = []
         start, count = 0, len(self._layers)
         while start < count:
-            stop, fused = start, self._fused_from(start)
-            while fused is None and stop < count:
+            most = start + 1 if start < self._num_apart else count
+            stop, fused = start, self._fused_from(start, most)
+            while fused is None and stop < most:
                 stop += 1
-                fused = self._fused_from(stop) if stop < count else None
+                fused = self._fused_from(stop, most) if stop < most else None
             if stop > start:
                 segments.append(_Segment(self._by_single_ops(start, stop), start, stop))
             if fused is not None:
@@ -82,10 +107,11 @@ class Stack:
             start = stop
         return segments
 
-    def _fused_from(self, start: int) -> FusedOp | None:
+    def _fused_from(self, start: int, most: int) -> FusedOp | None:
         entry = self._entry if start == 0 else None
-        parts = [layer.parts for layer in self._layers[start:]]
-        return self._ops.fuse(StackParts(parts, self._last, entry))
+        last = self._last if most == len(self._layers) else None
+        parts = [layer.parts for layer in self._layers[start:most]]
+        return self._ops.fuse(StackParts(parts, last, entry))
 
     def _by_single_ops(self, start: int, stop: int) -> "_SingleOps":
         is_end = stop == len(self._layers)

@@ -43,6 +43,7 @@ ARCHITECTURES: Final = {
     "Qwen3ForCausalLM": "slipstream.models.qwen3",
     "Qwen3MoeForCausalLM": "slipstream.models.qwen3_moe",
     "Qwen3NextForCausalLM": "slipstream.models.qwen3_next",
+    "Qwen3VLForConditionalGeneration": "slipstream.models.qwen3_vl",
     "Qwen3_5ForCausalLM": "slipstream.models.qwen3_5",
     "Qwen3_5ForConditionalGeneration": "slipstream.models.qwen3_5",
     "Qwen3_5MoeForCausalLM": "slipstream.models.qwen3_5_moe",

@@ -19,6 +19,7 @@ Message = Mapping[str, Any]
 
 _FILE = "chat_template.jinja"
 _MORE_FILES = "additional_chat_templates"
+_IMAGE = {"type": "image"}  # stands for an image among the parts of a content
 
 
 class ChatTemplate:
@@ -177,7 +178,7 @@ def _checked(messages: Sequence[Message], in_parts: bool) -> list[dict[str, Any]
     checked = [_checked_message(index, message) for index, message in enumerate(messages)]
     if in_parts:
         for message in checked:
-            if "content" in message:
+            if isinstance(message.get("content"), str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
     return checked
 
@@ -208,22 +209,31 @@ def _checked_message(index: int, message: object) -> dict[str, Any]:
     return result
 
 
-def _text(where: str, content: object) -> str:
-    """The text itself, or text parts one under the other: templates of text models want a text."""
+def _text(where: str, content: object) -> str | list[dict[str, str]]:
+    """The text itself, or text parts one under the other: templates of text models want a text.
+    With marks of images among them the parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
         raise UsageError(f"{where} must be a text or a list of text parts, not {content!r}")
-    texts = []
-    for index, part in enumerate(content):
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str) or part.get("type", "text") != "text":
-            raise UsageError(
-                f'{where}[{index}] must be {{"type": "text", "text": ...}}: this model reads text '
-                f"only"
-            )
-        texts.append(text)
-    return "\n".join(texts)
+    if any(part == _IMAGE for part in content):
+        return [
+            _IMAGE if it == _IMAGE else _part(f"{where}[{i}]", it) for i, it in enumerate(content)
+        ]
+    return "\n".join(_part(f"{where}[{i}]", it)["text"] for i, it in enumerate(content))
+
+
+def _part(where: str, part: object) -> dict[str, str]:
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if (
+        not isinstance(part, Mapping)
+        or not isinstance(text, str)
+        or part.get("type", "text") != "text"
+    ):
+        raise UsageError(
+            f'{where} must be {{"type": "text", "text": ...}}: this model reads text only'
+        )
+    return {"type": "text", "text": text}
 
 
 def _plain(what: str, value: object) -> Any:

@@ -138,6 +138,11 @@ class Checkpoint:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The content of config.json, of its language model alone where it wraps one."""
+        return dict(text_config(self.whole_config))
+
+    @cached_property
+    def whole_config(self) -> dict[str, Any]:
+        """The content of config.json."""
         if self._is_gguf:
             if self.replaced.config_folder is not None:
                 raise UsageError(
@@ -147,8 +152,7 @@ class Checkpoint:
             return overridden(read_config(self.container), self.replaced.config)
         if not self.config_file.is_file():
             raise CheckpointError(_why_no_config(self.config_file.parent))
-        content = overridden(read_json_object(self.config_file), self.replaced.config)
-        return dict(text_config(content))
+        return overridden(read_json_object(self.config_file), self.replaced.config)
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
@@ -163,13 +167,17 @@ class Checkpoint:
         """The tensors by name, over all files, those of the language model alone."""
         if self._is_gguf:
             return renamed_entries(self.container)
-        if (self.path / _SINGLE).is_file():
-            entries = read_entries(self.path / _SINGLE)
-        elif (self.path / _INDEX).is_file():
-            entries = _sharded_entries(self.path, self.path / _INDEX)
-        else:
-            raise CheckpointError(self._why_no_weights())
+        entries = self.all_entries
         return {short: entries[name] for name, short in text_names(entries).items()}
+
+    @cached_property
+    def all_entries(self) -> dict[str, TensorEntry]:
+        """All tensors of safetensors files by the names that they have there."""
+        if (self.path / _SINGLE).is_file():
+            return read_entries(self.path / _SINGLE)
+        if (self.path / _INDEX).is_file():
+            return _sharded_entries(self.path, self.path / _INDEX)
+        raise CheckpointError(self._why_no_weights())
 
     @property
     def has_weights(self) -> bool:

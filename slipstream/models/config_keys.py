@@ -31,7 +31,7 @@ class Defaults:
         num_kv_heads, head_dim: None stands for num_heads and hidden_size / num_heads.
         rotated: the share of a head that is rotated; None: whole heads are, in every checkpoint.
         queries_grow: whether queries are multiplied by what their position gives.
-        several_axes: whether positions have several axes, which are one for a text.
+        sections: see `read_rope`.
         intermediate_size, num_heads, vocab_size: None: the config must tell.
         hidden_act: the only one that the architecture has.
     """
@@ -44,7 +44,7 @@ class Defaults:
     rotated: float | None = None
     tie_word_embeddings: bool = False
     queries_grow: bool = False
-    several_axes: bool = False
+    sections: tuple[int, ...] = ()
     intermediate_size: int | None = None
     num_heads: int | None = None
     vocab_size: int | None = None
@@ -143,7 +143,7 @@ def read_common(
             defaults.rope_theta,
             defaults.rotated,
             defaults.queries_grow,
-            defaults.several_axes,
+            defaults.sections,
         )
     return CommonKeys(
         architecture=architecture,

@@ -15,7 +15,7 @@ from slipstream.layers.layer import BuildContext, build_layers
 from slipstream.layers.layer_inputs import LayerInputs
 from slipstream.layers.parameters import WHOLE, ParameterSource, Share
 from slipstream.layers.rope import RopeTables
-from slipstream.layers.stack import Stack
+from slipstream.layers.stack import Stack, StreamAddends
 from slipstream.models.decoder_config import DecoderConfig
 
 
@@ -25,6 +25,7 @@ class Decoder:
     Args:
         share: of the network, which `source` knows as well.
         adapters: gets slots for adapters of its layers; None: there are none.
+        num_composed: rows of a pass whose positions may have several axes; see `RopeTables`.
     """
 
     def __init__(
@@ -35,11 +36,14 @@ class Decoder:
         max_positions: int,
         share: Share = WHOLE,
         adapters: AdapterSlots | None = None,
+        num_composed: int = 0,
     ) -> None:
         self.config, self.adapters = config, adapters
         width = config.hidden_size
         self.embedding = Embedding(source, "model.embed_tokens", config.vocab_size, width, share)
-        ropes = RopeTables(max_positions, self.embedding.device)
+        self.ropes = ropes = RopeTables(
+            max_positions, self.embedding.device, num_composed=num_composed
+        )
         context = BuildContext(source, width, ropes, share, adapters)
         self.layers = build_layers(config.layers, context)
         self._layer_inputs: LayerInputs | None = None
@@ -49,7 +53,7 @@ class Decoder:
         self._ops = ops
         norms = replace(config.layers[0].norms, eps=config.rms_norm_eps)
         self.norm = norms.of(source, "model.norm", width)
-        self._stack = Stack(ops, self.layers, self.norm)
+        self._stack = Stack(ops, self.layers, self.norm, num_apart=config.num_added_layers)
         curve = LogitCurve(config.logit_scale, config.logit_softcap)
         self.head = (
             tied_head(ops, source, self.embedding, curve)
@@ -77,6 +81,7 @@ class Decoder:
         caches: Sequence[LayerCache],
         stream_layers: Sequence[int] = (),
         embedded: Tensor | None = None,
+        added: StreamAddends | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """One pass.
 
@@ -86,6 +91,7 @@ class Decoder:
             stream_layers: layers (from 0) whose incoming residual stream is wanted as well; the
                 number of layers stands for the stream that the final norm takes.
             embedded: [T, hidden_size], what enters the first layer in place of the embeddings.
+            added: behind the first `config.num_added_layers` layers; None: nothing.
 
         Returns:
             [T, hidden_size] after the final norm, and the streams in the order asked for, each
@@ -94,6 +100,6 @@ class Decoder:
         x = self.embed(token_ids) if embedded is None else embedded
         if self._layer_inputs is not None:
             inputs = replace(inputs, layer_inputs=self._layer_inputs(self._ops, token_ids, x))
-        hidden, streams = self._stack([x], inputs, caches, stream_layers)
+        hidden, streams = self._stack([x], inputs, caches, stream_layers, added)
         scale = self.config.stream_scale
         return hidden, streams if scale is None else [stream * scale for stream in streams]

@@ -38,6 +38,7 @@ class DecoderConfig:
         stream_scale: what the residual stream stands for is the stream times this; None: itself.
         logit_scale: logits are multiplied by it, before they are capped.
         logit_softcap: logits become softcap * tanh(logit / softcap); None leaves them.
+        num_added_layers: behind so many layers something of an image may be added to the stream.
         dtype: that the checkpoint is meant to run in.
     """
 
@@ -55,6 +56,7 @@ class DecoderConfig:
     layer_inputs: LayerInputsSpec | None = None
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    num_added_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.logit_softcap is not None:

@@ -102,6 +102,7 @@ class LoadOptions:
         stored_check: called before a quantised checkpoint is read.
         batch_invariant: whether a row of a result must not depend on the rows beside it.
         twin_of: the target whose first layers, or all of them, a twin has.
+        num_composed: see `Decoder`.
         share: this process's part of a network that several processes hold together.
         adapters: (slots, largest rank) for adapters of the layers; None: there are none.
         progress_bar: reports the bytes that have been read.
@@ -118,6 +119,7 @@ class LoadOptions:
     stored_check: StoredCheck = every_quantization
     batch_invariant: bool = False
     twin_of: DecoderConfig | None = None
+    num_composed: int = 0
     share: Share = WHOLE
     adapters: tuple[int, int] | None = None
     progress_bar: ProgressBar = no_progress_bar
@@ -188,7 +190,8 @@ def _build(ops: Ops, config: DecoderConfig, tensors: TensorSource, options: Load
     slots: AdapterSlots | None = None
     if options.adapters is not None:
         slots = AdapterSlots(*options.adapters, options.dtype, options.device)
-    return Decoder(ops, source, config, options.max_positions, options.share, slots)
+    sizes = options.max_positions, options.share, slots, options.num_composed
+    return Decoder(ops, source, config, *sizes)
 
 
 def decoder_bytes(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> int:

@@ -1,6 +1,7 @@
 """The keys of config.json that say how queries and keys are rotated, in all their spellings."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slipstream.layers.rope import RopeConfig
@@ -20,7 +21,7 @@ def read_rope(
     default_theta: float,
     rotated: float | None = None,
     queries_grow: bool = False,
-    several_axes: bool = False,
+    sections: Sequence[int] = (),
 ) -> RopeConfig:
     """Theta beside `rope_scaling` as until transformers 4, or all within `rope_parameters`.
 
@@ -29,7 +30,8 @@ def read_rope(
         rotated: the share of a head that turns where the config does not say; None: a config that
             asks for less than all of it is refused.
         queries_grow: whether the architecture multiplies queries by what their position gives.
-        several_axes: whether positions have several axes, which are one for a text.
+        sections: of positions with several axes, where the config does not say; without any,
+            positions have one axis.
     """
     theta = reader.take("rope_theta", float, default_theta)
     if rotated is not None:
@@ -38,15 +40,18 @@ def read_rope(
         reader.expect(_ROTATED, 1.0)
     original = reader.take_optional(_ORIGINAL, int)
     parameters = _rope_reader(reader)
-    if several_axes:
-        parameters.take("mrope_section", list, [])
+    given: list[int] = []
+    if sections:
+        given = parameters.take("mrope_section", list, list(sections))
         parameters.take("mrope_interleaved", bool, False)
+        if len(given) != 3 or not all(type(size) is int and size >= 0 for size in given):
+            raise parameters.error("mrope_section", f"must be three numbers, not {given}")
     growth = 0.0
     if queries_grow:
         parameters.take("max_position_embeddings", int, max_positions)
         growth = parameters.take("llama_4_scaling_beta", float)
     rope = read_rope_parameters(parameters, max_positions, theta, rotated, original)
-    return replace(rope, query_growth=growth)
+    return replace(rope, query_growth=growth, sections=tuple(given))
 
 
 @dataclass(frozen=True)

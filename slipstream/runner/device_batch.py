@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.core.batch import FACTOR_PARTS, ChainStops, Trim
 from slipstream.runner.excerpts import Excerpt
-from slipstream.runner.rows import PassRows, TreeRows
+from slipstream.runner.rows import PassRows, PromptRows, TreeRows
 from slipstream.runner.transfer import upload
 from slipstream.sampling.state import Uses
 
@@ -33,6 +33,7 @@ class PackedBatch:
         stops: when each request's chain ends early (None: it does not); empty where none does.
         trims: which draft tokens of each request are verified (None: all); empty where all are.
         saved: the place for the checkpoint of each request, -1 for none; empty: none has any.
+        prompts: see `PassRows`.
     """
 
     slots: Sequence[int]
@@ -46,6 +47,7 @@ class PackedBatch:
     stops: Sequence[ChainStops | None] = ()
     trims: Sequence[Trim | None] = ()
     saved: Sequence[int] = ()
+    prompts: Sequence[PromptRows | None] = ()
 
     @property
     def num_verified(self) -> int:
@@ -81,7 +83,7 @@ class PackedBatch:
         columns = upload(self.columns(self.width), device)
         batch = DeviceBatch.over(columns, self.width, self.uses, True)
         num_rows = sum(self.num_new_tokens) + self.num_verified if self.trims else None
-        return replace(batch, stops=self.stops, num_rows=num_rows)
+        return replace(batch, stops=self.stops, num_rows=num_rows, prompts=self.prompts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +112,7 @@ class DeviceBatch:
             all of them.
         stops: see `PackedBatch`; empty wherever the batch is not exact: chains of captured steps
             are as long as they were planned.
+        prompts: see `PassRows`; empty wherever the batch is not exact.
     """
 
     slots: Tensor
@@ -126,6 +129,7 @@ class DeviceBatch:
     kept: Tensor | None = None
     num_rows: int | None = None
     stops: Sequence[ChainStops | None] = ()
+    prompts: Sequence[PromptRows | None] = ()
 
     @classmethod
     def over(
@@ -225,6 +229,7 @@ class DeviceBatch:
             saved=self.saved,
             tree=tree,
             adapted=adapted,
+            prompts=self.prompts,
         )
 
     def asking_for(self, num_draft_tokens: Tensor, width: int) -> "DeviceBatch":

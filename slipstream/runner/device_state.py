@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 
 from slipstream.core.batch import Batch
+from slipstream.core.spans import position_offset
 from slipstream.kernels.preparation import RequestTables
 from slipstream.kernels.registry import kernels_for
 from slipstream.runner.transfer import upload
@@ -32,6 +33,8 @@ class DeviceState:
             `RequestTables.window_column`, twice as wide.
         adapters: [slots + 1] int64, the slot of each request's adapter, or -1.
         padding_slot: the last one: it has no tokens and gains none.
+        position_offsets: [slots + 1] int64, what is added to a token's place behind all images of
+            its request to have its position; None where positions are places.
         ops: work on these tensors.
     """
 
@@ -42,6 +45,7 @@ class DeviceState:
         block_size: int,
         device: torch.device,
         windowed: bool = False,
+        several_axes: bool = False,
     ) -> None:
         self.device, self.block_size, self.max_model_len = device, block_size, max_model_len
         self.ops = kernels_for(device).preparation
@@ -54,6 +58,9 @@ class DeviceState:
         self.token_ids = torch.zeros(shape, dtype=torch.int32, device=device)
         self.num_tokens = torch.zeros(self.num_slots, dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(self.num_slots, dtype=torch.int64, device=device)
+        self.position_offsets: torch.Tensor | None = None
+        if several_axes:
+            self.position_offsets = torch.zeros_like(self.num_tokens)
         self._columns = (0, max_blocks) if windowed else (0,)  # where tables begin
         shape = (self.num_slots, max_blocks * len(self._columns))
         self.block_tables = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -79,6 +86,8 @@ class DeviceState:
                 longest = item.request.num_prompt_tokens + item.request.max_tokens
                 self.most_drafted[slot] = min(longest, self.max_model_len) - 1
                 self.adapters[slot] = item.adapter
+                if self.position_offsets is not None:
+                    self.position_offsets[slot] = position_offset(item.request.spans)
             tables = (item.block_table, item.window_table)
             for number, (column, table) in enumerate(zip(self._columns, tables, strict=False)):
                 first = self._changed_from(slot * len(self._columns) + number, table)

@@ -10,6 +10,7 @@ from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.decoder import Decoder
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.rows import PassRows, RowLayout, lay_out
+from slipstream.runner.spans import embed, with_axes, with_offsets, with_sight
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,11 +21,14 @@ class Forward:
         hidden: [T, hidden_size], after the final norm, request by request.
         layout: where the rows stood.
         streams: the residual streams that were asked for, each [T, hidden_size].
+        embedded: [T, hidden_size], what entered the first layer where images are among the rows;
+            None: the embeddings of the tokens.
     """
 
     hidden: Tensor
     layout: RowLayout
     streams: Sequence[Tensor] = ()
+    embedded: Tensor | None = None
 
 
 class ModelRunner:
@@ -33,6 +37,7 @@ class ModelRunner:
     Args:
         head: in place of the network's own, one over some of its tokens.
         stream_layers: layers whose incoming residual stream every pass keeps (`Forward.streams`).
+        of_target: it sees images; else a text with placeholders at the positions of a text.
 
     Attributes:
         has_states: a layer keeps a state of each request, which is told what was accepted.
@@ -45,15 +50,16 @@ class ModelRunner:
         state: DeviceState,
         head: LanguageModelHead | None = None,
         stream_layers: Sequence[int] = (),
+        of_target: bool = False,
     ) -> None:
         self._network, self._cache, self._state = network, cache, state
         self._head = head or network.head
-        self._stream_layers = tuple(stream_layers)
+        self._stream_layers, self._of_target = tuple(stream_layers), of_target
         self.has_states = cache.has_states
 
     def forward(self, rows: PassRows) -> Forward:
         """Compute `rows`, whose ids stand in the device state, and write their keys and values."""
-        layout = lay_out(self._state, rows, self._cache.has_windows)
+        layout = self._lay_out(rows)
         num_known = rows.lengths if rows.num_known is None else rows.num_known
         states = self._cache.state_inputs(rows.slots, rows.starts, num_known, rows.saved)
         if states is not None:
@@ -61,10 +67,22 @@ class ModelRunner:
         if rows.adapted:
             adapters = layout.of_requests(self._state.adapters[rows.slots])
             layout = replace(layout, inputs=replace(layout.inputs, adapters=adapters))
-        hidden, streams = self._network(
-            layout.token_ids, layout.inputs, self._cache.layers, self._stream_layers
-        )
-        return Forward(hidden, layout, streams)
+        given = layout.token_ids, layout.inputs, self._cache.layers, self._stream_layers
+        embedded, added = embed(self._network, layout, rows.prompts)
+        hidden, streams = self._network(*given, embedded, added)
+        return Forward(hidden, layout, streams, embedded)
+
+    def _lay_out(self, rows: PassRows) -> RowLayout:
+        """The rows at their positions, which are not their places behind images where positions
+        have several axes."""
+        layout = lay_out(self._state, rows, self._cache.has_windows)
+        if rows.prompts:
+            layout = with_sight(layout, rows.prompts)
+        offsets = self._state.position_offsets
+        if offsets is None or not self._of_target:
+            return layout
+        layout = with_offsets(layout, offsets[rows.slots])
+        return with_axes(self._network, layout, rows.prompts) if rows.prompts else layout
 
     def keep_path(self, slots: Tensor, path: Tensor, counts: Tensor) -> None:
         """Move what is cached of the accepted path of each tree that the last pass has read to

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from slipstream.core.spans import Span, end_of_spans
 from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.excerpts import Excerpt
@@ -58,6 +59,27 @@ class TreeRows:
 
 
 @dataclass(frozen=True, eq=False)
+class PromptRows:
+    """The rows of a request in a pass, tokens `first` to before `end`, which have to do with spans:
+    with several axes also rows of text up to the last span do."""
+
+    spans: Sequence[Span]
+    first: int
+    end: int
+
+    @property
+    def pieces(self) -> list[tuple[Span, int, int]]:
+        """The spans among these rows, and which tokens of the request these are."""
+        cut = [(it, max(it.start, self.first), min(it.end, self.end)) for it in self.spans]
+        return [(span, first, end) for span, first, end in cut if first < end]
+
+
+def prompt_rows(spans: Sequence[Span], first: int, end: int) -> PromptRows | None:
+    """None where no image is among these rows or behind them."""
+    return PromptRows(spans, first, end) if first < end_of_spans(spans) else None
+
+
+@dataclass(frozen=True, eq=False)
 class PassRows:
     """Which tokens a pass computes: for each request, `lengths` rows from `starts` on.
 
@@ -77,6 +99,7 @@ class PassRows:
         saved: see `ModelCache.state_inputs`.
         mask_token: what rows behind the known tokens hold; None: what stands in the state.
         tree: of rows that are nodes of token trees; None where rows are a chain.
+        prompts: of exact rows, what they have to do with images, per request; empty: nothing.
         excerpt: what the rows see, where that is not all; `starts` and the roots of trees are then
             places in it.
         adapted: some request has an adapter, through which its rows pass.
@@ -94,6 +117,7 @@ class PassRows:
     tree: TreeRows | None = None
     excerpt: Excerpt | None = None
     adapted: bool = False
+    prompts: Sequence[PromptRows | None] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from slipstream.serve.answer import AnswerForm, ChoicesAnswer, check_stream_fiel
 from slipstream.serve.answer_reader import AnswerReader
 from slipstream.serve.chat_choices import ChatAnswerChoice
 from slipstream.serve.conversation import note_unread, render, require_template
+from slipstream.serve.conversation_images import has_images, read_images
 from slipstream.serve.errors import bad_request
 from slipstream.serve.generation import Generation
 from slipstream.serve.logprobs_format import prompt_logprobs
@@ -46,7 +47,8 @@ class ChatEndpoint:
         service.thread.check_room(body.n or 1)
         if body.chat_template is not None:
             service = await service.aside(service.with_template, body.chat_template)
-        chat = await service.aside(prepare, service, body)
+        run = service.beside_images if has_images(body.messages) else service.aside
+        chat = await run(prepare, service, body)
         await service.compile(chat.params)
         generation = Generation([chat.prompt], bool(body.return_speculation))
         choices = [
@@ -94,9 +96,20 @@ def prepare(service: ModelService, body: ChatRequest, ends_early: bool = False) 
     tools = choose_tools(body, service)
     params = _params(body, tools, service)
     unread: list[str] = []
+    images = read_images(service, body.messages)
     written = render(service, body.messages, body, tools.in_prompt, unread)
     given: Prompt = written if isinstance(written, str) else {"prompt_token_ids": written}
     cut = truncation(body, params.max_tokens, service.max_model_len)
+    if images:
+        if cut is not None:
+            raise bad_request(
+                "truncate_prompt_tokens could cut an image; leave it out, or leave images out",
+                "truncate_prompt_tokens",
+            )
+        service.require_short([given], "messages")
+        name = "prompt" if isinstance(written, str) else "prompt_token_ids"
+        seen: Any = {name: written, "multi_modal_data": {"image": images}}
+        given = seen
     special = body.add_special_tokens is True
     [found] = service.encode([given], params, special, "messages", cut)
     prompt = placed(found, body, service.adapter(body.model))

@@ -213,6 +213,10 @@ def _message(place: int, message: Message, service: ModelService) -> dict[str, A
                 "does not read it; leave it out",
                 "messages",
             )
+    if isinstance(plain.get("content"), list):
+        plain["content"] = [
+            part if part["type"] == "text" else {"type": "image"} for part in plain["content"]
+        ]
     if plain["role"] == "developer":  # the newer name; templates know the older one
         plain["role"] = "system"
     for call in plain.get("tool_calls", ()):
@@ -239,7 +243,7 @@ def _cut(text: str, last: Mapping[str, Any]) -> str:
     """The text up to the end of the last message's content."""
     content = last.get("content")
     if not isinstance(content, str):
-        content = content[-1]["text"] if content else ""
+        content = content[-1].get("text", "") if content else ""
     ending = content.strip()
     place = text.rfind(ending) if ending else -1
     if place < 0:

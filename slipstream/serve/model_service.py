@@ -67,6 +67,8 @@ class ModelService:
     # Parsing holds the interpreter's lock, so more threads would only make others wait longer.
     _parser: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "parse"))
     _pool: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
+    # An image may have to be fetched first, and prompts of texts must not wait for it.
+    _viewers: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "images"))
     # A large grammar takes seconds, in which the prompts of other requests must not wait.
     _compilers: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "grammar"))
 
@@ -190,7 +192,8 @@ class ModelService:
 
     @cached_property
     def _encoder(self) -> PromptEncoder:
-        return PromptEncoder(self.engine.tokenizer, self.engine.resolved.vocab_size)
+        engine = self.engine
+        return PromptEncoder(engine.tokenizer, engine.resolved.vocab_size, engine.images)
 
     @cached_property
     def _longest_text(self) -> int:
@@ -281,6 +284,12 @@ class ModelService:
         """Run slow work in a thread beside the event loop and the engine."""
         return await _run(self._pool, work, *arguments, **options)
 
+    async def beside_images(
+        self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
+    ) -> Result:
+        """Like `aside`, for prompts with images."""
+        return await _run(self._viewers, work, *arguments, **options)
+
     async def parse(
         self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
     ) -> Result:
@@ -289,7 +298,7 @@ class ModelService:
 
     def close(self) -> None:
         """Stop the threads."""
-        for pool in (self._parser, self._pool, self._compilers):
+        for pool in (self._parser, self._pool, self._viewers, self._compilers):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def cards(self) -> list[ModelCard]:

@@ -70,6 +70,8 @@ def _fields(messages: Sequence[_Message], text: str) -> Iterator[_Field]:
         # other content is in the text unchanged, so that no mark is needed.
         content = message.get("content")
         if isinstance(content, list):
+            if any(part["type"] != "text" for part in content):  # whose places are counted
+                continue
             content = "\n".join(part["text"] for part in content)
         if content and not calls and content.strip() not in text:
             yield _Field(f"{where}.content", message, "content")

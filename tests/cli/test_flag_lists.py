@@ -10,6 +10,8 @@ from tests.cli.conftest import CommandLine
 COMMON = "--debug --help -h"
 RUN = "--verbose -v"
 ENGINE = """
+    --allowed-local-media-path --allowed-media-domains --limit-mm-per-prompt
+    --mm-processor-cache-gb --mm-processor-kwargs
     --batch-invariant --block-size --device --download-dir --dtype --enable-prefix-caching
     --enforce-eager --engine-seed --generation-config --gpu-memory-utilization --hf-overrides
     --hf-token --kv-cache-dtype --kv-cache-memory --kv-cache-memory-bytes --load-format
@@ -63,7 +65,7 @@ FLAGS = {
         {COMMON} {RUN} {ENGINE} {DRAFTER} {SAMPLING} --choice --grammar --json --json-object
         --json-schema --logprobs --n --prompt --prompt-file --prompt-logprobs --regex -n
     """,
-    "chat": f"{COMMON} {RUN} {ENGINE} {DRAFTER} {SAMPLING} --system",
+    "chat": f"{COMMON} {RUN} {ENGINE} {DRAFTER} {SAMPLING} --image --system",
     "serve": f"{SERVE} {RUN} --data-parallel-size -dp",
     "deploy": f"""
         {SERVE} --image --manifest --max-replicas --name --replica-cpus --replica-gpus --replicas

@@ -143,9 +143,9 @@ def test_each_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
     child = blocks._pool.index.child
 
-    def spy(parent: bytes, token_ids: list[int]) -> bytes:
+    def spy(parent: bytes, token_ids: list[int], beside: bytes) -> bytes:
         hashed.extend(token_ids)
-        return child(parent, token_ids)
+        return child(parent, token_ids, beside)
 
     monkeypatch.setattr(blocks._pool.index, "child", spy)
     tokens = list(range(14))

@@ -91,6 +91,8 @@ def _pass(inputs: PassInputs) -> cpp.AttentionPass:
         sees.causal,
         *(part if part is None else part.contiguous() for part in trees),
     )
+    if sees.last_seen is not None:
+        made.set_last_seen(sees.last_seen.contiguous())
     if inputs.window_paging is not None:
         windowed = inputs.window_paging
         made.set_windowed(windowed.block_tables, windowed.slots.contiguous())

@@ -85,7 +85,8 @@ def paged_attention(
         if rows.start == rows.stop:
             continue
         keys, values = (_gather(pages, paging.block_tables[request], length) for pages in cache)
-        mask = _mask(inputs.rows.in_context[rows], length, window, sees.causal)
+        last_seen = None if sees.last_seen is None else sees.last_seen[rows]
+        mask = _mask(inputs.rows.in_context[rows], length, window, sees.causal, last_seen)
         if sees.tree is not None:
             mask = _tree_mask(inputs, sees.tree, request, rows, length, window)
         if sees.first_seen:
@@ -109,13 +110,21 @@ def _gather(pages: Tensor, block_table: Tensor, length: int) -> Tensor:
     return rows.view(-1, *pages.shape[2:])[:length].transpose(0, 1)
 
 
-def _mask(positions: Tensor, length: int, window: int | None, causal: bool) -> Tensor | None:
+def _mask(
+    positions: Tensor,
+    length: int,
+    window: int | None,
+    causal: bool,
+    last_seen: Tensor | None = None,
+) -> Tensor | None:
     """[rows, length], true where a row may look; None where every row sees everything."""
     if window is None and (not causal or positions.shape[0] == 1):
         return None  # a single row is the last token, or stands behind it
     keys = torch.arange(length, device=positions.device)
     distance = positions.unsqueeze(1) - keys
     mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if last_seen is not None:
+        mask |= keys <= last_seen.unsqueeze(1)
     return mask if window is None else mask & (distance < window)
 
 

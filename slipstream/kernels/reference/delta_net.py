@@ -28,7 +28,7 @@ def delta_net(
     for request, (first, end) in enumerate(pairwise(starts)):
         if first < end:
             rows = slice(first, end)
-            start = int(inputs.rows.positions[first])
+            start = int(inputs.rows.in_context[first])
             read[rows] = _of_request(
                 mixed[rows], gates[rows], heads, states, cache, request, start
             ).to(read)

@@ -80,7 +80,7 @@ def delta_net(
     if min(len(mixed), rows.max_rows or len(mixed)) > SHORT_ROWS:
         plan = _plan(inputs, drafts, len(mixed))
     moves = (
-        *(rows.query_start, rows.positions, states.slots, states.num_known, states.pending),
+        *(rows.query_start, rows.in_context, states.slots, states.num_known, states.pending),
         *(states.save_at, states.saved),
     )
     convolved = _convolved(mixed, gates, heads, moves, cache, plan)
@@ -196,7 +196,7 @@ def _plan(inputs: PassInputs, drafts: int, num_rows: int) -> _Plan:
     none = torch.zeros_like(rows)
     total = torch.where(rows > 0, states.pending + rows, none)
     taken = states.pending + states.num_known
-    covered = inputs.rows.positions[start.clamp_max(num_rows - 1)] - states.pending
+    covered = inputs.rows.in_context[start.clamp_max(num_rows - 1)] - states.pending
     save = states.save_at - covered
     save = torch.where((save > 0) & (save <= taken), save, none)
     cuts = torch.stack((none, save, torch.maximum(save, taken), total), 1)

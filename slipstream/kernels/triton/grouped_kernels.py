@@ -185,8 +185,8 @@ def _of_expert(
 def grouped_kernel(
     x, x_scales, values, scales, zeros, row_scales, bias, shared_values, shared_scales, experts_of,
     pairs, starts, ends, factors, out, logits, correction, gains, weights, row_stride, part_stride,
-    rows, width, depth: tl.constexpr, experts: tl.constexpr, block: tl.constexpr, places: tl.constexpr,
-    gathers: tl.constexpr, form: tl.constexpr, block_rows: tl.constexpr,
+    rows, width, depth: tl.constexpr, experts: tl.constexpr, block: tl.constexpr,
+    places: tl.constexpr, gathers: tl.constexpr, form: tl.constexpr, block_rows: tl.constexpr,
     block_columns: tl.constexpr, gated: tl.constexpr, limit: tl.constexpr, alpha: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr,
     parts: tl.constexpr, kind: tl.constexpr, normalised: tl.constexpr, scale: tl.constexpr,

@@ -33,27 +33,32 @@ OnlyFalse = Annotated[Literal[False], BeforeValidator(_require_boolean)]
 
 # Fields of the OpenAI protocol and of vLLM's that are refused, but for values that ask for nothing,
 # and what to do instead.
+_IMAGES = (
+    "images go into messages of the user to /v1/chat/completions, as parts of the type image_url"
+)
+_NO_MEDIA = "this server reads texts and images, and writes text; leave it out"
 REFUSALS: Final = {
-    "audio": "this server reads and writes text only; leave it out",
+    "audio": _NO_MEDIA,
+    "audio_url": _NO_MEDIA,
     "context_management": "nothing of a conversation is compacted; leave it out",
     "conversation": "continue a response by previous_response_id, or send all items as input",
-    "document": "this server reads and writes text only; leave it out",
+    "document": _NO_MEDIA,
     "ec_transfer_params": "this server is not split into several; leave it out",
     "encrypted_content": "only the server that wrote it can read it; send the item's content",
-    "file": "this server reads and writes text only; leave it out",
+    "file": _NO_MEDIA,
     "function_call": "it is the older form of tool calls; use tools and tool_choice",
     "functions": "it is the older form of tools; use tools",
-    "image": "this server reads and writes text only; leave it out",
-    "image_url": "this server reads and writes text only; leave it out",
-    "input_audio": "this server reads and writes text only; leave it out",
-    "input_file": "this server reads and writes text only; leave it out",
-    "input_image": "this server reads and writes text only; leave it out",
+    "image": _IMAGES,
+    "image_url": _IMAGES,
+    "input_audio": _NO_MEDIA,
+    "input_file": _NO_MEDIA,
+    "input_image": _IMAGES,
     "item_reference": "send the item itself, or previous_response_id",
     "kv_transfer_params": "this server is not split into several; leave it out",
     "logits_processors": "no code of a client is run; use logit_bias, allowed_token_ids, bad_words "
     "or structured_outputs",
-    "media_io_kwargs": "this server reads and writes text only; leave it out",
-    "mm_processor_kwargs": "this server reads and writes text only; leave it out",
+    "media_io_kwargs": _NO_MEDIA,
+    "mm_processor_kwargs": "the server sets it for all images; leave it out",
     "moderation": "this server moderates nothing; leave it out",
     "prediction": "the server drafts by itself; use speculative to set how much",
     "prompt_cache_options": "the prefix cache has no options of a request; leave it out",
@@ -66,6 +71,8 @@ REFUSALS: Final = {
     "n with logprobs and choose yourself",
     "thinking_token_budget": "a completion is not read for thoughts; use /v1/chat/completions",
     "verbosity": "say in a message how long the answer should be",
+    "video": _NO_MEDIA,
+    "video_url": _NO_MEDIA,
     "vllm_xargs": "this server has no extensions that would read it; leave it out",
     "watermarking": "this server marks no text; leave it out",
     "web_search_options": "this server searches nothing; leave it out",

@@ -28,6 +28,24 @@ class TextPart(RequestBody):
     text: str
 
 
+class ImageUrl(RequestBody):
+    """Where an image is: in a data URL, or where the server was told to read or fetch from.
+
+    Attributes:
+        detail: one for all images, which the server sets.
+    """
+
+    url: str
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(RequestBody):
+    """An image in a message's content."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class CalledFunction(RequestBody):
     """A function that the assistant called; `arguments` is a JSON object as text."""
 
@@ -46,11 +64,15 @@ class MessageToolCall(RequestBody):
 Content = str | Annotated[list[TextPart], Field(min_length=1), AtMost(bounds.MOST_PARTS)]
 
 
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+SeenContent = str | Annotated[list[Part], Field(min_length=1), AtMost(bounds.MOST_PARTS)]
+
+
 class PlainMessage(RequestBody):
     """A message of the user, or instructions before it."""
 
     role: Literal["developer", "system", "user"]
-    content: Content
+    content: SeenContent
     name: str | None = None
 
 

@@ -143,7 +143,7 @@ class Conversation:
             )
 
 
-def _content(given: str | Texts) -> str | list[TextPart]:
+def _content(given: str | Texts) -> Any:
     if isinstance(given, str):
         return given
     if len(given) == 1:

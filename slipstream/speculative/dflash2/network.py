@@ -108,8 +108,8 @@ class DFlash2Network(DFlashNetwork):
         part = Part(f"{name}.hidden_projection", config.rank)
         self._projection = column_linear(source, [part], layers.hidden_size, bias=False)
 
-    def embedded(self, token_ids: Tensor) -> Tensor:
-        return super().embedded(token_ids) * self._config.embedding_scale
+    def embedded(self, token_ids: Tensor, inputs: PassInputs | None = None) -> Tensor:
+        return super().embedded(token_ids, inputs) * self._config.embedding_scale
 
     def __call__(
         self, token_ids: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]

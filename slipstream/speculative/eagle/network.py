@@ -79,7 +79,7 @@ class Eagle1Head(HeadNetwork):
         caches: Sequence[LayerCache],
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, H] -> twice [T, H]."""
-        x, _ = self._stack([self.embedded(token_ids), features], inputs, caches)
+        x, _ = self._stack([self.embedded(token_ids, inputs), features], inputs, caches)
         return x, x
 
 

@@ -110,7 +110,7 @@ class Eagle3Head(HeadNetwork):
         caches: Sequence[LayerCache],
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, H] -> (what enters the lm_head, next features), [T, H]."""
-        sources = [self.embedded(token_ids), features]
+        sources = [self.embedded(token_ids, inputs), features]
         normed, streams = self._stack(sources, inputs, caches, self._wanted)
         return normed, streams[0] if streams else normed
 

@@ -176,7 +176,12 @@ class FeatureRowsDrafter(Drafter):
             longest = max(chunk.length for chunk in chunks)
             excerpt = self._excerpt(slots, window_ends, longest)
             placed = PassRows(slots, excerpt.places(starts), lengths, excerpt=excerpt)
-            self._pass(lay_out(self._state, placed), torch.cat(rows), 0)
+            layout = lay_out(self._state, placed)
+            if forward.embedded is not None:
+                embedded = torch.cat([chunk.rows(forward.embedded) for chunk in chunks])
+                embedded = embedded.to(self._features.dtype)
+                layout = replace(layout, inputs=replace(layout.inputs, embedded=embedded))
+            self._pass(layout, torch.cat(rows), 0)
         self._features[slots, 0] = projected[last]
         self._computed[slots] = ends
 
@@ -296,6 +301,13 @@ class _Chunk:
         # The row of token t takes the feature of token t - 1.
         self._first_feature = first_row - 1 - first_token
         self._kept = first_row - 1  # what a row before the first stands for
+
+    def rows(self, values: Tensor) -> Tensor:
+        """values [T, H], of the rows of the target's pass -> [length, H], of the same tokens."""
+        first = self._first_feature + 1
+        return torch.cat(
+            [values[:0], *(values[first + it : first + end] for it, end in self.pieces)]
+        )
 
     def features(self, projected: Tensor, kept: Tensor) -> Tensor:
         """[length, F] from those of the pass; `kept` [1, F] was the last of the chunk before."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.table import Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
@@ -63,11 +64,12 @@ class HeadNetwork:
             self._embedding = embedding
         self._head = self._head or head
 
-    def embedded(self, token_ids: Tensor) -> Tensor:
-        """token_ids [T] -> [T, width]."""
+    def embedded(self, token_ids: Tensor, inputs: PassInputs | None = None) -> Tensor:
+        """token_ids [T] -> [T, width]; those of images are what the target took, where it fits."""
         assert self._embedding is not None, "share() comes first"
         embedded: Tensor = self._embedding(token_ids)
-        return embedded
+        given = None if inputs is None else inputs.embedded
+        return given if given is not None and given.shape == embedded.shape else embedded
 
     @property
     def head(self) -> LanguageModelHead:

@@ -146,7 +146,7 @@ class MtpHead(HeadNetwork):
         Its first row of a text is that of token `FIRST_ROW + index`; of earlier rows what comes
         out means nothing.
         """
-        embedded = self.embedded(token_ids)
+        embedded = self.embedded(token_ids, inputs)
         if self._blanks_first:
             is_first = inputs.rows.positions == FIRST_ROW + index
             embedded = embedded.masked_fill(is_first.unsqueeze(1), 0.0)

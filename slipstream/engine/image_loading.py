@@ -1,0 +1,98 @@
+"""Whether an engine reads images, and what reads them."""
+
+import torch
+
+from slipstream.core.config import EngineConfig
+from slipstream.core.errors import UsageError
+from slipstream.engine.images import ImageReader, NoImages, TowerReader
+from slipstream.engine.resolve import Resolved
+from slipstream.engine.sizing import Reasons
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.loading import RANDOM_FORMATS
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.vision.catalogue import VISION, image_family
+from slipstream.models.vision.library import missing_packages
+from slipstream.models.vision.tower import ImageFamily, ImageTower
+from slipstream.runner.memory import uses_gpu_memory
+
+_NAME = "images"
+
+
+def choose_family(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, reasons: Reasons
+) -> ImageFamily | None:
+    """How the model sees; None where it reads text alone, with the reason."""
+    family = image_family(checkpoint)
+    if family is None:
+        if VISION in checkpoint.whole_config:
+            name = checkpoint.config.get("architectures")
+            reasons.add(_NAME, 0, f"those of {name} are not read here")
+        return None
+    missing = missing_packages()
+    if not config.max_images:
+        reasons.add(_NAME, 0, "limit_mm_per_prompt")
+    elif missing:
+        reasons.add(_NAME, 0, f"{' and '.join(missing)} missing")
+    elif config.load_format in RANDOM_FORMATS:
+        reasons.add(_NAME, 0, f"weights are random (load_format {config.load_format})")
+    elif not family.has_tower:
+        reasons.add(_NAME, 0, "the checkpoint has no tensors that read images")
+    elif family.is_whole and uses_gpu_memory(device):
+        reasons.add(_NAME, 0, "images whose tokens see each other are read on CPUs so far")
+    else:
+        _require_rows(config, family)
+        reasons.add(_NAME, config.max_images, "most of a prompt (limit_mm_per_prompt)")
+        return family
+    return None
+
+
+def _require_rows(config: EngineConfig, family: ImageFamily) -> None:
+    """Raise UsageError where an image may never find room in a pass."""
+    rows = config.max_num_batched_tokens
+    if rows is not None and rows < (least := least_rows(config, family)):
+        raise UsageError(
+            f"max_num_batched_tokens ({rows}) must be at least {least}, since this model reads an "
+            f"image of {family.num_tokens} tokens in one pass beside other requests; raise it, or "
+            'do without images (limit_mm_per_prompt={"image": 0})'
+        )
+
+
+def least_rows(config: EngineConfig, family: ImageFamily) -> int:
+    """Rows of a pass in which an image that is read whole finds room: every request may have one
+    before, and drafts half of what is left."""
+    return config.max_num_seqs + 2 * (family.num_tokens or 0) + 1 if family.is_whole else 0
+
+
+def image_reader(
+    config: EngineConfig,
+    resolved: Resolved,
+    family: ImageFamily | None,
+    tower: ImageTower | None,
+    tokenizer: Tokenizer | None,
+) -> ImageReader:
+    """What reads the images of prompts."""
+    if family is None or tower is None:
+        return _none(resolved)
+    return TowerReader(
+        tower,
+        family.placeholder,
+        tokenizer,
+        config.max_images,
+        resolved.limits.max_model_len,
+        config.mm_processor_kwargs or {},
+        int(config.mm_processor_cache_gb * (1 << 30)),
+        resolved.device,
+        family.is_whole,
+    )
+
+
+def _none(resolved: Resolved) -> NoImages:
+    why = next((why for name, _, why in resolved.reasons if name == _NAME), None)
+    if why is None:
+        return NoImages()
+    if why.endswith("missing"):
+        return NoImages(
+            f"images need packages that are not installed ({why}); install them "
+            "(pip install 'slipstream[vision]'), or leave images out"
+        )
+    return NoImages(f"this engine reads no images ({why}); leave them out, or start it otherwise")

@@ -1,0 +1,222 @@
+"""Images of prompts: their embeddings, and the tokens that stand for them."""
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from slipstream.core.errors import UsageError
+from slipstream.core.spans import Span
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.vision.tower import ImageTower, Placeholder, SpanEmbeddings
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_PERSON = b"slipstream.image"
+
+
+class ImageReader(Protocol):
+    """Makes prompts with images of prompts and images. Any thread may call it."""
+
+    def require(self, count: int) -> None:
+        """Raise UsageError where a prompt may not have so many images."""
+
+    def written(self, text: str) -> str:
+        """A text with what the model wants around the tokens of images."""
+
+    def place(
+        self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
+    ) -> tuple[list[int], tuple[Span, ...]]:
+        """The tokens with a place for each token of each image, and the images; slow.
+
+        Args:
+            options: in place of settings of the model's image processor.
+
+        Raises:
+            UsageError: an image cannot be read, or there are more or fewer than places for them.
+        """
+
+
+@dataclass(frozen=True)
+class NoImages:
+    """Of an engine that reads text alone.
+
+    Attributes:
+        why: and what to do.
+    """
+
+    why: str = "this model reads text only; leave images out, or use a model that sees"
+
+    def require(self, count: int) -> None:
+        """See `ImageReader`."""
+        if count:
+            raise UsageError(self.why)
+
+    def written(self, text: str) -> str:
+        """See `ImageReader`."""
+        return text
+
+    def place(
+        self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
+    ) -> tuple[list[int], tuple[Span, ...]]:
+        """See `ImageReader`."""
+        self.require(len(images) or len(options))
+        return token_ids, ()
+
+
+class TowerReader:
+    """Reads images by a tower, one by one, and keeps what it gave for the latest of them.
+
+    On a GPU the tower works in a stream of its own, beside the engine's.
+
+    Args:
+        tokenizer: None when the engine was told to do without.
+        most: images of a prompt.
+        max_tokens: of a prompt.
+        options: of all prompts, before those of single ones.
+        cache_bytes: of embeddings on the host; the latest image stays in any case.
+        is_whole: see `Span.whole`.
+    """
+
+    def __init__(
+        self,
+        tower: ImageTower,
+        placeholder: Placeholder,
+        tokenizer: Tokenizer | None,
+        most: int,
+        max_tokens: int,
+        options: Mapping[str, Any],
+        cache_bytes: int,
+        device: torch.device,
+        is_whole: bool = False,
+    ) -> None:
+        self._tower, self._placeholder, self._most = tower, placeholder, most
+        self._max_tokens, self._options = max_tokens, dict(options)
+        self._cache_bytes, self._kept_bytes = cache_bytes, 0
+        self._kept: OrderedDict[bytes, SpanEmbeddings] = OrderedDict()
+        self._lock = Lock()
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._whole = is_whole
+        self._surrounded: Sequence[int] = ()
+        self._marker = self._written = ""
+        if tokenizer is not None:
+            marks = placeholder.marker, placeholder.token, placeholder.end
+            marker, token, end = (tokenizer.id_to_token(it) or "" if it else "" for it in marks)
+            around, self._marker = placeholder.around, marker
+            if end:
+                self._written = f"{around}{marker}{token}{end}{around}"
+                self._surrounded = tokenizer.encode(self._written, add_special_tokens=False)
+        self.num_encoded = 0
+
+    def require(self, count: int) -> None:
+        """See `ImageReader`."""
+        if count > self._most:
+            raise UsageError(
+                f"the prompt has {count} images, but at most {self._most} are read; leave some "
+                f'out, or raise limit_mm_per_prompt to {{"image": {count}}}'
+            )
+
+    def written(self, text: str) -> str:
+        """See `ImageReader`."""
+        return text.replace(self._marker, self._written) if self._written else text
+
+    def place(
+        self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
+    ) -> tuple[list[int], tuple[Span, ...]]:
+        """See `ImageReader`."""
+        self.require(len(images))
+        marker, token = self._placeholder.marker, self._placeholder.token
+        if images and self._surrounded and token not in token_ids:
+            whole = self._surrounded
+            token_ids = [
+                it for known in token_ids for it in (whole if known == marker else [known])
+            ]
+        places = token_ids.count(token) if images or token in token_ids else 0
+        if places != len(images):
+            raise UsageError(
+                f"the prompt has {places} placeholders of images, but {len(images)} images were "
+                f"given; write one {self._marker or token} for each image, in text that comes "
+                "from elsewhere none, and for chat messages use a chat template that knows images"
+            )
+        if not images:
+            return token_ids, ()
+        if token_ids[-1] == token:
+            raise UsageError("the prompt ends with an image; put some text behind it")
+        options = {**self._options, **options}
+        grids = [self._grid(image, options) for image in images]
+        total = len(token_ids) + sum(rows * columns - 1 for rows, columns in grids)
+        if total >= self._max_tokens:
+            raise UsageError(
+                f"the prompt has {total} tokens with those of its images, but max_model_len is "
+                f"{self._max_tokens}, prompt and output; give fewer or smaller images"
+            )
+        ids: list[int] = []
+        spans: list[Span] = []
+        read = zip(images, grids, strict=True)
+        for known in token_ids:
+            if known == token:
+                image, grid = next(read)
+                digest, embedded = self._embedded(image, grid, options)
+                count = grid[0] * grid[1]
+                spans.append(Span(len(ids), count, digest, grid, embedded, self._whole))
+                ids.extend([token] * count)
+            else:
+                ids.append(known)
+        return ids, tuple(spans)
+
+    def _grid(self, image: "Image", options: Mapping[str, Any]) -> tuple[int, int]:
+        width, height = image.size
+        try:
+            return self._tower.grid(width, height, options)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise UsageError(
+                f"an image of {width} x {height} pixels cannot be read: {error}"
+            ) from error
+
+    def _embedded(
+        self, image: "Image", grid: tuple[int, int], options: Mapping[str, Any]
+    ) -> tuple[bytes, SpanEmbeddings]:
+        image = image.convert("RGB")
+        read_as = json.dumps([image.size, grid, options], sort_keys=True, default=str)
+        digest = blake2b(read_as.encode(), digest_size=16, person=_PERSON)
+        digest.update(image.tobytes())
+        key = digest.digest()
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None:
+                found = self._encode(image, options)
+                assert len(found.rows) == grid[0] * grid[1], "the grid tells how many tokens"
+                self._keep(key, found)
+            self._kept.move_to_end(key)
+        return key, found
+
+    def _encode(self, image: "Image", options: Mapping[str, Any]) -> SpanEmbeddings:
+        self.num_encoded += 1
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            try:
+                found = self._tower.encode(image, options)
+            except (ValueError, TypeError) as error:
+                raise UsageError(f"an image cannot be read: {error}") from error
+            if self._stream is None:
+                return found
+            rows, added = (
+                torch.empty(it.shape, dtype=it.dtype, pin_memory=True).copy_(it, non_blocking=True)
+                for it in (found.rows, found.added)
+            )
+            self._stream.synchronize()
+        return SpanEmbeddings(rows, added)
+
+    def _keep(self, key: bytes, embedded: SpanEmbeddings) -> None:
+        self._kept[key] = embedded
+        self._kept_bytes += embedded.nbytes
+        while self._kept_bytes > self._cache_bytes and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            self._kept_bytes -= dropped.nbytes

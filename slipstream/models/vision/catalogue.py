@@ -1,0 +1,25 @@
+"""Which models see images."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.vision.gemma3 import Gemma3Family
+from slipstream.models.vision.qwen3_vl import Qwen3VLFamily, qwen3_5_family
+from slipstream.models.vision.tower import ImageFamily
+
+_FAMILIES: Final[Mapping[str, Callable[[Checkpoint], ImageFamily]]] = {
+    "Gemma3ForConditionalGeneration": Gemma3Family,
+    "Qwen3VLForConditionalGeneration": Qwen3VLFamily,
+    "Qwen3_5ForConditionalGeneration": qwen3_5_family,
+}
+VISION: Final = "vision_config"
+
+
+def image_family(checkpoint: Checkpoint) -> ImageFamily | None:
+    """What the checkpoint says of images; None where it sees none that are read here."""
+    config = checkpoint.whole_config
+    family = _FAMILIES.get(str((config.get("architectures") or [None])[0]))
+    if family is None or not isinstance(config.get(VISION), dict):
+        return None
+    return family(checkpoint)

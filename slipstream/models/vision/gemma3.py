@@ -1,0 +1,83 @@
+"""Images of Gemma 3: each is brought to one size, and its tokens see each other."""
+
+from collections.abc import Mapping
+from math import isqrt
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slipstream.core.errors import UsageError
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.vision.library import image_processor, require_class, tower_of
+from slipstream.models.vision.tower import (
+    Placeholder,
+    SpanEmbeddings,
+    has_tensors,
+    load_tensors,
+)
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_TOWER = ("model.vision_tower.vision_model.", "model.vision_tower.", "vision_tower.vision_model.")
+_PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
+
+
+class Gemma3Family:
+    """Tokens around an image tell where it begins and ends."""
+
+    several_axes, is_whole, num_added_layers = False, True, 0
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, config = checkpoint, checkpoint.whole_config
+        self.num_tokens = config.get("mm_tokens_per_image", 256)
+        self.placeholder = Placeholder(
+            config.get("boi_token_index", 255999),
+            config.get("image_token_index", config.get("image_token_id", 262144)),
+            config.get("eoi_token_index", 256000),
+            around="\n\n",
+        )
+
+    @property
+    def has_tower(self) -> bool:
+        """See `ImageFamily`."""
+        return has_tensors(self._checkpoint, _PROJECTOR)
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
+        """See `ImageFamily`."""
+        return _Tower(self._checkpoint, self.num_tokens, dtype, device)
+
+
+class _Tower:
+    def __init__(
+        self, checkpoint: Checkpoint, num_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._device, self._dtype, self._side = device, dtype, isqrt(num_tokens)
+        names = "SiglipVisionModel", "SiglipVisionConfig"
+        self._tower = tower_of(checkpoint, names, _TOWER, dtype, device)
+        config = require_class("Gemma3Config")(**checkpoint.whole_config)
+        projector = require_class("Gemma3MultiModalProjector")
+        self._projector = projector(config).to(device, dtype).eval().requires_grad_(False)
+        load_tensors(self._projector, checkpoint, _PROJECTOR)
+        size = {name: config.vision_config.image_size for name in ("height", "width")}
+        self._processor = image_processor(checkpoint, "Gemma3ImageProcessorPil", {"size": size})
+        if getattr(self._processor, "do_pan_and_scan", False):
+            raise UsageError(
+                f"{checkpoint.path} cuts images into several (do_pan_and_scan), which is not "
+                "supported; set it to false in its preprocessor_config.json"
+            )
+
+    def grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
+        """See `ImageTower`."""
+        del width, height
+        if options:
+            raise ValueError(f"its processor has no options, but {', '.join(options)} was given")
+        return self._side, self._side
+
+    def encode(self, image: "Image", options: Mapping[str, Any]) -> SpanEmbeddings:
+        """See `ImageTower`."""
+        del options
+        read = self._processor(images=[image], return_tensors="pt")
+        pixels = read["pixel_values"].to(self._device, self._dtype)
+        rows = self._projector(self._tower(pixel_values=pixels).last_hidden_state)[0]
+        return SpanEmbeddings(rows, rows.new_empty((0, *rows.shape)))

@@ -1,0 +1,69 @@
+"""Towers and processors of transformers, loaded from a checkpoint's own files."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.vision.tower import load_tensors
+
+_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def missing_packages() -> list[str]:
+    """What of the extra `vision` is not installed."""
+    missing = []
+    for module, name in (("transformers", "transformers"), ("PIL", "pillow")):
+        try:
+            __import__(module)
+        except ImportError:
+            missing.append(name)
+    return missing
+
+
+def require_class(name: str) -> Any:
+    """A class of transformers; UsageError where this version has none of the name."""
+    import transformers
+
+    try:
+        return getattr(transformers, name)
+    except (AttributeError, ImportError) as error:
+        raise UsageError(
+            f"transformers {transformers.__version__} has no {name}, which reads this model's "
+            "images; install a newer one (pip install -U 'slipstream[vision]'), or do without "
+            'images (limit_mm_per_prompt={"image": 0})'
+        ) from error
+
+
+def tower_of(
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    prefixes: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    """A tower with the checkpoint's tensors.
+
+    Args:
+        names: of its class and of the class of its config.
+        prefixes: see `load_tensors`.
+    """
+    model, config = map(require_class, names)
+    given = checkpoint.whole_config["vision_config"]
+    try:
+        read = config(**{key: it for key, it in given.items() if key != "dtype"})
+        tower = model._from_config(read, dtype=dtype).to(device).eval()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.config_file}: vision_config: {error}") from error
+    load_tensors(tower, checkpoint, prefixes)
+    return tower.requires_grad_(False)
+
+
+def image_processor(checkpoint: Checkpoint, name: str, sizes: Mapping[str, Any]) -> Any:
+    """A processor over PIL with the checkpoint's settings; without such, with these sizes."""
+    processor = require_class(name)
+    if not any((checkpoint.path / file).is_file() for file in _FILES):
+        return processor(**sizes)
+    return processor.from_pretrained(str(checkpoint.path), local_files_only=True)

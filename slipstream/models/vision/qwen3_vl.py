@@ -1,0 +1,115 @@
+"""Images of Qwen3-VL and its kin: patches in a grid, as many as the image is large."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.vision.library import image_processor, tower_of
+from slipstream.models.vision.tower import Placeholder, SpanEmbeddings, has_tensors
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_LAYERS = "deepstack_visual_indexes"
+_PREFIXES = ("model.visual.", "visual.")
+
+
+class Qwen3VLFamily:
+    """M-RoPE, and of Qwen3-VL features of several of the tower's layers for as many of the
+    decoder's.
+
+    Args:
+        names: of the tower's class and of the class of its config.
+        token: the placeholder, where the config does not say.
+        deep: the tower's layers, where the config does not say.
+    """
+
+    several_axes, is_whole, num_tokens = True, False, None
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        names: tuple[str, str] = ("Qwen3VLVisionModel", "Qwen3VLVisionConfig"),
+        token: int = 151655,
+        deep: Sequence[int] = (8, 16, 24),
+    ) -> None:
+        self._checkpoint, self._names, config = checkpoint, names, checkpoint.whole_config
+        token = config.get("image_token_id", token)
+        self.placeholder = Placeholder(token, token)
+        self.num_added_layers = len(config["vision_config"].get(_LAYERS, deep)) if deep else 0
+
+    @property
+    def has_tower(self) -> bool:
+        """See `ImageFamily`."""
+        return has_tensors(self._checkpoint, _PREFIXES)
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
+        """See `ImageFamily`."""
+        return _Tower(self._checkpoint, self._names, dtype, device)
+
+
+def qwen3_5_family(checkpoint: Checkpoint) -> Qwen3VLFamily:
+    """As Qwen3-VL, without features of single layers."""
+    names = "Qwen3_5VisionModel", "Qwen3_5VisionConfig"
+    return Qwen3VLFamily(checkpoint, names, 248056, ())
+
+
+class _Tower:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        names: tuple[str, str],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._device, self._dtype = device, dtype
+        self._tower = tower_of(checkpoint, names, _PREFIXES, dtype, device)
+        config = self._tower.config
+        sizes = {
+            "patch_size": config.patch_size,
+            "temporal_patch_size": config.temporal_patch_size,
+            "merge_size": config.spatial_merge_size,
+        }
+        self._processor = image_processor(checkpoint, "Qwen2VLImageProcessorPil", sizes)
+        self._merge = config.spatial_merge_size
+
+    def grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
+        """See `ImageTower`."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        size = self._size(options)
+        side = self._processor.patch_size * self._merge
+        least, most = size["shortest_edge"], size["longest_edge"]
+        rows, columns = smart_resize(height, width, side, least, most)
+        return rows // side, columns // side
+
+    def _size(self, options: Mapping[str, Any]) -> dict[str, int]:
+        """The fewest and the most pixels of an image."""
+        known = self._processor.size
+        size = {name: known[name] for name in ("shortest_edge", "longest_edge")}
+        given = dict(options)
+        size.update(given.pop("size", None) or {})
+        for name, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+            size[name] = given.pop(old, None) or size[name]
+        least, most, *others = size.values()
+        if given or others or not all(type(it) is int for it in (least, most)):
+            raise ValueError(
+                f"options of the image processor are size (shortest_edge and longest_edge, both in "
+                f"pixels of an image), min_pixels and max_pixels, not {dict(options)}"
+            )
+        if not 0 < least <= most:
+            raise ValueError(f"of {size} the first must be positive, and at most the other")
+        return size
+
+    def encode(self, image: "Image", options: Mapping[str, Any]) -> SpanEmbeddings:
+        """See `ImageTower`."""
+        size = self._size(options)
+        read = self._processor(images=[image], return_tensors="pt", size=size)
+        pixels, grid = read["pixel_values"], read["image_grid_thw"]
+        pixels = pixels.to(self._device, self._dtype)
+        found = self._tower(pixels, grid_thw=grid.to(self._device), return_dict=True)
+        rows, deep = found.pooler_output, getattr(found, "deepstack_features", None) or ()
+        added = torch.stack(list(deep)) if len(deep) else rows.new_empty((0, *rows.shape))
+        return SpanEmbeddings(rows, added)

@@ -1,0 +1,115 @@
+"""Rows of a pass that stand for images: their embeddings and their positions."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from slipstream.core.spans import Span, end_of_spans
+from slipstream.kernels.devices import send
+from slipstream.layers.stack import StreamAddends
+from slipstream.models.decoder import Decoder
+from slipstream.models.vision.tower import SpanEmbeddings
+from slipstream.runner.rows import PromptRows, RowLayout
+
+
+def with_offsets(layout: RowLayout, offsets: Tensor) -> RowLayout:
+    """Rows at the positions of texts behind images; offsets [R] int64 are added to their places."""
+    rows = layout.inputs.rows
+    positions = rows.positions + layout.of_requests(offsets)
+    places = rows.in_context
+    # Those before images mean nothing, and are mended where these are.
+    rows = replace(rows, positions=positions, places=places)
+    return replace(layout, inputs=replace(layout.inputs, rows=rows))
+
+
+def with_axes(
+    network: Decoder, layout: RowLayout, prompts: Sequence[PromptRows | None]
+) -> RowLayout:
+    """Rows up to the last image of each request at positions that have several axes."""
+    found: list[Tensor] = []
+    index: list[Tensor] = []
+    for first_row, prompt in zip(layout.row_starts, prompts, strict=False):
+        if prompt is not None:
+            end = min(prompt.end, end_of_spans(prompt.spans))
+            found.append(rope_axes(prompt.spans, prompt.first, end))
+            index.append(torch.arange(first_row, first_row + end - prompt.first))
+    inputs = layout.inputs
+    device = inputs.rows.positions.device
+    composed = network.ropes.compose(send(torch.cat(found, dim=1), device))
+    positions = inputs.rows.positions.index_copy(0, send(torch.cat(index), device), composed)
+    return replace(layout, inputs=replace(inputs, rows=replace(inputs.rows, positions=positions)))
+
+
+def with_sight(layout: RowLayout, prompts: Sequence[PromptRows | None]) -> RowLayout:
+    """Rows of images that see each other."""
+    ends: list[Tensor] = []
+    index: list[Tensor] = []
+    for first_row, prompt in zip(layout.row_starts, prompts, strict=False):
+        if prompt is None:
+            continue
+        for span, first, end in prompt.pieces:
+            if span.whole:
+                index.append(torch.arange(first, end) + (first_row - prompt.first))
+                ends.append(torch.full((end - first,), span.end - 1))
+    if not index:
+        return layout
+    inputs = layout.inputs
+    places = inputs.rows.in_context
+    to = places.device
+    last = places.index_copy(0, send(torch.cat(index), to), send(torch.cat(ends), to))
+    return replace(layout, inputs=replace(inputs, sees=replace(inputs.sees, last_seen=last)))
+
+
+def embed(
+    network: Decoder, layout: RowLayout, prompts: Sequence[PromptRows | None]
+) -> tuple[Tensor | None, StreamAddends | None]:
+    """What enters the first layer, [T, hidden_size], and what is added behind the first layers;
+    None where no image is among the rows."""
+    if not prompts:
+        return None, None
+    index: list[Tensor] = []
+    rows: list[Tensor] = []
+    added: list[Tensor] = []
+    for first_row, prompt in zip(layout.row_starts, prompts, strict=False):
+        if prompt is None:
+            continue
+        for span, first, end in prompt.pieces:
+            assert isinstance(span.embedded, SpanEmbeddings)
+            own = slice(first - span.start, end - span.start)
+            index.append(torch.arange(first, end) + (first_row - prompt.first))
+            rows.append(span.embedded.rows[own])
+            added.append(span.embedded.added[:, own])
+    if not index:
+        return None, None
+    embedded = network.embed(layout.token_ids)
+    device, dtype = embedded.device, embedded.dtype
+    places = send(torch.cat(index), device)
+    embedded = embedded.index_copy(0, places, send(torch.cat(rows), device).to(dtype))
+    values = torch.cat(added, dim=1)
+    if not len(values):
+        return embedded, None
+    return embedded, StreamAddends(places, send(values, device).to(dtype))
+
+
+def rope_axes(spans: Sequence[Span], first: int, end: int) -> Tensor:
+    """[3, end - first] int64: where tokens of a prompt stand in time, rows and columns (M-RoPE).
+
+    A text moves on along all axes at once. An image begins where the text before it has ended, is
+    one moment, and the text goes on behind its longer side.
+    """
+    axes = torch.arange(first, end).repeat(3, 1)
+    offset = 0
+    for span in spans:
+        inside = axes[:, max(span.start - first, 0) : max(span.end - first, 0)]
+        if inside.shape[1]:
+            place = torch.arange(max(first, span.start), min(end, span.end)) - span.start
+            start, columns = span.start + offset, span.grid[1]
+            inside[0] = start
+            inside[1] = start + place // columns
+            inside[2] = start + place % columns
+        change = max(span.grid) - span.length
+        axes[:, max(span.end - first, 0) :] += change
+        offset += change
+    return axes

@@ -1,0 +1,44 @@
+"""The images of a conversation."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from slipstream.core.errors import UsageError
+from slipstream.serve.errors import bad_request
+from slipstream.serve.model_service import ModelService
+from slipstream.serve.protocol.chat import ImagePart, Message
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def has_images(messages: Sequence[Message]) -> bool:
+    """Whether any message has an image, so that reading them takes longer than texts do."""
+    return any(True for _ in _parts(messages))
+
+
+def read_images(service: ModelService, messages: Sequence[Message]) -> list["Image"]:
+    """The images in order; slow, and may wait for other servers.
+
+    Raises:
+        ApiError: one cannot be read, or the model does not see so many.
+    """
+    parts = [*_parts(messages)]
+    images: list[Image] = []
+    try:
+        service.engine.images.require(len(parts))
+    except UsageError as error:
+        raise bad_request(f"messages: {error}", "messages") from error
+    for where, part in parts:
+        try:
+            images.append(service.engine.media.open(part.image_url.url))
+        except UsageError as error:
+            raise bad_request(f"{where}: {error}", "messages") from error
+    return images
+
+
+def _parts(messages: Sequence[Message]) -> Iterator[tuple[str, ImagePart]]:
+    for place, message in enumerate(messages):
+        for number, part in enumerate(message.content or ()):
+            if isinstance(part, ImagePart):
+                yield f"messages[{place}].content[{number}]", part

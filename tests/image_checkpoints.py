@@ -1,0 +1,147 @@
+"""Tiny random models that see images, written by transformers itself."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor
+
+from tests.tokenizers import write_tokenizer
+
+VOCAB_SIZE, IMAGE, START, END = 97, 90, 92, 93
+SIZES = ((37, 53), (20, 90), (64, 64), (7, 5))
+MAX_POSITIONS = 512
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 70,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": MAX_POSITIONS,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_VISION = {
+    "depth": 3,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 64,
+}
+_IDS: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": 91,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+
+
+def qwen3_vl() -> Any:
+    """A config: four layers, of which two get features of the tower's layers."""
+    rope = {**_ROPE, "mrope_section": [4, 2, 2]}
+    return transformers.Qwen3VLConfig(
+        text_config={**_TEXT, "num_hidden_layers": 4, "rope_parameters": rope},
+        vision_config={**_VISION, "deepstack_visual_indexes": [0, 2]},
+        **_IDS,
+    )
+
+
+def write(folder: Path, family: str = "Qwen3VL", seed: int = 1) -> Path:
+    """A checkpoint of a family with its image processor."""
+    config = {"Qwen3VL": qwen3_vl}[family]()
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight") or ".norm" in name:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(std=0.2 if parameter.ndim > 1 else 0.1, generator=generator)
+    model.save_pretrained(folder)
+    processor().save_pretrained(folder)
+    return folder
+
+
+def processor() -> Any:
+    sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    limits = {"shortest_edge": 64, "longest_edge": 4096}
+    return transformers.Qwen2VLImageProcessorPil(**sizes, size=limits)
+
+
+def images(count: int, seed: int = 0) -> list[Image.Image]:
+    """Noise of odd sizes."""
+    random = np.random.default_rng(seed)
+    return [
+        Image.fromarray(random.integers(0, 255, (*size, 3), dtype=np.uint8))
+        for size in SIZES[:count]
+    ]
+
+
+def prompt(count: int, behind: int = 5) -> list[int]:
+    """So many images in and between texts."""
+    ids = [1, 2, 3]
+    for number in range(count):
+        ids += [START, IMAGE, END, *range(4 + number, 4 + 3 * number)]
+    return [*ids, *range(20, 20 + behind)]
+
+
+def with_images(ids: Sequence[int], given: Sequence[Image.Image]) -> Any:
+    return {"prompt_token_ids": list(ids), "multi_modal_data": {"image": list(given)}}
+
+
+class Oracle:
+    """The library's own processor and model."""
+
+    def __init__(self, folder: Path, family: str = "Qwen3VL") -> None:
+        kind = getattr(transformers, f"{family}ForConditionalGeneration")
+        self._model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        self._processor = processor()
+
+    def generate(
+        self, ids: Sequence[int], given: Sequence[Image.Image], count: int
+    ) -> tuple[list[int], Tensor]:
+        """Greedy tokens, and the logits [count, vocab] that they come from."""
+        read = self._processor(images=list(given), return_tensors="pt")
+        sizes = iter((read["image_grid_thw"].prod(-1) // 4).tolist())
+        whole = [it for known in ids for it in [known] * (next(sizes) if known == IMAGE else 1)]
+        inputs = torch.tensor([whole])
+        found = self._model.generate(
+            input_ids=inputs,
+            pixel_values=read["pixel_values"],
+            image_grid_thw=read["image_grid_thw"],
+            mm_token_type_ids=(inputs == IMAGE).int(),
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=count,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        return found.sequences[0, len(whole) :].tolist(), torch.cat(found.logits)
+
+
+def write_tokenizer_of(folder: Path) -> Path:
+    """A tokenizer of words and a chat template beside a checkpoint."""
+    named = {IMAGE: "<image>", START: "<start>", END: "<end>"}
+    words = [named.get(number, f"w{number}") for number in range(VOCAB_SIZE)]
+    fields = {"single_word": False, "lstrip": True, "rstrip": True, "normalized": False}
+    added = [{"id": it, "content": word, "special": True, **fields} for it, word in named.items()]
+    write_tokenizer(folder, words, added_tokens=added, pre_tokenizer={"type": "WhitespaceSplit"})
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+TEMPLATE = """
+{%- for message in messages %}w1 {% if message.content is string %}{{ message.content }}
+{%- else %}{% for part in message.content %}{% if part.type == "image" %}<start><image><end>
+{%- else %} {{ part.text }}{% endif %}{% endfor %}{% endif %} w2 {% endfor %}w3"""

@@ -1,0 +1,165 @@
+"""Prompts with images: speculation, chunks, hits, preemptions and neighbours change no token."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import LLM, SamplingParams
+from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.models.vision.tower import SpanEmbeddings
+from slipstream.speculative.catalogue import METHODS
+from slipstream.speculative.heads.loading import HeadNetwork
+from tests import fake_drafters
+from tests.checkpoints import write_qwen3
+from tests.drafters.heads import write_eagle3
+from tests.image_checkpoints import IMAGE, VOCAB_SIZE, images, prompt, with_images, write
+from tests.lossless.test_greedy import case_name, remember
+from tests.padded_steps import use_packed_steps, use_padded_steps
+from tests.pairwise import Case, pairwise_cases
+
+AXES: dict[str, list[Any]] = {
+    "family": ["Qwen3VL"],
+    "drafter": ["none", "ngram", "suffix", "draft_model", "eagle3", "in turn"],
+    "k": [1, 5],
+    "rows": [512, 24],  # 24: chunks cut images, mixed with decoding
+    "blocks": [400, 48],  # 48 blocks of 8 tokens: requests are preempted
+    "prefix": ["none", "same", "other"],  # what ran before: these images, or others of their sizes
+    "seeded": [False, True],
+    "steps": ["exact", "padded", "packed"],
+}
+CASES = pairwise_cases(AXES)
+Text = tuple[list[int], list[int]]
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("images")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> Callable[[str], str]:
+    return cache(lambda family: str(write(folder / family, family)))
+
+
+@pytest.fixture(scope="module")
+def drafters(folder: Path) -> dict[str, dict[str, Any]]:
+    """A text model and a head that were made for a plain target of the same sizes."""
+    plain = str(write_qwen3(folder / "plain", vocab_size=VOCAB_SIZE, num_hidden_layers=4))
+    return {
+        "draft_model": {"model": plain},
+        "eagle3": {"model": str(write_eagle3(folder / "eagle3", plain))},
+        "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        "suffix": {"method": "suffix"},
+        "in turn": {"method": "fake", "model": "in turn"},
+    }
+
+
+def params(seeded: bool) -> SamplingParams:
+    chosen = {"temperature": 0.8, "seed": 7} if seeded else {"temperature": 0}
+    return SamplingParams(max_tokens=COUNT, ignore_eos=True, **chosen)
+
+
+def make(model: str, **options: Any) -> LLM:
+    given = {"num_kv_blocks": 400, "max_num_seqs": 4, "max_num_batched_tokens": 512, **options}
+    return LLM(model, dtype="float32", skip_tokenizer_init=True, block_size=8, **given)
+
+
+def prompts(seed: int) -> list[Any]:
+    """Texts that are alike, with images of the same sizes, and one without any."""
+    return [
+        with_images(prompt(1), images(1, seed)),
+        with_images(prompt(3), images(3, seed)),
+        {"prompt_token_ids": [1, 2, 3, 50, 51, 52]},
+        with_images(prompt(3, 2), images(3, seed + 1)),
+        with_images(prompt(2), [images(1, seed + 1)[0], images(2, seed)[1]]),
+    ]
+
+
+def texts(llm: LLM, given: list[Any], seeded: bool) -> list[Text]:
+    """The tokens of each prompt, and those of its output."""
+    outputs = llm.generate(given, params(seeded))
+    return [([*it.prompt_token_ids], [*it.outputs[0].token_ids]) for it in outputs]
+
+
+@pytest.fixture(scope="module")
+def plain(models: Callable[[str], str]) -> Callable[[str, bool], list[Text]]:
+    """What each prompt gives alone, in a new engine."""
+
+    def run(family: str, seeded: bool) -> list[Text]:
+        llm = make(models(family), enable_prefix_caching=False)
+        return [texts(llm, [it], seeded)[0] for it in prompts(0)]
+
+    return cache(run)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_text_is_that_of_plain_decoding(
+    case: Case,
+    models: Callable[[str], str],
+    drafters: dict[str, dict[str, Any]],
+    plain: Callable[[str, bool], list[Text]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
+    known = plain(case["family"], case["seeded"])
+    remember([{"prompt_token_ids": ids} for ids, _ in known], [answer for _, answer in known])
+    if case["steps"] == "padded":
+        use_padded_steps(monkeypatch)
+    if case["steps"] == "packed":
+        use_packed_steps(monkeypatch)
+    speculation = drafters.get(case["drafter"])
+    if speculation is not None:
+        speculation = {**speculation, "num_speculative_tokens": case["k"]}
+    llm = make(
+        models(case["family"]),
+        max_num_batched_tokens=case["rows"],
+        num_kv_blocks=case["blocks"],
+        speculative_config=speculation,
+    )
+    if case["prefix"] != "none":
+        texts(llm, prompts(0 if case["prefix"] == "same" else 5), case["seeded"])
+    assert texts(llm, prompts(0), case["seeded"]) == known
+    manager = llm.engine.scheduler.block_manager
+    if case["prefix"] == "same" and case["blocks"] == 400:
+        assert manager.num_hit_tokens >= 200
+
+
+def test_heads_take_the_embeddings_of_images(
+    models: Callable[[str], str],
+    drafters: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[Tensor] = []
+    embedded = HeadNetwork.embedded
+
+    def spy(self: HeadNetwork, token_ids: Tensor, inputs: PassInputs | None = None) -> Tensor:
+        found = embedded(self, token_ids, inputs)
+        if inputs is not None and inputs.embedded is not None:
+            taken.extend(found[token_ids == IMAGE])
+        return found
+
+    monkeypatch.setattr(HeadNetwork, "embedded", spy)
+    given, options = prompts(0)[1], {**drafters["eagle3"], "num_speculative_tokens": 2}
+    llm = make(models("Qwen3VL"), max_num_batched_tokens=24, speculative_config=options)
+    llm.generate(given, params(False))
+    ids, seen = given["prompt_token_ids"], given["multi_modal_data"]["image"]
+    _, spans = llm.engine.images.place(ids, seen, {})
+    found = [span.embedded for span in spans]
+    expected = torch.cat([it.rows for it in found if isinstance(it, SpanEmbeddings)])
+    assert torch.equal(torch.stack(taken), expected)
+
+
+def test_preempted_requests_see_their_images_again(
+    models: Callable[[str], str], plain: Callable[[str, bool], list[Text]]
+) -> None:
+    known = [plain("Qwen3VL", False)[number] for number in (0, 4)]
+    blocks = sum(-(-len(ids) // 8) for ids, _ in known) + 2
+    llm = make(models("Qwen3VL"), num_kv_blocks=blocks, max_num_batched_tokens=24)
+    assert texts(llm, [prompts(0)[0], prompts(0)[4]], False) == known
+    assert llm.engine.scheduler.num_preemptions

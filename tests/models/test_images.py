@@ -1,0 +1,143 @@
+"""Prompts with images give the logits and greedy text of transformers' own processor and model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils import logging as transformers_logging
+
+from slipstream import LLM, SamplingParams
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.engine.images import TowerReader
+from tests.image_checkpoints import (
+    IMAGE,
+    MAX_POSITIONS,
+    VOCAB_SIZE,
+    Oracle,
+    images,
+    prompt,
+    with_images,
+    write,
+)
+
+COUNT = 32
+GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet() -> Iterator[None]:
+    transformers_logging.disable_progress_bar()
+    yield
+    transformers_logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module", params=["Qwen3VL"])
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp(family), family)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return make(folder)
+
+
+def make(folder: Path, **options: Any) -> LLM:
+    given: dict[str, Any] = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "block_size": 8,
+        "num_kv_blocks": 200,
+        "logprobs_mode": "raw_logits",
+        **options,
+    }
+    return LLM(str(folder), **given)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_logits_and_text_are_those_of_transformers(
+    count: int, folder: Path, family: str, llm: LLM
+) -> None:
+    given, ids = images(count), prompt(count)
+    tokens, logits = Oracle(folder, family).generate(ids, given, COUNT)
+    output = llm.generate(with_images(ids, given), GREEDY)[0].outputs[0]
+    assert list(output.token_ids) == tokens
+    assert output.logprobs is not None
+    ours = torch.tensor([[row[it].logprob for it in range(VOCAB_SIZE)] for row in output.logprobs])
+    assert (ours - logits).abs().max() < 1e-4
+
+
+def test_text_alone_is_read_as_ever(folder: Path, family: str, llm: LLM) -> None:
+    ids = [1, 2, 3, 9, 11]
+    output = llm.generate({"prompt_token_ids": ids}, GREEDY)[0].outputs[0]
+    alone = make(folder, limit_mm_per_prompt={"image": 0})
+    assert alone.generate({"prompt_token_ids": ids}, GREEDY)[0].outputs[0] == output
+    with pytest.raises(UsageError, match="limit_mm_per_prompt"):
+        alone.generate(with_images([1, IMAGE, 2], images(1)), GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (with_images([1, 2], images(1)), "0 placeholders"),
+        (with_images([1, IMAGE, IMAGE, 2], images(1)), "2 placeholders"),
+        ({"prompt_token_ids": [1, IMAGE, 2]}, "1 placeholders"),
+        (with_images([1, IMAGE], images(1)), "ends with an image"),
+        (with_images([1, *[IMAGE] * 17, 2], images(1) * 17), "at most 16"),
+        (with_images([1, *[IMAGE] * 9, 2], images(3)[2:] * 9), "max_model_len"),
+        ({"prompt_token_ids": [1, 2], "multi_modal_data": {"video": [1]}}, "video"),
+        ({"prompt_token_ids": [1, 2], "multi_modal_data": {"image": "x.png"}}, "PIL"),
+        ({"prompt_token_ids": [1, 2], "multi_modal_data": [1]}, "objects"),
+    ],
+)
+def test_prompts_that_do_not_fit_their_images_are_refused(given: Any, said: str, llm: LLM) -> None:
+    with pytest.raises(UsageError, match=said):
+        llm.generate(given, GREEDY)
+    assert not llm.engine.has_unfinished
+
+
+def test_images_of_absurd_shapes_and_options_are_refused(folder: Path, llm: LLM) -> None:
+    thin = images(1)[0].resize((900, 2))
+    with pytest.raises(UsageError, match="900 x 2 pixels"):
+        llm.generate(with_images([1, IMAGE, 2], [thin]), GREEDY)
+    given: Any = {**with_images([1, IMAGE, 2], images(1)), "mm_processor_kwargs": {"sighs": 3}}
+    with pytest.raises(UsageError, match="sighs"):
+        llm.generate(given, GREEDY)
+
+
+def test_options_of_the_processor_change_what_is_seen(folder: Path, llm: LLM) -> None:
+    size = {"size": {"shortest_edge": 64, "longest_edge": 512}}
+    given: Any = with_images(prompt(1), images(1))
+    whole = llm.generate(given, GREEDY)[0]
+    fewer: Any = {**given, "mm_processor_kwargs": size}
+    smaller = llm.generate(fewer, GREEDY)[0]
+    assert len(smaller.prompt_token_ids) < len(whole.prompt_token_ids) <= MAX_POSITIONS
+    always = make(folder, mm_processor_kwargs=size).generate(given, GREEDY)[0]
+    assert always.outputs[0].token_ids == smaller.outputs[0].token_ids
+
+
+def test_what_was_read_of_an_image_is_kept_within_its_memory(folder: Path) -> None:
+    llm = make(folder, mm_processor_cache_gb=1e-5)  # about 10 KiB: one image
+    reader, (one, other) = llm.engine.images, images(2)
+    assert isinstance(reader, TowerReader)
+    for image, encoded in ((one, 1), (one, 1), (other, 2), (one, 3)):
+        llm.generate(with_images(prompt(1), [image]), GREEDY)
+        assert reader.num_encoded == encoded
+
+
+def test_a_tower_that_is_not_whole_is_refused(folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if "visual" in name)
+    del weights[name]
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        make(tmp_path)

@@ -1,0 +1,163 @@
+"""Images in conversations: the answers of `LLM.chat`, and 400s that cost nobody anything."""
+
+import base64
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+from slipstream import LLM, SamplingParams
+from slipstream.core.config import EngineConfig
+from slipstream.engine.images import TowerReader
+from tests.image_checkpoints import images, write, write_tokenizer_of
+from tests.serve.api.live import Live, serving
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    folder = write_tokenizer_of(write(tmp_path_factory.mktemp("images")))
+    images(2)[1].save(folder / "two.png")
+    return EngineConfig(
+        model=str(folder),
+        dtype="float32",
+        num_kv_blocks=200,
+        allowed_local_media_path=str(folder),
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+    )
+
+
+@pytest.fixture(scope="module")
+def live(config: EngineConfig) -> Iterator[Live]:
+    with serving(config, names=("seeing",)) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def url_of(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def message(*parts: Any) -> list[Any]:
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": part}
+        for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def ask(client: openai.OpenAI, messages: list[Any], **fields: Any) -> Any:
+    return client.chat.completions.create(model="seeing", messages=messages, **GREEDY, **fields)
+
+
+def test_answers_are_those_of_llm_chat(
+    config: EngineConfig, live: Live, client: openai.OpenAI
+) -> None:
+    one, two = images(2)
+    file = f"file://{config.model}/two.png"
+    parts = message("w5 w6", {"url": url_of(one)}, "w7", {"url": file, "detail": "auto"}, "w8")
+    answer = ask(client, parts)
+    content = parts[0]["content"]
+    pictured = [
+        content[0],
+        {"type": "image_pil", "image_pil": one},
+        content[2],
+        {"type": "image_pil", "image_pil": two},
+        content[4],
+    ]
+    expected = LLM(config).chat([{"role": "user", "content": pictured}], SamplingParams(**GREEDY))
+    assert answer.choices[0].message.content == expected[0].outputs[0].text
+    assert answer.usage.prompt_tokens == len(expected[0].prompt_token_ids) > 60
+    streamed = ask(client, parts, stream=True)
+    text = "".join(it.choices[0].delta.content or "" for it in streamed if it.choices)
+    assert text == answer.choices[0].message.content
+
+
+def test_text_beside_images_is_as_ever(client: openai.OpenAI) -> None:
+    texts = [{"role": "user", "content": "w5 w6"}], message("w5 w6")
+    answers = [ask(client, messages).choices[0].message.content for messages in texts]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        (message({"url": "data:image/png;base64,AAAA"}), r"messages\[0\].content\[0\]: .* broken"),
+        (message({"url": "http://169.254.169.254/latest"}), "allowed-media-domains"),
+        (message({"url": "file:///etc/passwd"}), "no such image"),
+        (message({"url": "data:image/png;base64,AAAA", "detail": "low"}), "detail"),
+        (message("<image> w3"), "1 placeholders"),
+        (message("w3", *[{"url": "data:"}] * 17), "at most 16"),
+        ([{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}], "video_url"),
+        ([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}], "audio"),
+        (
+            [{"role": "assistant", "content": message({"url": "data:"})[0]["content"]}],
+            "messages of the user",
+        ),
+        (message({"url": url_of(images(1)[0].resize((900, 2)))}), "900 x 2 pixels"),
+    ],
+)
+def test_what_cannot_be_read_is_a_clear_400(
+    messages: list[Any], said: str, client: openai.OpenAI
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=said):
+        ask(client, messages)
+
+
+def test_truncation_that_could_cut_an_image_is_refused(client: openai.OpenAI) -> None:
+    messages = message({"url": url_of(images(1)[0])}, "w5")
+    with pytest.raises(openai.BadRequestError, match="truncate_prompt_tokens"):
+        ask(client, messages, extra_body={"truncate_prompt_tokens": 20})
+
+
+def test_models_that_read_text_alone_say_so(tmp_path: Path) -> None:
+    llm = LLM("demo")
+    part = {"type": "image_pil", "image_pil": images(1)[0]}
+    with pytest.raises(ValueError, match="text only"):
+        llm.chat([{"role": "user", "content": [part]}])
+
+
+def test_other_requests_go_on_while_images_are_read(
+    live: Live, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many images as there are threads for them wait in the tower."""
+    begun, goes_on = threading.Semaphore(0), threading.Event()
+    place = TowerReader.place
+
+    def slowly(self: TowerReader, token_ids: list[int], given: Any, options: Any) -> Any:
+        if given:
+            begun.release()
+            assert goes_on.wait(60)
+        return place(self, token_ids, given, options)
+
+    monkeypatch.setattr(TowerReader, "place", slowly)
+    messages = message({"url": url_of(images(1, 3)[0])}, "w5")
+    answers: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(ask(client, messages))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in range(2):
+        assert begun.acquire(timeout=60)
+    assert ask(client, [{"role": "user", "content": "w5"}]).choices[0].message.content
+    assert not answers
+    goes_on.set()
+    for thread in threads:
+        thread.join()
+    assert len({it.choices[0].message.content for it in answers}) == 1
