@@ -136,7 +136,8 @@ def _fitted(plan: Plan) -> Plan:
     options, config = plan.replicas, plan.config
     gpus = options.replica_gpus
     if gpus is None:
-        gpus = int(uses_gpu_memory(choose_device(config.device)[0]))
+        on_gpus = uses_gpu_memory(choose_device(config.device)[0])
+        gpus = config.tensor_parallel_size if on_gpus else 0
     if not gpus and config.threads is None:
         cores = len(os.sched_getaffinity(0))
         config = replace(config, threads=max(cores // options.most, 1))

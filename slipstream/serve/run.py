@@ -5,6 +5,7 @@ import logging
 import resource
 import socket
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -188,7 +189,9 @@ def engine_server(
         app = RootPath(app, options.root_path)
     share_arenas()
     freeze_garbage_collection()
-    return DrainingServer(app, options, thread, gate), thread
+    server = DrainingServer(app, options, thread, gate)
+    engine.ranks.watch(server.end_at_once)
+    return server, thread
 
 
 def guarded(
@@ -267,6 +270,18 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self._loop.call_soon_threadsafe(self._begin_ending)
+
+    def end_at_once(self) -> None:
+        """End all requests and then the server, with exit code 1; called from any thread: the
+        engine is lost for good."""
+        self.exit_code = 1
+        if self._loop is None or not self.started:
+            self.should_exit = True
+            return
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(
+                lambda: self._tasks.append(asyncio.create_task(self._stop()))
+            )
 
     def _begin_ending(self) -> None:
         ending = self._stop() if self._tasks else self.drain()

@@ -29,10 +29,16 @@ class Pool:
         self.leave()
         size = config.tensor_parallel_size
         found = self._followers.get(size)
-        if found is None or found.loss:
+        if found is None or found.loss or not all(it.alive for it in found.processes):
+            if found is not None:
+                found.close()
             found = self._followers[size] = Followers(size, device)
         self._live = Leader(config, found, lambda: None)
         return self._live
+
+    def followers(self, size: int) -> Followers:
+        """Those that an engine of so many ranks has."""
+        return self._followers[size]
 
     def leave(self) -> None:
         """Let the followers go from the engine that they have."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream import SamplingParams
+from slipstream.core.errors import UsageError
 from tests.checkpoints import write_qwen3
 from tests.lossless.test_greedy import make_prompts, speculative_config, tokens
 from tests.ranks.conftest import Opener
@@ -84,13 +85,27 @@ def test_every_drafter(name: str, models: tuple[str, str, dict[str, str]], ranke
             check(name, keys, models, ranked, room)
 
 
-def test_four_ranks(tmp_path: Path, ranked: Opener) -> None:
+def test_four_ranks(
+    tmp_path: Path, models: tuple[str, str, dict[str, str]], ranked: Opener
+) -> None:
     """There are fewer heads of keys than ranks, so that two have the same one."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "seed": 2}
     target = str(write_qwen3(tmp_path / "target", **sizes))
     draft = str(write_qwen3(tmp_path / "draft", keep_layers=1, **sizes))
     keys = {"draft_tensor_parallel_size": 4}
-    check("draft_model", keys, (target, draft, {}), ranked, NARROW, ranks=4)
+    check("draft_model", keys, (target, draft, models[2]), ranked, NARROW, ranks=4)
+
+
+def test_what_ranks_cannot_share_is_refused(
+    models: tuple[str, str, dict[str, str]], ranked: Opener
+) -> None:
+    target, draft, heads = models
+    with pytest.raises(UsageError, match="an assistant reads all keys"):
+        ranked(target, {"model": heads["assistant"]})
+    with pytest.raises(UsageError, match=r"size=4 is neither 1, .* \(2\); give one"):
+        ranked(target, {"model": draft, "draft_tensor_parallel_size": 4})
+    with pytest.raises(UsageError, match=r"\(2\) cannot be split over 3 ranks; .* \(1, 2\)"):
+        ranked(target, tensor_parallel_size=3)
 
 
 @pytest.mark.parametrize("four", [False, pytest.param(True, marks=pytest.mark.full)])

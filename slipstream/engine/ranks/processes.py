@@ -52,6 +52,10 @@ class Process:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
     def wait(self) -> int:
         """Its exit code."""
         return self._process.wait()

@@ -1,0 +1,118 @@
+"""Processes that end: none hangs, and none is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from threading import Thread
+from time import monotonic, sleep
+
+import pytest
+
+from slipstream import SamplingParams
+from slipstream.core.errors import RanksLostError
+from tests.lossless.test_greedy import make_prompts
+from tests.ranks.conftest import Opener, Pool
+from tests.serve.test_stopping import process
+
+LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+MOST_SECONDS = 10  # until whoever waits is told, and all processes have ended
+SCRIPT = """
+from slipstream import LLM, SamplingParams
+llm = LLM("demo", tensor_parallel_size=2, max_num_seqs=2, threads=1)
+for step in llm.stream("def main(", SamplingParams(max_tokens=2000, ignore_eos=True)):
+    print("runs", flush=True)
+"""
+
+
+def children(parent: int) -> list[int]:
+    """Processes that another one has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                numbers = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(numbers[1]) == parent and numbers[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = monotonic() + MOST_SECONDS
+    while [pid for pid in pids if Path(f"/proc/{pid}").exists() and not is_zombie(pid)]:
+        assert monotonic() < deadline
+        sleep(0.05)
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_requests_end_with_an_error_when_a_rank_is_killed(
+    tiny_target: str, ranked: Opener, pool: Pool
+) -> None:
+    llm = ranked(tiny_target)
+    (follower,) = pool.followers(2).processes
+    outputs = llm.stream(make_prompts(6), LONG)
+    next(outputs)
+    errors: list[Exception] = []
+
+    def read_on() -> None:
+        try:
+            for _ in outputs:
+                pass
+        except Exception as error:
+            errors.append(error)
+
+    os.kill(follower.pid, signal.SIGKILL)
+    reader = Thread(target=read_on, daemon=True)
+    reader.start()
+    reader.join(MOST_SECONDS)
+    assert not reader.is_alive()
+    assert isinstance(errors[0], RanksLostError)
+    assert "rank 1 of 2 ended with exit code -9" in str(errors[0])
+    with pytest.raises(RanksLostError):
+        llm.generate(make_prompts(1), LONG)
+
+
+SIGNALS = [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_followers_end_with_their_leader(number: signal.Signals) -> None:
+    leader = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert leader.stdout is not None
+    assert leader.stdout.readline() == b"runs\n"
+    followers = children(leader.pid)
+    assert followers
+    try:
+        leader.send_signal(number)
+        leader.communicate(timeout=MOST_SECONDS)
+    finally:
+        leader.kill()
+        leader.communicate()
+    wait_until_gone(followers)
+
+
+@pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_server_ends_when_a_rank_is_killed(busy: bool) -> None:
+    with process(0, "-tp", "2") as server:
+        followers = children(server.popen.pid)
+        assert followers
+        stream = server.ask(2000, stream=True) if busy else None
+        if stream is not None:
+            stream.readline()
+        os.kill(followers[0], signal.SIGKILL)
+        if stream is not None:
+            assert b'"error"' in stream.read()
+        assert server.popen.wait(MOST_SECONDS) == 1
+        assert "rank 1 of 2 ended with exit code -9" in server.log() or not busy
+        wait_until_gone(followers)
