@@ -12,6 +12,7 @@ from slipstream.kernels.triton import grouped_stream, launch
 from slipstream.kernels.triton.activation import GATES
 from slipstream.kernels.triton.grouped_kernels import FLOAT8_BLOCKS, PLAIN, grouped_kernel
 from slipstream.kernels.triton.launch import empty_rows
+from slipstream.kernels.triton.matmul_tiles import MULTIPROCESSORS
 from slipstream.kernels.triton.norm import Rows
 from slipstream.kernels.triton.operands import FRAGMENTS, Choice, Operand, Order
 from slipstream.kernels.triton.routing_kernels import (
@@ -199,6 +200,8 @@ def multiply(
     stages = 2 if x.values.dtype == torch.float32 else 4  # that shared memory holds
     grid = (triton.cdiv(width, block_n if gated is None else block_n // 2), slots)
     order = None if choice is None else choice.order
+    if choice is not None and order is None and grid[0] * grid[1] > 2 * MULTIPROCESSORS:
+        stages = min(stages, 3)  # three programs at once in the place of two
     logits, router = (scored.logits, scored.router) if scored else (None, None)
     grouped_kernel[grid](
         x.values, x.scales, weight.values, weight.scales, weight.zeros, weight.row_scales, bias,
