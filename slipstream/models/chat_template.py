@@ -38,9 +38,11 @@ class ChatTemplate:
     ) -> None:
         self._in_parts = in_parts
         self._path, self._special_tokens = tokenizer.path, tokenizer.special_tokens
-        self._sources = {"default": template}
-        if template is None:
-            self._sources = _sources(tokenizer.path, tokenizer.settings)
+        self._sources = (
+            _sources(tokenizer.path, tokenizer.settings)
+            if template is None
+            else {"default": template}
+        )
         self._compiled: dict[str, jinja2.Template] = {}
 
     @property

@@ -11,8 +11,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from slipstream import LLM
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.tokenizer import Tokenizer
+from tests.checkpoints import write_qwen3
+from tests.tokenizers import write_tokenizer
 
 TEXTS = [
     "",
@@ -214,3 +217,12 @@ def test_importing_is_lean() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == []
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    """Whose table of embeddings has fewer rows; the weights are not even there."""
+    folder = write_qwen3(tmp_path / "model", vocab_size=96)
+    (folder / "model.safetensors").unlink()
+    write_tokenizer(folder, [f"w{number}" for number in range(97)])
+    with pytest.raises(CheckpointError, match="has 97 tokens and the model knows 96: it is that"):
+        LLM(str(folder))
