@@ -7,16 +7,17 @@ from typing import Final
 
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.serve.tools import glm45, hermes, llama3, mistral, pythonic, qwen3_coder
+from slipstream.serve.tools import hermes, llama3, mistral, pythonic
 from slipstream.serve.tools.call_format import ToolFormat
+from slipstream.serve.tools.tagged_formats import GLM45, QWEN3_CODER
 
 # In the order in which a model's checkpoint is asked for them.
 FORMATS: Final = {
     it.name: it
     for it in (
         mistral.FORMAT,
-        qwen3_coder.FORMAT,
-        glm45.FORMAT,
+        QWEN3_CODER,
+        GLM45,
         hermes.FORMAT,
         pythonic.FORMAT,
         llama3.FORMAT,
@@ -25,9 +26,9 @@ FORMATS: Final = {
 
 # Names that vLLM has for a format, too.
 _ALIASES: Final = {
-    "qwen3_xml": qwen3_coder.FORMAT,
+    "qwen3_xml": QWEN3_CODER,
     "qwen3_json": hermes.FORMAT,
-    "glm47": glm45.FORMAT,
+    "glm47": GLM45,
     "llama4_json": llama3.FORMAT,
     "llama4_pythonic": pythonic.FORMAT,
 }

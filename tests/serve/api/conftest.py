@@ -15,7 +15,7 @@ def live() -> Iterator[Live]:
         yield live
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
         yield client

@@ -16,16 +16,9 @@ from slipstream.engine.grammar import GrammarGuide
 from slipstream.serve.output.harmony import Harmony
 from slipstream.serve.output.parts import Wanted
 from tests.serve.api.harmony_models import MARKS, write_harmony_tokenizer, write_without_end_tokens
-from tests.serve.api.live import DEMO, Live, call_api, serving
+from tests.serve.api.live import DEMO, Live, serving
+from tests.serve.api.thought_chats import CITY, MESSAGES, WEATHER, create, streamed
 
-MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Rome?"}]
-CITY = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
 THINK, SAY = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 NEXT = "<|end|><|start|>assistant"
 FINAL = ("final", "f", "fi")
@@ -42,21 +35,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield live
 
 
-@pytest.fixture(scope="module")
-def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar of a request is that of its whole output, marks included."""
     monkeypatch.setattr(Harmony, "framed", lambda _, wanted, prompt, continues: wanted.content)
-
-
-def create(client: openai.OpenAI, messages: Any = MESSAGES, **fields: Any) -> Any:
-    given = {"model": "demo", "temperature": 0, "max_completion_tokens": 120, **fields}
-    return call_api(client.chat.completions.create, messages=messages, **given)
 
 
 def script(live: Live, text: str) -> dict[str, str]:
@@ -67,24 +49,6 @@ def script(live: Live, text: str) -> dict[str, str]:
         assert token not in live.engine.resolved.eos_token_ids
         words.append(json.dumps(word) if token is None else f"<[{token}]>")
     return {"guided_grammar": "start: " + " ".join(words)}
-
-
-def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str, str, list[list[str]], str]:
-    """Reasoning, content, calls and the finish reason, put together as clients do."""
-    reasoning, content, reason = "", "", ""
-    calls: list[list[str]] = []
-    for chunk in create(client, stream=True, **fields):
-        for piece in chunk.choices:
-            thought = getattr(piece.delta, "reasoning", None)
-            assert thought == getattr(piece.delta, "reasoning_content", None)
-            reasoning += thought or ""
-            content += piece.delta.content or ""
-            reason = piece.finish_reason or reason
-            for call in piece.delta.tool_calls or []:
-                if call.index == len(calls):
-                    calls.append([call.function.name, ""])
-                calls[call.index][1] += call.function.arguments
-    return reasoning, content, calls, reason
 
 
 @pytest.mark.usefixtures("scripted")

@@ -17,17 +17,10 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.errors import ApiError
 from slipstream.serve.output.parts import Wanted
 from slipstream.serve.output.thinking import STYLES, Thinking
-from tests.serve.api.live import DEMO, Live, call_api, serving
+from tests.serve.api.live import DEMO, Live, serving
 from tests.serve.api.thinking_models import MARKS, write_thinking_tokenizer
+from tests.serve.api.thought_chats import CITY, MESSAGES, WEATHER, create, streamed
 
-MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Rome?"}]
-CITY = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 NEW = "<|im_start|>assistant\n"
 OPENS = {"chat_template_kwargs": {"opens": True}}
@@ -42,21 +35,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield live
 
 
-@pytest.fixture(scope="module")
-def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar of a request is that of its whole output, marks included."""
     monkeypatch.setattr(Thinking, "framed", lambda _, wanted, prompt, continues: wanted.content)
-
-
-def create(client: openai.OpenAI, messages: Any = MESSAGES, **fields: Any) -> Any:
-    given = {"model": "demo", "temperature": 0, "max_completion_tokens": 120, **fields}
-    return call_api(client.chat.completions.create, messages=messages, **given)
 
 
 def script(text: str) -> dict[str, str]:
@@ -64,24 +46,6 @@ def script(text: str) -> dict[str, str]:
     tokens = {mark: f"<[{token}]>" for token, mark in MARKS.items()}
     words = [tokens.get(it) or json.dumps(it) for it in re.split(r"(</?\w+>)", text) if it]
     return {"guided_grammar": "start: " + " ".join(words)}
-
-
-def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str, str, list[str], str]:
-    """Reasoning, content, calls and the finish reason, put together as clients do."""
-    reasoning, content, reason = "", "", ""
-    calls: list[str] = []
-    for chunk in create(client, stream=True, **fields):
-        for piece in chunk.choices:
-            thought = getattr(piece.delta, "reasoning", None)
-            assert thought == getattr(piece.delta, "reasoning_content", None)
-            reasoning += thought or ""
-            content += piece.delta.content or ""
-            reason = piece.finish_reason or reason
-            for call in piece.delta.tool_calls or []:
-                if call.index == len(calls):
-                    calls.append(call.function.name)
-                calls[call.index] += call.function.arguments
-    return reasoning, content, calls, reason
 
 
 @pytest.mark.usefixtures("scripted")
@@ -110,7 +74,7 @@ def test_calls_behind_the_thought(client: openai.OpenAI) -> None:
     assert (choice.message.reasoning, choice.message.content) == ("Hm.", "Let me see.")
     (call,) = choice.message.tool_calls
     assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Rome"}')
-    told = ("Hm.", "Let me see.", ['get_weather{"city": "Rome"}'], "tool_calls")
+    told = ("Hm.", "Let me see.", [["get_weather", '{"city": "Rome"}']], "tool_calls")
     assert streamed(client, **fields) == told
 
 

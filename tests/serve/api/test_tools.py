@@ -40,12 +40,6 @@ def live(
         yield live
 
 
-@pytest.fixture(scope="module")
-def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def create(client: openai.OpenAI, messages: Any = MESSAGES, **fields: Any) -> Any:
     given = {"model": "demo", "temperature": 0, "max_completion_tokens": 80, **fields}
     return call_api(client.chat.completions.create, messages=messages, **given)

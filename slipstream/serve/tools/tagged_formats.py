@@ -1,0 +1,57 @@
+"""Formats whose calls have their name and arguments between tags: each is its tags."""
+
+from typing import Final
+
+from slipstream.serve.tools.call_format import ToolFormat
+from slipstream.serve.tools.tagged import BEGIN, END, TaggedParser, Tags
+from slipstream.serve.tools.tagged_rules import TaggedRules
+
+
+def _format(name: str, tags: Tags, *shown: str) -> ToolFormat:
+    """A format; `shown` are the tags that, with `BEGIN`, show it in a model's template."""
+    rules = TaggedRules(name, tags)
+    return ToolFormat(
+        name=name,
+        marks=tags.marks,
+        parser=lambda functions, dropped: TaggedParser(tags, functions, dropped),
+        shown_by=lambda template, _: all(map(template.mentions, (BEGIN, *shown))),
+        only=rules.only,
+        amid=rules.amid,
+        calls=rules.calls,
+    )
+
+
+# <tool_call>NAME, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>, </tool_call>.
+GLM45: Final = _format(
+    "glm45",
+    Tags(
+        name="",
+        name_end="",
+        key="<arg_key>",
+        key_end="</arg_key>",
+        value="<arg_value>",
+        value_end="</arg_value>",
+        end=END,
+        newlines=False,
+    ),
+    "<arg_key>",
+    "<arg_value>",
+)
+
+# <tool_call><function=NAME>, <parameter=KEY>VALUE</parameter>, and closing tags. Another family has
+# tags of another name around the rest.
+QWEN3_CODER: Final = _format(
+    "qwen3_coder",
+    Tags(
+        name="<function=",
+        name_end=">",
+        key="<parameter=",
+        key_end=">",
+        value="",
+        value_end="</parameter>",
+        end="</function>",
+        newlines=True,
+    ),
+    "<function=",
+    "<parameter=",
+)
