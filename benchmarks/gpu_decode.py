@@ -297,7 +297,7 @@ def _setup(given: argparse.Namespace, options: dict[str, Any]) -> Setup:
 
 
 def _engine_options(given: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    for name in ("device", "max_num_seqs", "enforce_eager", "batch_invariant"):
+    for name in ("device", "max_num_seqs", "enforce_eager", "batch_invariant", "kv_cache_dtype"):
         value = getattr(given, name)
         if value:
             yield name, value
@@ -327,6 +327,7 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_argument("--quantization", choices=PRECISIONS)
     cli.add_argument("--drafter-quantization", choices=PRECISIONS)
     cli.add_argument("--dtype", default="bfloat16")
+    cli.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], help="of the target's cache")
     cli.add_argument("--context", type=int, help="max_model_len [what prompt and output need]")
     cli.add_argument("--load-format", choices=["dummy", "twin"], default="dummy")
     cli.add_argument("--repeat", type=int, default=3)

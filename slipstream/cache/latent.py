@@ -31,8 +31,8 @@ class LatentSpec:
     window = None
 
     def __post_init__(self) -> None:
-        if self.dtype == torch.int8:
-            raise UsageError("kv_cache_dtype=int8 is not for latent attention; leave it out")
+        if not self.dtype.is_floating_point:
+            raise UsageError("kv_cache_dtype of 8 bits is not for latent attention; leave it out")
 
     @property
     def bytes_per_token(self) -> int:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.spec import CacheSizes
+from slipstream.core.errors import UsageError
 from slipstream.kernels.preparation import RequestTables
 from slipstream.kernels.registry import kernels_for
-from slipstream.kernels.table import SCALE_BYTES
+from slipstream.kernels.table import FLOAT8_PAGES, SCALE_BYTES, stored_dim
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class KVSpec:
 
     Attributes:
         num_kv_heads, head_dim: sizes of a token's keys, and of its values.
-        dtype: of the stored numbers. int8: a head of a token is rounded to 8 bits with a scale of
-            its own, a float32 in the 4 numbers behind its own.
+        dtype: of the stored numbers. Of one byte: a head of a token is rounded to 8 bits (see
+            `kernels/attention.py`) with a scale of its own, a float32 in 4 further numbers.
         window: how many tokens a row sees, itself included; None: all.
     """
 
@@ -30,10 +31,17 @@ class KVSpec:
     bytes_per_request = 0
     bytes_per_draft_token = 0
 
+    def __post_init__(self) -> None:
+        if self.dtype == FLOAT8_PAGES and self.head_dim % SCALE_BYTES:
+            raise UsageError(
+                f"kv_cache_dtype=fp8 is for heads of multiples of {SCALE_BYTES} numbers, not of "
+                f"{self.head_dim}; leave it out"
+            )
+
     @property
     def stored_dim(self) -> int:
         """Numbers of a head in a page."""
-        return self.head_dim + (SCALE_BYTES if self.dtype == torch.int8 else 0)
+        return stored_dim(self.head_dim, self.dtype)
 
     @property
     def bytes_per_token(self) -> int:

@@ -52,14 +52,14 @@ REFUSED: Final[Mapping[str, str]] = {
         worker-extension-cls""",
     "processors of logits are built in; use logit_bias, allowed_token_ids, bad_words or "
     "structured_outputs of a request": "logits-processors",
-    "weights and the KV cache stay on their device; use --quantization, --kv-cache-dtype int8 or a "
-    "shorter --max-model-len": """
+    "weights and the KV cache stay on their device; use --quantization, --kv-cache-dtype int8 (fp8 "
+    "on GPUs) or a shorter --max-model-len": """
         cpu-offload-params kv-offloading-backend offload-group-size offload-num-in-group
         offload-params offload-prefetch-step""",
     "the KV cache stays within this server; --enable-prefix-caching reuses it from request to "
     "request": "kv-events-config kv-sharing-fast-prefill! kv-transfer-config",
-    "all layers keep keys and values in one dtype, int8 with scales of its own; use "
-    "--kv-cache-dtype": "calculate-kv-scales! kv-cache-dtype-skip-layers",
+    "all layers keep keys and values in one dtype, int8 and fp8 with scales of their own; "
+    "use --kv-cache-dtype": "calculate-kv-scales! kv-cache-dtype-skip-layers",
     "a model sees what it was trained with; use a --max-model-len of the window's length": """
         disable-sliding-window!""",
     "layers with a window always give back what is behind it; leave it out": """

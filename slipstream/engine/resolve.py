@@ -13,6 +13,7 @@ from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.verification import Verification
 from slipstream.engine.sizing import BlockBytes, Reasons, size_cache
+from slipstream.kernels.table import FLOAT8_PAGES, INTEGER_PAGES
 from slipstream.layers.parameters import WHOLE, Share
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import dtype_named
@@ -21,6 +22,7 @@ from slipstream.runner.capability import (
     default_batched_tokens,
     invariance_note,
     quantization_note,
+    require_float8_cache,
     require_quantization,
     require_stored,
     sums_float8,
@@ -83,6 +85,13 @@ class Resolved:
         return Verification.REJECTION if params.seed is None else Verification.COUPLED
 
     @property
+    def cache_dtype_name(self) -> str:
+        """What users call the dtype of keys and values."""
+        if self.cache_dtype == FLOAT8_PAGES:
+            return "fp8_e4m3"
+        return str(self.cache_dtype).removeprefix("torch.")
+
+    @property
     def drafts(self) -> str:
         """K in words: the most draft tokens of a request in a step."""
         most = str(self.limits.num_speculative_tokens)
@@ -104,14 +113,17 @@ def resolve_cache_dtype(
     if asked == "int8":
         if uses_gpu_memory(device):
             raise UsageError(
-                "kv_cache_dtype=int8 is for CPUs so far: leave it out on a GPU, or give device=cpu"
+                "kv_cache_dtype=int8 is for CPUs so far: take fp8 on a GPU, or give device=cpu"
             )
-        return torch.int8
+        return INTEGER_PAGES
+    if asked in ("fp8", "fp8_e4m3"):
+        require_float8_cache(device, f"kv_cache_dtype={asked}")
+        return FLOAT8_PAGES
     if dtype_named(asked) != dtype:
         name = str(dtype).removeprefix("torch.")
         raise UsageError(
             f"kv_cache_dtype={asked} is not the model's dtype {name}: leave it out, give "
-            f"dtype={asked} for both, or take int8"
+            f"dtype={asked} for both, or take int8 (CPUs) or fp8 (GPUs)"
         )
     return dtype
 

@@ -3,12 +3,21 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from slipstream.kernels.norm import Norm
 from slipstream.kernels.pass_inputs import PassInputs
 
-SCALE_BYTES = 4  # of an int8 cache: a head of a token is D numbers and a float32, their scale
+# Of a cache of 8 bits a head of a token is D numbers and a float32, their scale. Numbers are int8,
+# or e4m3 as bytes, since torch can neither choose nor join rows of float8.
+INTEGER_PAGES, FLOAT8_PAGES = torch.int8, torch.uint8
+SCALE_BYTES = 4
+
+
+def stored_dim(head_dim: int, pages: torch.dtype) -> int:
+    """Numbers of a head in pages of this dtype, its scale included."""
+    return head_dim + (SCALE_BYTES if pages.itemsize == 1 else 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +63,9 @@ class AttendOp(Protocol):
     values stored at the rows' slots of the caches [num_blocks, block_size, Hk, D]; then a row at
     position p sees the cached tokens 0..p of its request, or the last `window` of them; of those of
     a tree, its ancestors and itself; where `inputs` is not causal, those behind p as well.
-    A cache of int8 is [num_blocks, block_size, Hk, D + SCALE_BYTES]: D numbers, then their scale.
+    A cache of 8 bits is [num_blocks, block_size, Hk, D + SCALE_BYTES]: of int8 a head's D numbers,
+    then their scale; of e4m3 the numbers of all heads of a token, then all their scales, so that
+    numbers begin at whole words of 16 bytes.
     Returns [T, Hq D].
     """
 

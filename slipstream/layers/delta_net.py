@@ -111,8 +111,8 @@ class DeltaNetSpec:
     def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> RecurrentSpec:
         if not dtype.is_floating_point:
             raise UsageError(
-                "kv_cache_dtype=int8 does not go with layers that keep a state of each request; "
-                "leave it out"
+                "kv_cache_dtype=int8 and fp8 do not go with layers that keep a state of each "
+                "request; leave it out"
             )
         value_heads = share.of(self.num_value_heads, "linear_num_value_heads")
         return RecurrentSpec(

@@ -15,6 +15,7 @@ from slipstream.kernels.formats.int8 import Int8Matrix
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.registry import runs_cpp
 from slipstream.models.loading import KEPT_FORMATS
 from slipstream.models.quantized.module import StoredQuantization
 
@@ -85,6 +86,16 @@ def require_quantization(device: torch.device, option: str, quantization: str) -
         )
     if quantization in _WITH_FLOAT8:
         _require_float8(device, f"{option}={quantization}")
+
+
+def require_float8_cache(device: torch.device, option: str) -> None:
+    """Raise UsageError where no attention reads keys and values in e4m3; `option` asked for it."""
+    if device.type == "cuda":
+        _require_float8(device, option)
+    elif runs_cpp(device):
+        raise UsageError(
+            f"{option} is for GPUs: take int8, which takes as many bytes, or leave it out"
+        )
 
 
 def _require_float8(device: torch.device, what: str) -> None:

@@ -229,7 +229,7 @@ def require_weights(
         return
     beside = f" and {gigabytes(pending)} for the target" if pending else ""
     ways = ["a smaller model"]
-    for quantization in ("fp8",) if memory.is_gpu else ("int8", "int4"):
+    for quantization in ("fp8" if memory.is_gpu else "int8", "int4"):
         taken = rounded.get(quantization)
         if taken is not None and taken + pending <= memory.free:
             ways.insert(0, f"quantization={quantization}, which takes {gigabytes(taken)}")

@@ -296,7 +296,7 @@ class _EngineTotals:
             "block_size": blocks.block_size,
             "num_gpu_blocks": blocks.num_blocks,
             "kv_cache_size_tokens": blocks.num_blocks * blocks.block_size,
-            "cache_dtype": str(self._engine.resolved.cache_dtype).removeprefix("torch."),
+            "cache_dtype": self._engine.resolved.cache_dtype_name,
         }
         return self._families.labelled(
             GaugeMetricFamily,

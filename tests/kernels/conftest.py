@@ -22,10 +22,15 @@ def interpreted_kernels_are_checked() -> Iterator[None]:
     with ExitStack() as stack:
         if "triton" in sys.modules and not torch.cuda.is_available():
             from tests.kernels.checked_memory import memory_is_checked
-            from tests.kernels.interpreter import list_builtins_once, products_are_wide
+            from tests.kernels.interpreter import (
+                floats_are_rounded_to_nearest,
+                list_builtins_once,
+                products_are_wide,
+            )
 
             list_builtins_once()
             stack.enter_context(memory_is_checked())
+            stack.enter_context(floats_are_rounded_to_nearest())
             stack.enter_context(products_are_wide())
         yield
 

@@ -1,4 +1,4 @@
-"""What Triton's interpreter does otherwise in tests: sums of one order, and quicker calls."""
+"""What Triton's interpreter does otherwise in tests: sums of one order, roundings, and quicker calls."""
 
 import inspect
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from triton import language as tl
 from triton.runtime import interpreter
 
@@ -30,6 +31,23 @@ def products_are_wide() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", wide)
+        yield
+
+
+@contextmanager
+def floats_are_rounded_to_nearest() -> Iterator[None]:
+    """Conversions to e4m3 as a GPU makes them: the interpreter rounds halves up, and loses the
+    carry where a mantissa is rounded up to the next power of two."""
+    convert = interpreter._convert_float
+
+    def rounded(numbers: Any, source: Any, target: Any, mode: Any) -> Any:
+        if target != tl.float8e4nv or numbers.dtype not in (np.float32, np.float16):
+            return convert(numbers, source, target, mode)
+        exact = torch.from_numpy(np.ascontiguousarray(numbers))
+        return exact.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_convert_float", rounded)
         yield
 
 

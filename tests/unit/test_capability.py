@@ -14,6 +14,7 @@ from slipstream.runner.capability import (
     default_batched_tokens,
     kept_formats,
     quantization_note,
+    require_float8_cache,
     require_quantization,
     training_dtype,
 )
@@ -104,6 +105,32 @@ def test_integers_are_for_all_but_rounded_activations(
     require_quantization(torch.device("cpu"), "q", quantization)
     note = quantization_note(torch.device("cpu"), quantization)
     assert f"integers of {quantization[3]} bits" in note
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_newer_cards_lack_only_what_is_hoppers(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    pytest.importorskip("triton", reason="it is there for Linux only")
+    from slipstream.kernels.triton import launch, matmul_stream
+
+    pretend(monkeypatch, capability)
+    assert choose_device("cuda")[0] == CUDA
+    for quantization in ("int8", "int4", "mxfp4"):
+        require_quantization(CUDA, "q", quantization)
+    assert matmul_stream.is_hopper.__wrapped__(CUDA) == (capability[0] == 9)
+    assert launch.overlaps.__wrapped__(CUDA) == (capability[0] >= 9)
+
+
+def test_caches_of_e4m3_need_what_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    option = "kv_cache_dtype=fp8"
+    pretend(monkeypatch, (8, 0))
+    with pytest.raises(
+        UsageError, match=r"^kv_cache_dtype=fp8 needs .* 8\.9 .* has 8\.0; leave it"
+    ):
+        require_float8_cache(CUDA, option)
+    pretend(monkeypatch, (8, 9))
+    require_float8_cache(CUDA, option)
 
 
 def test_a_gpu_takes_longer_steps() -> None:

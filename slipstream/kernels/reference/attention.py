@@ -6,9 +6,9 @@ from torch.nn import functional as F
 
 from slipstream.kernels.pass_inputs import MOST_TREE_TOKENS, PassInputs, TreeInputs
 from slipstream.kernels.reference.dense import norm
-from slipstream.kernels.table import SCALE_BYTES
+from slipstream.kernels.table import FLOAT8_PAGES, INTEGER_PAGES, SCALE_BYTES
 
-INT8_MAX = 127.0
+_LARGEST = {INTEGER_PAGES: 127.0, FLOAT8_PAGES: 448.0}  # of the numbers of pages
 
 
 def rotate_and_store(
@@ -31,7 +31,7 @@ def rotate_and_store(
 def store(key: Tensor, value: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> None:
     """Write rows [T, Hk, D] to their slots; rows with slot -1 are dropped."""
     for pages, rows in zip(cache, (key, value), strict=True):
-        store_rows(_rounded(rows) if pages.dtype == torch.int8 else rows, slots, pages)
+        store_rows(_rounded(rows, pages.dtype) if pages.dtype in _LARGEST else rows, slots, pages)
 
 
 def store_rows(rows: Tensor, slots: Tensor, pages: Tensor) -> None:
@@ -42,15 +42,27 @@ def store_rows(rows: Tensor, slots: Tensor, pages: Tensor) -> None:
     pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, rows.to(pages.dtype))
 
 
-def _rounded(rows: Tensor) -> Tensor:
-    """Heads [..., D] as int8 [..., D + SCALE_BYTES], the largest number of each as 127."""
-    scales = rows.float().abs().amax(-1, keepdim=True) / INT8_MAX
-    numbers = (rows.float() / torch.where(scales > 0, scales, 1.0)).round()
-    return torch.cat((numbers.to(torch.int8), scales.view(torch.int8)), -1)
+def _rounded(rows: Tensor, pages: torch.dtype) -> Tensor:
+    """Heads [T, Hk, D] as [T, Hk, D + SCALE_BYTES] in a dtype of pages of 8 bits, the largest
+    number of each as the largest there is."""
+    scales = rows.float().abs().amax(-1, keepdim=True) / _LARGEST[pages]
+    numbers = rows.float() / torch.where(scales > 0, scales, 1.0)
+    if pages == INTEGER_PAGES:
+        return torch.cat((numbers.round().to(pages), scales.view(pages)), -1)
+    stored = numbers.to(torch.float8_e4m3fn).view(pages)
+    whole = torch.cat((stored.flatten(1), scales.view(pages).flatten(1)), -1)
+    return whole.view(*rows.shape[:2], -1)
 
 
 def _as_floats(stored: Tensor) -> Tensor:
-    """The heads again, float32 [..., D]."""
+    """stored [Hk, tokens, D + SCALE_BYTES] -> the heads again, float32 [Hk, tokens, D]."""
+    if stored.dtype == FLOAT8_PAGES:
+        heads, tokens, _ = stored.shape
+        whole = stored.transpose(0, 1).flatten(1)
+        cut = whole.shape[1] - SCALE_BYTES * heads
+        floats = whole[:, :cut].contiguous().view(torch.float8_e4m3fn).float()
+        by = whole[:, cut:].contiguous().view(torch.float32).unsqueeze(-1)
+        return (floats.view(tokens, heads, -1) * by).transpose(0, 1)
     numbers, scales = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:]
     return numbers.float() * scales.contiguous().view(torch.float32)
 
@@ -93,7 +105,7 @@ def paged_attention(
             keys, values = keys[:, sees.first_seen :], values[:, sees.first_seen :]
             mask = None if mask is None else mask[:, sees.first_seen :]
         own = query[rows]
-        if keys.dtype == torch.int8:
+        if keys.dtype in _LARGEST:
             own, keys, values = own.float(), _as_floats(keys), _as_floats(values)
         if softcap is None:
             out[rows] = _attend(own, keys, values, mask, scale, sinks)

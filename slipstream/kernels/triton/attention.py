@@ -20,13 +20,13 @@ from torch import Tensor
 
 from slipstream.kernels.composition import query_key_norms, split_heads
 from slipstream.kernels.pass_inputs import PassInputs, Visibility
-from slipstream.kernels.table import Heads
+from slipstream.kernels.table import FLOAT8_PAGES, Heads
 from slipstream.kernels.triton.activation import gated_rows
 from slipstream.kernels.triton.attention_chunk_kernel import chunk_kernel
 from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits
 from slipstream.kernels.triton.attention_short_kernels import combine_kernel, short_kernel
 from slipstream.kernels.triton.launch import empty_rows, options
-from slipstream.kernels.triton.rope import rotate_and_store
+from slipstream.kernels.triton.rope import pages_of, rotate_and_store
 
 SHORT_ROWS = 16
 COMBINING = 1024  # programs
@@ -169,7 +169,8 @@ def _attention(
     if not out.numel():
         return out
     keys, values = cache
-    assert source.dtype == keys.dtype == values.dtype
+    assert keys.dtype == values.dtype
+    assert keys.dtype in (source.dtype, FLOAT8_PAGES)
     assert source.stride(1) == 1
     assert keys.is_contiguous()
     assert values.is_contiguous()
@@ -209,14 +210,14 @@ def _short(
     launched = options(source.device)
     early = EARLY and launched["pdl"]
     short_kernel[(pairs, requests, lanes)](
-        source, *cache, out, part, part_exponent, part_total, rows.query_start,
+        source, *pages_of(cache), out, part, part_exponent, part_total, rows.query_start,
         paging.context_lens, paging.block_tables, rows.positions, rows.places, paging.slots,
         *tree_of(sees), layer.sinks, *_turn(turn), source.stride(0), paging.block_tables.stride(0),
         layer.scale, layer.softcap, window, most_rows, splits, early=early,
         first_seen=sees.first_seen, causal=sees.causal,
         new_rows=max(4, triton.next_power_of_2(most_rows)),
         rotary_dim=layer.head_dim if turn is None else turn.rotary_dim,
-        **_built(layer, block_size, tiles), **launched,
+        **_built(layer, cache, tiles), **launched,
     )  # fmt: skip
     if lanes > 1:
         combine_kernel[(min(most_rows * layer.heads, triton.cdiv(COMBINING, requests)), requests)](
@@ -242,11 +243,11 @@ def _chunks(
         tiles = replace(tiles, registers=None)  # many would be spilled
     most = triton.cdiv(count * layer.groups, tiles.lines) + min(requests, count // SHORT_ROWS)
     chunk_kernel[(layer.kv_heads, most)](
-        query, *cache, out, rows.query_start, paging.context_lens, paging.block_tables,
+        query, *pages_of(cache), out, rows.query_start, paging.context_lens, paging.block_tables,
         rows.in_context, *tree_of(sees), layer.sinks, query.stride(0),
         paging.block_tables.stride(0), layer.scale, layer.softcap, layer.window, requests,
         SHORT_ROWS, block_r=triton.next_power_of_2(requests), first_seen=sees.first_seen,
-        causal=sees.causal, **_built(layer, cache[0].shape[1], tiles),
+        causal=sees.causal, **_built(layer, cache, tiles),
         **options(query.device),
     )  # fmt: skip
 
@@ -267,13 +268,14 @@ def most_splits_of(inputs: PassInputs, block_size: int, window: int | None, most
     return min(splits, 1 + int(triton.cdiv(window + most_rows - 2, SMALLEST)))
 
 
-def _built(layer: Layer, block_size: int, tiles: Tiles) -> dict[str, Any]:
+def _built(layer: Layer, cache: tuple[Tensor, Tensor], tiles: Tiles) -> dict[str, Any]:
     """What the kernels are compiled for."""
     built = {
         "kv_heads": layer.kv_heads,
         "groups": layer.groups,
         "head_dim": layer.head_dim,
-        "block_size": block_size,
+        "stored_dim": cache[0].shape[3],
+        "block_size": cache[0].shape[1],
         "block_m": tiles.lines,
         "block_n": tiles.tokens,
         "block_d": layer.block_d,

@@ -12,6 +12,7 @@ from slipstream.kernels.triton.attention_parts import (
     hidden,
     places_of,
     queries,
+    scales_at,
     sight,
     tokens_at,
 )
@@ -21,9 +22,9 @@ from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 @triton.jit
 def _fold(
     query, largest, total, mixed, begin, end, row_begins, row_ends, row, rows, ancestors,
-    tree_start, keys, values, table, scale, softcap, window, first_seen: tl.constexpr,
-    place_stride: tl.constexpr, block_size: tl.constexpr, head_dim: tl.constexpr,
-    block_n: tl.constexpr, masked: tl.constexpr,
+    tree_start, keys, values, key_scales, value_scales, table, scale, softcap, window,
+    first_seen: tl.constexpr, place_stride: tl.constexpr, block_size: tl.constexpr,
+    head_dim: tl.constexpr, block_n: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (Milakov and Gimelshein 2018) over the cached tokens [begin, end).
 
@@ -37,7 +38,12 @@ def _fold(
         key = tokens_at(keys, places, token < end, head_dim, query.shape[1], masked)
         value = tokens_at(values, places, token < end, head_dim, query.shape[1], masked)
         entries = entries_of(table, start + block_n, end, block_size, block_n)
-        score = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if value_scales is not None:
+            by = scales_at(value_scales, places, token < end)
+            value = (value.to(tl.float32) * by[:, None]).to(query.dtype)
+        score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+        if key_scales is not None:
+            score *= scales_at(key_scales, places, token < end)[None, :]
         score, factor = capped(score, scale, softcap)
         if masked:
             score = hidden(
@@ -83,9 +89,10 @@ def tile_of_program(query_start, requests, short_rows, groups, block_m, block_r:
 
 @triton.jit
 def chunk_kernel(
-    query, keys, values, out, query_start, context_lens, tables, positions, tokens, ancestors,
-    tree_starts, sinks, row_stride, table_stride, scale, softcap, window, requests, short_rows,
-    kv_heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
+    query, keys, values, key_scales, value_scales, out, query_start, context_lens, tables,
+    positions, tokens, ancestors, tree_starts, sinks, row_stride, table_stride, scale, softcap,
+    window, requests, short_rows, kv_heads: tl.constexpr, groups: tl.constexpr,
+    head_dim: tl.constexpr, stored_dim: tl.constexpr, block_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_r: tl.constexpr,
     pdl: tl.constexpr, first_seen: tl.constexpr, causal: tl.constexpr,
 ):  # fmt: skip
@@ -119,6 +126,9 @@ def chunk_kernel(
     mixed = tl.zeros((block_m, block_d), tl.float32)
     keys += kv_head * head_dim
     values += kv_head * head_dim
+    if key_scales is not None:  # behind all heads of a token
+        key_scales += kv_heads * head_dim // 4 + kv_head
+        value_scales += kv_heads * head_dim // 4 + kv_head
     table = tables + request.to(tl.int64) * table_stride
     words = ancestors if ancestors is None else ancestors + first
     tree_start = 0 if ancestors is None else tl.load(tree_starts + request).to(tl.int32)
@@ -127,14 +137,14 @@ def chunk_kernel(
         common = tl.min(tl.where(inside, ends, newest), axis=0) // block_n * block_n
         largest, total, mixed = _fold(
             loaded, largest, total, mixed, begin, common, begins, ends, row, rows, None, 0,
-            keys, values, table, scale, softcap, None, 0, kv_heads * head_dim,
-            block_size, head_dim, block_n, False,
+            keys, values, key_scales, value_scales, table, scale, softcap, None, 0,
+            kv_heads * stored_dim, block_size, head_dim, block_n, False,
         )  # fmt: skip
         begin = common
     largest, total, mixed = _fold(
         loaded, largest, total, mixed, begin, newest, begins, ends, row, rows, words,
-        tree_start, keys, values, table, scale, softcap, window, first_seen, kv_heads * head_dim,
-        block_size, head_dim, block_n, True,
+        tree_start, keys, values, key_scales, value_scales, table, scale, softcap, window,
+        first_seen, kv_heads * stored_dim, block_size, head_dim, block_n, True,
     )  # fmt: skip
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     number = columns(head_dim, block_d)

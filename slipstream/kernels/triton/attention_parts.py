@@ -170,6 +170,31 @@ def rotated(
 
 
 @triton.jit
+def store_heads(pages, scales, place, scale_at, inside, first, second, head_dim: tl.constexpr):
+    """Two halves of heads [L, C] go to `place` [L] of pages; where those have scales, as e4m3 whose
+    largest number is 448, and their float32 scale to `scale_at` [L]."""
+    half: tl.constexpr = head_dim // 2
+    pair = tl.arange(0, first.shape[1])
+    stored = inside[:, None] & (pair < half)[None, :]
+    if scales is not None:
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        magnitude = tl.where(stored, tl.maximum(tl.abs(first), tl.abs(second)), 0.0)
+        scale = tl.math.div_rn(tl.max(magnitude, axis=1), 448.0)
+        tl.store(scales + scale_at, scale, mask=inside)
+        by = tl.where(scale > 0.0, scale, 1.0)[:, None] + tl.zeros_like(first)
+        first, second = tl.math.div_rn(first, by), tl.math.div_rn(second, by)
+    target = pages + place[:, None] + pair[None, :]
+    tl.store(target, first.to(pages.dtype.element_ty), mask=stored)
+    tl.store(target + half, second.to(pages.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def scales_at(scales, places, inside):
+    """[block_n] float32: the scales of one head of the tokens that begin at these bytes."""
+    return tl.load(scales + places // 4, mask=inside, other=0.0)
+
+
+@triton.jit
 def queries(source, place, inside, head_dim: tl.constexpr, block_d: tl.constexpr):
     """[L, block_d]: heads at `place` [L] of `source`."""
     number = columns(head_dim, block_d)

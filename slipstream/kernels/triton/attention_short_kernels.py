@@ -23,10 +23,12 @@ from slipstream.kernels.triton.attention_parts import (
     places_of,
     power_of_two,
     rotated,
+    scales_at,
     sight,
     split_of,
     split_of_lane,
     split_start,
+    store_heads,
     turns,
 )
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
@@ -66,22 +68,24 @@ def _store(pages, place, inside, first, second, head_dim: tl.constexpr):
 
 @triton.jit
 def _store_new(
-    qkv, source, stored, turn, key_weight, eps, keys, values, place, rotary_dim: tl.constexpr,
-    head_dim: tl.constexpr, place_stride: tl.constexpr, block_d: tl.constexpr,
+    qkv, source, stored, turn, key_weight, eps, keys, values, key_scales, value_scales, place,
+    rotary_dim: tl.constexpr, head_dim: tl.constexpr, kv_heads: tl.constexpr,
+    block_d: tl.constexpr,
 ):  # fmt: skip
     """Keys, to be turned, from `source` [L] of `qkv`, and the values behind them, to `place`."""
     one, two = halves(qkv, source, stored, head_dim, block_d)
-    value_one, value_two = halves(qkv, source + place_stride, stored, head_dim, block_d)
+    value_one, value_two = halves(qkv, source + kv_heads * head_dim, stored, head_dim, block_d)
     one, two = rotated(qkv, source, stored, one, two, turn, key_weight, eps, rotary_dim, head_dim)
-    _store(keys, place, stored, one, two, head_dim)
-    _store(values, place, stored, value_one, value_two, head_dim)
+    at = place // 4
+    store_heads(keys, key_scales, place, at, stored, one, two, head_dim)
+    store_heads(values, value_scales, place, at, stored, value_one, value_two, head_dim)
 
 
 @triton.jit
 def _fold(
-    query_one, query_two, key_one, key_two, value_one, value_two, exponent, total, one, two, token,
-    row_begins, row_ends, row, rows,
-    ancestors, tree_start, scale, softcap, window, first_seen: tl.constexpr,
+    query_one, query_two, key_one, key_two, value_one, value_two, key_scale, exponent, total, one,
+    two, token, row_begins, row_ends, row, rows, ancestors, tree_start, scale, softcap, window,
+    first_seen: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of tokens: (exponent, sums of weights, all alike, sums of weighted values).
 
@@ -92,6 +96,8 @@ def _fold(
     # would read the factors of the product in smaller pieces.
     score = tl.dot(query_one, tl.trans(key_one), input_precision="ieee")
     score = tl.dot(query_two, tl.trans(key_two), score, input_precision="ieee")
+    if key_scale is not None:
+        score *= key_scale[None, :]
     score, factor = capped(score, scale, softcap)
     score = hidden(
         score,
@@ -131,10 +137,10 @@ def _added(exponent, total, one, two, more_exponent, more_total, more_one, more_
 
 @triton.jit
 def _fold_splits(
-    query_one, query_two, keys, values, table, begin, end, row_begins, row_ends, row, rows,
-    ancestors, tree_start, scale, softcap, window, part, part_exponent, part_total, place, split,
-    first_seen: tl.constexpr, place_stride: tl.constexpr, block_size: tl.constexpr,
-    head_dim: tl.constexpr, block_n: tl.constexpr,
+    query_one, query_two, keys, values, key_scales, value_scales, table, begin, end, row_begins,
+    row_ends, row, rows, ancestors, tree_start, scale, softcap, window, part, part_exponent,
+    part_total, place, split, first_seen: tl.constexpr, place_stride: tl.constexpr,
+    block_size: tl.constexpr, head_dim: tl.constexpr, block_n: tl.constexpr,
 ):  # fmt: skip
     """The sum of the folds of the tokens [begin, end), split by split from `split` on.
 
@@ -155,10 +161,18 @@ def _fold_splits(
         key_one, key_two = halves(keys, places, token < end, head_dim, block_d)
         value_one, value_two = halves(values, places, token < end, head_dim, block_d)
         entries = entries_of(table, start + block_n, end, block_size, block_n)
+        key_scale = None
+        if key_scales is not None:
+            key_scale = scales_at(key_scales, places, token < end)
+            by = scales_at(value_scales, places, token < end)[:, None]
+            dtype: tl.constexpr = query_one.dtype
+            key_one, key_two = key_one.to(dtype), key_two.to(dtype)
+            value_one = (value_one.to(tl.float32) * by).to(dtype)
+            value_two = (value_two.to(tl.float32) * by).to(dtype)
         exponent, total, one, two = _fold(
-            query_one, query_two, key_one, key_two, value_one, value_two, exponent, total, one, two,
-            token, row_begins, row_ends, row, rows, ancestors, tree_start, scale, softcap,
-            window, first_seen,
+            query_one, query_two, key_one, key_two, value_one, value_two, key_scale, exponent,
+            total, one, two, token, row_begins, row_ends, row, rows, ancestors, tree_start, scale,
+            softcap, window, first_seen,
         )  # fmt: skip
         if start + block_n >= tl.minimum(until, end):
             if part is None:
@@ -233,13 +247,14 @@ def _splits(context, rows, window):
 
 @triton.jit
 def short_kernel(
-    qkv, keys, values, out, part, part_exponent, part_total, query_start, context_lens, tables,
-    positions, places, slots, tokens, ancestors, tree_starts, sinks, query_weight, key_weight, eps,
-    cos_sin, row_stride, table_stride, scale, softcap, window, most_rows, most_splits,
-    kv_heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, pdl: tl.constexpr,
-    early: tl.constexpr, first_seen: tl.constexpr, causal: tl.constexpr,
-    new_rows: tl.constexpr, rotary_dim: tl.constexpr,
+    qkv, keys, values, key_scales, value_scales, out, part, part_exponent, part_total, query_start,
+    context_lens, tables, positions, places, slots, tokens, ancestors, tree_starts, sinks,
+    query_weight, key_weight, eps, cos_sin, row_stride, table_stride, scale, softcap, window,
+    most_rows, most_splits, kv_heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr,
+    stored_dim: tl.constexpr, block_size: tl.constexpr, block_m: tl.constexpr,
+    block_n: tl.constexpr, block_d: tl.constexpr, pdl: tl.constexpr, early: tl.constexpr,
+    first_seen: tl.constexpr, causal: tl.constexpr, new_rows: tl.constexpr,
+    rotary_dim: tl.constexpr,
 ):  # fmt: skip
     """Programs (KV head and tile, request, lane): a lane folds its share of a tile's splits.
 
@@ -251,7 +266,7 @@ def short_kernel(
     launch_dependents(pdl)
     if not early:
         wait_for_inputs(pdl)
-    place_stride: tl.constexpr = kv_heads * head_dim
+    place_stride: tl.constexpr = kv_heads * stored_dim
     tile, kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
     request, lane, lanes = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     first = tl.load(query_start + request).to(tl.int32)
@@ -269,6 +284,9 @@ def short_kernel(
     end = tl.minimum(split_start(after), context)
     keys += kv_head * head_dim
     values += kv_head * head_dim
+    if key_scales is not None:  # behind all heads of a token
+        key_scales += kv_heads * head_dim // 4 + kv_head
+        value_scales += kv_heads * head_dim // 4 + kv_head
     table = tables + request.to(tl.int64) * table_stride
     row, head, position, begins, ends = sight(
         positions, places, tokens, first, rows, context, tile, kv_head, window, causal, groups,
@@ -293,7 +311,8 @@ def short_kernel(
         new = (first + new_row).to(tl.int64) * row_stride
         _store_new(
             qkv, new + (kv_heads * groups + kv_head) * head_dim, stored, new_turn, key_weight, eps,
-            keys, values, slot * place_stride, rotary_dim, head_dim, place_stride, block_d,
+            keys, values, key_scales, value_scales, slot * place_stride, rotary_dim, head_dim,
+            kv_heads, block_d,
         )  # fmt: skip
         one, two = rotated(
             qkv, source, row < rows, one, two, turn, query_weight, eps, rotary_dim, head_dim
@@ -303,10 +322,10 @@ def short_kernel(
     tree_start = 0 if ancestors is None else tl.load(tree_starts + request).to(tl.int32)
     place = (first + row).to(tl.int64) * kv_heads * groups + head
     exponent, total, one, two = _fold_splits(
-        one, two, keys, values, table, begin, end, begins, ends, row, rows, words,
-        tree_start, scale, softcap, window, part, part_exponent, part_total,
-        place * most_splits + split - first_split, split, first_seen, place_stride, block_size,
-        head_dim, block_n,
+        one, two, keys, values, key_scales, value_scales, table, begin, end, begins, ends, row,
+        rows, words, tree_start, scale, softcap, window, part, part_exponent, part_total, place *
+        most_splits + split - first_split, split, first_seen, place_stride, block_size, head_dim,
+        block_n,
     )  # fmt: skip
     if part is None:
         _write(exponent, total, one, two, out, place, head, row < rows, sinks, head_dim)

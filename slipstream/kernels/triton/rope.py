@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.triton.attention_parts import halves, rotated, turns
+from slipstream.kernels.table import FLOAT8_PAGES
+from slipstream.kernels.triton.attention_parts import halves, rotated, store_heads, turns
 from slipstream.kernels.triton.launch import launch_dependents, options, wait_for_inputs
 
 HEADS_PER_PROGRAM = 8
@@ -14,15 +15,15 @@ HEADS_PER_PROGRAM = 8
 
 @triton.jit
 def _rotate_and_store_kernel(
-    query, key, value, query_weight, key_weight, eps, cos_sin, positions, slots,
-    out, keys, values, query_stride, key_stride, value_stride, place_stride, query_heads, kv_heads,
-    head_dim: tl.constexpr, rotary_dim: tl.constexpr, block_heads: tl.constexpr,
-    block_d: tl.constexpr, pdl: tl.constexpr,
+    query, key, value, query_weight, key_weight, eps, cos_sin, positions, slots, out, keys, values,
+    key_scales, value_scales, query_stride, key_stride, value_stride, query_heads, kv_heads,
+    head_dim: tl.constexpr, stored_dim: tl.constexpr, rotary_dim: tl.constexpr,
+    block_heads: tl.constexpr, block_d: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """One program: `block_heads` heads of one row. Programs behind the query's do keys and values.
 
     query, key, value: [T, heads, head_dim] with a row stride of their own (they are views of one
-    matmul's result); out is contiguous; keys and values are pages seen as [places, Hk, head_dim].
+    matmul's result); out is contiguous; keys and values are pages seen as [places, Hk, stored_dim].
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
@@ -54,15 +55,24 @@ def _rotate_and_store_kernel(
         first, second = rotated(
             key, place, head < kv_heads, first, second, turn, key_weight, eps, rotary_dim, head_dim
         )
-        stored_heads = tl.where(slot >= 0, kv_heads, 0)
-        inside = (head < stored_heads)[:, None] & (pair < half)[None, :]
-        stored = slot * place_stride + head[:, None] * head_dim + pair[None, :]
-        tl.store(keys + stored, first.to(keys.dtype.element_ty), mask=inside)
-        tl.store(keys + stored + half, second.to(keys.dtype.element_ty), mask=inside)
-        source = value + row * value_stride + head[:, None] * head_dim + pair[None, :]
-        for part in tl.static_range(2):
-            moved = tl.load(source + part * half, mask=inside, other=0.0)
-            tl.store(values + stored + part * half, moved.to(values.dtype.element_ty), mask=inside)
+        stored = head < tl.where(slot >= 0, kv_heads, 0)
+        goes = slot * kv_heads * stored_dim + head * head_dim
+        scale_at = (slot * kv_heads * stored_dim + kv_heads * head_dim) // 4 + head
+        store_heads(keys, key_scales, goes, scale_at, stored, first, second, head_dim)
+        first, second = halves(
+            value, row * value_stride + head * head_dim, stored, head_dim, block_d
+        )
+        store_heads(values, value_scales, goes, scale_at, stored, first, second, head_dim)
+
+
+def pages_of(cache: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
+    """(keys, values, scales of keys, of values) as kernels read them: of pages of e4m3 both their
+    bytes as such and, as float32, all that lies there; None without scales."""
+    keys, values = cache
+    if keys.dtype != FLOAT8_PAGES:
+        return keys, values, None, None
+    e4m3 = torch.float8_e4m3fn
+    return keys.view(e4m3), values.view(e4m3), keys.view(torch.float32), values.view(torch.float32)
 
 
 def rotate_and_store(
@@ -86,8 +96,8 @@ def rotate_and_store(
     grid = (rows, triton.cdiv(query_heads, per_program) + triton.cdiv(kv_heads, per_program))
     _rotate_and_store_kernel[grid](
         query, key, value, query_weight, key_weight, eps, cos_sin, inputs.rows.positions,
-        inputs.paging.slots, out, *cache, query.stride(0), key.stride(0), value.stride(0),
-        kv_heads * head_dim, query_heads, kv_heads, head_dim=head_dim,
+        inputs.paging.slots, out, *pages_of(cache), query.stride(0), key.stride(0),
+        value.stride(0), query_heads, kv_heads, head_dim=head_dim, stored_dim=cache[0].shape[-1],
         rotary_dim=cos_sin.shape[1], block_heads=per_program,
         block_d=2 * triton.next_power_of_2(head_dim // 2), num_warps=4, **options(query.device),
     )  # fmt: skip
