@@ -1,4 +1,4 @@
-"""What Triton's interpreter does otherwise in tests: sums of one order, roundings, and quicker calls."""
+"""What Triton's interpreter does otherwise in tests: sums, roundings, and quicker calls."""
 
 import inspect
 from collections.abc import Iterator
