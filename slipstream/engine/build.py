@@ -69,6 +69,7 @@ from slipstream.runner.capability import (
     choose_device,
     device_name,
     kept_formats,
+    require_adapters,
     require_stored,
     stored_note,
 )
@@ -168,6 +169,8 @@ def _load(
         require_stored_precision(config, device, checkpoint.path.name, stored)
         reasons.add("checkpoint quantization", stored.description, stored_note(device))
     require_precision(config, device)
+    if config.enable_lora:
+        require_adapters(device)
     dtype = resolve_dtype(config, shape.dtype)
     room = WeightRoom(device, reasons)
     options = LoadOptions(

@@ -13,12 +13,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from slipstream.kernels.triton.fragments import E2M1, INT4, INT4_ZEROS, INT8
-from slipstream.kernels.triton.grouped_kernels import grouped_kernel
 from slipstream.kernels.triton.grouped_stream_kernels import BYTES, HALVES, grouped_stream_kernel
 from slipstream.kernels.triton.matmul_stream_kernels import SWIZZLED, stream_kernel
 from slipstream.kernels.triton.matmul_tiles import Stream
 from slipstream.kernels.triton.norm import _norm_kernel
-from slipstream.kernels.triton.routing_kernels import place_kernel, route_kernel, sort_kernel
 
 H200 = GPUTarget("cuda", 90, 32)
 ALIGNED = [["tt.divisibility", 16]]
@@ -105,65 +103,13 @@ def norm(weighted: bool) -> int:
     types |= dict.fromkeys(("eps", "behind_eps"), "fp32")
     types |= {"weight": "*bf16"} if weighted else {}
     constants = {"parts": 1, "block": 256, "pdl": True}
-    result = in_triton(_norm_kernel, types, constants, 4)
-    return len(result.asm["cubin"])
-
-
-def routing(experts: int, chosen: int, shared: int) -> dict[str, Any]:
-    """Sigmoids, of which the largest are chosen."""
-    return {
-        "parts": 8, "experts": experts, "block": triton.next_power_of_2(experts), "kind": 2,
-        "normalised": True, "scale": 2.5, "groups": 1, "kept": 1, "shared": shared, "pdl": True,
-        "chosen": chosen, "places": chosen + (shared > 0),
-    }  # fmt: skip
-
-
-def grouped_plain(choice: str, rows: int, gated: int, shared: int, dtype: str) -> dict[str, int]:
-    """`grouped.py`'s launch. choice: whether the row's experts are still to be chosen, or are
-    chosen, or pairs are sorted."""
-    types = {"x": f"*{dtype}", "values": f"*{dtype}", "out": "*bf16" if gated else "*fp32"}
-    types |= dict.fromkeys(("rows", "width", "row_stride", "part_stride"), "i32")
-    floats = ["factors"] if not gated else []
-    ints = ["pairs", "starts", "ends"] if choice == "sorted" else ["experts_of"]
-    if choice == "open":
-        floats += ["logits", "weights", "correction"]
-    if shared:
-        types["shared_values"] = types["values"]
-    if dtype == "fp8e4nv":
-        floats += ["x_scales", "row_scales", *(["shared_scales"] if shared else [])]
-    types |= dict.fromkeys(floats, "*fp32") | dict.fromkeys(ints, "*i32")
-    constants = routing(256, 8, shared) | {
-        "depth": 2048, "gathers": bool(gated), "form": 0, "block_rows": 128, "block_columns": 128,
-        "gated": gated, "block_m": rows, "block_n": 64, "block_k": 128, "stages": 4,
-    }  # fmt: skip
-    result = in_triton(grouped_kernel, types, constants, 4)
-    return {"shared": result.metadata.shared, "wgmma": result.asm["ptx"].count("wgmma.mma_async")}
-
-
-def route(lines: int, span: int, programs: int, shared: int) -> int:
-    """`grouped.py`'s launches of what sorts -> bytes of machine code of all of it."""
-    ints = dict.fromkeys(("choices", "ranks", "starts", "ends", "pairs"), "*i32")
-    ints |= dict.fromkeys(("part_stride", "rows", "programs"), "i32")
-    ints |= {"counts": "*i32"} if programs > 1 else {}
-    types = ints | dict.fromkeys(("logits", "weights", "correction"), "*fp32")
-    own = routing(256, 8, shared) | {"lines": lines, "span": span, "tile": 16}
-    kernels = [route_kernel, *([sort_kernel, place_kernel] if programs > 1 else [])]
-    return sum(len(in_triton(each, types, own, lines).asm["cubin"]) for each in kernels)
-
-
-def in_triton(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
-    names = kernel.arg_names
+    names = _norm_kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     given = {(index,): constants.get(name) for index, name in enumerate(names)}
     constexprs = {at: it for at, it in given.items() if signature[names[at[0]]] == "constexpr"}
-    aligned = {
-        (index,): ALIGNED
-        for index, name in enumerate(names)
-        if signature[name].startswith("*") or (name in DIVISIBLE and signature[name] == "i32")
-    }
-    source = ASTSource(kernel, signature, constexprs=constexprs, attrs=aligned)
-    options = {"num_warps": warps, "num_stages": 4, "enable_fp_fusion": False}
-    return triton.compile(source, target=H200, options=options)
+    source = ASTSource(_norm_kernel, signature, constexprs=constexprs)
+    result = triton.compile(source, target=H200, options={"num_warps": 4})
+    return len(result.asm["cubin"])
 
 
 def compiled(
@@ -215,15 +161,6 @@ def main() -> None:
         grouped((64, 2, 4), 0, NOT, sorted_pairs=True, out=whole, coding=INT8),
     ]
     assert norm(weighted=True) > norm(weighted=False) > 0
-    for choice, gated in (("open", SILU), ("chosen", NOT), ("sorted", SILU)):
-        for shared in (0, 2):
-            made = grouped_plain(choice, 16, gated, shared, "bf16")
-            assert made["wgmma"] > 0
-            assert made["shared"] <= 113 * 1024  # two programs at once
-    assert grouped_plain("sorted", 16, NOT, 1, "fp8e4nv")["wgmma"] > 0
-    assert route(4, 4, 1, shared=2) > 0
-    assert route(16, 64, 1, shared=1) > 0
-    assert route(16, 64, 2, shared=2) > 0
     print(json.dumps(results))
 
 

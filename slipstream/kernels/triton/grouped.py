@@ -1,7 +1,5 @@
 """Launches the grouped product (`grouped_kernels.py`), and sorts rows by expert before it."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
@@ -12,16 +10,12 @@ from slipstream.kernels.triton import grouped_stream, launch
 from slipstream.kernels.triton.activation import GATES
 from slipstream.kernels.triton.grouped_kernels import FLOAT8_BLOCKS, PLAIN, grouped_kernel
 from slipstream.kernels.triton.launch import empty_rows
-from slipstream.kernels.triton.matmul_tiles import MULTIPROCESSORS
 from slipstream.kernels.triton.norm import Rows
-from slipstream.kernels.triton.operands import FRAGMENTS, Choice, Operand, Order
+from slipstream.kernels.triton.operands import FRAGMENTS, Choice, Operand
 from slipstream.kernels.triton.routing_kernels import (
     CHOSEN_SOFTMAX,
-    NOT_SHARED,
-    SHARED,
     SIGMOID,
     SOFTMAX,
-    WEIGHED,
     place_kernel,
     route_kernel,
     sort_kernel,
@@ -33,88 +27,42 @@ _KINDS = {
     Scores.CHOSEN_SOFTMAX: CHOSEN_SOFTMAX.value,
     Scores.SIGMOID: SIGMOID.value,
 }
-# What `grouped_kernel` is told of a choice that has been made.
-_CHOSEN = dict.fromkeys(("parts", "kind", "normalised", "scale", "groups", "kept", "shared"), 0)
 
 
-@dataclass(frozen=True)
-class Scored:
-    """Rows that are to choose.
-
-    Attributes:
-        logits: [parts, T, E] float32, whose sum is meant; with one more, where that weighs a
-            shared expert.
-        shared: whether there is a shared expert beside those that are chosen.
-    """
-
-    logits: Tensor
-    router: Router
-    shared: bool = False
-
-    @property
-    def places(self) -> int:
-        """Experts of a row."""
-        return self.router.routing.num_chosen + self.shared
-
-    @property
-    def options(self) -> dict[str, object]:
-        """What the kernels are told."""
-        routing, weighed = self.router.routing, self.logits.shape[2] > len(self.router.weight)
-        scores = routing.scores
-        if scores is Scores.SOFTMAX and routing.normalised and routing.num_groups == 1:
-            # Chosen and weighed alike, but for what the others' probabilities have in common.
-            scores = Scores.SOFTMAX if self.router.correction is not None else Scores.CHOSEN_SOFTMAX
-        return {
-            "parts": len(self.logits), "kind": _KINDS[scores], "normalised": routing.normalised,
-            "scale": routing.scale, "groups": routing.num_groups, "kept": routing.kept_groups,
-            "shared": (WEIGHED if weighed else SHARED if self.shared else NOT_SHARED).value,
-        }  # fmt: skip
-
-
-def choose_alone(scored: Scored, tile: int) -> Choice:
-    """What a single row chooses, once a product has been given `scored`."""
-    device, places = scored.logits.device, scored.places
-    experts = torch.empty(places, dtype=torch.int32, device=device)
-    weights = torch.empty(1, places, dtype=torch.float32, device=device)
-    return Choice(weights, None, experts, tile, places, scored.shared)
-
-
-def choose(scored: Scored, tile: int) -> Choice:
-    """What rows choose, and their pairs in order."""
-    logits, router, places = scored.logits, scored.router, scored.places
-    rows, device = logits.shape[1], logits.device
-    experts, chosen = router.routing.num_experts, router.routing.num_chosen
-    numbers = torch.empty(3, rows, places, dtype=torch.int32, device=device)
+def choose(logits: Tensor, router: Router, tile: int) -> Choice:
+    """logits [parts, T, E] float32, whose sum is meant."""
+    parts, rows, experts = logits.shape
+    routing, device = router.routing, logits.device
+    chosen = routing.num_chosen
+    numbers = torch.empty(3, rows, chosen, dtype=torch.int32, device=device)
     choices, ranks, pairs = numbers
-    weights = torch.empty(rows, places, dtype=torch.float32, device=device)
-    starts = torch.empty(experts + 1 + scored.shared, dtype=torch.int32, device=device)
+    weights = torch.empty(rows, chosen, dtype=torch.float32, device=device)
+    starts = torch.empty(experts + 1, dtype=torch.int32, device=device)
     ends = torch.empty(experts, dtype=torch.int32, device=device)
     slots = min(rows * chosen, experts + rows * chosen // tile)
-    slots += triton.cdiv(rows, tile) if scored.shared else 0
-    lines = 4 if rows <= 4 else 16  # that are there at once
-    span = lines if rows <= lines else FEW_ROWS
-    programs = triton.cdiv(rows, span)
-    routing = scored.options
-    shape = {"experts": experts, "shared": routing["shared"]}
+    programs = triton.cdiv(rows, FEW_ROWS)
+    shape = {
+        "experts": experts, "chosen": chosen, "span": FEW_ROWS,
+    }  # fmt: skip
     counts = None
     if programs > 1:
         counts = torch.empty(programs, experts, dtype=torch.int32, device=device)
     options, block = launch.options(device), triton.next_power_of_2(experts)
     route_kernel[(programs,)](
         logits, router.correction, router.gains, choices, weights, ranks, counts, starts, ends,
-        pairs, logits.stride(0), rows, experts=experts, chosen=chosen, block=block, span=span,
-        lines=lines, tile=tile, num_warps=lines, **routing, **options,
+        pairs, logits.stride(0), rows, parts=parts, kind=_KINDS[routing.scores],
+        normalised=routing.normalised, scale=routing.scale, groups=routing.num_groups,
+        kept=routing.kept_groups, block=block, tile=tile, num_warps=16, **shape, **options,
     )  # fmt: skip
     if counts is not None:
         sort_kernel[(1,)](
-            counts, starts, ends, programs, rows, block=block, span=FEW_ROWS, tile=tile,
-            num_warps=8, **shape, **options,
+            counts, starts, ends, programs, experts=experts, block=block, span=FEW_ROWS,
+            tile=tile, num_warps=8, **options,
         )  # fmt: skip
         place_kernel[(programs,)](
-            choices, ranks, starts, counts, pairs, rows, chosen=chosen, span=span, num_warps=4,
-            **shape, **options,
-        )  # fmt: skip
-    return Choice(weights, Order(pairs.view(-1), starts, ends), None, tile, slots, scored.shared)
+            choices, ranks, starts, counts, pairs, rows, num_warps=4, **shape, **options
+        )
+    return Choice(weights, pairs.view(-1), starts, ends, tile, slots)
 
 
 def tile_rows(rows: int, mean: float, *weights: Operand) -> int:
@@ -138,8 +86,6 @@ def multiply(
     clamp: ClampedGate | None = None,
     scatters: bool = False,
     splitting: bool = False,
-    scored: Scored | None = None,
-    shared: Operand | None = None,
 ) -> Tensor:
     """The rows' pairs, or without a choice the rows, times the matrices of their experts.
 
@@ -151,8 +97,6 @@ def multiply(
             what they multiply.
         scatters: what comes out is weighted, and left to be added up row by row.
         splitting: sums of fragments may be left to be added up.
-        scored: by which the experts of `choice` are still to be chosen.
-        shared: the matrix [N, K] of the shared expert of `choice`, in the form of `weight`.
 
     Returns:
         [T k, N], or [T, N] without a choice; N / 2 where `gated`. Where it `scatters` or the sum is
@@ -162,17 +106,17 @@ def multiply(
     height, depth = weight.shape
     width = height // experts // (1 if gated is None else 2)
     if choice is None:
-        pairs, places, tile = rows, 1, tile_rows(rows, rows, weight)
+        pairs, chosen, tile = rows, 1, tile_rows(rows, rows, weight)
         slots = triton.cdiv(rows, tile)
     else:
-        pairs, places, tile = choice.weights.numel(), choice.weights.shape[1], choice.tile
+        pairs, chosen, tile = len(choice.pairs), choice.weights.shape[1], choice.tile
         slots = choice.slots
     splits, part = 1, depth
     if splitting and weight.form == FRAGMENTS:
         splits, part = grouped_stream.splits_of(width, depth)
     device = x.values.device
     if scatters:  # a row's experts, and of each the parts of its sum, one behind the other
-        addends = torch.empty(pairs // places, places * splits, width, dtype=dtype, device=device)
+        addends = torch.empty(pairs // chosen, chosen * splits, width, dtype=dtype, device=device)
         out, result = addends.view(pairs, splits, width).transpose(0, 1), addends.transpose(0, 1)
     elif splits > 1:
         out = result = torch.empty(splits, pairs, width, dtype=torch.float32, device=device)
@@ -195,30 +139,19 @@ def multiply(
                 scatters, part,
             )  # fmt: skip
         return result
-    assert choice is None or choice.shared == (shared is not None)
     block_n, block_k, warps = _tiles(weight, x.values.dtype, tile)
     stages = 2 if x.values.dtype == torch.float32 else 4  # that shared memory holds
     grid = (triton.cdiv(width, block_n if gated is None else block_n // 2), slots)
-    order = None if choice is None else choice.order
-    if choice is not None and order is None and grid[0] * grid[1] > 2 * MULTIPROCESSORS:
-        stages = min(stages, 3)  # three programs at once in the place of two
-    logits, router = (scored.logits, scored.router) if scored else (None, None)
     grouped_kernel[grid](
         x.values, x.scales, weight.values, weight.scales, weight.zeros, weight.row_scales, bias,
-        *((shared.values, shared.row_scales) if shared else (None, None)),
-        choice.experts if choice else None,
-        *((order.pairs, order.starts, order.ends) if order else (None, None, None)),
-        choice.weights if choice is not None and scatters else None, out, logits,
-        router.correction if router else None, router.gains if router else None,
-        choice.weights if choice is not None and scored is not None else None,
-        x.values.stride(0), logits.stride(0) if logits is not None else 0, rows, width,
-        depth=depth, experts=experts, block=triton.next_power_of_2(experts), places=places,
+        *((choice.pairs, choice.starts, choice.ends) if choice else (None, None, None)),
+        choice.weights if choice is not None and scatters else None, out, x.values.stride(0), rows,
+        width, depth=depth, experts=experts, block=triton.next_power_of_2(experts), chosen=chosen,
         gathers=not scatters, form=weight.form, block_rows=weight.block_rows,
         block_columns=weight.block_columns, gated=GATES[gated],
         limit=clamp.limit if clamp else None, alpha=clamp.alpha if clamp else None,
-        block_m=tile, block_n=block_n, block_k=block_k, stages=stages, num_warps=warps,
-        num_stages=stages, **(scored.options if scored else _CHOSEN),
-        **launch.options(device),
+        block_m=tile, block_n=block_n, block_k=block_k,
+        stages=stages, num_warps=warps, num_stages=stages, **launch.options(device),
     )  # fmt: skip
     return result
 

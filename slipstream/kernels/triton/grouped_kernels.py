@@ -13,7 +13,6 @@ import triton.language as tl
 from slipstream.kernels.triton.activation import gated_value
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 from slipstream.kernels.triton.matmul_kernels import halves, weight_rows
-from slipstream.kernels.triton.routing_kernels import own_choice
 
 # How weights are stored: see `operands.py`.
 PLAIN, MXFP4, NVFP4, FLOAT8_BLOCKS, INT4, INT8 = (
@@ -31,19 +30,16 @@ def clamped_gated_value(gate, up, limit: tl.constexpr, alpha: tl.constexpr):
 
 
 @triton.jit
-def expert_tile(
-    starts, ends, slot, experts: tl.constexpr, block: tl.constexpr, shared: tl.constexpr
-):
-    """(expert of a tile of rows, its first pair, the tile's number among the expert's, the pair
-    behind the expert's last).
+def expert_tile(starts, ends, slot, experts: tl.constexpr, block: tl.constexpr):
+    """(expert of a tile of rows, its first pair, the pair behind the expert's last).
 
-    Behind the last tile the pairs are none. A `shared` expert's tiles are the last.
+    Behind the last tile the expert is `experts`, and no memory is read for it.
     """
     each = tl.arange(0, block)
     after = tl.load(ends + each, mask=each < experts, other=2147483647)
     expert = tl.sum((after <= slot).to(tl.int32), axis=0)
     before = tl.max(tl.where(after <= slot, after, 0), axis=0)
-    there = shared or expert < experts
+    there = expert < experts
     first = tl.load(starts + expert, mask=there, other=0)
     end = tl.load(starts + expert + 1, mask=there, other=0)
     return expert, first, slot - before, end
@@ -147,16 +143,13 @@ def _plain(
 
 @triton.jit
 def _finished(
-    sums, x_scales, row_scales, shared_scales, bias, row, source, valid, beside,
-    gated: tl.constexpr, limit: tl.constexpr, alpha: tl.constexpr,
+    sums, x_scales, row_scales, bias, row, source, valid, gated: tl.constexpr,
+    limit: tl.constexpr, alpha: tl.constexpr,
 ):  # fmt: skip
-    """Scales of rows on both sides, bias and activation. A tile `beside` the experts that are
-    chosen has scales of its own."""
+    """Scales of rows on both sides, bias and activation."""
     if x_scales is not None:
         sums *= tl.load(x_scales + source, mask=valid, other=0.0)[None, :]
     if row_scales is not None:
-        if shared_scales is not None:
-            row_scales = tl.where(beside, shared_scales, row_scales)
         sums *= tl.load(row_scales + row)[:, None]
     if bias is not None:
         sums += tl.load(bias + row).to(tl.float32)[:, None]
@@ -169,67 +162,40 @@ def _finished(
     return sums
 
 
-@triton.jit
-def _of_expert(
-    expert, row, values, shared_values, width, experts: tl.constexpr, gated: tl.constexpr
-):
-    """(rows of an expert's matrix, and what they are rows of)."""
-    if shared_values is not None:
-        values = tl.where(expert == experts, shared_values, values)
-        expert = tl.where(expert == experts, 0, expert)
-    row += expert.to(tl.int64) * width * (2 if gated else 1)
-    return row, values
-
-
 @triton.jit(do_not_specialize=["rows"])
 def grouped_kernel(
-    x, x_scales, values, scales, zeros, row_scales, bias, shared_values, shared_scales, experts_of,
-    pairs, starts, ends, factors, out, logits, correction, gains, weights, row_stride, part_stride,
-    rows, width, depth: tl.constexpr, experts: tl.constexpr, block: tl.constexpr,
-    places: tl.constexpr, gathers: tl.constexpr, form: tl.constexpr, block_rows: tl.constexpr,
+    x, x_scales, values, scales, zeros, row_scales, bias, pairs, starts, ends, factors, out,
+    row_stride, rows, width, depth: tl.constexpr, experts: tl.constexpr, block: tl.constexpr,
+    chosen: tl.constexpr, gathers: tl.constexpr, form: tl.constexpr, block_rows: tl.constexpr,
     block_columns: tl.constexpr, gated: tl.constexpr, limit: tl.constexpr, alpha: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr,
-    parts: tl.constexpr, kind: tl.constexpr, normalised: tl.constexpr, scale: tl.constexpr,
-    groups: tl.constexpr, kept: tl.constexpr, shared: tl.constexpr, pdl: tl.constexpr,
+    pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile of n, tile of rows). values [experts * width, depth], twice as many rows where
-    `gated`; row_scales [as many rows] float32, bias likewise; those of a shared expert elsewhere.
+    `gated`; row_scales [as many rows] float32, bias likewise.
 
-    Pairs lie sorted by expert. Where it `gathers`, a pair's row of x is pair // places, and its row
+    Pairs lie sorted by expert. Where it `gathers`, a pair's row of x is pair // chosen, and its row
     of `out` its place in that order; otherwise its row of x is its place, and its row of `out` the
-    pair, which is multiplied by its factor. Without `pairs`, but with `experts_of`, there is one
-    row, whose pairs are tiles as they are; with `logits` the row's experts are still to be chosen,
-    and `experts_of` and `weights` are written. Without either there is one expert, and rows of x
-    and `out` are the same.
+    pair, which is multiplied by its factor. Without `pairs` there is one expert, and rows of x and
+    `out` are the same.
     """
     launch_dependents(pdl)
-    tile, slot = tl.program_id(0), tl.program_id(1)
+    tile = tl.program_id(0)
     row = weight_rows(tile, width, block_n, gated)
     wait_for_inputs(pdl)
-    expert, first, part, end = slot, 0, slot, rows
     if pairs is not None:
-        alike: tl.constexpr = shared_values is None
-        expert, first, part, end = expert_tile(starts, ends, slot, experts, block, not alike)
-    elif experts_of is not None:
-        first, part, end = slot, 0, slot + 1
-        if logits is None:
-            expert = tl.load(experts_of + slot)
-        else:
-            writes = (tile == 0) & (slot == 0)
-            expert = own_choice(
-                logits, correction, gains, experts_of, weights, part_stride, slot, writes, parts,
-                experts, places, kind, normalised, scale, groups, kept, shared, block,
-            )  # fmt: skip
-    if first + part * block_m >= end:
-        return
-    if pairs is not None or experts_of is not None:
-        row, values = _of_expert(expert, row, values, shared_values, width, experts, gated)
+        expert, first, part, end = expert_tile(starts, ends, tl.program_id(1), experts, block)
+        if expert == experts:
+            return
+        row += expert.to(tl.int64) * width * (2 if gated else 1)
+    else:
+        first, part, end = 0, tl.program_id(1), rows
     place = first + part * block_m + tl.arange(0, block_m)
     valid = place < end
     pair = place
     if pairs is not None:
         pair = tl.load(pairs + place, mask=valid, other=0)
-    source = pair // places if gathers else place
+    source = pair // chosen if gathers else place
     column = tl.arange(0, block_k)
     x_at = x + source.to(tl.int64)[:, None] * row_stride
     there = valid[:, None]
@@ -245,10 +211,7 @@ def grouped_kernel(
         sums = _four_bits(
             sums, values, scales, zeros, x, row, x_at, there, depth, form, block_columns, block_k
         )
-    sums = _finished(
-        sums, x_scales, row_scales, shared_scales, bias, row, source, valid, expert == experts,
-        gated, limit, alpha,
-    )  # fmt: skip
+    sums = _finished(sums, x_scales, row_scales, bias, row, source, valid, gated, limit, alpha)
     goes = place if gathers else pair
     if factors is not None:
         sums *= tl.load(factors + pair, mask=valid, other=0.0)[None, :]

@@ -103,8 +103,6 @@ def multiply(
     assert x.dtype == torch.bfloat16, "weights are packed for no other dtype"
     parts = weight.fragments
     assert parts is not None
-    order = None if choice is None else choice.order
-    assert choice is None or (order is not None and not choice.shared)
     splits, pairs, width = out.shape
     size, pitch = out.stride()[:2]
     depth = weight.shape[1]
@@ -129,7 +127,7 @@ def multiply(
         x_tiles = TensorDescriptor(x, list(x.shape), list(x.stride()), tile, HALVES.value)
     grouped_stream_kernel[(tiles, slots, splits)](
         x, x_tiles, described, weight.scales, weight.row_scales, bias,
-        *((order.pairs, order.starts, order.ends) if order else (None, None, None)),
+        *((choice.pairs, choice.starts, choice.ends) if choice else (None, None, None)),
         choice.weights if choice is not None and scatters else None, out, x.stride(0), len(x),
         width, depth, part, size, pitch, parts.lift * 0x10001, parts.lift_back, experts=experts,
         block=triton.next_power_of_2(experts), chosen=choice.weights.shape[1] if choice else 1,

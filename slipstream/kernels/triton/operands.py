@@ -53,40 +53,23 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Order:
-    """The pairs of T rows by expert.
-
-    Attributes:
-        pairs: [T k] int32, sorted by expert.
-        starts: [E + 1] int32: where each expert's pairs start, and how many there are; one more
-            with a shared expert, which is the last.
-        ends: [E] int32: tiles of pairs that each expert and those before it need, without the
-            shared one.
-    """
-
-    pairs: Tensor
-    starts: Tensor
-    ends: Tensor
-
-
-@dataclass(frozen=True)
 class Choice:
-    """Which experts T rows pass, k each: pair row * k + place is a row and one of its experts.
+    """Which experts T rows chose, k each: pair row * k + place is a row and one of its experts.
 
     Attributes:
         weights: [T, k] float32.
-        order: None for a single row: each pair is a tile, and `experts` [k] int32 are its experts.
-        tile: pairs of a tile.
+        pairs: [T k] int32, sorted by expert.
+        starts: [E + 1] int32: where each expert's pairs start, and how many there are.
+        ends: [E] int32: tiles of `tile` pairs that each expert and those before it need.
         slots: the most tiles that there can be.
-        shared: whether the last of a row's experts is one beside the E that are chosen among.
     """
 
     weights: Tensor
-    order: Order | None
-    experts: Tensor | None
+    pairs: Tensor
+    starts: Tensor
+    ends: Tensor
     tile: int
     slots: int
-    shared: bool
 
 
 @singledispatch

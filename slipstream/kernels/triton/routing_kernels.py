@@ -1,8 +1,7 @@
 """How rows choose their experts, and which rows each expert then has, all on the device.
 
-Sums over experts are made of integers, so that their bits do not follow from how many rows or warps
-a program has. A pair is a row and the place of one of its experts in the order of choice, behind
-which a shared expert stands: row * places + place.
+Rows are taken `ROWS` at a time, whatever their number, so that sums over experts have one order.
+A pair is a row and the place of one of its experts in the order of choice: row * chosen + place.
 """
 
 import triton
@@ -10,13 +9,9 @@ import triton.language as tl
 
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
+ROWS = tl.constexpr(16)
 _LOWEST = tl.constexpr(-3.0e38)  # above what can no longer be chosen
-_GONE = tl.constexpr(-(2**63))
-_ONE = tl.constexpr(2.0**40)
-_TINY = tl.constexpr(1e-30)
 SOFTMAX, CHOSEN_SOFTMAX, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# Whether all rows pass one more expert, and whether a logit behind the others weighs it.
-NOT_SHARED, SHARED, WEIGHED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -51,38 +46,22 @@ def _within_groups(
 
 
 @triton.jit
-def _sum(values):
-    """[R]: of values [R, E] that are not negative, in fixed point."""
-    largest = tl.maximum(tl.max(values, axis=1), _TINY)
-    whole = (values / largest[:, None] * _ONE).to(tl.int64)
-    return tl.sum(whole, axis=1).to(tl.float32) / _ONE * largest
-
-
-@triton.jit
 def _scores(logits, inside, kind: tl.constexpr):
     if kind == SIGMOID:
         return 1.0 / (1.0 + tl.exp(-logits))
     if kind == SOFTMAX:
         logits = tl.where(inside, logits, float("-inf"))
         powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-        return powers / _sum(powers)[:, None]
+        return powers / tl.sum(powers, axis=1)[:, None]
     return logits
-
-
-@triton.jit
-def _keys(preferred, expert):
-    """[R, E]: integers in the order of preference, without equals: lower experts' are larger."""
-    bits = tl.where(preferred == 0.0, 0.0, preferred).to(tl.int32, bitcast=True)
-    bits ^= (bits >> 31) & 0x7FFFFFFF
-    return (bits.to(tl.int64) << 32) - expert[None, :]
 
 
 @triton.jit
 def _choose(
     logits, expert, correction, experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr,
-    groups: tl.constexpr, kept: tl.constexpr,
+    normalised: tl.constexpr, scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr,
 ):  # fmt: skip
-    """logits [R, E] -> (place of each expert in the order of choice or `chosen`, its score)."""
+    """logits [R, E] -> (place of each expert in the order of choice or `chosen`, its weight)."""
     inside = (expert < experts)[None, :]
     scores = _scores(logits, inside, kind)
     preferred = scores
@@ -93,92 +72,23 @@ def _choose(
     preferred = tl.where(inside, preferred, float("-inf"))
     if groups > 1:
         preferred = _within_groups(preferred, expert, experts, groups, kept)
-    keys = _keys(preferred, expert)
     place = tl.full(logits.shape, chosen, tl.int32)
     for each in tl.static_range(chosen):
-        own = keys == tl.max(keys, axis=1)[:, None]
+        first = _first_of_largest(preferred, expert, experts - 1)
+        own = expert[None, :] == first[:, None]
         place = tl.where(own, each, place)
-        keys = tl.where(own, _GONE, keys)
-    return place, scores
-
-
-@triton.jit
-def _weights(
-    place, scores, gains, expert, experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr,
-    normalised: tl.constexpr, scale: tl.constexpr,
-):  # fmt: skip
-    """[R, E]: of the chosen experts."""
+        preferred = tl.where(own, float("-inf"), preferred)
     taken = place < chosen
     weights = scores
     if kind == CHOSEN_SOFTMAX:
         weights = tl.where(taken, scores, float("-inf"))
         weights = tl.exp(weights - tl.max(weights, axis=1)[:, None])
-    total = _sum(tl.where(taken, weights, 0.0))
+    total = tl.sum(tl.where(taken, weights, 0.0), axis=1)
     if kind == CHOSEN_SOFTMAX:
         weights /= total[:, None]
     elif normalised:
         weights /= (total + 1e-20)[:, None]
-    weights *= scale
-    if gains is not None:
-        weights *= tl.load(gains + expert, mask=expert < experts, other=0.0)[None, :]
-    return weights
-
-
-@triton.jit
-def _logits(at, inside, part_stride, parts: tl.constexpr):
-    """Those at `at`, added up."""
-    values = tl.load(at, mask=inside, other=0.0)
-    for part in tl.static_range(1, parts):
-        values += tl.load(at + part * part_stride, mask=inside, other=0.0)
-    return values
-
-
-@triton.jit
-def _weigh_shared(
-    logits, weights, line, valid, part_stride, parts: tl.constexpr, experts: tl.constexpr,
-    chosen: tl.constexpr, shared: tl.constexpr,
-):  # fmt: skip
-    """Stores the weight of the rows' shared expert."""
-    weight = tl.full(line.shape, 1.0, tl.float32)
-    if shared == WEIGHED:
-        at = logits + line * (experts + 1) + experts
-        weight = 1.0 / (1.0 + tl.exp(-_logits(at, valid, part_stride, parts)))
-    tl.store(weights + line * (chosen + 1) + chosen, weight, mask=valid)
-
-
-@triton.jit
-def own_choice(
-    logits, correction, gains, choices, weights, part_stride, slot, writes, parts: tl.constexpr,
-    experts: tl.constexpr, places: tl.constexpr, kind: tl.constexpr, normalised: tl.constexpr,
-    scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr, shared: tl.constexpr,
-    block: tl.constexpr,
-):  # fmt: skip
-    """The expert at place `slot` of the only row. The program that `writes` stores all experts of
-    the row, and their weights."""
-    chosen: tl.constexpr = places - 1 if shared else places
-    expert = tl.arange(0, block)
-    inside = (expert < experts)[None, :]
-    mine = experts + tl.zeros_like(slot)
-    if (slot < chosen) | writes:
-        values = _logits(logits + expert[None, :], inside, part_stride, parts)
-        place, scores = _choose(values, expert, correction, experts, chosen, kind, groups, kept)
-        if slot < chosen:
-            own = tl.where(place == slot, expert[None, :], 0)
-            mine = tl.sum(tl.sum(own, axis=1), axis=0)
-        if writes:
-            weight = _weights(
-                place, scores, gains, expert, experts, chosen, kind, normalised, scale
-            )
-            taken = inside & (place < chosen)
-            tl.store(choices + place, expert[None, :] + tl.zeros_like(place), mask=taken)
-            tl.store(weights + place, weight, mask=taken)
-            if shared:
-                tl.store(choices + chosen, experts)
-                one = tl.arange(0, 1)
-                _weigh_shared(
-                    logits, weights, one, one < 1, part_stride, parts, experts, chosen, shared
-                )
-    return mine
+    return place, weights * scale
 
 
 @triton.jit
@@ -188,32 +98,22 @@ def _tile_ends(counts, tile: tl.constexpr):
 
 
 @triton.jit
-def _store_starts(
-    counts, expert, starts, ends, rows, experts: tl.constexpr, tile: tl.constexpr,
-    shared: tl.constexpr,
-):  # fmt: skip
-    """[E]: where the pairs of each expert start, which are stored with the rest."""
-    first = tl.cumsum(counts, 0) - counts
-    total = tl.sum(counts, axis=0)
-    tl.store(starts + expert, first, mask=expert < experts)
-    tl.store(starts + experts, total)
-    if shared:
-        tl.store(starts + experts + 1, total + rows)
+def _store_starts(counts, expert, starts, ends, experts: tl.constexpr, tile: tl.constexpr):
+    after = tl.cumsum(counts, 0)
+    tl.store(starts + expert, after - counts, mask=expert < experts)
+    tl.store(starts + experts, tl.sum(counts, axis=0))
     tl.store(ends + expert, _tile_ends(counts, tile), mask=expert < experts)
-    return first
 
 
 @triton.jit
 def _place_pairs(
-    choices, ranks, starts, before, pairs, first, rows, span: tl.constexpr, chosen: tl.constexpr,
-    shared: tl.constexpr,
-):  # fmt: skip
+    choices, ranks, starts, before, pairs, first, rows, span: tl.constexpr, chosen: tl.constexpr
+):
     """Pairs of the `span` rows from `first` on to where their experts' pairs lie."""
     many: tl.constexpr = triton.next_power_of_2(chosen)
-    places: tl.constexpr = chosen + 1 if shared else chosen
     line = first + tl.arange(0, span)
     place = tl.arange(0, many)
-    pair = line[:, None] * places + place[None, :]
+    pair = line[:, None] * chosen + place[None, :]
     valid = (line < rows)[:, None] & (place < chosen)[None, :]
     expert = tl.load(choices + pair, mask=valid, other=0)
     at = tl.load(starts + expert, mask=valid, other=0) + tl.load(ranks + pair, mask=valid, other=0)
@@ -222,92 +122,58 @@ def _place_pairs(
     tl.store(pairs + at, pair, mask=valid)
 
 
-@triton.jit
-def _route(
-    logits, correction, gains, choices, weights, ranks, pairs, part_stride, rows, begin, seen,
-    expert, parts: tl.constexpr, experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr,
-    normalised: tl.constexpr, scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr,
-    shared: tl.constexpr, lines: tl.constexpr,
-):  # fmt: skip
-    """Of `lines` rows: their pairs [R, E], which of these there are, and `ranks` of them."""
-    pitch: tl.constexpr = experts + 1 if shared == WEIGHED else experts
-    places: tl.constexpr = chosen + 1 if shared else chosen
-    line = begin + tl.arange(0, lines)
-    inside = (line < rows)[:, None] & (expert < experts)[None, :]
-    at = logits + line[:, None] * pitch + expert[None, :]
-    values = _logits(at, inside, part_stride, parts)
-    place, scores = _choose(values, expert, correction, experts, chosen, kind, groups, kept)
-    weight = _weights(place, scores, gains, expert, experts, chosen, kind, normalised, scale)
-    own = inside & (place < chosen)
-    pair = line[:, None] * places + place
-    taken = own.to(tl.int32)
-    rank = seen[None, :] + tl.cumsum(taken, 0) - taken
-    tl.store(weights + pair, weight, mask=own)
-    if choices is not None:
-        tl.store(choices + pair, expert[None, :] + tl.zeros_like(place), mask=own)
-        tl.store(ranks + pair, rank, mask=own)
-    if shared:
-        valid = line < rows
-        _weigh_shared(logits, weights, line, valid, part_stride, parts, experts, chosen, shared)
-        tl.store(pairs + rows * chosen + line, line * places + chosen, mask=valid)
-    return pair, own, rank
-
-
 @triton.jit(do_not_specialize=["rows"])
 def route_kernel(
     logits, correction, gains, choices, weights, ranks, counts, starts, ends, pairs, part_stride,
     rows,
     parts: tl.constexpr, experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr,
     normalised: tl.constexpr, scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr,
-    shared: tl.constexpr, block: tl.constexpr, span: tl.constexpr, lines: tl.constexpr,
-    tile: tl.constexpr, pdl: tl.constexpr,
+    block: tl.constexpr, span: tl.constexpr, tile: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs of `span` rows each, `lines` at a time. logits [parts, rows, experts] float32, or
-    one more of each row for a shared expert, to be added up.
+    """Programs of `span` rows each. logits [parts, rows, experts] float32, to be added up.
 
-    Writes of every pair its weight to `weights`. A program that has all rows also sorts the pairs
-    by expert, the shared one's last: `pairs`, `starts` [experts + 1] or one more, `ends` (see
-    `_tile_ends`; without the shared expert's). Others, and those that take several turns, write to
-    `choices` the expert of every pair that was chosen, and to `ranks` how many pairs of the
-    program's rows before it have its expert; others leave `counts` [programs, experts] to
-    `sort_kernel` and `place_kernel`.
+    Writes of every pair its expert to `choices`, its weight to `weights`, and to `ranks` how many
+    pairs of the program's rows before it have its expert. A program that has all rows also sorts
+    the pairs by expert (`pairs`, `starts` [experts + 1], `ends`: see `_tile_ends`); otherwise it
+    leaves `counts` [programs, experts] to `sort_kernel` and `place_kernel`.
     """
     launch_dependents(pdl)
     expert = tl.arange(0, block)
     seen = tl.zeros((block,), tl.int32)
     first = tl.program_id(0) * span
     wait_for_inputs(pdl)
-    if span == lines:
-        pair, own, rank = _route(
-            logits, correction, gains, None, weights, None, pairs, part_stride, rows, first, seen,
-            expert, parts, experts, chosen, kind, normalised, scale, groups, kept, shared, lines,
-        )  # fmt: skip
-        seen = tl.sum(own.to(tl.int32), axis=0)
-        begins = _store_starts(seen, expert, starts, ends, rows, experts, tile, shared)
-        tl.store(pairs + begins[None, :] + rank, pair, mask=own)
+    for begin in range(first, tl.minimum(first + span, rows), ROWS):
+        line = begin + tl.arange(0, ROWS)
+        inside = (line < rows)[:, None] & (expert < experts)[None, :]
+        at = line[:, None] * experts + expert[None, :]
+        values = tl.load(logits + at, mask=inside, other=0.0)
+        for part in tl.static_range(1, parts):
+            values += tl.load(logits + part * part_stride + at, mask=inside, other=0.0)
+        place, weight = _choose(
+            values, expert, correction, experts, chosen, kind, normalised, scale, groups, kept
+        )
+        if gains is not None:
+            weight *= tl.load(gains + expert, mask=expert < experts, other=0.0)[None, :]
+        own = inside & (place < chosen)
+        pair = line[:, None] * chosen + place
+        taken = own.to(tl.int32)
+        tl.store(choices + pair, expert[None, :] + tl.zeros_like(place), mask=own)
+        tl.store(weights + pair, weight, mask=own)
+        tl.store(ranks + pair, seen[None, :] + tl.cumsum(taken, 0) - taken, mask=own)
+        seen += tl.sum(taken, axis=0)
+    if counts is not None:
+        tl.store(counts + tl.program_id(0) * experts + expert, seen, mask=expert < experts)
     else:
-        for begin in range(first, tl.minimum(first + span, rows), lines):
-            _, own, _ = _route(
-                logits, correction, gains, choices, weights, ranks, pairs, part_stride, rows,
-                begin, seen, expert, parts, experts, chosen, kind, normalised, scale, groups, kept,
-                shared, lines,
-            )  # fmt: skip
-            seen += tl.sum(own.to(tl.int32), axis=0)
-        if counts is not None:
-            tl.store(counts + tl.program_id(0) * experts + expert, seen, mask=expert < experts)
-        else:
-            _store_starts(seen, expert, starts, ends, rows, experts, tile, shared)
-            tl.debug_barrier()  # the program reads what it wrote
-            for begin in range(first, rows, lines):
-                _place_pairs(
-                    choices, ranks, starts, None, pairs, begin, rows, lines, chosen, shared
-                )
+        _store_starts(seen, expert, starts, ends, experts, tile)
+        tl.debug_barrier()  # the program reads what it wrote
+        for begin in range(first, rows, ROWS):
+            _place_pairs(choices, ranks, starts, None, pairs, begin, rows, ROWS, chosen)
 
 
-@triton.jit(do_not_specialize=["programs", "rows"])
+@triton.jit(do_not_specialize=["programs"])
 def sort_kernel(
-    counts, starts, ends, programs, rows, experts: tl.constexpr, block: tl.constexpr,
-    span: tl.constexpr, tile: tl.constexpr, shared: tl.constexpr, pdl: tl.constexpr,
+    counts, starts, ends, programs, experts: tl.constexpr, block: tl.constexpr,
+    span: tl.constexpr, tile: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """One program. `counts` [programs, experts] become those of all programs before each."""
     launch_dependents(pdl)
@@ -321,20 +187,20 @@ def sort_kernel(
         own = tl.load(at, mask=inside, other=0)
         tl.store(at, seen[None, :] + tl.cumsum(own, 0) - own, mask=inside)
         seen += tl.sum(own, axis=0)
-    _store_starts(seen, expert, starts, ends, rows, experts, tile, shared)
+    _store_starts(seen, expert, starts, ends, experts, tile)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def place_kernel(
     choices, ranks, starts, counts, pairs, rows, experts: tl.constexpr, chosen: tl.constexpr,
-    span: tl.constexpr, shared: tl.constexpr, pdl: tl.constexpr,
+    span: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs of `span` rows each, as in `route_kernel`, behind `sort_kernel`."""
     launch_dependents(pdl)
     first = tl.program_id(0) * span
     wait_for_inputs(pdl)
     before = counts + tl.program_id(0) * experts
-    _place_pairs(choices, ranks, starts, before, pairs, first, rows, span, chosen, shared)
+    _place_pairs(choices, ranks, starts, before, pairs, first, rows, span, chosen)
 
 
 @triton.jit
