@@ -140,5 +140,5 @@ def test_a_gpu_takes_longer_steps() -> None:
 
 def test_adapters_are_for_cpus() -> None:
     require_adapters(torch.device("cpu"))
-    with pytest.raises(UsageError, match="enable_lora is for CPUs so far.*use device=cpu"):
+    with pytest.raises(UsageError, match=r"enable_lora is for CPUs so far.*use device=cpu"):
         require_adapters(CUDA)
