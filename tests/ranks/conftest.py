@@ -9,7 +9,7 @@ import torch
 from slipstream import LLM
 from slipstream.core.config import EngineConfig
 from slipstream.engine import build
-from slipstream.engine.ranks.leader import Leader
+from slipstream.engine.ranks.leader import Leader, start_ranks
 from slipstream.engine.ranks.processes import Followers
 from slipstream.engine.ranks.ranks import Ranks
 
@@ -62,7 +62,7 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture
 def ranked(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
     """Opens an engine of two ranks that compare what they hold, in place of the last one."""
-    lead = build.start_ranks
+    lead = start_ranks
 
     def start(config: EngineConfig, device: torch.device) -> Ranks:
         return (lead if config.tensor_parallel_size == 1 else pool.lead)(config, device)

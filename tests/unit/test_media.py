@@ -3,6 +3,7 @@
 import base64
 import io
 import random
+import socket
 import struct
 import threading
 import zlib
@@ -56,10 +57,10 @@ def hostile() -> Iterator[tuple[str, str]]:
     for size in (1, 20, 400, 5000):
         yield f"{size} bytes of noise", url_of(draw.randbytes(size))
     for number in range(20):  # headers that are turned about
-        content = bytearray(whole["PNG"])
+        turned = bytearray(whole["PNG"])
         for place in draw.sample(range(8, 40), 6):
-            content[place] ^= draw.randrange(1, 256)
-        yield f"PNG with a wrong header {number}", url_of(bytes(content))
+            turned[place] ^= draw.randrange(1, 256)
+        yield f"PNG with a wrong header {number}", url_of(bytes(turned))
     yield "a bomb", url_of(png(60_000, 60_000, bytes(1 << 20)))
     yield "a long bomb", url_of(png(2**31 - 1, 1))
     yield "no pixels", url_of(png(0, 0))
@@ -139,10 +140,10 @@ def test_addresses_of_private_networks_are_refused(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = [(2, 1, 6, "", ("93.184.215.14", 80)), (2, 1, 6, "", (address, 80))]
-    monkeypatch.setattr(media.socket, "getaddrinfo", lambda *_, **__: known)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: known)
     with pytest.raises(UsageError, match="not public"):
         public_address("example.com", 80)
-    monkeypatch.setattr(media.socket, "getaddrinfo", lambda *_, **__: known[:1])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: known[:1])
     assert public_address("example.com", 80) == "93.184.215.14"
 
 
