@@ -11,8 +11,9 @@ import pytest
 from tests.serve.api.harmony_models import write_harmony_tokenizer, write_without_end_tokens
 from tests.serve.api.live import DEMO, Live, call_api, serving
 from tests.serve.api.response_streams import check_stream
-from tests.serve.api.test_harmony import CALL, CITY, NEXT, SAY, THINK, script
+from tests.serve.api.test_harmony import CALL, NEXT, SAY, THINK, script
 from tests.serve.api.test_harmony import scripted as scripted
+from tests.serve.api.thought_chats import CITY
 from tests.serve.api.tool_models import write_tool_tokenizer
 
 INPUT = "Weather in Rome?"
