@@ -56,7 +56,7 @@ class Adapters:
 
     @property
     def names(self) -> list[str]:
-        """Of the adapters that requests may ask for, the oldest first."""
+        """What requests may ask for, the oldest first."""
         return list(self._named)
 
     def read(self, path: str) -> object:

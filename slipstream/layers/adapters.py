@@ -56,7 +56,7 @@ class AdapterSlots:
 
     @property
     def nbytes(self) -> int:
-        """Of all slots."""
+        """All slots together."""
         return sum(it.nbytes for it in self._all)
 
     def matrix(self, parts: Sequence[Part], columns: int) -> LowRank:

@@ -53,8 +53,10 @@ def _expand_kernel(
     for index in tl.static_range(parts):
         end = tl.load(ends + index)
         blocks = tl.cdiv(end - first, block_n)
-        if (block >= 0) & (block < blocks):
-            part, start, stop = index, first + block * block_n, end
+        here = (block >= 0) & (block < blocks)
+        part = tl.where(here, index, part)
+        start = tl.where(here, first + block * block_n, start)
+        stop = tl.where(here, end, stop)
         block -= blocks
         first = end
     column = start + tl.arange(0, block_n)
