@@ -57,23 +57,72 @@ def qwen3_vl() -> Any:
     )
 
 
+def qwen3_5() -> Any:
+    """A config: states in two layers of four."""
+    rope = {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    kinds = ["linear_attention", "full_attention"] * 2
+    text = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        "layer_types": kinds,
+        "num_hidden_layers": 4,
+        "rope_parameters": rope,
+    }
+    return transformers.Qwen3_5Config(text_config={**_TEXT, **text}, vision_config=_VISION, **_IDS)
+
+
+def gemma3() -> Any:
+    """A config: images of 4 x 4 tokens, windows shorter than an image."""
+    text = {**_TEXT, "num_hidden_layers": 4, "sliding_window": 10, "query_pre_attn_scalar": 16}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    vision = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 4,
+        "vision_use_head": False,
+    }
+    return transformers.Gemma3Config(
+        text_config={**text, "layer_types": kinds},
+        vision_config=vision,
+        mm_tokens_per_image=16,
+        boi_token_index=START,
+        eoi_token_index=END,
+        image_token_index=IMAGE,
+    )
+
+
+_CONFIGS = {"Qwen3VL": qwen3_vl, "Qwen3_5": qwen3_5, "Gemma3": gemma3}
+
+
 def write(folder: Path, family: str = "Qwen3VL", seed: int = 1) -> Path:
     """A checkpoint of a family with its image processor."""
-    config = {"Qwen3VL": qwen3_vl}[family]()
+    config = _CONFIGS[family]()
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight") or ".norm" in name:
-                parameter.uniform_(0.5, 1.5, generator=generator)
+                centred = (
+                    family != "Qwen3VL" and "language_model" in name and ".linear_attn." not in name
+                )
+                parameter.uniform_(0.5 - centred, 1.5 - centred, generator=generator)
+            elif name.endswith("A_log"):
+                parameter.uniform_(-4.0, 0.0, generator=generator)
             else:
                 parameter.normal_(std=0.2 if parameter.ndim > 1 else 0.1, generator=generator)
     model.save_pretrained(folder)
-    processor().save_pretrained(folder)
+    processor(family).save_pretrained(folder)
     return folder
 
 
-def processor() -> Any:
+def processor(family: str) -> Any:
+    if family == "Gemma3":
+        return transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
     sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
     limits = {"shortest_edge": 64, "longest_edge": 4096}
     return transformers.Qwen2VLImageProcessorPil(**sizes, size=limits)
@@ -106,21 +155,27 @@ class Oracle:
     def __init__(self, folder: Path, family: str = "Qwen3VL") -> None:
         kind = getattr(transformers, f"{family}ForConditionalGeneration")
         self._model = kind.from_pretrained(folder, dtype=torch.float32).eval()
-        self._processor = processor()
+        self._processor, self._family = processor(family), family
 
     def generate(
         self, ids: Sequence[int], given: Sequence[Image.Image], count: int
     ) -> tuple[list[int], Tensor]:
         """Greedy tokens, and the logits [count, vocab] that they come from."""
-        read = self._processor(images=list(given), return_tensors="pt")
-        sizes = iter((read["image_grid_thw"].prod(-1) // 4).tolist())
+        read = dict(self._processor(images=list(given), return_tensors="pt"))
+        if self._family == "Gemma3":
+            sizes, kinds = iter([16] * len(given)), "token_type_ids"
+            read.pop("num_crops", None)
+        else:
+            sizes, kinds = (
+                iter((read["image_grid_thw"].prod(-1) // 4).tolist()),
+                "mm_token_type_ids",
+            )
         whole = [it for known in ids for it in [known] * (next(sizes) if known == IMAGE else 1)]
         inputs = torch.tensor([whole])
         found = self._model.generate(
             input_ids=inputs,
-            pixel_values=read["pixel_values"],
-            image_grid_thw=read["image_grid_thw"],
-            mm_token_type_ids=(inputs == IMAGE).int(),
+            **{kinds: (inputs == IMAGE).int()},
+            **read,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=count,
             do_sample=False,

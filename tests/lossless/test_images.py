@@ -23,10 +23,10 @@ from tests.padded_steps import use_packed_steps, use_padded_steps
 from tests.pairwise import Case, pairwise_cases
 
 AXES: dict[str, list[Any]] = {
-    "family": ["Qwen3VL"],
+    "family": ["Qwen3VL", "Qwen3_5", "Gemma3"],
     "drafter": ["none", "ngram", "suffix", "draft_model", "eagle3", "in turn"],
     "k": [1, 5],
-    "rows": [512, 24],  # 24: chunks cut images, mixed with decoding
+    "rows": [512, 40],  # 40: chunks cut images where they may be cut, mixed with decoding
     "blocks": [400, 48],  # 48 blocks of 8 tokens: requests are preempted
     "prefix": ["none", "same", "other"],  # what ran before: these images, or others of their sizes
     "seeded": [False, True],
@@ -127,7 +127,7 @@ def test_text_is_that_of_plain_decoding(
     assert texts(llm, prompts(0), case["seeded"]) == known
     manager = llm.engine.scheduler.block_manager
     if case["prefix"] == "same" and case["blocks"] == 400:
-        assert manager.num_hit_tokens >= 200
+        assert manager.num_hit_tokens >= 160
 
 
 def test_heads_take_the_embeddings_of_images(

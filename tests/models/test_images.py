@@ -12,14 +12,17 @@ from slipstream import LLM, SamplingParams
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.engine.images import TowerReader
 from tests.image_checkpoints import (
+    END,
     IMAGE,
     MAX_POSITIONS,
+    START,
     VOCAB_SIZE,
     Oracle,
     images,
     prompt,
     with_images,
     write,
+    write_tokenizer_of,
 )
 
 COUNT = 32
@@ -33,7 +36,7 @@ def _quiet() -> Iterator[None]:
     transformers_logging.enable_progress_bar()
 
 
-@pytest.fixture(scope="module", params=["Qwen3VL"])
+@pytest.fixture(scope="module", params=["Qwen3VL", "Qwen3_5", "Gemma3"])
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -46,6 +49,17 @@ def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
     return make(folder)
+
+
+@pytest.fixture(scope="module")
+def sized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose images have as many tokens as they are large."""
+    return write(tmp_path_factory.mktemp("sized"))
+
+
+@pytest.fixture(scope="module")
+def sized_llm(sized: Path) -> LLM:
+    return make(sized)
 
 
 def make(folder: Path, **options: Any) -> LLM:
@@ -96,34 +110,36 @@ def test_text_alone_is_read_as_ever(folder: Path, family: str, llm: LLM) -> None
         ({"prompt_token_ids": [1, 2], "multi_modal_data": [1]}, "objects"),
     ],
 )
-def test_prompts_that_do_not_fit_their_images_are_refused(given: Any, said: str, llm: LLM) -> None:
+def test_prompts_that_do_not_fit_their_images_are_refused(
+    given: Any, said: str, sized_llm: LLM
+) -> None:
     with pytest.raises(UsageError, match=said):
-        llm.generate(given, GREEDY)
-    assert not llm.engine.has_unfinished
+        sized_llm.generate(given, GREEDY)
+    assert not sized_llm.engine.has_unfinished
 
 
-def test_images_of_absurd_shapes_and_options_are_refused(folder: Path, llm: LLM) -> None:
+def test_images_of_absurd_shapes_and_options_are_refused(sized_llm: LLM) -> None:
     thin = images(1)[0].resize((900, 2))
     with pytest.raises(UsageError, match="900 x 2 pixels"):
-        llm.generate(with_images([1, IMAGE, 2], [thin]), GREEDY)
+        sized_llm.generate(with_images([1, IMAGE, 2], [thin]), GREEDY)
     given: Any = {**with_images([1, IMAGE, 2], images(1)), "mm_processor_kwargs": {"sighs": 3}}
     with pytest.raises(UsageError, match="sighs"):
-        llm.generate(given, GREEDY)
+        sized_llm.generate(given, GREEDY)
 
 
-def test_options_of_the_processor_change_what_is_seen(folder: Path, llm: LLM) -> None:
+def test_options_of_the_processor_change_what_is_seen(sized: Path, sized_llm: LLM) -> None:
     size = {"size": {"shortest_edge": 64, "longest_edge": 512}}
     given: Any = with_images(prompt(1), images(1))
-    whole = llm.generate(given, GREEDY)[0]
+    whole = sized_llm.generate(given, GREEDY)[0]
     fewer: Any = {**given, "mm_processor_kwargs": size}
-    smaller = llm.generate(fewer, GREEDY)[0]
+    smaller = sized_llm.generate(fewer, GREEDY)[0]
     assert len(smaller.prompt_token_ids) < len(whole.prompt_token_ids) <= MAX_POSITIONS
-    always = make(folder, mm_processor_kwargs=size).generate(given, GREEDY)[0]
+    always = make(sized, mm_processor_kwargs=size).generate(given, GREEDY)[0]
     assert always.outputs[0].token_ids == smaller.outputs[0].token_ids
 
 
-def test_what_was_read_of_an_image_is_kept_within_its_memory(folder: Path) -> None:
-    llm = make(folder, mm_processor_cache_gb=1e-5)  # about 10 KiB: one image
+def test_what_was_read_of_an_image_is_kept_within_its_memory(sized: Path) -> None:
+    llm = make(sized, mm_processor_cache_gb=1e-5)  # about 10 KiB: one image
     reader, (one, other) = llm.engine.images, images(2)
     assert isinstance(reader, TowerReader)
     for image, encoded in ((one, 1), (one, 1), (other, 2), (one, 3)):
@@ -135,9 +151,27 @@ def test_a_tower_that_is_not_whole_is_refused(folder: Path, tmp_path: Path) -> N
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")
-    name = next(name for name in weights if "visual" in name)
+    name = next(name for name in weights if "visual" in name or "vision_tower" in name)
     del weights[name]
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         make(tmp_path)
+
+
+def test_what_stands_around_an_image_is_written_for_the_user(tmp_path: Path) -> None:
+    folder = write_tokenizer_of(write(tmp_path, "Gemma3"))
+    llm = make(folder, skip_tokenizer_init=False)
+    spelled = llm.generate(with_images([1, START, IMAGE, END, 3], images(1)), GREEDY)[0]
+    given: list[Any] = [{"prompt_token_ids": [1, START, 3]}, {"prompt": "w1 <start> w3"}]
+    for written in given:
+        whole: Any = {**written, "multi_modal_data": {"image": images(1)[0]}}
+        seen = llm.generate(whole, GREEDY)[0]
+        assert seen.prompt_token_ids == spelled.prompt_token_ids
+        assert seen.outputs[0].token_ids == spelled.outputs[0].token_ids
+
+
+def test_images_that_are_read_whole_need_room_in_a_pass(tmp_path: Path) -> None:
+    folder = write(tmp_path, "Gemma3")
+    with pytest.raises(UsageError, match="at least 37"):
+        make(folder, max_num_batched_tokens=36, max_num_seqs=4)

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.errors import UsageError
 
-INTERFACE = "609bcdddd3344fb2"
+INTERFACE = "f6a8c495847bc33e"
 """Digest of the functions that the modules here call; set it anew with them: the message of
 `require_current` tells it."""
 

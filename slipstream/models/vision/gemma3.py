@@ -19,7 +19,11 @@ from slipstream.models.vision.tower import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_TOWER = ("model.vision_tower.vision_model.", "model.vision_tower.", "vision_tower.vision_model.")
+# As older files have it, and as transformers 5 writes it.
+_TOWER = (
+    *("model.vision_tower.vision_model.", "vision_tower.vision_model."),
+    *("model.vision_tower.", "vision_tower."),
+)
 _PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
 
 
@@ -56,7 +60,8 @@ class _Tower:
         names = "SiglipVisionModel", "SiglipVisionConfig"
         self._tower = tower_of(checkpoint, names, _TOWER, dtype, device)
         config = require_class("Gemma3Config")(**checkpoint.whole_config)
-        projector = require_class("Gemma3MultiModalProjector")
+        name = "Gemma3MultiModalProjector"
+        projector = require_class(name, ".models.gemma3.modeling_gemma3")
         self._projector = projector(config).to(device, dtype).eval().requires_grad_(False)
         load_tensors(self._projector, checkpoint, _PROJECTOR)
         size = {name: config.vision_config.image_size for name in ("height", "width")}

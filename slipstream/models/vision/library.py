@@ -1,6 +1,7 @@
 """Towers and processors of transformers, loaded from a checkpoint's own files."""
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,12 +24,16 @@ def missing_packages() -> list[str]:
     return missing
 
 
-def require_class(name: str) -> Any:
-    """A class of transformers; UsageError where this version has none of the name."""
+def require_class(name: str, module: str = "") -> Any:
+    """A class of transformers; UsageError where this version has none of the name.
+
+    Args:
+        module: within transformers, for what is not offered by transformers itself.
+    """
     import transformers
 
     try:
-        return getattr(transformers, name)
+        return getattr(import_module(f"transformers{module}"), name)
     except (AttributeError, ImportError) as error:
         raise UsageError(
             f"transformers {transformers.__version__} has no {name}, which reads this model's "

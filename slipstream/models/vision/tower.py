@@ -110,7 +110,8 @@ def load_tensors(module: torch.nn.Module, checkpoint: Checkpoint, prefixes: Sequ
         prefixes: of their names in the checkpoint; the first under which there is something counts.
     """
     entries = checkpoint.all_entries
-    prefix = next(it for it in prefixes if any(name.startswith(it) for name in entries))
+    held = (it for it in prefixes if any(name.startswith(it) for name in entries))
+    prefix = next(held, prefixes[0])
     wanted = module.state_dict()
     missing = sorted(name for name in wanted if prefix + name not in entries)
     if missing:

@@ -177,7 +177,8 @@ class FeatureRowsDrafter(Drafter):
             excerpt = self._excerpt(slots, window_ends, longest)
             placed = PassRows(slots, excerpt.places(starts), lengths, excerpt=excerpt)
             layout = lay_out(self._state, placed)
-            if forward.embedded is not None:
+            scaled = self._resources.target.config.embedding_scale is not None
+            if forward.embedded is not None and not scaled:  # heads take those of tokens unscaled
                 embedded = torch.cat([chunk.rows(forward.embedded) for chunk in chunks])
                 embedded = embedded.to(self._features.dtype)
                 layout = replace(layout, inputs=replace(layout.inputs, embedded=embedded))
