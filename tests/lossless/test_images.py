@@ -18,9 +18,9 @@ from tests import fake_drafters
 from tests.checkpoints import write_qwen3
 from tests.drafters.heads import write_eagle3
 from tests.image_checkpoints import IMAGE, VOCAB_SIZE, images, prompt, with_images, write
-from tests.lossless.test_greedy import case_name, remember
+from tests.lossless.test_greedy import remember
 from tests.padded_steps import use_packed_steps, use_padded_steps
-from tests.pairwise import Case, pairwise_cases
+from tests.pairwise import Case
 
 AXES: dict[str, list[Any]] = {
     "family": ["Qwen3VL", "Qwen3_5", "Gemma3"],
@@ -32,7 +32,6 @@ AXES: dict[str, list[Any]] = {
     "seeded": [False, True],
     "steps": ["exact", "padded", "packed"],
 }
-CASES = pairwise_cases(AXES)
 Text = tuple[list[int], list[int]]
 COUNT = 24
 
@@ -98,7 +97,7 @@ def plain(models: Callable[[str], str]) -> Callable[[str, bool], list[Text]]:
     return cache(run)
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_name)
+@pytest.mark.matrix(AXES)
 def test_text_is_that_of_plain_decoding(
     case: Case,
     models: Callable[[str], str],
