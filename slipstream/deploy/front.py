@@ -20,10 +20,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slipstream.deploy.merged_metrics import merged
 from slipstream.deploy.prompts import Prompt, read_prompt
+from slipstream.deploy.refusals import NoReplicaError, PartlyDoneError, ReplicaLostError
 from slipstream.deploy.routing import Replica, Routing
 from slipstream.deploy.upstream import Answer, Headers, LostError, Upstream
 from slipstream.serve.errors import MESSAGES_PATH, as_api_error, is_messages
-from slipstream.serve.limits import RequestError
+from slipstream.serve.limits import RequestError, StoppedError
 from slipstream.serve.logs import current_request_id
 from slipstream.serve.sse import ClientDisconnectedError, cancel_on_disconnect, error_event
 
@@ -37,20 +38,6 @@ _SUSPECT_SECONDS = 3.0  # in which a replica that did not answer is left alone
 _ID = b"x-request-id"
 _NUMBER = re.compile(rb'"sequence_number":(\d+)')
 _GATHERING_SECONDS = 10.0
-
-
-class NoReplicaError(RequestError):
-    """There is no replica."""
-
-    status, code = HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"
-    message = "no replica is ready; try again in a while"
-
-
-class ReplicaLostError(RequestError):
-    """Replicas died while they answered."""
-
-    status, code = HTTPStatus.SERVICE_UNAVAILABLE, "replica_lost"
-    message = "the replica that was answering has died; send the request again"
 
 
 @dataclass
@@ -205,7 +192,9 @@ class Front:
             except LostError:
                 self._suspects[replica.id] = monotonic() + _SUSPECT_SECONDS
                 dead += 1
-                if request.begun or dead > 1 or self._stopped:
+                if self._stopped:  # by this end, not by the replica's
+                    raise StoppedError from None
+                if request.begun or dead > 1:
                     self.counts.lost += 1
                     raise ReplicaLostError from None
                 self.counts.retried += 1
@@ -275,15 +264,22 @@ class Front:
     # ------------------------------------------------------------------ all replicas
 
     async def _ask_all(self, request: _Request) -> None:
-        """Ask every replica; the first answer that is an error, or one for all."""
-        pages: dict[str, bytes] = {}
+        """Ask every replica; one answer for all, or the first that is an error.
+
+        Raises:
+            PartlyDoneError: some did what others refused.
+        """
         asked = [self._page(it, request) for it in self.routing.replicas]
-        for name, status, headers, page in await asyncio.gather(*asked):
-            if status >= HTTPStatus.BAD_REQUEST:
-                await _respond(request.send, status, headers, page)
-                return
-            if status:
-                pages[name] = page
+        answers = [it for it in await asyncio.gather(*asked) if it[1]]
+        refused = [it for it in answers if it[1] >= HTTPStatus.BAD_REQUEST]
+        if request.path in _TO_ALL and 0 < len(refused) < len(answers):
+            reasons = [f"{name} {status} {page.decode()}" for name, status, _, page in refused]
+            raise PartlyDoneError(reasons, len(answers))
+        if refused:
+            _, status, headers, page = refused[0]
+            await _respond(request.send, status, headers, page)
+            return
+        pages = {name: page for name, _, _, page in answers}
         if not pages and request.path != "/metrics":
             raise NoReplicaError
         first = next(iter(pages.values()), b"")

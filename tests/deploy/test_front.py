@@ -204,7 +204,7 @@ def test_stopping_tells_clients() -> None:
             front.stop()
             return (await answering)[1]
 
-    assert b"replica_lost" in asyncio.run(run())
+    assert b"the server stopped before the request was done" in asyncio.run(run())
 
 
 def test_some_paths_are_asked_of_all() -> None:
@@ -260,3 +260,18 @@ def test_replicas_that_change_when_the_event_loop_has_ended_do_no_harm() -> None
     asyncio.run(serve())
     directory.update([])
     assert told == [0, 1]
+
+
+def test_what_some_replicas_refuse_is_told_with_who_they_are() -> None:
+    async def run() -> None:
+        done = whole(b'{"success": true}')
+        refused = done.replace(b"200 OK", b"409 Conflict")
+        async with served(FakeReplica("a", done), FakeReplica("b", refused)) as front:
+            status, body = await post(front, "/start_profile")
+            error = json.loads(body)["error"]
+            assert (status, error["code"]) == (502, "partly_done")
+            assert error["message"].startswith("1 of 2 replicas refused, and the others did it: b")
+        async with served(FakeReplica("a", refused), FakeReplica("b", refused)) as front:
+            assert await post(front, "/start_profile") == (409, b'{"success": true}')
+
+    asyncio.run(run())

@@ -297,6 +297,28 @@ def test_the_sandbox_holds(folder: Path, source: str) -> None:
     assert prompt in ("", "[Undefined]")
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' * 10**10 }}",
+        "{{ 10**10 * 'x' }}",
+        "{{ (messages * 10**9) | length }}",
+        "{{ 9 ** (10**9) }}",
+        "{% set ns = namespace(a=10**9) %}{% for _ in range(60) %}{% set ns.a = ns.a * ns.a %}"
+        "{% endfor %}",
+        "{{ range(10 ** 9) | list }}",
+    ],
+)
+def test_products_have_a_size(folder: Path, source: str) -> None:
+    with pytest.raises(UsageError, match=r"too large|Range too big"):
+        template(folder, source).render(CONVERSATIONS[0])
+
+
+def test_small_products(folder: Path) -> None:
+    source = "{{ '-' * 20 }}{{ 3 * '=' }}{{ 6 * 7 }}{{ 2 ** 10 }}{{ 1.5 * 2 }}{{ 'x' * -1 }}"
+    assert template(folder, source).render(CONVERSATIONS[0]) == "-" * 20 + "===4210243.0"
+
+
 def test_using_what_the_sandbox_hides_fails(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"access to attribute '__class__' .* is unsafe"):
         template(folder, "{{ messages.__class__.__name__ }}").render(CONVERSATIONS[0])
