@@ -256,12 +256,8 @@ def assemble(
     runner = ModelRunner(network, cache, state, stream_layers=streams, of_target=True)
     shares_prefixes = _shares_prefixes(config, layout, own)
     costs = _costs(resolved, config, shape, form)
-    policy, adapters = _draft_policy(resolved, costs, form), Adapters()
-    if network.adapters is not None:
-        loader = AdapterLoader(network.adapters)
-        adapters = Adapters(network.adapters.count, loader.read, loader.write)
-    blocks = _block_manager(resolved, own, shares_prefixes)
-    scheduler = Scheduler(limits, blocks, policy, adapters)
+    policy, adapters = _draft_policy(resolved, costs, form), _adapters(network.adapters)
+    scheduler = Scheduler(limits, _block_manager(resolved, own, shares_prefixes), policy, adapters)
     resources = DrafterResources(
         state=state,
         sampling=sampling,
@@ -318,6 +314,13 @@ def _capture(graphs: GraphRunner, step: Step, guessed: bool, progress_bar: Progr
     """What plain requests need."""
     with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
         graphs.capture_all("step", step.run, guessed, progress)
+
+
+def _adapters(slots: AdapterSlots | None) -> Adapters:
+    if slots is None:
+        return Adapters()
+    loader = AdapterLoader(slots)
+    return Adapters(slots.count, loader.read, loader.write)
 
 
 def _tell_adapters(slots: AdapterSlots, reasons: Reasons) -> None:

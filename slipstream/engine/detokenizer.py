@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from slipstream.core.sampling_params import SamplingParams
 from slipstream.models.tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"  # what an unfinished UTF-8 sequence decodes to
@@ -37,6 +38,19 @@ class Detokenizer:
         self._token_ids: list[int] = []
         self._window = 0  # decoding starts at this token
         self._done = 0  # the text of tokens before this one is out
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, params: SamplingParams) -> "Detokenizer | None":
+        """A new one for a sample with these parameters; None where there is no tokenizer."""
+        if tokenizer is None:
+            return None
+        return cls(
+            tokenizer,
+            params.skip_special_tokens,
+            params.stop_strings,
+            params.include_stop_str_in_output,
+            params.min_tokens,
+        )
 
     def push(self, token_id: int) -> str | None:
         """Add a token; the stop string that it completed, if any (the text is then cut)."""

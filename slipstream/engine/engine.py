@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 
 from slipstream.core.batch import ScheduledRequest
@@ -272,7 +273,7 @@ class Engine:
         """
         self._launched = None
         if self._mark is not None:
-            self._mark.restore(self._detokenizer)
+            self._mark.restore(partial(Detokenizer.of, self.tokenizer))
             self._mark = None
         took_part = [it for it in self._unfinished() if it.has_place]
         self._step.reset(took_part)
@@ -409,16 +410,5 @@ class Engine:
         )
         if params.structured is not None:
             request.guide = self._grammars.guide(params.structured, request.stop_token_ids)
-        detokenizer = self._detokenizer(params)
+        detokenizer = Detokenizer.of(self.tokenizer, params)
         return Sample(index, request, detokenizer, None if params.logprobs is None else [])
-
-    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
-        if self.tokenizer is None:
-            return None
-        return Detokenizer(
-            self.tokenizer,
-            params.skip_special_tokens,
-            params.stop_strings,
-            params.include_stop_str_in_output,
-            params.min_tokens,
-        )

@@ -170,7 +170,7 @@ class Scheduler:
         items = [item for item in batch.requests if not item.request.finished]
         if not batch.is_decode or len(items) != len(self._running):
             return None
-        if self._free_slots and self._next_waiting() is not None:
+        if self._free_slots and self._adapters.next_ready(self._waiting, self._running):
             return None
         budget = Budget(self.limits.max_num_batched_tokens - len(items))
         items = [item for item in items if may_go_on(item.request, self.limits)]
@@ -257,7 +257,7 @@ class Scheduler:
 
     def _admit_waiting(self, shares: list[Share], budget: Budget) -> None:
         while self._free_slots and budget.left:
-            request = self._next_waiting()
+            request = self._adapters.next_ready(self._waiting, self._running)
             if request is None or budget.left <= longest_whole(request.spans):
                 return
             if not self._admit(request):
@@ -269,10 +269,6 @@ class Scheduler:
                 return
             self._draft_at_prompt_end(share, budget)
             shares.append(share)
-
-    def _next_waiting(self) -> Request | None:
-        """Who gets the next place."""
-        return self._adapters.next_ready(self._waiting, self._running)
 
     def _admit(self, request: Request) -> bool:
         """Move a waiting request to a slot, with blocks for all its known tokens."""
