@@ -4,6 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.core.config_values import (
+    captures_of,
+    check_image_limits,
+    known_quantization,
+    media_hosts,
+)
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import (
     check_fields,
@@ -15,23 +21,11 @@ from slipstream.core.flags import (
     parse_words,
 )
 
-QUANTIZATIONS = (
-    "fp8",
-    "int8",
-    "int8-dynamic",
-    "int4",
-    "int4-g128",
-    "int4-asym",
-    "int4-g128-asym",
-    "mxfp4",
-    "nvfp4",
-)
 # Formats of checkpoints, which are read off their config.json: a name must be that of the format.
 STORED_QUANTIZATIONS = (
     *("awq", "awq_marlin", "compressed-tensors", "gguf", "gptq", "gptq_marlin"),
     *("modelopt", "modelopt_fp4", "quark"),
 )
-_OTHER_NAMES = {"w8a8": "int8-dynamic"}
 _OBJECTS = (
     *("hf_overrides", "rope_scaling", "override_generation_config", "compilation_config"),
     *("limit_mm_per_prompt", "mm_processor_kwargs"),
@@ -339,7 +333,9 @@ class EngineConfig:
                 raise UsageError(f"{name} must be a mapping such as {{'key': 1}}, or None")
         self._take_compilation()
         self._take_rope()
-        self._check_images()
+        check_image_limits(self.limit_mm_per_prompt or {}, self.max_images)
+        hosts = media_hosts(self.allowed_media_domains)
+        self._set("allowed_media_domains", hosts)
         if self.kv_cache_memory is not None and self.num_kv_blocks is not None:
             raise UsageError("give kv_cache_memory or num_kv_blocks, not both")
         rows = self.max_num_batched_tokens
@@ -359,23 +355,6 @@ class EngineConfig:
                 "speculative_config must be a mapping such as "
                 '{"model": "...", "num_speculative_tokens": 4}, or None'
             )
-
-    def _check_images(self) -> None:
-        limits = self.limit_mm_per_prompt or {}
-        if others := {name for name, most in limits.items() if name != "image" and most}:
-            raise UsageError(
-                f"limit_mm_per_prompt: {', '.join(sorted(others))} is not read by any model here; "
-                "leave it out, or give 0"
-            )
-        if type(self.max_images) is not int or self.max_images < 0:
-            raise UsageError(
-                f'limit_mm_per_prompt must be like {{"image": 4}}, not {dict(limits)!r}'
-            )
-
-        domains: Any = self.allowed_media_domains
-        if not isinstance(domains, list | tuple) or not all(isinstance(it, str) for it in domains):
-            raise UsageError(f"allowed_media_domains must be a list of hosts, not {domains!r}")
-        self._set("allowed_media_domains", tuple(it.lower() for it in domains))
 
     @property
     def max_images(self) -> int:
@@ -399,20 +378,10 @@ class EngineConfig:
 
     def _take_compilation(self) -> None:
         """Let `enforce_eager` and `cudagraph_capture_sizes` say what is to be captured."""
-        given = dict(self.compilation_config or {})
-        sizes = given.pop("cudagraph_capture_sizes", self.cudagraph_capture_sizes)
-        if given.pop("cudagraph_mode", None) == "NONE" or self.optimization_level == 0:
+        eager, sizes = captures_of(self.compilation_config or {}, self.cudagraph_capture_sizes)
+        if eager or self.optimization_level == 0:
             self._set("enforce_eager", True)
-        if other := given.keys() - {"mode", "level"}:
-            raise UsageError(
-                f"compilation_config: {', '.join(sorted(other))} is not supported; leave it out: "
-                "kernels are compiled beforehand, and cudagraph_mode NONE turns graphs off"
-            )
-        if sizes is not None:
-            listed = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
-            if any(type(size) is not int or size < 1 for size in listed):
-                raise UsageError(f"cudagraph_capture_sizes must be positive integers, not {sizes}")
-            self._set("cudagraph_capture_sizes", tuple(listed))
+        self._set("cudagraph_capture_sizes", sizes)
         self._set("compilation_config", None)
         most = self.max_cudagraph_capture_size
         if most is not None and most < self.max_num_seqs and not self.enforce_eager:
@@ -427,14 +396,3 @@ class EngineConfig:
         """`speculative_config` as a mapping."""
         given = self.speculative_config
         return given if isinstance(given, Mapping | None) else {"drafters": given}
-
-
-def known_quantization(name: str, value: object) -> str:
-    """The one name of a precision that weights can be rounded to; UsageError for others."""
-    found = _OTHER_NAMES.get(value, value) if isinstance(value, str) else None
-    if found not in QUANTIZATIONS:
-        raise UsageError(
-            f"{name} must be {', '.join(QUANTIZATIONS[:-1])} or {QUANTIZATIONS[-1]}, or be left "
-            f"out to multiply by the weights as they are, not {value!r}"
-        )
-    return found

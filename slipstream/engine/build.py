@@ -13,13 +13,10 @@ from slipstream.cache.window_blocks import WindowBlocks
 from slipstream.core.config import STORED_QUANTIZATIONS, EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.sampling_defaults import SamplingDefaults
-from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
-from slipstream.core.verification import Verification
+from slipstream.core.step_form import CapturedForm, StepForm
 from slipstream.engine.adapters import Adapters
-from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
 from slipstream.engine.drafting.calibration import calibrate
 from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
-from slipstream.engine.drafting.policy import AdaptivePolicy, captured_widths
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.guidance import Guidance
@@ -42,18 +39,21 @@ from slipstream.engine.resolve import (
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sizing import Reasons, WeightRoom
 from slipstream.engine.step import Step
+from slipstream.engine.step_graphs import (
+    capture_plain,
+    captured_counts,
+    draft_policy,
+    graph_runner,
+    step_form,
+)
+from slipstream.engine.tokenizers import eos_token_ids, read_tokenizer, require_rows
 from slipstream.kernels.registry import kernels_for
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.models.catalogue import read_decoder_config
-from slipstream.models.checkpoint import (
-    Checkpoint,
-    Replaced,
-    resolve_checkpoint,
-)
+from slipstream.models.checkpoint import Checkpoint, Replaced, resolve_checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.generation_config import generation_folder, read_sampling_defaults
-from slipstream.models.harmony import find_harmony
 from slipstream.models.hub import HubAccess, reaching_hub
 from slipstream.models.loading import (
     LoadOptions,
@@ -64,6 +64,7 @@ from slipstream.models.loading import (
 )
 from slipstream.models.quantized.catalogue import read_quantization, require_format
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.vision.tower import ImageFamily
 from slipstream.runner.adapters import AdapterLoader
 from slipstream.runner.capability import (
     choose_device,
@@ -75,11 +76,10 @@ from slipstream.runner.capability import (
 )
 from slipstream.runner.collectives import CollectiveError
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.graphs import GraphRunner, Recorder
 from slipstream.runner.memory import gigabytes
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.threads import set_threads
-from slipstream.sampling.state import SamplingState, Uses
+from slipstream.sampling.state import SamplingState
 from slipstream.speculative.catalogue import kind_of_drafter
 from slipstream.speculative.drafter import NO_STATES, DrafterResources, LoadedDrafter
 from slipstream.speculative.loading import load_drafter
@@ -130,9 +130,9 @@ def _build_engine(config: EngineConfig, progress_bar: ProgressBar, ranks: Ranks 
     if defaults.values:
         reasons.add("defaults of requests", defaults, defaults.source)
     shape = _read_shape(checkpoint)
-    tokenizer = _tokenizer(config, checkpoint)
+    tokenizer = read_tokenizer(config, checkpoint)
     if tokenizer is not None:
-        _require_rows(tokenizer, shape)
+        require_rows(tokenizer, shape)
     device, why = choose_device(config.device)
     reasons.add("device", device, why)
     ranks = ranks or start_ranks(config, device)
@@ -161,13 +161,7 @@ def _load(
     progress_bar: ProgressBar,
 ) -> Engine:
     """This rank's share of the models, and the engine around it."""
-    stored = read_quantization(checkpoint.config, checkpoint.config_file)
-    if config.quantization in STORED_QUANTIZATIONS:
-        require_format(checkpoint, config.quantization)
-        config = replace(config, quantization=None)
-    if stored is not None:
-        require_stored_precision(config, device, checkpoint.path.name, stored)
-        reasons.add("checkpoint quantization", stored.description, stored_note(device))
+    config = _as_stored(config, checkpoint, device, reasons)
     require_precision(config, device)
     if config.enable_lora:
         require_adapters(device)
@@ -200,25 +194,48 @@ def _load(
     if ranks.share.size == 1:
         family = choose_family(config, checkpoint, device, reasons)
     if family is not None:
-        shape = replace(shape, num_added_layers=family.num_added_layers)
-        if config.max_num_batched_tokens is None and family.is_whole:
-            rows = max(max_batched_tokens(config, device)[0], least_rows(config, family))
-            config = replace(config, max_num_batched_tokens=rows)
-        if family.several_axes:
-            # Rows of a pass, and a token that is read again of each request.
-            rows = max_batched_tokens(config, device)[0] + config.max_num_seqs
-            options = replace(options, num_composed=rows)
+        config, shape, options = _made_to_see(config, shape, options, family)
     network = load_decoder(checkpoint, options, shape)
     if network.adapters is not None:
         _tell_adapters(network.adapters, reasons)
     tower = None if family is None else family.load(dtype, device)
-    eos = _eos_token_ids(checkpoint, tokenizer)
+    eos = eos_token_ids(checkpoint, tokenizer)
     resolved = resolve(config, shape, eos, dtype, device, speculation, reasons, ranks.share)
     resolved = replace(resolved, sampling_defaults=defaults)
     drafter = speculation.drafter
     _require_attention(drafter)
     images = image_reader(config, resolved, family, tower, tokenizer)
     return assemble(resolved, config, network, drafter, tokenizer, progress_bar, ranks, images)
+
+
+def _as_stored(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, reasons: Reasons
+) -> EngineConfig:
+    """The options where the checkpoint's own precision is told: nothing is rounded to its name."""
+    stored = read_quantization(checkpoint.config, checkpoint.config_file)
+    if config.quantization in STORED_QUANTIZATIONS:
+        require_format(checkpoint, config.quantization)
+        config = replace(config, quantization=None)
+    if stored is not None:
+        require_stored_precision(config, device, checkpoint.path.name, stored)
+        reasons.add("checkpoint quantization", stored.description, stored_note(device))
+    return config
+
+
+def _made_to_see(
+    config: EngineConfig, shape: DecoderConfig, options: LoadOptions, family: ImageFamily
+) -> tuple[EngineConfig, DecoderConfig, LoadOptions]:
+    """Options and sizes for a model whose prompts may hold images."""
+    device = options.device
+    shape = replace(shape, num_added_layers=family.num_added_layers)
+    if config.max_num_batched_tokens is None and family.is_whole:
+        rows = max(max_batched_tokens(config, device)[0], least_rows(config, family))
+        config = replace(config, max_num_batched_tokens=rows)
+    if family.several_axes:
+        # Rows of a pass, and a token that is read again of each request.
+        rows = max_batched_tokens(config, device)[0] + config.max_num_seqs
+        options = replace(options, num_composed=rows)
+    return config, shape, options
 
 
 def _replaced(config: EngineConfig) -> Replaced:
@@ -243,20 +260,17 @@ def assemble(
 ) -> Engine:
     """The engine around loaded models."""
     limits, device, shape = resolved.limits, resolved.device, network.config
-    size, windowed = config.block_size, resolved.num_window_blocks > 0
-    axes = network.ropes.num_composed > 0
-    state = DeviceState(limits.max_num_seqs, limits.max_model_len, size, device, windowed, axes)
-    sampling = SamplingState(state.num_slots, shape.vocab_size, device, config.use_fp64_gumbel)
-    form = _step_form(resolved, config)
+    state, sampling = _device_states(config, resolved, network)
+    form = step_form(resolved, config)
     layout = shape.cache_layout(resolved.cache_dtype, ranks.share)
-    sizes = CacheSizes(resolved.num_blocks, size, state.num_slots, device)
+    sizes = CacheSizes(resolved.num_blocks, config.block_size, state.num_slots, device)
     own = _target_sizes(resolved, sizes, loaded_drafter.needs.features)
     cache = ModelCache(layout, own)
     streams = loaded_drafter.needs.stream_layers
     runner = ModelRunner(network, cache, state, stream_layers=streams, of_target=True)
     shares_prefixes = _shares_prefixes(config, layout, own)
     costs = _costs(resolved, config, shape, form)
-    policy, adapters = _draft_policy(resolved, costs, form), _adapters(network.adapters)
+    policy, adapters = draft_policy(resolved, costs, form), _adapters(network.adapters)
     scheduler = Scheduler(limits, _block_manager(resolved, own, shares_prefixes), policy, adapters)
     resources = DrafterResources(
         state=state,
@@ -271,9 +285,8 @@ def assemble(
         synthetic_rates=_synthetic_rates(resolved),
         leads=ranks.leads,
     )
-    on_device = loaded_drafter.limits.on_device
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
-    graphs = _graphs(resolved, form, state, sampling, network.adapters is not None)
+    graphs = graph_runner(resolved, form, state, sampling, network.adapters is not None)
     step = Step(
         scheduler,
         runner,
@@ -283,37 +296,28 @@ def assemble(
         resources.synthetic_rates,
         Guidance(grammars, sampling, limits.num_speculative_tokens, ranks),
         graphs,
-        runs_ahead=on_device and config.async_scheduling is not False,
+        runs_ahead=loaded_drafter.limits.on_device and config.async_scheduling is not False,
         rereads=loaded_drafter.needs.features,
         ranks=ranks,
         check_every=config.rank_check_interval,
     )
-    if graphs is not None:
-        _capture(graphs, step, not on_device, progress_bar)
+    capture_plain(graphs, step, not loaded_drafter.limits.on_device, progress_bar)
     if resolved.adaptive and ranks.leads:
-        costs.begin(partial(calibrate, costs, step, resolved, policy.widths, size))
+        costs.begin(partial(calibrate, costs, step, resolved, policy.widths, config.block_size))
     reader = LogprobReader(step.logits, tokenizer, config.logprobs_mode == "raw_logprobs")
     media = MediaReader(config.allowed_local_media_path, config.allowed_media_domains)
-    seen = images, media
-    return Engine(
-        resolved, scheduler, step, reader, tokenizer, grammars, costs, adapters, *seen, ranks
-    )
+    beside = tokenizer, grammars, costs, adapters, images, media, ranks
+    return Engine(resolved, scheduler, step, reader, *beside)
 
 
-def _graphs(
-    resolved: Resolved, form: StepForm, state: DeviceState, sampling: SamplingState, adapted: bool
-) -> GraphRunner | None:
-    """What captures steps; None where nothing does."""
-    if not isinstance(form, CapturedForm):
-        return None
-    recorder = Recorder(resolved.device)
-    return GraphRunner(state, sampling, form, recorder, _of_drafts(resolved), adapted)
-
-
-def _capture(graphs: GraphRunner, step: Step, guessed: bool, progress_bar: ProgressBar) -> None:
-    """What plain requests need."""
-    with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
-        graphs.capture_all("step", step.run, guessed, progress)
+def _device_states(
+    config: EngineConfig, resolved: Resolved, network: Decoder
+) -> tuple[DeviceState, SamplingState]:
+    limits, device, axes = resolved.limits, resolved.device, network.ropes.num_composed > 0
+    sizes = limits.max_num_seqs, limits.max_model_len, config.block_size
+    state = DeviceState(*sizes, device, resolved.num_window_blocks > 0, axes)
+    vocab_size = network.config.vocab_size
+    return state, SamplingState(state.num_slots, vocab_size, device, config.use_fp64_gumbel)
 
 
 def _adapters(slots: AdapterSlots | None) -> Adapters:
@@ -381,39 +385,7 @@ def _costs(
     )
     requests = [count for count in (1, 2, 4, 8, 16, 32, 64, 128, 256) if count < most]
     padded = form.bucket if isinstance(form, CapturedForm) else None
-    return KeptCosts(padded, file, (*requests, most), _widths(resolved))
-
-
-def _draft_policy(resolved: Resolved, costs: KeptCosts, form: StepForm) -> DraftPolicy:
-    """What decides how much is drafted."""
-    if resolved.adaptive:
-        return AdaptivePolicy(resolved.limits, _widths(resolved), costs, form)
-    return FixedPolicy(resolved.limits.num_speculative_tokens)
-
-
-def _step_form(resolved: Resolved, config: EngineConfig) -> StepForm:
-    limits = resolved.limits
-    if not resolved.captures:
-        return ExactForm()
-    return CapturedForm(
-        limits.max_num_seqs,
-        _widths(resolved),
-        packs=not limits.drafts_trees,
-        sizes=config.cudagraph_capture_sizes,
-    )
-
-
-def _widths(resolved: Resolved) -> tuple[int, ...]:
-    """Numbers of draft tokens that captured steps have."""
-    if resolved.adaptive:
-        return captured_widths(resolved.limits)
-    return FixedPolicy(resolved.limits.num_speculative_tokens).widths
-
-
-def _of_drafts(resolved: Resolved) -> frozenset[Uses]:
-    """What sampled requests with drafts use, all of them."""
-    uses = {Verification.BLOCK: Uses.BLOCK, Verification.COUPLED: Uses.COUPLED}
-    return frozenset(use for way, use in uses.items() if way is resolved.verification)
+    return KeptCosts(padded, file, (*requests, most), captured_counts(resolved))
 
 
 def _block_manager(resolved: Resolved, sizes: CacheSizes, shares_prefixes: bool) -> BlockManager:
@@ -425,33 +397,3 @@ def _block_manager(resolved: Resolved, sizes: CacheSizes, shares_prefixes: bool)
         interval = resolved.checkpoint_interval
         states = StatePlaces(sizes.num_checkpoints, size, interval, sizes.rereads)
     return BlockManager(resolved.num_blocks, size, shares_prefixes, window, states)
-
-
-def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """What ends an output: without a list in generation_config.json also the tokens that end one
-    in the harmony format, since config.json has room for one of them only."""
-    known = checkpoint.eos_token_ids
-    if tokenizer is None or "eos_token_id" in checkpoint.generation_config:
-        return known
-    harmony = find_harmony(tokenizer)
-    return known if harmony is None else tuple(dict.fromkeys((*known, *harmony.stops)))
-
-
-def _require_rows(tokenizer: Tokenizer, shape: DecoderConfig) -> None:
-    """Raise CheckpointError for more tokens than the model has rows; added ones may lack one."""
-    if tokenizer.num_usual_tokens > shape.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer of {tokenizer.path} has {tokenizer.num_usual_tokens:,} tokens and the "
-            f"model knows {shape.vocab_size:,}: it is that of another model; name the right one "
-            "(--tokenizer), or download the model again"
-        )
-
-
-def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    if config.skip_tokenizer_init:
-        return None
-    if config.tokenizer is None:
-        if config.tokenizer_revision not in (None, config.revision):
-            return Tokenizer(resolve_checkpoint(config.model, config.tokenizer_revision))
-        return Tokenizer(checkpoint.path)
-    return Tokenizer(resolve_checkpoint(config.tokenizer, config.tokenizer_revision))

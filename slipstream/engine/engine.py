@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
 
-from slipstream.core.batch import ScheduledRequest
 from slipstream.core.errors import RanksLostError, UsageError
 from slipstream.core.outputs import RequestMetrics
 from slipstream.core.request import FinishReason, Request, derive_seed
@@ -326,7 +325,7 @@ class Engine:
         report = result.report
         item, gained = report.batch.requests[index], report.committed[index]
         if submission.prompt_logprobs is not None and sample.index == 0:
-            self._take_prompt_logprobs(submission, item, result, index)
+            self._logprobs.take_prompt(submission, item, result, index)
         candidates = None
         if submission.params.logprobs is not None and gained.token_ids:
             candidates = self._logprobs.of_tokens(
@@ -339,24 +338,6 @@ class Engine:
             if stop is None and sample.detokenizer is not None:
                 sample.detokenizer.finish()
             self._step.forget([sample.request])
-
-    def _take_prompt_logprobs(
-        self, submission: Submission, item: ScheduledRequest, result: StepResult, index: int
-    ) -> None:
-        assert submission.prompt_logprobs is not None
-        assert submission.params.prompt_logprobs is not None
-        first = len(submission.prompt_logprobs)  # the first position that is still to come
-        last = min(item.start + item.num_new_tokens, len(submission.prompt_token_ids) - 1)
-        if first <= last:
-            submission.prompt_logprobs.extend(
-                self._logprobs.of_prompt(
-                    result,
-                    index,
-                    submission.prompt_token_ids[first : last + 1],
-                    first - 1 - item.start,
-                    submission.params.prompt_logprobs,
-                )
-            )
 
     def _stop_at(self, sample: Sample, stop: str) -> None:
         """A stop string ended the sample: drop the surplus tokens of this step."""

@@ -14,6 +14,7 @@ from slipstream.core.errors import UsageError
 from slipstream.core.spans import Span
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.vision.tower import ImageTower, Placeholder, SpanEmbeddings
+from slipstream.runner.memory import uses_gpu_memory
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -45,7 +46,7 @@ class ImageReader(Protocol):
 
 @dataclass(frozen=True)
 class NoImages:
-    """Of an engine that reads text alone.
+    """What an engine has that reads text alone.
 
     Attributes:
         why: and what to do.
@@ -102,7 +103,7 @@ class TowerReader:
         self._kept: OrderedDict[bytes, SpanEmbeddings] = OrderedDict()
         self._lock = Lock()
         self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
+        if uses_gpu_memory(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._whole = is_whole
         self._surrounded: Sequence[int] = ()

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from slipstream.core.batch import ScheduledRequest
 from slipstream.core.outputs import Logprob
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.samples import Submission
 from slipstream.engine.step_results import StepResult
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.runner.model_runner import Forward
@@ -56,6 +58,19 @@ class LogprobReader:
         return read
 
     @torch.inference_mode()
+    def take_prompt(
+        self, submission: Submission, item: ScheduledRequest, result: StepResult, index: int
+    ) -> None:
+        """Give a request whose prompt is asked for too what request `index` of a step computed."""
+        known, params = submission.prompt_logprobs, submission.params
+        assert known is not None
+        assert params.prompt_logprobs is not None
+        first = len(known)  # the first position that is still to come
+        last = min(item.start + item.num_new_tokens, len(submission.prompt_token_ids) - 1)
+        if first <= last:
+            tokens, row = submission.prompt_token_ids[first : last + 1], first - 1 - item.start
+            known.extend(self.of_prompt(result, index, tokens, row, params.prompt_logprobs))
+
     def _read(
         self, logits: Tensor, token_ids: Sequence[int], num_top: int, named: Sequence[int] = ()
     ) -> list[dict[int, Logprob]]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from slipstream.cache.spec import CacheLayout
-from slipstream.core.config import EngineConfig, known_quantization
+from slipstream.core.config import EngineConfig
+from slipstream.core.config_values import known_quantization
 from slipstream.core.errors import DraftTooLongError, UsageError
 from slipstream.core.limits import StepLimits
 from slipstream.core.sampling_defaults import SamplingDefaults
@@ -183,8 +184,7 @@ def resolve(
     cache_dtype = resolve_cache_dtype(config, dtype, device)
     drafter = speculation.drafter
     layouts = [shape.cache_layout(cache_dtype, share)]
-    if drafter.layout is not None:
-        layouts.append(drafter.layout)
+    layouts += [] if drafter.layout is None else [drafter.layout]
     longest = resolve_model_len(config, shape)
     blocks = BlockBytes.of(layouts, config.block_size, longest)
     rows, why = max_batched_tokens(config, device)
@@ -209,7 +209,6 @@ def resolve(
     _require_chains(shape, layouts[0], speculation)
     _note_precision(config, device, reasons)
     _note_accepted_flags(config, device, captures, reasons)
-    _require_width(speculation)
     return Resolved(
         limits=_step_limits(config, rows, max_model_len, speculation),
         num_blocks=counts.num_blocks,
@@ -270,6 +269,7 @@ def _step_limits(
 
 def _require_chains(shape: DecoderConfig, layout: CacheLayout, speculation: Speculation) -> None:
     """Raise UsageError where drafts are trees and the target's states follow one chain."""
+    _require_width(speculation)
     if layout.bytes_per_request and speculation.drafter.limits.tree_depth is not None:
         raise UsageError(
             f"{shape.architecture} has layers that keep a state of each request, which follows one "

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from slipstream.cache.block_manager import BlockManager
-from slipstream.cache.state_places import NO_PLACE
 from slipstream.core.batch import Batch, Committed, DraftPlan, ScheduledRequest
 from slipstream.core.errors import UsageError
 from slipstream.core.limits import StepLimits
@@ -16,7 +15,7 @@ from slipstream.engine.adapters import Adapters
 from slipstream.engine.admission import check_fits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
 from slipstream.engine.invariants import check_gain, check_places, check_queues, order
-from slipstream.engine.shares import Budget, Share, may_go_on
+from slipstream.engine.shares import Budget, Share, may_go_on, resumable, scheduled
 from slipstream.engine.stop_conditions import NOT_FINITE, append_output
 
 
@@ -273,7 +272,7 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Move a waiting request to a slot, with blocks for all its known tokens."""
         shared = self._cached_prefix(request)
-        prefix = self._resumable(request, shared)
+        prefix = resumable(self.block_manager, request, shared)
         # One block stays for each running request: it may need it in the next step, and would
         # then send this one straight back.
         if not self.block_manager.can_admit(prefix, request.num_tokens, reserve=len(self._running)):
@@ -293,14 +292,6 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.slot = heapq.heappop(self._free_slots)
         return True
-
-    def _resumable(self, request: Request, shared: Sequence[int]) -> list[int]:
-        """The longest beginning of a chain of blocks behind which the request can go on."""
-        size = self.block_manager.block_size
-        prefix = self.block_manager.resumable(shared)
-        while (end := before_whole(request.spans, len(prefix) * size)) < len(prefix) * size:
-            prefix = self.block_manager.resumable(prefix[: end // size])
-        return prefix
 
     def _cached_prefix(self, request: Request) -> list[int]:
         if not request.uses_prefix_cache:
@@ -349,24 +340,8 @@ class Scheduler:
     def _scheduled(
         self, share: Share, reaches_end: bool, drafts_in_flight: int | None = None
     ) -> ScheduledRequest:
-        """A share as others see it; `drafts_in_flight` as in `StatePlaces.plan`."""
-        request, blocks = share.request, self.block_manager
-        name, taken_in = request.request_id, request.num_computed + share.num_new_tokens
-        return ScheduledRequest(
-            request=request,
-            start=request.num_computed,
-            num_new_tokens=share.num_new_tokens,
-            num_draft_tokens=share.num_draft_tokens,
-            block_table=blocks.table(name),
-            window_table=blocks.window_table(name),
-            resumed=blocks.checkpoint(name) if share.admitted else NO_PLACE,
-            saved=blocks.plan_checkpoint(name, taken_in, drafts_in_flight),
-            admitted=share.admitted,
-            reaches_end=reaches_end,
-            stops=share.plan.stops,
-            trim=share.plan.trim,
-            adapter=self._adapters.slot_of(request),
-        )
+        adapter = self._adapters.slot_of(share.request)
+        return scheduled(share, self.block_manager, adapter, reaches_end, drafts_in_flight)
 
     # ------------------------------------------------------------------ taking in the results
 

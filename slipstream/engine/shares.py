@@ -1,10 +1,14 @@
 """What the scheduler gives out while it plans a step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.core.batch import DraftPlan
+from slipstream.cache.block_manager import BlockManager
+from slipstream.cache.state_places import NO_PLACE
+from slipstream.core.batch import DraftPlan, ScheduledRequest
 from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
+from slipstream.core.spans import before_whole
 
 NO_DRAFT = DraftPlan(0)
 
@@ -46,3 +50,39 @@ def may_go_on(request: Request, limits: StepLimits) -> bool:
     if request.num_output_tokens + 1 >= request.max_tokens:
         return False
     return request.num_tokens + 1 < limits.max_model_len
+
+
+def scheduled(
+    share: Share,
+    blocks: BlockManager,
+    adapter: int,
+    reaches_end: bool,
+    drafts_in_flight: int | None,
+) -> ScheduledRequest:
+    """A share as others see it; `drafts_in_flight` as in `StatePlaces.plan`."""
+    request = share.request
+    name, taken_in = request.request_id, request.num_computed + share.num_new_tokens
+    return ScheduledRequest(
+        request=request,
+        start=request.num_computed,
+        num_new_tokens=share.num_new_tokens,
+        num_draft_tokens=share.num_draft_tokens,
+        block_table=blocks.table(name),
+        window_table=blocks.window_table(name),
+        resumed=blocks.checkpoint(name) if share.admitted else NO_PLACE,
+        saved=blocks.plan_checkpoint(name, taken_in, drafts_in_flight),
+        admitted=share.admitted,
+        reaches_end=reaches_end,
+        stops=share.plan.stops,
+        trim=share.plan.trim,
+        adapter=adapter,
+    )
+
+
+def resumable(blocks: BlockManager, request: Request, shared: Sequence[int]) -> list[int]:
+    """The longest beginning of a chain of blocks behind which the request can go on."""
+    size = blocks.block_size
+    prefix = blocks.resumable(shared)
+    while (end := before_whole(request.spans, len(prefix) * size)) < len(prefix) * size:
+        prefix = blocks.resumable(prefix[: end // size])
+    return prefix

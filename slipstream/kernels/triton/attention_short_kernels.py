@@ -259,9 +259,8 @@ def short_kernel(
     """Programs (KV head and tile, request, lane): a lane folds its share of a tile's splits.
 
     The folds go to part [T, Hq, most_splits, head_dim], part_exponent and part_total. Without
-    them there is one lane, which adds them up. With `cos_sin`, queries and keys are as the matmul
-    left them: the rows of a lane's own tokens are stored by the program, before it reads them;
-    several tiles store the same.
+    them one lane adds them up. With `cos_sin`, queries and keys are as the matmul left them: rows
+    of a lane's own tokens are stored by the program before it reads them, by several tiles alike.
     """
     launch_dependents(pdl)
     if not early:
@@ -282,8 +281,7 @@ def short_kernel(
         return
     begin = tl.maximum(split_start(split), oldest // block_n * block_n)
     end = tl.minimum(split_start(after), context)
-    keys += kv_head * head_dim
-    values += kv_head * head_dim
+    keys, values = keys + kv_head * head_dim, values + kv_head * head_dim
     if key_scales is not None:  # behind all heads of a token
         key_scales += kv_heads * head_dim // 4 + kv_head
         value_scales += kv_heads * head_dim // 4 + kv_head
@@ -308,11 +306,10 @@ def short_kernel(
     source = (first + row).to(tl.int64) * row_stride + head * head_dim
     one, two = halves(qkv, source, row < rows, head_dim, block_d)
     if cos_sin is not None:
-        new = (first + new_row).to(tl.int64) * row_stride
+        new = (first + new_row).to(tl.int64) * row_stride + (kv_heads * groups + kv_head) * head_dim
         _store_new(
-            qkv, new + (kv_heads * groups + kv_head) * head_dim, stored, new_turn, key_weight, eps,
-            keys, values, key_scales, value_scales, slot * place_stride, rotary_dim, head_dim,
-            kv_heads, block_d,
+            qkv, new, stored, new_turn, key_weight, eps, keys, values, key_scales, value_scales,
+            slot * place_stride, rotary_dim, head_dim, kv_heads, block_d,
         )  # fmt: skip
         one, two = rotated(
             qkv, source, row < rows, one, two, turn, query_weight, eps, rotary_dim, head_dim
