@@ -74,7 +74,7 @@ class Meter:
 def _difference(now: "EngineMetrics", before: "EngineMetrics") -> "EngineMetrics":
     gained = deepcopy(now)
     for field in fields(gained):
-        if field.name != "speculation":
+        if field.name not in ("speculation", "adapters"):  # a command's adapter is not told apart
             setattr(gained, field.name, getattr(now, field.name) - getattr(before, field.name))
     gained.speculation.add(before.speculation, sign=-1)
     return gained

@@ -33,11 +33,13 @@ class DenseRows:
         mask: [Q, C + Q] bool, true where a row sees one of the C stored rows (`LayerContext`) or of
             the Q rows of the pass; None: a row sees the rows up to itself.
         sees: networks set it; here the mask decides.
+        embedded: drafters learn from texts, without images.
     """
 
     rows: RowPlaces
     mask: Tensor | None = None
     sees: Visibility = CAUSAL
+    embedded: None = None
 
     def seen_through(self, window: int | None) -> "DenseRows":
         """These rows, which are in no pages and whose windows the op hides itself."""
