@@ -12,7 +12,6 @@ from slipstream.cli.terminal import QUIET_STYLE, stderr_console
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import SlipstreamError, UsageError
 from slipstream.core.flags import flag, given_flags, parse_object
-from slipstream.models.gguf.files import is_gguf, split_stem
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.options import AnswerOptions, LogOptions
 
@@ -222,6 +221,8 @@ def checked_options(
 def _usual_name(model: str) -> str:
     """What requests call a model: as it was named, but a GGUF file without its path and ending."""
     path = Path(model)
+    from slipstream.models.gguf.files import is_gguf, split_stem  # imports torch
+
     return split_stem(path) if is_gguf(path) else model
 
 

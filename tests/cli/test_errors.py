@@ -134,9 +134,9 @@ def test_a_missing_model_directory(slipstream: CommandLine, tmp_path: Path) -> N
     ],
 )
 def test_speculative_config_is_read_strictly(
-    slipstream: CommandLine, tiny_target: str, config: str, named: str
+    slipstream: CommandLine, config: str, named: str
 ) -> None:
-    ran = slipstream("generate", tiny_target, "--prompt", "x", "--speculative-config", config)
+    ran = slipstream("generate", "demo", "--prompt", "x", "--speculative-config", config)
     assert ran.code == 2
     assert named in ran.err
 

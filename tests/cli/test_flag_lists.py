@@ -12,6 +12,7 @@ RUN = "--verbose -v"
 ENGINE = """
     --allowed-local-media-path --allowed-media-domains --limit-mm-per-prompt
     --mm-processor-cache-gb --mm-processor-kwargs
+    --enable-lora --tensor-parallel-size -tp
     --batch-invariant --block-size --device --download-dir --dtype --enable-prefix-caching
     --enforce-eager --engine-seed --generation-config --gpu-memory-utilization --hf-overrides
     --hf-token --kv-cache-dtype --kv-cache-memory --kv-cache-memory-bytes --load-format
@@ -38,8 +39,8 @@ DATASET = """
 BENCH = f"{COMMON} {REQUEST_SAMPLING} {DATASET} --output --output-json --profile"
 OFFLINE = f"{BENCH} {ENGINE} {RUN} --profile-steps"
 DATA = f"""
-    {COMMON} --data --device --dtype --generate --generate-prompt-tokens --generate-tokens
-    --max-length --out --revision --seed --temperatures
+    {COMMON} --data --device --dtype --generate --generate-batch --generate-minutes
+    --generate-prompt-tokens --generate-tokens --max-length --out --revision --seed --temperatures
 """
 TRAIN = f"""
     {DATA} --accumulate --argmax-weight --aux-layers --batch-size --checkpoint-every --clip
@@ -51,7 +52,7 @@ TRAIN = f"""
 """
 SERVE = f"""
     {COMMON} {ENGINE} {DRAFTER}
-    --allow-synthetic --allowed-origins --api-key --chat-template --cors-origin
+    --lora-modules --allow-synthetic --allowed-origins --api-key --chat-template --cors-origin
     --default-chat-template-kwargs --drain-timeout --enable-profiling
     --host --keep-alive-timeout --log-json --log-level --log-prompts --max-body-bytes
     --metrics-prefix
@@ -65,7 +66,7 @@ FLAGS = {
         {COMMON} {RUN} {ENGINE} {DRAFTER} {SAMPLING} --choice --grammar --json --json-object
         --json-schema --logprobs --n --prompt --prompt-file --prompt-logprobs --regex -n
     """,
-    "chat": f"{COMMON} {RUN} {ENGINE} {DRAFTER} {SAMPLING} --image --system",
+    "chat": f"{COMMON} {RUN} {ENGINE} {DRAFTER} {SAMPLING} --chat-template --image --system",
     "serve": f"{SERVE} {RUN} --data-parallel-size -dp",
     "deploy": f"""
         {SERVE} --image --manifest --max-replicas --name --replica-cpus --replica-gpus --replicas

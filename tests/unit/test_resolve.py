@@ -54,7 +54,7 @@ def test_a_cache_in_the_models_own_dtype_may_be_named(
     llm = make(tiny_target, kv_cache_dtype="float32", num_kv_blocks=8)
     assert llm.engine.resolved.cache_dtype == torch.float32
     monkeypatch.setattr("slipstream.engine.resolve.uses_gpu_memory", lambda device: True)
-    with pytest.raises(UsageError, match="for CPUs so far: leave it out on a GPU"):
+    with pytest.raises(UsageError, match="for CPUs so far: take fp8 on a GPU"):
         make(tiny_target, kv_cache_dtype="int8", num_kv_blocks=8)
 
 
