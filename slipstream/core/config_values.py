@@ -38,7 +38,7 @@ def captures_of(
         )
     if sizes is None:
         return eager, None
-    listed = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
+    listed: list[Any] = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
     if any(type(size) is not int or size < 1 for size in listed):
         raise UsageError(f"cudagraph_capture_sizes must be positive integers, not {sizes}")
     return eager, tuple(listed)
