@@ -62,10 +62,9 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture
 def ranked(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
     """Opens an engine of two ranks that compare what they hold, in place of the last one."""
-    lead = start_ranks
 
     def start(config: EngineConfig, device: torch.device) -> Ranks:
-        return (lead if config.tensor_parallel_size == 1 else pool.lead)(config, device)
+        return (start_ranks if config.tensor_parallel_size == 1 else pool.lead)(config, device)
 
     monkeypatch.setattr(build, "start_ranks", start)
 

@@ -4,6 +4,8 @@ Prompts come in chunks beside decoding requests, and some requests are preempted
 prefixes of a first run.
 """
 
+import re
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 
 from slipstream import SamplingParams
 from slipstream.core.errors import UsageError
+from slipstream.core.structured import StructuredOutput
+from slipstream.engine import packing
 from tests.checkpoints import write_qwen3
 from tests.lossless.test_greedy import make_prompts, speculative_config, tokens
 from tests.ranks.conftest import Opener
@@ -141,3 +145,46 @@ def test_requests_of_all_kinds(
         assert {it: round(own[it].logprob, 3) for it in own} == pytest.approx(
             {it: rivals[it].logprob for it in own}, abs=2e-3
         )
+
+
+def test_grammars_are_walked_by_the_leader(ranked: Opener) -> None:
+    drafter = {"model": "demo/draft", "num_speculative_tokens": 3}
+    structured = StructuredOutput(regex="[0-9]{2,4}(-[ab]{1,3}){1,2}")
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, structured=structured),
+        SamplingParams(temperature=0, max_tokens=20),
+        SamplingParams(seed=3, max_tokens=20, structured=structured),
+    ]
+    options = {"skip_tokenizer_init": False}
+    found = [
+        ranked("demo", drafter, tensor_parallel_size=size, **options).generate(["x = "] * 3, params)
+        for size in (1, 2)
+    ]
+    assert tokens(found[0]) == tokens(found[1])
+    assert re.fullmatch(structured.regex or "", found[1][0].outputs[0].text)
+
+
+def test_a_step_that_fails_is_undone_on_all_ranks(
+    models: tuple[str, str, dict[str, str]], ranked: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the leader's own part, and where all have begun."""
+    target, draft, _ = models
+    prompts = make_prompts(3)
+    expected = tokens(ranked(target, tensor_parallel_size=1).generate(prompts, GREEDY))
+    llm = ranked(target, {"model": draft, "num_speculative_tokens": 3})
+    for owner, name in (
+        (llm.engine.scheduler, "commit"),
+        (packing, "PackedBatch"),
+    ):
+        calls = count()
+        usual = getattr(owner, name)
+
+        def failing(*given: Any, calls: Any = calls, usual: Any = usual, **named: Any) -> Any:
+            if next(calls) == 3:
+                raise ZeroDivisionError("on purpose")
+            return usual(*given, **named)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, failing)
+            assert tokens(llm.generate(prompts, GREEDY)) == expected
+        assert next(calls) > 4
