@@ -147,8 +147,10 @@ class Followers:
         self.check()
 
     def watch(self, call: Callable[[], None]) -> None:
-        """Call this, from any thread, when one is lost."""
+        """Call this, from any thread, when one is lost; at once if one was."""
         self._watchers.append(call)
+        if self.loss:
+            call()
 
     def wait_for_loss(self, what: str) -> None:
         """One must have been lost, as `what` shows: wait a little until it is known which."""
