@@ -40,7 +40,7 @@ def test_latent_layers_keep_one_row_a_token() -> None:
     assert (spec.bytes_per_token, spec.bytes_per_request) == (36, 0)
     cache = ModelCache(CacheLayout((spec, SMALL, spec), torch.bfloat16), SIZES)
     assert [cache.layers[index].shape for index in (0, 2)] == [(6, 4, 18)] * 2
-    with pytest.raises(UsageError, match="int8 is not for latent attention"):
+    with pytest.raises(UsageError, match="8 bits is not for latent attention"):
         LatentSpec(18, torch.int8)
 
 
