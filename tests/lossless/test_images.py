@@ -19,14 +19,14 @@ from tests.checkpoints import write_qwen3
 from tests.drafters.heads import write_eagle3
 from tests.image_checkpoints import IMAGE, VOCAB_SIZE, images, prompt, with_images, write
 from tests.lossless.test_greedy import remember
-from tests.padded_steps import use_packed_steps, use_padded_steps
+from tests.padded_steps import use_steps
 from tests.pairwise import Case
 
 AXES: dict[str, list[Any]] = {
-    "family": ["Qwen3VL", "Qwen3_5", "Gemma3"],
+    "family": ["Qwen3VL"],
     "drafter": ["none", "ngram", "suffix", "draft_model", "eagle3", "in turn"],
     "k": [1, 5],
-    "rows": [512, 40],  # 40: chunks cut images where they may be cut, mixed with decoding
+    "rows": [512, 24],  # 24: chunks cut images, mixed with decoding
     "blocks": [400, 48],  # 48 blocks of 8 tokens: requests are preempted
     "prefix": ["none", "same", "other"],  # what ran before: these images, or others of their sizes
     "seeded": [False, True],
@@ -108,10 +108,7 @@ def test_text_is_that_of_plain_decoding(
     monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
     known = plain(case["family"], case["seeded"])
     remember([{"prompt_token_ids": ids} for ids, _ in known], [answer for _, answer in known])
-    if case["steps"] == "padded":
-        use_padded_steps(monkeypatch)
-    if case["steps"] == "packed":
-        use_packed_steps(monkeypatch)
+    use_steps(case["steps"], monkeypatch)
     speculation = drafters.get(case["drafter"])
     if speculation is not None:
         speculation = {**speculation, "num_speculative_tokens": case["k"]}
@@ -126,7 +123,7 @@ def test_text_is_that_of_plain_decoding(
     assert texts(llm, prompts(0), case["seeded"]) == known
     manager = llm.engine.scheduler.block_manager
     if case["prefix"] == "same" and case["blocks"] == 400:
-        assert manager.num_hit_tokens >= 160
+        assert manager.num_hit_tokens >= 200
 
 
 def test_heads_take_the_embeddings_of_images(
