@@ -48,9 +48,9 @@ class Heads(Mapping[str, str]):
         self._folder, self._target = folder, target
 
     def __getitem__(self, name: str) -> str:
-        folder = self._folder / name
+        write, folder = KINDS[name], self._folder / str(name)
         if not folder.exists():
-            KINDS[name](folder, self._target)
+            write(folder, self._target)
         return str(folder)
 
     def __iter__(self) -> Iterator[str]:

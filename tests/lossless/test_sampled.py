@@ -162,7 +162,7 @@ def draw(
         "suffix+eagle3": {
             "drafters": [
                 {"method": "suffix", "min_match": 2},
-                {"model": heads and heads["eagle3_reduced"]},
+                {"model": (heads or {}).get("eagle3_reduced")},
             ]
         },
         "ngram+medusa": {
