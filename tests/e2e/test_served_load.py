@@ -47,7 +47,8 @@ def url() -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "slipstream", "serve", "demo", "--port", str(port), *EXACT]
     server = subprocess.Popen(line, env=environment, stderr=subprocess.DEVNULL)
     try:
