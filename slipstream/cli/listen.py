@@ -211,7 +211,7 @@ def checked_options(
         reasoning_parser=listen.reasoning_parser,
         chat_template=listen.template(),
         profiles=listen.traces(),
-        adapters=parse_modules(listen.lora_modules),
+        adapters=tuple(parse_modules(listen.lora_modules)),
         answers=answers,
         log=log,
         show_document=not listen.disable_fastapi_docs,

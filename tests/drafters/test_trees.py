@@ -216,13 +216,13 @@ def test_wrong_trees_are_refused(
         with pytest.raises(SlipstreamError, match=message):
             make(target, model, keys)
     with pytest.raises(SlipstreamError, match="ngram drafts no trees"):
-        LLM(tiny_target, speculative_config={"method": "ngram", **STATIC})
+        LLM(tiny_target, speculative_config={"method": "ngram", **STATIC}, skip_tokenizer_init=True)
     both = {"drafters": [{"method": "ngram"}, {"model": str(head)}]}
     with pytest.raises(SlipstreamError, match="combination drafts no trees"):
-        LLM(tiny_target, speculative_config={**both, **STATIC})
+        LLM(tiny_target, speculative_config={**both, **STATIC}, skip_tokenizer_init=True)
     both = {"drafters": [{"method": "ngram"}, {"model": str(head), **STATIC}]}
     with pytest.raises(SlipstreamError, match="unknown key speculative_token_tree"):
-        LLM(tiny_target, speculative_config=both)
+        LLM(tiny_target, speculative_config=both, skip_tokenizer_init=True)
 
 
 def test_no_drafts_is_plain_decoding_whatever_the_tree(tiny_target: str) -> None:

@@ -165,6 +165,8 @@ def test_the_document_has_every_endpoint(live: Live) -> None:
         "/tokenize",
         "/detokenize",
         "/tokenizer_info",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
         "/health",
         "/ping",
         "/load",
