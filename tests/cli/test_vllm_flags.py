@@ -136,7 +136,7 @@ EFFECTS: dict[str, tuple[str, str, Any]] = {
     ),
     "--disable-fastapi-docs": ("", "options.show_document", False),
     "--enable-lora": ("", "config.enable_lora", True),
-    "--lora-modules": ("a=folder", "options.adapters", [NamedPath("a", "folder")]),
+    "--lora-modules": ("a=folder", "options.adapters", (NamedPath("a", "folder"),)),
     "--max-loras": ("2", "config.max_loras", 2),
     "--max-lora-rank": ("64", "config.max_lora_rank", 64),
     # Of versions before, and of the rest.

@@ -183,7 +183,8 @@ def test_figures_are_those_of_the_answer(open_page: OpenPage) -> None:
     page.wait_for_selector(".replays")
     length = f"{1 + len(accepted) / drafts:.2f}"
     wait_until(page, f"document.getElementById('al').textContent === '{length}'")
-    assert page.locator("#al-note").text_content() == f"{len(tokens)} tokens, {drafts + 1} passes"
+    note = f"{len(tokens)} tokens, {drafts + 1} passes"  # the length may be the last one's before
+    wait_until(page, f"document.getElementById('al-note').textContent === '{note}'")
     assert page.locator("#accepted-note").text_content() == f"{len(accepted)} of {drafts * K}"
     shares = [sum(token[2] == p for token in accepted) / drafts for p in range(K)]
     said = ", ".join(f"position {p + 1}: {share:.0%}" for p, share in enumerate(shares))
