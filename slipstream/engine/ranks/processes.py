@@ -127,7 +127,8 @@ class Followers:
             try:
                 process.connection.send_bytes(written)
             except OSError as error:
-                self.lose(f"rank {process.rank} of {self.size} does not listen ({error})")
+                # Its exit code says more, where it has ended.
+                self.wait_for_loss(f"rank {process.rank} of {self.size} does not listen ({error})")
 
     def hear(self, expected: str, seconds: float) -> None:
         """Wait until all have said this; RanksLostError where one does not."""
