@@ -11,8 +11,9 @@ are stopped, killed and replaced (a rolling update). With the library of Debian'
 its clock of the day jumps by hours. A run fails (exit code 1) when a text differs, a request has
 neither an answer nor a refusal, the server ends by itself, a request or block is held at the end,
 or memory of a server that was never killed grows by 3 percent or more after its first ten minutes
-(a third of shorter runs). The last line is one JSON document; a seed repeats the choices, not
-their timing.
+(a third of shorter runs). Memory is the median of a minute: a body of megabytes takes some while it
+is read, and two may meet; growth of single moments is reported beside it. The last line is one JSON
+document; a seed repeats the choices, not their timing.
 """
 
 import argparse
@@ -53,10 +54,23 @@ class Findings:
     restart_seconds: list[float] = field(default_factory=list)
     wait_seconds: list[float] = field(default_factory=list)  # for whole answers
 
-    def growth(self, warm: float) -> float:
-        """Share by which the most memory behind `warm` seconds is above the most before them."""
-        before = [size for when, size in self.memory if when <= warm]
-        behind = [size for when, size in self.memory if when > warm]
+    def growth(self, warm: float, span: float) -> float:
+        """Share by which the most memory behind `warm` seconds is above the most before them.
+
+        Args:
+            warm: seconds from the start.
+            span: seconds of which the median counts as memory; 0 for every single moment.
+        """
+        before, behind = (
+            [
+                median(size for _, size in group)
+                for _, group in itertools.groupby(
+                    ((when, size) for when, size in self.memory if (when > warm) == later),
+                    key=lambda at: at[0] // span if span else at[0],
+                )
+            ]
+            for later in (False, True)
+        )
         return max(behind) / max(before) - 1 if before and behind else 0.0
 
 
@@ -214,13 +228,15 @@ class Soak:
     def document(self) -> dict[str, Any]:
         """What was done and found so far."""
         warm = min(WARM_SECONDS, 20.0 * self._options.minutes)
-        growth = None if self._options.kill else round(self.found.growth(warm), 4)
+        growths = [round(self.found.growth(warm, span), 4) for span in (60.0, 0.0)]
+        growth, peak = (None, None) if self._options.kill else growths
         return {
             "minutes": round((monotonic() - self._began) / 60, 1),
             "requests": dict(self.found.requests),
             "mischief": dict(self._mischief.counts),
             "resident_megabytes": round(self.found.memory[-1][1] / 1e6, 1),
             "memory_growth": growth,
+            "memory_growth_of_moments": peak,
             "longest_wait_seconds": round(max(self.found.wait_seconds, default=0.0), 1),
             "median_wait_seconds": round(median(self.found.wait_seconds or [0.0]), 2),
             "slowest_restart_seconds": round(max(self.found.restart_seconds, default=0.0), 1),

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from time import monotonic
 from typing import Protocol
@@ -39,10 +39,16 @@ class ActivityLog:
     Args:
         options: which of these lines there are, and what is in them.
         interval: seconds between two lines about the engine while it is busy.
+        clock: seconds.
     """
 
-    def __init__(self, options: LogOptions | None = None, interval: float = 10.0) -> None:
-        self._options, self._interval = options or LogOptions(), interval
+    def __init__(
+        self,
+        options: LogOptions | None = None,
+        interval: float = 10.0,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._options, self._interval, self._clock = options or LogOptions(), interval, clock
         self._prompt_tokens = 0
         self._last_step = -math.inf
         self._start_time = -math.inf
@@ -99,7 +105,7 @@ class ActivityLog:
         """Log what the engine did since the last line, if the interval is over."""
         if self._options.disable_log_stats:
             return
-        now = monotonic()
+        now = self._clock()
         idle, self._last_step = now - self._last_step, now
         seconds = now - self._start_time
         if idle <= self._interval and seconds < self._interval:

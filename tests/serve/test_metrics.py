@@ -201,11 +201,10 @@ def test_every_way_to_end_has_a_series_from_the_start(llm: LLM) -> None:
 
 
 def test_the_log_has_a_line_for_each_request_and_one_now_and_then(
-    llm: LLM, log: io.StringIO, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, log: io.StringIO
 ) -> None:
-    clock = count(step=9)  # seconds that seem to pass with every step
-    monkeypatch.setattr("slipstream.serve.observers.monotonic", lambda: float(next(clock)))
-    run(llm, ActivityLog())
+    ticks = count(step=9)  # seconds that seem to pass with every step
+    run(llm, ActivityLog(clock=lambda: float(next(ticks))))
     lines = [json.loads(line) for line in log.getvalue().splitlines()]
     ended = [line for line in lines if "finish_reason" in line]
     assert [line["request_id"] for line in ended] == ["some-id"] * 3 + ["left"]
