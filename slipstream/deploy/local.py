@@ -50,16 +50,15 @@ def serve_locally(
     Args:
         sock: to listen on.
         reread: the plan that SIGHUP puts in place of this one.
-        started: called when all replicas are ready.
+        started: called when all replicas are ready, and signals are heeded.
     """
     with _ray(plan):
         plan = _fitted(plan)
         _deploy(plan)
-        started()
         set_up_logs(plan.server.log)
         front = Front(None, plan.replicas.routing, plan.replicas.wait_timeout)
         gate = DrainGate(BodyLimits(front, plan.server.limits))
-        work = _FrontWork(front, lambda: _deploy(_fitted(reread())))
+        work = _FrontWork(front, lambda: _deploy(_fitted(reread())), started)
         freeze_garbage_collection()
         server = DrainingServer(RequestIds(gate), plan.server, work, gate)
         server.run(sockets=[sock])
@@ -71,10 +70,13 @@ class _FrontWork:
 
     Args:
         update: puts new replicas in place of the old ones; slow.
+        started: called when SIGHUP is heeded.
     """
 
-    def __init__(self, front: Front, update: Callable[[], None]) -> None:
-        self._front, self._update = front, update
+    def __init__(
+        self, front: Front, update: Callable[[], None], started: Callable[[], None]
+    ) -> None:
+        self._front, self._update, self._started = front, update, started
         self._updating = threading.Lock()
 
     @property
@@ -87,6 +89,7 @@ class _FrontWork:
         DIRECTORY.follow(self._front.update)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, self._begin_update)
+        self._started()
 
     async def drain(self) -> None:
         """Nothing: the gate waits for what is open."""

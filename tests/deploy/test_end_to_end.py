@@ -24,8 +24,8 @@ MARK = f"SLIPSTREAM_TEST={os.getpid()}"
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
-    """Where `slipstream serve --data-parallel-size 2` listens."""
+def served() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`slipstream serve --data-parallel-size 2`: where it listens, and its process."""
     command = ["serve", "demo", "--data-parallel-size", "2", "--port", "0", "--threads", "1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "slipstream", *command],
@@ -48,7 +48,7 @@ def address() -> Iterator[str]:
             lines.append(line)
             if found := re.search(r"is served at (http://127\.0\.0\.1:\d+)/v1", line):
                 drain.submit(process.stderr.read)  # the pipe must not fill
-                yield found[1]
+                yield found[1], process
                 break
         else:
             raise AssertionError("".join(lines))
@@ -78,7 +78,7 @@ def running(address: str) -> dict[str, int]:
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
-    for _ in range(600):
+    for _ in range(1200):
         if found := condition():
             return found
         time.sleep(0.05)
@@ -98,7 +98,19 @@ def replica_processes() -> list[int]:
     return found
 
 
-def test_a_conversation_survives_a_replica(address: str) -> None:
+def test_the_replicas_are_replaced_as_soon_as_they_are_announced(
+    served: tuple[str, subprocess.Popen[str]],
+) -> None:
+    address, process = served
+    before = {*replica_processes()}
+    process.send_signal(signal.SIGHUP)
+    wait_for(lambda: not before & {*replica_processes()} and len(running(address)) == 2)
+    answered = json.loads(ask(address, "/v1/completions", prompt="def main(", max_tokens=4))
+    assert answered["usage"]["completion_tokens"] == 4
+
+
+def test_a_conversation_survives_a_replica(served: tuple[str, subprocess.Popen[str]]) -> None:
+    address, _ = served
     first = json.loads(ask(address, "/v1/responses", input="def main(", max_output_tokens=4))
     for _ in range(3):  # wherever requests go by load, this one goes to where it is stored
         more = {"previous_response_id": first["id"], "input": "go on", "max_output_tokens": 4}
