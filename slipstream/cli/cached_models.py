@@ -44,8 +44,11 @@ class CachedModel:
 
 
 def list_models(*, flags: ListFlags) -> None:
-    """Tell which models are on this machine: the bundled ones, and those in the hub's cache."""
-    with stderr_console().status("reading the headers of what is here"):
+    """Tell which models are on this machine.
+
+    They are the bundled ones, and those in the hub's cache.
+    """
+    with stderr_console().status("reading the headers of checkpoints"):
         models = [*_bundled(), *_downloaded(flags.download_dir)]
     if flags.json:
         print(json.dumps([asdict(model) for model in models], ensure_ascii=False, indent=2))

@@ -55,7 +55,9 @@ class ChatFlags:
         "A chat template in place of the checkpoint's: a file, or the text of one.",
         metavar="<file>",
     )
-    image: str | None = flag(None, "An image that the first message comes with.", metavar="<file>")
+    image: str | None = flag(
+        None, "An image file to send with the first message.", metavar="<file>"
+    )
 
 
 def chat(

@@ -36,8 +36,10 @@ class ClusterFlags:
         panel="Kubernetes",
         metavar="<file>",
     )
-    image: str = flag("slipstream:cpu", "Of its containers: with the extra deploy and the model.")
-    name: str = flag("slipstream", "Of the RayService.")
+    image: str = flag(
+        "slipstream:cpu", "Container image of the RayService; it needs the extra deploy."
+    )
+    name: str = flag("slipstream", "Name of the RayService.")
 
 
 _ELSEWHERE = ("--uds", "--ssl-certfile")  # a cluster's ingress has them
@@ -55,12 +57,12 @@ def deploy(
     cluster: ClusterFlags,
     given: Given,
 ) -> None:
-    """Serve a model by several replicas on Ray Serve, behind one address.
+    """Serve several replicas of a model, on Ray Serve.
 
-    All flags of slipstream serve hold for every replica; --config FILE reads them from YAML. On
-    SIGHUP the command line and its files are read again, and the replicas replaced one by one,
-    without a request lost. The first Ctrl-C or SIGTERM lets running requests finish, the second
-    stops at once.
+    They share one address. All flags of slipstream serve hold for every replica; --config FILE
+    reads them from YAML. On SIGHUP the command line and its files are read again, and the replicas
+    replaced one by one, without a request lost. The first Ctrl-C or SIGTERM lets running requests
+    finish, the second stops at once.
     """
     plan = _plan(
         drafter=drafter,

@@ -33,9 +33,10 @@ class DoctorFlags:
 
 
 def doctor(*, flags: DoctorFlags) -> None:
-    """Tell what this machine can do, which kernels are active, and what is missing.
+    """Tell what this machine can run, and what is missing.
 
-    The bundled demo is run as a trial. The exit code is 1 if that fails.
+    It names the active kernels and measures the memory's speed. The bundled demo is
+    run as a trial; the exit code is 1 if that fails.
     """
     with stderr_console().status("looking at this machine"):
         machine = read_machine()

@@ -47,13 +47,13 @@ def _document(row: "CostRow", plain: float) -> dict[str, Any]:
 def _show(console: Console, lines: dict[int, list["CostRow"]]) -> None:
     from slipstream.engine.drafting.kept_costs import LENGTH
 
-    console.print("milliseconds of a step, by requests and by draft tokens of each", style="bold")
-    console.print(f"requests of {LENGTH} tokens", style=QUIET_STYLE)
+    console.print("milliseconds per step, by requests and draft tokens per request", style="bold")
+    console.print(f"contexts of {LENGTH} tokens", style=QUIET_STYLE)
     console.print(
         _table(lines, [[f"{it.seconds * 1e3:.2f}" for it in row] for row in lines.values()])
     )
-    console.print("chance of each draft token from which on steps pay", style="bold")
-    console.print("-: not even if all are accepted", style=QUIET_STYLE)
+    console.print("acceptance rate from which drafting pays", style="bold")
+    console.print("-: it does not pay at any rate", style=QUIET_STYLE)
     least = [
         ["", *(_percent(it.least_acceptance(row[0].seconds)) for it in row[1:])]
         for row in lines.values()

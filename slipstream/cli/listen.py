@@ -201,6 +201,8 @@ def checked_options(
     log.config()
     if listen.lora_modules and not config.enable_lora:
         raise UsageError("--lora-modules goes with --enable-lora; give both")
+    if answers.trust_request_lora and not config.enable_lora:
+        raise UsageError("--trust-request-lora goes with --enable-lora; give both")
     return ServerOptions(
         names=listen.served_model_name or (_usual_name(config.model),),
         limits=limits,

@@ -27,7 +27,7 @@ class ParallelFlags:
 
     data_parallel_size: int = flag(
         1,
-        "Serve by so many replicas on this machine, each with a GPU or a share of the cores; as "
+        "Number of replicas on this machine, each with a GPU or a share of the cores; as "
         "slipstream deploy --replicas, with its defaults.",
         panel="Replicas",
         also=("-dp",),
@@ -71,11 +71,14 @@ def serve(
     keep_few_matmuls()
     try:
         llm, seconds = open_llm(config, run.verbose)
-        let_connect(sock)  # before the address is printed
-        with suppress(OSError):  # a full disk behind stderr must not keep it from serving
-            announce(listen, options, sock, seconds)
-            tell_defaults(llm.engine.resolved.sampling_defaults)
-        code = start_server(llm.engine, config, options, sock, page_routes())
+
+        def tell() -> None:
+            let_connect(sock)  # before the address is printed
+            with suppress(OSError):  # a full disk behind stderr must not keep it from serving
+                announce(listen, options, sock, seconds)
+                tell_defaults(llm.engine.resolved.sampling_defaults)
+
+        code = start_server(llm.engine, config, options, sock, page_routes(), tell)
     finally:
         sock.close()
         if listen.uds is not None:

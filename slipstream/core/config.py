@@ -54,8 +54,8 @@ class EngineConfig:
 
     model: str = flag(
         "demo",
-        "A local directory, a hub name, or the bundled demo; or a drafter whose config.json names "
-        "its target.",
+        "A local directory, a GGUF file, a hub name, or the bundled demo; or a drafter whose "
+        "config.json names its target.",
         argument=True,
     )
     dtype: str = flag(
@@ -148,8 +148,9 @@ class EngineConfig:
     revision: str | None = flag(None, "Branch, tag or commit of a hub name.")
     load_format: str = flag(
         "auto",
-        "auto or safetensors: read the checkpoint's weights. dummy: random weights. twin: random "
-        "weights whose output a drafter made of the model's first layers predicts.",
+        "auto or safetensors: read the checkpoint's weights. For benchmarks without weights: dummy "
+        "(random ones) and twin (random ones, but the model's first layers alone, taken as a "
+        "drafter, predict its output).",
         choices=("auto", "safetensors", "dummy", "twin"),
         remedy="convert other weights to safetensors with transformers' save_pretrained",
     )
@@ -167,7 +168,8 @@ class EngineConfig:
     )
     limit_mm_per_prompt: Mapping[str, Any] | None = flag(
         None,
-        "Most images of a prompt: '{\"image\": 4}'; 0 loads nothing that reads images. [16]",
+        "Maximum number of images in a prompt: '{\"image\": 4}'; with 0 the vision tower is not "
+        "loaded. [16]",
         metavar="<json>",
         parse=parse_object,
     )
@@ -179,7 +181,7 @@ class EngineConfig:
         parse=parse_object,
     )
     mm_processor_cache_gb: float = flag(
-        1.0, "Memory for what was read of the latest images, in GiB.", at_least=0
+        1.0, "Host memory in GiB for the embeddings of recent images.", at_least=0
     )
     allowed_local_media_path: str | None = flag(
         None, "Folder whose images requests may name by file: URLs. [none]", metavar="<folder>"
@@ -358,7 +360,7 @@ class EngineConfig:
 
     @property
     def max_images(self) -> int:
-        """Most images of a prompt."""
+        """Maximum number of images in a prompt."""
         most: int = (self.limit_mm_per_prompt or {}).get("image", DEFAULT_IMAGES)
         return most
 

@@ -76,7 +76,7 @@ class SamplingParams:
     )
     logit_bias: Mapping[int, float] | None = flag(
         None,
-        "Added to the logits of these token ids: '{\"42\": -100}'",
+        "Values to add to the logits of token ids: '{\"42\": -100}'",
         metavar="<json>",
         parse=_parse_bias,
     )

@@ -15,13 +15,14 @@ class ReplicaOptions:
     )
     max_replicas: int | None = flag(
         None,
-        "Grow to so many replicas while requests wait for a place, and shrink again. [--replicas]",
+        "Maximum number of replicas: more are started while requests wait, and stopped when they "
+        "are not needed. [--replicas]",
         at_least=1,
     )
     target_queue_time: float = flag(
         0.5, "Seconds that requests may wait for a place before replicas are added.", above=0
     )
-    replica_cpus: float = flag(1.0, "Ray's CPUs for each replica.", at_least=0)
+    replica_cpus: float = flag(1.0, "CPUs that Ray reserves for each replica.", at_least=0)
     replica_gpus: int | None = flag(
         None,
         "GPUs of each replica; several are taken from one machine. [1 if there are any and "

@@ -39,6 +39,14 @@ NOTHING_LEFT = (
     "no token to go on with"
 )
 
+TOO_COSTLY = (
+    "the grammar takes too much work for one token; give its repetitions smaller bounds, or use "
+    "fewer of them inside each other"
+)
+# Expressions that the lexer may build before the first token, and for each token after it: other
+# requests wait meanwhile. 5,000 strings of an enum need 40,000 for a token, usual schemas 5,000.
+_FIRST_WORK, _TOKEN_WORK = 300_000, 60_000
+
 
 class GrammarGuide(DraftGuide):
     """One sample's place in its grammar.
@@ -59,7 +67,7 @@ class GrammarGuide(DraftGuide):
         if not self.try_token(token):
             # A token that is merely not allowed is no error of the matcher.
             broken = self.matcher.get_error().splitlines()
-            self.problem = f"the grammar failed: {broken[0]}" if broken else NOTHING_LEFT
+            self.problem = f"{TOO_COSTLY} ({broken[0]})" if broken else NOTHING_LEFT
             return Advance.REFUSED
         return Advance.COMPLETE if self.complete else Advance.OPEN
 
@@ -251,7 +259,7 @@ def _spells(rules: str, structured: StructuredOutput, words: Sequence[str]) -> b
 def _compile(
     backend: "LLTokenizer", structured: StructuredOutput, added_words: Sequence[str]
 ) -> "LLMatcher":
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher, LLParserLimits, grammar_from
 
     kind, text = structured.kind, structured.text
     if kind == "json_schema":
@@ -271,7 +279,8 @@ def _compile(
             source = LLMatcher.grammar_from_lark(_one_of(structured.choice or ()))
         else:
             source = grammar_from("lark" if kind == "grammar" else kind, text)  # type: ignore[arg-type]
-        matcher = LLMatcher(backend, source, log_level=0)
+        limits = LLParserLimits(initial_lexer_fuel=_FIRST_WORK, step_lexer_fuel=_TOKEN_WORK)
+        matcher = LLMatcher(backend, source, log_level=0, limits=limits)
     except (ValueError, TypeError) as error:
         raise UsageError(f"this {kind} cannot be used: {_reason(kind, str(error))}") from error
     if matcher.is_error():
@@ -305,9 +314,13 @@ def _refuse_endless(schema: str) -> None:
 
 def _refuse_impossible(matcher: "LLMatcher", kind: str) -> None:
     """What has no first token would end at once, as an empty text that it does not allow."""
-    trial = matcher.deep_copy()
-    if not trial.is_accepting():
+    if matcher.is_accepting():
+        return
+    # Copies share a lexer; one that has done more than it may tells it in the next mask.
+    for trial in (matcher.deep_copy(), matcher.deep_copy()):
         trial.compute_bitmask()
+        if "too many expressions" in trial.get_error():
+            raise UsageError(f"this {kind} cannot be used: {TOO_COSTLY}")
         if trial.is_stopped():
             raise UsageError(
                 f"this {kind} cannot be used: it allows no text that the model's tokens can spell"

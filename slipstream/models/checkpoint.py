@@ -259,9 +259,9 @@ def _bundled(name: str) -> Path | None:
 
 def bundled_names() -> list[str]:
     """What may be asked for as a demo, the target first as `demo`."""
-    files = sorted(_demo_directory().glob("*/config.json"))
-    names = [file.parent.name for file in files]
-    return ["demo" if name == "target" else f"demo/{name}" for name in names]
+    names = sorted(file.parent.name for file in _demo_directory().glob("*/config.json"))
+    target = ["demo"] if "target" in names else []
+    return target + [f"demo/{name}" for name in names if name != "target"]
 
 
 def _demo_directory() -> Path:

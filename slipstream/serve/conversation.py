@@ -152,8 +152,8 @@ def _options(service: ModelService, fields: TemplateFields) -> Mapping[str, Any]
             continue
         read = sorted(template.variables - {*_OWN, "raise_exception", "strftime_now"})
         raise bad_request(
-            f"the chat template of this model does not read {name}; it reads "
-            f"{', '.join(read) or 'nothing else'}",
+            f"the chat template of this model does not read {name}; the variables that it reads: "
+            f"{', '.join(read) or 'none'}",
             name if getattr(fields, name, None) is not None else "chat_template_kwargs",
         )
     return options

@@ -86,6 +86,10 @@ def _relevance(error: ErrorDetails) -> tuple[bool, int, int]:
 _WRONG_KIND = (*("string_type", "list_type", "dict_type", "int_type", "bool_type", "model_type"),)
 
 
+# What pydantic says of a Python class, and of itself.
+_OBJECT = ("dict_type", "model_type", "model_attributes_type", "dataclass_type")
+_COUNTED = " after validation, not 0"
+
 _REFUSED = ("extra_forbidden", "literal_error", "too_many")
 
 
@@ -107,7 +111,9 @@ def _sentence(error: ErrorDetails, kind: type[RequestBody]) -> str:
     form = {**_FORMS, **kind.forms}.get("content" if where.endswith(".content") else where)
     if error["type"] in (*_WRONG_KIND, "literal_error") and form is not None:
         return f"{where} must be {form}"
-    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] in _OBJECT:
+        return f"{where}: input should be an object"
+    message = error["msg"].removeprefix("Value error, ").removesuffix(_COUNTED)
     if error["type"] == "value_error":
         return f"{where}: {message}" if where else message
     return f"{where}: {message[:1].lower()}{message[1:]}"

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import resource
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -63,7 +63,7 @@ class Access:
 
     def __post_init__(self) -> None:
         if not all(key.strip() == key and key.isascii() and key for key in self.api_keys):
-            raise UsageError("an API key must not be empty, and be ASCII without spaces around it")
+            raise UsageError("an API key must be non-empty ASCII text without spaces around it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +131,7 @@ def start_server(
     options: ServerOptions,
     sock: socket.socket,
     pages: Sequence[Route] = (),
+    ready: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve until a signal ends it; the exit code, which is 1 where requests were cut off.
 
@@ -141,8 +142,10 @@ def start_server(
         config: that the engine was built from.
         sock: to listen on.
         pages: routes besides those of the protocol, such as the playground's.
+        ready: called when adapters are loaded and all options are known to fit the model.
     """
     server, _ = engine_server(engine, config, options, pages)
+    ready()
     server.run(sockets=[sock])
     return server.exit_code
 

@@ -62,13 +62,20 @@ class DrafterOptions:
     )
     norm_before_fc: bool | None = flag(
         None,
-        "An option of EAGLE-3 heads, for targets whose hidden states are large (gpt-oss).",
+        "EAGLE-3: normalise the target's hidden states before the first projection, for targets "
+        "where they are large (gpt-oss).",
         name="--norm-before-fc",
     )
     norm_before_residual: bool | None = flag(
-        None, "An option of EAGLE-3 heads.", name="--norm-before-residual"
+        None,
+        "EAGLE-3: the residual stream begins with the normalised hidden state.",
+        name="--norm-before-residual",
     )
-    norm_output: bool | None = flag(None, "An option of EAGLE-3.1 heads.", name="--norm-output")
+    norm_output: bool | None = flag(
+        None,
+        "EAGLE-3.1: the next step reads the output of the final norm.",
+        name="--norm-output",
+    )
     mask_token: int | None = flag(None, "Id of the mask token for parallel drafting.")
     init: str | None = flag(None, "Checkpoint of a drafter to start training from.")
 
@@ -106,6 +113,7 @@ class DataSettings:
         "Texts, .jsonl files of texts, chats or prompts, directories of such files, or a file from "
         "`slipstream train data` (repeatable).",
         panel="Data",
+        metavar="<path>",
     )
     generate: bool = flag(
         False, "Train on the target's own answers to prompts and chats, and continuations of texts."

@@ -1,7 +1,7 @@
 """What `slipstream serve` was started with."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,10 @@ class Started:
         options: ServerOptions,
         sock: socket.socket,
         pages: Sequence[Route],
+        ready: Callable[[], None],
     ) -> int:
         assert "/" in {page.path for page in pages}
+        ready()
         self.calls.append((config, options, sock.getsockname()))
         return self.code
 

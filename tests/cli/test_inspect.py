@@ -389,8 +389,8 @@ def test_tells_what_steps_cost(slipstream: CommandLine, tiny_target: str, tiny_d
         assert (row["drafts"] == 0) <= (row["least_acceptance"] is None)
     words = slipstream("inspect", tiny_target, "--costs").out
     assert words.startswith(f"{tiny_target}, drafts of ngram\n")
-    assert "milliseconds of a step" in words
-    assert "from which on steps pay" in words
+    assert "milliseconds per step" in words
+    assert "acceptance rate from which drafting pays" in words
 
 
 @pytest.mark.parametrize("other", [("--target", "demo", "--costs"), ("--drafter", "ngram")])

@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.cli.open_llm import open_llm
 from slipstream.core.config import EngineConfig
+from slipstream.core.errors import UsageError
 from slipstream.engine.llm import LLM
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.listening import bind
@@ -154,6 +155,19 @@ def test_wrong_flags_are_found_before_a_model_is_loaded(
     assert (ran.code, ran.err.count("\n")) == (2, 1)
     assert named in ran.err
     assert fake_llm.made == []
+
+
+def test_nothing_is_announced_before_all_is_loaded(
+    slipstream: CommandLine, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> int:
+        raise UsageError("/nowhere has no adapter_config.json")
+
+    monkeypatch.setattr("slipstream.serve.run.start_server", refuse)
+    ran = slipstream("serve", "--port", "0")
+    assert ran.code == 2
+    assert "no adapter_config.json" in ran.err
+    assert "is served at" not in ran.err
 
 
 def test_a_port_in_use(slipstream: CommandLine, started: Started) -> None:

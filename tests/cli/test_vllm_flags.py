@@ -226,6 +226,7 @@ def test_a_flag_that_is_refused_is_named_with_the_reason(name: str) -> None:
         ("--max-cpu-loras 2", "--max-cpu-loras is not supported: adapters"),
         ("--max-cpu-lora 2", "did you mean --max-cpu-loras, which is not supported: adapters"),
         ("--lora-modules a=b", "--lora-modules goes with --enable-lora"),
+        ("--trust-request-lora", "--trust-request-lora goes with --enable-lora"),
         ("--enable-lora --lora-modules a", "--lora-modules takes NAME=FOLDER"),
         ("--max-model-length 9", "did you mean --max-model-len?"),
         ("--max-modle-len 9", "did you mean --max-model-len?"),

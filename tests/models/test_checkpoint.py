@@ -74,7 +74,7 @@ def test_bundled_names(demos: Path) -> None:
 
 
 def test_an_unknown_demo_lists_the_bundled_ones(demos: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"demo/none is not bundled .*: demo/draft, demo\)"):
+    with pytest.raises(CheckpointError, match=r"demo/none is not bundled .*: demo, demo/draft\)"):
         resolve_checkpoint("demo/none")
 
 

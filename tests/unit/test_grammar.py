@@ -360,3 +360,9 @@ def test_what_is_wrong_is_told_in_one_line(grammars: Grammars) -> None:
             grammars.compile(StructuredOutput(**wish))
         assert reason in str(raised.value)
         assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("regex", ["(a{1000}){1000}", "((a{100}){100}){100}"])
+def test_a_grammar_that_takes_too_much_work_is_refused(grammars: Grammars, regex: str) -> None:
+    with pytest.raises(UsageError, match="too much work for one token; give its repetitions"):
+        grammars.compile(StructuredOutput(regex=regex))

@@ -137,6 +137,8 @@ def test_vocabularies_may_differ_by_padding(tiny_target: str, tmp_path: Path) ->
     draft = write_qwen3(tmp_path / "draft", vocab_size=112, keep_layers=1)
     tokenizers = with_tokenizers(tmp_path, ["a", "b"], ["a", "b"])
     require_same_vocabulary(tokenizers[0], 96, tokenizers[1], 112)
+    with pytest.raises(CheckpointError, match="has 2 tokens, and its model only 1"):
+        require_same_vocabulary(tokenizers[0], 96, tokenizers[1], 1)
     with pytest.raises(CheckpointError, match="has 112 entries and the target's 96"):
         make(str(target), {"model": str(draft)})
 

@@ -111,7 +111,7 @@ def chat_request(body: ResponsesRequest, messages: Sequence[Message]) -> ChatReq
             "parallel_tool_calls": body.parallel_tool_calls,
         }
     elif body.tool_choice not in (None, "auto", "none"):
-        raise bad_request("tool_choice goes with tools", "tool_choice")
+        raise bad_request("tool_choice goes with tools; give tools, or leave it out", "tool_choice")
     return ChatRequest.model_construct(**given, **fields)
 
 

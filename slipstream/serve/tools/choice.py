@@ -57,9 +57,14 @@ def choose_tools(body: ChatRequest, model: ModelService) -> ToolUse:
     choice = body.tool_choice or ("auto" if body.tools else "none")
     if not body.tools:
         if choice != "none":
-            raise bad_request("tool_choice goes with tools", "tool_choice")
+            raise bad_request(
+                "tool_choice goes with tools; give tools, or leave it out", "tool_choice"
+            )
         if body.parallel_tool_calls is not None:
-            raise bad_request("parallel_tool_calls goes with tools", "parallel_tool_calls")
+            raise bad_request(
+                "parallel_tool_calls goes with tools; give tools, or leave it out",
+                "parallel_tool_calls",
+            )
         return ToolUse()
     functions = _functions(body.tools)
     if choice == "none":

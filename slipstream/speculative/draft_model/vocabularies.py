@@ -171,6 +171,11 @@ def require_same_vocabulary(target: Path, target_size: int, draft: Path, draft_s
         raise CheckpointError(
             _difference(Tokenizer(target).vocabulary(), Tokenizer(draft).vocabulary())
         )
+    if draft_size < target_size and (usual := Tokenizer(draft).num_usual_tokens) > draft_size:
+        raise CheckpointError(
+            f"the tokenizer of {draft} has {usual} tokens, and its model only {draft_size}: one of "
+            "them is of another checkpoint; download the drafter again"
+        )
 
 
 def vocabularies_agree(target: Path, draft: Path) -> bool:
