@@ -33,6 +33,7 @@ _FORMATS: Final = {
 }
 _KINDS = ("text", "image", "image_pil", "image_url")
 _MOST_SCANS: Final = 100  # of a JPEG, which has about ten; each takes as long as all its pixels
+_RUNS: Final = (1, 2)  # kinds of compressed BMPs, which a loop in Python would unpack
 _LONGEST_REASON: Final = 200  # characters; reasons of libraries may repeat the whole URL
 # Beside what Python knows of: IPv4 inside of IPv6, sites of old, documentation, protocols.
 _NOT_PUBLIC: Final = [
@@ -101,6 +102,8 @@ class MediaReader:
                 if isinstance(found, bytes):
                     return found
                 url = urljoin(url, found)
+        except UsageError:
+            raise
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = str(error)[:_LONGEST_REASON]
             raise UsageError(f"an image cannot be fetched: {reason}") from error
@@ -218,7 +221,7 @@ def _require_quick(image: "Image", content: bytes, most_pixels: int) -> None:
             f"an image is a JPEG of more than {_MOST_SCANS} scans, which would take too long; "
             "store it anew"
         )
-    if image.format == "BMP" and image.info.get("compression"):  # which Python would unpack
+    if image.format == "BMP" and image.info.get("compression") in _RUNS:
         raise UsageError("an image is a compressed BMP, which is not read; store it as PNG")
 
 
@@ -239,7 +242,7 @@ def as_rgb(image: "Image") -> "Image":
     """An image in RGB: on white where it is transparent, the upper eight bits of sixteen."""
     from PIL import Image
 
-    if image.mode.startswith("I"):
+    if image.mode.startswith("I;16"):
         image = image.point(lambda value: value / 256).convert("L")
     if not image.has_transparency_data:
         return image.convert("RGB")

@@ -29,7 +29,7 @@ def read_images(service: ModelService, messages: Sequence[Message]) -> list["Ima
     try:
         service.engine.images.require(len(parts))
     except UsageError as error:
-        raise bad_request(f"messages: {error}", "messages") from error
+        raise bad_request(str(error), "messages") from error
     left = MOST_PIXELS_TOGETHER
     for place, part in parts:
         where = part.where or place

@@ -91,7 +91,7 @@ def test_images_stay_among_texts() -> None:
             raise UsageError("no system")
         return messages[0]["content"][0]["text"]
 
-    results = [{"role": "tool", "content": [image]}, {"role": "tool", "content": "more"}]
+    results: list[Any] = [{"role": "tool", "content": [image]}, {"role": "tool", "content": "more"}]
     write_with_tools(write, [{"role": "user", "content": [image]}, *results], [WEATHER])
     user, result = seen[-1]
     assert user["content"][1:] == [image]

@@ -3,7 +3,7 @@
 import base64
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
@@ -20,7 +20,7 @@ def stored(colour: str = "orange") -> bytes:
     return file.getvalue()
 
 
-def chosen(name: str, content: bytes, kind: str = "image/png") -> dict[str, object]:
+def chosen(name: str, content: bytes, kind: str = "image/png") -> Any:
     return {"name": name, "mimeType": kind, "buffer": content}
 
 
@@ -47,7 +47,7 @@ def test_images_are_shown_removed_and_sent(
     page.wait_for_selector("#image-add")
     drop(page, stored())
     page.wait_for_selector("#images img")
-    page.set_input_files("#image-files", [chosen("b.png", stored("teal"))])  # type: ignore[list-item]
+    page.set_input_files("#image-files", [chosen("b.png", stored("teal"))])
     wait_until(page, "document.querySelectorAll('#images img').length === 2")
     wait_until(page, "[...document.querySelectorAll('#images img')].every((it) => it.naturalWidth)")
     page.screenshot(path=tmp_path / "composer.png")
