@@ -17,6 +17,10 @@ class UsageError(SlipstreamError, ValueError):
     """A parameter, flag or request is wrong; the message names the remedy."""
 
 
+class PromptTooLongError(UsageError):
+    """A prompt has more tokens than the model reads."""
+
+
 class DraftTooLongError(UsageError):
     """More draft tokens a step are asked for than the drafter can guess, which is `most`."""
 

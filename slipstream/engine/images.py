@@ -1,6 +1,7 @@
 """Images of prompts: their embeddings, and the tokens that stand for them."""
 
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import PromptTooLongError, UsageError
 from slipstream.core.spans import Span
+from slipstream.engine.media import as_rgb
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.vision.tower import ImageTower, Placeholder, SpanEmbeddings
 from slipstream.runner.memory import uses_gpu_memory
@@ -23,7 +25,14 @@ _PERSON = b"slipstream.image"
 
 
 class ImageReader(Protocol):
-    """Makes prompts with images of prompts and images. Any thread may call it."""
+    """Makes prompts with images of prompts and images. Any thread may call it.
+
+    Attributes:
+        most: images of a prompt.
+    """
+
+    @property
+    def most(self) -> int: ...
 
     def require(self, count: int) -> None:
         """Raise UsageError where a prompt may not have so many images."""
@@ -31,16 +40,27 @@ class ImageReader(Protocol):
     def written(self, text: str) -> str:
         """A text with what the model wants around the tokens of images."""
 
-    def place(
+    def spread(
         self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
-    ) -> tuple[list[int], tuple[Span, ...]]:
-        """The tokens with a place for each token of each image, and the images; slow.
+    ) -> list[int]:
+        """The tokens with a place for each token of each image, none of which is read.
 
         Args:
             options: in place of settings of the model's image processor.
 
         Raises:
-            UsageError: an image cannot be read, or there are more or fewer than places for them.
+            UsageError: an image is of no size that is read, or there are more or fewer images than
+                places for them.
+        """
+
+    def place(
+        self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
+    ) -> tuple[list[int], tuple[Span, ...]]:
+        """The tokens as `spread` gives them, and the images; slow.
+
+        Raises:
+            PromptTooLongError: no output would fit behind the prompt.
+            UsageError: as of `spread`, or an image cannot be read.
         """
 
 
@@ -53,6 +73,7 @@ class NoImages:
     """
 
     why: str = "this model reads text only; leave images out, or use a model that sees"
+    most: int = 0
 
     def require(self, count: int) -> None:
         """See `ImageReader`."""
@@ -63,12 +84,18 @@ class NoImages:
         """See `ImageReader`."""
         return text
 
+    def spread(
+        self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
+    ) -> list[int]:
+        """See `ImageReader`."""
+        self.require(len(images) or len(options))
+        return token_ids
+
     def place(
         self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
     ) -> tuple[list[int], tuple[Span, ...]]:
         """See `ImageReader`."""
-        self.require(len(images) or len(options))
-        return token_ids, ()
+        return self.spread(token_ids, images, options), ()
 
 
 class TowerReader:
@@ -97,7 +124,7 @@ class TowerReader:
         device: torch.device,
         is_whole: bool = False,
     ) -> None:
-        self._tower, self._placeholder, self._most = tower, placeholder, most
+        self._tower, self._placeholder, self.most = tower, placeholder, most
         self._max_tokens, self._options = max_tokens, dict(options)
         self._cache_bytes, self._kept_bytes = cache_bytes, 0
         self._kept: OrderedDict[bytes, SpanEmbeddings] = OrderedDict()
@@ -119,9 +146,9 @@ class TowerReader:
 
     def require(self, count: int) -> None:
         """See `ImageReader`."""
-        if count > self._most:
+        if count > self.most:
             raise UsageError(
-                f"the prompt has {count} images, but at most {self._most} are read; leave some "
+                f"the prompt has {count} images, but at most {self.most} are read; leave some "
                 f'out, or raise limit_mm_per_prompt to {{"image": {count}}}'
             )
 
@@ -129,9 +156,9 @@ class TowerReader:
         """See `ImageReader`."""
         return text.replace(self._marker, self._written) if self._written else text
 
-    def place(
+    def spread(
         self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
-    ) -> tuple[list[int], tuple[Span, ...]]:
+    ) -> list[int]:
         """See `ImageReader`."""
         self.require(len(images))
         marker, token = self._placeholder.marker, self._placeholder.token
@@ -148,35 +175,38 @@ class TowerReader:
                 "from elsewhere none, and for chat messages use a chat template that knows images"
             )
         if not images:
-            return token_ids, ()
-        if token_ids[-1] == token:
+            return token_ids
+        sizes = iter([math.prod(self._grid(image, options)) for image in images])
+        return [
+            it for known in token_ids for it in [known] * (next(sizes) if known == token else 1)
+        ]
+
+    def place(
+        self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
+    ) -> tuple[list[int], tuple[Span, ...]]:
+        """See `ImageReader`."""
+        ids, token = self.spread(token_ids, images, options), self._placeholder.token
+        if images and ids[-1] == token:
             raise UsageError("the prompt ends with an image; put some text behind it")
-        options = {**self._options, **options}
-        grids = [self._grid(image, options) for image in images]
-        total = len(token_ids) + sum(rows * columns - 1 for rows, columns in grids)
-        if total >= self._max_tokens:
-            raise UsageError(
-                f"the prompt has {total} tokens with those of its images, but max_model_len is "
+        if images and len(ids) >= self._max_tokens:
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens with those of its images, but max_model_len is "
                 f"{self._max_tokens}, prompt and output; give fewer or smaller images"
             )
-        ids: list[int] = []
         spans: list[Span] = []
-        read = zip(images, grids, strict=True)
-        for known in token_ids:
-            if known == token:
-                image, grid = next(read)
-                digest, embedded = self._embedded(image, grid, options)
-                count = grid[0] * grid[1]
-                spans.append(Span(len(ids), count, digest, grid, embedded, self._whole))
-                ids.extend([token] * count)
-            else:
-                ids.append(known)
+        start = 0
+        for image in images:
+            grid = self._grid(image, options)
+            digest, embedded = self._embedded(image, grid, {**self._options, **options})
+            start, count = ids.index(token, start), math.prod(grid)
+            spans.append(Span(start, count, digest, grid, embedded, self._whole))
+            start += count
         return ids, tuple(spans)
 
     def _grid(self, image: "Image", options: Mapping[str, Any]) -> tuple[int, int]:
         width, height = image.size
         try:
-            return self._tower.grid(width, height, options)
+            return self._tower.grid(width, height, {**self._options, **options})
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise UsageError(
                 f"an image of {width} x {height} pixels cannot be read: {error}"
@@ -185,7 +215,7 @@ class TowerReader:
     def _embedded(
         self, image: "Image", grid: tuple[int, int], options: Mapping[str, Any]
     ) -> tuple[bytes, SpanEmbeddings]:
-        image = image.convert("RGB")
+        image = as_rgb(image)
         read_as = json.dumps([image.size, grid, options], sort_keys=True, default=str)
         digest = blake2b(read_as.encode(), digest_size=16, person=_PERSON)
         digest.update(image.tobytes())

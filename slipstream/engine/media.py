@@ -1,7 +1,6 @@
 """Images from where messages say that they are: in the message, in a file, or elsewhere."""
 
 import base64
-import binascii
 import http.client
 import io
 import ipaddress
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES: Final = 32 << 20  # of an image as it is stored
 MOST_PIXELS: Final = 40_000_000
+MOST_PIXELS_TOGETHER: Final = 160_000_000  # of all images of a prompt, four bytes each
 SECONDS: Final = 10.0  # to fetch an image in
 _MOST_REDIRECTS = 3
 # What PIL reads without other programs, by the names that data URLs have for it.
@@ -32,7 +32,17 @@ _FORMATS: Final = {
     "BMP": ("image/bmp", "image/x-ms-bmp"),
 }
 _KINDS = ("text", "image", "image_pil", "image_url")
-_EMBEDS_IPV4: Final = [ipaddress.ip_network(it) for it in ("64:ff9b::/96", "2002::/16")]
+_MOST_SCANS: Final = 100  # of a JPEG, which has about ten; each takes as long as all its pixels
+_RUNS: Final = (1, 2)  # kinds of compressed BMPs, which a loop in Python would unpack
+_LONGEST_REASON: Final = 200  # characters; reasons of libraries may repeat the whole URL
+# Beside what Python knows of: IPv4 inside of IPv6, sites of old, documentation, protocols.
+_NOT_PUBLIC: Final = [
+    ipaddress.ip_network(it)
+    for it in (
+        *("::/96", "::ffff:0:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "fec0::/10"),
+        *("3fff::/20", "5f00::/16", "192.0.0.0/24", "192.88.99.0/24"),
+    )
+]
 
 
 @dataclass(frozen=True)
@@ -47,19 +57,22 @@ class MediaReader:
     folder: str | None = None
     domains: Sequence[str] = ()
 
-    def open(self, url: str) -> "Image":
+    def open(self, url: str, most_pixels: int = MOST_PIXELS) -> "Image":
         """The image behind a data URL, or where the engine allows it a file or an address.
+
+        Args:
+            most_pixels: see `decode`.
 
         Raises:
             UsageError: it is not there, not allowed, too large, or no image.
         """
         scheme = url.partition(":")[0].lower()
         if scheme == "data":
-            return decode(*_data(url))
+            return decode(*_data(url), most_pixels)
         if scheme == "file":
-            return decode(self._file(url))
+            return decode(self._file(url), None, most_pixels)
         if scheme in ("http", "https"):
-            return decode(self._fetch(url))
+            return decode(self._fetch(url), None, most_pixels)
         raise UsageError("the URL of an image must begin with data:, http:, https: or file:")
 
     def _file(self, url: str) -> bytes:
@@ -71,13 +84,15 @@ class MediaReader:
         root = Path(self.folder).resolve()
         try:
             path = Path(unquote(urlsplit(url).path)).resolve(strict=True)
-            allowed = path.is_relative_to(root) and path.is_file()
+            if path.is_relative_to(root) and path.is_file():
+                with path.open("rb") as file:
+                    return _bounded(file.read(MOST_BYTES + 1))
+        except UsageError:
+            raise
         except (OSError, ValueError, RuntimeError):
-            allowed = False
-        if not allowed:  # nobody learns what else there is
-            raise UsageError("there is no such image below --allowed-local-media-path")
-        with path.open("rb") as file:
-            return _bounded(file.read(MOST_BYTES + 1))
+            pass
+        # Nobody learns what else there is.
+        raise UsageError("there is no such image below --allowed-local-media-path")
 
     def _fetch(self, url: str) -> bytes:
         deadline = monotonic() + SECONDS
@@ -87,8 +102,11 @@ class MediaReader:
                 if isinstance(found, bytes):
                     return found
                 url = urljoin(url, found)
+        except UsageError:
+            raise
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise UsageError(f"an image cannot be fetched: {error}") from error
+            reason = str(error)[:_LONGEST_REASON]
+            raise UsageError(f"an image cannot be fetched: {reason}") from error
         raise UsageError("an image cannot be fetched: it is redirected too often")
 
     def _get(self, url: str, deadline: float) -> bytes | str:
@@ -152,23 +170,24 @@ def public_address(host: str, port: int) -> str:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [ipaddress.ip_address(str(it[4][0]).partition("%")[0]) for it in found]
     for address in addresses:
-        hides = any(address.version == it.version and address in it for it in _EMBEDS_IPV4)
-        if not address.is_global or address.is_multicast or hides:
+        known = any(address.version == it.version and address in it for it in _NOT_PUBLIC)
+        if not address.is_global or address.is_multicast or known:
             raise UsageError("images are not fetched from networks that are not public")
     return str(addresses[0])
 
 
-def decode(content: bytes, kind: str | None = None) -> "Image":
+def decode(content: bytes, kind: str | None = None, most_pixels: int = MOST_PIXELS) -> "Image":
     """An image in RGB, turned as its camera was held.
 
     Args:
         kind: what it is said to be, such as image/png; None: nothing is said.
+        most_pixels: what other images of the prompt leave of `MOST_PIXELS_TOGETHER`.
 
     Raises:
         UsageError: it is no image, another kind of image, broken, or too large.
     """
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image
     except ImportError as error:
         raise UsageError(
             "images need packages that are not installed; install them "
@@ -178,19 +197,59 @@ def decode(content: bytes, kind: str | None = None) -> "Image":
         with Image.open(io.BytesIO(content), formats=list(_FORMATS)) as image:
             found = "JPEG" if image.format == "MPO" else image.format or ""  # several in one file
             if kind is not None and kind not in _FORMATS[found]:
-                raise UsageError(f"an image that is said to be {kind} is {image.format}")
-            width, height = image.size
-            if width * height > MOST_PIXELS:
-                raise UsageError(
-                    f"an image has {width} x {height} pixels, but at most {MOST_PIXELS:,} are read"
-                )
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except UsageError:
+                raise UsageError(f"an image that is said to be {kind[:50]} is {image.format}")
+            _require_quick(image, content, min(most_pixels, MOST_PIXELS))
+            return as_rgb(_upright(image))
+    except (UsageError, MemoryError):
         raise
     except Exception as error:  # whatever a broken file makes of its reader
         raise UsageError(
             f"an image cannot be read: it is broken, or not one of {', '.join(_FORMATS)}"
         ) from error
+
+
+def _require_quick(image: "Image", content: bytes, most_pixels: int) -> None:
+    """Raise UsageError for an image, not yet decoded, that would take long or much memory."""
+    width, height = image.size
+    if width * height > most_pixels:
+        raise UsageError(
+            f"an image has {width} x {height} pixels, but at most {most_pixels:,} are read, and "
+            f"{MOST_PIXELS_TOGETHER:,} of all images of a prompt"
+        )
+    if content.count(b"\xff\xda") > _MOST_SCANS and image.format in ("JPEG", "MPO"):
+        raise UsageError(
+            f"an image is a JPEG of more than {_MOST_SCANS} scans, which would take too long; "
+            "store it anew"
+        )
+    if image.format == "BMP" and image.info.get("compression") in _RUNS:
+        raise UsageError("an image is a compressed BMP, which is not read; store it as PNG")
+
+
+def _upright(image: "Image") -> "Image":
+    """An image turned as its camera was held, where it tells so in a way that can be read."""
+    from PIL import ImageOps
+
+    image.load()
+    try:
+        return ImageOps.exif_transpose(image)
+    except MemoryError:
+        raise
+    except Exception:  # what is beside the pixels is broken
+        return image
+
+
+def as_rgb(image: "Image") -> "Image":
+    """An image in RGB: on white where it is transparent, the upper eight bits of sixteen."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        image = image.point(lambda value: value / 256).convert("L")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    seen = image.convert("RGBA")
+    page = Image.new("RGB", image.size, "white")
+    page.paste(seen, mask=seen.getchannel("A"))
+    return page
 
 
 def take_images(messages: Sequence[Any], media: MediaReader) -> tuple[list[Any], list["Image"]]:
@@ -237,13 +296,13 @@ def _data(url: str) -> tuple[bytes, str | None]:
     """What a data URL holds, and what it says that it is."""
     head, comma, content = url.partition(",")
     kind, *options = head[5:].split(";")
-    if not comma or "base64" not in options:
+    if not comma or "base64" not in (it.strip().lower() for it in options):
         raise UsageError("a data URL of an image must be like data:image/png;base64,...")
     if len(content) * 3 // 4 > MOST_BYTES + 3:
         raise UsageError(_TOO_LARGE)
     try:
-        return _bounded(base64.b64decode(content, validate=True)), kind.lower() or None
-    except binascii.Error as error:
+        return _bounded(base64.b64decode(content, validate=True)), kind.strip().lower() or None
+    except ValueError as error:
         raise UsageError(f"a data URL of an image is not base64: {error}") from error
 
 

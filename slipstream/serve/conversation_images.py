@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from slipstream.core.errors import UsageError
+from slipstream.engine.media import MOST_PIXELS_TOGETHER
 from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.chat import ImagePart, Message
@@ -28,12 +29,15 @@ def read_images(service: ModelService, messages: Sequence[Message]) -> list["Ima
     try:
         service.engine.images.require(len(parts))
     except UsageError as error:
-        raise bad_request(f"messages: {error}", "messages") from error
-    for where, part in parts:
+        raise bad_request(str(error), "messages") from error
+    left = MOST_PIXELS_TOGETHER
+    for place, part in parts:
+        where = part.where or place
         try:
-            images.append(service.engine.media.open(part.image_url.url))
+            images.append(service.engine.media.open(part.image_url.url, left))
         except UsageError as error:
             raise bad_request(f"{where}: {error}", "messages") from error
+        left -= images[-1].width * images[-1].height
     return images
 
 

@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from slipstream.core.adapters import NamedAdapter
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import CheckpointError, counted
+from slipstream.core.errors import CheckpointError, PromptTooLongError, counted
 from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
@@ -216,7 +216,10 @@ class ModelService:
                 for it in prompts
             ]
         self.require_short(prompts, field)
-        encoded = [self._encoder.encode(it, params, add_special_tokens) for it in prompts]
+        try:
+            encoded = [self._encoder.encode(it, params, add_special_tokens) for it in prompts]
+        except PromptTooLongError as error:
+            raise bad_request(str(error), field, TOO_LONG) from error
         return encoded if truncation is None else [truncation.cut(it) for it in encoded]
 
     def require_logprobs(self, number: int | None, field: str) -> None:
@@ -315,6 +318,7 @@ class ModelService:
                 parent=parent,
                 max_model_len=self.max_model_len,
                 has_chat_template=self.engine.tokenizer is not None and self.template.exists,
+                max_images=self.engine.images.most,
                 speculative=self._speculation(),
             )
             for name, parent in parents.items()

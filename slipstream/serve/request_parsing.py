@@ -150,12 +150,13 @@ _FORMS = {
 }
 
 # Names of members of a union that are names of fields, too.
-_BLOCK_TYPES = ("text", "thinking", "tool_result", "tool_use")
+_BLOCK_TYPES = ("image", "text", "thinking", "tool_result", "tool_use")
 
 _UNION_MEMBERS = (
     *("str", "int", "float", "bool", "TextPart", "ChosenTool"),
     *("assistant", "developer", "system", "tool", "user"),
-    *("message", "function_call_output", "input_text", "output_text", "ChosenFunctionTool"),
+    *("message", "function_call_output", "input_text", "input_image", "output_text"),
+    *("ChosenFunctionTool", "base64"),
 )
 
 

@@ -1,9 +1,13 @@
 """/tokenize, /detokenize and /tokenizer_info."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.serve.conversation import note_unread, render
+from slipstream.serve.conversation_images import has_images, read_images
 from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.openapi import json_response
@@ -17,6 +21,9 @@ from slipstream.serve.protocol.tokenize import (
 )
 from slipstream.serve.request_parsing import read_body
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 
 class TokenizeEndpoints:
     """Handles POST /tokenize and /detokenize, and GET /tokenizer_info."""
@@ -27,7 +34,9 @@ class TokenizeEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a prompt or of messages"""
         body = await read_body(request, TokenizeRequest, self._service)
-        return await self._service.aside(self._tokenize, body)
+        service = self._service
+        run = service.beside_images if has_images(body.messages or ()) else service.aside
+        return await run(self._tokenize, body)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids"""
@@ -54,20 +63,19 @@ class TokenizeEndpoints:
 
     def _tokenize(self, body: TokenizeRequest) -> Response:
         unread: list[str] = []
+        images: list[Image] = []
         service, tokenizer = self._service, self._service.tokenizer
         if body.messages is not None:
             if body.chat_template is not None:
                 service = service.with_template(body.chat_template)
+            images = read_images(service, body.messages)
             given = render(service, body.messages, body, body.tools, unread)
             field, adds_special = "messages", body.add_special_tokens is True
         else:
             assert body.prompt is not None, "one of the two is given"
             given, field = body.prompt, "prompt"
             adds_special = body.add_special_tokens is not False
-        if isinstance(given, str):
-            require_small(given, field)
-            given = tokenizer.encode(given, add_special_tokens=adds_special)
-        tokens = given
+        tokens = tokens_with(service, given, images, adds_special, field)
         answer = TokenizeResponse(
             count=len(tokens), max_model_len=self._service.max_model_len, tokens=tokens
         )
@@ -86,7 +94,27 @@ class TokenizeEndpoints:
         return json_response(DetokenizeResponse(prompt=text))
 
 
-def require_small(text: str, field: str) -> None:
+def tokens_with(
+    service: ModelService,
+    prompt: str | list[int],
+    images: Sequence["Image"],
+    adds_special: bool,
+    field: str = "messages",
+) -> list[int]:
+    """The tokens of a prompt and of its images, which are not read.
+
+    Raises:
+        ApiError, UsageError: the text is too large, or images do not fit its placeholders.
+    """
+    reader = service.engine.images
+    if isinstance(prompt, str):
+        _require_small(prompt, field)
+        text = reader.written(prompt) if images else prompt
+        prompt = service.tokenizer.encode(text, add_special_tokens=adds_special)
+    return reader.spread(prompt, images, {}) if images else prompt
+
+
+def _require_small(text: str, field: str) -> None:
     """Raise ApiError for a text that would keep a thread for too long."""
     size = len(text.encode(errors="replace"))
     if size > MOST_TEXT_BYTES:

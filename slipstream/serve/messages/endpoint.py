@@ -11,10 +11,11 @@ from starlette.responses import Response
 from slipstream.serve.answer import Answer
 from slipstream.serve.chat import PreparedChat, prepare
 from slipstream.serve.conversation import render
+from slipstream.serve.conversation_images import read_images
 from slipstream.serve.errors import MESSAGES_PATH, ApiError, renamed
 from slipstream.serve.generation import Generation
 from slipstream.serve.messages.blocks import BlockWriter
-from slipstream.serve.messages.translation import NAMES, chat_request
+from slipstream.serve.messages.translation import NAMES, chat_request, sees_images
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.openapi import json_response
 from slipstream.serve.protocol.chat import ChatRequest
@@ -26,7 +27,7 @@ from slipstream.serve.protocol.messages import (
 )
 from slipstream.serve.request_parsing import read_body
 from slipstream.serve.sse import cancel_on_disconnect, stream_error
-from slipstream.serve.tokenize import require_small
+from slipstream.serve.tokenize import tokens_with
 from slipstream.serve.tools.choice import choose_tools
 
 _PING: Final = {"type": "ping"}
@@ -46,12 +47,14 @@ class MessagesEndpoints:
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation in the Messages protocol"""
         body = await read_body(request, CountTokensRequest, self._service)
-        return await self._service.aside(self._count, body)
+        run = self._service.beside_images if sees_images(body) else self._service.aside
+        return await run(self._count, body)
 
     async def _answer(self, body: MessagesRequest) -> Response:
         service = self._service
         service.thread.check_room(1)
-        chat_body, chat = await service.aside(self._prepare, body)
+        run = service.beside_images if sees_images(body) else service.aside
+        chat_body, chat = await run(self._prepare, body)
         await service.compile(chat.params)
         generation = Generation([chat.prompt], return_speculation=False)
         writer = BlockWriter(chat.reader(service, chat_body))
@@ -70,11 +73,10 @@ class MessagesEndpoints:
     def _count(self, body: CountTokensRequest) -> Response:
         chat_body = chat_request(body, self._service)
         tools = choose_tools(chat_body, self._service)
+        images = read_images(self._service, chat_body.messages)
         prompt = render(self._service, chat_body.messages, chat_body, tools.in_prompt, [])
-        if isinstance(prompt, str):
-            require_small(prompt, "messages")
-            prompt = self._service.tokenizer.encode(prompt, add_special_tokens=False)
-        return json_response(TokenCount(input_tokens=len(prompt)))
+        tokens = tokens_with(self._service, prompt, images, adds_special=False)
+        return json_response(TokenCount(input_tokens=len(tokens)))
 
 
 class _MessagesAnswer(Answer[BlockWriter]):

@@ -11,7 +11,9 @@ from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol import chat
 from slipstream.serve.protocol.messages import (
     AssistantBlock,
+    Base64Source,
     CountTokensRequest,
+    ImageBlock,
     Message,
     MessagesRequest,
     TextBlock,
@@ -20,6 +22,7 @@ from slipstream.serve.protocol.messages import (
     Tool,
     ToolResultBlock,
     ToolUseBlock,
+    UrlSource,
     UserBlock,
 )
 from slipstream.serve.protocol.sampling import JsonSchemaFormat, NamedSchema
@@ -71,29 +74,33 @@ def _system(system: Texts | None) -> Iterator[chat.Message]:
 
 def _messages(messages: Sequence[Message], keeps_thinking: bool) -> Iterator[chat.Message]:
     """Messages of one role that follow each other are one turn."""
-    for role, turn in groupby(messages, lambda message: message.role):
-        blocks = [block for message in turn for block in _blocks(message.content)]
+    for role, turn in groupby(enumerate(messages), lambda placed: placed[1].role):
+        blocks = [
+            (f"messages[{place}].content[{number}]", block)
+            for place, message in turn
+            for number, block in enumerate(_blocks(message.content))
+        ]
         if role == "assistant":
-            yield _assistant(blocks, keeps_thinking)
+            yield _assistant([block for _, block in blocks], keeps_thinking)
         elif role == "user":
             yield from _user(blocks)
         else:
-            yield chat.PlainMessage(role="system", content=_joined(blocks))
+            yield chat.PlainMessage(role="system", content=_content(blocks))
 
 
 def _blocks(content: str | Sequence[Any]) -> Sequence[Any]:
     return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
 
 
-def _user(blocks: Sequence[UserBlock]) -> Iterator[chat.Message]:
-    for is_result, run in groupby(blocks, lambda block: isinstance(block, ToolResultBlock)):
+def _user(blocks: Sequence[tuple[str, UserBlock]]) -> Iterator[chat.Message]:
+    for is_result, run in groupby(blocks, lambda placed: isinstance(placed[1], ToolResultBlock)):
         if not is_result:
-            texts = [block for block in run if isinstance(block, TextBlock)]
-            yield chat.PlainMessage(role="user", content=_joined(texts))
+            yield chat.PlainMessage(role="user", content=_content([*run]))
             continue
-        for block in run:
+        for where, block in run:
             assert isinstance(block, ToolResultBlock)
-            content = _joined(_blocks(block.content or ""))
+            inner = enumerate(_blocks(block.content or ""))
+            content = _content([(f"{where}.content[{number}]", it) for number, it in inner])
             yield chat.ToolMessage(role="tool", content=content, tool_call_id=block.tool_use_id)
 
 
@@ -117,9 +124,37 @@ def _assistant(blocks: Sequence[AssistantBlock], keeps_thinking: bool) -> chat.A
     )
 
 
-def _joined(blocks: Sequence[TextBlock]) -> str:
-    """One under the other, as chats put the parts of a content together."""
-    return "\n".join(block.text for block in blocks)
+def _content(blocks: Sequence[tuple[str, Any]]) -> Any:
+    """Texts one under the other, as chats put the parts of a content together; parts if any of the
+    blocks is an image.
+
+    Args:
+        blocks: with the fields that they came in.
+    """
+    if not any(isinstance(block, ImageBlock) for _, block in blocks):
+        return "\n".join(block.text for _, block in blocks)
+    return [
+        chat.ImagePart.at(where, _url(block.source))
+        if isinstance(block, ImageBlock)
+        else chat.TextPart(type="text", text=block.text)
+        for where, block in blocks
+    ]
+
+
+def _url(source: Base64Source | UrlSource) -> str:
+    if isinstance(source, UrlSource):
+        return source.url
+    return f"data:{source.media_type};base64,{source.data}"
+
+
+def sees_images(body: CountTokensRequest) -> bool:
+    """Whether a conversation has images."""
+    for message in body.messages:
+        for block in () if isinstance(message.content, str) else message.content:
+            inner = block.content or () if isinstance(block, ToolResultBlock) else ()
+            if any(isinstance(it, ImageBlock) for it in (block, *inner)):
+                return True
+    return False
 
 
 def _takes_beginning(messages: list[chat.Message]) -> bool:

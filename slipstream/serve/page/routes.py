@@ -21,7 +21,7 @@ _POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self'",
+        "img-src 'self' data:",  # images of messages, before they are sent
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",

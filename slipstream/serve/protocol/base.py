@@ -34,8 +34,10 @@ OnlyFalse = Annotated[Literal[False], BeforeValidator(_require_boolean)]
 # Fields of the OpenAI protocol and of vLLM's that are refused, but for values that ask for nothing,
 # and what to do instead.
 _IMAGES = (
-    "images go into messages of the user to /v1/chat/completions, as parts of the type image_url"
+    "images go into messages of the user and results of tools: as image_url in "
+    "/v1/chat/completions, as input_image in /v1/responses, as image in /v1/messages"
 )
+_NO_FILES = "this server keeps no files; send an image itself, in a data URL or as base64"
 _NO_MEDIA = "this server reads texts and images, and writes text; leave it out"
 REFUSALS: Final = {
     "audio": _NO_MEDIA,
@@ -45,7 +47,8 @@ REFUSALS: Final = {
     "document": _NO_MEDIA,
     "ec_transfer_params": "this server is not split into several; leave it out",
     "encrypted_content": "only the server that wrote it can read it; send the item's content",
-    "file": _NO_MEDIA,
+    "file": _NO_FILES,
+    "file_id": _NO_FILES,
     "function_call": "it is the older form of tool calls; use tools and tool_choice",
     "functions": "it is the older form of tools; use tools",
     "image": _IMAGES,

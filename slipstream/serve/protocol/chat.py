@@ -44,6 +44,19 @@ class ImagePart(RequestBody):
 
     type: Literal["image_url"]
     image_url: ImageUrl
+    _where: str = ""
+
+    @classmethod
+    def at(cls, where: str, url: str) -> "ImagePart":
+        """An image that came in the body of another protocol, in the field `where`."""
+        part = cls(type="image_url", image_url=ImageUrl(url=url))
+        part._where = where
+        return part
+
+    @property
+    def where(self) -> str:
+        """The field that errors name; empty where it is the part itself."""
+        return self._where
 
 
 class CalledFunction(RequestBody):
@@ -62,8 +75,6 @@ class MessageToolCall(RequestBody):
 
 
 Content = str | Annotated[list[TextPart], Field(min_length=1), AtMost(bounds.MOST_PARTS)]
-
-
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 SeenContent = str | Annotated[list[Part], Field(min_length=1), AtMost(bounds.MOST_PARTS)]
 
@@ -104,7 +115,7 @@ class ToolMessage(RequestBody):
     """The result of a tool call."""
 
     role: Literal["tool"]
-    content: Content
+    content: SeenContent
     tool_call_id: str
     name: str | None = None
 

@@ -40,6 +40,28 @@ class TextBlock(_Cached):
     text: str
 
 
+class Base64Source(RequestBody):
+    """An image itself."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp", "image/bmp"]
+    data: str
+
+
+class UrlSource(RequestBody):
+    """Where an image is, as in a chat."""
+
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(_Cached):
+    """An image."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+
 class ThinkingBlock(RequestBody):
     """What the model thought in an earlier answer; `signature` may be anything."""
 
@@ -58,6 +80,7 @@ class ToolUseBlock(_Cached):
 
 
 Texts = str | Annotated[list[TextBlock], AtMost(bounds.MOST_PARTS)]
+SeenBlock = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
 
 
 class ToolResultBlock(_Cached):
@@ -65,11 +88,11 @@ class ToolResultBlock(_Cached):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts | None = None
+    content: str | Annotated[list[SeenBlock], AtMost(bounds.MOST_PARTS)] | None = None
     is_error: bool | None = None
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
 AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
 
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from slipstream.serve.protocol import bounds
 from slipstream.serve.protocol.base import Count, JsonSchema, OnlyFalse, RequestBody
@@ -33,6 +33,18 @@ class InputText(RequestBody):
     text: str
 
 
+class InputImage(RequestBody):
+    """An image of the user or of a tool.
+
+    Attributes:
+        image_url, detail: the `url` and the `detail` of an image in a chat.
+    """
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto"] | None = None
+
+
 class EarlierText(RequestBody):
     """Text of an earlier answer."""
 
@@ -43,7 +55,7 @@ class EarlierText(RequestBody):
 
 
 _Parts = Annotated[
-    list[Annotated[InputText | EarlierText, Field(discriminator="type")]],
+    list[Annotated[InputText | InputImage | EarlierText, Field(discriminator="type")]],
     Field(min_length=1),
     AtMost(bounds.MOST_PARTS),
 ]
@@ -57,6 +69,12 @@ class MessageItem(RequestBody):
     content: str | _Parts
     id: str | None = None
     status: _Status | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "MessageItem":
+        if self.role == "assistant" and any(isinstance(it, InputImage) for it in self.content):
+            raise ValueError("the assistant writes no images; send them as the user's")
+        return self
 
 
 class FunctionCallItem(RequestBody):

@@ -33,7 +33,11 @@ class ModelSpeculation(ResponseBody):
 
 
 class ModelCard(ResponseBody):
-    """A name of the served model, or an adapter, whose parent the model is."""
+    """A name of the served model, or an adapter, whose parent the model is.
+
+    Attributes:
+        max_images: of a prompt; 0 where images are not read.
+    """
 
     id: str
     object: Literal["model"]
@@ -43,6 +47,7 @@ class ModelCard(ResponseBody):
     parent: str | None
     max_model_len: int
     has_chat_template: bool
+    max_images: int
     speculative: ModelSpeculation | None
 
 

@@ -13,6 +13,7 @@ from pydantic_core import to_json
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.serve.answer import Answer
 from slipstream.serve.answer_reader import AnswerReader, Increment
+from slipstream.serve.conversation_images import has_images
 from slipstream.serve.generation import Generation
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.base import MOST_INT
@@ -131,8 +132,9 @@ class ResponsesAnswer(Answer[Increments]):
         )
         if self._store is not None:
             self._conversation.add(_ITEMS.validate_python(_remembered(self._writer.items)))
-            messages = dump_messages(self._conversation.messages)
-            self._store.put(self.id, StoredResponse(document, messages))
+            messages = self._conversation.messages
+            kept = StoredResponse(document, dump_messages(messages), has_images(messages))
+            self._store.put(self.id, kept)
         return document
 
     def _response(self, status: str, **fields: Any) -> bytes:

@@ -23,6 +23,7 @@ from slipstream.serve.responses.request import (
     conversation,
     from_turn,
     later_turns,
+    sees_images,
 )
 from slipstream.serve.responses.store import ResponseStore
 from slipstream.serve.sse import cancel_on_disconnect
@@ -82,8 +83,11 @@ class ResponsesEndpoints:
         earlier = None
         if body.previous_response_id is not None:
             name = body.previous_response_id
-            earlier = self._store.get(name, "previous_response_id").messages
-        messages, chat_body, chat = await service.aside(self._prepare, body, earlier)
+            earlier = self._store.get(name, "previous_response_id")
+        sees = sees_images(body) or (earlier is not None and earlier.has_images)
+        run = service.beside_images if sees else service.aside
+        before = None if earlier is None else earlier.messages
+        messages, chat_body, chat = await run(self._prepare, body, before)
         await service.compile(chat.params)
         generation = Generation([chat.prompt], bool(body.return_speculation))
         reader = chat.reader(service, chat_body)

@@ -11,6 +11,7 @@ from slipstream.serve.protocol.bounds import MOST_MESSAGES, MOST_PARTS
 from slipstream.serve.protocol.chat import (
     AssistantMessage,
     CalledFunction,
+    ImagePart,
     Message,
     MessageToolCall,
     PlainMessage,
@@ -21,6 +22,7 @@ from slipstream.serve.protocol.responses import (
     EarlierText,
     FunctionCallItem,
     FunctionOutputItem,
+    InputImage,
     InputText,
     Item,
     MessageItem,
@@ -29,18 +31,22 @@ from slipstream.serve.protocol.responses import (
 
 _MESSAGES: Final = TypeAdapter[list[Message]](list[Message])
 
-Texts = Sequence[InputText | EarlierText]
+Parts = Sequence[InputText | InputImage | EarlierText]
 
 
 def parse_messages(document: bytes) -> list[Message]:
     """Messages that `dump_messages` wrote; ApiError if they exceed the bounds of a request."""
     try:
-        return _MESSAGES.validate_json(document)
+        messages = _MESSAGES.validate_json(document)
     except ValidationError:
         raise bad_request(
             "the conversation so far is more than a request may hold; begin a new one",
             "previous_response_id",
         ) from None
+    for message in messages:
+        if isinstance(message.content, list):
+            message.content = [_earlier(part) for part in message.content]
+    return messages
 
 
 def dump_messages(messages: Sequence[Message]) -> bytes:
@@ -83,11 +89,12 @@ class Conversation:
                     self._thought(item)
                 case FunctionOutputItem():
                     self._require_call(item.call_id, place)
-                    content = _content(item.output)
+                    content = _content(item.output, f"input[{place}].output")
                     self._say(ToolMessage(role="tool", content=content, tool_call_id=item.call_id))
                 case MessageItem():
                     role: Any = item.role
-                    self._say(PlainMessage(role=role, content=_content(item.content)))
+                    content = _content(item.content, f"input[{place}].content")
+                    self._say(PlainMessage(role=role, content=content))
 
     def require_few(self) -> None:
         """Raise ApiError for more messages, or calls in one of them, than a chat may have."""
@@ -124,7 +131,7 @@ class Conversation:
     def _answered(self, item: MessageItem) -> None:
         open = self._answer
         answer = self._open(open is not None and not (open.content or open.tool_calls))
-        answer.content = _content(item.content)
+        answer.content = _content(item.content, "")
 
     def _called(self, item: FunctionCallItem) -> None:
         answer = self._open(True)
@@ -143,9 +150,20 @@ class Conversation:
             )
 
 
-def _content(given: str | Texts) -> Any:
+def _content(given: str | Parts, where: str) -> Any:
     if isinstance(given, str):
         return given
-    if len(given) == 1:
-        return given[0].text
-    return [TextPart(type="text", text=part.text) for part in given]
+    parts = [_part(part, f"{where}[{number}]") for number, part in enumerate(given)]
+    return parts[0].text if len(parts) == 1 and isinstance(parts[0], TextPart) else parts
+
+
+def _part(part: InputText | InputImage | EarlierText, where: str) -> TextPart | ImagePart:
+    if isinstance(part, InputImage):
+        return ImagePart.at(where, part.image_url)
+    return TextPart(type="text", text=part.text)
+
+
+def _earlier(part: TextPart | ImagePart) -> Any:
+    if isinstance(part, ImagePart):
+        return ImagePart.at("an image of previous_response_id", part.image_url.url)
+    return part

@@ -18,7 +18,9 @@ from slipstream.serve.protocol.chat import (
 from slipstream.serve.protocol.responses import (
     LOGPROBS,
     ChosenFunctionTool,
+    FunctionOutputItem,
     FunctionTool,
+    InputImage,
     MessageItem,
     ResponsesRequest,
     SchemaFormat,
@@ -58,6 +60,16 @@ def check(body: ResponsesRequest) -> None:
 def wants_logprobs(body: ResponsesRequest) -> bool:
     """Whether the texts come with logprobs."""
     return LOGPROBS in (body.include or ())
+
+
+def sees_images(body: ResponsesRequest) -> bool:
+    """Whether there is an image in what a request says itself."""
+    for item in () if isinstance(body.input, str) else body.input:
+        parts = item.output if isinstance(item, FunctionOutputItem) else ()
+        parts = item.content if isinstance(item, MessageItem) else parts
+        if any(isinstance(part, InputImage) for part in parts):
+            return True
+    return False
 
 
 def conversation(

@@ -15,10 +15,12 @@ class StoredResponse:
     Attributes:
         document: as the client has it, in JSON.
         messages: of the conversation up to and with this answer, without instructions, in JSON.
+        has_images: whether any of the messages has.
     """
 
     document: bytes
     messages: bytes
+    has_images: bool = False
 
     @property
     def size(self) -> int:

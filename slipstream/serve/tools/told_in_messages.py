@@ -62,14 +62,14 @@ def _with_system(messages: Messages, told: str) -> Messages:
     first, *others = messages
     if first["role"] != "system":
         return [{"role": "system", "content": told}, *messages]
-    return [{**first, "content": f"{_text(first)}\n\n{told}"}, *others]
+    return [{**first, "content": _joined(first["content"], f"\n\n{told}")}, *others]
 
 
 def _with_first_user(messages: Messages, told: str) -> Messages:
     found = [*messages]
     for place, message in enumerate(found):
         if message["role"] == "user":
-            found[place] = {**message, "content": f"{told}\n\n{_text(message)}"}
+            found[place] = {**message, "content": _joined(f"{told}\n\n", message["content"])}
             break
     return found
 
@@ -81,14 +81,14 @@ def _as_text(messages: Messages) -> list[dict[str, Any]]:
     for message in messages:
         is_result = message["role"] == "tool"
         if is_result:
-            result = f"{_RESULT}\n{_text(message)}\n{_RESULT_END}"
+            result = _joined(f"{_RESULT}\n", message["content"], f"\n{_RESULT_END}")
             if in_results:
-                plain[-1]["content"] += f"\n{result}"
+                plain[-1]["content"] = _joined(plain[-1]["content"], "\n", result)
             else:
                 plain.append({"role": "user", "content": result})
         elif message.get("tool_calls"):
             calls = (f"{BEGIN}\n{_json(it['function'])}\n{END}" for it in message["tool_calls"])
-            texts = [_text(message)] if message.get("content") else []
+            texts = [_joined(message["content"])] if message.get("content") else []
             kept = {key: value for key, value in message.items() if key != "tool_calls"}
             plain.append({**kept, "content": "\n".join([*texts, *calls])})
         else:
@@ -97,9 +97,13 @@ def _as_text(messages: Messages) -> list[dict[str, Any]]:
     return plain
 
 
-def _text(message: Mapping[str, Any]) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+def _joined(*contents: str | list[dict[str, Any]]) -> Any:
+    """Contents as one: a text, or parts where there are images among them."""
+    if all(isinstance(it, str) or all("text" in part for part in it) for it in contents):
+        texts = (it if isinstance(it, str) else "\n".join(x["text"] for x in it) for it in contents)
+        return "".join(texts)
+    parts = ([{"type": "text", "text": it}] if isinstance(it, str) else it for it in contents)
+    return [part for it in parts for part in it]
 
 
 def _json(value: Mapping[str, Any]) -> str:

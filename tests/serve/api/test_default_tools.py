@@ -80,6 +80,27 @@ def test_tools_stand_in_the_system_message() -> None:
         write_with_tools(lambda _: "nothing", HISTORY, [WEATHER])
 
 
+def test_images_stay_among_texts() -> None:
+    """Tools stand before what the user shows, and results between their tags."""
+    image: Any = {"type": "image"}
+    seen: list[Messages] = []
+
+    def write(messages: Messages) -> str:
+        seen.append(messages)
+        if messages[0]["role"] == "system":
+            raise UsageError("no system")
+        return messages[0]["content"][0]["text"]
+
+    results: list[Any] = [{"role": "tool", "content": [image]}, {"role": "tool", "content": "more"}]
+    write_with_tools(write, [{"role": "user", "content": [image]}, *results], [WEATHER])
+    user, result = seen[-1]
+    assert user["content"][1:] == [image]
+    texts = [part.get("text", part["type"]) for part in result["content"]]
+    assert "".join(texts) == (
+        "<tool_response>\nimage\n</tool_response>\n<tool_response>\nmore\n</tool_response>"
+    )
+
+
 def test_another_format_needs_a_template_that_knows_tools(live: Live) -> None:
     assert live.model.tool_format is not None
     assert live.model.tool_format.name == "hermes"

@@ -2,11 +2,14 @@
 
 import base64
 import io
+import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from PIL import Image
@@ -14,7 +17,9 @@ from PIL import Image
 from slipstream import LLM, SamplingParams
 from slipstream.core.config import EngineConfig
 from slipstream.engine.images import TowerReader
+from slipstream.serve import conversation_images
 from tests.image_checkpoints import images, write, write_tokenizer_of
+from tests.image_corpus import corpus
 from tests.serve.api.live import Live, serving
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
@@ -161,3 +166,84 @@ def test_other_requests_go_on_while_images_are_read(
     for thread in threads:
         thread.join()
     assert len({it.choices[0].message.content for it in answers}) == 1
+
+
+def test_no_hostile_image_is_more_than_a_400(live: Live) -> None:
+    """Each names its part; what is larger than a body may be is refused before."""
+    reader = live.engine.images
+    assert isinstance(reader, TowerReader)
+    before, wrong = reader.num_encoded, {}
+    with httpx.Client(base_url=live.url, timeout=60) as http:
+        for case in corpus():
+            if case.answer is not None:
+                continue
+            parts = message({"url": case.url}, "w5")
+            answer = http.post("/v1/chat/completions", json={"messages": parts, **GREEDY})
+            named = "messages[0].content[0]: " in answer.text
+            if answer.status_code != 413 and (answer.status_code != 400 or not named):
+                wrong[case.name] = answer.text[:200]
+        assert wrong == {}
+        assert http.get("/health").status_code == 200
+    assert reader.num_encoded == before
+    assert live.model.thread.num_open == 0
+
+
+def test_images_of_a_prompt_share_their_pixels(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each alone would do."""
+    image = images(1)[0]
+    most = 2 * image.width * image.height - 1
+    monkeypatch.setattr(conversation_images, "MOST_PIXELS_TOGETHER", most)
+    assert ask(client, message({"url": url_of(image)}, "w5")).choices
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content\[1\]: .* pixels"):
+        ask(client, message(*[{"url": url_of(image)}] * 2, "w5"))
+
+
+def test_what_was_read_is_kept_in_bounded_memory(
+    live: Live, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many images only those that fit are known again."""
+    reader = live.engine.images
+    assert isinstance(reader, TowerReader)
+    first, *others = images(4, 11)
+    monkeypatch.setattr(reader, "_cache_bytes", 1)
+    for image in (first, *others, first):
+        before = reader.num_encoded
+        ask(client, message({"url": url_of(image)}, "w5"))
+        assert reader.num_encoded == before + 1
+        assert len(reader._kept) == 1
+        assert reader._kept_bytes == next(iter(reader._kept.values())).nbytes
+
+
+def test_a_client_that_leaves_while_its_image_is_read_leaves_nothing(
+    live: Live, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, read = threading.Event(), threading.Event(), threading.Event()
+    place = TowerReader.place
+
+    def slowly(self: TowerReader, token_ids: list[int], given: Any, options: Any) -> Any:
+        if not given:
+            return place(self, token_ids, given, options)
+        begun.set()
+        assert goes_on.wait(60)
+        try:
+            return place(self, token_ids, given, options)
+        finally:
+            read.set()
+
+    monkeypatch.setattr(TowerReader, "place", slowly)
+    body = {"messages": message({"url": url_of(images(1, 12)[0])}, "w5"), **GREEDY}
+    content = json.dumps(body).encode()
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client_that_leaves:
+        client_that_leaves.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(content), content)
+        )
+        assert begun.wait(60)
+    assert httpx.get(f"{live.url}/health").status_code == 200
+    goes_on.set()
+    assert read.wait(60)
+    assert ask(client, body["messages"]).choices
+    assert live.model.thread.num_open == 0

@@ -365,7 +365,7 @@ def test_other_methods_and_bodies(live: Live) -> None:
 @pytest.mark.parametrize(
     ("role", "block", "named"),
     [
-        ("user", {"type": "image", "source": {}}, "image is not supported"),
+        ("user", {"type": "image", "source": {}}, "messages[0].content[0].source.type must be"),
         ("user", {"type": "document", "source": {}}, "document is not supported"),
         ("user", {"type": "tool_use", "id": "1", "name": "f", "input": {}}, "type must be one of"),
         ("user", {"type": "text", "text": 1}, "messages[0].content[0].text:"),

@@ -34,13 +34,14 @@ class FakeServer:
     key: str | None = None
     has_drafter: bool = True
     has_template: bool = False
+    max_images: int = 0
     speedup: float | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_gone: int = 0  # clients that left in the middle of a stream
 
     def reset(self) -> None:
         self.key, self.has_drafter, self.num_gone, self.speedup = None, True, 0, None
-        self.has_template = False
+        self.has_template, self.max_images = False, 0
         self.bodies.clear()
 
     async def models(self, request: Request) -> Response:
@@ -52,6 +53,7 @@ class FakeServer:
             "object": "model",
             "max_model_len": 2048,
             "has_chat_template": self.has_template,
+            "max_images": self.max_images,
             "speculative": drafter if self.has_drafter else None,
         }
         return JSONResponse({"object": "list", "data": [entry]})

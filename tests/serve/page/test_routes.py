@@ -39,6 +39,7 @@ def test_the_document_allows_its_own_files_and_nothing_else(server: FakeServer) 
     assert headers["Content-Type"] == "text/html; charset=utf-8"
     policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
     assert policy.pop("default-src") == "'none'"
+    assert policy.pop("img-src") == "'self' data:"
     assert set(policy.values()) == {"'self'", "'none'"}
     assert policy["script-src"] == policy["connect-src"] == "'self'"
     assert policy["frame-ancestors"] == policy["base-uri"] == "'none'"

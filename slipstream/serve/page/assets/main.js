@@ -2,6 +2,7 @@
 
 import { hasKey, listModels } from "./api.js";
 import { EXAMPLES } from "./examples.js";
+import { Images } from "./images.js";
 import { Inspector } from "./inspector.js";
 import { KeyDialog } from "./key_dialog.js";
 import { Meters } from "./meters.js";
@@ -23,12 +24,21 @@ const announce = (text) => {
   at("announcer").textContent = text;
 };
 const player = new Player({ transcript, meters, announce, onBusy });
+const images = new Images({
+  list: at("images"),
+  button: at("image-add"),
+  field: at("image-files"),
+  say: (text) => {
+    at("prompt-error").textContent = text;
+  },
+});
 let mode = "completion";
 const example = { completion: 0, chat: 0 };
 let startedAt = 0;
 const settings = new Settings(at("settings"), (element) => {
   at("brief").textContent = settings.brief;
   if (element.name === "mode") changeMode();
+  if (element.id === "model") allowImages();
 });
 
 /** Ask the server what it runs. */
@@ -36,6 +46,7 @@ async function connect() {
   state("waiting", "connecting");
   try {
     settings.offer(await listModels());
+    allowImages();
     state("ready", "ready");
     if (settings.chats && untouched()) {
       settings.mode = "chat";
@@ -54,7 +65,7 @@ function untouched() {
 
 async function run() {
   const text = prompt.value;
-  const empty = text.trim() === "";
+  const empty = text.trim() === "" && !images.urls.length;
   at("prompt-error").textContent = empty ? "Write a prompt first." : "";
   prompt.setAttribute("aria-invalid", String(empty));
   if (empty) {
@@ -65,16 +76,26 @@ async function run() {
   if (!values) return;
   notice.hide();
   startedAt = performance.now();
+  const shown = images.take();
   if (mode === "chat") prompt.value = "";
   try {
-    await player.run(values, text, settings.numDraftTokens);
+    await player.run(values, text, settings.numDraftTokens, shown);
     state("ready", "ready");
   } catch (error) {
     fail(error, run);
   } finally {
-    // Nothing came of it: the words are not lost.
-    if (!prompt.value && transcript.turns.at(-1)?.prompt !== text) prompt.value = text;
+    // Nothing came of it: the words and the images are not lost.
+    const last = transcript.turns.at(-1);
+    if (!prompt.value && last?.prompt !== text) prompt.value = text;
+    if (!images.urls.length && last?.images !== shown) images.restore(shown);
   }
+}
+
+/** Offer images where the model sees them, and else know why not. */
+function allowImages() {
+  const most = settings.mostImages ?? 0;
+  const blind = most ? "Images go with a message: choose Chat first." : "This model reads text only, no images.";
+  images.allow(mode === "chat" ? most : 0, blind);
 }
 
 function fail(error, again) {
@@ -102,7 +123,7 @@ function onBusy(busy) {
   at("run-label").textContent = busy ? "Stop" : "Run";
   at("run-key").textContent = busy ? "Esc" : runKey();
   at("run").classList.toggle("stop", busy);
-  for (const id of ["clear", "example"]) at(id).disabled = busy;
+  for (const id of ["clear", "example", "image-add"]) at(id).disabled = busy;
   for (const button of document.querySelectorAll(".replays button")) button.disabled = busy;
   settings.lock(busy);
 }
@@ -120,9 +141,12 @@ function changeMode() {
   at("prompt-label").textContent = mode === "chat" ? "Message" : "Text to continue";
   at("clear").textContent = mode === "chat" ? "New chat" : "Clear";
   prompt.value = EXAMPLES[mode][example[mode]];
+  allowImages();
 }
 
 function clear() {
+  images.take();
+  at("prompt-error").textContent = "";
   transcript.clear();
   meters.watch([]);
   notice.hide();
@@ -164,6 +188,27 @@ at("example").addEventListener("click", () => {
 at("clear").addEventListener("click", () => {
   clear();
   prompt.focus();
+});
+
+/** Files that a drop or the clipboard holds. */
+function filesOf(transfer) {
+  return [...(transfer?.files ?? [])];
+}
+
+for (const kind of ["dragenter", "dragover", "dragleave", "drop"]) {
+  document.addEventListener(kind, (event) => {
+    if (!event.dataTransfer?.types.includes("Files")) return;
+    event.preventDefault(); // or the browser would leave the page for the file
+    document.body.classList.toggle("dropping", kind === "dragenter" || kind === "dragover");
+    if (kind === "drop" && !player.busy) images.add(filesOf(event.dataTransfer));
+  });
+}
+
+prompt.addEventListener("paste", (event) => {
+  const files = filesOf(event.clipboardData);
+  if (!files.length || event.clipboardData.types.includes("text/plain")) return;
+  event.preventDefault();
+  if (!player.busy) images.add(files);
 });
 
 at("key-open").addEventListener("click", () => keyDialog.ask(false));

@@ -1,6 +1,7 @@
 // Runs prompts and plays their recordings again; one thing at a time, which Escape ends.
 
 import { answer } from "./answer.js";
+import { contentOf } from "./images.js";
 import { replay, slowPace } from "./replay.js";
 import { Turn } from "./turn.js";
 import { count } from "./words.js";
@@ -24,15 +25,17 @@ export class Player {
    * Run one prompt.
    *
    * @param numDraftTokens as `Settings.numDraftTokens`.
+   * @param images [{name, url}] of a message.
    * @throws ServerError; a turn without a single token is taken away again.
    */
-  async run(values, prompt, numDraftTokens) {
+  async run(values, prompt, numDraftTokens, images) {
     const { transcript, meters, announce } = this._page;
     const chat = values.mode === "chat";
     if (!chat) transcript.clear();
-    const input = chat ? [...transcript.messages(values.system), { role: "user", content: prompt }] : prompt;
+    const asked = { role: "user", content: contentOf(prompt, images) };
+    const input = chat ? [...transcript.messages(values.system), asked] : prompt;
     const parts = partsOf(values, numDraftTokens);
-    const turn = new Turn(prompt, values.mode, parts);
+    const turn = new Turn(prompt, values.mode, parts, images);
     transcript.add(turn);
     meters.watch(turn.panes);
     announce("Writing.");

@@ -56,6 +56,11 @@ export class Settings {
     return this._models.get(this._at("model").value)?.has_chat_template;
   }
 
+  /** How many images of a prompt the chosen model sees; undefined where nobody said. */
+  get mostImages() {
+    return this._models.get(this._at("model").value)?.max_images;
+  }
+
   /** What the chosen model drafts with; null without a drafter, undefined where nobody said. */
   get drafter() {
     return this._models.get(this._at("model").value)?.speculative;

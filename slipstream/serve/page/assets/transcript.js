@@ -1,5 +1,7 @@
 // The turns of a conversation, in a box that follows the text while nobody reads further up.
 
+import { contentOf } from "./images.js";
+
 const NEAR = 32; // pixels from the end that still count as the end
 
 export class Transcript {
@@ -35,8 +37,8 @@ export class Transcript {
 
   /** What a model is to go on from. */
   messages(system) {
-    const said = this.turns.flatMap(({ prompt, answer }) => [
-      { role: "user", content: prompt },
+    const said = this.turns.flatMap(({ prompt, images, answer }) => [
+      { role: "user", content: contentOf(prompt, images) },
       { role: "assistant", content: answer },
     ]);
     return system ? [{ role: "system", content: system }, ...said] : said;

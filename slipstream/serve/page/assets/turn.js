@@ -1,6 +1,7 @@
 // One prompt with its answer, or with two of them side by side.
 
 import { firstDifference, speedUp, tokenAt } from "./compare.js";
+import { preview } from "./images.js";
 import { Pane } from "./pane.js";
 import { count, percent, seconds, visible } from "./words.js";
 
@@ -9,14 +10,21 @@ export class Turn {
    * @param prompt what the user wrote.
    * @param mode "chat" or "completion".
    * @param parts [{title, numDraftTokens}] one for each answer.
+   * @param images [{name, url}] that came with it.
    */
-  constructor(prompt, mode, parts) {
+  constructor(prompt, mode, parts, images = []) {
     this.prompt = prompt;
+    this.images = images;
     this.element = make("article", "turn");
     const inline = mode === "completion" && parts.length === 1;
     if (!inline) {
       const question = make("div", "question");
       question.append(make("h3", "", mode === "chat" ? "You" : "Prompt"), make("p", "given", prompt));
+      if (images.length) {
+        const row = make("p", "images");
+        row.append(...images.map(preview));
+        question.append(row);
+      }
       this.element.append(question);
     }
     this.panes = parts.map(({ title, numDraftTokens }) => new Pane(title, numDraftTokens, inline ? prompt : ""));
