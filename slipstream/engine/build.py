@@ -228,8 +228,8 @@ def _made_to_see(
     """Options and sizes for a model whose prompts may hold images."""
     device = options.device
     shape = replace(shape, num_added_layers=family.num_added_layers)
-    if config.max_num_batched_tokens is None and family.is_whole:
-        rows = max(max_batched_tokens(config, device)[0], least_rows(config, family))
+    if config.max_num_batched_tokens is None and (least := least_rows(config, family)):
+        rows = max(max_batched_tokens(config, device)[0], least)
         config = replace(config, max_num_batched_tokens=rows)
     if family.several_axes:
         # Rows of a pass, and a token that is read again of each request.
