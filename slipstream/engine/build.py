@@ -227,7 +227,8 @@ def _made_to_see(
 ) -> tuple[EngineConfig, DecoderConfig, LoadOptions]:
     """Options and sizes for a model whose prompts may hold images."""
     device = options.device
-    shape = replace(shape, num_added_layers=family.num_added_layers)
+    token = family.placeholder.token
+    shape = replace(shape, num_added_layers=family.num_added_layers, image_token=token)
     if config.max_num_batched_tokens is None and (least := least_rows(config, family)):
         rows = max(max_batched_tokens(config, device)[0], least)
         config = replace(config, max_num_batched_tokens=rows)

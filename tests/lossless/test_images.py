@@ -10,16 +10,23 @@ import torch
 from torch import Tensor
 
 from slipstream import LLM, SamplingParams
+from slipstream.core.batch import Batch
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.models.vision.tower import SpanEmbeddings
+from slipstream.runner.device_batch import DeviceBatch, Guesses
 from slipstream.speculative.catalogue import METHODS
+from slipstream.speculative.drafter import Draft
 from slipstream.speculative.heads.loading import HeadNetwork
+from slipstream.speculative.ngram.drafter import NgramDrafter
+from slipstream.speculative.suffix.drafter import SuffixDrafter
 from tests import fake_drafters
 from tests.checkpoints import write_qwen3
 from tests.drafters.assistants import write_gemma4_assistant
 from tests.drafters.heads import write_eagle3
 from tests.image_checkpoints import (
+    END,
     IMAGE,
+    START,
     VOCAB_SIZE,
     images,
     prompt,
@@ -177,6 +184,50 @@ def check(
     manager = llm.engine.scheduler.block_manager
     if case["prefix"] == "same" and case["blocks"] == 400:
         assert manager.num_hit_tokens >= 200
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_lookups_pass_over_images(
+    method: str,
+    models: Callable[[str], str],
+    drafters: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens of an image are neither guessed nor part of what is looked up."""
+    guesses = record_guesses(monkeypatch)
+    options = {**drafters[method], "num_speculative_tokens": 5}
+    llm = make(models("Qwen3VL"), speculative_config=options)
+    image = images(1)[0]
+    asked = [1, 2, 3, START, IMAGE, END, 7, 8, 9, 1, 2, 3], [5, IMAGE, 6, 4, 3, 6, 8, 2, IMAGE, 6]
+    first = []
+    for ids in asked:
+        guesses.clear()
+        llm.generate(with_images(ids, [image] * ids.count(IMAGE)), params(False))
+        assert all(IMAGE not in guess for guess in guesses)
+        first.append(guesses[0])
+    # Behind "image 6" came 4, and behind 6 at last 8; n-grams begin behind the image.
+    assert first == [[START], [8] if method == "suffix" else []]
+
+
+def record_guesses(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """What drafters that look up guess from now on, one request after another."""
+    found: list[list[int]] = []
+    propose, prepare = NgramDrafter.propose, SuffixDrafter.prepare
+
+    def proposed(self: NgramDrafter, batch: DeviceBatch) -> Draft:
+        draft = propose(self, batch)
+        rows = zip(draft.token_ids.tolist(), draft.num_tokens.tolist(), strict=True)
+        found.extend(tokens[:length] for tokens, length in rows)
+        return draft
+
+    def prepared(self: SuffixDrafter, batch: Batch) -> Guesses:
+        guesses = prepare(self, batch)
+        found.extend(list(guess) for guess in guesses)
+        return guesses
+
+    monkeypatch.setattr(NgramDrafter, "propose", proposed)
+    monkeypatch.setattr(SuffixDrafter, "prepare", prepared)
+    return found
 
 
 @pytest.mark.parametrize("family", ["Gemma4", "Gemma4-E"])
