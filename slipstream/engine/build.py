@@ -190,15 +190,14 @@ def _load(
         checkpoint.path, shape.vocab_size, beside, config.max_num_seqs, checkpoint.replaced
     )
     speculation = load_drafter(config.drafter_options, target)
-    family = None  # several ranks read text only
-    if ranks.share.size == 1:
-        family = choose_family(config, checkpoint, device, reasons)
+    family = choose_family(config, checkpoint, device, reasons)
     if family is not None:
         config, shape, options = _made_to_see(config, shape, options, family)
     network = load_decoder(checkpoint, options, shape)
     if network.adapters is not None:
         _tell_adapters(network.adapters, reasons)
-    tower = None if family is None else family.load(dtype, device)
+    # The leader reads images; the others are told what it read of them, with their requests.
+    tower = family.load(dtype, device) if family is not None and ranks.leads else None
     eos = eos_token_ids(checkpoint, tokenizer)
     resolved = resolve(config, shape, eos, dtype, device, speculation, reasons, ranks.share)
     resolved = replace(resolved, sampling_defaults=defaults)

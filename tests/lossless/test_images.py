@@ -222,7 +222,7 @@ def record_guesses(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     def prepared(self: SuffixDrafter, batch: Batch) -> Guesses:
         guesses = prepare(self, batch)
-        found.extend(list(guess) for guess in guesses)
+        found.extend(list(guess or ()) for guess in guesses)
         return guesses
 
     monkeypatch.setattr(NgramDrafter, "propose", proposed)
