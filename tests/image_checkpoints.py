@@ -1,5 +1,6 @@
 """Tiny random models that see images, written by transformers itself."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,31 +97,138 @@ def gemma3() -> Any:
     )
 
 
-_CONFIGS = {"Qwen3VL": qwen3_vl, "Qwen3_5": qwen3_5, "Gemma3": gemma3}
+def gemma4() -> Any:
+    """A config: windows shorter than an image, in which its tokens see each other, and a part that
+    hears."""
+    audio: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "subsampling_conv_channels": [4, 2],
+        "output_proj_dims": 12,
+    }
+    text = {
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "use_bidirectional_attention": "vision",
+        "hidden_size_per_layer_input": 0,
+    }
+    vision = {"use_clipped_linears": True, "standardize": True}
+    return _gemma4(text, vision, transformers.Gemma4AudioConfig(**audio))
+
+
+def gemma4_e() -> Any:
+    """A config in the manner of E2B: inputs of single layers, shared caches, causal images."""
+    text = {
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "use_double_wide_mlp": True,
+    }
+    return _gemma4(text, {}, None)
+
+
+def _gemma4(text: dict[str, Any], vision: dict[str, Any], audio: Any) -> Any:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    whole = {
+        **_TEXT,
+        "num_hidden_layers": 4,
+        "layer_types": kinds,
+        "sliding_window": 10,
+        "global_head_dim": 24,
+        "final_logit_softcapping": 20.0,
+        "pad_token_id": 5,
+    }
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 160,
+    }
+    return transformers.Gemma4Config(
+        text_config={**whole, **text},
+        vision_config={**sizes, **vision},
+        audio_config=audio,
+        boi_token_id=START,
+        eoi_token_id=END,
+        image_token_id=IMAGE,
+        video_token_id=VOCAB_SIZE + 1,  # those of a text would read the token that pads
+        audio_token_id=VOCAB_SIZE + 2,
+    )
+
+
+_CONFIGS = {
+    "Qwen3VL": qwen3_vl,
+    "Qwen3_5": qwen3_5,
+    "Gemma3": gemma3,
+    "Gemma4": gemma4,
+    "Gemma4-E": gemma4_e,
+}
+FAMILIES = tuple(_CONFIGS)
+
+
+def model_class(family: str) -> Any:
+    """Of the library."""
+    return getattr(transformers, f"{family.split('-')[0]}ForConditionalGeneration")
 
 
 def write(folder: Path, family: str = "Qwen3VL", seed: int = 1) -> Path:
     """A checkpoint of a family with its image processor."""
     config = _CONFIGS[family]()
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float()
+    model = model_class(family)(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight") or ".norm" in name:
                 centred = (
-                    family != "Qwen3VL" and "language_model" in name and ".linear_attn." not in name
+                    family in ("Qwen3_5", "Gemma3")
+                    and "language_model" in name
+                    and ".linear_attn." not in name
                 )
                 parameter.uniform_(0.5 - centred, 1.5 - centred, generator=generator)
             elif name.endswith("A_log"):
                 parameter.uniform_(-4.0, 0.0, generator=generator)
             else:
                 parameter.normal_(std=0.2 if parameter.ndim > 1 else 0.1, generator=generator)
+        _fill_buffers(model, generator)
     model.save_pretrained(folder)
     processor(family).save_pretrained(folder)
     return folder
 
 
+def write_text_of(folder: Path, into: Path) -> Path:
+    """The language model of a checkpoint of Gemma 4, as one that is text alone."""
+    from safetensors.torch import load_file, save_file
+
+    into.mkdir()
+    config = json.loads((folder / "config.json").read_text())["text_config"]
+    named = {**config, "architectures": ["Gemma4ForCausalLM"]}
+    (into / "config.json").write_text(json.dumps(named))
+    whole, prefix = load_file(folder / "model.safetensors"), "model.language_model."
+    own = {name.replace(prefix, "model."): it for name, it in whole.items() if prefix in name}
+    save_file(own, into / "model.safetensors", metadata={"format": "pt"})
+    return into
+
+
+def _fill_buffers(model: Any, generator: torch.Generator) -> None:
+    """What is stored and no parameter: bounds that bite, scales of layers and of the tower."""
+    for name, buffer in model.named_buffers():
+        if name.endswith(("_min", "_max")):
+            buffer.fill_(-0.6 if name.endswith("_min") else 0.7)
+        elif name.endswith(("std_scale", "std_bias", "layer_scalar")):
+            buffer.uniform_(0.4, 1.2, generator=generator)
+
+
 def processor(family: str) -> Any:
+    if family.startswith("Gemma4"):
+        return transformers.Gemma4ImageProcessorPil(
+            patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
+        )
     if family == "Gemma3":
         return transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
     sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
@@ -153,8 +261,7 @@ class Oracle:
     """The library's own processor and model."""
 
     def __init__(self, folder: Path, family: str = "Qwen3VL") -> None:
-        kind = getattr(transformers, f"{family}ForConditionalGeneration")
-        self._model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = model_class(family).from_pretrained(folder, dtype=torch.float32).eval()
         self._processor, self._family = processor(family), family
 
     def generate(
@@ -165,6 +272,8 @@ class Oracle:
         if self._family == "Gemma3":
             sizes, kinds = iter([16] * len(given)), "token_type_ids"
             read.pop("num_crops", None)
+        elif self._family.startswith("Gemma4"):
+            sizes, kinds = iter(read.pop("num_soft_tokens_per_image")), "mm_token_type_ids"
         else:
             sizes, kinds = (
                 iter((read["image_grid_thw"].prod(-1) // 4).tolist()),
@@ -179,6 +288,7 @@ class Oracle:
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=count,
             do_sample=False,
+            suppress_tokens=[IMAGE],  # which Gemma 4 would read as the token that pads
             return_dict_in_generate=True,
             output_logits=True,
         )

@@ -35,6 +35,13 @@ def end_of_spans(spans: Sequence[Span]) -> int:
     return spans[-1].end if spans else 0
 
 
+def texts_between(spans: Sequence[Span], token_ids: Sequence[int]) -> list[Sequence[int]]:
+    """The tokens before, between and behind spans."""
+    starts = [0, *(span.end for span in spans)]
+    ends = [*(span.start for span in spans), len(token_ids)]
+    return [token_ids[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
 def content_beside(spans: Sequence[Span], first: int, end: int) -> bytes:
     """What tokens from `first` to before `end` are, apart from their ids: the spans that they are
     in, and where those began. Empty for tokens of text alone."""

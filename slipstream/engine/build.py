@@ -190,15 +190,14 @@ def _load(
         checkpoint.path, shape.vocab_size, beside, config.max_num_seqs, checkpoint.replaced
     )
     speculation = load_drafter(config.drafter_options, target)
-    family = None  # several ranks read text only
-    if ranks.share.size == 1:
-        family = choose_family(config, checkpoint, device, reasons)
+    family = choose_family(config, checkpoint, device, reasons)
     if family is not None:
         config, shape, options = _made_to_see(config, shape, options, family)
     network = load_decoder(checkpoint, options, shape)
     if network.adapters is not None:
         _tell_adapters(network.adapters, reasons)
-    tower = None if family is None else family.load(dtype, device)
+    # The leader reads images; the others are told what it read of them, with their requests.
+    tower = family.load(dtype, device) if family is not None and ranks.leads else None
     eos = eos_token_ids(checkpoint, tokenizer)
     resolved = resolve(config, shape, eos, dtype, device, speculation, reasons, ranks.share)
     resolved = replace(resolved, sampling_defaults=defaults)
@@ -227,9 +226,10 @@ def _made_to_see(
 ) -> tuple[EngineConfig, DecoderConfig, LoadOptions]:
     """Options and sizes for a model whose prompts may hold images."""
     device = options.device
-    shape = replace(shape, num_added_layers=family.num_added_layers)
-    if config.max_num_batched_tokens is None and family.is_whole:
-        rows = max(max_batched_tokens(config, device)[0], least_rows(config, family))
+    token = family.placeholder.token
+    shape = replace(shape, num_added_layers=family.num_added_layers, image_token=token)
+    if config.max_num_batched_tokens is None and (least := least_rows(config, family)):
+        rows = max(max_batched_tokens(config, device)[0], least)
         config = replace(config, max_num_batched_tokens=rows)
     if family.several_axes:
         # Rows of a pass, and a token that is read again of each request.

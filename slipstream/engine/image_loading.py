@@ -37,7 +37,7 @@ def choose_family(
         reasons.add(_NAME, 0, f"weights are random (load_format {config.load_format})")
     elif not family.has_tower:
         reasons.add(_NAME, 0, "the checkpoint has no tensors that read images")
-    elif family.is_whole and uses_gpu_memory(device):
+    elif _most_whole(config, family) and uses_gpu_memory(device):
         reasons.add(_NAME, 0, "images whose tokens see each other are read on CPUs so far")
     else:
         _require_rows(config, family)
@@ -52,15 +52,23 @@ def _require_rows(config: EngineConfig, family: ImageFamily) -> None:
     if rows is not None and rows < (least := least_rows(config, family)):
         raise UsageError(
             f"max_num_batched_tokens ({rows}) must be at least {least}, since this model reads an "
-            f"image of {family.num_tokens} tokens in one pass beside other requests; raise it, or "
-            'do without images (limit_mm_per_prompt={"image": 0})'
+            f"image of {_most_whole(config, family)} tokens in one pass beside other requests; "
+            'raise it, or do without images (limit_mm_per_prompt={"image": 0})'
         )
 
 
 def least_rows(config: EngineConfig, family: ImageFamily) -> int:
     """Rows of a pass in which an image that is read whole finds room: every request may have one
-    before, and drafts half of what is left."""
-    return config.max_num_seqs + 2 * (family.num_tokens or 0) + 1 if family.is_whole else 0
+    before, and drafts half of what is left. 0 where none is read whole."""
+    most = _most_whole(config, family)
+    return config.max_num_seqs + 2 * most + 1 if most else 0
+
+
+def _most_whole(config: EngineConfig, family: ImageFamily) -> int:
+    try:
+        return family.most_whole(config.mm_processor_kwargs or {})
+    except ValueError as error:
+        raise UsageError(f"mm_processor_kwargs: {error}") from error
 
 
 def image_reader(
@@ -73,16 +81,19 @@ def image_reader(
     """What reads the images of prompts."""
     if family is None or tower is None:
         return _none(resolved)
+    limits = resolved.limits
     return TowerReader(
         tower,
         family.placeholder,
         tokenizer,
         config.max_images,
-        resolved.limits.max_model_len,
+        limits.max_model_len,
         config.mm_processor_kwargs or {},
         int(config.mm_processor_cache_gb * (1 << 30)),
         resolved.device,
-        family.is_whole,
+        (limits.max_num_batched_tokens - limits.max_num_seqs - 1) // 2  # see `least_rows`
+        if _most_whole(config, family)
+        else None,
     )
 
 

@@ -109,7 +109,8 @@ class TowerReader:
         max_tokens: of a prompt.
         options: of all prompts, before those of single ones.
         cache_bytes: of embeddings on the host; the latest image stays in any case.
-        is_whole: see `Span.whole`.
+        most_whole: tokens of the largest image that finds room in a pass, where each has to
+            (`Span.whole`); None where images may be cut.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class TowerReader:
         options: Mapping[str, Any],
         cache_bytes: int,
         device: torch.device,
-        is_whole: bool = False,
+        most_whole: int | None = None,
     ) -> None:
         self._tower, self._placeholder, self.most = tower, placeholder, most
         self._max_tokens, self._options = max_tokens, dict(options)
@@ -132,14 +133,14 @@ class TowerReader:
         self._stream: torch.cuda.Stream | None = None
         if uses_gpu_memory(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._whole = is_whole
+        self._most_whole = most_whole
         self._surrounded: Sequence[int] = ()
         self._marker = self._written = ""
         if tokenizer is not None:
             marks = placeholder.marker, placeholder.token, placeholder.end
             marker, token, end = (tokenizer.id_to_token(it) or "" if it else "" for it in marks)
             around, self._marker = placeholder.around, marker
-            if end:
+            if end and marker != token:
                 self._written = f"{around}{marker}{token}{end}{around}"
                 self._surrounded = tokenizer.encode(self._written, add_special_tokens=False)
         self.num_encoded = 0
@@ -167,6 +168,8 @@ class TowerReader:
             token_ids = [
                 it for known in token_ids for it in (whole if known == marker else [known])
             ]
+        if images and self._placeholder.begin is not None:
+            token_ids = _enclosed(token_ids, self._placeholder)
         places = token_ids.count(token) if images or token in token_ids else 0
         if places != len(images):
             raise UsageError(
@@ -188,20 +191,29 @@ class TowerReader:
         ids, token = self.spread(token_ids, images, options), self._placeholder.token
         if images and ids[-1] == token:
             raise UsageError("the prompt ends with an image; put some text behind it")
+        grids = [self._grid(image, options) for image in images]
+        self._require_room(grids)
         if images and len(ids) >= self._max_tokens:
             raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens with those of its images, but max_model_len is "
                 f"{self._max_tokens}, prompt and output; give fewer or smaller images"
             )
         spans: list[Span] = []
-        start = 0
-        for image in images:
-            grid = self._grid(image, options)
+        start, is_whole = 0, self._most_whole is not None
+        for image, grid in zip(images, grids, strict=True):
             digest, embedded = self._embedded(image, grid, {**self._options, **options})
             start, count = ids.index(token, start), math.prod(grid)
-            spans.append(Span(start, count, digest, grid, embedded, self._whole))
+            spans.append(Span(start, count, digest, grid, embedded, is_whole))
             start += count
         return ids, tuple(spans)
+
+    def _require_room(self, grids: Sequence[tuple[int, int]]) -> None:
+        most = max((math.prod(grid) for grid in grids), default=0)
+        if self._most_whole is not None and most > self._most_whole:
+            raise UsageError(
+                f"an image has {most} tokens, which are read in one pass, but a pass has room for "
+                f"{self._most_whole}; give a smaller one, or raise max_num_batched_tokens"
+            )
 
     def _grid(self, image: "Image", options: Mapping[str, Any]) -> tuple[int, int]:
         width, height = image.size
@@ -251,3 +263,16 @@ class TowerReader:
         while self._kept_bytes > self._cache_bytes and len(self._kept) > 1:
             _, dropped = self._kept.popitem(last=False)
             self._kept_bytes -= dropped.nbytes
+
+
+def _enclosed(token_ids: Sequence[int], placeholder: Placeholder) -> list[int]:
+    """With what stands around each placeholder, where that is not there."""
+    assert placeholder.begin is not None
+    assert placeholder.end is not None
+    ends = [placeholder.begin, placeholder.end]
+    found: list[int] = []
+    for index, known in enumerate(token_ids):
+        beside = [*token_ids[max(0, index - 1) : index], *token_ids[index + 1 : index + 2]]
+        is_bare = known == placeholder.token and beside != ends
+        found += [ends[0], known, ends[1]] if is_bare else [known]
+    return found

@@ -22,10 +22,15 @@ from slipstream.layers.parameters import Part
 
 @dataclass(frozen=True)
 class LayerInputsSpec:
-    """`size` numbers of each token for each of `num_layers` layers."""
+    """`size` numbers of each token for each of `num_layers` layers.
+
+    Attributes:
+        of_images: the token whose numbers rows of images take.
+    """
 
     size: int
     num_layers: int
+    of_images: int = 0
 
     @property
     def total(self) -> int:

@@ -1,7 +1,9 @@
 """Decoder layers in a row, from what enters them to what a head takes."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -42,6 +44,8 @@ class Stack:
         entry: None: the last source is the stream.
         num_apart: layers at the beginning that each run by themselves, so that something may be
             added behind them; fewer than there are.
+        windows: of all layers, where rows that see tokens behind their own (`last_seen`) do so in
+            layers with a window alone; empty: in all layers.
     """
 
     def __init__(
@@ -51,11 +55,12 @@ class Stack:
         last: Norm | None,
         entry: Entry | None = None,
         num_apart: int = 0,
+        windows: Sequence[int | None] = (),
     ) -> None:
         assert layers, "a stack has at least one layer"
         self._ops, self._layers, self._last, self._entry = ops, layers, last, entry
-        self._num_apart = num_apart
-        self._segments = self._cut()
+        self._apart, self._windows = range(1, num_apart + 1), tuple(windows)
+        self._segments = self._cut(self._apart)
         mixers = [layer.mixer is not None for layer in layers]
         # Caches that layers before this one have.
         self._first_cache = [sum(mixers[:index]) for index in range(len(layers) + 1)]
@@ -69,10 +74,14 @@ class Stack:
         added: StreamAddends | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """One pass; see `StackOp`. Something may be `added` behind layers that run apart."""
-        if len(self._segments) == 1:
-            return self._segments[0].op(sources, inputs, caches, wanted)
+        segments, causal = self._segments, inputs
+        if self._windows and inputs.sees.last_seen is not None:
+            segments = self._segments_by_sight
+            causal = replace(inputs, sees=replace(inputs.sees, last_seen=None))
+        if len(segments) == 1 and causal is inputs:
+            return segments[0].op(sources, inputs, caches, wanted)
         found: dict[int, Tensor] = {}
-        for segment in self._segments:
+        for segment in segments:
             first, end = self._first_cache[segment.start], self._first_cache[segment.stop]
             # What leaves all segments but the last is the stream that enters the next one.
             end_counts = segment.stop == len(self._layers)
@@ -82,19 +91,32 @@ class Stack:
                 if segment.start <= layer < segment.stop + (1 if end_counts else 0)
             ]
             local = [layer - segment.start for layer in own]
-            hidden, streams = segment.op(sources, inputs, caches[first:end], local)
+            sees_ahead = causal is inputs or self._windows[segment.start] is not None
+            own_inputs = inputs if sees_ahead else causal
+            hidden, streams = segment.op(sources, own_inputs, caches[first:end], local)
             found.update(zip(own, streams, strict=True))
             if added is not None and segment.stop <= len(added.values):
                 hidden.index_add_(0, added.rows, added.values[segment.stop - 1])
             sources = [hidden]
         return hidden, [found[layer] for layer in wanted]
 
-    def _cut(self) -> list[_Segment]:
-        """Segments: runs of layers that the backend fuses, and runs of those that it does not."""
+    @cached_property
+    def _segments_by_sight(self) -> list[_Segment]:
+        """With an end wherever layers with a window meet others."""
+        pairs = enumerate(pairwise(self._windows), 1)
+        meet = [layer for layer, (one, two) in pairs if (one is None) != (two is None)]
+        return self._cut({*self._apart, *meet})
+
+    def _cut(self, ends: Collection[int]) -> list[_Segment]:
+        """Segments: runs of layers that the backend fuses, and runs of those that it does not.
+
+        Args:
+            ends: layers before which a segment ends in any case.
+        """
         segments: list[_Segment] = []
         start, count = 0, len(self._layers)
         while start < count:
-            most = start + 1 if start < self._num_apart else count
+            most = min((end for end in ends if end > start), default=count)
             stop, fused = start, self._fused_from(start, most)
             while fused is None and stop < most:
                 stop += 1

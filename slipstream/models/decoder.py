@@ -53,7 +53,13 @@ class Decoder:
         self._ops = ops
         norms = replace(config.layers[0].norms, eps=config.rms_norm_eps)
         self.norm = norms.of(source, "model.norm", width)
-        self._stack = Stack(ops, self.layers, self.norm, num_apart=config.num_added_layers)
+        self._stack = Stack(
+            ops,
+            self.layers,
+            self.norm,
+            num_apart=config.num_added_layers,
+            windows=config.sliding_windows if config.windowed_sight else (),
+        )
         curve = LogitCurve(config.logit_scale, config.logit_softcap)
         self.head = (
             tied_head(ops, source, self.embedding, curve)

@@ -39,6 +39,8 @@ class DecoderConfig:
         logit_scale: logits are multiplied by it, before they are capped.
         logit_softcap: logits become softcap * tanh(logit / softcap); None leaves them.
         num_added_layers: behind so many layers something of an image may be added to the stream.
+        image_token: what the tokens of images have as their ids; None: there are no images.
+        windowed_sight: tokens of an image that see each other do so in layers with a window alone.
         dtype: that the checkpoint is meant to run in.
     """
 
@@ -57,6 +59,8 @@ class DecoderConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     num_added_layers: int = 0
+    windowed_sight: bool = False
+    image_token: int | None = None
 
     def __post_init__(self) -> None:
         if self.logit_softcap is not None:

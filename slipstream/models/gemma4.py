@@ -20,7 +20,7 @@ _EXPERT_NAMES = ExpertNames(router="router.proj", experts="experts")
 
 
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """The language model alone; what reads pictures and hears sounds is left out."""
+    """The language model alone; `models/vision` reads pictures, and nobody hears sounds."""
     reader.expect("model_type", "gemma4_text")
     if reader.take("use_bidirectional_attention", str, "vision") != "vision":  # of pictures alone
         raise reader.error(
@@ -45,7 +45,8 @@ def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
         wide = replace(dense, intermediate_size=2 * dense.intermediate_size)
     experts = _read_experts(reader)
     feed_forwards = [_beside(experts, dense if lender is None else wide) for lender in lenders]
-    return _with_inputs(reader, scaled(reader, common.of_mixers(mixers, feed_forwards), None))
+    decoder = scaled(reader, common.of_mixers(mixers, feed_forwards), None)
+    return _with_inputs(reader, replace(decoder, windowed_sight=True))
 
 
 def _read_experts(reader: ConfigReader) -> ExpertsSpec | None:
@@ -96,7 +97,10 @@ def _with_inputs(reader: ConfigReader, decoder: DecoderConfig) -> DecoderConfig:
         half = LayerInputHalfSpec(layer.feed_forward, index, size, behind)
         norms = replace(layer.norms, feed_forward_after="post_per_layer_input_norm")
         layers.append(replace(layer, feed_forward=half, norms=norms))
-    inputs = LayerInputsSpec(size, len(layers))
+    padding = reader.take("pad_token_id", int, 0)
+    if not 0 <= padding < vocab_size:
+        raise reader.error("pad_token_id", f"({padding}) must be below vocab_size ({vocab_size})")
+    inputs = LayerInputsSpec(size, len(layers), of_images=padding)
     return replace(decoder, layers=tuple(layers), layer_inputs=inputs)
 
 

@@ -67,8 +67,8 @@ class ModelRunner:
         if rows.adapted:
             adapters = layout.of_requests(self._state.adapters[rows.slots])
             layout = replace(layout, inputs=replace(layout.inputs, adapters=adapters))
-        given = layout.token_ids, layout.inputs, self._cache.layers, self._stream_layers
-        embedded, added = embed(self._network, layout, rows.prompts)
+        token_ids, embedded, added = embed(self._network, layout, rows.prompts)
+        given = token_ids, layout.inputs, self._cache.layers, self._stream_layers
         hidden, streams = self._network(*given, embedded, added)
         return Forward(hidden, layout, streams, embedded)
 

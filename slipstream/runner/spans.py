@@ -64,11 +64,12 @@ def with_sight(layout: RowLayout, prompts: Sequence[PromptRows | None]) -> RowLa
 
 def embed(
     network: Decoder, layout: RowLayout, prompts: Sequence[PromptRows | None]
-) -> tuple[Tensor | None, StreamAddends | None]:
-    """What enters the first layer, [T, hidden_size], and what is added behind the first layers;
-    None where no image is among the rows."""
+) -> tuple[Tensor, Tensor | None, StreamAddends | None]:
+    """The tokens [T] that the network is given; what enters its first layer, [T, hidden_size], and
+    what is added behind its first layers, both None where no image is among the rows."""
+    token_ids = layout.token_ids
     if not prompts:
-        return None, None
+        return token_ids, None, None
     index: list[Tensor] = []
     rows: list[Tensor] = []
     added: list[Tensor] = []
@@ -82,15 +83,17 @@ def embed(
             rows.append(span.embedded.rows[own])
             added.append(span.embedded.added[:, own])
     if not index:
-        return None, None
-    embedded = network.embed(layout.token_ids)
+        return token_ids, None, None
+    embedded = network.embed(token_ids)
     device, dtype = embedded.device, embedded.dtype
     places = send(torch.cat(index), device)
+    if network.config.layer_inputs is not None:
+        token_ids = token_ids.index_fill(0, places, network.config.layer_inputs.of_images)
     embedded = embedded.index_copy(0, places, send(torch.cat(rows), device).to(dtype))
     values = torch.cat(added, dim=1)
     if not len(values):
-        return embedded, None
-    return embedded, StreamAddends(places, send(values, device).to(dtype))
+        return token_ids, embedded, None
+    return token_ids, embedded, StreamAddends(places, send(values, device).to(dtype))
 
 
 def rope_axes(spans: Sequence[Span], first: int, end: int) -> Tensor:

@@ -10,15 +10,32 @@ import torch
 from torch import Tensor
 
 from slipstream import LLM, SamplingParams
+from slipstream.core.batch import Batch
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.models.vision.tower import SpanEmbeddings
+from slipstream.runner.device_batch import DeviceBatch, Guesses
 from slipstream.speculative.catalogue import METHODS
+from slipstream.speculative.drafter import Draft
 from slipstream.speculative.heads.loading import HeadNetwork
+from slipstream.speculative.ngram.drafter import NgramDrafter
+from slipstream.speculative.suffix.drafter import SuffixDrafter
 from tests import fake_drafters
 from tests.checkpoints import write_qwen3
+from tests.drafters.assistants import write_gemma4_assistant
 from tests.drafters.heads import write_eagle3
-from tests.image_checkpoints import IMAGE, VOCAB_SIZE, images, prompt, with_images, write
+from tests.image_checkpoints import (
+    END,
+    IMAGE,
+    START,
+    VOCAB_SIZE,
+    images,
+    prompt,
+    with_images,
+    write,
+    write_text_of,
+)
 from tests.lossless.test_greedy import remember
+from tests.models.parity_cases import Case as Case4
 from tests.padded_steps import use_steps
 from tests.pairwise import Case
 
@@ -32,6 +49,11 @@ AXES: dict[str, list[Any]] = {
     "seeded": [False, True],
     "steps": ["exact", "padded", "packed"],
 }
+GEMMA = {
+    **AXES,
+    "family": ["Gemma4", "Gemma4-E"],
+    "drafter": [*AXES["drafter"], "assistant"],
+}
 Text = tuple[list[int], list[int]]
 COUNT = 24
 
@@ -44,6 +66,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def models(folder: Path) -> Callable[[str], str]:
     return cache(lambda family: str(write(folder / family, family)))
+
+
+@pytest.fixture(scope="module")
+def assistants(folder: Path, models: Callable[[str], str]) -> Callable[[str], str]:
+    """Those of both sizes of Gemma 4."""
+
+    def make_one(family: str) -> str:
+        text = write_text_of(Path(models(family)), folder / f"{family}-text")
+        sizes = {"global_head_dim": 24, "num_global_key_value_heads": 2 - (family == "Gemma4")}
+        case = Case4(family, "sees", sizes)
+        return write_gemma4_assistant(folder / f"{family}-assistant", text, case)
+
+    return cache(make_one)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +140,30 @@ def test_text_is_that_of_plain_decoding(
     plain: Callable[[str, bool], list[Text]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    check(case, models, drafters, plain, monkeypatch)
+
+
+@pytest.mark.matrix(GEMMA)
+def test_text_of_gemma_is_that_of_plain_decoding(
+    case: Case,
+    models: Callable[[str], str],
+    drafters: dict[str, dict[str, Any]],
+    assistants: Callable[[str], str],
+    plain: Callable[[str, bool], list[Text]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if case["drafter"] == "assistant":
+        drafters = {"assistant": {"model": assistants(case["family"])}}
+    check(case, models, drafters, plain, monkeypatch)
+
+
+def check(
+    case: Case,
+    models: Callable[[str], str],
+    drafters: dict[str, dict[str, Any]],
+    plain: Callable[[str, bool], list[Text]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
     known = plain(case["family"], case["seeded"])
     remember([{"prompt_token_ids": ids} for ids, _ in known], [answer for _, answer in known])
@@ -114,7 +173,8 @@ def test_text_is_that_of_plain_decoding(
         speculation = {**speculation, "num_speculative_tokens": case["k"]}
     llm = make(
         models(case["family"]),
-        max_num_batched_tokens=case["rows"],
+        # Room for one image of Gemma4, whose images must not be cut.
+        max_num_batched_tokens=max(case["rows"], 150 * (case["family"] == "Gemma4")),
         num_kv_blocks=case["blocks"],
         speculative_config=speculation,
     )
@@ -124,6 +184,60 @@ def test_text_is_that_of_plain_decoding(
     manager = llm.engine.scheduler.block_manager
     if case["prefix"] == "same" and case["blocks"] == 400:
         assert manager.num_hit_tokens >= 200
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_lookups_pass_over_images(
+    method: str,
+    models: Callable[[str], str],
+    drafters: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens of an image are neither guessed nor part of what is looked up."""
+    guesses = record_guesses(monkeypatch)
+    options = {**drafters[method], "num_speculative_tokens": 5}
+    llm = make(models("Qwen3VL"), speculative_config=options)
+    image = images(1)[0]
+    asked = [1, 2, 3, START, IMAGE, END, 7, 8, 9, 1, 2, 3], [5, IMAGE, 6, 4, 3, 6, 8, 2, IMAGE, 6]
+    first = []
+    for ids in asked:
+        guesses.clear()
+        llm.generate(with_images(ids, [image] * ids.count(IMAGE)), params(False))
+        assert all(IMAGE not in guess for guess in guesses)
+        first.append(guesses[0])
+    # Behind "image 6" came 4, and behind 6 at last 8; n-grams begin behind the image.
+    assert first == [[START], [8] if method == "suffix" else []]
+
+
+def record_guesses(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """What drafters that look up guess from now on, one request after another."""
+    found: list[list[int]] = []
+    propose, prepare = NgramDrafter.propose, SuffixDrafter.prepare
+
+    def proposed(self: NgramDrafter, batch: DeviceBatch) -> Draft:
+        draft = propose(self, batch)
+        rows = zip(draft.token_ids.tolist(), draft.num_tokens.tolist(), strict=True)
+        found.extend(tokens[:length] for tokens, length in rows)
+        return draft
+
+    def prepared(self: SuffixDrafter, batch: Batch) -> Guesses:
+        guesses = prepare(self, batch)
+        found.extend(list(guess or ()) for guess in guesses)
+        return guesses
+
+    monkeypatch.setattr(NgramDrafter, "propose", proposed)
+    monkeypatch.setattr(SuffixDrafter, "prepare", prepared)
+    return found
+
+
+@pytest.mark.parametrize("family", ["Gemma4", "Gemma4-E"])
+def test_assistants_guess_behind_images(
+    family: str, models: Callable[[str], str], assistants: Callable[[str], str]
+) -> None:
+    options = {"model": assistants(family), "num_speculative_tokens": 3}
+    llm = make(models(family), speculative_config=options)
+    outputs = llm.generate([prompts(0)[number] for number in (0, 1, 3, 4)], params(False))
+    assert sum(output.metrics.num_accepted_tokens for output in outputs)
 
 
 def test_heads_take_the_embeddings_of_images(
@@ -151,11 +265,15 @@ def test_heads_take_the_embeddings_of_images(
     assert torch.equal(torch.stack(taken), expected)
 
 
+@pytest.mark.parametrize(("family", "rows"), [("Qwen3VL", 24), ("Gemma4", 150)])
 def test_preempted_requests_see_their_images_again(
-    models: Callable[[str], str], plain: Callable[[str, bool], list[Text]]
+    family: str,
+    rows: int,
+    models: Callable[[str], str],
+    plain: Callable[[str, bool], list[Text]],
 ) -> None:
-    known = [plain("Qwen3VL", False)[number] for number in (0, 4)]
+    known = [plain(family, False)[number] for number in (0, 4)]
     blocks = sum(-(-len(ids) // 8) for ids, _ in known) + 2
-    llm = make(models("Qwen3VL"), num_kv_blocks=blocks, max_num_batched_tokens=24)
+    llm = make(models(family), num_kv_blocks=blocks, max_num_batched_tokens=rows)
     assert texts(llm, [prompts(0)[0], prompts(0)[4]], False) == known
     assert llm.engine.scheduler.num_preemptions

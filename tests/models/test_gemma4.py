@@ -1,6 +1,7 @@
 """Gemma 4's configs and checkpoints beyond parity: what is kept, passed over and refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.core.errors import CheckpointError
+from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.layers.stack import Stack
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from tests.models.gemma_cases import GEMMA
+from tests.models.parity_cases import Case
 from tests.models.test_parity import load, make_prompts, runner_logits, write_checkpoint
 
 TWO_HEADS, SHARED, *_ = (case for case in GEMMA if case.architecture == "Gemma4")
@@ -87,3 +91,24 @@ def test_keys_of_published_configs_say_the_same(tmp_path: Path) -> None:
     assert [layer.mixer.num_kv_heads for layer in ungated.layers] == [2, 2, 2]  # type: ignore[union-attr]
     del published["layer_types"]
     assert read_decoder_config(published).sliding_windows == (9, 9, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", [TWO_HEADS, SHARED], ids=str)
+def test_rows_beside_an_image_have_the_bits_that_they_have_alone(
+    case: Case, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass in which layers with a window see more is cut between layers."""
+    network, prompts = load(write_checkpoint(case, tmp_path), dtype), make_prompts()
+    expected = torch.cat(runner_logits(network, prompts, (50, 7)))
+    run, passes = Stack.__call__, 0
+
+    def sees_itself(self: Stack, sources: Any, inputs: PassInputs, *rest: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        sees = replace(inputs.sees, last_seen=inputs.rows.in_context)
+        return run(self, sources, replace(inputs, sees=sees), *rest)
+
+    monkeypatch.setattr(Stack, "__call__", sees_itself)
+    assert torch.equal(torch.cat(runner_logits(network, prompts, (50, 7))), expected)
+    assert passes

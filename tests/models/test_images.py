@@ -13,6 +13,7 @@ from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.engine.images import TowerReader
 from tests.image_checkpoints import (
     END,
+    FAMILIES,
     IMAGE,
     MAX_POSITIONS,
     START,
@@ -26,7 +27,13 @@ from tests.image_checkpoints import (
 )
 
 COUNT = 32
-GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=VOCAB_SIZE)
+GREEDY = SamplingParams(
+    temperature=0,
+    max_tokens=COUNT,
+    ignore_eos=True,
+    logprobs=VOCAB_SIZE,
+    logit_bias={IMAGE: -100.0},  # as the oracle has it
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,7 +43,7 @@ def _quiet() -> Iterator[None]:
     transformers_logging.enable_progress_bar()
 
 
-@pytest.fixture(scope="module", params=["Qwen3VL", "Qwen3_5", "Gemma3"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -169,6 +176,56 @@ def test_what_stands_around_an_image_is_written_for_the_user(tmp_path: Path) -> 
         seen = llm.generate(whole, GREEDY)[0]
         assert seen.prompt_token_ids == spelled.prompt_token_ids
         assert seen.outputs[0].token_ids == spelled.outputs[0].token_ids
+
+
+def test_what_encloses_an_image_is_put_there_once(tmp_path: Path) -> None:
+    folder = write_tokenizer_of(write(tmp_path, "Gemma4-E"))
+    llm = make(folder, skip_tokenizer_init=False)
+    one, two = images(2)
+    spelled = [1, START, IMAGE, END, START, IMAGE, END, 3]
+    whole = llm.generate(with_images(spelled, [one, two]), GREEDY)[0]
+    given: list[Any] = [
+        {"prompt_token_ids": [1, IMAGE, IMAGE, 3]},
+        {"prompt_token_ids": [1, IMAGE, START, IMAGE, END, 3]},
+        {"prompt": "w1 <image> <start> <image> <end> w3"},
+    ]
+    for written in given:
+        prompted: Any = {**written, "multi_modal_data": {"image": [one, two]}}
+        seen = llm.generate(prompted, GREEDY)[0]
+        assert seen.prompt_token_ids == whole.prompt_token_ids
+        assert seen.outputs[0].token_ids == whole.outputs[0].token_ids
+
+
+def test_the_budget_of_an_image_is_an_option(tmp_path: Path) -> None:
+    folder, given = write(tmp_path, "Gemma4"), with_images([1, IMAGE, 3], images(1))
+    larger: Any = {**given, "mm_processor_kwargs": {"max_soft_tokens": 140}}
+    llm = make(folder, max_num_batched_tokens=150, max_num_seqs=4)  # room for one of 72
+    few = llm.generate(given, GREEDY)[0]
+    with pytest.raises(UsageError, match=r"an image has 126 tokens.*room for 72"):
+        llm.generate(larger, GREEDY)
+    for options in ({"max_soft_tokens": 71}, {"size": 3}):
+        refused: Any = {**given, "mm_processor_kwargs": options}
+        with pytest.raises(UsageError, match="max_soft_tokens, one of"):
+            llm.generate(refused, GREEDY)
+    with pytest.raises(UsageError, match=r"mm_processor_kwargs: .*max_soft_tokens, one of"):
+        make(folder, mm_processor_kwargs={"max_soft_tokens": 71})
+    with pytest.raises(UsageError, match="at least 285"):
+        make(
+            folder,
+            max_num_batched_tokens=150,
+            max_num_seqs=4,
+            mm_processor_kwargs={"max_soft_tokens": 140},
+        )
+    more = make(folder, mm_processor_kwargs={"max_soft_tokens": 140}).generate(given, GREEDY)[0]
+    assert len(few.prompt_token_ids) == 4 + 60
+    assert len(more.prompt_token_ids) == 4 + 126
+
+
+def test_sounds_are_refused_where_a_part_that_hears_lies_beside(folder: Path, llm: LLM) -> None:
+    for kind in ("audio", "video"):
+        given: Any = {"prompt_token_ids": [1, 2], "multi_modal_data": {kind: [b"beep"]}}
+        with pytest.raises(UsageError, match=rf"'{kind}'.*neither video nor audio"):
+            llm.generate(given, GREEDY)
 
 
 def test_images_that_are_read_whole_need_room_in_a_pass(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ _COUNTERS = (
 _GIVEN = (
     *("request_id", "token_ids", "params", "seed", "stop_token_ids", "max_tokens"),
     *("num_speculative_tokens", "arrival", "bad_words", "guide", "verification", "priority"),
+    "spans",
 )
 
 

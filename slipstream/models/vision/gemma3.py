@@ -30,11 +30,11 @@ _PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
 class Gemma3Family:
     """Tokens around an image tell where it begins and ends."""
 
-    several_axes, is_whole, num_added_layers = False, True, 0
+    several_axes, num_added_layers = False, 0
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint, config = checkpoint, checkpoint.whole_config
-        self.num_tokens = config.get("mm_tokens_per_image", 256)
+        self._num_tokens: int = config.get("mm_tokens_per_image", 256)
         self.placeholder = Placeholder(
             config.get("boi_token_index", 255999),
             config.get("image_token_index", config.get("image_token_id", 262144)),
@@ -47,9 +47,14 @@ class Gemma3Family:
         """See `ImageFamily`."""
         return has_tensors(self._checkpoint, _PROJECTOR)
 
+    def most_whole(self, options: Mapping[str, Any]) -> int:
+        """See `ImageFamily`: all images have as many."""
+        _refuse(options)
+        return self._num_tokens
+
     def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
         """See `ImageFamily`."""
-        return _Tower(self._checkpoint, self.num_tokens, dtype, device)
+        return _Tower(self._checkpoint, self._num_tokens, dtype, device)
 
 
 class _Tower:
@@ -75,8 +80,7 @@ class _Tower:
     def grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
         """See `ImageTower`."""
         del width, height
-        if options:
-            raise ValueError(f"its processor has no options, but {', '.join(options)} was given")
+        _refuse(options)
         return self._side, self._side
 
     def encode(self, image: "Image", options: Mapping[str, Any]) -> SpanEmbeddings:
@@ -86,3 +90,8 @@ class _Tower:
         pixels = read["pixel_values"].to(self._device, self._dtype)
         rows = self._projector(self._tower(pixel_values=pixels).last_hidden_state)[0]
         return SpanEmbeddings(rows, rows.new_empty((0, *rows.shape)))
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    if options:
+        raise ValueError(f"its processor has no options, but {', '.join(options)} was given")

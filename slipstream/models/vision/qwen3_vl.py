@@ -26,7 +26,7 @@ class Qwen3VLFamily:
         deep: the tower's layers, where the config does not say.
     """
 
-    several_axes, is_whole, num_tokens = True, False, None
+    several_axes = True
 
     def __init__(
         self,
@@ -44,6 +44,11 @@ class Qwen3VLFamily:
     def has_tower(self) -> bool:
         """See `ImageFamily`."""
         return has_tensors(self._checkpoint, _PREFIXES)
+
+    def most_whole(self, options: Mapping[str, Any]) -> int:
+        """See `ImageFamily`: tokens see those before them."""
+        del options
+        return 0
 
     def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
         """See `ImageFamily`."""

@@ -40,12 +40,15 @@ class Placeholder:
         marker: the token that stands for an image in the text of a template.
         token: what an image's tokens have as their ids.
         end: where the marker is another, it stands before these tokens and this one behind them.
+        begin: where the marker is the same, this one and `end` stand around these tokens, and are
+            put there unless they are there already; None: nothing stands around them.
         around: the text in front of all that and behind it.
     """
 
     marker: int
     token: int
     end: int | None = None
+    begin: int | None = None
     around: str = ""
 
 
@@ -55,8 +58,6 @@ class ImageFamily(Protocol):
     Attributes:
         num_added_layers: see `DecoderConfig`.
         several_axes: whether positions of the language model have axes for an image.
-        is_whole: whether an image's tokens see each other.
-        num_tokens: of every image, where all have as many; None where they do not.
         has_tower: whether the checkpoint holds one.
     """
 
@@ -70,13 +71,17 @@ class ImageFamily(Protocol):
     def several_axes(self) -> bool: ...
 
     @property
-    def is_whole(self) -> bool: ...
-
-    @property
-    def num_tokens(self) -> int | None: ...
-
-    @property
     def has_tower(self) -> bool: ...
+
+    def most_whole(self, options: Mapping[str, Any]) -> int:
+        """Tokens of the largest image, where an image's tokens see each other; 0 where not.
+
+        Args:
+            options: in place of settings of the image processor.
+
+        Raises:
+            ValueError: there is no such option.
+        """
 
     def load(self, dtype: torch.dtype, device: torch.device) -> "ImageTower":
         """Load the tower; CheckpointError where tensors are missing or do not fit."""

@@ -7,6 +7,7 @@ followed its most recent occurrence is the guess.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from slipstream.core.errors import UsageError
 from slipstream.runner.device_batch import DeviceBatch
@@ -45,17 +46,25 @@ def read_options(options: Options) -> NgramConfig:
 def load(config: NgramConfig, target: TargetModel) -> LoadedDrafter:
     del target
     return LoadedDrafter(
-        build=lambda resources: NgramDrafter(config, resources.state),
+        build=lambda resources: NgramDrafter(
+            config, resources.state, resources.target.config.image_token
+        ),
         limits=DrafterLimits(drafts_at_prefill=True, is_lookup=True),
     )
 
 
 class NgramDrafter(Drafter):
-    """Keeps nothing: the tokens of every request are on the device."""
+    """Keeps nothing: the tokens of every request are on the device.
 
-    def __init__(self, config: NgramConfig, state: DeviceState) -> None:
+    Args:
+        image_token: see `DecoderConfig`; n-grams and guesses have none of it.
+    """
+
+    def __init__(
+        self, config: NgramConfig, state: DeviceState, image_token: int | None = None
+    ) -> None:
         super().__init__(state)
-        self._config = config
+        self._config, self._image_token = config, image_token
         self._lookup = state.ops.suffix_lookup
 
     def propose(self, batch: DeviceBatch) -> Draft:
@@ -68,4 +77,16 @@ class NgramDrafter(Drafter):
             config.prompt_lookup_min,
             config.prompt_lookup_max,
         )
-        return Draft(tokens, batch.num_draft_tokens * found, torch.ones_like(found))
+        lengths = batch.num_draft_tokens * found
+        if self._image_token is not None:
+            lengths = torch.minimum(lengths, self._most_of_text(batch, tokens, self._image_token))
+        return Draft(tokens, lengths, torch.ones_like(found))
+
+    def _most_of_text(self, batch: DeviceBatch, tokens: Tensor, image_token: int) -> Tensor:
+        """[R] int64, how many of the guessed tokens [R, W] come before an image's; none where an
+        image is within the longest n-gram at the end of a request."""
+        state, slots = self._state, batch.slots.unsqueeze(1)
+        back = torch.arange(1, self._config.prompt_lookup_max + 1, device=tokens.device)
+        end = state.token_ids[slots, (state.num_tokens[slots] - back).clamp_min(0)]
+        before = (tokens == image_token).cumsum(1).eq(0).sum(1)
+        return before.masked_fill((end == image_token).any(1), 0)

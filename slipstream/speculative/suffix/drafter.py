@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from slipstream.core.batch import Batch
 from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
+from slipstream.core.spans import end_of_spans, texts_between
 from slipstream.core.verification import Verification
 from slipstream.runner.device_batch import Guesses
 from slipstream.runner.device_state import DeviceState
@@ -81,8 +82,13 @@ class SuffixDrafter(HostDrafter):
         if not most:
             return []
         own = self._own.setdefault(request.request_id, SuffixAutomaton(self._limits))
-        own.extend(request.token_ids[own.num_tokens :])
-        context = request.token_ids[-self._limits.depth :]
+        tokens, spans = request.token_ids, request.spans
+        if own.num_tokens:
+            own.extend(tokens[own.num_tokens + sum(span.length for span in spans) :])
+        else:  # images are no text: what stands before one is not followed by what is behind it
+            for text in texts_between(spans, tokens):
+                own.add(text)
+        context = tokens[max(end_of_spans(spans), len(tokens) - self._limits.depth) :]
         guess = own.guess(context, most)
         if _depends_on_guesses(request):
             return guess.token_ids
