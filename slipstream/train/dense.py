@@ -114,8 +114,9 @@ def _add_low_rank(y: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
     factors, wide = adapted.factors, torch.promote_types(x.dtype, torch.float32)
     inner = x.to(wide) @ factors.down[THE_ADAPTER].to(wide).T
     widths = torch.tensor((0, *factors.ends)).diff().tolist()
-    ups = factors.up[THE_ADAPTER].to(wide).split(widths, 1)
-    made = [own @ up for own, up in zip(inner.split(factors.rank, 1), ups, strict=True)]
+    ups = torch.split(factors.up[THE_ADAPTER].to(wide), widths, 1)
+    inners = torch.split(inner, factors.rank, 1)
+    made = [own @ up for own, up in zip(inners, ups, strict=True)]
     return (y.to(wide) + torch.cat(made, 1)).to(y.dtype)
 
 
