@@ -38,14 +38,15 @@ class Adapters:
 
     Args:
         count: of slots; 0 where the engine has no adapters.
-        read: the numbers of the adapter in a directory; raises CheckpointError.
+        read: the numbers of the adapter in a directory and, if any, of the drafter's in another;
+            raises CheckpointError.
         write: puts an adapter's numbers into a slot that nobody uses, in the loading thread.
     """
 
     def __init__(
         self,
         count: int = 0,
-        read: Callable[[str], object] | None = None,
+        read: Callable[[str, str | None], object] | None = None,
         write: Callable[[int, object], None] | None = None,
     ) -> None:
         self._slots = [_Slot() for _ in range(count)]
@@ -59,24 +60,31 @@ class Adapters:
         """What requests may ask for, the oldest first."""
         return list(self._named)
 
-    def read(self, path: str) -> object:
+    def read(self, path: str, draft_path: str | None = None) -> object:
         """The numbers of an adapter; slow.
 
+        Args:
+            draft_path: the directory of the drafter's adapter; None: it drafts as it is.
+
         Raises:
-            UsageError: the engine has no adapters.
+            UsageError: the engine has no adapters, or its drafter has none.
             CheckpointError: this one is broken or does not fit.
         """
         if self._read is None:
             raise UsageError(NOT_ENABLED)
-        return self._read(path)
+        return self._read(path, draft_path)
 
-    def add(self, name: str, factors: object) -> NamedAdapter:
-        """Let requests ask for an adapter by this name, which has to be free."""
+    def add(self, name: str, factors: object, adapts_drafts: bool = False) -> NamedAdapter:
+        """Let requests ask for an adapter by this name, which has to be free.
+
+        Args:
+            factors, adapts_drafts: what was read, and whether some of it is the drafter's.
+        """
         if name in self._named:
             raise UsageError(
                 f"there is an adapter {name!r} already; choose another name, or unload it"
             )
-        made = self._named[name] = NamedAdapter(name, next(self._numbers), factors)
+        made = self._named[name] = NamedAdapter(name, next(self._numbers), factors, adapts_drafts)
         return made
 
     def remove(self, name: str) -> None:

@@ -42,7 +42,7 @@ def loads() -> Iterator[Loads]:
 
 
 def adapters(loads: Loads, count: int = 2, names: Sequence[str] = "abcd") -> Adapters:
-    made = Adapters(count, read=lambda path: path, write=loads)
+    made = Adapters(count, read=lambda path, _: path, write=loads)
     for name in names:
         made.add(name, f"numbers of {name}")
     return made
