@@ -2,18 +2,21 @@
 
 from slipstream.core.errors import UsageError
 from slipstream.engine.adapters import Adapters
+from slipstream.engine.ranks.ranks import Ranks
 from slipstream.engine.sizing import Reasons
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.runner.adapters import AdapterLoader
 from slipstream.runner.memory import gigabytes
 
 
-def make_adapters(target: AdapterSlots | None, drafter: AdapterSlots | None) -> Adapters:
+def make_adapters(
+    target: AdapterSlots | None, drafter: AdapterSlots | None, ranks: Ranks
+) -> Adapters:
     """Those of an engine whose networks have these slots; None: they take no adapters."""
     if target is None:
         return Adapters()
     loader = AdapterLoader(target, drafter)
-    return Adapters(target.count, loader.read, loader.write)
+    return Adapters(target.count, loader.read, loader.write, loader.fill, ranks.tell)
 
 
 def tell_adapters(

@@ -5,15 +5,17 @@ into the one that was used least recently, of those that no running request name
 it go on meanwhile, and so do steps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import count as _count
+from typing import Any
 
 from slipstream.core.adapters import NO_ADAPTER, NamedAdapter
 from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
 
+_FILL = "fill a slot"
 NOT_ENABLED = "this engine serves no adapters; start it with enable_lora (--enable-lora)"
 
 
@@ -41,6 +43,12 @@ class Adapters:
         read: the numbers of the adapter in a directory and, if any, of the drafter's in another;
             raises CheckpointError.
         write: puts an adapter's numbers into a slot that nobody uses, in the loading thread.
+        fill: the same where a rank does what it is told.
+        tell: has other ranks call a function of `followed`; in the engine's thread, so that they
+            have an adapter before the first step that needs it, as all is done in turn there.
+
+    Attributes:
+        followed: see `Step`.
     """
 
     def __init__(
@@ -48,12 +56,16 @@ class Adapters:
         count: int = 0,
         read: Callable[[str, str | None], object] | None = None,
         write: Callable[[int, object], None] | None = None,
+        fill: Callable[[int, object], None] | None = None,
+        tell: Callable[..., None] = lambda *_: None,
     ) -> None:
         self._slots = [_Slot() for _ in range(count)]
         self._read, self._write = read, write
         self._named: dict[str, NamedAdapter] = {}
         self._numbers, self._clock = _count(1), _count()
         self._loader: ThreadPoolExecutor | None = None
+        self._tell = tell
+        self.followed: Mapping[str, Callable[..., Any]] = {} if fill is None else {_FILL: fill}
 
     @property
     def names(self) -> list[str]:
@@ -152,6 +164,7 @@ class Adapters:
             self._loader = ThreadPoolExecutor(1, "adapters")
         slot.adapter = adapter
         place = self._slots.index(slot)
+        self._tell(_FILL, place, adapter.factors)
         slot.loading = self._loader.submit(self._write, place, adapter.factors)
         return slot
 

@@ -268,7 +268,7 @@ def assemble(
     shares_prefixes = _shares_prefixes(config, layout, own)
     costs = _costs(resolved, config, shape, form)
     policy = draft_policy(resolved, costs, form)
-    adapters = make_adapters(network.adapters, loaded_drafter.adapters)
+    adapters = make_adapters(network.adapters, loaded_drafter.adapters, ranks)
     scheduler = Scheduler(limits, _block_manager(resolved, own, shares_prefixes), policy, adapters)
     resources = DrafterResources(
         state=state,

@@ -174,7 +174,7 @@ def test_other_drafters_of_whole_models_take_adapters(
     speculative = speculative_config({"drafter": drafter, "k": 4}, tiny_target, tiny_draft, heads)
     llm, prompts, accepted = serving(tiny_target, speculative), make_prompts(8), []
     for number, path in enumerate((None, write_adapter(tmp_path / "draft", tiny_draft, rank=9))):
-        names = {"lora_name": f"a{number}", "lora_int_id": number + 1}
+        names: dict[str, Any] = {"lora_name": f"a{number}", "lora_int_id": number + 1}
         asked = replace(adapted.requests[0], **names, draft_lora_path=path)
         assert tokens(llm.generate(prompts, PARAMS, asked)) == adapted.expected[0]
         accepted.append(llm.metrics.adapters[f"a{number}"].num_accepted_tokens)

@@ -33,10 +33,6 @@ def start_ranks(config: EngineConfig, device: torch.device) -> Ranks:
     size = config.tensor_parallel_size
     if size == 1:
         return ALONE
-    if config.enable_lora:
-        raise UsageError(
-            f"enable_lora serves one rank, not tensor_parallel_size={size}; leave one of them out"
-        )
     if uses_gpu_memory(device) and torch.cuda.device_count() < size:
         raise UsageError(
             f"tensor_parallel_size={size} needs as many GPUs, and torch sees "
