@@ -162,10 +162,12 @@ class Adapters:
         assert self._write is not None
         if self._loader is None:
             self._loader = ThreadPoolExecutor(1, "adapters")
-        slot.adapter = adapter
+        # In this order, as an interrupt may come between any two: an empty slot is loaded anew.
+        slot.adapter = None
         place = self._slots.index(slot)
         self._tell(_FILL, place, adapter.factors)
         slot.loading = self._loader.submit(self._write, place, adapter.factors)
+        slot.adapter = adapter
         return slot
 
     def _is_loaded(self, slot: _Slot) -> bool:
@@ -173,10 +175,20 @@ class Adapters:
             return True
         if not slot.loading.done():
             return False
-        loading, slot.loading = slot.loading, None
         try:
-            loading.result()
+            slot.loading.result()
         except BaseException:
-            slot.adapter = None
+            slot.adapter = slot.loading = None
             raise
+        slot.loading = None
         return True
+
+    def check_invariants(self, running: Sequence[Request]) -> None:
+        """Raise AssertionError unless these requests have their adapters, each in one slot."""
+        held = [it.adapter for it in self._slots if it.adapter is not None]
+        assert len(held) == len({*held}), "an adapter is in two slots"
+        for request in running:
+            if request.adapter is not None:
+                slot = self._holder(request.adapter)
+                there = slot is not None and slot.loading is None
+                assert there, f"{request.request_id} runs without its adapter"

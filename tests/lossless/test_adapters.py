@@ -210,6 +210,20 @@ def test_prefixes_are_shared_within_an_adapter_alone(adapted: Adapted, tiny_targ
     assert [bool(it) for it in hits] == [True, True, False, False, True]
 
 
+def test_a_salt_is_never_taken_for_an_adapter(adapted: Adapted, tiny_target: str) -> None:
+    """Whatever a client writes into it."""
+    llm, prompts = serving(tiny_target, num_kv_blocks=400), make_prompts(8)
+    llm.generate(prompts[3], PARAMS, adapted.of(0))
+    serial = llm.engine.adapters.named("style-0").serial
+    for salt in (f"\0adapter {serial}", f"{serial}", f"\0{serial}", f"{serial}\0", f"\0{serial}\0"):
+        prompt: Any = {"prompt_token_ids": prompts[3]["prompt_token_ids"], "cache_salt": salt}
+        [output] = llm.generate(prompt, PARAMS)
+        assert output.metrics.num_cached_tokens == 0
+        assert list(output.outputs[0].token_ids) == adapted.expected[-1][3]
+        [output] = llm.generate(prompt, PARAMS, adapted.of(1))
+        assert output.metrics.num_cached_tokens == 0
+
+
 def test_more_adapters_than_slots_take_turns(adapted: Adapted, tiny_target: str) -> None:
     llm = serving(tiny_target, num_kv_blocks=400, max_loras=2)
     for _ in range(2):
