@@ -190,7 +190,7 @@ def test_a_slot_whose_loading_was_broken_off_before_it_began_is_loaded_anew(load
     with pytest.raises(KeyboardInterrupt):
         made.next_ready([two], [])
     made.check_invariants([])
-    for request, name in ((one, "a"), (two, "b")):  # what it held may be half overwritten
-        assert ready(made, [request], []) is request
+    for it, name in ((one, "a"), (two, "b")):  # what it held may be half overwritten
+        assert ready(made, [it], []) is it
         assert loads.written[-1] == (0, f"numbers of {name}")
     assert len(loads.written) == 3
