@@ -256,15 +256,14 @@ def assemble(
     images: ImageReader = NoImages(),  # noqa: B008
 ) -> Engine:
     """The engine around loaded models."""
-    limits, device, shape = resolved.limits, resolved.device, network.config
+    limits, shape, needs = resolved.limits, network.config, loaded_drafter.needs
     state, sampling = _device_states(config, resolved, network)
     form = step_form(resolved, config)
     layout = shape.cache_layout(resolved.cache_dtype, ranks.share)
-    sizes = CacheSizes(resolved.num_blocks, config.block_size, state.num_slots, device)
-    own = _target_sizes(resolved, sizes, loaded_drafter.needs.features)
+    sizes = CacheSizes(resolved.num_blocks, config.block_size, state.num_slots, resolved.device)
+    own = _target_sizes(resolved, sizes, needs.features)
     cache = ModelCache(layout, own)
-    streams = loaded_drafter.needs.stream_layers
-    runner = ModelRunner(network, cache, state, stream_layers=streams, of_target=True)
+    runner = ModelRunner(network, cache, state, None, needs.stream_layers, of_target=True)
     shares_prefixes = _shares_prefixes(config, layout, own)
     costs = _costs(resolved, config, shape, form)
     policy = draft_policy(resolved, costs, form)
@@ -295,7 +294,7 @@ def assemble(
         Guidance(grammars, sampling, limits.num_speculative_tokens, ranks),
         graphs,
         runs_ahead=loaded_drafter.limits.on_device and config.async_scheduling is not False,
-        rereads=loaded_drafter.needs.features,
+        rereads=needs.features,
         ranks=ranks,
         check_every=config.rank_check_interval,
     )

@@ -64,7 +64,8 @@ class Leader:
         self._followers.check()
 
     def tell(self, name: str, *arguments: Any) -> None:
-        self._followers.send(self._writer.write(Call(name, arguments)))
+        with _late_interrupts():  # which would leave half of a message, and adapters are long ones
+            self._followers.send(self._writer.write(Call(name, arguments)))
 
     def call(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
         self.check()
