@@ -348,7 +348,16 @@ def run(case: Case, models: Models, answers: Answers) -> Counter[str]:
         BrokenError: something does not hold.
         UsageError: the engine refuses the settings.
     """
-    logging.getLogger("slipstream").setLevel(logging.ERROR)
+    logger = logging.getLogger("slipstream")
+    usual = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return _run(case, models, answers)
+    finally:
+        logger.setLevel(usual)
+
+
+def _run(case: Case, models: Models, answers: Answers) -> Counter[str]:
     world = World(models, answers, case)
     done = 0
     try:
