@@ -141,6 +141,7 @@ class CheckpointFacts:
 
     def document(self) -> dict[str, Any]:
         """The document of --json; None for what is absent."""
+        from slipstream.models.config_reader import TARGET_ADAPTER
         from slipstream.speculative.heads.config import wrapped_target
 
         head = self.head
@@ -152,6 +153,7 @@ class CheckpointFacts:
             "num_speculative_tokens": head.num_tokens if head else None,
             "trained_tokens": self._trained_tokens,
             "target": wrapped_target(self.checkpoint.config),
+            "target_adapter": self.checkpoint.config.get(TARGET_ADAPTER),
             "own_drafter": self.own_drafter,
             "num_parameters": self.num_parameters,
             "num_bytes": self.num_bytes,

@@ -90,6 +90,7 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
         "trained for": facts["trained_tokens"]
         and f"{counted(facts['trained_tokens'], 'draft token')} per step, all in one pass",
         "target": facts["target"],
+        "target adapter": facts["target_adapter"],
         "own drafter": facts["own_drafter"],
         "parameters": weights,
         **_expert_rows(facts["experts"]),

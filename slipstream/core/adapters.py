@@ -17,11 +17,14 @@ class LoRARequest:
         lora_name: for messages and metrics.
         lora_int_id: tells adapters apart, from 1 on.
         lora_path: its directory, in the layout of PEFT.
+        draft_lora_path: that of an adapter of the drafter, which drafts with it; None: it drafts as
+            it is.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str | Path = ""
+    draft_lora_path: str | Path | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name:
@@ -29,10 +32,12 @@ class LoRARequest:
         number = self.lora_int_id
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise UsageError(f"lora_int_id must be an integer of at least 1, not {number!r}")
-        if not isinstance(self.lora_path, str | Path) or not str(self.lora_path):
-            raise UsageError(
-                f"lora_path must be the directory of an adapter, not {self.lora_path!r}"
-            )
+        given = {"lora_path": self.lora_path}
+        if self.draft_lora_path is not None:
+            given["draft_lora_path"] = self.draft_lora_path
+        for name, path in given.items():
+            if not isinstance(path, str | Path) or not str(path):
+                raise UsageError(f"{name} must be the directory of an adapter, not {path!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +47,10 @@ class NamedAdapter:
     Attributes:
         serial: of no other adapter of the engine, also of the same name: keys its prefixes.
         factors: its numbers, in the host's memory.
+        adapts_drafts: the drafter has numbers of it as well.
     """
 
     name: str
     serial: int
     factors: object
+    adapts_drafts: bool = False

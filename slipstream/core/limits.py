@@ -57,8 +57,10 @@ class StepLimits:
         return min(request.num_speculative_tokens, self.num_speculative_tokens) > 0
 
     def namespace(self, request: Request) -> str:
-        """What is stored per token of this request, and whose it is: identities hold no NUL."""
+        """What is stored per token of this request, and whose it is. The salt comes last, as it
+        alone may hold NULs, and must not be taken for an adapter."""
         identity = self.cache_identity if self.drafts(request) else ""
-        if request.adapter is not None:
-            identity = f"{identity}\0\0adapter {request.adapter.serial}"
-        return f"{identity}\0{request.cache_salt}" if request.cache_salt else identity
+        if request.adapter is None and not request.cache_salt:
+            return identity
+        serial = "" if request.adapter is None else request.adapter.serial
+        return f"{identity}\0{serial}\0{request.cache_salt}"

@@ -5,15 +5,17 @@ into the one that was used least recently, of those that no running request name
 it go on meanwhile, and so do steps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import count as _count
+from typing import Any
 
 from slipstream.core.adapters import NO_ADAPTER, NamedAdapter
 from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
 
+_FILL = "fill a slot"
 NOT_ENABLED = "this engine serves no adapters; start it with enable_lora (--enable-lora)"
 
 
@@ -38,45 +40,63 @@ class Adapters:
 
     Args:
         count: of slots; 0 where the engine has no adapters.
-        read: the numbers of the adapter in a directory; raises CheckpointError.
+        read: the numbers of the adapter in a directory and, if any, of the drafter's in another;
+            raises CheckpointError.
         write: puts an adapter's numbers into a slot that nobody uses, in the loading thread.
+        fill: the same where a rank does what it is told.
+        tell: has other ranks call a function of `followed`; in the engine's thread, so that they
+            have an adapter before the first step that needs it, as all is done in turn there.
+
+    Attributes:
+        followed: see `Step`.
     """
 
     def __init__(
         self,
         count: int = 0,
-        read: Callable[[str], object] | None = None,
+        read: Callable[[str, str | None], object] | None = None,
         write: Callable[[int, object], None] | None = None,
+        fill: Callable[[int, object], None] | None = None,
+        tell: Callable[..., None] = lambda *_: None,
     ) -> None:
         self._slots = [_Slot() for _ in range(count)]
         self._read, self._write = read, write
         self._named: dict[str, NamedAdapter] = {}
         self._numbers, self._clock = _count(1), _count()
         self._loader: ThreadPoolExecutor | None = None
+        self._tell = tell
+        self.followed: Mapping[str, Callable[..., Any]] = {} if fill is None else {_FILL: fill}
 
     @property
     def names(self) -> list[str]:
         """What requests may ask for, the oldest first."""
         return list(self._named)
 
-    def read(self, path: str) -> object:
+    def read(self, path: str, draft_path: str | None = None) -> object:
         """The numbers of an adapter; slow.
 
+        Args:
+            draft_path: the directory of the drafter's adapter; None: it drafts as it is.
+
         Raises:
-            UsageError: the engine has no adapters.
+            UsageError: the engine has no adapters, or its drafter has none.
             CheckpointError: this one is broken or does not fit.
         """
         if self._read is None:
             raise UsageError(NOT_ENABLED)
-        return self._read(path)
+        return self._read(path, draft_path)
 
-    def add(self, name: str, factors: object) -> NamedAdapter:
-        """Let requests ask for an adapter by this name, which has to be free."""
+    def add(self, name: str, factors: object, adapts_drafts: bool = False) -> NamedAdapter:
+        """Let requests ask for an adapter by this name, which has to be free.
+
+        Args:
+            factors, adapts_drafts: what was read, and whether some of it is the drafter's.
+        """
         if name in self._named:
             raise UsageError(
                 f"there is an adapter {name!r} already; choose another name, or unload it"
             )
-        made = self._named[name] = NamedAdapter(name, next(self._numbers), factors)
+        made = self._named[name] = NamedAdapter(name, next(self._numbers), factors, adapts_drafts)
         return made
 
     def remove(self, name: str) -> None:
@@ -142,9 +162,12 @@ class Adapters:
         assert self._write is not None
         if self._loader is None:
             self._loader = ThreadPoolExecutor(1, "adapters")
-        slot.adapter = adapter
+        # In this order, as an interrupt may come between any two: an empty slot is loaded anew.
+        slot.adapter = None
         place = self._slots.index(slot)
+        self._tell(_FILL, place, adapter.factors)
         slot.loading = self._loader.submit(self._write, place, adapter.factors)
+        slot.adapter = adapter
         return slot
 
     def _is_loaded(self, slot: _Slot) -> bool:
@@ -152,10 +175,20 @@ class Adapters:
             return True
         if not slot.loading.done():
             return False
-        loading, slot.loading = slot.loading, None
         try:
-            loading.result()
+            slot.loading.result()
         except BaseException:
-            slot.adapter = None
+            slot.adapter = slot.loading = None
             raise
+        slot.loading = None
         return True
+
+    def check_invariants(self, running: Sequence[Request]) -> None:
+        """Raise AssertionError unless these requests have their adapters, each in one slot."""
+        held = [it.adapter for it in self._slots if it.adapter is not None]
+        assert len(held) == len({*held}), "an adapter is in two slots"
+        for request in running:
+            if request.adapter is not None:
+                slot = self._holder(request.adapter)
+                there = slot is not None and slot.loading is None
+                assert there, f"{request.request_id} runs without its adapter"

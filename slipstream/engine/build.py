@@ -14,7 +14,7 @@ from slipstream.core.config import STORED_QUANTIZATIONS, EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.sampling_defaults import SamplingDefaults
 from slipstream.core.step_form import CapturedForm, StepForm
-from slipstream.engine.adapters import Adapters
+from slipstream.engine.adapter_slots import make_adapters, tell_adapters
 from slipstream.engine.drafting.calibration import calibrate
 from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
 from slipstream.engine.engine import Engine
@@ -48,7 +48,6 @@ from slipstream.engine.step_graphs import (
 )
 from slipstream.engine.tokenizers import eos_token_ids, read_tokenizer, require_rows
 from slipstream.kernels.registry import kernels_for
-from slipstream.layers.adapters import AdapterSlots
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, Replaced, resolve_checkpoint
 from slipstream.models.decoder import Decoder
@@ -65,7 +64,6 @@ from slipstream.models.loading import (
 from slipstream.models.quantized.catalogue import read_quantization, require_format
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.vision.tower import ImageFamily
-from slipstream.runner.adapters import AdapterLoader
 from slipstream.runner.capability import (
     choose_device,
     device_name,
@@ -76,7 +74,6 @@ from slipstream.runner.capability import (
 )
 from slipstream.runner.collectives import CollectiveError
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.memory import gigabytes
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.threads import set_threads
 from slipstream.sampling.state import SamplingState
@@ -185,7 +182,7 @@ def _load(
     )
     size = decoder_bytes(checkpoint, shape, options)
     reasons.add("threads", *set_threads(device, dtype, config.threads, size))
-    beside = replace(options, adapters=None, memory_check=room.beside(size))
+    beside = replace(options, memory_check=room.beside(size))
     target = TargetModel(
         checkpoint.path, shape.vocab_size, beside, config.max_num_seqs, checkpoint.replaced
     )
@@ -194,8 +191,8 @@ def _load(
     if family is not None:
         config, shape, options = _made_to_see(config, shape, options, family)
     network = load_decoder(checkpoint, options, shape)
-    if network.adapters is not None:
-        _tell_adapters(network.adapters, reasons)
+    if config.enable_lora:
+        tell_adapters(network.adapters, speculation.drafter.adapters, reasons)
     # The leader reads images; the others are told what it read of them, with their requests.
     tower = family.load(dtype, device) if family is not None and ranks.leads else None
     eos = eos_token_ids(checkpoint, tokenizer)
@@ -259,18 +256,18 @@ def assemble(
     images: ImageReader = NoImages(),  # noqa: B008
 ) -> Engine:
     """The engine around loaded models."""
-    limits, device, shape = resolved.limits, resolved.device, network.config
+    limits, shape, needs = resolved.limits, network.config, loaded_drafter.needs
     state, sampling = _device_states(config, resolved, network)
     form = step_form(resolved, config)
     layout = shape.cache_layout(resolved.cache_dtype, ranks.share)
-    sizes = CacheSizes(resolved.num_blocks, config.block_size, state.num_slots, device)
-    own = _target_sizes(resolved, sizes, loaded_drafter.needs.features)
+    sizes = CacheSizes(resolved.num_blocks, config.block_size, state.num_slots, resolved.device)
+    own = _target_sizes(resolved, sizes, needs.features)
     cache = ModelCache(layout, own)
-    streams = loaded_drafter.needs.stream_layers
-    runner = ModelRunner(network, cache, state, stream_layers=streams, of_target=True)
+    runner = ModelRunner(network, cache, state, None, needs.stream_layers, of_target=True)
     shares_prefixes = _shares_prefixes(config, layout, own)
     costs = _costs(resolved, config, shape, form)
-    policy, adapters = draft_policy(resolved, costs, form), _adapters(network.adapters)
+    policy = draft_policy(resolved, costs, form)
+    adapters = make_adapters(network.adapters, loaded_drafter.adapters, ranks)
     scheduler = Scheduler(limits, _block_manager(resolved, own, shares_prefixes), policy, adapters)
     resources = DrafterResources(
         state=state,
@@ -297,7 +294,7 @@ def assemble(
         Guidance(grammars, sampling, limits.num_speculative_tokens, ranks),
         graphs,
         runs_ahead=loaded_drafter.limits.on_device and config.async_scheduling is not False,
-        rereads=loaded_drafter.needs.features,
+        rereads=needs.features,
         ranks=ranks,
         check_every=config.rank_check_interval,
     )
@@ -318,23 +315,6 @@ def _device_states(
     state = DeviceState(*sizes, device, resolved.num_window_blocks > 0, axes)
     vocab_size = network.config.vocab_size
     return state, SamplingState(state.num_slots, vocab_size, device, config.use_fp64_gumbel)
-
-
-def _adapters(slots: AdapterSlots | None) -> Adapters:
-    if slots is None:
-        return Adapters()
-    loader = AdapterLoader(slots)
-    return Adapters(slots.count, loader.read, loader.write)
-
-
-def _tell_adapters(slots: AdapterSlots, reasons: Reasons) -> None:
-    if not slots.modules:
-        raise UsageError(
-            "enable_lora: no layer of this model takes adapters, which are for projections of "
-            "attention and of feed-forward layers without experts; leave it out"
-        )
-    size = f"{slots.count} of rank {slots.rank}"
-    reasons.add("slots of adapters", size, f"max_loras, max_lora_rank: {gigabytes(slots.nbytes)}")
 
 
 def _shares_prefixes(config: EngineConfig, layout: CacheLayout, sizes: CacheSizes) -> bool:

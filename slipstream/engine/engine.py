@@ -59,7 +59,7 @@ class Engine:
         self.metrics, self._costs, self.adapters = EngineMetrics(), costs, adapters
         self.images, self.media = images, media
         self._scheduler, self._step, self._logprobs = scheduler, step, logprobs
-        self.ranks, self.followed = ranks, step.followed
+        self.ranks, self.followed = ranks, {**step.followed, **adapters.followed}
         self._submissions: dict[str, Submission] = {}
         self._owners: dict[str, tuple[Submission, Sample]] = {}  # by the sample's request id
         self._arrivals = 0

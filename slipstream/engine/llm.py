@@ -228,7 +228,9 @@ class LLM:
             )
         if adapter is None:
             adapters = self.engine.adapters
-            adapter = adapters.add(asked.lora_name, adapters.read(str(asked.lora_path)))
+            drafts = None if asked.draft_lora_path is None else str(asked.draft_lora_path)
+            factors = adapters.read(str(asked.lora_path), drafts)
+            adapter = adapters.add(asked.lora_name, factors, drafts is not None)
             self._adapters[asked.lora_int_id] = asked, adapter
         return adapter
 

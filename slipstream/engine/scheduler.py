@@ -393,6 +393,7 @@ class Scheduler:
         request.slot = -1
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless queues, slots and blocks agree."""
+        """Raise AssertionError unless queues, slots, blocks and adapters agree."""
         check_queues(self._running, self._waiting, self._requests)
         check_places(self._running, self._free_slots, self.limits, self.block_manager)
+        self._adapters.check_invariants(self._running)

@@ -164,9 +164,11 @@ def _joined_linear(
     parts: Sequence[tuple[Tensor, Norm | None]],
     weight: Weight,
     bias: Tensor | None,
+    adapted: Adapted | None = None,
 ) -> Tensor:
-    sides = [_normed(smaller, x, norm) for x, norm in parts]
-    return smaller.linear(torch.cat(sides, -1), weight, bias)
+    x = torch.cat([_normed(smaller, side, norm) for side, norm in parts], -1)
+    y = smaller.linear(x, weight, bias)
+    return y if adapted is None else smaller.add_low_rank(y, x, adapted)
 
 
 def _added(

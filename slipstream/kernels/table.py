@@ -267,11 +267,15 @@ class NormOp(Protocol):
 class JoinedLinearOp(Protocol):
     """parts [T, K1], [T, K2] ..., each normed where it has a norm; weight [N, K1 + K2 ...].
 
-    Returns linear of the parts side by side, [T, N] in their dtype.
+    Returns linear of the parts side by side, [T, N] in their dtype. `adapted` as in `LinearOp`.
     """
 
     def __call__(
-        self, parts: Sequence[tuple[Tensor, Norm | None]], weight: Weight, bias: Tensor | None
+        self,
+        parts: Sequence[tuple[Tensor, Norm | None]],
+        weight: Weight,
+        bias: Tensor | None,
+        adapted: Adapted | None = None,
     ) -> Tensor: ...
 
 

@@ -1,13 +1,13 @@
 """Where the factors of adapters lie: in slots beside the matrices of a network."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.adapters import LowRank
-from slipstream.layers.parameters import Part
+from slipstream.layers.parameters import COLUMNS, ROWS, WHOLE, Part, Share
 
 # Of a module [N, K], by its name: A [r, K] and B [N, r], scaled.
 Factors = Mapping[str, tuple[Tensor, Tensor]]
@@ -19,12 +19,14 @@ class _Place:
 
     Attributes:
         rows: [n] int64, which rows of the module they are.
+        columns: of the module that are those of the matrix.
         index: of the part.
         start: their first row in the matrix.
     """
 
     low_rank: LowRank
     rows: Tensor
+    columns: slice
     index: int
     start: int
 
@@ -44,13 +46,25 @@ class AdapterSlots:
     Args:
         count: of slots.
         rank: the largest of an adapter.
+        share: of each matrix, of which this rank has some rows or columns. Where ranks share the
+            rows, each has the whole first factors and its rows of the second ones; where they
+            share the columns, it has its columns of the first ones, and what the whole second
+            ones make of those is a summand of y like that of the matrix.
 
     Attributes:
         modules: by their names in a checkpoint, without ".weight".
     """
 
-    def __init__(self, count: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        count: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        share: Share = WHOLE,
+    ) -> None:
         self.count, self.rank, self.dtype, self.device = count, rank, dtype, device
+        self._share = share
         self.modules: dict[str, AdaptedModule] = {}
         self._all: list[LowRank] = []
 
@@ -60,25 +74,39 @@ class AdapterSlots:
         return sum(it.nbytes for it in self._all)
 
     def matrix(self, parts: Sequence[Part], columns: int) -> LowRank:
-        """Factors for the matrix [sum of rows, columns] that these parts make."""
-        ends = torch.tensor([part.rows for part in parts]).cumsum(0).tolist()
+        """Factors for this rank's share of the matrix [sum of rows, columns] that these parts
+        make."""
+        share, whole_columns = self._share, columns
+        own_columns = slice(0, columns)
+        if parts[0].split == COLUMNS:
+            own_columns = slice(*share.span_of(parts[0], columns))
+            columns = own_columns.stop - own_columns.start
+        kept = [self._rows(part) for part in parts]
+        ends = torch.tensor([len(rows) for rows in kept]).cumsum(0).tolist()
         low_rank = LowRank.empty(
             self.count, self.rank, tuple(ends), columns, self.dtype, self.device
         )
         self._all.append(low_rank)
-        for index, (part, end) in enumerate(zip(parts, ends, strict=True)):
-            start = end - part.rows
+        before, whole_rows = 0, sum(part.rows for part in parts)
+        for index, (part, own, end) in enumerate(zip(parts, kept, ends, strict=True)):
+            start = end - len(own)
             rows = torch.cat([torch.arange(*span) for span in part.spans])
-            if part.paired is not None:
-                rows = rows[part.paired.order(part.rows)]
-            self._add(part.name, part.tensor_rows, columns, _Place(low_rank, rows, index, start))
+            place = _Place(low_rank, rows[own], own_columns, index, start)
+            self._add(part.name, part.tensor_rows, whole_columns, place)
             if part.fused is not None:  # one module for all parts
-                rows = torch.arange(start, end)
-                if part.paired is not None:
-                    rows = rows[part.paired.order(part.rows)]
-                own = _Place(low_rank, rows, index, start)
-                self._add(part.fused.name, ends[-1], columns, own)
+                place = replace(place, rows=before + own)
+                self._add(part.fused.name, whole_rows, whole_columns, place)
+            before += part.rows
         return low_rank
+
+    def _rows(self, part: Part) -> Tensor:
+        """[n] int64, which rows of a part this rank has, in the order in which it has them."""
+        rows = torch.arange(part.rows)
+        if part.paired is not None:
+            rows = rows[part.paired.order(part.rows)]
+        if part.split == ROWS:
+            rows = rows[slice(*self._share.span_of(part, part.rows))]
+        return rows
 
     def _add(self, name: str, rows: int, columns: int, place: _Place) -> None:
         module = self.modules.setdefault(name, AdaptedModule(rows, columns))
@@ -96,7 +124,7 @@ class AdapterSlots:
             for place in self.modules[name].places:
                 down, start = place.index * self.rank, place.start
                 target = place.low_rank.down[slot, down : down + rank]
-                target.copy_(first, non_blocking=True)
+                target.copy_(first[:, place.columns], non_blocking=True)
                 rows = second[place.rows]
                 target = place.low_rank.up[slot, :rank, start : start + len(rows)]
                 target.copy_(rows.T, non_blocking=True)

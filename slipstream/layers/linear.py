@@ -48,10 +48,10 @@ class Linear:
 
     def apply(self, ops: Ops, x: Tensor, inputs: PassInputs) -> Tensor:
         """x [T, columns] -> y as an addend of the backend's ops (see `LinearOp`)."""
+        adapted = self.adapted(inputs)
         if self.reduce is None:
-            return ops.linear(x, *self.product, self.adapted(inputs))
-        assert self.adapters is None, "adapters of split matrices are refused"
-        return self.reduce(ops.joined_linear([(x, None)], *self.product))
+            return ops.linear(x, *self.product, adapted)
+        return self.reduce(ops.joined_linear([(x, None)], *self.product, adapted))
 
 
 def column_linear(
@@ -87,9 +87,10 @@ def row_linear(
 ) -> Linear:
     """Ranks share the columns of W, of which there are `columns` in all; their y are summed, and
     the first rank adds the bias. `adapters`: see `column_linear`."""
-    weight = source.matrix(_named([Part(name, rows, COLUMNS)], "weight"), columns)
+    parts = [Part(name, rows, COLUMNS)]
+    weight = source.matrix(_named(parts, "weight"), columns)
     own_bias = source.vector(_named([Part(name, rows)], "bias")) if bias else None
-    own = None if adapters is None else adapters.matrix([Part(name, rows)], columns)
+    own = None if adapters is None else adapters.matrix(parts, columns)
     return Linear(weight, own_bias if share.rank == 0 else None, share.reduce, own)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -86,11 +86,8 @@ def read_adapter(
     Raises:
         CheckpointError: it is broken, does not fit the model, or needs what is not applied here.
     """
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder} has no {name}; give the directory of a LoRA adapter")
     file = folder / CONFIG
-    rank, scale, targets = _read_config(read_json_object(file), file)
+    rank, scale, targets = _read_config(folder)
     if rank > max_rank:
         raise CheckpointError(
             f"{file}: rank {rank} is above the largest that there is room for ({max_rank}); start "
@@ -114,9 +111,22 @@ def read_adapter(
     return Adapter(rank, factors)
 
 
-def _read_config(config: Mapping[str, Any], file: Path) -> tuple[int, float, object]:
+def adapter_rank(folder: Path) -> int:
+    """The rank of the adapter in a directory, from its config; raises as `read_adapter` does."""
+    return _read_config(folder)[0]
+
+
+def _config_of(folder: Path) -> ConfigReader:
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} has no {name}; give the directory of a LoRA adapter")
+    file = folder / CONFIG
+    return ConfigReader(read_json_object(file), file, harmless=_HARMLESS)
+
+
+def _read_config(folder: Path) -> tuple[int, float, object]:
     """(rank, scale, target_modules)"""
-    reader = ConfigReader(config, file, harmless=_HARMLESS)
+    reader = _config_of(folder)
     reader.expect("peft_type", "LORA")
     reader.expect("task_type", "CAUSAL_LM")
     reader.expect("bias", "none")

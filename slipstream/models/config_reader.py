@@ -16,6 +16,9 @@ class _Required:
 
 REQUIRED: Final = _Required()
 
+TARGET_ADAPTER: Final = "target_adapter"
+"""Of a drafter: the adapter of the target that it was trained for. It serves without it as well."""
+
 # Keys that name, describe or date the model, or that only tools look at.
 _BOOKKEEPING = {
     "_commit_hash",
@@ -99,6 +102,7 @@ _TRAINING = {
     "residual_dropout",
     "router_aux_loss_coef",
     "seq_aux",
+    TARGET_ADAPTER,
 }
 
 # Settings of generate(), which old exporters wrote into config.json; they act per request here.

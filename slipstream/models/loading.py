@@ -189,9 +189,12 @@ def _build(ops: Ops, config: DecoderConfig, tensors: TensorSource, options: Load
     source = in_precision(tensors, options.quantization, ops)
     slots: AdapterSlots | None = None
     if options.adapters is not None:
-        slots = AdapterSlots(*options.adapters, options.dtype, options.device)
+        slots = AdapterSlots(*options.adapters, options.dtype, options.device, options.share)
     sizes = options.max_positions, options.share, slots, options.num_composed
-    return Decoder(ops, source, config, *sizes)
+    network = Decoder(ops, source, config, *sizes)
+    if slots is not None and not slots.modules:
+        network.adapters = None
+    return network
 
 
 def decoder_bytes(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> int:

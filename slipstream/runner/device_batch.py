@@ -203,6 +203,7 @@ class DeviceBatch:
             mask_token=mask_token,
             tree=tree,
             excerpt=excerpt,
+            adapted=Uses.ADAPTER in self.uses,
         )
 
     def target_rows(

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import torch
 
+from slipstream.core.adapters import NO_ADAPTER
 from slipstream.core.batch import Batch
 from slipstream.core.spans import position_offset
 from slipstream.kernels.preparation import RequestTables
@@ -32,6 +33,7 @@ class DeviceState:
         block_tables: [slots + 1, max_blocks] int32; with a second table, see
             `RequestTables.window_column`, twice as wide.
         adapters: [slots + 1] int64, the slot of each request's adapter, or -1.
+        draft_adapters: the same of adapters that the drafter has numbers of as well.
         padding_slot: the last one: it has no tokens and gains none.
         position_offsets: [slots + 1] int64, what is added to a token's place behind all images of
             its request to have its position; None where positions are places.
@@ -52,7 +54,8 @@ class DeviceState:
         self.padding_slot = max_num_seqs
         self.num_slots = max_num_seqs + 1
         self.most_drafted = torch.zeros(self.num_slots, dtype=torch.int64, device=device)
-        self.adapters = torch.full_like(self.most_drafted, -1)
+        self.adapters = torch.full_like(self.most_drafted, NO_ADAPTER)
+        self.draft_adapters = torch.full_like(self.most_drafted, NO_ADAPTER)
         max_blocks = -(-max_model_len // block_size)
         shape = (self.num_slots, max_model_len + SURPLUS_TOKENS)
         self.token_ids = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -85,7 +88,10 @@ class DeviceState:
                 self.num_computed[slot] = item.start
                 longest = item.request.num_prompt_tokens + item.request.max_tokens
                 self.most_drafted[slot] = min(longest, self.max_model_len) - 1
+                adapter = item.request.adapter
+                adapts_drafts = adapter is not None and adapter.adapts_drafts
                 self.adapters[slot] = item.adapter
+                self.draft_adapters[slot] = item.adapter if adapts_drafts else NO_ADAPTER
                 if self.position_offsets is not None:
                     self.position_offsets[slot] = position_offset(item.request.spans)
             tables = (item.block_table, item.window_table)

@@ -64,13 +64,20 @@ class ModelRunner:
         states = self._cache.state_inputs(rows.slots, rows.starts, num_known, rows.saved)
         if states is not None:
             layout = replace(layout, inputs=replace(layout.inputs, states=states))
-        if rows.adapted:
-            adapters = layout.of_requests(self._state.adapters[rows.slots])
-            layout = replace(layout, inputs=replace(layout.inputs, adapters=adapters))
+        layout = self._adapted(layout, rows)
         token_ids, embedded, added = embed(self._network, layout, rows.prompts)
         given = token_ids, layout.inputs, self._cache.layers, self._stream_layers
         hidden, streams = self._network(*given, embedded, added)
         return Forward(hidden, layout, streams, embedded)
+
+    def _adapted(self, layout: RowLayout, rows: PassRows) -> RowLayout:
+        """The rows with their adapters, where the network has slots for some."""
+        if not rows.adapted or self._network.adapters is None:
+            return layout
+        state = self._state
+        slots = state.adapters if self._of_target else state.draft_adapters
+        adapters = layout.of_requests(slots[rows.slots])
+        return replace(layout, inputs=replace(layout.inputs, adapters=adapters))
 
     def _lay_out(self, rows: PassRows) -> RowLayout:
         """The rows at their positions, which are not their places behind images where positions

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 
 from starlette.requests import Request
@@ -21,30 +22,36 @@ _FLAG = "--lora-modules"
 
 @dataclass(frozen=True)
 class NamedPath:
-    """An adapter that is there from the start."""
+    """An adapter that is there from the start, and if it has one that of the drafter."""
 
     name: str
     path: str
+    draft_path: str | None = None
 
 
 def parse_modules(given: Sequence[str]) -> list[NamedPath]:
-    """What --lora-modules gives: name=path, or {"name": ..., "path": ...} in JSON."""
-    found = []
-    for text in given:
-        name, separator, path = text.partition("=")
-        if text.startswith("{"):
-            try:
-                values = json.loads(text)
-            except ValueError as error:
-                raise UsageError(f"{_FLAG} is not JSON: {error}; it was {text!r}") from None
-            # The base model's name is what the server has anyway.
-            if values.keys() - {"base_model_name"} != {"name", "path"}:
-                raise UsageError(f"{_FLAG} takes an object with name and path, not {text}")
-            name, path, separator = values["name"], values["path"], "="
-        if not (separator and isinstance(name, str) and isinstance(path, str) and name and path):
-            raise UsageError(f"{_FLAG} takes NAME=FOLDER, not {text!r}")
-        found.append(NamedPath(name, path))
-    return found
+    """What --lora-modules gives: name=path, or {"name": ..., "path": ..., "draft_path": ...} in
+    JSON, where the drafter's adapter may be left out."""
+    return [_parse_module(text) for text in given]
+
+
+def _parse_module(text: str) -> NamedPath:
+    name, _, path = text.partition("=")
+    values: dict[str, object] = {"name": name, "path": path}
+    if text.startswith("{"):
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"{_FLAG} is not JSON: {error}; it was {text!r}") from None
+        # The base model's name is what the server has anyway.
+        values = {name: it for name, it in values.items() if name != "base_model_name"}
+        if values.keys() - {"draft_path"} != {"name", "path"}:
+            raise UsageError(
+                f"{_FLAG} takes an object with name and path, and perhaps draft_path, not {text}"
+            )
+    if not all(isinstance(it, str) and it for it in values.values()):
+        raise UsageError(f"{_FLAG} takes NAME=FOLDER, not {text!r}")
+    return NamedPath(**{name: str(it) for name, it in values.items()})
 
 
 def load_modules(engine: Engine, names: Sequence[str], modules: Sequence[NamedPath]) -> None:
@@ -52,7 +59,8 @@ def load_modules(engine: Engine, names: Sequence[str], modules: Sequence[NamedPa
     for module in modules:
         if module.name in names:
             raise UsageError(f"{_FLAG}: {module.name!r} is the model's own name; choose another")
-        engine.adapters.add(module.name, engine.adapters.read(module.path))
+        factors = engine.adapters.read(module.path, module.draft_path)
+        engine.adapters.add(module.name, factors, module.draft_path is not None)
 
 
 class AdapterEndpoints:
@@ -86,8 +94,8 @@ class AdapterEndpoints:
                 "lora_name",
             )
         try:
-            factors = await service.aside(adapters.read, body.lora_path)
-            adapters.add(name, factors)
+            read = partial(adapters.read, body.lora_path, body.draft_lora_path)
+            adapters.add(name, await service.aside(read), body.draft_lora_path is not None)
         except CheckpointError as error:
             raise bad_request(str(error), "lora_path") from None
         return json_response(AdapterChange(id=name, object="adapter", loaded=True))

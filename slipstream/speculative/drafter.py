@@ -13,6 +13,7 @@ from torch import Tensor
 from slipstream.cache.spec import CacheLayout, CacheSizes, ModelCache
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
+from slipstream.layers.adapters import AdapterSlots
 from slipstream.models.decoder import Decoder
 from slipstream.runner.device_batch import DeviceBatch, Guesses
 from slipstream.runner.device_state import DeviceState
@@ -260,6 +261,7 @@ class LoadedDrafter:
         build: makes the drafter with what the engine lends it.
         layout: what it adds to every block; None: nothing.
         window: what it keeps of each request beside the blocks; None: nothing.
+        adapters: slots beside its matrices; None: it takes no adapters.
     """
 
     build: Callable[[DrafterResources], Drafter]
@@ -267,6 +269,7 @@ class LoadedDrafter:
     needs: Needs = Needs()
     layout: CacheLayout | None = None
     window: DraftWindow | None = None
+    adapters: AdapterSlots | None = None
 
     @property
     def layouts(self) -> list[CacheLayout]:

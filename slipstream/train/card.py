@@ -14,8 +14,8 @@ from slipstream.train.recipe import Recipe
 _CARD = """\
 # {name}
 
-A drafter of the kind `{kind}` for `{target}`, {parameters:,} parameters, trained with Slipstream
-{version} (torch {torch}).
+A drafter of the kind `{kind}` for `{target}`{adapter}, {parameters:,} parameters, trained with
+Slipstream {version} (torch {torch}).
 
 It predicts the target's next tokens, and the target checks them: the drafter changes how fast the
 target answers, and never what it answers. It cannot be used alone.
@@ -70,6 +70,7 @@ def write_card(
         name=settings.out.name,
         kind=settings.kind,
         target=settings.target,
+        adapter="" if settings.lora is None else f" with the adapter `{settings.lora}`",
         parameters=recipe.trained.num_parameters,
         version=__version__,
         torch=torch.__version__,

@@ -35,6 +35,11 @@ def pack_data(settings: DataSettings, progress_bar: ProgressBar = no_progress_ba
     packed = [path for path in settings.data if path.suffix == _PACKED]
     if packed:
         raise UsageError(f"{packed[0]} is packed already; give it to `slipstream train KIND`")
+    if settings.lora is not None and not settings.generate:
+        raise UsageError(
+            "--lora says which adapter answers; give --generate as well, or leave it to the "
+            "training"
+        )
     checkpoint = Checkpoint(resolve_checkpoint(settings.target, settings.revision))
     data = Data(settings, checkpoint, read_decoder_config(checkpoint).vocab_size)
     make_writable(out.parent, settings)
@@ -147,6 +152,7 @@ def _source(settings: DataSettings, target: Checkpoint, length: int, entries: li
     values: list[object] = [str(target.path), length, settings.generate]
     if settings.generate:
         values += [settings.answers, settings.seed, settings.dtype]
+        values += [] if settings.lora is None else [str(settings.lora.resolve())]
     content = blake2b(repr(values).encode(), digest_size=8)
     for entry in entries:
         content.update(repr(entry).encode())

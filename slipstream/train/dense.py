@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.core.errors import UsageError
+from slipstream.kernels.adapters import Adapted
 from slipstream.kernels.composition import Parts, compose, split_heads
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, RowPlaces, Visibility
@@ -22,6 +23,9 @@ from slipstream.kernels.reference.experts import experts
 from slipstream.kernels.table import ExpertsParts, Heads, Norm, Ops
 
 KeysValues = tuple[Tensor, Tensor]
+
+THE_ADAPTER = 0
+"""The slot of a target's adapter, which has one at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +37,14 @@ class DenseRows:
         mask: [Q, C + Q] bool, true where a row sees one of the C stored rows (`LayerContext`) or of
             the Q rows of the pass; None: a row sees the rows up to itself.
         sees: networks set it; here the mask decides.
+        adapters: [B Q], `THE_ADAPTER` of all rows; None: they have none.
         embedded: drafters learn from texts, without images.
     """
 
     rows: RowPlaces
     mask: Tensor | None = None
     sees: Visibility = CAUSAL
+    adapters: Tensor | None = None
     embedded: None = None
 
     def seen_through(self, window: int | None) -> "DenseRows":
@@ -71,13 +77,16 @@ class DenseContext:
         batch: sequences B.
         num_layers: attention layers of the network.
         is_chain: see `LayerContext`.
+        adapted: the network is a target with an adapter, through which all rows pass.
 
     Attributes:
         caches: what the attention layers take as their caches.
     """
 
-    def __init__(self, batch: int, num_layers: int, is_chain: bool = False) -> None:
-        self._batch = batch
+    def __init__(
+        self, batch: int, num_layers: int, is_chain: bool = False, adapted: bool = False
+    ) -> None:
+        self._batch, self._adapted = batch, adapted
         self.caches = [LayerContext(is_chain) for _ in range(num_layers)]
 
     def rows(self, positions: Tensor, mask: Tensor | None = None) -> PassInputs:
@@ -89,7 +98,8 @@ class DenseContext:
         """
         starts = torch.arange(self._batch + 1, device=positions.device) * len(positions)
         rows = RowPlaces(starts, positions.repeat(self._batch), len(positions))
-        return cast(PassInputs, DenseRows(rows, mask))
+        adapters = torch.full_like(rows.positions, THE_ADAPTER) if self._adapted else None
+        return cast(PassInputs, DenseRows(rows, mask, adapters=adapters))
 
 
 def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -97,6 +107,17 @@ def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if weight.floats is None:
         return weight.linear(x, bias)
     return F.linear(x, weight.floats, bias)
+
+
+def _add_low_rank(y: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
+    """See `Parts`; all rows have one adapter."""
+    factors, wide = adapted.factors, torch.promote_types(x.dtype, torch.float32)
+    inner = x.to(wide) @ factors.down[THE_ADAPTER].to(wide).T
+    widths = torch.tensor((0, *factors.ends)).diff().tolist()
+    ups = torch.split(factors.up[THE_ADAPTER].to(wide), widths, 1)
+    inners = torch.split(inner, factors.rank, 1)
+    made = [own @ up for own, up in zip(inners, ups, strict=True)]
+    return (y.to(wide) + torch.cat(made, 1)).to(y.dtype)
 
 
 def _logits(x: Tensor, weight: Weight) -> Tensor:
@@ -245,7 +266,7 @@ DENSE: Ops = replace(
             paged_attention=_unused,
             latent_attention=_unused,
             delta_net=_unused,
-            add_low_rank=_unused,
+            add_low_rank=_add_low_rank,
         ),
     ),
     attend=_attend,

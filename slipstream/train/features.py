@@ -65,6 +65,8 @@ class DiskFeatures:
             file = folder / f"{number:05d}.safetensors"
             part = sequences.at(slice(start, start + self._per_shard))
             source = f"{part.digest} {target.path} {target.dtype} {list(stream_layers)}"
+            if target.adapter is not None:
+                source += f" {target.adapter.resolve()}"
             if not _holds(file, source):
                 write_tensors(file, self._capture(part, batch_size), {_SOURCE: source})
             self._shards.append(read_slices(file, self._names))

@@ -9,11 +9,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from slipstream.core.adapters import LoRARequest
 from slipstream.core.errors import UsageError, counted
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.llm import LLM
 from slipstream.engine.prompts import TokensPrompt
+from slipstream.models.adapters import adapter_rank
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
@@ -105,6 +108,12 @@ def _answers(
     end = time.monotonic() + 60 * (settings.generate_minutes or math.inf)
     checkpoint = Checkpoint(resolve_checkpoint(settings.target, settings.revision))
     longest, most_tokens = max(map(len, prompts)), settings.answers.tokens
+    adapter: LoRARequest | None = None
+    adapters: dict[str, Any] = {}
+    if settings.lora is not None:
+        adapter = LoRARequest(settings.lora.name or "adapter", 1, settings.lora)
+        rank = adapter_rank(settings.lora)
+        adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     llm = LLM(
         settings.target,
         revision=settings.revision,
@@ -116,6 +125,7 @@ def _answers(
         max_model_len=min(
             longest + most_tokens, read_decoder_config(checkpoint).max_position_embeddings
         ),
+        **adapters,
     )
     temperatures = settings.answers.temperatures
     following = num_kept
@@ -131,7 +141,7 @@ def _answers(
         ]
         done: dict[int, list[int]] = {}
         asked = [TokensPrompt(prompt_token_ids=ids) for ids in part]
-        for output in llm.stream(asked, params, whole=True):
+        for output in llm.stream(asked, params, adapter, whole=True):
             output.require_sound()
             # The engine counts its requests from 0.
             done[num_kept + int(output.request_id)] = list(output.outputs[0].token_ids)

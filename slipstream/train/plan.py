@@ -68,6 +68,7 @@ class RunPlan:
         values: dict[str, Any] = {
             "kind": settings.kind,
             "target": str(self.target.path),
+            "--lora": settings.lora and str(settings.lora.resolve()),
             "--data": source,
             "--learning-rate": self.learning_rate,
             "--dtype": str(self.dtype).removeprefix("torch."),

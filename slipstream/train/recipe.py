@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slipstream.core.errors import UsageError
 from slipstream.layers.experts import ExpertsSpec
+from slipstream.models.config_reader import TARGET_ADAPTER
 from slipstream.models.loading import LoadOptions
 from slipstream.models.parameter_sources import TensorSource
 from slipstream.models.quantized.catalogue import QUANTIZATION_KEYS
@@ -127,7 +128,9 @@ class Recipe(ABC, Generic[Config]):
 
     def export(self, folder: Path, dtype: torch.dtype) -> None:
         """Write config.json and weights as the engine, and others, load them."""
-        write_checkpoint(folder, self.config_json, self.published(), dtype)
+        adapter = self.plan.settings.lora
+        made_for = {} if adapter is None else {TARGET_ADAPTER: str(adapter)}
+        write_checkpoint(folder, {**self.config_json, **made_for}, self.published(), dtype)
 
 
 def recipe_class(kind: str) -> type[Recipe[Any]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.errors import UsageError
+from slipstream.models.adapters import adapter_rank
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.loading import ProgressBar, dtype_named, no_progress_bar
@@ -75,7 +76,7 @@ def run_training(
     training, validation = sequences.split(settings.validation, settings.seed)
     validation = validation.at(slice(_MAX_VALIDATION))
     longest = plan.length + 1 + plan.num_draft_tokens
-    target = load_target(plan.target, plan.shape, plan.dtype, plan.device, longest)
+    target = load_target(plan.target, plan.shape, plan.dtype, plan.device, longest, settings.lora)
     recipe = recipe_kind(plan, target, training)
     features = _training_features(plan, recipe, target, training, progress_bar)
     metrics = MetricsLog(settings.out)
@@ -110,6 +111,8 @@ def make_plan(settings: TrainSettings, recipe: type[Recipe[Any]]) -> tuple[RunPl
     target = Checkpoint(resolve_checkpoint(settings.target, settings.revision))
     shape = read_decoder_config(target)
     require_trainable(target, shape)
+    if settings.lora is not None:
+        adapter_rank(settings.lora)  # which raises an error where it cannot be read
     data = Data(settings, target, shape.vocab_size)
     plan = RunPlan(
         settings,

@@ -108,6 +108,9 @@ class DataSettings:
         argument=True,
     )
     out: Path = flag(REQUIRED, "The file to write, such as chats.safetensors.")
+    lora: Path | None = flag(
+        None, "Directory of a LoRA adapter of the target, which then passes it in everything."
+    )
     data: tuple[Path, ...] = flag(
         REQUIRED,
         "Texts, .jsonl files of texts, chats or prompts, directories of such files, or a file from "

@@ -10,11 +10,13 @@ from torch import Tensor
 from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.weight import Weight
 from slipstream.layers.attention import AttentionSpec
+from slipstream.models.adapters import adapter_rank
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import KEPT_FORMATS, LoadOptions, load_decoder
-from slipstream.train.dense import DENSE, DenseContext
+from slipstream.runner.adapters import AdapterLoader
+from slipstream.train.dense import DENSE, THE_ADAPTER, DenseContext
 from slipstream.train.vocabulary import DraftVocabulary
 
 SMALL_TARGET = 200_000_000
@@ -60,12 +62,19 @@ class Target:
     Attributes:
         path: its directory.
         network: over the dense backend of ops.
+        adapter: the directory of that which all rows pass; None: there is none.
     """
 
     def __init__(
-        self, path: Path, config: DecoderConfig, network: Decoder, dtype: torch.dtype
+        self,
+        path: Path,
+        config: DecoderConfig,
+        network: Decoder,
+        dtype: torch.dtype,
+        adapter: Path | None = None,
     ) -> None:
         self.path, self.config, self.network, self.dtype = path, config, network, dtype
+        self.adapter = adapter
 
     @property
     def device(self) -> torch.device:
@@ -75,7 +84,7 @@ class Target:
     def states(self, token_ids: Tensor, stream_layers: Sequence[int]) -> TargetStates:
         """One pass over sequences [B, S], as it is served; see `Decoder` for `stream_layers`."""
         batch, length = token_ids.shape
-        context = DenseContext(batch, self.config.num_layers)
+        context = DenseContext(batch, self.config.num_layers, adapted=self.adapter is not None)
         rows, ids = context.rows(torch.arange(length, device=token_ids.device)), token_ids.flatten()
         with torch.autocast(self.device.type, enabled=False):
             hidden, streams = self.network(ids, rows, context.caches, stream_layers)
@@ -105,16 +114,29 @@ def load_target(
     dtype: torch.dtype,
     device: torch.device,
     max_positions: int,
+    adapter: Path | None = None,
 ) -> Target:
     """The network with its weights, which may be quantised.
 
     Those of a small target become floats, since it runs over every batch.
+
+    Args:
+        adapter: the directory of a LoRA adapter, through which all rows pass beside the weights, as
+            they do where it is served.
+
+    Raises:
+        CheckpointError: target or adapter are broken, or do not fit each other.
     """
     small = config.num_matrix_parameters <= SMALL_TARGET
     kept = frozenset[type[Weight]]() if small else KEPT_FORMATS
-    options = LoadOptions(dtype, device, "auto", max_positions, kept=kept)
+    slots = None if adapter is None else (1, adapter_rank(adapter))
+    options = LoadOptions(dtype, device, "auto", max_positions, kept=kept, adapters=slots)
     network = load_decoder(checkpoint, options, config, DENSE)
-    return Target(checkpoint.path, config, network, dtype)
+    if adapter is not None:
+        assert network.adapters is not None, "it was asked for slots"
+        loader = AdapterLoader(network.adapters)
+        loader.write(THE_ADAPTER, loader.read(str(adapter)))
+    return Target(checkpoint.path, config, network, dtype, adapter)
 
 
 def require_trainable(checkpoint: Checkpoint, config: DecoderConfig) -> None:

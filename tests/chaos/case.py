@@ -34,6 +34,8 @@ SERVED: dict[str, Sequence[str]] = {
 }
 WITH_STATES = ("hybrid",)
 WITHOUT_INT8 = ("hybrid", "latent")
+WITH_ADAPTERS = ("dense", "window")
+MOST_ADAPTERS = 3
 
 Wish = dict[str, Any]
 # What requests ask for, as keyword arguments of `SamplingParams`.
@@ -81,6 +83,8 @@ class Settings:
         int8: keys and values are kept in 8 bits.
         priority: requests have priorities.
         words: there is a tokenizer, and so grammars, stop texts and bad words.
+        adapters: of the target, of which drafters that are whole models have some, too.
+        adapter_slots: where adapters are loaded in turn.
     """
 
     target: str = "dense"
@@ -96,6 +100,8 @@ class Settings:
     int8: bool = False
     priority: bool = False
     words: bool = False
+    adapters: int = 0
+    adapter_slots: int = 1
 
 
 @dataclass(frozen=True)
@@ -105,10 +111,12 @@ class Operation:
     Attributes:
         do: "add", "step", "abort", "reset" (the prefix cache), "preempt", "poison" (a request makes
             every step fail from here on), "interrupt" and "error" (a step is broken off at a seam
-            between its parts), or "interrupt line" and "error line" (at a line of Python).
+            between its parts), "interrupt line" and "error line" (at a line of Python), "unload"
+            (an adapter's name goes) or "load" (it comes, as another one if it was there).
         which: of the live requests for abort and poison; of a step's seams, or lines, for the
-            others; the family of prompts for add.
+            others; the family of prompts for add; of the adapters for load and unload.
         length: of the prompt.
+        adapter: of the request, counted round all of them; -1: none.
     """
 
     do: str
@@ -118,6 +126,7 @@ class Operation:
     max_tokens: int = 12
     priority: int = 0
     salt: str = ""
+    adapter: int = -1
 
 
 @dataclass(frozen=True)
@@ -159,8 +168,12 @@ def random_case(
     """A case of so many operations, over some of these targets and of these drafters."""
     rng = Random(seed)
     settings = _random_settings(rng, targets, drafters)
-    operations = tuple(_random_operation(rng, settings) for _ in range(length))
-    return Case(settings, operations)
+    return Case(settings, random_operations(rng, settings, length))
+
+
+def random_operations(rng: Random, settings: Settings, length: int) -> tuple[Operation, ...]:
+    """So many, for an engine of these settings."""
+    return tuple(_random_operation(rng, settings) for _ in range(length))
 
 
 def _random_settings(rng: Random, targets: Sequence[str], drafters: Sequence[str]) -> Settings:
@@ -184,12 +197,25 @@ def _random_settings(rng: Random, targets: Sequence[str], drafters: Sequence[str
         priority=rng.random() < 0.3,
         words=rng.random() < 0.3,
     )
+    if target in WITH_ADAPTERS and rng.random() < 0.4:
+        count = rng.randint(1, MOST_ADAPTERS)
+        slots = rng.randint(1, max(1, count - 1))
+        settings = replace(settings, adapters=count, adapter_slots=slots)
     if target in WITHOUT_INT8:
         settings = replace(settings, int8=False)
     return settings if target in WITH_STATES else replace(settings, places=None)
 
 
 def _random_operation(rng: Random, settings: Settings) -> Operation:
+    if settings.adapters and rng.random() < 0.04:
+        return Operation(rng.choice(["load", "load", "unload"]), which=rng.randrange(MOST_ADAPTERS))
+    found = _usual_operation(rng, settings)
+    if settings.adapters and found.do == "add":
+        return replace(found, adapter=rng.randint(-1, MOST_ADAPTERS - 1))
+    return found
+
+
+def _usual_operation(rng: Random, settings: Settings) -> Operation:
     chance = rng.random()
     if chance < 0.62:
         return Operation("step")

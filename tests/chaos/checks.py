@@ -51,6 +51,8 @@ def _check_device(engine: Engine) -> None:
     for request in engine.scheduler.running:
         slot, name = request.slot, request.request_id
         known, computed = int(state.num_tokens[slot]), int(state.num_computed[slot])
+        adapter = engine.adapters.slot_of(request)
+        assert int(state.adapters[slot]) == adapter, f"{name}: the device has another adapter"
         host = request.num_tokens, request.num_computed
         if ahead:
             assert (known, computed) >= host, f"{name}: the device is behind the host"

@@ -12,6 +12,7 @@ from slipstream.cache.spec import ModelCache
 from slipstream.core.batch import Batch, Committed
 from slipstream.core.outputs import RequestMetrics
 from slipstream.core.request import Request
+from slipstream.engine.adapters import Adapters
 from slipstream.engine.metrics import EngineMetrics
 from slipstream.engine.scheduler import Scheduler
 from slipstream.kernels.pass_inputs import StateInputs
@@ -96,6 +97,16 @@ def counted_twice(patch: Patch) -> None:
         patch.setattr(metrics, "restore", lambda *_: None)
 
 
+def early_adapter(patch: Patch) -> None:
+    """A request runs before its adapter is in its slot."""
+
+    def is_loaded(self: Adapters, slot: Any) -> bool:
+        slot.loading = None
+        return True
+
+    patch.setattr(Adapters, "_is_loaded", is_loaded)
+
+
 FAULTS: dict[str, Callable[[Patch], None]] = {
     "leaked-block": leaked_block,
     "lost-token": lost_token,
@@ -104,4 +115,5 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "stale-block": stale_block,
     "moved-seed": moved_seed,
     "counted-twice": counted_twice,
+    "early-adapter": early_adapter,
 }

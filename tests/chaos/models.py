@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from random import Random
@@ -10,13 +10,21 @@ from typing import Any
 
 import pytest
 
-from slipstream import LLM, SamplingParams, StructuredOutput
+from slipstream import LLM, LoRARequest, SamplingParams, StructuredOutput
 from slipstream.core.batch import StepReport, StepTimes
 from slipstream.core.outputs import CompletionOutput
 from slipstream.engine.drafting.kept_costs import CostFile
 from slipstream.speculative.catalogue import METHODS
 from tests import fake_drafters
-from tests.chaos.case import ALL_WISHES, MAX_MODEL_LEN, MAX_TOKENS, Settings, Wish
+from tests.adapters import write_adapter
+from tests.chaos.case import (
+    ALL_WISHES,
+    MAX_MODEL_LEN,
+    MAX_TOKENS,
+    MOST_ADAPTERS,
+    Settings,
+    Wish,
+)
 from tests.checkpoints import write_qwen3
 from tests.draft_traffic import learn_costs_while_running
 from tests.drafters.assistants import FULL, SLIDING, write_assistant, write_sliding_target
@@ -66,6 +74,7 @@ class Models:
     def __init__(self, folder: Path, dense: TinyModels | None = None) -> None:
         self.folder, self._dense = folder, dense
         self._pairs: dict[str, Pair] = {}
+        self._adapters: dict[tuple[str, int], str] = {}
 
     @cached_property
     def words(self) -> str:
@@ -140,8 +149,28 @@ class Models:
             num_state_checkpoints=settings.places,
             kv_cache_dtype="int8" if settings.int8 else "auto",
             scheduling_policy="priority" if settings.priority else "fcfs",
+            enable_lora=settings.adapters > 0,
+            max_loras=settings.adapter_slots,
             **words,
         )
+
+    def adapter(self, settings: Settings, number: int) -> LoRARequest:
+        """An adapter of the target. Where the target or the draft model drafts, most have one for
+        the drafter."""
+        pair, drafter = self.pair(settings.target), settings.drafter
+        style = LoRARequest(f"a{number}", number + 1, self._adapter_of(pair.target, number))
+        if drafter == "self":
+            return replace(style, draft_lora_path=style.lora_path)
+        if drafter in ("draft_model", "subset", "pard", "combination") and number:
+            return replace(style, draft_lora_path=self._adapter_of(pair.draft, number))
+        return style
+
+    def _adapter_of(self, model: str, number: int) -> str:
+        key = model, number
+        if key not in self._adapters:
+            folder = self.folder / f"adapter-{len(self._adapters)}"
+            self._adapters[key] = write_adapter(folder, model, seed=number, rank=3 + number)
+        return self._adapters[key]
 
 
 class Answers:
@@ -156,7 +185,7 @@ class Answers:
 
     def __init__(self, models: Models, spared: Spared = nullcontext) -> None:
         self._models, self._spared = models, spared
-        self._engines: dict[tuple[str, bool], LLM] = {}
+        self._engines: dict[tuple[str, bool, bool], LLM] = {}
         self._known: dict[tuple[Any, ...], Sequence[CompletionOutput]] = {}
         self._families: dict[tuple[str, int], list[int]] = {}
 
@@ -174,22 +203,31 @@ class Answers:
         return self._families[key][:length]
 
     def of(
-        self, target: str, int8: bool, prompt: Sequence[int], wish: str
+        self, target: str, int8: bool, prompt: Sequence[int], wish: str, adapter: int = -1
     ) -> Sequence[CompletionOutput]:
         """The samples, of `MAX_TOKENS` tokens each where nothing ends them before."""
-        key = target, int8, tuple(prompt), wish
+        key = target, int8, tuple(prompt), wish, adapter
         if key not in self._known:
             params = params_of(ALL_WISHES[wish], MAX_TOKENS, drafts=False)
+            plain = self._plain(target, int8, adapter >= 0)
+            style = None if adapter < 0 else self._models.adapter(plain, adapter)
             with self._spared():
-                output = self._engine(target, int8).generate({"prompt_token_ids": prompt}, params)
+                llm = self._engine(plain)
+                output = llm.generate({"prompt_token_ids": prompt}, params, style)
             self._known[key] = output[0].outputs
         return self._known[key]
 
-    def _engine(self, target: str, int8: bool) -> LLM:
-        if (target, int8) not in self._engines:
-            plain = Settings(target=target, int8=int8, caching=False, words=True, seqs=3)
-            self._engines[target, int8] = self._models.build(plain)
-        return self._engines[target, int8]
+    def _plain(self, target: str, int8: bool, adapted: bool) -> Settings:
+        """Of an engine in which each adapter has a slot of its own."""
+        count = MOST_ADAPTERS if adapted else 0
+        plain = Settings(target=target, int8=int8, caching=False, words=True, seqs=3)
+        return replace(plain, adapters=count, adapter_slots=max(1, count))
+
+    def _engine(self, plain: Settings) -> LLM:
+        key = plain.target, plain.int8, plain.adapters > 0
+        if key not in self._engines:
+            self._engines[key] = self._models.build(plain)
+        return self._engines[key]
 
 
 def params_of(wish: Wish, max_tokens: int, drafts: bool = True) -> SamplingParams:

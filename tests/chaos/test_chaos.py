@@ -2,10 +2,12 @@
 runs it for long (docs/reliability.md)."""
 
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
 
-from tests.chaos.case import Case, Operation, Settings, random_case
+from tests.chaos.case import Case, Operation, Settings, random_case, random_operations
 from tests.chaos.faults import FAULTS
 from tests.chaos.models import Answers, Models
 from tests.chaos.shrink import shrink, write_test
@@ -30,6 +32,13 @@ def case_of(seed: int, drafter: str, steps: str) -> Case:
     return replace(case, settings=changes)
 
 
+def random_settings_with(seed: int, drafter: str, **changes: Any) -> Case:
+    """Settings of a case, so changed, and operations that are made for them."""
+    first = case_of(seed, drafter, "exact")
+    settings = replace(first.settings, **changes)
+    return Case(settings, random_operations(Random(seed), settings, 120))
+
+
 @pytest.mark.parametrize(
     ("seed", "drafter", "steps"),
     [(2, "self", "packed"), (4, "draft_model", "padded"), (8, "in turn", "exact")],
@@ -43,6 +52,19 @@ def test_nothing_breaks(
     assert seen["prefix hits"] > 0
     assert seen["preempted"] > 0
     assert seen["error sprung"] + seen["interrupt sprung"] > 0
+
+
+@pytest.mark.parametrize(("seed", "drafter", "slots"), [(12, "self", 1), (15, "draft_model", 2)])
+def test_adapters_come_and_go(
+    seed: int, drafter: str, slots: int, models: Models, answers: Answers
+) -> None:
+    """More of them than slots; with the target as its own drafter all that they draft is right."""
+    found = random_settings_with(seed, drafter, adapters=3, adapter_slots=slots)
+    seen = run(found, models, answers)
+    assert seen["adapted"] > 5
+    assert seen["load"] + seen["unload"] > 2
+    assert seen["finished"] > 5
+    assert seen["preempted"] > 0
 
 
 def test_a_fault_is_found_and_made_short(

@@ -11,6 +11,7 @@ from slipstream.engine.engine import Engine
 # Parts of a step in front of and behind which it can be broken off, by who has them.
 _SEAMS: dict[str, tuple[str, ...]] = {
     "_scheduler": ("schedule", "schedule_ahead", "commit"),
+    "adapters": ("next_ready", "slot_of"),
     "_step": ("launch", "launch_ahead", "finish", "_launch", "_verify", "_commit"),
     "_step._drafter": ("prepare", "propose", "observe", "read_prompts", "cached_tokens"),
     "_step._runner": ("forward", "logits"),

@@ -3,7 +3,9 @@
 import logging
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from slipstream.core.errors import UsageError
@@ -20,7 +22,7 @@ from tests.e2e.test_interrupted_steps import broken_off
 
 OPERATIONS = (
     *("add", "step", "abort", "reset", "preempt", "poison"),
-    *("interrupt", "error", "interrupt line", "error line"),
+    *("interrupt", "error", "interrupt line", "error line", "load", "unload"),
 )
 MOST_LIVE = 9  # requests at once; beyond that nobody is added
 MOST_STEPS = 3000  # to an engine's last token
@@ -39,6 +41,29 @@ class BrokenError(Exception):
         self.done, self.seen = done, seen
 
 
+class LateLoads:
+    """Takes the place of the thread that loads adapters: each is there two operations later, so
+    that a case can be run again."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[int, Future[None], Callable[[], None]]] = []
+        self._now = 0
+
+    def submit(self, write: Callable[..., None], *arguments: Any) -> Future[None]:
+        """See `Executor.submit`."""
+        future = Future[None]()
+        self._due.append((self._now + 2, future, partial(write, *arguments)))
+        return future
+
+    def proceed(self) -> None:
+        """An operation is over."""
+        self._now += 1
+        while self._due and self._due[0][0] <= self._now:
+            _, future, write = self._due.pop(0)
+            write()
+            future.set_result(None)
+
+
 @dataclass
 class Asked:
     """A request, and what is known of it."""
@@ -46,6 +71,7 @@ class Asked:
     operation: Operation
     submission: Submission
     max_tokens: int
+    adapter: int = -1
 
 
 class World:
@@ -65,6 +91,11 @@ class World:
         self._number = self._faults_due = 0
         self._slack = 0  # counts of requests that errors have just ended may be off by so many
         self._ended = Counter[str]()  # metrics of requests that ended
+        self._models, self._loads = models, LateLoads()
+        adapters: Any = self.engine.adapters
+        adapters._loader = self._loads
+        for number in range(case.settings.adapters):
+            self._load(number)
         self._traps = Traps(self.engine)
         self._make_timeless()
         self._spare_probes()
@@ -84,6 +115,8 @@ class World:
             self.engine.reset_prefix_cache()
         elif kind == "preempt":
             self._preempt()
+        elif kind in ("load", "unload") and self._settings.adapters:
+            self._change_adapter(kind, operation.which % self._settings.adapters)
         elif kind == "poison":
             self._with_one(operation.which, self._poison)
         elif kind in ("interrupt", "error"):
@@ -100,6 +133,7 @@ class World:
         else:
             self._step()
         self.seen[kind] += 1
+        self._loads.proceed()
         self.check()
 
     def drain(self) -> None:
@@ -110,6 +144,7 @@ class World:
                 return
             self._step()
             self.seen["step"] += 1
+            self._loads.proceed()
             self.check()
         raise AssertionError(f"after {MOST_STEPS} steps requests are still unfinished")
 
@@ -121,20 +156,41 @@ class World:
             params = replace(params, num_speculative_tokens=None)
         encoded = self._encoder.encode({"prompt_token_ids": prompt}, params)
         encoded = replace(encoded, cache_salt=operation.salt, priority=operation.priority)
-        self._remember(prompt)
+        adapter = -1
+        if operation.adapter >= 0 and self._settings.adapters:
+            adapter = operation.adapter % self._settings.adapters
+        self._remember(prompt, adapter)
         self._number += 1
         try:
+            if adapter >= 0:
+                named = self.engine.adapters.named(f"a{adapter}")
+                encoded = replace(encoded, adapter=named)
+                self.seen["adapted"] += 1
             submission = self.engine.add(str(self._number), encoded, params)
         except UsageError:  # as shorter settings may do
             self.seen["refused"] += 1
             return
         assert params.max_tokens is not None
-        self._live.append(Asked(operation, submission, params.max_tokens))
+        self._live.append(Asked(operation, submission, params.max_tokens, adapter))
 
-    def _remember(self, prompt: list[int]) -> None:
+    def _change_adapter(self, kind: str, number: int) -> None:
+        """Requests that have an adapter keep it, whatever becomes of its name."""
+        adapters = self.engine.adapters
+        if f"a{number}" in adapters.names:
+            adapters.remove(f"a{number}")
+        if kind == "load":
+            self._load(number)
+
+    def _load(self, number: int) -> None:
+        asked, adapters = self._models.adapter(self._settings, number), self.engine.adapters
+        drafts = None if asked.draft_lora_path is None else str(asked.draft_lora_path)
+        factors = adapters.read(str(asked.lora_path), drafts)
+        adapters.add(asked.lora_name, factors, drafts is not None)
+
+    def _remember(self, prompt: list[int], adapter: int) -> None:
         if self._settings.drafter in ("perfect", "in turn"):
             settings = self._settings
-            plain = self._answers.of(settings.target, settings.int8, prompt, "greedy")
+            plain = self._answers.of(*(settings.target, settings.int8, prompt, "greedy", adapter))
             fake_drafters.ANSWERS[tuple(prompt)] = [*prompt, *plain[0].token_ids]
 
     def _with_one(self, which: int, act: Callable[[Asked], None]) -> None:
@@ -196,7 +252,9 @@ class World:
         params = submission.params
         if params.temperature == 0 or params.seed is not None:
             prompt = submission.prompt_token_ids
-            plain = self._answers.of(settings.target, settings.int8, prompt, asked.operation.wish)
+            plain = self._answers.of(
+                *(settings.target, settings.int8, prompt, asked.operation.wish, asked.adapter)
+            )
             check_answer(submission.output().outputs, plain, asked.max_tokens, whole=False)
         # The caches of drafters have no 8 bits.
         exact = settings.drafter == "self" and not settings.int8
@@ -290,7 +348,16 @@ def run(case: Case, models: Models, answers: Answers) -> Counter[str]:
         BrokenError: something does not hold.
         UsageError: the engine refuses the settings.
     """
-    logging.getLogger("slipstream").setLevel(logging.ERROR)
+    logger = logging.getLogger("slipstream")
+    usual = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return _run(case, models, answers)
+    finally:
+        logger.setLevel(usual)
+
+
+def _run(case: Case, models: Models, answers: Answers) -> Counter[str]:
     world = World(models, answers, case)
     done = 0
     try:

@@ -40,7 +40,8 @@ BENCH = f"{COMMON} {REQUEST_SAMPLING} {DATASET} --output --output-json --profile
 OFFLINE = f"{BENCH} {ENGINE} {RUN} --profile-steps"
 DATA = f"""
     {COMMON} --data --device --dtype --generate --generate-batch --generate-minutes
-    --generate-prompt-tokens --generate-tokens --max-length --out --revision --seed --temperatures
+    --generate-prompt-tokens --generate-tokens --lora --max-length --out --revision --seed
+    --temperatures
 """
 TRAIN = f"""
     {DATA} --accumulate --argmax-weight --aux-layers --batch-size --checkpoint-every --clip

@@ -40,6 +40,7 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
         "features": None,
         "num_speculative_tokens": None,
         "target": None,
+        "target_adapter": None,
         "trained_tokens": None,
         "own_drafter": None,
         "num_parameters": 96 * 48 + 48 + 2 * layer,

@@ -30,9 +30,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[TrainSettings]:
 
 def test_every_flag_arrives(slipstream: CommandLine, asked: list[TrainSettings]) -> None:
     line = (
-        "train eagle3 somewhere --data a.txt --data b.jsonl --out head --revision r --generate "
-        "--generate-tokens 7 --generate-prompt-tokens 8 --temperatures 0,0.5 --max-length 99 "
-        "--validation 0.1 --steps 5 --minutes 2 --batch-size 3 --accumulate 4 "
+        "train eagle3 somewhere --lora style --data a.txt --data b.jsonl --out head --revision r "
+        "--generate --generate-tokens 7 --generate-prompt-tokens 8 --temperatures 0,0.5 "
+        "--max-length 99 --validation 0.1 --steps 5 --minutes 2 --batch-size 3 --accumulate 4 "
         "--learning-rate 0.1 --warmup 0.2 --weight-decay 0.3 --clip 1 -k 6 --place_decay 0.9 "
         "--argmax-weight 0.4 --drop-rate 0.6 --features disk --max-feature-gb 2 "
         "--checkpoint-every 11 --validate-every 12 --log-every 13 --device cpu --dtype bf16 "
@@ -46,6 +46,7 @@ def test_every_flag_arrives(slipstream: CommandLine, asked: list[TrainSettings])
     assert settings == TrainSettings(
         kind="eagle3",
         target="somewhere",
+        lora=Path("style"),
         data=(Path("a.txt"), Path("b.jsonl")),
         out=Path("head"),
         revision="r",

@@ -134,3 +134,6 @@ class TestTriton:
         made = made.sum(0).to(dtype) if made.ndim == 3 else made
         expected = REFERENCE.linear(x, weight, None, adapted)
         assert_close(made, expected, rtol=1e-2, atol=1e-2)
+        sides = [(x[:, :16].contiguous(), None), (x[:, 16:].contiguous(), None)]
+        joined = TRITON.joined_linear(sides, weight, None, adapted)
+        assert_close(joined, expected, rtol=1e-2, atol=1e-2)

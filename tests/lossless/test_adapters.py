@@ -1,14 +1,15 @@
 """Speculation with adapters: every text is that of the model with the adapter merged into it."""
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from slipstream import LLM, LoRARequest, SamplingParams
+from slipstream import LLM, LoRARequest, SamplingParams, UsageError
 from tests.adapters import write_adapter, write_merged
 from tests.lossless.test_greedy import make_prompts, speculative_config, tokens
 from tests.padded_steps import use_padded_steps
@@ -114,6 +115,89 @@ def test_four_adapters_in_a_batch_give_the_texts_of_merged_models(
         assert llm.metrics.speculation.num_accepted_tokens > 0
 
 
+def own_drafts(adapted: Adapted) -> list[LoRARequest | None]:
+    """The adapters of `mixed`, each of the drafter as well, but for the third."""
+    return [
+        it and replace(it, draft_lora_path=None if it.lora_int_id == 3 else it.lora_path)
+        for it in adapted.mixed
+    ]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "steps", "rows", "blocks", "window"),
+    [
+        (None, "exact", 512, 400, None),
+        (None, "padded", 24, 16, None),
+        (None, "exact", 24, 400, 100),
+        ("int8", "exact", 24, 400, None),
+    ],
+)
+def test_a_drafter_with_the_adapters_of_the_target_drafts_what_it_says(
+    quantization: str | None,
+    steps: str,
+    rows: int,
+    blocks: int,
+    window: int | None,
+    adapted: Adapted,
+    tiny_target: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The target drafts for itself: all is accepted where it has its adapter then, too."""
+    if steps == "padded":
+        use_padded_steps(monkeypatch)
+    speculative = {"model": tiny_target, "num_speculative_tokens": 3, "draft_window": window}
+    speculative |= {"quantization": quantization}
+    sizes = {"max_num_batched_tokens": rows, "num_kv_blocks": blocks, "max_loras": 3}
+    llm, prompts = serving(tiny_target, speculative, **sizes), make_prompts(8)
+    if quantization is None:
+        for _ in range(2):
+            outputs = llm.generate(prompts, PARAMS, own_drafts(adapted))
+            assert tokens(outputs) == adapted.mixed_texts
+    else:
+        assert tokens(llm.generate(prompts, PARAMS, own_drafts(adapted))) == adapted.mixed_texts
+    counted = {
+        name: it.num_accepted_tokens / it.num_draft_tokens
+        for name, it in llm.metrics.adapters.items()
+    }
+    bare = counted.pop("style-2")
+    if quantization is None:
+        assert {*counted.values()} == {1.0}, counted
+    assert bare < 0.8 < min(counted.values())
+
+
+@pytest.mark.parametrize("drafter", ["pard", "combination"])
+def test_other_drafters_of_whole_models_take_adapters(
+    drafter: str, adapted: Adapted, tiny_target: str, tiny_draft: str, tmp_path: Path
+) -> None:
+    """Adapters of other shapes and ranks than the target's, which change what is drafted."""
+    heads: Any = defaultdict(str)
+    speculative = speculative_config({"drafter": drafter, "k": 4}, tiny_target, tiny_draft, heads)
+    llm, prompts, accepted = serving(tiny_target, speculative), make_prompts(8), []
+    for number, path in enumerate((None, write_adapter(tmp_path / "draft", tiny_draft, rank=9))):
+        names: dict[str, Any] = {"lora_name": f"a{number}", "lora_int_id": number + 1}
+        asked = replace(adapted.requests[0], **names, draft_lora_path=path)
+        assert tokens(llm.generate(prompts, PARAMS, asked)) == adapted.expected[0]
+        accepted.append(llm.metrics.adapters[f"a{number}"].num_accepted_tokens)
+    assert accepted[0] != accepted[1]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
+def test_drafters_without_adapters_refuse_them(
+    drafter: str,
+    adapted: Adapted,
+    tiny_target: str,
+    tiny_draft: str,
+    tiny_heads: dict[str, str],
+) -> None:
+    case = {"drafter": drafter, "k": 3}
+    speculative = speculative_config(case, tiny_target, tiny_draft, tiny_heads)
+    llm, style = serving(tiny_target, speculative), adapted.requests[0]
+    asked = replace(style, draft_lora_path=style.lora_path)
+    with pytest.raises(UsageError, match="only draft models take adapters"):
+        llm.generate(make_prompts(1), PARAMS, asked)
+    assert tokens(llm.generate(make_prompts(8)[:1], PARAMS, style)) == adapted.expected[0][:1]
+
+
 def test_prefixes_are_shared_within_an_adapter_alone(adapted: Adapted, tiny_target: str) -> None:
     llm, prompts = serving(tiny_target, num_kv_blocks=400), make_prompts(8)
     for whose in (0, 1, -1, 0, 1, -1):
@@ -124,6 +208,20 @@ def test_prefixes_are_shared_within_an_adapter_alone(adapted: Adapted, tiny_targ
         for it in (0, 1, 2, 3, -1)
     ]
     assert [bool(it) for it in hits] == [True, True, False, False, True]
+
+
+def test_a_salt_is_never_taken_for_an_adapter(adapted: Adapted, tiny_target: str) -> None:
+    """Whatever a client writes into it."""
+    llm, prompts = serving(tiny_target, num_kv_blocks=400), make_prompts(8)
+    llm.generate(prompts[3], PARAMS, adapted.of(0))
+    serial = llm.engine.adapters.named("style-0").serial
+    for salt in (f"\0adapter {serial}", f"{serial}", f"\0{serial}", f"{serial}\0", f"\0{serial}\0"):
+        prompt: Any = {"prompt_token_ids": prompts[3]["prompt_token_ids"], "cache_salt": salt}
+        [output] = llm.generate(prompt, PARAMS)
+        assert output.metrics.num_cached_tokens == 0
+        assert list(output.outputs[0].token_ids) == adapted.expected[-1][3]
+        [output] = llm.generate(prompt, PARAMS, adapted.of(1))
+        assert output.metrics.num_cached_tokens == 0
 
 
 def test_more_adapters_than_slots_take_turns(adapted: Adapted, tiny_target: str) -> None:
@@ -191,8 +289,6 @@ def _backend() -> str:
 
 
 def test_what_is_asked_for_wrongly_is_refused(adapted: Adapted, tiny_target: str) -> None:
-    from slipstream import UsageError
-
     llm, prompts = serving(tiny_target, num_kv_blocks=400), make_prompts(2)
     with pytest.raises(UsageError, match="1 lora_requests were given for 2 prompts"):
         llm.generate(prompts, PARAMS, [adapted.of(0)])

@@ -42,7 +42,7 @@ def loads() -> Iterator[Loads]:
 
 
 def adapters(loads: Loads, count: int = 2, names: Sequence[str] = "abcd") -> Adapters:
-    made = Adapters(count, read=lambda path: path, write=loads)
+    made = Adapters(count, read=lambda path, _: path, write=loads)
     for name in names:
         made.add(name, f"numbers of {name}")
     return made
@@ -175,3 +175,22 @@ def test_requests_run_while_another_waits_for_its_adapter(loads: Loads) -> None:
     engine.restart([other])
     assert [it.adapter for it in engine.schedule().requests] == [0]
     engine.check_invariants()
+
+
+def test_a_slot_whose_loading_was_broken_off_before_it_began_is_loaded_anew(loads: Loads) -> None:
+    made, interrupts = adapters(loads, count=1), [KeyboardInterrupt()]
+
+    def tell(*_: object) -> None:
+        if interrupts:
+            raise interrupts.pop()
+
+    one, two = asking(made, "a", "a"), asking(made, "b", "b")
+    assert ready(made, [one], []) is one
+    made._tell = tell
+    with pytest.raises(KeyboardInterrupt):
+        made.next_ready([two], [])
+    made.check_invariants([])
+    for it, name in ((one, "a"), (two, "b")):  # what it held may be half overwritten
+        assert ready(made, [it], []) is it
+        assert loads.written[-1] == (0, f"numbers of {name}")
+    assert len(loads.written) == 3

@@ -33,10 +33,6 @@ def start_ranks(config: EngineConfig, device: torch.device) -> Ranks:
     size = config.tensor_parallel_size
     if size == 1:
         return ALONE
-    if config.enable_lora:
-        raise UsageError(
-            f"enable_lora serves one rank, not tensor_parallel_size={size}; leave one of them out"
-        )
     if uses_gpu_memory(device) and torch.cuda.device_count() < size:
         raise UsageError(
             f"tensor_parallel_size={size} needs as many GPUs, and torch sees "
@@ -68,7 +64,8 @@ class Leader:
         self._followers.check()
 
     def tell(self, name: str, *arguments: Any) -> None:
-        self._followers.send(self._writer.write(Call(name, arguments)))
+        with _late_interrupts():  # which would leave half of a message, and adapters are long ones
+            self._followers.send(self._writer.write(Call(name, arguments)))
 
     def call(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
         self.check()

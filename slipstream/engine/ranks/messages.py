@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
+from slipstream.core.adapters import NamedAdapter
 from slipstream.core.batch import ScheduledRequest
 from slipstream.core.request import Request
 from slipstream.core.structured import Advance
@@ -24,7 +25,7 @@ _COUNTERS = (
 _GIVEN = (
     *("request_id", "token_ids", "params", "seed", "stop_token_ids", "max_tokens"),
     *("num_speculative_tokens", "arrival", "bad_words", "guide", "verification", "priority"),
-    "spans",
+    *("spans", "adapter"),
 )
 
 
@@ -55,7 +56,11 @@ class Writer:
     def write(self, message: Any) -> bytes:
         buffer = BytesIO()
         pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
-        pickler.dispatch_table = {Request: self._request, ScheduledRequest: self._scheduled}
+        pickler.dispatch_table = {
+            Request: self._request,
+            ScheduledRequest: self._scheduled,
+            NamedAdapter: _without_factors,
+        }
         pickler.dump(message)
         return buffer.getvalue()
 
@@ -149,6 +154,13 @@ class _Unpickler(pickle.Unpickler):
         if module == __name__ and name in self._named:
             return self._named[name]
         return super().find_class(module, name)
+
+
+def _without_factors(
+    adapter: NamedAdapter,
+) -> tuple[Callable[..., NamedAdapter], tuple[Any, ...]]:
+    """Who has it needs no numbers: those are in its slot."""
+    return NamedAdapter, (adapter.name, adapter.serial, None, adapter.adapts_drafts)
 
 
 def _made(*_: Any) -> Request:

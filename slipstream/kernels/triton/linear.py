@@ -118,11 +118,16 @@ class Linears:
         return rows.values, total
 
     def joined_linear(
-        self, parts: Sequence[tuple[Tensor, Norm | None]], weight: Weight, bias: Tensor | None
+        self,
+        parts: Sequence[tuple[Tensor, Norm | None]],
+        weight: Weight,
+        bias: Tensor | None,
+        adapted: Adapted | None = None,
     ) -> Tensor:
         sides = [self._normed(side, norm) for side, norm in parts]
         x = torch.cat(sides, -1) if len(sides) > 1 else sides[0]
-        return self._product(x, weight, bias, x.dtype)
+        y = self._product(x, weight, bias, x.dtype)
+        return y if adapted is None else add_low_rank(y, x, adapted)
 
     def _product(
         self, x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype

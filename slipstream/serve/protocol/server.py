@@ -59,10 +59,12 @@ class ModelList(ResponseBody):
 
 
 class LoadAdapter(ModelRequest):
-    """An adapter to load, from a folder of the server's machine."""
+    """An adapter to load, from a folder of the server's machine, and perhaps the drafter's from
+    another."""
 
     lora_name: str = Field(min_length=1, max_length=256)
     lora_path: str = Field(min_length=1, max_length=4096)
+    draft_lora_path: str | None = Field(None, min_length=1, max_length=4096)
 
 
 class UnloadAdapter(ModelRequest):

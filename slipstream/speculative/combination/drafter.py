@@ -173,6 +173,7 @@ def _combine(loaded: Sequence[LoadedDrafter], counts: Sequence[int]) -> LoadedDr
         needs=last.needs,
         layout=last.layout,
         window=last.window,
+        adapters=last.adapters,
     )
 
 

@@ -141,5 +141,7 @@ class DraftContext:
         starts = excerpt.places(computed)
         lengths = (excerpt.places(ends) - starts).clamp(min=0)
         if (lengths >= least).any():
-            self._runner.forward(PassRows(slots, starts, lengths, excerpt=excerpt))
+            adapted = bool((self._state.draft_adapters[slots] >= 0).any())
+            rows = PassRows(slots, starts, lengths, excerpt=excerpt, adapted=adapted)
+            self._runner.forward(rows)
             self.computed[slots] = torch.maximum(computed, ends)

@@ -133,10 +133,12 @@ class DraftNetwork:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """Where its layers keep keys and values, as `LoadedDrafter` has it."""
+        """Where its layers keep keys and values, and adapters, as `LoadedDrafter` has it."""
+        adapters = self.decoder.adapters
         if self._window is None:
-            return {"layout": self.layout}
-        return {"layout": None, "window": DraftWindow(self.layout, self._window)}
+            return {"layout": self.layout, "adapters": adapters}
+        window = DraftWindow(self.layout, self._window)
+        return {"layout": None, "window": window, "adapters": adapters}
 
     def excerpt_sizes(self, resources: DrafterResources) -> ExcerptSizes | None:
         """What its rounds see of a request; None: all of it."""

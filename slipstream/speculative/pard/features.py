@@ -200,7 +200,7 @@ class FeatureFedRunner(ModelRunner):
         self._decoder, self._features = network, features
 
     def forward(self, rows: PassRows) -> Forward:
-        layout = lay_out(self._state, rows)
+        layout = self._adapted(lay_out(self._state, rows), rows)
         slots = rows.slots[layout.request]
         embedded = self._decoder.embed(layout.token_ids)
         embedded = embedded + self._features.read(self._state, slots, layout.inputs.rows.positions)

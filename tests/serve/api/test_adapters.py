@@ -91,6 +91,20 @@ def test_an_adapter_is_a_model_of_its_name(
         asked.completions.create(model="other", **ASKED)
 
 
+def test_a_drafter_gets_an_adapter_of_its_own(
+    adapted: Live, asked: openai.OpenAI, texts: list[str], folders: list[str], tmp_path: Path
+) -> None:
+    draft = write_adapter(tmp_path, TARGET.parent / "draft", size=0.9)
+    assert load(adapted, "pair", folders[1], draft_lora_path=draft).status_code == 200
+    assert asked.completions.create(model="pair", **ASKED).choices[0].text == texts[1]
+    assert adapted.engine.adapters.named("pair").adapts_drafts
+    assert unload(adapted, "pair").status_code == 200
+    for wrong, told in ((folders[1], "this model"), ("nowhere", "has no adapter_config.json")):
+        refused = load(adapted, "pair", folders[1], draft_lora_path=wrong)
+        assert refused.status_code == 400
+        assert told in refused.json()["error"]["message"]
+
+
 def test_every_protocol_takes_adapters(adapted: Live, asked: openai.OpenAI) -> None:
     said: Any = [{"role": "user", "content": "Hi"}]
     fields: dict[str, Any] = {"temperature": 0, "max_tokens": 32}
@@ -196,8 +210,17 @@ def test_nothing_is_loaded_where_requests_are_not_trusted(live: Live, folders: l
 
 
 def test_modules_are_given_by_name_or_in_json() -> None:
-    given = ["a=/x/y=z", '{"name": "b", "path": "p", "base_model_name": "demo"}']
-    assert parse_modules(given) == [NamedPath("a", "/x/y=z"), NamedPath("b", "p")]
-    for text in ("a", "a=", "=b", "{", '{"name": "a"}', '{"name": 1, "path": "p"}'):
+    given = [
+        *("a=/x/y=z", '{"name": "b", "path": "p", "base_model_name": "demo"}'),
+        '{"name": "c", "path": "p", "draft_path": "d"}',
+    ]
+    expected = [NamedPath("a", "/x/y=z"), NamedPath("b", "p"), NamedPath("c", "p", "d")]
+    assert parse_modules(given) == expected
+    for text in (
+        *("a", "a=", "=b", "{", '{"name": "a"}', '{"name": 1, "path": "p"}'),
+        '{"name": "a", "path": "p", "draft_path": 3}',
+        '{"name": "a", "path": "p", "draft_path": ""}',
+        '{"name": "a", "path": "p", "draught_path": "d"}',
+    ):
         with pytest.raises(UsageError, match="--lora-modules"):
             parse_modules([text])

@@ -1,0 +1,33 @@
+"""The slots of an engine's adapters, in the layers of its target and of its drafter."""
+
+from slipstream.core.errors import UsageError
+from slipstream.engine.adapters import Adapters
+from slipstream.engine.ranks.ranks import Ranks
+from slipstream.engine.sizing import Reasons
+from slipstream.layers.adapters import AdapterSlots
+from slipstream.runner.adapters import AdapterLoader
+from slipstream.runner.memory import gigabytes
+
+
+def make_adapters(
+    target: AdapterSlots | None, drafter: AdapterSlots | None, ranks: Ranks
+) -> Adapters:
+    """Those of an engine whose networks have these slots; None: they take no adapters."""
+    if target is None:
+        return Adapters()
+    loader = AdapterLoader(target, drafter)
+    return Adapters(target.count, loader.read, loader.write, loader.fill, ranks.tell)
+
+
+def tell_adapters(
+    target: AdapterSlots | None, drafter: AdapterSlots | None, reasons: Reasons
+) -> None:
+    """Say what slots take; UsageError where the target has none, though it was to serve some."""
+    if target is None:
+        raise UsageError(
+            "enable_lora: no layer of this model takes adapters, which are for projections of "
+            "attention and of feed-forward layers without experts; leave it out"
+        )
+    size = f"{target.count} of rank {target.rank}"
+    nbytes = target.nbytes + (0 if drafter is None else drafter.nbytes)
+    reasons.add("slots of adapters", size, f"max_loras, max_lora_rank: {gigabytes(nbytes)}")
