@@ -304,7 +304,7 @@ def assemble(
     capture_plain(graphs, step, not loaded_drafter.limits.on_device, progress_bar)
     if resolved.adaptive and ranks.leads:
         costs.begin(partial(calibrate, costs, step, resolved, policy.widths, config.block_size))
-    reader = LogprobReader(step.logits, tokenizer, config.logprobs_mode == "raw_logprobs")
+    reader = LogprobReader(step.rate, tokenizer, config.logprobs_mode == "raw_logprobs")
     media = MediaReader(config.allowed_local_media_path, config.allowed_media_domains)
     beside = tokenizer, grammars, costs, adapters, images, media, ranks
     return Engine(resolved, scheduler, step, reader, *beside)
@@ -316,8 +316,9 @@ def _device_states(
     limits, device, axes = resolved.limits, resolved.device, network.ropes.num_composed > 0
     sizes = limits.max_num_seqs, limits.max_model_len, config.block_size
     state = DeviceState(*sizes, device, resolved.num_window_blocks > 0, axes)
-    vocab_size = network.config.vocab_size
-    return state, SamplingState(state.num_slots, vocab_size, device, config.use_fp64_gumbel)
+    sizes = state.num_slots, network.config.vocab_size
+    columns, fp64 = network.head.columns, config.use_fp64_gumbel
+    return state, SamplingState(*sizes, device, fp64, columns)
 
 
 def _adapters(slots: AdapterSlots | None) -> Adapters:
