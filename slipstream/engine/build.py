@@ -184,7 +184,7 @@ def _load(
         memory_check=room.check,
     )
     size = decoder_bytes(checkpoint, shape, options)
-    reasons.add("threads", *set_threads(device, dtype, config.threads, size))
+    reasons.add("threads", *set_threads(device, dtype, config.threads, size, ranks.share.size))
     beside = replace(options, adapters=None, memory_check=room.beside(size))
     target = TargetModel(
         checkpoint.path, shape.vocab_size, beside, config.max_num_seqs, checkpoint.replaced
@@ -316,9 +316,9 @@ def _device_states(
     limits, device, axes = resolved.limits, resolved.device, network.ropes.num_composed > 0
     sizes = limits.max_num_seqs, limits.max_model_len, config.block_size
     state = DeviceState(*sizes, device, resolved.num_window_blocks > 0, axes)
-    sizes = state.num_slots, network.config.vocab_size
+    slots, vocab_size = state.num_slots, network.config.vocab_size
     columns, fp64 = network.head.columns, config.use_fp64_gumbel
-    return state, SamplingState(*sizes, device, fp64, columns)
+    return state, SamplingState(slots, vocab_size, device, fp64, columns)
 
 
 def _adapters(slots: AdapterSlots | None) -> Adapters:

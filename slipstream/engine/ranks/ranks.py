@@ -58,8 +58,8 @@ class Ranks(Protocol):
         """Wait until the followers have done all that they were told; RanksLostError if they do
         not."""
 
-    def watch(self, call: Callable[[], None]) -> None:
-        """Call this from another thread when a rank ends."""
+    def watch(self, call: Callable[[str], None]) -> None:
+        """Call this from another thread when a rank ends, with what is known of it."""
 
     def close(self) -> None:
         """End the followers."""
@@ -91,7 +91,7 @@ class Alone:
     def settle(self) -> None:
         """Nobody is waited for."""
 
-    def watch(self, call: Callable[[], None]) -> None:
+    def watch(self, call: Callable[[str], None]) -> None:
         """Nobody can end."""
 
     def close(self) -> None:
