@@ -1,12 +1,13 @@
 """Whether a server of several ranks ends well, whatever becomes of one of them.
 
-    python -m benchmarks.rank_kills --trials 50 [--first 0] [--seed 1] [--ranks 2]
+    python -m benchmarks.rank_kills --trials 50 [--first 0] [--seed 1] [--ranks 2] [--limit 10]
 
 Each trial serves the demo over gloo and does one of these to it, in turn, at a random moment of its
 loading, of a prompt, of decoding or of idleness: SIGKILL or SIGSTOP to a follower, SIGKILL to the
 leader, or Ctrl-C twice. A trial fails where a request is not told, the server goes on, its log does
-not say which rank was lost, or a process is left, `MOST_SECONDS` later; the exit code is 1 then.
-The last line is one JSON document.
+not say which rank was lost, or a process is left, `--limit` seconds later; the exit code is 1 then.
+On a machine that does other work a process may take long to end without hanging: then give a higher
+limit, and look at `over_10_seconds` in the last line, which is one JSON document.
 """
 
 import argparse
@@ -25,7 +26,6 @@ from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
 
-MOST_SECONDS = 10.0
 _READY_SECONDS = 600.0  # of a busy machine
 _MOMENTS = ("loading", "prompt", "decoding", "idle")
 _BLOWS = ("kill a follower", "stop a follower", "kill the leader", "Ctrl-C")
@@ -59,7 +59,7 @@ class Served:
 
     def whole_log(self) -> str:
         """All that it wrote; when it has ended."""
-        self._reader.join(MOST_SECONDS)
+        self._reader.join(10)
         return self.log
 
     @property
@@ -144,8 +144,8 @@ class Trials:
         seconds: from the blow to the end of all processes and answers, by what was done when.
     """
 
-    def __init__(self, ranks: int, seed: int) -> None:
-        self._ranks, self._random = ranks, random.Random(seed)
+    def __init__(self, ranks: int, seed: int, limit: float) -> None:
+        self._ranks, self._random, self._limit = ranks, random.Random(seed), limit
         self._load_seconds = 5.0  # from the followers' start until it listens
         self.faults: list[str] = []
         self.seconds: dict[str, list[float]] = defaultdict(list)
@@ -160,7 +160,7 @@ class Trials:
             pids = served.followers()
             struck = monotonic()
             self._strike(blow, served, pids)
-            faults = self._judge(blow, served, asked, pids, struck + MOST_SECONDS)
+            faults = self._judge(blow, served, asked, pids, struck + self._limit)
             took = monotonic() - struck
         finally:
             for pid in (served.popen.pid, *pids):
@@ -233,16 +233,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="the number of the first one")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=10.0, help="seconds")
     options = parser.parse_args()
     # A shell that starts this in the background has it ignored, which children would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    trials = Trials(options.ranks, options.seed)
+    trials = Trials(options.ranks, options.seed, options.limit)
     for number in range(options.first, options.first + options.trials):
         trials.run(number)
     every = sorted(it for found in trials.seconds.values() for it in found)
     summary = {
         "trials": len(every),
         "faults": trials.faults,
+        "over_10_seconds": sum(it > 10 for it in every),
         "median_seconds": every[len(every) // 2],
         "largest_seconds": every[-1],
         "seconds": trials.seconds,
