@@ -26,7 +26,7 @@ from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.media import MediaReader
 from slipstream.engine.named_target import with_named_target
 from slipstream.engine.ranks.leader import start_ranks
-from slipstream.engine.ranks.ranks import ALONE, Ranks
+from slipstream.engine.ranks.ranks import ALONE, Ranks, breaking_off
 from slipstream.engine.resolve import (
     Resolved,
     max_batched_tokens,
@@ -180,7 +180,7 @@ def _load(
         twin_of=shape,
         share=ranks.share,
         adapters=(config.max_loras, config.max_lora_rank) if config.enable_lora else None,
-        progress_bar=progress_bar,
+        progress_bar=breaking_off(progress_bar, ranks),
         memory_check=room.check,
     )
     size = decoder_bytes(checkpoint, shape, options)

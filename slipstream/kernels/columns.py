@@ -47,7 +47,7 @@ class Columns:
         return whole[..., first : first + rows.shape[-1]]
 
     def places(self, tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tokens, in any shape: the columns of rows [N, v] that they have, and whether they have
+        """The columns of rows [N, v] that tokens, in any shape, have, and whether they have
         one; where not, some column."""
         place = tokens - self.first(rows)
         is_own = (place >= 0) & (place < rows.shape[-1])

@@ -10,11 +10,15 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream import SamplingParams
 from slipstream.core.errors import RanksLostError
 from slipstream.core.request import Request
 from slipstream.engine.ranks.messages import Writer
+from slipstream.engine.ranks.ranks import Alone, breaking_off
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.loading import LoadOptions, load_decoder, no_progress_bar
 from tests.lossless.test_greedy import make_prompts
 from tests.ranks.conftest import Opener, Pool
 from tests.serve.test_stopping import process
@@ -89,6 +93,27 @@ def test_requests_end_with_an_error_when_a_rank_is_lost(
     assert f"rank 1 of 2 {how}" in str(errors[0])
     with pytest.raises(RanksLostError):
         llm.generate(make_prompts(1), LONG)
+
+
+class EndingRanks(Alone):
+    """One of them ends after a while."""
+
+    def __init__(self) -> None:
+        self.num_checks = 0
+
+    def check(self) -> None:
+        self.num_checks += 1
+        if self.num_checks == 3:
+            raise RanksLostError("on purpose")
+
+
+def test_a_load_breaks_off_when_a_rank_is_lost(tiny_target: str) -> None:
+    ranks, checkpoint = EndingRanks(), Checkpoint(Path(tiny_target))
+    bar = breaking_off(no_progress_bar, ranks)
+    options = LoadOptions(torch.float32, torch.device("cpu"), "auto", 64, progress_bar=bar)
+    with pytest.raises(RanksLostError, match="on purpose"):
+        load_decoder(checkpoint, options)
+    assert ranks.num_checks == 3
 
 
 def test_ranks_that_differ_by_one_token_are_found(
