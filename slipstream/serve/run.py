@@ -275,7 +275,7 @@ class DrainingServer(uvicorn.Server):
         """End all requests and then the server, with exit code 1; called from any thread: the
         engine is lost for good."""
         logger.critical("%s; the server ends", why)
-        self.exit_code = 1
+        self.exit_code, self.config.timeout_graceful_shutdown = 1, _LAST_FLUSH_SECONDS
         if self._loop is None or not self.started:
             self.should_exit = True
             return

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from socket import socketpair
-from threading import Thread
+from threading import Event, Thread
 from time import monotonic, sleep
 from typing import Any
 
@@ -89,10 +89,10 @@ class Process:
         os.close(self._life)
 
     def end(self, seconds: float) -> None:
-        """Kill it if it has not ended in time."""
+        """Kill it if it has not ended in time, or where Ctrl-C says that this takes too long."""
         try:
             self._process.wait(max(0.1, seconds))
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
             self._process.kill()
             self._process.wait()
 
@@ -116,11 +116,11 @@ class Followers:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.size, self.loss, self._closing = size, "", False
+        self.size, self.loss, self._closing = size, "", Event()
         self._watchers: list[Callable[[str], None]] = []
         self.processes: list[Process] = []
         # At the end of this process as well, before its threads are taken down.
-        self._end = weakref.finalize(self, _end_all, self.processes)
+        self._end = weakref.finalize(self, _end_all, self.processes, self._closing)
         self.collectives: Collectives | None = None
         try:
             store = open_store(0, size, leads=True)
@@ -185,7 +185,7 @@ class Followers:
 
     def lose(self, what: str) -> None:
         """One has ended, or does not answer: the first reason counts."""
-        if self.loss or self._closing:
+        if self.loss or self._closing.is_set():
             return
         self.loss = what
         if self.collectives is not None:
@@ -195,7 +195,6 @@ class Followers:
 
     def close(self) -> None:
         """End all of them."""
-        self._closing = True
         self._end()
 
 
@@ -208,7 +207,8 @@ def _wait_for(followers: "weakref.ref[Followers]", process: Process) -> None:
     process.end(0)
 
 
-def _end_all(processes: list[Process]) -> None:
+def _end_all(processes: list[Process], closing: Event) -> None:
+    closing.set()
     for process in processes:
         process.let_go()
     deadline = monotonic() + _END_SECONDS
