@@ -143,7 +143,8 @@ def _fitted(plan: Plan) -> Plan:
         gpus = config.tensor_parallel_size if on_gpus else 0
     if not gpus and config.threads is None:
         cores = len(os.sched_getaffinity(0))
-        config = replace(config, threads=max(cores // options.most, 1))
+        engines = options.most * config.tensor_parallel_size
+        config = replace(config, threads=max(cores // engines, 1))
     return replace(plan, config=config, replicas=replace(options, replica_gpus=gpus))
 
 

@@ -26,7 +26,7 @@ from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.media import MediaReader
 from slipstream.engine.named_target import with_named_target
 from slipstream.engine.ranks.leader import start_ranks
-from slipstream.engine.ranks.ranks import ALONE, Ranks
+from slipstream.engine.ranks.ranks import ALONE, Ranks, breaking_off
 from slipstream.engine.resolve import (
     Resolved,
     max_batched_tokens,
@@ -177,11 +177,11 @@ def _load(
         twin_of=shape,
         share=ranks.share,
         adapters=(config.max_loras, config.max_lora_rank) if config.enable_lora else None,
-        progress_bar=progress_bar,
+        progress_bar=breaking_off(progress_bar, ranks),
         memory_check=room.check,
     )
     size = decoder_bytes(checkpoint, shape, options)
-    reasons.add("threads", *set_threads(device, dtype, config.threads, size))
+    reasons.add("threads", *set_threads(device, dtype, config.threads, size, ranks.share.size))
     beside = replace(options, memory_check=room.beside(size))
     target = TargetModel(
         checkpoint.path, shape.vocab_size, beside, config.max_num_seqs, checkpoint.replaced
@@ -301,7 +301,7 @@ def assemble(
     capture_plain(graphs, step, not loaded_drafter.limits.on_device, progress_bar)
     if resolved.adaptive and ranks.leads:
         costs.begin(partial(calibrate, costs, step, resolved, policy.widths, config.block_size))
-    reader = LogprobReader(step.logits, tokenizer, config.logprobs_mode == "raw_logprobs")
+    reader = LogprobReader(step.rate, tokenizer, config.logprobs_mode == "raw_logprobs")
     media = MediaReader(config.allowed_local_media_path, config.allowed_media_domains)
     beside = tokenizer, grammars, costs, adapters, images, media, ranks
     return Engine(resolved, scheduler, step, reader, *beside)
@@ -313,8 +313,9 @@ def _device_states(
     limits, device, axes = resolved.limits, resolved.device, network.ropes.num_composed > 0
     sizes = limits.max_num_seqs, limits.max_model_len, config.block_size
     state = DeviceState(*sizes, device, resolved.num_window_blocks > 0, axes)
-    vocab_size = network.config.vocab_size
-    return state, SamplingState(state.num_slots, vocab_size, device, config.use_fp64_gumbel)
+    slots, vocab_size = state.num_slots, network.config.vocab_size
+    columns, fp64 = network.head.columns, config.use_fp64_gumbel
+    return state, SamplingState(slots, vocab_size, device, fp64, columns)
 
 
 def _shares_prefixes(config: EngineConfig, layout: CacheLayout, sizes: CacheSizes) -> bool:

@@ -1,46 +1,47 @@
 """Log probabilities of the target's raw logits, or the logits, for requests that ask for them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from slipstream.core.batch import ScheduledRequest
 from slipstream.core.outputs import Logprob
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.samples import Submission
-from slipstream.engine.step_results import StepResult
+from slipstream.engine.step_results import RatedRows, StepResult
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.runner.model_runner import Forward
-from slipstream.sampling.logprobs import token_logprobs
+from slipstream.sampling.logprobs import TokenLogprobs
 
 _PROMPT_SLICE = 64  # prompt rows whose logits are in memory at once
 
 
+class Rate(Protocol):
+    """Log probabilities of a token in each of some rows; see `Step.rate`."""
+
+    def __call__(
+        self, rows: RatedRows, token_ids: Sequence[int], num_top: int, normalised: bool
+    ) -> TokenLogprobs: ...
+
+
 class LogprobReader:
-    """Turns rows of logits into candidates by token id, with their texts.
+    """Turns log probabilities into candidates by token id, with their texts.
 
     Args:
-        logits: those of some rows of a pass; see `Step.logits`.
         normalised: false: candidates have logits where log probabilities are expected.
     """
 
-    def __init__(
-        self,
-        logits: Callable[[Forward, int, int], Tensor],
-        tokenizer: Tokenizer | None,
-        normalised: bool = True,
-    ) -> None:
-        self._logits, self._tokenizer, self._normalised = logits, tokenizer, normalised
+    def __init__(self, rate: Rate, tokenizer: Tokenizer | None, normalised: bool = True) -> None:
+        self._rate, self._tokenizer, self._normalised = rate, tokenizer, normalised
 
     def of_tokens(
         self, result: StepResult, index: int, token_ids: Sequence[int], params: SamplingParams
     ) -> list[dict[int, Logprob]]:
         """Candidates at every token that the request of batch index `index` gained."""
-        logits, named = result.logits_of(index, len(token_ids)), params.logprob_token_ids
+        rows, named = result.rows_of(index, len(token_ids)), params.logprob_token_ids
         if named is None:
-            return self._read(logits, token_ids, params.logprobs or 0)
-        return self._read(logits, token_ids, 0, named)
+            return self._read(rows, token_ids, params.logprobs or 0)
+        return self._read(rows, token_ids, 0, named)
 
     def of_prompt(
         self, result: StepResult, index: int, token_ids: Sequence[int], first: int, num_top: int
@@ -53,8 +54,8 @@ class LogprobReader:
         read: list[dict[int, Logprob]] = []
         for offset in range(0, len(token_ids), _PROMPT_SLICE):
             chosen = token_ids[offset : offset + _PROMPT_SLICE]
-            logits = self._logits(result.forward, start + offset, len(chosen))
-            read.extend(self._read(logits, chosen, num_top))
+            places = range(start + offset, start + offset + len(chosen))
+            read.extend(self._read(RatedRows(True, places), chosen, num_top))
         return read
 
     @torch.inference_mode()
@@ -72,11 +73,10 @@ class LogprobReader:
             known.extend(self.of_prompt(result, index, tokens, row, params.prompt_logprobs))
 
     def _read(
-        self, logits: Tensor, token_ids: Sequence[int], num_top: int, named: Sequence[int] = ()
+        self, rated: RatedRows, token_ids: Sequence[int], num_top: int, named: Sequence[int] = ()
     ) -> list[dict[int, Logprob]]:
         """Each token with its strongest rivals, or with the named ones."""
-        chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
-        found = token_logprobs(logits, chosen, num_top, self._normalised)
+        found = self._rate(rated, token_ids, num_top, self._normalised)
         rows = zip(
             token_ids,
             found.logprobs.tolist(),
@@ -92,7 +92,7 @@ class LogprobReader:
                 row.setdefault(rival, Logprob(rival_logprob, place + 1, self._text(rival)))
             candidates.append(row)
         for token in named:
-            others = token_logprobs(logits, torch.full_like(chosen, token), 0, self._normalised)
+            others = self._rate(rated, [token] * len(token_ids), 0, self._normalised)
             every = zip(candidates, others.logprobs.tolist(), others.ranks.tolist(), strict=True)
             for row, logprob, rank in every:
                 row.setdefault(token, Logprob(logprob, rank, self._text(token)))

@@ -12,7 +12,7 @@ are here, and where requests follow grammars the host steers the draft in the mi
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -28,7 +28,7 @@ from slipstream.engine.guidance import DraftSteering, Guidance, SteeredDraft
 from slipstream.engine.packing import TrimRates, pack
 from slipstream.engine.ranks.ranks import ALONE, Ranks, require_agreement
 from slipstream.engine.scheduler import Scheduler
-from slipstream.engine.step_results import Launched, Outcome, StepResult
+from slipstream.engine.step_results import Launched, Outcome, Proposal, RatedRows, StepResult
 from slipstream.kernels.devices import label
 from slipstream.kernels.sampling import SampleRows, rates_by_request
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
@@ -37,6 +37,7 @@ from slipstream.runner.graphs import GraphRunner
 from slipstream.runner.model_runner import Forward, ModelRunner
 from slipstream.runner.rows import RowLayout, TreeRows
 from slipstream.runner.transfer import Download, upload
+from slipstream.sampling.logprobs import TokenLogprobs, token_logprobs
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.tree_verification import DraftedTrees, verify_trees
 from slipstream.sampling.verification import Verdict, verify
@@ -49,15 +50,6 @@ PART_LABELS = {
     "slipstream: verify": "verify",
 }
 _DRAFT, _TARGET, _VERIFY = PART_LABELS
-
-
-@dataclass(frozen=True, eq=False)
-class Proposal:
-    """A draft, when the step began and when the draft was there."""
-
-    draft: Draft
-    began: Tensor
-    drafted: Tensor
 
 
 class Step:
@@ -96,13 +88,13 @@ class Step:
         self._ended = 0.0
         self._trim_rates = TrimRates(state.device)
         self._ranks, self._check_every, self._num_launched = ranks, check_every, 0
-        self._read: Forward | None = None  # the last pass, whose logits may be asked for
+        self._rated: Outcome | None = None  # of the last step, where it may be asked about
         # What the leader's methods of these names have followers call.
         self.followed: Mapping[str, Callable[..., Any]] = {
             "launch": self._launch,
             "forget": drafter.forget,
             "reset": self._reset,
-            "logits": self._logits,
+            "rate": self._rate,
         }
 
     @property
@@ -139,7 +131,9 @@ class Step:
             self._write(batch, draft)
         with label(_TARGET):
             forward = self._forward(batch, draft)
-            logits = self._runner.logits(forward.layout.ends(forward.hidden, draft.num_tokens + 1))
+            logits = self._runner.own_logits(
+                forward.layout.ends(forward.hidden, draft.num_tokens + 1)
+            )
         computed = self._now()
         with label(_VERIFY):
             verdict, largest = self._verify(batch, draft, logits, allowed, forward.layout)
@@ -215,7 +209,7 @@ class Step:
             certain=draft.certain_tokens() if draft.tree is None else None,
             layout=layout.packed,
         )
-        largest = rows.by_request(logits.amax(-1))
+        largest = rows.by_request(self._sampling.columns.largest(logits).squeeze(-1))
         if allowed is not None:
             assert self._sampling.allowed_next is not None
             allowed.index_copy_(0, rows.first_row, self._sampling.allowed_next[batch.slots])
@@ -303,8 +297,9 @@ class Step:
             outcome = graphs.run("step", self.run, packed, steering, packs=steering is None)
         else:
             outcome = self._run_exactly(batch, packed, steering, graphs)
-        if any(item.request.params.prompt_logprobs is not None for item in batch.requests):
-            self._read = outcome.forward
+        asks = (item.request.params for item in batch.requests)
+        rates = any(it.logprobs is not None or it.prompt_logprobs is not None for it in asks)
+        self._rated = outcome if rates else None
         self._num_launched += 1
         if self._check_every is not None and self._num_launched % self._check_every == 0:
             require_agreement(self._ranks, self._state, self._sampling, packed.slots)
@@ -322,7 +317,7 @@ class Step:
         those need not wait for the launches of single kernels."""
         proposal = None
         if graphs is not None and packed.width and packed.guesses is None:
-            proposal = _first(graphs.run("propose", self.propose, packed), len(batch.requests))
+            proposal = graphs.run("propose", self.propose, packed).first(len(batch.requests))
         outcome = self.run(packed.on(self._state.device), steering, proposal)
         if any(item.is_prompt_chunk for item in batch.requests):
             self._drafter.read_prompts(batch, outcome.forward)
@@ -358,7 +353,6 @@ class Step:
         num_rows = len(outcome.forward.hidden)
         return StepResult(
             report=StepReport(batch, committed, live, times, launched.padded, num_rows),
-            logits=outcome.logits,
             logit_starts=logit_starts,
             path=outcome.path,
             forward=outcome.forward,
@@ -376,23 +370,28 @@ class Step:
         self._reset(running)
 
     def _reset(self, running: Sequence[Request]) -> None:
-        self._read = None
+        self._rated = None
         self._drafter.forget(running)
         for request in running:
             request.lose_place()
         self._state.reset()
         self._sampling.reset()
 
-    def logits(self, forward: Forward, first: int, count: int) -> Tensor:
-        """[count, V], the target's logits of some rows of the last step's pass."""
-        assert forward is self._read, "steps with prompts whose logprobs are asked for run alone"
-        return self._ranks.call("logits", self._logits, first, count)
+    def rate(
+        self, rows: RatedRows, token_ids: Sequence[int], num_top: int, normalised: bool
+    ) -> TokenLogprobs:
+        """Log probabilities of a token in each of some rows of the last step, some request of which
+        asks for them; see `token_logprobs`."""
+        return self._ranks.call("rate", self._rate, rows, token_ids, num_top, normalised)
 
-    def _logits(self, first: int, count: int) -> Tensor:
-        assert self._read is not None, "the pass is kept for it"
-        return self._runner.logits(self._read.hidden[first : first + count])
-
-
-def _first(proposal: Proposal, requests: int) -> Proposal:
-    """The rows of so many requests, without the padding of a captured batch."""
-    return replace(proposal, draft=proposal.draft.first(requests))
+    @torch.inference_mode()
+    def _rate(
+        self, rows: RatedRows, token_ids: Sequence[int], num_top: int, normalised: bool
+    ) -> TokenLogprobs:
+        assert self._rated is not None, "steps of requests that ask run alone"
+        places, chosen = upload([list(rows.places), list(token_ids)], self._state.device).unbind(0)
+        if rows.of_pass:
+            logits = self._runner.own_logits(self._rated.forward.hidden[places])
+        else:
+            logits = self._rated.logits[places]
+        return token_logprobs(logits, chosen, num_top, normalised, self._sampling.columns)

@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -20,6 +20,19 @@ _EXPONENT = 0x7F800000  # bits of a float32 that are all set where it is not fin
 
 
 @dataclass(frozen=True, eq=False)
+class Proposal:
+    """A draft, when the step began and when the draft was there."""
+
+    draft: Draft
+    began: Tensor
+    drafted: Tensor
+
+    def first(self, requests: int) -> "Proposal":
+        """The rows of so many requests, without the padding of a captured batch."""
+        return replace(self, draft=self.draft.first(requests))
+
+
+@dataclass(frozen=True, eq=False)
 class Outcome:
     """Results of the device's part of a step.
 
@@ -31,7 +44,7 @@ class Outcome:
             nanoseconds. Where drafts have confidences, their bits stand in K more columns before
             the counts.
         width: K + 1.
-        logits: [N, V] float32, the target's raw logits.
+        logits: [N, v] float32, the target's raw logits, of the columns that this rank has.
         forward: the target's pass.
         path: [R, W] int64, which of a request's rows of logits gave each token; None: the first.
     """
@@ -104,30 +117,40 @@ class Launched:
 
 
 @dataclass(frozen=True)
+class RatedRows:
+    """Rows of a step, some of whose log probabilities are asked for.
+
+    Attributes:
+        of_pass: `places` are rows of the target's pass; else of the logits that were judged.
+    """
+
+    of_pass: bool
+    places: Sequence[int]
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Results of one step on the host.
 
     Attributes:
         report: what is known of it without tensors.
-        logits: [N, V] float32, the target's raw logits; request r owns rows
-            logit_starts[r] .. logit_starts[r] + its draft tokens.
+        logit_starts: request r owns rows logit_starts[r] .. logit_starts[r] + its draft tokens of
+            the logits that were judged.
         path: [R, W] int64, which of its rows gave each of a request's tokens; None: the first.
         forward: the target's pass.
     """
 
     report: StepReport
-    logits: Tensor
     logit_starts: Sequence[int]
     path: Tensor | None
     forward: Forward
 
-    def logits_of(self, index: int, count: int) -> Tensor:
-        """[count, V], what the first tokens that the request of batch index `index` gained were
-        sampled from."""
+    def rows_of(self, index: int, count: int) -> RatedRows:
+        """What the first `count` tokens that the request of batch index `index` gained were sampled
+        from."""
         first = self.logit_starts[index]
-        if self.path is None:
-            return self.logits[first : first + count]
-        return self.logits[first + self.path[index, :count]]
+        nodes = range(count) if self.path is None else self.path[index, :count].tolist()
+        return RatedRows(False, [first + node for node in nodes])
 
 
 def _bits(numbers: Tensor) -> Tensor:

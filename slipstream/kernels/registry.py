@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.core.errors import UsageError
+from slipstream.kernels.columns import Columns
 from slipstream.kernels.devices import CPP_DTYPES
 from slipstream.kernels.preparation import PreparationOps
 from slipstream.kernels.sampling import SamplingOps
@@ -84,6 +85,15 @@ def kernels_for(
         network = triton.backend(dtype, batch_invariant)
         preparation, sampling = triton_preparation.PREPARATION, triton_sampling.SAMPLING
     return Kernels(network, preparation, reference.FP64_SAMPLING if fp64_noise else sampling)
+
+
+def sampling_over(columns: Columns, device: torch.device, fp64_noise: bool) -> SamplingOps:
+    """Ops of sampling where the target's logits have these columns. The reference alone verifies by
+    some of all columns."""
+    from slipstream.kernels import reference
+
+    ops = kernels_for(device, fp64_noise=fp64_noise).sampling
+    return ops if columns.gather is None else reference.over(columns, ops)
 
 
 @functools.cache

@@ -1,13 +1,11 @@
 """Token embedding and the head that shares its shape."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
-import torch
 from torch import Tensor
 
+from slipstream.kernels.columns import Columns
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.table import Ops
 from slipstream.layers.parameters import ROWS, WHOLE, ParameterSource, Part, Share
@@ -80,19 +78,25 @@ class LanguageModelHead:
     """Hidden states to float32 logits; the weight may be the embedding's own.
 
     Args:
-        gather: joins the ranks' logits, where they share the tokens.
+        ranks: that share the tokens.
         curve: what becomes of a product.
+        chosen: [n] int64, the tokens that logits are given of, in this order; None: all.
+
+    Attributes:
+        columns: that this rank's share of the weight gives, of all tokens.
     """
 
     def __init__(
         self,
         ops: Ops,
         weight: Weight,
-        gather: Callable[[Tensor], Tensor] | None = None,
+        ranks: Share = WHOLE,
         curve: LogitCurve = _STRAIGHT,
+        chosen: Tensor | None = None,
     ) -> None:
-        self._ops, self._logits, self._gather = ops, ops.logits, gather
-        self._curve = curve
+        self._ops, self._logits, self._ranks = ops, ops.logits, ranks
+        self._curve, self._chosen = curve, chosen
+        self.columns = Columns(ranks.rank, ranks.size, ranks.gather)
         self.weight = weight
 
     @property
@@ -103,19 +107,21 @@ class LanguageModelHead:
     def over(self, token_ids: Tensor) -> "LanguageModelHead":
         """A head for these tokens alone, in this order; its weight is a copy, unless ranks share
         the tokens."""
-        gather = self._gather
-        if gather is not None:
-            columns = partial(torch.index_select, dim=-1, index=token_ids)
-            return LanguageModelHead(
-                self._ops, self.weight, lambda logits: columns(gather(logits)), self._curve
-            )
-        selected = self.weight.select(token_ids)
-        return LanguageModelHead(self._ops, selected, curve=self._curve)
+        if self._ranks.size > 1:
+            return LanguageModelHead(self._ops, self.weight, self._ranks, self._curve, token_ids)
+        return LanguageModelHead(self._ops, self.weight.select(token_ids), curve=self._curve)
+
+    def own(self, hidden: Tensor) -> Tensor:
+        """hidden [T, width] -> [T, v] float32, the logits that `columns` says."""
+        return self._curve.apply(self._logits(hidden, self.weight))
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [T, width] -> [T, vocab_size] float32."""
-        logits = self._curve.apply(self._logits(hidden, self.weight))
-        return logits if self._gather is None else self._gather(logits)
+        """hidden [T, width] -> [T, vocab_size] float32; where ranks share the tokens they exchange
+        whole rows."""
+        logits, gather = self.own(hidden), self.columns.gather
+        if gather is not None:
+            logits = gather(logits)
+        return logits if self._chosen is None else logits.index_select(-1, self._chosen)
 
 
 def own_head(
@@ -125,13 +131,13 @@ def own_head(
     split = ROWS if like.ranks.size > 1 else None
     part = Part(f"{name}.weight", like.vocab_size, split)
     weight = source.head([part], like.weight.shape[1])
-    return LanguageModelHead(ops, weight, like.ranks.gather, curve)
+    return LanguageModelHead(ops, weight, like.ranks, curve)
 
 
 def tied_head(
     ops: Ops, source: ParameterSource, embedding: Embedding, curve: LogitCurve = _STRAIGHT
 ) -> LanguageModelHead:
     """A head with the embedding's numbers."""
-    head = LanguageModelHead(ops, source.tied(embedding.weight), embedding.ranks.gather, curve)
+    head = LanguageModelHead(ops, source.tied(embedding.weight), embedding.ranks, curve)
     embedding.share(head.weight)
     return head

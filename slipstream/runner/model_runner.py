@@ -115,3 +115,7 @@ class ModelRunner:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size (of the head)] float32."""
         return self._head(hidden)
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Those of the columns that this rank has; see `LanguageModelHead.own`."""
+        return self._head.own(hidden)

@@ -21,7 +21,11 @@ _QUOTAS = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu")  # of versi
 
 
 def set_threads(
-    device: torch.device, dtype: torch.dtype, requested: int | None, weight_bytes: int
+    device: torch.device,
+    dtype: torch.dtype,
+    requested: int | None,
+    weight_bytes: int,
+    num_ranks: int = 1,
 ) -> tuple[int, str]:
     """Fix the thread count of this process; the count and why it is that.
 
@@ -29,11 +33,12 @@ def set_threads(
         dtype: of the activations.
         requested: the user's wish; None leaves the choice here.
         weight_bytes: of the target.
+        num_ranks: processes of this engine, which share the cores.
 
     Raises:
         UsageError: more are asked for than any machine has a use for.
     """
-    count, why = _choose(device, requested, weight_bytes)
+    count, why = _choose(device, requested, weight_bytes, num_ranks)
     if count > MOST_THREADS:
         raise UsageError(f"{why} asks for {count} threads; the most is {MOST_THREADS}")
     processors = os.cpu_count()
@@ -46,7 +51,9 @@ def set_threads(
     return count, why
 
 
-def _choose(device: torch.device, requested: int | None, weight_bytes: int) -> tuple[int, str]:
+def _choose(
+    device: torch.device, requested: int | None, weight_bytes: int, num_ranks: int
+) -> tuple[int, str]:
     if requested is not None:
         return requested, "threads"
     named = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
@@ -54,7 +61,10 @@ def _choose(device: torch.device, requested: int | None, weight_bytes: int) -> t
         return int(named), "OMP_NUM_THREADS"
     if device.type == "cpu" and weight_bytes < SMALL_MODEL_BYTES:
         return 1, "so small a model gains nothing from more"
-    return usable_cores()
+    cores, why = usable_cores()
+    if num_ranks == 1 or device.type != "cpu":
+        return cores, why
+    return max(1, cores // num_ranks), f"{why}, over {num_ranks} ranks"
 
 
 def usable_cores(

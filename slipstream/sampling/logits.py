@@ -49,6 +49,7 @@ def ban_words(logits: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:
     Runs on the host: `Request.token_ids` must hold every committed token, and the draft tokens are
     waited for.
     """
+    first = state.columns.first(logits)
     banned_rows: list[int] = []
     banned_tokens: list[int] = []
     slots, drafts = rows.slots.tolist(), rows.draft_tokens.tolist()
@@ -60,9 +61,9 @@ def ban_words(logits: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:
         reach = max(len(word) for word in request.bad_words)
         context = (*request.token_ids[-reach:], *drafts[index][:offset])
         for token in _completions(context, request.bad_words):
-            if token < logits.shape[-1]:
+            if first <= token < first + logits.shape[-1]:
                 banned_rows.append(row)
-                banned_tokens.append(token)
+                banned_tokens.append(token - first)
     cells = torch.tensor([banned_rows, banned_tokens], dtype=torch.int64, device=logits.device)
     return logits.index_put((cells[0], cells[1]), logits.new_tensor(-torch.inf))
 

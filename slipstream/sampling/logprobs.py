@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.kernels.columns import ALL_COLUMNS, Columns
+
 
 @dataclass(frozen=True, eq=False)
 class TokenLogprobs:
@@ -26,29 +28,34 @@ class TokenLogprobs:
 
 
 def token_logprobs(
-    logits: Tensor, token_ids: Tensor, num_top: int, normalised: bool = True
+    logits: Tensor,
+    token_ids: Tensor,
+    num_top: int,
+    normalised: bool = True,
+    columns: Columns = ALL_COLUMNS,
 ) -> TokenLogprobs:
     """Log probabilities under the raw logits: before processors, temperature and truncation.
 
     Args:
-        logits: [N, V], any float dtype; the arithmetic is float32.
+        logits: [N, v], any float dtype; the arithmetic is float32.
         token_ids: [N] int64, the chosen tokens, all legal.
         num_top: n, how many of the most probable tokens to report; 0 for none.
         normalised: false: the logits themselves stand for log probabilities.
+        columns: of logits, which are all of V tokens or some of them.
     """
     logits = logits.float()
-    chosen = token_ids.unsqueeze(-1)
-    chosen_logits = logits.gather(-1, chosen)
+    rows = torch.arange(len(token_ids), device=logits.device)
+    chosen_logits = columns.at(logits, rows, token_ids).unsqueeze(-1)
     # The largest logit is subtracted first: a log probability near 0 keeps its digits and its sign.
-    largest = logits.amax(-1, keepdim=True)
-    log_sum = (logits - largest).exp_().sum(-1, keepdim=True).log_()
+    largest = columns.largest(logits)
+    log_sum = columns.total((logits - largest).exp_()).log_()
     if not normalised:
         largest, log_sum = torch.zeros_like(largest), torch.zeros_like(log_sum)
-    top = torch.topk(logits, min(num_top, logits.shape[-1]))
+    top_logits, top_ids = columns.top(logits, num_top)
     return TokenLogprobs(
         token_ids=token_ids,
         logprobs=(chosen_logits - largest - log_sum).squeeze(-1),
-        ranks=(logits > chosen_logits).sum(-1) + 1,
-        top_ids=top.indices,
-        top_logprobs=top.values - largest - log_sum,
+        ranks=columns.total(logits > chosen_logits).squeeze(-1) + 1,
+        top_ids=top_ids,
+        top_logprobs=top_logits - largest - log_sum,
     )

@@ -11,8 +11,9 @@ from torch.nn.functional import pad
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.verification import Verification
+from slipstream.kernels.columns import ALL_COLUMNS, Columns
 from slipstream.kernels.devices import send
-from slipstream.kernels.registry import kernels_for
+from slipstream.kernels.registry import sampling_over
 from slipstream.kernels.sampling import SamplingSlots
 
 SIGN_BIT = 1 << 63
@@ -55,6 +56,7 @@ class SamplingState:
 
     Args:
         use_fp64_gumbel: sample with 63-bit noise and float64 logarithms.
+        columns: that the target's logits have here, where ranks share the vocabulary.
 
     Attributes:
         temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty:
@@ -82,11 +84,13 @@ class SamplingState:
         vocab_size: int,
         device: torch.device | str,
         use_fp64_gumbel: bool = False,
+        columns: Columns = ALL_COLUMNS,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self.ops = kernels_for(self.device, fp64_noise=use_fp64_gumbel).sampling
+        self.columns = columns
+        self.ops = sampling_over(columns, self.device, use_fp64_gumbel)
         self.generation = 0
         # Packed, so that an admission is one copy.
         self._numbers = torch.zeros(

@@ -44,7 +44,7 @@ def verify(
     or uniform.
 
     Args:
-        logits: [N, V] float32, the target's raw logits.
+        logits: [N, v] float32, the target's raw logits, of the state's columns.
         rows: whose rows these are, and the drafts.
         state: parameters, seeds and step counters of the requests.
         uses: of these requests; with `Uses.BAD_WORDS` the host waits for the device, else never.

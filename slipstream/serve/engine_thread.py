@@ -21,7 +21,7 @@ from functools import partial
 from itertools import count
 from time import monotonic
 
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import RanksLostError, UsageError
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import EncodedPrompt
@@ -272,8 +272,9 @@ class EngineThread:
                     self._wake.clear()
             self._handle_inbox()
             self._abort_all(StoppedError())
-        except BaseException:
-            logger.critical("the engine has failed; start the server again", exc_info=True)
+        except BaseException as error:
+            told = error if isinstance(error, RanksLostError) else "start the server again"
+            logger.critical("the engine has failed; %s", told, exc_info=told is not error)
             self._failed = True
             with suppress(Exception):  # the engine may not be able to
                 self._abort_all(EngineFailedError())

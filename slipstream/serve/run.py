@@ -274,10 +274,11 @@ class DrainingServer(uvicorn.Server):
             return
         self._loop.call_soon_threadsafe(self._begin_ending)
 
-    def end_at_once(self) -> None:
+    def end_at_once(self, why: str) -> None:
         """End all requests and then the server, with exit code 1; called from any thread: the
         engine is lost for good."""
-        self.exit_code = 1
+        logger.critical("%s; the server ends", why)
+        self.exit_code, self.config.timeout_graceful_shutdown = 1, _LAST_FLUSH_SECONDS
         if self._loop is None or not self.started:
             self.should_exit = True
             return

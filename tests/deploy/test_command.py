@@ -56,6 +56,27 @@ def test_serve_takes_a_number_of_replicas(planned: list[Plan]) -> None:
     assert (planned[0].replicas.replicas, planned[0].server.limits.max_waiting) == (2, 7)
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed: the extra deploy"
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_each_replica_may_be_several_ranks(
+    planned: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share the cores, or have as many GPUs."""
+    from slipstream.deploy import local
+
+    assert run(app, ["serve", "demo", "-dp", "3", "-tp", "2"]) == 0
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(26)))
+    fitted = []
+    for on_gpus in (False, True):
+        monkeypatch.setattr(local, "uses_gpu_memory", lambda device, answer=on_gpus: answer)
+        fitted.append(local._fitted(planned[0]))
+    assert [it.config.tensor_parallel_size for it in fitted] == [2, 2]
+    assert [it.config.threads for it in fitted] == [4, None]
+    assert [it.replicas.replica_gpus for it in fitted] == [0, 2]
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [

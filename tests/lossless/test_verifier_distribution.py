@@ -498,7 +498,7 @@ def draft_at_another_temperature(monkeypatch: pytest.MonkeyPatch) -> Case:
 
 def forget_the_drafted_prefix(monkeypatch: pytest.MonkeyPatch) -> Case:
     monkeypatch.setattr(
-        "slipstream.kernels.reference.processors._count_drafted_prefix", lambda counts, rows: None
+        "slipstream.kernels.reference.processors._count_drafted_prefix", lambda *given: None
     )
     return Case(2, PENALTIES)
 

@@ -116,7 +116,7 @@ def test_what_ranks_cannot_share_is_refused(
 def test_requests_of_all_kinds(
     four: bool, tmp_path: Path, models: tuple[str, str, dict[str, str]], ranked: Opener
 ) -> None:
-    """Seeds, penalties, words that are banned, logprobs of prompts, and what is allowed."""
+    """Seeds, truncations, penalties, biases, logprobs of both kinds, and what is allowed."""
     target, draft, _ = models
     if four:
         sizes = {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -128,6 +128,14 @@ def test_requests_of_all_kinds(
         SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.3),
         SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1),
         SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=list(range(3, 60))),
+        SamplingParams(
+            seed=7,
+            max_tokens=20,
+            min_p=0.01,
+            logit_bias={5: 2.0, 70: 1.5},
+            min_tokens=9,
+            stop_token_ids=[5, 70],
+        ),
         SamplingParams(max_tokens=20),
     ]
     prompts = make_prompts(len(params))
@@ -139,8 +147,11 @@ def test_requests_of_all_kinds(
     # The last one has no seed, and its draws may fall otherwise where sums are rounded otherwise.
     texts = [[[list(it.token_ids) for it in out.outputs] for out in run[:-1]] for run in found]
     assert texts[0] == texts[1]
-    one, other = ([it for it in run[3].prompt_logprobs or () if it] for run in found)
-    assert one
+    one, other = (
+        [it for it in (*(run[3].prompt_logprobs or ()), *(run[3].outputs[0].logprobs or ())) if it]
+        for run in found
+    )
+    assert len(one) == len(prompts[3]["prompt_token_ids"]) - 1 + 20
     for own, rivals in zip(one, other, strict=True):
         assert {it: round(own[it].logprob, 3) for it in own} == pytest.approx(
             {it: rivals[it].logprob for it in own}, abs=2e-3

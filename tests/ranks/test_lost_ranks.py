@@ -7,11 +7,18 @@ import sys
 from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
+import torch
 
 from slipstream import SamplingParams
 from slipstream.core.errors import RanksLostError
+from slipstream.core.request import Request
+from slipstream.engine.ranks.messages import Writer
+from slipstream.engine.ranks.ranks import Alone, breaking_off
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.loading import LoadOptions, load_decoder, no_progress_bar
 from tests.lossless.test_greedy import make_prompts
 from tests.ranks.conftest import Opener, Pool
 from tests.serve.test_stopping import process
@@ -54,8 +61,15 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
-def test_requests_end_with_an_error_when_a_rank_is_killed(
-    tiny_target: str, ranked: Opener, pool: Pool
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [
+        (signal.SIGKILL, "ended with exit code -9"),
+        (signal.SIGSTOP, "was stopped by a signal for 2 s"),
+    ],
+)
+def test_requests_end_with_an_error_when_a_rank_is_lost(
+    number: signal.Signals, how: str, tiny_target: str, ranked: Opener, pool: Pool
 ) -> None:
     llm = ranked(tiny_target)
     (follower,) = pool.followers(2).processes
@@ -70,15 +84,57 @@ def test_requests_end_with_an_error_when_a_rank_is_killed(
         except Exception as error:
             errors.append(error)
 
-    os.kill(follower.pid, signal.SIGKILL)
+    os.kill(follower.pid, number)
     reader = Thread(target=read_on, daemon=True)
     reader.start()
     reader.join(MOST_SECONDS)
     assert not reader.is_alive()
     assert isinstance(errors[0], RanksLostError)
-    assert "rank 1 of 2 ended with exit code -9" in str(errors[0])
+    assert f"rank 1 of 2 {how}" in str(errors[0])
     with pytest.raises(RanksLostError):
         llm.generate(make_prompts(1), LONG)
+
+
+class EndingRanks(Alone):
+    """One of them ends after a while."""
+
+    def __init__(self) -> None:
+        self.num_checks = 0
+
+    def check(self) -> None:
+        self.num_checks += 1
+        if self.num_checks == 3:
+            raise RanksLostError("on purpose")
+
+
+def test_a_load_breaks_off_when_a_rank_is_lost(tiny_target: str) -> None:
+    ranks, checkpoint = EndingRanks(), Checkpoint(Path(tiny_target))
+    bar = breaking_off(no_progress_bar, ranks)
+    options = LoadOptions(torch.float32, torch.device("cpu"), "auto", 64, progress_bar=bar)
+    with pytest.raises(RanksLostError, match="on purpose"):
+        load_decoder(checkpoint, options)
+    assert ranks.num_checks == 3
+
+
+def test_ranks_that_differ_by_one_token_are_found(
+    tiny_target: str, ranked: Opener, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The follower is told another last token of one prompt, and nothing else goes wrong."""
+    tell = Writer._request
+    prompts = make_prompts(3)
+
+    def altered(self: Writer, request: Request) -> Any:
+        function, (first, *rest) = tell(self, request)
+        if isinstance(first, dict) and first["token_ids"] == prompts[1]["prompt_token_ids"]:
+            first["token_ids"] = [*first["token_ids"][:-1], first["token_ids"][-1] ^ 1]
+        return function, (first, *rest)
+
+    monkeypatch.setattr(Writer, "_request", altered)
+    llm = ranked(tiny_target, rank_check_interval=4)
+    (follower,) = pool.followers(2).processes
+    with pytest.raises(RanksLostError, match="come to hold different tokens"):
+        llm.generate(prompts, LONG)
+    assert follower.wait() == "ended with exit code 1"
 
 
 SIGNALS = [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
@@ -115,5 +171,7 @@ def test_a_server_ends_when_a_rank_is_killed(busy: bool) -> None:
         if stream is not None:
             assert b'"error"' in stream.read()
         assert server.popen.wait(MOST_SECONDS) == 1
-        assert "rank 1 of 2 ended with exit code -9" in server.log() or not busy, server.log()
+        log = server.log()
+        assert "rank 1 of 2 ended with exit code -9" in log
+        assert "Traceback" not in log
         wait_until_gone(followers)

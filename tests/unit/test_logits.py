@@ -432,14 +432,14 @@ def test_both_searches_agree(spread: float, share: float) -> None:
     logits = torch.randn(4, 5000, generator=generator) * spread
     logits[1] = logits[1].round()  # ties, some of them of 0 and -0
     weights = torch.exp(logits - logits.amax(-1, keepdim=True))
-    mass = (weights * thresholds.MASS_UNITS).to(torch.int64)
-    for values, masses in ((weights, mass), (logits, torch.ones_like(mass))):
+    for values, mass in ((weights, thresholds.mass_units), (logits, thresholds.count_ones)):
+        masses = mass(values)
         wanted = (masses.sum(-1, keepdim=True).double() * share).ceil().to(torch.int64)
-        by_bits = thresholds._search_bits(values, masses, wanted)
-        by_order = thresholds._search_order(values, masses, wanted)
+        by_bits = thresholds._search_bits(values, mass, wanted)
+        by_order = thresholds._search_order(values, mass, wanted)
         assert torch.equal(by_bits, by_order)
         for count in (1, 40, 4000, 9000):
-            by_largest = thresholds._search_largest(values, masses, wanted, count)
+            by_largest = thresholds._search_largest(values, mass, wanted, count)
             enough = (masses * (values >= by_bits)).count_nonzero(-1).max() <= count
             assert by_largest is not None or not enough
             assert by_largest is None or torch.equal(by_bits, by_largest)

@@ -162,7 +162,10 @@ def test_threads_follow_the_model_unless_they_are_given(
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         half = torch.float16  # which plain torch serves
         assert set_threads(CPU, half, None, 1 << 20)[0] == 1
-        assert set_threads(CPU, half, None, 1 << 30)[0] >= 1
+        cores, _ = set_threads(CPU, half, None, 1 << 30)
+        assert cores >= 1
+        assert set_threads(CPU, half, None, 1 << 30, 2)[0] == max(1, cores // 2)
+        assert set_threads(CPU, half, None, 1 << 30, 999)[0] == 1
         assert set_threads(CPU, half, 2, 1 << 20)[0] == torch.get_num_threads() == 2
         monkeypatch.setenv("OMP_NUM_THREADS", "2,1")
         assert set_threads(CPU, half, None, 1 << 20) == (2, "OMP_NUM_THREADS")

@@ -69,7 +69,7 @@ class Follower:
     def settle(self) -> None:
         """The leader waits for it."""
 
-    def watch(self, call: Callable[[], None]) -> None:
+    def watch(self, call: Callable[[str], None]) -> None:
         """The leader does."""
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Follower:
                     functions[call.name](*call.arguments)
             except _AbandonedError:
                 self._connection.send(SETTLED)
-            except CollectiveError:
+            except (CollectiveError, RanksLostError):
                 raise
             except Exception:
                 self._wait_until_settled()

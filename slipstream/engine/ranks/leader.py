@@ -97,7 +97,7 @@ class Leader:
         self.tell(SETTLED)
         self._followers.hear(SETTLED, _SETTLE_SECONDS)
 
-    def watch(self, call: Callable[[], None]) -> None:
+    def watch(self, call: Callable[[str], None]) -> None:
         self._followers.watch(call)
 
     def close(self) -> None:

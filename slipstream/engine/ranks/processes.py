@@ -1,5 +1,6 @@
 """The processes of the ranks behind the first: their start, their end, and word of either."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from socket import socketpair
-from threading import Thread
+from threading import Event, Thread
 from time import monotonic, sleep
 from typing import Any
 
@@ -22,6 +23,10 @@ READY, SETTLED = "ready", "settled"  # what followers say
 _START_SECONDS = 120.0
 _LOSS_SECONDS = 2.0  # until it is known which rank has ended
 _END_SECONDS = 3.0  # for a follower to end by itself
+_STOPPED_SECONDS = 2.0  # after which one that a signal has stopped is taken for lost
+
+
+_GONE_ON = os.WEXITED | os.WCONTINUED | os.WNOHANG
 
 
 class Process:
@@ -45,6 +50,9 @@ class Process:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,  # Ctrl-C is for the leader, which ends the others
             )
+        # As soon as nobody holds the other end the system ends it, even while it imports.
+        fcntl.fcntl(ends, fcntl.F_SETOWN, self.pid)
+        fcntl.fcntl(ends, fcntl.F_SETFL, fcntl.fcntl(ends, fcntl.F_GETFL) | os.O_ASYNC)
         os.close(ends)
         self.rank, self.connection = rank, Connection(own.detach())
 
@@ -56,9 +64,24 @@ class Process:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def wait(self) -> int:
-        """Its exit code."""
-        return self._process.wait()
+    def wait(self) -> str:
+        """Wait until it is lost, by its end or because a signal has stopped it; how, in words."""
+        while self._is_stopped():
+            sleep(_STOPPED_SECONDS)
+            with suppress(ChildProcessError):
+                if not os.waitid(os.P_PID, self.pid, _GONE_ON | os.WNOWAIT):
+                    return f"was stopped by a signal for {_STOPPED_SECONDS:g} s"
+                os.waitid(os.P_PID, self.pid, os.WCONTINUED | os.WNOHANG)
+        return f"ended with exit code {self._process.wait()}"
+
+    def _is_stopped(self) -> bool:
+        """Wait until a signal stops it, or until it ends."""
+        with suppress(ChildProcessError):  # its exit code was taken already
+            seen = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+            if seen is not None and seen.si_code == os.CLD_STOPPED:
+                os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG)
+                return True
+        return False
 
     def let_go(self) -> None:
         """Tell it to end."""
@@ -66,10 +89,10 @@ class Process:
         os.close(self._life)
 
     def end(self, seconds: float) -> None:
-        """Kill it if it has not ended in time."""
+        """Kill it if it has not ended in time, or where Ctrl-C says that this takes too long."""
         try:
             self._process.wait(max(0.1, seconds))
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
             self._process.kill()
             self._process.wait()
 
@@ -93,11 +116,11 @@ class Followers:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.size, self.loss, self._closing = size, "", False
-        self._watchers: list[Callable[[], None]] = []
+        self.size, self.loss, self._closing = size, "", Event()
+        self._watchers: list[Callable[[str], None]] = []
         self.processes: list[Process] = []
         # At the end of this process as well, before its threads are taken down.
-        self._end = weakref.finalize(self, _end_all, self.processes)
+        self._end = weakref.finalize(self, _end_all, self.processes, self._closing)
         self.collectives: Collectives | None = None
         try:
             store = open_store(0, size, leads=True)
@@ -147,11 +170,11 @@ class Followers:
             self.wait_for_loss(f"rank {process.rank} of {self.size} has closed its pipe")
         self.check()
 
-    def watch(self, call: Callable[[], None]) -> None:
-        """Call this, from any thread, when one is lost; at once if one was."""
+    def watch(self, call: Callable[[str], None]) -> None:
+        """Call this with the loss, from any thread, when one is lost; at once if one was."""
         self._watchers.append(call)
         if self.loss:
-            call()
+            call(self.loss)
 
     def wait_for_loss(self, what: str) -> None:
         """One must have been lost, as `what` shows: wait a little until it is known which."""
@@ -162,28 +185,30 @@ class Followers:
 
     def lose(self, what: str) -> None:
         """One has ended, or does not answer: the first reason counts."""
-        if self.loss or self._closing:
+        if self.loss or self._closing.is_set():
             return
         self.loss = what
         if self.collectives is not None:
             self.collectives.abort()
         for call in self._watchers:
-            call()
+            call(what)
 
     def close(self) -> None:
         """End all of them."""
-        self._closing = True
         self._end()
 
 
 def _wait_for(followers: "weakref.ref[Followers]", process: Process) -> None:
-    code = process.wait()
+    how = process.wait()
     alive = followers()
     if alive is not None:
-        alive.lose(f"rank {process.rank} of {alive.size} ended with exit code {code}")
+        alive.lose(f"rank {process.rank} of {alive.size} {how}")
+    # One that is stopped would keep the others waiting in an exchange.
+    process.end(0)
 
 
-def _end_all(processes: list[Process]) -> None:
+def _end_all(processes: list[Process], closing: Event) -> None:
+    closing.set()
     for process in processes:
         process.let_go()
     deadline = monotonic() + _END_SECONDS

@@ -4,7 +4,8 @@ Every rank runs the same code over the same numbers. What only one of them can k
 what a drafter on the host guesses, what a grammar allows) the leader makes, and all agree on it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from slipstream.core.errors import RanksLostError
 from slipstream.layers.parameters import WHOLE, Share
+from slipstream.models.loading import ProgressBar
+from slipstream.models.parameter_sources import Progress
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.transfer import upload
 from slipstream.sampling.state import SamplingState
@@ -58,8 +61,8 @@ class Ranks(Protocol):
         """Wait until the followers have done all that they were told; RanksLostError if they do
         not."""
 
-    def watch(self, call: Callable[[], None]) -> None:
-        """Call this from another thread when a rank ends."""
+    def watch(self, call: Callable[[str], None]) -> None:
+        """Call this from another thread when a rank ends, with what is known of it."""
 
     def close(self) -> None:
         """End the followers."""
@@ -91,7 +94,7 @@ class Alone:
     def settle(self) -> None:
         """Nobody is waited for."""
 
-    def watch(self, call: Callable[[], None]) -> None:
+    def watch(self, call: Callable[[str], None]) -> None:
         """Nobody can end."""
 
     def close(self) -> None:
@@ -99,6 +102,23 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+def breaking_off(progress_bar: ProgressBar, ranks: Ranks) -> ProgressBar:
+    """A progress bar of a load that breaks off, with RanksLostError, when a rank ends: the next
+    exchange may be minutes away."""
+
+    @contextmanager
+    def opened(name: str, size: int, unit: str) -> Iterator[Progress]:
+        with progress_bar(name, size, unit) as progress:
+
+            def advance(amount: int) -> None:
+                ranks.check()
+                progress(amount)
+
+            yield advance
+
+    return opened
 
 
 def require_agreement(

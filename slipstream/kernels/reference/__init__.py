@@ -15,9 +15,9 @@ from slipstream.kernels.reference.dense import (
 from slipstream.kernels.reference.experts import experts
 from slipstream.kernels.reference.latent_attention import latent_attention
 from slipstream.kernels.reference.preparation import PREPARATION
-from slipstream.kernels.reference.sampling import FP64_SAMPLING, SAMPLING
+from slipstream.kernels.reference.sampling import FP64_SAMPLING, SAMPLING, over
 
-__all__ = ["FP64_SAMPLING", "PARTS", "PREPARATION", "REFERENCE", "SAMPLING"]
+__all__ = ["FP64_SAMPLING", "PARTS", "PREPARATION", "REFERENCE", "SAMPLING", "over"]
 
 PARTS = Parts(
     linear=linear,

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from slipstream.kernels.columns import ALL_COLUMNS, Columns
 from slipstream.kernels.reference.thresholds import kth_largest, nucleus_threshold
 from slipstream.kernels.sampling import Needs, SampleRows, SamplingSlots
 
@@ -11,28 +12,35 @@ SMALLEST_TEMPERATURE = 1e-5
 TRUNCATIONS = Needs(top_k=True, top_p=True, min_p=True)
 
 
-def process(logits: Tensor, rows: SampleRows, state: SamplingSlots, needs: Needs) -> Tensor:
+def process(
+    logits: Tensor,
+    rows: SampleRows,
+    state: SamplingSlots,
+    needs: Needs,
+    columns: Columns = ALL_COLUMNS,
+) -> Tensor:
     """Apply every request's processors to every row, the row's drafted prefix considered.
 
     In this order: penalties, logit_bias and allowed_token_ids, min_tokens; then what `rows.allowed`
     forbids. The rows of requests that need none of them keep their bits.
 
     Args:
-        logits: [N, V] float32, left as it is.
+        logits: [N, v] float32, left as it is.
         state: of V tokens.
+        columns: of logits, which are all V or some of them.
 
     Returns:
-        [N, V] float32; `logits` itself when nothing applies.
+        [N, v] float32; `logits` itself when nothing applies.
     """
     out = logits
     if needs.penalties:
-        out = _penalise(out, rows, state)
+        out = _penalise(out, rows, state, columns)
     if needs.bias:
-        out = _add_bias(out, rows, state)
+        out = _add_bias(out, rows, state, columns)
     if needs.min_tokens:
-        out = _withhold_stops(out, rows, state)
+        out = _withhold_stops(out, rows, state, columns)
     if rows.allowed is not None:
-        out = _forbid(out, rows.allowed)
+        out = out.masked_fill(is_forbidden(rows.allowed, columns.tokens(out)), -torch.inf)
     return out
 
 
@@ -43,6 +51,7 @@ def probabilities(
     top_p: Tensor,
     min_p: Tensor,
     needs: Needs = TRUNCATIONS,
+    columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
     """The distribution that each row is sampled from.
 
@@ -52,16 +61,17 @@ def probabilities(
     probability stay or go together. A row without a finite logit gives zeros.
 
     Args:
-        logits: [N, V] float32; -inf gives exactly 0.
+        logits: [N, v] float32; -inf gives exactly 0.
         temperature, top_p, min_p: [N] float32.
         top_k: [N] int64; V, 0 or less keeps all.
         needs: truncations that are not among these keep everything in every row.
+        columns: of logits, which are all V or some of them.
 
     Returns:
-        [N, V] float32, each row a distribution.
+        [N, v] float32, each row a distribution, or what its columns have of one.
     """
     # The largest logit becomes 0 before the division, so no temperature can overflow.
-    largest = logits.amax(-1, keepdim=True)
+    largest = columns.largest(logits)
     largest = torch.where(largest == -torch.inf, 0.0, largest)
     scale = temperature.clamp_min(SMALLEST_TEMPERATURE).unsqueeze(-1)
     weights = (logits - largest).div_(scale).exp_()  # in [0, 1]; the largest is exactly 1
@@ -70,21 +80,21 @@ def probabilities(
     if needs.top_k:
         # Of logits and not of weights: a large temperature rounds different logits to one weight.
         # It makes no difference that min_p came first: of two thresholds the higher one counts.
-        weights.masked_fill_(logits < kth_largest(logits, top_k), 0.0)
+        weights.masked_fill_(logits < kth_largest(logits, top_k, columns), 0.0)
     if needs.top_p:
-        weights.masked_fill_(weights < nucleus_threshold(weights, top_p), 0.0)
+        weights.masked_fill_(weights < nucleus_threshold(weights, top_p, columns), 0.0)
     # The sum is at least 1, but for rows of zeros.
-    return weights.div_(weights.sum(-1, keepdim=True).clamp_min_(1.0))
+    return weights.div_(columns.total(weights).clamp_min_(1.0))
 
 
-def _penalise(logits: Tensor, rows: SampleRows, state: SamplingSlots) -> Tensor:
+def _penalise(logits: Tensor, rows: SampleRows, state: SamplingSlots, columns: Columns) -> Tensor:
     """Repetition over prompt and output (Keskar et al. 2019); presence, frequency over output."""
     assert state.output_counts is not None
     assert state.prompt_mask is not None
     slots = rows.row_slots
-    counts = state.output_counts[slots]
-    _count_drafted_prefix(counts, rows)
-    seen = state.prompt_mask[slots] | (counts > 0)
+    counts = columns.own(state.output_counts, logits)[slots]
+    _count_drafted_prefix(counts, rows, columns)
+    seen = columns.own(state.prompt_mask, logits)[slots] | (counts > 0)
     factor = state.float_column("repetition_penalty", slots).unsqueeze(-1)
     punished = torch.where(logits > 0, logits / factor, logits * factor)
     out = torch.where(seen, punished, logits)
@@ -93,42 +103,36 @@ def _penalise(logits: Tensor, rows: SampleRows, state: SamplingSlots) -> Tensor:
     return out
 
 
-def _count_drafted_prefix(counts: Tensor, rows: SampleRows) -> None:
-    """Add to counts [N, V] int32 the draft tokens before each row."""
+def _count_drafted_prefix(counts: Tensor, rows: SampleRows, columns: Columns) -> None:
+    """Add to counts [N, v] int32 the draft tokens before each row."""
     drafted = rows.draft_tokens[rows.request]  # [N, K]
-    column = torch.arange(rows.max_draft_tokens, device=drafted.device)
-    before = column < rows.offset.unsqueeze(-1)
-    legal = before & (drafted >= 0) & (drafted < counts.shape[-1])
-    counts.scatter_add_(-1, torch.where(legal, drafted, 0), legal.to(counts.dtype))
+    place = torch.arange(rows.max_draft_tokens, device=drafted.device)
+    column, legal = columns.places(drafted, counts)
+    legal &= place < rows.offset.unsqueeze(-1)
+    counts.scatter_add_(-1, column, legal.to(counts.dtype))
 
 
-def _add_bias(logits: Tensor, rows: SampleRows, state: SamplingSlots) -> Tensor:
+def _add_bias(logits: Tensor, rows: SampleRows, state: SamplingSlots, columns: Columns) -> Tensor:
     """logit_bias, and -inf outside allowed_token_ids."""
     assert state.bias is not None
-    bias = state.bias[rows.row_slots]
+    bias = columns.own(state.bias, logits)[rows.row_slots]
     # Adding 0 would turn a -0 into a 0.
     return torch.where(bias == 0, logits, bias.add_(logits))
 
 
-def _withhold_stops(logits: Tensor, rows: SampleRows, state: SamplingSlots) -> Tensor:
+def _withhold_stops(
+    logits: Tensor, rows: SampleRows, state: SamplingSlots, columns: Columns
+) -> Tensor:
     """No stop token while there are fewer than min_tokens output tokens before the row's token."""
     slots = rows.row_slots
     num_output = state.int_column("num_output_tokens", slots) + rows.offset
     early = num_output < state.int_column("min_tokens", slots)
-    stop_ids = state.stop_ids[slots]  # [N, M]
-    # Padding repeats the first id, so that no two places of a row write different values.
-    stop_ids = torch.where(stop_ids >= 0, stop_ids, stop_ids[:, :1].clamp_min(0))
-    withheld = early & (state.stop_ids[slots, 0] >= 0)
-    kept = logits.gather(-1, stop_ids)
-    return logits.scatter(-1, stop_ids, torch.where(withheld.unsqueeze(-1), -torch.inf, kept))
-
-
-def _forbid(logits: Tensor, allowed: Tensor) -> Tensor:
-    """allowed: [N, ceil(V / 32)] int32, a bit for each token."""
-    token = torch.arange(logits.shape[-1], device=logits.device)
-    return logits.masked_fill(is_forbidden(allowed, token), -torch.inf)
+    place, legal = columns.places(state.stop_ids[slots], logits)  # [N, M]; padding has no column
+    legal &= early.unsqueeze(-1)
+    withheld = torch.zeros_like(logits, dtype=torch.int32).scatter_add_(-1, place, legal.int())
+    return logits.masked_fill(withheld > 0, -torch.inf)
 
 
 def is_forbidden(allowed: Tensor, token: Tensor) -> Tensor:
-    """[N, n] bool, of tokens [n]."""
+    """[N, n] bool, of tokens [n], in allowed [N, ceil(V / 32)] int32, a bit for each token."""
     return ((allowed[:, token // 32] >> (token % 32)) & 1) == 0

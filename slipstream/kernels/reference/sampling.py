@@ -12,6 +12,7 @@ where it is that sample. The drafter samples with the same noise, so that both c
 with probability (1 - d) / (1 + d) at least, d the total variation distance of p and q.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.core.verification import Verification
+from slipstream.kernels.columns import ALL_COLUMNS, Columns
 from slipstream.kernels.reference.block_verification import accepted_prefix, prefix_weights
 from slipstream.kernels.reference.noise import NoiseKeys, Purpose, gumbel, uniform
 from slipstream.kernels.reference.processors import probabilities, process
@@ -32,27 +34,29 @@ def verify(
     needs: Needs,
     rates: Tensor | None,
     fp64: bool = False,
+    columns: Columns = ALL_COLUMNS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `VerifyOp`.
 
     Args:
         fp64: sample with 63-bit noise and float64 logarithms.
+        columns: of logits, which are all of V tokens or some of them.
     """
-    logits = process(logits, rows, state, needs)
-    choice = logits.argmax(-1)  # [N]
+    logits = process(logits, rows, state, needs, columns)
+    choice = columns.best(logits)  # [N]
     is_sampled = state.float_column("temperature", rows.slots) > 0
     target = None
     if needs.sampling:
-        target = _distribution(logits, rows.row_slots, state, needs)
+        target = _distribution(logits, rows.row_slots, state, needs, columns)
     if target is not None and needs.coupled:
         is_coupled = is_sampled & _is_coupled(state, rows.slots)
         keys = _keys(state, rows.row_slots, rows.positions[rows.request] + rows.offset)
-        drawn = _sample(target, keys, Purpose.TARGET, fp64)
+        drawn = _sample(target, keys, Purpose.TARGET, fp64, columns=columns)
         choice = torch.where(is_coupled[rows.request], drawn, choice)
         is_sampled &= ~is_coupled
     accepted = rows.draft_mask() & (rows.draft_tokens == choice[rows.draft_rows()])
     if target is not None:
-        by_chance = _accept(target, rows, state)
+        by_chance = _accept(target, rows, state, columns)
         accepted = torch.where(is_sampled.unsqueeze(-1), by_chance, accepted)
     if rates is not None:
         accepted = _accept_synthetic(rows, state, rates)
@@ -60,12 +64,12 @@ def verify(
     weight = None
     if target is not None and needs.block:
         is_block = is_sampled & (state.int_column("verification", rows.slots) == Verification.BLOCK)
-        by_block, weight = _accept_block(target, rows, state)
+        by_block, weight = _accept_block(target, rows, state, columns)
         num_accepted = torch.where(is_block, by_block, num_accepted)
         weight = torch.where(is_block, weight, 1.0)
     last_token = choice[rows.first_row + num_accepted]
     if target is not None:
-        drawn = _sample_last(target, rows, num_accepted, weight, state, fp64)
+        drawn = _sample_last(target, rows, num_accepted, weight, state, fp64, columns)
         last_token = torch.where(is_sampled, drawn, last_token)
     return _token_ids(rows, num_accepted, last_token), num_accepted + 1, num_accepted
 
@@ -124,8 +128,14 @@ def _is_coupled(state: SamplingSlots, slots: Tensor) -> Tensor:
     return state.int_column("verification", slots) == Verification.COUPLED
 
 
-def _distribution(logits: Tensor, slots: Tensor, state: SamplingSlots, needs: Needs) -> Tensor:
-    """[n, V], what rows with these slots [n] are sampled from."""
+def _distribution(
+    logits: Tensor,
+    slots: Tensor,
+    state: SamplingSlots,
+    needs: Needs,
+    columns: Columns = ALL_COLUMNS,
+) -> Tensor:
+    """[n, v], what rows with these slots [n] are sampled from."""
     return probabilities(
         logits,
         state.float_column("temperature", slots),
@@ -133,35 +143,41 @@ def _distribution(logits: Tensor, slots: Tensor, state: SamplingSlots, needs: Ne
         state.float_column("top_p", slots),
         state.float_column("min_p", slots),
         needs,
+        columns,
     )
 
 
-def _accept(target: Tensor, rows: SampleRows, state: SamplingSlots) -> Tensor:
-    """[R, K] bool, whether each draft token, by itself, is accepted under target [N, V]."""
+def _accept(target: Tensor, rows: SampleRows, state: SamplingSlots, columns: Columns) -> Tensor:
+    """[R, K] bool, whether each draft token, by itself, is accepted under target [N, v]."""
     u = _acceptance_noise(rows, state)
-    p, q, legal = _odds(target, rows)
+    p, q, legal = _odds(target, rows, columns)
     return legal & _is_accepted(u, p, q)
 
 
-def _odds(target: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor, Tensor]:
+def _odds(target: Tensor, rows: SampleRows, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
     """[R, K], p and q of each draft token, and whether it is one."""
     drafted = rows.draft_tokens
-    legal = rows.draft_mask() & (drafted >= 0) & (drafted < target.shape[-1])
+    legal = rows.draft_mask() & (drafted >= 0)
+    legal &= drafted < target.shape[-1] * columns.num_ranks
     safe = torch.where(legal, drafted, 0)
-    return target[rows.draft_rows(), safe], _draft_probability(rows, safe), legal
+    return columns.at(target, rows.draft_rows(), safe), _draft_probability(rows, safe), legal
 
 
-def _accept_block(target: Tensor, rows: SampleRows, state: SamplingSlots) -> tuple[Tensor, Tensor]:
+def _accept_block(
+    target: Tensor, rows: SampleRows, state: SamplingSlots, columns: Columns
+) -> tuple[Tensor, Tensor]:
     """How many tokens of each draft are accepted [R], all of them judged together under target
-    [N, V], and the weight of that prefix [R]."""
-    p, q, legal = _odds(target, rows)
+    [N, v], and the weight of that prefix [R]."""
+    p, q, legal = _odds(target, rows, columns)
     weights = prefix_weights(torch.where(legal, p, 0.0), q)
     lengths = _accepted_prefix(rows.draft_mask() & (rows.draft_tokens >= 0))
     masses = torch.zeros_like(weights)
     for place in range(1, rows.max_draft_tokens):
         row = target[rows.first_row + rows.num_draft_tokens.clamp_max(place)]
         weighted = row * weights[:, place : place + 1]
-        masses[:, place] = _beyond_draft(weighted, rows, torch.full_like(lengths, place)).sum(-1)
+        beyond = _beyond_draft(weighted, rows, torch.full_like(lengths, place), columns)
+        masses[:, place] = beyond.sum(-1)
+    masses = columns.combined(masses)
     count = accepted_prefix(weights, masses, _acceptance_noise(rows, state), lengths)
     return count, weights.gather(-1, count.unsqueeze(-1)).squeeze(-1)
 
@@ -210,6 +226,7 @@ def _sample_last(
     weight: Tensor | None,
     state: SamplingSlots,
     fp64: bool,
+    columns: Columns,
 ) -> Tensor:
     """[R] int64: the recovered token where a draft token was refused, elsewhere the bonus token.
 
@@ -218,30 +235,30 @@ def _sample_last(
     Args:
         weight: [R], of the accepted prefixes in block verification; None: all 1.
     """
-    target = target[rows.first_row + num_accepted]  # [R, V]
+    target = target[rows.first_row + num_accepted]  # [R, v]
     refused = _refused_token(rows, num_accepted)
     is_refused = refused >= 0
     weights = target
     if rows.max_draft_tokens:
         place = num_accepted.clamp_max(rows.max_draft_tokens - 1)
         weighted = target if weight is None else target * weight.unsqueeze(-1)
-        residual = _beyond_draft(weighted, rows, place)
+        residual = _beyond_draft(weighted, rows, place, columns)
         # Where p and q are equal up to rounding nothing is left, and p is as good.
-        usable = is_refused & (residual.sum(-1) > 0)
-        weights = torch.where(usable.unsqueeze(-1), residual, target)
+        usable = is_refused.unsqueeze(-1) & (columns.total(residual) > 0)
+        weights = torch.where(usable, residual, target)
     keys = _keys(state, rows.slots, rows.positions + num_accepted)
     purpose = torch.where(is_refused, int(Purpose.RESIDUAL), int(Purpose.TARGET))
-    return _sample(weights, keys, purpose, fp64)
+    return _sample(weights, keys, purpose, fp64, columns=columns)
 
 
-def _beyond_draft(target: Tensor, rows: SampleRows, place: Tensor) -> Tensor:
-    """[R, V], what target [R, V] has beyond the draft's distribution in a place [R] of each."""
+def _beyond_draft(target: Tensor, rows: SampleRows, place: Tensor, columns: Columns) -> Tensor:
+    """[R, v], what target [R, v] has beyond the draft's distribution in a place [R] of each."""
     at = place.unsqueeze(-1)
     certain = _certain_places(rows).expand(rows.draft_tokens.shape).gather(-1, at).squeeze(-1)
     token = rows.draft_tokens.gather(-1, at).squeeze(-1)
     one_hot_token = torch.where(certain, token, PADDING)
     draft = _last_draft_probs(rows, place, certain)
-    return _residual(target, draft, rows.draft_vocabulary, one_hot_token)
+    return _residual(target, draft, rows.draft_vocabulary, one_hot_token, columns)
 
 
 def _refused_token(rows: SampleRows, num_accepted: Tensor) -> Tensor:
@@ -259,27 +276,33 @@ def _last_draft_probs(rows: SampleRows, place: Tensor, certain: Tensor) -> Tenso
 
 
 def _residual(
-    target: Tensor, draft: Tensor | None, vocabulary: Tensor | None, one_hot_token: Tensor
+    target: Tensor,
+    draft: Tensor | None,
+    vocabulary: Tensor | None,
+    one_hot_token: Tensor,
+    columns: Columns,
 ) -> Tensor:
-    """max(p - q, 0), not scaled, [R, V].
+    """max(p - q, 0), not scaled, [R, v].
 
     Args:
-        target: [R, V], p.
+        target: [R, v], p.
         draft: [R, Vq], q of sampled drafts, or None; where it has no column q is 0.
         vocabulary: [Vq], the token ids of its columns; None for those from 0 on.
         one_hot_token: [R] int64, the token of one-hot drafts, -1 for others.
     """
     residual = target.clone()
     if draft is not None and vocabulary is not None:
-        residual.index_add_(-1, vocabulary, draft, alpha=-1).clamp_min_(0.0)
+        places, is_own = columns.places(vocabulary, target)
+        draft = draft.masked_fill(~is_own, 0.0)
+        residual.index_add_(-1, places, draft, alpha=-1).clamp_min_(0.0)
     elif draft is not None:
+        draft = columns.own(draft, target)
         width = min(draft.shape[-1], target.shape[-1])
         residual[:, :width] -= draft[:, :width]
         residual.clamp_min_(0.0)
-    removed = (one_hot_token >= 0) & (one_hot_token < target.shape[-1])
-    index = torch.where(removed, one_hot_token, 0).unsqueeze(-1)
-    kept = residual.gather(-1, index).masked_fill_(removed.unsqueeze(-1), 0.0)
-    return residual.scatter_(-1, index, kept)
+    place, removed = columns.places(one_hot_token.unsqueeze(-1), target)
+    kept = residual.gather(-1, place).masked_fill_(removed, 0.0)
+    return residual.scatter_(-1, place, kept)
 
 
 def _sample(
@@ -288,11 +311,14 @@ def _sample(
     purpose: Purpose | Tensor,
     fp64: bool = False,
     tokens: Tensor | None = None,
+    columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
-    """[n] int64, a column for each row of weights [n, V] (Gumbel-max); never one of weight 0. The
-    noise is that of `tokens` [V]."""
+    """[n] int64, a token for each row of weights [n, v] (Gumbel-max); never one of weight 0. The
+    noise is that of `tokens` [v], where they are not those of the columns."""
+    if tokens is None and columns.gather is not None:
+        tokens = columns.tokens(weights)
     noise = gumbel(keys, purpose, weights.shape[-1], fp64, tokens)
-    return noise.add_(weights.to(noise.dtype).log()).argmax(-1)
+    return columns.best(noise.add_(weights.to(noise.dtype).log()))
 
 
 def _accepted_prefix(accepted: Tensor) -> Tensor:
@@ -311,3 +337,8 @@ def _token_ids(rows: SampleRows, num_accepted: Tensor, last_token: Tensor) -> Te
 
 SAMPLING = SamplingOps(verify=verify, draft=draft, commit=commit)
 FP64_SAMPLING = SamplingOps(partial(verify, fp64=True), partial(draft, fp64=True), commit)
+
+
+def over(columns: Columns, ops: SamplingOps) -> SamplingOps:
+    """Ops that verify by some columns of every row, and do all else as `ops` do."""
+    return replace(ops, verify=partial(verify, fp64=ops is FP64_SAMPLING, columns=columns))

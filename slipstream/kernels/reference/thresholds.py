@@ -3,93 +3,119 @@
 On devices that work on their own the cost follows from shapes alone, and nothing waits for them.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from slipstream.kernels.columns import ALL_COLUMNS, Columns
 
 # top_p counts probability in integers, so that sums are exact in any order and on any device:
 # 2^43 units for the most probable token leave room for 2^20 tokens in an int64.
 MASS_UNITS = 2.0**43
-# Three digits of a radix search hold the 32 bits of a float.
-DIGIT_BITS = 11
+# Four digits of a radix search hold the 32 bits of a float. Ranks exchange a count of each digit.
+DIGIT_BITS = 8
 DIGITS = 1 << DIGIT_BITS
-NUM_DIGITS = 3
+NUM_DIGITS = 4
 # How many of the largest values are looked at first where looking costs nothing.
 FEW_LARGEST = (128, 4096)
 
 
-def kth_largest(logits: Tensor, top_k: Tensor) -> Tensor:
-    """[N, 1], the k-th largest of each row of logits [N, V]; -inf where top_k [N] keeps all."""
-    vocab_size = logits.shape[-1]
+Mass = Callable[[Tensor], Tensor]
+
+
+def kth_largest(logits: Tensor, top_k: Tensor, columns: Columns = ALL_COLUMNS) -> Tensor:
+    """[N, 1], the k-th largest of each row of logits [N, v]; -inf where top_k [N] keeps all.
+
+    Args:
+        columns: of logits, which are all of V tokens or some of them.
+    """
+    vocab_size = logits.shape[-1] * columns.num_ranks
     restricts = (top_k > 0) & (top_k < vocab_size)
-    one = torch.ones_like(logits, dtype=torch.int64)
-    threshold = _search(logits, one, torch.where(restricts, top_k, 1).unsqueeze(-1))
+    wanted = torch.where(restricts, top_k, 1).unsqueeze(-1)
+    threshold = _search(logits, count_ones, wanted, columns)
     return torch.where(restricts.unsqueeze(-1), threshold, -torch.inf)
 
 
-def nucleus_threshold(weights: Tensor, top_p: Tensor) -> Tensor:
+def nucleus_threshold(weights: Tensor, top_p: Tensor, columns: Columns = ALL_COLUMNS) -> Tensor:
     """[N, 1], the largest threshold that keeps a share of at least top_p [N], 0 for top_p = 1.
 
-    For weights [N, V] in [0, 1].
+    For weights [N, v] in [0, 1], of all V tokens or of some of them.
     """
-    mass = (weights * MASS_UNITS).to(torch.int64)
     restricts = top_p.unsqueeze(-1) < 1
     share = torch.where(restricts, top_p.unsqueeze(-1), 0.0).double()
-    wanted = (mass.sum(-1, keepdim=True) * share).ceil_().to(torch.int64)
-    return torch.where(restricts, _search(weights, mass, wanted), 0.0)
+    wanted = (columns.total(mass_units(weights)) * share).ceil_().to(torch.int64)
+    return torch.where(restricts, _search(weights, mass_units, wanted, columns), 0.0)
 
 
-def _search(values: Tensor, mass: Tensor, wanted: Tensor) -> Tensor:
+def count_ones(values: Tensor) -> Tensor:
+    """The mass of values where they are counted, int64."""
+    return torch.ones_like(values, dtype=torch.int64)
+
+
+def mass_units(weights: Tensor) -> Tensor:
+    """The mass of weights in [0, 1], int64."""
+    return (weights * MASS_UNITS).to(torch.int64)
+
+
+def _search(values: Tensor, mass: Mass, wanted: Tensor, columns: Columns) -> Tensor:
     """The largest value of each row such that those not below it have the mass `wanted`.
 
     Args:
-        values: [N, V] float32.
-        mass: [N, V] int64, none negative.
+        values: [N, v] float32.
+        mass: that each value has, never negative: values [N, n] -> [N, n] int64.
         wanted: [N, 1] int64, at most the whole mass of the row.
 
     Returns:
         [N, 1] float32, without meaning where nothing is wanted.
     """
     if reads_are_free(values.device):
-        for count in FEW_LARGEST:
-            found = _search_largest(values, mass, wanted, count)
+        # Ranks exchange less for a histogram than for many candidates.
+        for count in FEW_LARGEST if columns.gather is None else FEW_LARGEST[:1]:
+            found = _search_largest(values, mass, wanted, count, columns)
             if found is not None:
                 return found
-    if values.shape[-1] <= DIGITS:  # a histogram would be larger than what it counts
+    # Of few columns a histogram would be larger than what it counts.
+    if values.shape[-1] <= DIGITS and columns.gather is None:
         return _search_order(values, mass, wanted)
-    return _search_bits(values, mass, wanted)
+    return _search_bits(values, mass, wanted, columns)
 
 
-def _search_order(values: Tensor, mass: Tensor, wanted: Tensor) -> Tensor:
-    ordered, index = values.sort(-1, descending=True)
-    reached = mass.gather(-1, index).cumsum_(-1) >= wanted
+def _search_order(values: Tensor, mass: Mass, wanted: Tensor) -> Tensor:
+    ordered = values.sort(-1, descending=True).values
+    reached = mass(ordered).cumsum_(-1) >= wanted
     # The first that reaches it may stand among its equals: those before it have not reached it.
     place = (~reached).sum(-1, keepdim=True).clamp_max_(values.shape[-1] - 1)
     return ordered.gather(-1, place)
 
 
-def _search_largest(values: Tensor, mass: Tensor, wanted: Tensor, count: int) -> Tensor | None:
+def _search_largest(
+    values: Tensor, mass: Mass, wanted: Tensor, count: int, columns: Columns = ALL_COLUMNS
+) -> Tensor | None:
     """`_search` among the `count` largest; None where these lack the mass in some row."""
-    ordered, index = torch.topk(values, min(count, values.shape[-1]))
-    reached = mass.gather(-1, index).cumsum_(-1) >= wanted
+    ordered = columns.top_values(values, count)
+    reached = mass(ordered).cumsum_(-1) >= wanted
     if not reached[:, -1].all():
         return None
     return ordered.gather(-1, (~reached).sum(-1, keepdim=True))
 
 
-def _search_bits(values: Tensor, mass: Tensor, wanted: Tensor) -> Tensor:
+def _search_bits(
+    values: Tensor, mass: Mass, wanted: Tensor, columns: Columns = ALL_COLUMNS
+) -> Tensor:
     """A radix search over the bits of floats.
 
     The upper digit of the threshold is the largest one such that the values with that digit or a
     higher one have the mass `wanted`; then the same for the next digit, among the values with that
     upper digit; and so on.
     """
-    keys = _ordered_bits(values)
+    keys, masses = _ordered_bits(values), mass(values)
     found = torch.zeros_like(wanted)
     for place in reversed(range(NUM_DIGITS)):
         digits = (keys >> (place * DIGIT_BITS)) & (DIGITS - 1)
-        digit, above = _search_digit(digits, mass, wanted)
+        digit, above = _search_digit(digits, masses, wanted, columns)
         found = (found << DIGIT_BITS) | digit
-        mass, wanted = torch.where(digits == digit, mass, 0), wanted - above
+        masses, wanted = torch.where(digits == digit, masses, 0), wanted - above
     return _from_ordered_bits(found)
 
 
@@ -105,11 +131,13 @@ def _from_ordered_bits(keys: Tensor) -> Tensor:
     return (signed ^ ((signed >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
-def _search_digit(digits: Tensor, mass: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def _search_digit(
+    digits: Tensor, mass: Tensor, wanted: Tensor, columns: Columns
+) -> tuple[Tensor, Tensor]:
     """The largest digit [N, 1] that reaches `wanted`, and the mass [N, 1] of the higher ones."""
     histogram = mass.new_zeros(mass.shape[0], DIGITS + 1)  # the last one stays empty
     histogram.scatter_add_(-1, digits, mass)
-    at_least = histogram.flip(-1).cumsum(-1).flip(-1)  # falls as the digit grows
+    at_least = columns.combined(histogram).flip(-1).cumsum(-1).flip(-1)  # falls as the digit grows
     digit = ((at_least >= wanted).sum(-1, keepdim=True) - 1).clamp_(0, DIGITS - 1)
     return digit, at_least.gather(-1, digit + 1)
 

@@ -1,0 +1,117 @@
+"""Which tokens the columns of logits stand for, and what is found out about whole rows of them.
+
+Ranks that share a vocabulary hold some columns of every row each. What is asked of a whole row (its
+largest number, the sum of its weights, the best token) is found of the own columns first; the ranks
+exchange what they found, a few numbers a row, and combine it in the order of the ranks. So all of
+them hold equal bits, and no row is ever put together.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The columns that this rank holds; all ranks hold equally many.
+
+    Attributes:
+        rank: of `num_ranks`; they hold the vocabulary in their order.
+        gather: joins the last dimension of a tensor [T, n], rank by rank -> [T, num_ranks n]; None
+            where one holds all.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    gather: Callable[[Tensor], Tensor] | None = None
+
+    def first(self, rows: Tensor) -> int:
+        """The token of the first column of rows [N, v]."""
+        return self.rank * rows.shape[-1]
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """[v] int64, the tokens of the columns of rows [N, v]."""
+        first = self.first(rows)
+        return torch.arange(first, first + rows.shape[-1], device=rows.device)
+
+    def own(self, whole: Tensor, rows: Tensor) -> Tensor:
+        """The part of whole [..., V or fewer] that stands beside rows [N, v]; a view."""
+        if self.gather is None:
+            return whole
+        first = self.first(rows)
+        return whole[..., first : first + rows.shape[-1]]
+
+    def places(self, tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns of rows [N, v] that tokens, in any shape, have, and whether they have
+        one; where not, some column."""
+        place = tokens - self.first(rows)
+        is_own = (place >= 0) & (place < rows.shape[-1])
+        return torch.where(is_own, place, 0), is_own
+
+    def joined(self, found: Tensor) -> Tensor:
+        """[...] of each rank -> [num_ranks, ...]."""
+        if self.gather is None:
+            return found.unsqueeze(0)
+        return self.gather(found.reshape(1, -1)).view(self.num_ranks, *found.shape)
+
+    def combined(self, found: Tensor) -> Tensor:
+        """What each rank found, added in the order of the ranks."""
+        if self.gather is None:
+            return found
+        first, *others = self.joined(found).unbind(0)
+        return sum(others, first)
+
+    def total(self, rows: Tensor) -> Tensor:
+        """[N, 1], the sum of each row [N, v]."""
+        return self.combined(rows.sum(-1, keepdim=True))
+
+    def largest(self, rows: Tensor) -> Tensor:
+        """[N, 1], the largest number of each row [N, v]; NaN where there is one."""
+        return self.joined(rows.amax(-1, keepdim=True)).amax(0)
+
+    def best(self, rows: Tensor) -> Tensor:
+        """[N] int64, the token of the largest number of each row [N, v], the first among equals."""
+        if self.gather is None:
+            return rows.argmax(-1)
+        values, places = rows.max(-1)
+        kind = _BITS[values.dtype]
+        tokens = (places + self.first(rows)).to(kind)
+        values, tokens = self.joined(torch.stack((values.view(kind), tokens))).unbind(1)
+        best = values.contiguous().view(rows.dtype).argmax(0, keepdim=True)
+        return tokens.gather(0, best).squeeze(0).to(torch.int64)
+
+    def at(self, rows: Tensor, index: Tensor, tokens: Tensor) -> Tensor:
+        """The numbers that tokens, legal ones, have in the rows `index` of rows [N, v]; both are of
+        one shape."""
+        places, is_own = self.places(tokens, rows)
+        return self.combined(rows[index, places].masked_fill(~is_own, 0.0))
+
+    def top(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` largest numbers of each row [N, v], falling, and their tokens, both
+        [N, count]; fewer where there are fewer columns."""
+        if self.gather is None:
+            found = torch.topk(rows, min(count, rows.shape[-1]))
+            return found.values, found.indices
+        mine = torch.topk(rows, min(count, rows.shape[-1]))
+        # [num_ranks, N, c]: the largest of all are among the largest of each.
+        values = self.joined(mine.values).transpose(0, 1).flatten(1)
+        tokens = self.joined(mine.indices + self.first(rows)).transpose(0, 1).flatten(1)
+        best = torch.topk(values, min(count, values.shape[-1]))
+        return best.values, tokens.gather(-1, best.indices)
+
+    def top_values(self, rows: Tensor, count: int) -> Tensor:
+        """The numbers of `top`."""
+        values = torch.topk(rows, min(count, rows.shape[-1])).values
+        if self.gather is None:
+            return values
+        values = self.joined(values).transpose(0, 1).flatten(1)
+        return torch.topk(values, min(count, values.shape[-1])).values
+
+
+ALL_COLUMNS: Final = Columns()
+"""Of rows that are whole."""
