@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.paths import make_folder, require_writable
+from slipstream.cli.prompts import make_folder, require_writable
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag, given_flags, like

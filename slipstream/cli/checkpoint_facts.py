@@ -131,7 +131,7 @@ class CheckpointFacts:
     @property
     def _trained_tokens(self) -> int | None:
         """The number of draft tokens that a parallel drafter was trained for."""
-        from slipstream.speculative.parallel.mask_token import drafts_in_parallel, read_mask_token
+        from slipstream.speculative.parallel.rows import drafts_in_parallel, read_mask_token
 
         if self.head is not None:
             return self.head.trained_tokens
@@ -228,7 +228,7 @@ def read_facts(name: str) -> CheckpointFacts:
     from slipstream.speculative.catalogue import recognise
     from slipstream.speculative.heads.checkpoint import HeadCheckpoint
     from slipstream.speculative.loading import describe_head, describe_own_head
-    from slipstream.speculative.parallel.mask_token import MASK_TOKEN_KEYS
+    from slipstream.speculative.parallel.rows import MASK_TOKEN_KEYS
 
     path = resolve_checkpoint(name, pickled=True)
     of_head = HeadCheckpoint(path)

@@ -12,7 +12,7 @@ import typer
 from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.flags import Given, parsed
 from slipstream.cli.listen import ListenFlags, MissingPackagesError, announce, checked_options
-from slipstream.cli.paths import require_writable
+from slipstream.cli.prompts import require_writable
 from slipstream.cli.terminal import stderr_console
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError, counted
@@ -125,7 +125,7 @@ def _write_manifest(
             "in the containers' environment from a secret"
         )
     try:
-        from slipstream.deploy.manifest import ray_service
+        from slipstream.deploy.application import ray_service
     except ModuleNotFoundError as error:
         raise _missing(error) from error
     kept, names = [], {"--manifest", "--image", "--name"}

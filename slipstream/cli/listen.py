@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.paths import make_folder, read_template
+from slipstream.cli.prompts import make_folder, read_template
 from slipstream.cli.terminal import QUIET_STYLE, stderr_console
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import SlipstreamError, UsageError

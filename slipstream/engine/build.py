@@ -12,7 +12,7 @@ from slipstream.cache.state_places import StatePlaces
 from slipstream.cache.window_blocks import WindowBlocks
 from slipstream.core.config import STORED_QUANTIZATIONS, EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.core.sampling_defaults import SamplingDefaults
+from slipstream.core.sampling_params import SamplingDefaults
 from slipstream.core.step_form import CapturedForm, StepForm
 from slipstream.engine.adapters import Adapters
 from slipstream.engine.drafting.calibration import calibrate

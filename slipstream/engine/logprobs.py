@@ -12,7 +12,7 @@ from slipstream.engine.samples import Submission
 from slipstream.engine.step_results import StepResult
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.runner.model_runner import Forward
-from slipstream.sampling.logprobs import token_logprobs
+from slipstream.sampling.logits import token_logprobs
 
 _PROMPT_SLICE = 64  # prompt rows whose logits are in memory at once
 

@@ -14,9 +14,8 @@ from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.config_overrides import overridden
 from slipstream.models.gguf.config import read_config, sampling_defaults
 from slipstream.models.gguf.container import Container, read_container
-from slipstream.models.gguf.files import is_gguf, model_in, require_first, split_tag
-from slipstream.models.gguf.names import renamed_entries
-from slipstream.models.gguf.repository import fetch_model
+from slipstream.models.gguf.families import renamed_entries
+from slipstream.models.gguf.files import fetch_model, is_gguf, model_in, require_first, split_tag
 from slipstream.models.hub import download
 from slipstream.models.safetensors_file import (
     WEIGHT_DTYPES,

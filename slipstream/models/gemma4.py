@@ -13,8 +13,16 @@ from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.parallel_experts import ParallelExpertsSpec
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.gemma4_keys import PATTERN, read_attention, read_ropes
-from slipstream.models.gemma_keys import DEFAULTS, SLIDING, read_gemma, read_slides, scaled
+from slipstream.models.gemma_keys import (
+    DEFAULTS,
+    PATTERN,
+    SLIDING,
+    read_attention,
+    read_gemma,
+    read_ropes,
+    read_slides,
+    scaled,
+)
 
 _EXPERT_NAMES = ExpertNames(router="router.proj", experts="experts")
 

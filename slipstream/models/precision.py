@@ -21,8 +21,7 @@ from slipstream.layers.parameters import FusedExperts, ParameterSource, Part
 from slipstream.layers.rope import RopeTables
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import TensorSource
-from slipstream.models.quantized.random_source import RandomQuantizedSource
-from slipstream.models.quantized.source import QuantizedSource
+from slipstream.models.quantized.source import QuantizedSource, RandomQuantizedSource
 
 logger = logging.getLogger("slipstream")
 

@@ -8,7 +8,7 @@ from slipstream.kernels.experts import Routing
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.precision import head_bytes, layer_matrices
 from slipstream.models.quantized.module import StoredQuantization
-from slipstream.models.quantized.random_source import stored_rounding
+from slipstream.models.quantized.source import stored_rounding
 
 
 def expected_experts(routing: Routing, rows: int) -> float:

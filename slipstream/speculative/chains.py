@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from slipstream.core.batch import ChainStops
+from slipstream.kernels.devices import upload
 from slipstream.kernels.sampling import rates_by_request
 from slipstream.runner.device_batch import DeviceBatch
-from slipstream.runner.transfer import upload
 from slipstream.speculative.drafter import Draft, DrafterResources
 
 

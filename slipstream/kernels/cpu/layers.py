@@ -16,16 +16,16 @@ from slipstream.kernels.cpu.latent_attention import layer_of as latent_layer_of
 from slipstream.kernels.cpu.latent_attention import serves as serves_latent
 from slipstream.kernels.cpu.matmul import handle_of
 from slipstream.kernels.delta_net import DeltaCache
-from slipstream.kernels.delta_net_parts import DeltaNetParts
 from slipstream.kernels.devices import part_labels
-from slipstream.kernels.latent_attention_parts import LatentParts
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import (
     Adapters,
     AttentionParts,
+    DeltaNetParts,
     ExpertsParts,
     FusedOp,
     GatedMLPParts,
+    LatentParts,
     Norm,
     Product,
     StackParts,

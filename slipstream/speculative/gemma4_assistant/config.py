@@ -14,8 +14,7 @@ from slipstream.layers.parameters import InvalidSizesError
 from slipstream.layers.rope import RopeConfig
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.gemma4_keys import PATTERN, read_attention, read_ropes
-from slipstream.models.gemma_keys import FULL, SLIDING
+from slipstream.models.gemma_keys import FULL, PATTERN, SLIDING, read_attention, read_ropes
 from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.kinds import HeadConfig, vocabulary_problem, width_problem

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.dense import DenseMatrix
-from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.pass_inputs import PassInputs, RowPlaces
 from slipstream.kernels.table import Heads, Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import column_linear, row_linear
@@ -28,9 +28,18 @@ from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import rope_table
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.gemma4_assistant.config import AssistantConfig, Centroids, target_layer
+from slipstream.runner.device_batch import DeviceBatch
+from slipstream.speculative.drafter import DrafterResources
+from slipstream.speculative.gemma4_assistant.config import (
+    AssistantConfig,
+    Centroids,
+    read_assistant_config,
+    target_layer,
+)
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint, fill
+from slipstream.speculative.heads.last_hidden import LastHiddenDrafter
 from slipstream.speculative.heads.loading import load_head
+from slipstream.speculative.heads.method import Head, HeadMethod
 
 _ORDERING = "masked_embedding.token_ordering"
 _TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"  # the same numbers
@@ -235,3 +244,42 @@ class AssistantNetwork:
             x = layer(x, inputs, caches[read])
         normed = self._ops.norm(x, None, self._norm)[0]
         return normed, self._ops.joined_linear([(normed, None)], self._leave.weight, None)
+
+
+State = tuple[Tensor, PassInputs]  # hidden states [R, target width], and where the rows stand
+
+
+class AssistantDrafter(LastHiddenDrafter):
+    """A chain of single rows over the target's cache."""
+
+    def __init__(
+        self, head: Head[AssistantConfig, AssistantNetwork], resources: DrafterResources
+    ) -> None:
+        super().__init__(head, resources)
+        self._assistant, self._caches = head.network, resources.target_cache.layers
+
+    def _start(self, hidden: Tensor, batch: DeviceBatch, newest: Tensor) -> State:
+        return hidden, self._rows(batch.slots, newest)
+
+    def _next(self, index: int, state: State, last: Tensor) -> tuple[Tensor, State]:
+        hidden, inputs = state
+        normed, hidden = self._assistant(last, hidden, inputs, self._caches)
+        return self._assistant.logits(normed), (hidden, inputs)
+
+    def _rows(self, slots: Tensor, newest: Tensor) -> PassInputs:
+        """One row for each request at the position of its newest token, which is not computed."""
+        tables = self._state.tables
+        return tables.inputs(
+            RowPlaces(torch.arange(len(slots) + 1, device=slots.device), newest, max_rows=1),
+            tables.block_tables[slots],
+            torch.minimum(newest, self._state.num_computed[slots]),
+            slots.new_full((tables.num_tables * len(slots),), -1),
+        )
+
+
+HEAD = HeadMethod(
+    name="gemma4_assistant",
+    read=read_assistant_config,
+    network=load_assistant,
+    drafter=AssistantDrafter,
+)

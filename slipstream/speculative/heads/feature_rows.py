@@ -20,13 +20,13 @@ from torch import Tensor
 
 from slipstream.cache.spec import LayerCache, ModelCache
 from slipstream.core.batch import Batch, ScheduledRequest
+from slipstream.kernels.devices import upload
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.excerpts import Excerpt, ExcerptSizes, whole
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.rows import PassRows, RowLayout, lay_out
-from slipstream.runner.transfer import upload
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
 from slipstream.speculative.heads.method import Head
