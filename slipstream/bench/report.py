@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream import __version__
 from slipstream.bench.datasets import BenchPrompt
-from slipstream.bench.pictures import (
-    PAGES,
-    as_svg,
-    load_figure,
-    save,
-    sweep_figure,
-)
+from slipstream.bench.pictures import PAGES, as_svg, load_figure, save, sweep_figure
 from slipstream.bench.summary import (
     E2EL,
     ITL,
@@ -71,10 +65,7 @@ class PageChart:
 
 
 def write_page(
-    file: Path,
-    title: str,
-    about: Mapping[str, str],
-    parts: Sequence[ReportTable | PageChart],
+    file: Path, title: str, about: Mapping[str, str], parts: Sequence[ReportTable | PageChart]
 ) -> None:
     """Write a page; `about` names what was measured, and where."""
     lines = "".join(

@@ -180,11 +180,7 @@ def _reason(error: Exception) -> str:
 
 
 def _result(
-    cell: Cell,
-    config: dict[str, Any] | None,
-    open_llm: Open,
-    measure: Measure,
-    plain: Point | None,
+    cell: Cell, config: dict[str, Any] | None, open_llm: Open, measure: Measure, plain: Point | None
 ) -> Point | Failure | None:
     """None where it was interrupted before the first token."""
     try:

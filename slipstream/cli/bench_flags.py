@@ -149,8 +149,7 @@ class BenchSamplingFlags:
     frequency_penalty: float | None = like(SamplingParams, "frequency_penalty", None)
     repetition_penalty: float | None = like(SamplingParams, "repetition_penalty", None)
     ignore_eos: bool = flag(
-        False,
-        "Do not stop at the model's end-of-sequence token: every answer has its full length.",
+        False, "Do not stop at the model's end-of-sequence token: every answer has its full length."
     )
 
     def fields(self, seed: int | None) -> dict[str, Any]:

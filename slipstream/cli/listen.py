@@ -98,9 +98,7 @@ class ListenFlags:
         None, "Ciphers up to TLS 1.2, as OpenSSL writes them. [uvicorn's]", hidden=True
     )
     root_path: str = flag(
-        "",
-        "Path under which a proxy offers this server, such as /models/a.",
-        metavar="<path>",
+        "", "Path under which a proxy offers this server, such as /models/a.", metavar="<path>"
     )
     enable_profiling: Path | None = flag(
         None,

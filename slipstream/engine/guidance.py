@@ -126,11 +126,7 @@ class Guidance:
     """
 
     def __init__(
-        self,
-        grammars: Grammars,
-        sampling: SamplingState,
-        most_drafts: int,
-        ranks: Ranks = ALONE,
+        self, grammars: Grammars, sampling: SamplingState, most_drafts: int, ranks: Ranks = ALONE
     ) -> None:
         self._agree = ranks.agree
         self._grammars, self._sampling, self._most_drafts = grammars, sampling, most_drafts

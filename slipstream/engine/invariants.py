@@ -29,10 +29,7 @@ def check_queues(
 
 
 def check_places(
-    running: Sequence[Request],
-    free_slots: Sequence[int],
-    limits: StepLimits,
-    blocks: BlockManager,
+    running: Sequence[Request], free_slots: Sequence[int], limits: StepLimits, blocks: BlockManager
 ) -> None:
     """Every running request has a slot and blocks of its own, and something left to do."""
     blocks.check_invariants()

@@ -46,10 +46,7 @@ def read_corrected_experts(
     inner = reader.take("moe_intermediate_size", int)
     shared = reader.take("n_shared_experts", int, 1)
     return ExpertsSpec(
-        routing=routing,
-        intermediate_size=inner,
-        corrected=True,
-        shared_size=shared * inner or None,
+        routing=routing, intermediate_size=inner, corrected=True, shared_size=shared * inner or None
     )
 
 

@@ -66,11 +66,7 @@ class Chains:
     """
 
     def __init__(
-        self,
-        batch: DeviceBatch,
-        resources: DrafterResources,
-        wanted: Tensor,
-        at_once: bool = False,
+        self, batch: DeviceBatch, resources: DrafterResources, wanted: Tensor, at_once: bool = False
     ) -> None:
         self.num_tokens = self.num_passes = wanted
         self._confidences: Tensor | None = None  # [R, K]

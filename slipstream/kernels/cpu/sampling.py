@@ -16,11 +16,7 @@ _SLOTS: WeakKeyDictionary[SamplingSlots, cpp.SlotTensors] = WeakKeyDictionary()
 
 
 def verify(
-    logits: Tensor,
-    rows: SampleRows,
-    state: SamplingSlots,
-    needs: Needs,
-    rates: Tensor | None,
+    logits: Tensor, rows: SampleRows, state: SamplingSlots, needs: Needs, rates: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     requests, most_drafts = rows.draft_tokens.shape
     token_ids = torch.empty((requests, most_drafts + 1), dtype=torch.int64)

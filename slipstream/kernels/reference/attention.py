@@ -145,12 +145,7 @@ def _mask(
 
 
 def _tree_mask(
-    inputs: PassInputs,
-    tree: TreeInputs,
-    request: int,
-    rows: slice,
-    length: int,
-    window: int | None,
+    inputs: PassInputs, tree: TreeInputs, request: int, rows: slice, length: int, window: int | None
 ) -> Tensor:
     """`_mask` where rows are nodes of trees."""
     keys = torch.arange(length, device=tree.tokens.device)

@@ -77,10 +77,7 @@ def _expert(x: Tensor, parts: ExpertsParts, expert: int) -> Tensor:
 
 
 def gated(
-    gate: Tensor,
-    up: Tensor,
-    clamp: ClampedGate | None,
-    activation: Activation = Activation.SILU,
+    gate: Tensor, up: Tensor, clamp: ClampedGate | None, activation: Activation = Activation.SILU
 ) -> Tensor:
     """What an expert's second matrix takes, in float32."""
     if clamp is None:

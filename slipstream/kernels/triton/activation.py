@@ -42,9 +42,7 @@ def _gated_kernel(
 
 
 def gated_activation(
-    gate_up: Tensor,
-    activation: Activation = Activation.SILU,
-    dtype: torch.dtype | None = None,
+    gate_up: Tensor, activation: Activation = Activation.SILU, dtype: torch.dtype | None = None
 ) -> Tensor:
     """gate_up [T, 2I], gate first -> activation(gate) * up, [T, I] in `dtype` or its own."""
     assert gate_up.stride(-1) == 1

@@ -71,11 +71,7 @@ def stream_multiply(
     """out [splits, T, N] = parts of x [T, K] times weight [N, K], or [2N, K] where `gated`."""
     splits, rows, width = out.shape
     own = tiles.blocks * tiles.high // (1 if gated is None else 2)
-    grid = (
-        max(1, triton.cdiv(rows - tiles.more, tiles.rows)),
-        triton.cdiv(width, own),
-        splits,
-    )
+    grid = (max(1, triton.cdiv(rows - tiles.more, tiles.rows)), triton.cdiv(width, own), splits)
     x = with_spare(_aligned(x), grid[0] * tiles.rows + tiles.more)
     stream_kernel[grid](
         _described(x, tiles.rows, tiles.depth),

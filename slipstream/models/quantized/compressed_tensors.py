@@ -34,11 +34,7 @@ from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, intege
 from slipstream.models.quantized.module import StoredModule, StoredQuantization, row_scale_shapes
 from slipstream.models.quantized.module_lists import ModuleList, matches, read_list
 
-HARMLESS = {
-    "global_compression_ratio",
-    "quant_method",
-    "version",
-}
+HARMLESS = {"global_compression_ratio", "quant_method", "version"}
 _CLASS = "Linear"
 _PACKED = "pack-quantized"
 _FOUR_BITS: Final[dict[str, tuple[type[Weight], Rounding]]] = {

@@ -31,12 +31,7 @@ from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.drafter import DrafterLimits, Needs
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.heads.config import (
-    HeadReader,
-    head_reader,
-    is_wrapped,
-    read_layers,
-)
+from slipstream.speculative.heads.config import HeadReader, head_reader, is_wrapped, read_layers
 from slipstream.speculative.heads.kinds import StreamHeadConfig, stream_fields
 from slipstream.speculative.heads.loading import HeadNetwork
 from slipstream.speculative.model_options import ModelOptions

@@ -116,10 +116,7 @@ def read_dflash2_config(checkpoint: HeadCheckpoint) -> DFlash2Config:
             f"{checkpoint.config_file}: conv_group_size must divide the hidden size {width}, and "
             f"selector_top_k must not be above the {vocab_size} tokens of the vocabulary"
         )
-    return DFlash2Config(
-        **{field.name: getattr(base, field.name) for field in fields(base)},
-        **own,
-    )
+    return DFlash2Config(**{field.name: getattr(base, field.name) for field in fields(base)}, **own)
 
 
 @dataclass(frozen=True, eq=False)

@@ -245,11 +245,7 @@ class Eagle3Head(HeadNetwork):
         return hidden if self._fusion is None else self._fusion(streams)
 
     def __call__(
-        self,
-        token_ids: Tensor,
-        features: Tensor,
-        inputs: PassInputs,
-        caches: Sequence[LayerCache],
+        self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, H] -> (what enters the lm_head, next features), [T, H]."""
         sources = [self.embedded(token_ids, inputs), features]

@@ -46,10 +46,7 @@ _TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"  # the same numbers
 
 
 def load_assistant(
-    checkpoint: HeadCheckpoint,
-    config: AssistantConfig,
-    target: DecoderConfig,
-    options: LoadOptions,
+    checkpoint: HeadCheckpoint, config: AssistantConfig, target: DecoderConfig, options: LoadOptions
 ) -> "AssistantNetwork":
     read = [target_layer(layer, target) for layer in config.attention]
     read_layers = [layer for layer in read if layer is not None]
@@ -219,11 +216,7 @@ class AssistantNetwork:
         return logits
 
     def __call__(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor,
-        inputs: PassInputs,
-        caches: Sequence[LayerCache],
+        self, token_ids: Tensor, hidden: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
         """One row for each of several requests.
 

@@ -55,11 +55,7 @@ class FeatureNetwork(Protocol):
         """[T, F], the features of rows of the target's pass (`Forward`)."""
 
     def __call__(
-        self,
-        token_ids: Tensor,
-        features: Tensor,
-        inputs: PassInputs,
-        caches: Sequence[LayerCache],
+        self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, F] -> what enters the head [T, H], next features [T, F]."""
 
@@ -76,10 +72,7 @@ class FeatureRowsDrafter(Drafter):
     """
 
     def __init__(
-        self,
-        head: Head[Any, Any],
-        resources: DrafterResources,
-        most_accepted: int | None = None,
+        self, head: Head[Any, Any], resources: DrafterResources, most_accepted: int | None = None
     ) -> None:
         super().__init__(resources.state)
         self._network: FeatureNetwork = head.network

@@ -15,11 +15,7 @@ from slipstream.layers.norm import LayerNorms
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.modules_beside import (
-    OWN_DRAFTER_KEYS,
-    appended_layers,
-    own_drafter_tensors,
-)
+from slipstream.models.modules_beside import OWN_DRAFTER_KEYS, appended_layers, own_drafter_tensors
 from slipstream.models.quantized.catalogue import read_quantization
 from slipstream.models.quantized.module import StoredQuantization
 from slipstream.models.safetensors_file import TensorEntry
@@ -226,11 +222,7 @@ _OTHER_LAYERS = {
     "linear attention": (".linear_attn.",),
     _QUANTISED: ("weight_scale", "weight_packed", ".qweight"),
 }
-_OTHER_KEYS = {
-    "kv_lora_rank": _LATENT,
-    "n_routed_experts": _EXPERTS,
-    "num_experts": _EXPERTS,
-}
+_OTHER_KEYS = {"kv_lora_rank": _LATENT, "n_routed_experts": _EXPERTS, "num_experts": _EXPERTS}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,11 +94,7 @@ class MtpHead(HeadNetwork):
     """(tokens, features) to what enters the lm_head, which is the next feature too."""
 
     def __init__(
-        self,
-        ops: Ops,
-        source: ParameterSource,
-        config: MtpConfig,
-        options: LoadOptions,
+        self, ops: Ops, source: ParameterSource, config: MtpConfig, options: LoadOptions
     ) -> None:
         layers, first = config.layers, config.modules[0]
         super().__init__(ops, source, config, names=(first.embedding, first.head))
@@ -125,23 +121,14 @@ class MtpHead(HeadNetwork):
             self._head = self.head.over(self.vocabulary)
 
     def __call__(
-        self,
-        token_ids: Tensor,
-        features: Tensor,
-        inputs: PassInputs,
-        caches: Sequence[LayerCache],
+        self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, H] -> twice [T, H], of the first module."""
         following = self.run(0, token_ids, features, inputs, caches[0])
         return following, following
 
     def run(
-        self,
-        index: int,
-        token_ids: Tensor,
-        features: Tensor,
-        inputs: PassInputs,
-        cache: LayerCache,
+        self, index: int, token_ids: Tensor, features: Tensor, inputs: PassInputs, cache: LayerCache
     ) -> Tensor:
         """Module `index` over rows: token_ids [T], features [T, H] of the tokens before -> [T, H].
 

@@ -45,8 +45,7 @@ class PEagleDrafter(FeatureRowsDrafter):
         wanted = batch.num_featured_drafts
         starts = self._computed[slots]
         rows = parallel_rows(
-            *(state, batch, starts, wanted, self._most_rows, self._mask_token),
-            self._excerpt(slots),
+            *(state, batch, starts, wanted, self._most_rows, self._mask_token), self._excerpt(slots)
         )
         layout = lay_out(state, rows)
         if layout.is_empty:  # no request drafts

@@ -145,11 +145,7 @@ def read_mask_token(checkpoint: Checkpoint) -> MaskToken:
 
 
 def choose_mask_token(
-    config_file: Path,
-    said: MaskToken,
-    given: int | None,
-    vocab_size: int,
-    otherwise: str = "",
+    config_file: Path, said: MaskToken, given: int | None, vocab_size: int, otherwise: str = ""
 ) -> int:
     """The user's mask token, or else the checkpoint's.
 
