@@ -4,12 +4,14 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+K, V = TypeVar("K"), TypeVar("V")
 
 _NO_LABEL = nullcontext()
 
@@ -55,6 +57,20 @@ def labelled(name: str, op: Callable[P, R]) -> Callable[P, R]:
             return op(*args, **kwargs)
 
     return named
+
+
+def kept(make: Callable[[K], V]) -> Callable[[K], V]:
+    """`make`, each of whose results is kept as long as what it was made of lives."""
+    found: WeakKeyDictionary[K, V] = WeakKeyDictionary()
+
+    @functools.wraps(make)
+    def look_up(source: K) -> V:
+        result = found.get(source)
+        if result is None:
+            result = found[source] = make(source)
+        return result
+
+    return look_up
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:

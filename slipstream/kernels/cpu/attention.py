@@ -4,18 +4,16 @@ What stays the same is handed over once: a layer's sizes, norms and angles, and 
 pass stand.
 """
 
-from weakref import WeakKeyDictionary
-
 import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
+from slipstream.kernels.devices import kept
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import Heads
 
 MOST_HEAD_DIM = 512
-_LAYERS: WeakKeyDictionary[Heads, cpp.AttentionLayer] = WeakKeyDictionary()
 
 
 def attend(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]) -> Tensor:
@@ -46,26 +44,24 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+@kept
 def layer_of(heads: Heads) -> cpp.AttentionLayer:
     """What C++ keeps of a layer."""
-    layer = _LAYERS.get(heads)
-    if layer is None:
-        norms = heads.norms
-        layer = _LAYERS[heads] = cpp.AttentionLayer(
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_dim,
-            None if norms is None else norms[0].weight.detach(),
-            None if norms is None else norms[1].weight.detach(),
-            0.0 if norms is None else norms[0].eps,
-            heads.cos_sin,
-            heads.scale,
-            heads.window or 0,
-            None if heads.sinks is None else heads.sinks.detach().float(),
-            heads.gated,
-            heads.softcap or 0.0,
-        )
-    return layer
+    norms = heads.norms
+    return cpp.AttentionLayer(
+        heads.num_heads,
+        heads.num_kv_heads,
+        heads.head_dim,
+        None if norms is None else norms[0].weight.detach(),
+        None if norms is None else norms[1].weight.detach(),
+        0.0 if norms is None else norms[0].eps,
+        heads.cos_sin,
+        heads.scale,
+        heads.window or 0,
+        None if heads.sinks is None else heads.sinks.detach().float(),
+        heads.gated,
+        heads.softcap or 0.0,
+    )
 
 
 def pass_of(inputs: PassInputs) -> cpp.AttentionPass:

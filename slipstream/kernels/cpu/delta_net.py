@@ -1,16 +1,13 @@
 """Gated delta nets in C++ (`csrc/delta_net.h`). Meanings and shapes: `kernels/delta_net.py`."""
 
-from weakref import WeakKeyDictionary
-
 import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.attention import pass_of
 from slipstream.kernels.delta_net import DeltaCache, DeltaHeads
+from slipstream.kernels.devices import kept
 from slipstream.kernels.pass_inputs import PassInputs
-
-_LAYERS: WeakKeyDictionary[DeltaHeads, cpp.DeltaLayer] = WeakKeyDictionary()
 
 
 def delta_net(
@@ -32,19 +29,17 @@ def tensors_of(cache: DeltaCache) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return cache.states, cache.windows, cache.drafted, cache.drafted_gates
 
 
+@kept
 def delta_layer_of(heads: DeltaHeads) -> cpp.DeltaLayer:
     """What C++ keeps of a layer."""
-    layer = _LAYERS.get(heads)
-    if layer is None:
-        layer = _LAYERS[heads] = cpp.DeltaLayer(
-            heads.num_key_heads,
-            heads.num_value_heads,
-            heads.key_dim,
-            heads.value_dim,
-            heads.taps.detach().float().T.contiguous(),
-            heads.decay.detach(),
-            heads.step_bias.detach(),
-            heads.norm_weight.detach().float(),
-            heads.eps,
-        )
-    return layer
+    return cpp.DeltaLayer(
+        heads.num_key_heads,
+        heads.num_value_heads,
+        heads.key_dim,
+        heads.value_dim,
+        heads.taps.detach().float().T.contiguous(),
+        heads.decay.detach(),
+        heads.step_bias.detach(),
+        heads.norm_weight.detach().float(),
+        heads.eps,
+    )

@@ -1,18 +1,16 @@
 """Latent attention in C++ (`csrc/latent.h`). Meanings: `kernels/latent_attention.py`."""
 
-from weakref import WeakKeyDictionary
-
 import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.attention import pass_of
+from slipstream.kernels.devices import kept
 from slipstream.kernels.latent_attention import LatentHeads
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import REFERENCE
 
 MOST_STORED_DIM = 576
-_LAYERS: WeakKeyDictionary[LatentHeads, cpp.LatentLayer] = WeakKeyDictionary()
 
 
 def latent_attention(
@@ -38,18 +36,16 @@ def as_pages(cache: Tensor) -> Tensor:
     return cache.unsqueeze(2)
 
 
+@kept
 def layer_of(heads: LatentHeads) -> cpp.LatentLayer:
     """What C++ keeps of a layer: its matrices packed, head by head."""
-    layer = _LAYERS.get(heads)
-    if layer is None:
-        scales = heads.query_scales
-        layer = _LAYERS[heads] = cpp.LatentLayer(
-            heads.norm_weight.detach(),
-            heads.eps,
-            heads.keys.detach().transpose(1, 2).contiguous(),
-            heads.values.detach().contiguous(),
-            heads.cos_sin,
-            heads.scale,
-            None if scales is None else scales.contiguous(),
-        )
-    return layer
+    scales = heads.query_scales
+    return cpp.LatentLayer(
+        heads.norm_weight.detach(),
+        heads.eps,
+        heads.keys.detach().transpose(1, 2).contiguous(),
+        heads.values.detach().contiguous(),
+        heads.cos_sin,
+        heads.scale,
+        None if scales is None else scales.contiguous(),
+    )

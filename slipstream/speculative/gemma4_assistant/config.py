@@ -22,16 +22,12 @@ from slipstream.speculative.model_options import ModelOptions
 from slipstream.speculative.options import TargetModel
 
 # Of images and sounds, which the assistant does not see, and of the tokens that stand for them.
-_HARMLESS = HARMLESS_KEYS | {
-    "audio_token_id",
-    "boa_token_id",
-    "boi_token_id",
-    "eoa_token_id",
-    "eoi_token_id",
-    "image_token_id",
-    "video_token_id",
-    "vocab_size_per_layer_input",
-}
+_HARMLESS = HARMLESS_KEYS | set(
+    """
+    audio_token_id boa_token_id boi_token_id eoa_token_id eoi_token_id image_token_id
+    video_token_id vocab_size_per_layer_input
+    """.split()
+)
 # What other members of the family have and no assistant has.
 _ABSENT: tuple[tuple[str, Any], ...] = (
     ("attention_bias", False),
