@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from slipstream.models.checkpoint import Checkpoint
     from slipstream.models.decoder_config import DecoderConfig
-    from slipstream.models.gguf.summary import TypeBytes
+    from slipstream.models.gguf.container import TypeBytes
     from slipstream.speculative.heads.kinds import HeadConfig
 
 BLOCK_SIZE = 16
@@ -261,8 +261,8 @@ def read_facts(name: str) -> CheckpointFacts:
 
 
 def _types(checkpoint: "Checkpoint", config: "DecoderConfig | None") -> "Sequence[TypeBytes]":
+    from slipstream.models.gguf.container import types_by_bytes
     from slipstream.models.gguf.files import is_gguf
-    from slipstream.models.gguf.summary import types_by_bytes
     from slipstream.runner.capability import kept_formats
 
     if config is None or not is_gguf(checkpoint.path):

@@ -25,6 +25,7 @@ from slipstream.engine.images import ImageReader, NoImages
 from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.media import MediaReader
 from slipstream.engine.named_target import with_named_target
+from slipstream.engine.prompts import eos_token_ids, read_tokenizer, require_rows
 from slipstream.engine.ranks.leader import start_ranks
 from slipstream.engine.ranks.ranks import ALONE, Ranks
 from slipstream.engine.resolve import (
@@ -46,7 +47,6 @@ from slipstream.engine.step_graphs import (
     graph_runner,
     step_form,
 )
-from slipstream.engine.tokenizers import eos_token_ids, read_tokenizer, require_rows
 from slipstream.kernels.registry import kernels_for
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.models.catalogue import read_decoder_config

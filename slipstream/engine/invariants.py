@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from slipstream.cache.block_manager import BlockManager
 from slipstream.core.batch import Committed, ScheduledRequest
-from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request, RequestStatus
+from slipstream.core.step_form import StepLimits
 
 
 def order(request: Request) -> tuple[int, int]:

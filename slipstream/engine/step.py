@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.core.batch import Batch, StepReport, StepTimes
-from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
+from slipstream.core.step_form import StepLimits
 from slipstream.engine.guidance import DraftSteering, Guidance, SteeredDraft
 from slipstream.engine.ranks.ranks import ALONE, Ranks, require_agreement
 from slipstream.engine.scheduler import Scheduler

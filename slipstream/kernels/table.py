@@ -10,7 +10,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.adapters import Adapted, LowRank
 from slipstream.kernels.attention import FLOAT8_PAGES as FLOAT8_PAGES
 from slipstream.kernels.attention import INTEGER_PAGES as INTEGER_PAGES
@@ -23,6 +22,7 @@ from slipstream.kernels.delta_net import DeltaHeads, DeltaNetOp
 from slipstream.kernels.experts import ClampedGate, Router
 from slipstream.kernels.formats.weight import Rounding, Weight, as_it_is, in_plain_torch
 from slipstream.kernels.latent_attention import LatentAttentionOp, LatentHeads
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.norm import Addend as Addend
 from slipstream.kernels.norm import Behind as Behind
 from slipstream.kernels.norm import JoiningAddend as JoiningAddend

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.models.config_overrides import overridden
+from slipstream.models.config_reader import overridden
 from slipstream.models.gguf.config import read_config, sampling_defaults
 from slipstream.models.gguf.container import Container, read_container
 from slipstream.models.gguf.families import renamed_entries
@@ -101,7 +101,7 @@ class Replaced:
     """What is read in place of a model directory's own files.
 
     Attributes:
-        config: values in place of those in config.json (`config_overrides.py`).
+        config: values in place of those in config.json (`config_reader.py`).
         config_folder, generation_folder: where config.json and generation_config.json lie; None:
             in the model directory.
     """

@@ -1,4 +1,5 @@
-"""Reading a config.json so that no key which changes the maths is ever passed over."""
+"""Reading a config.json so that no key which changes the maths is ever passed over, and a user's
+values in place of those in it."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -190,3 +191,40 @@ def _is_off(value: object) -> bool:
 def _shown(value: object) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_OLD, _NEW = "rope_scaling", "rope_parameters"
+_ROPE_KINDS = {"rope_type", "type"}
+_OF_EVERY_KIND = ("rope_theta", "partial_rotary_factor")
+
+
+def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with other values: objects are merged key by key, all else is replaced.
+
+    Both spellings of rope parameters mean the one that the config has. An object of them that
+    names a kind replaces the one of the config, all but what every kind has: other keys of the
+    file may belong to its own kind.
+    """
+    result, given = dict(config), dict(overrides)
+    rope = {**(given.pop(_OLD, None) or {}), **(given.pop(_NEW, None) or {})}
+    name = _NEW if _NEW in config else _OLD
+    inner: Mapping[str, Any] = config.get(name) or {}
+    if "rope_theta" in inner and "rope_theta" in given:
+        rope.setdefault("rope_theta", given.pop("rope_theta"))
+    if rope:
+        if rope.keys() & _ROPE_KINDS:
+            inner = {key: inner[key] for key in _OF_EVERY_KIND if key in inner}
+        result[name] = _merged(inner, rope)
+    elif overrides.keys() & {_OLD, _NEW}:  # null, or nothing: no stretching
+        result[name] = {key: inner[key] for key in _OF_EVERY_KIND if key in inner}
+    return _merged(result, given)
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _merged(old, value)
+        result[key] = value
+    return result

@@ -4,8 +4,8 @@ sizes experts beside a dense part (26B-A4B) or inputs of single layers (E2B, E4B
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.experts import Routing, Scores
+from slipstream.kernels.norm import Activation
 from slipstream.layers.experts import ExpertNames, ExpertsSpec
 from slipstream.layers.layer import FeedForwardSpec
 from slipstream.layers.layer_inputs import LayerInputHalfSpec, LayerInputsSpec

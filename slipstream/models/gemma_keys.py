@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from slipstream.kernels.activation import Activation
+from slipstream.kernels.norm import Activation
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import require_positive

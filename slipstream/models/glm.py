@@ -5,8 +5,7 @@ from dataclasses import replace
 from slipstream.models.config_keys import Defaults, read_common
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.expert_keys import read_corrected_experts
-from slipstream.models.latent_keys import latent_decoder
+from slipstream.models.expert_keys import latent_decoder, read_corrected_experts
 
 _MODEL_TYPES = {"Glm4ForCausalLM": "glm4", "GlmForCausalLM": "glm"}
 

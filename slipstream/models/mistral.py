@@ -7,8 +7,7 @@ from slipstream.layers.experts import ExpertNames, ExpertsSpec
 from slipstream.models.config_keys import Defaults, read_common, read_single_window
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.expert_keys import read_softmax_routing
-from slipstream.models.latent_keys import latent_decoder
+from slipstream.models.expert_keys import latent_decoder, read_softmax_routing
 
 _NAMES = ExpertNames(
     router="block_sparse_moe.gate",

@@ -1,4 +1,18 @@
-"""Which draft tokens the target accepts, and the one token that it adds."""
+"""Which draft tokens the target accepts, and the one token that it adds.
+
+Of drafts that are token trees the target takes one path. A tree's tokens are no samples: the
+children of a node are the drafter's likeliest tokens there, certain each (q is 1). To accept a
+child with its probability under p, else to remove it from p, scale p to 1 and go on to its next
+sibling, is the same as to sample a token from p and to look for it among the children: either way
+child c is taken with p(c), and any other token t with p(t). So every node is judged as in plain
+decoding, a token is sampled behind each, and the path leads from the root to the child that was
+sampled, as long as there is one. The last token sampled on the path is the recovered token, or the
+bonus token at a leaf.
+
+The noise of these samples is that of plain decoding at the same position. Only one node of a
+position lies on the path, so what leaves has exactly the distribution p; and it is the very text
+that plain decoding with the same seed gives.
+"""
 
 from dataclasses import dataclass
 from functools import cache

@@ -1,4 +1,12 @@
-"""Reading `speculative_config` strictly: every key is honoured or refused."""
+"""Reading `speculative_config` strictly: every key is honoured or refused.
+
+Where no way of verification is given, requests with a seed are coupled, so that the seed gives the
+text of plain decoding, and all others are verified by rejection, which accepts more.
+
+Synthetic verification forces acceptance, for benchmarks alone: with random weights no draft is ever
+accepted, so the verdict is drawn. All other work of the step is done as always; the output means
+nothing.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

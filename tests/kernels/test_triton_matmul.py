@@ -12,11 +12,11 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="it is there for Linux only")
 
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix, ToFloat8
 from slipstream.kernels.formats.float8 import round_rows as reference_round_rows
 from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.table import Behind, JoiningAddend, Norm, Ops
 from slipstream.kernels.triton import (
     TRITON,

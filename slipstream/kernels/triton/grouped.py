@@ -9,13 +9,13 @@ import triton
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.experts import ClampedGate, Router, Scores
 from slipstream.kernels.formats.int4 import Int4Matrix
 from slipstream.kernels.formats.int8 import Int8Matrix
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.activation import GATES
 from slipstream.kernels.triton.fragments import (

@@ -12,10 +12,10 @@ import triton
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.weight import RowScaled, Weight
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.activation import GATES
 from slipstream.kernels.triton.launch import empty_rows, with_spare

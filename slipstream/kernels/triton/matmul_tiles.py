@@ -2,6 +2,9 @@
 
 What bits depend on, the number of splits, follows from the shape alone; the rest may also follow
 from the number of rows.
+
+Where the copy engine brings the tiles (`Stream`), the figures behind the rules are an H200's. For
+up to 64 rows the splits of the sum are those of the other matmul; with more rows they are free.
 """
 
 from dataclasses import dataclass, replace

@@ -1,6 +1,11 @@
 """The tokenizer and the chat templates of a GGUF file, from its metadata.
 
 A text gets the tokens that llama.cpp gives it, where it reads special tokens in a text as such.
+
+Byte-level vocabularies split a text before anything is merged, by `tokenizer.ggml.pre`. Each name
+of that stands for expressions, of which the second splits what the first has left together, and
+so on. Source: https://github.com/ggml-org/llama.cpp, `src/llama-vocab.cpp`: its expressions, since
+its tokens are those that users of a file expect.
 """
 
 import re

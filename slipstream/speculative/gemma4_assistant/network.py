@@ -8,6 +8,11 @@
 Nothing is stored: all rows of a draft stand at one position, that of the newest token, and see what
 the target has computed. Some assistants look at a part of the vocabulary only: tokens are sorted
 into parts, a centroid for each says which parts are likely, and those alone get logits.
+
+A draft begins with the target's hidden state of the last computed token and the token behind it;
+then it goes on with its own. All its rows stand at the position of that token and see what the
+target has computed, not each other. So it keeps nothing in the blocks, and a refused draft costs
+nothing.
 """
 
 from collections.abc import Sequence

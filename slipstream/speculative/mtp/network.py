@@ -7,7 +7,13 @@
 
 The feature is the target's hidden state behind its final norm, and y takes its place in the next
 row of a chain. A second module predicts one token further: its row of token t takes what the first
-gave at t - 1. Publishers differ in names, order and norms (`checkpoint.py`).
+gave at t - 1. Publishers differ in names, order and norms (`config.py`).
+
+They lie in the target's own checkpoint, or in a folder of their own. One module drafts again and
+again, each time on what it gave before. Several take turns: the first gives draft token 1, the
+second draft token 2, and the last goes on alone. A row of a later module reads what the module
+before gave for the token before; so every pass also runs the later modules over its rows, and what
+they give is kept in the blocks, by slot, beside their keys and values.
 """
 
 from collections.abc import Sequence

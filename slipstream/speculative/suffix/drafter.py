@@ -4,6 +4,10 @@ and in earlier outputs, and how often?
 Needs no second model. The longer the match and the surer what followed it, the longer the guess.
 Sampled requests with a seed that are not coupled are guessed from their own text alone, so that the
 seed gives the same text whatever ran before.
+
+A suffix automaton (Blumer et al. 1985) has one state for all strings that end at the same places of
+its texts, and is built token by token. Here every state also counts these places, which makes it a
+model of the text: what followed the last m tokens how often, for every m at once.
 """
 
 from collections.abc import Sequence
