@@ -99,8 +99,8 @@ class CheckpointFacts:
         config = self.config
         if config is None or config.experts is None:
             return None
+        from slipstream.models.precision import expected_experts, pass_bytes
         from slipstream.models.quantized.catalogue import read_quantization
-        from slipstream.models.traffic import expected_experts, pass_bytes
 
         routing, stored = config.experts.routing, None
         if self.head is None:

@@ -13,7 +13,7 @@ cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not bui
 
 from slipstream.cache.spec import CacheSizes
 from slipstream.kernels.cpu import cpu_backend
-from slipstream.kernels.cpu.delta_net import tensors_of
+from slipstream.kernels.cpu.attention import tensors_of
 from slipstream.kernels.cpu.layers import FusedStack
 from slipstream.kernels.delta_net import DeltaCache
 from slipstream.kernels.experts import ClampedGate, Routing, Scores

@@ -14,8 +14,7 @@ from slipstream.serve.output.parts import Part, Reading, TokenParser, Wanted
 from slipstream.serve.token_texts import TokenReader, TokenTexts
 from slipstream.serve.tools.call_format import Schemas, long_id
 from slipstream.serve.tools.call_rules import ANY_ARGUMENTS, json_value
-from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, Reasoning
-from slipstream.serve.tools.marked_text import MarkFinder
+from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, MarkFinder, Reasoning
 
 _MOST_CHARACTERS = 256
 _ROLES = ("assistant", "user", "system", "developer", "tool")

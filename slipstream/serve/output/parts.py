@@ -9,8 +9,7 @@ from typing import Any, Protocol
 from slipstream.core.structured import StructuredOutput
 from slipstream.serve.token_texts import TokenTexts
 from slipstream.serve.tools.call_format import CallFormat, Schemas
-from slipstream.serve.tools.events import AnswerEvent, Content, ToolParser
-from slipstream.serve.tools.marked_text import MarkFinder
+from slipstream.serve.tools.events import AnswerEvent, Content, MarkFinder, ToolParser
 from slipstream.serve.updates import Delta
 
 

@@ -13,8 +13,14 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.errors import bad_request
 from slipstream.serve.output.parts import Part, Reading, TokenParser, Wanted
 from slipstream.serve.token_texts import TokenReader, TokenTexts
-from slipstream.serve.tools.events import AnswerEvent, CallBegun, CallEnded, Content, Reasoning
-from slipstream.serve.tools.marked_text import MarkFinder
+from slipstream.serve.tools.events import (
+    AnswerEvent,
+    CallBegun,
+    CallEnded,
+    Content,
+    MarkFinder,
+    Reasoning,
+)
 
 _BREAK = "\n"
 
