@@ -11,7 +11,8 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 _NO_LABEL = nullcontext()
 
