@@ -125,7 +125,7 @@ def _write_manifest(
             "in the containers' environment from a secret"
         )
     try:
-        from slipstream.deploy.application import ray_service
+        from slipstream.deploy.manifest import ray_service
     except ModuleNotFoundError as error:
         raise _missing(error) from error
     kept, names = [], {"--manifest", "--image", "--name"}
