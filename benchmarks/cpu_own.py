@@ -11,10 +11,9 @@ from benchmarks.peers.process import Entry
 from benchmarks.peers.protocol import Job
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.precision import weight_bytes
+from slipstream.models.precision import pass_bytes, weight_bytes
 from slipstream.models.quantized.catalogue import read_quantization
-from slipstream.models.quantized.random_source import stored_rounding
-from slipstream.models.traffic import pass_bytes
+from slipstream.models.quantized.source import stored_rounding
 from slipstream.speculative.draft_vocabulary import (
     DraftVocabularyConfig,
     choose_draft_vocabulary,

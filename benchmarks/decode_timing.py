@@ -23,9 +23,8 @@ from slipstream.engine.prompts import TokensPrompt
 from slipstream.kernels.formats.int4 import ToInt4
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.precision import PRECISIONS, layer_matrices
+from slipstream.models.precision import PRECISIONS, layer_matrices, pass_bytes
 from slipstream.models.quantized.catalogue import read_quantization
-from slipstream.models.traffic import pass_bytes
 
 READ_BYTES_PER_MS = 4.35e9
 OWN_MODULES = "mtp"  # as a draft: the MTP modules of the target's own checkpoint

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.request import Request
-from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.verification import Verification
+from slipstream.core.sampling_params import SamplingParams, Verification
 from slipstream.kernels.reference import SAMPLING as REFERENCE
 from slipstream.kernels.sampling import SampleRows
 from slipstream.kernels.triton import sampling as fused

@@ -27,10 +27,9 @@ from slipstream.core.batch import (
     StepReport,
     StepTimes,
 )
-from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.step_form import CapturedForm, ExactForm
+from slipstream.core.step_form import CapturedForm, ExactForm, StepLimits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy
 from slipstream.engine.drafting.costs import CostModel, Point
 from slipstream.engine.drafting.policy import AdaptivePolicy

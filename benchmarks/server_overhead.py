@@ -26,10 +26,9 @@ import uvloop
 from slipstream import LLM, SamplingParams
 from slipstream.core.config import EngineConfig
 from slipstream.serve.app import create_app
-from slipstream.serve.connections import connection_class
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.limits import ServeLimits
-from slipstream.serve.listening import bind
+from slipstream.serve.listening import bind, connection_class
 from slipstream.serve.memory import freeze_garbage_collection
 from slipstream.serve.metrics import ServerMetrics
 from slipstream.serve.model_service import ModelService

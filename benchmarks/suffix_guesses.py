@@ -19,7 +19,7 @@ import torch
 import slipstream
 from slipstream.kernels.reference.preparation import suffix_lookup
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.speculative.suffix.automaton import GuessLimits, SuffixAutomaton
+from slipstream.speculative.suffix.drafter import GuessLimits, SuffixAutomaton
 
 PACKAGE = Path(slipstream.__file__).parent
 LIMITS = GuessLimits(depth=24, spec_factor=1.0, min_prob=0.1)

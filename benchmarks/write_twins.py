@@ -31,7 +31,7 @@ from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.precision import in_precision
 from slipstream.models.quantized.catalogue import read_quantization
 from slipstream.models.quantized.module import StoredQuantization
-from slipstream.models.quantized.random_source import stored_rounding
+from slipstream.models.quantized.source import stored_rounding
 from slipstream.models.twin import TwinSource
 
 _DEMO = Path(__file__).parent.parent / "slipstream" / "demo" / "target"

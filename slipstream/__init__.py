@@ -4,12 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.core.adapters import LoRARequest
-    from slipstream.core.errors import (
-        CheckpointError,
-        GenerationError,
-        SlipstreamError,
-        UsageError,
-    )
+    from slipstream.core.errors import CheckpointError, GenerationError, SlipstreamError, UsageError
     from slipstream.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from slipstream.core.sampling_params import SamplingParams
     from slipstream.core.structured import StructuredOutput

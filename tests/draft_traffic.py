@@ -16,10 +16,9 @@ from slipstream.core.batch import (
     StepTimes,
     Trim,
 )
-from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.step_form import StepForm
+from slipstream.core.step_form import StepForm, StepLimits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy
 from slipstream.kernels.reference.preparation import trim_drafts
 

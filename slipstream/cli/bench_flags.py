@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.paths import make_folder, require_writable
+from slipstream.cli.prompts import make_folder, require_writable
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag, given_flags, like
@@ -149,8 +149,7 @@ class BenchSamplingFlags:
     frequency_penalty: float | None = like(SamplingParams, "frequency_penalty", None)
     repetition_penalty: float | None = like(SamplingParams, "repetition_penalty", None)
     ignore_eos: bool = flag(
-        False,
-        "Do not stop at the model's end-of-sequence token: every answer has its full length.",
+        False, "Do not stop at the model's end-of-sequence token: every answer has its full length."
     )
 
     def fields(self, seed: int | None) -> dict[str, Any]:

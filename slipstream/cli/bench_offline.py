@@ -19,7 +19,7 @@ from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.errors import INTERRUPTED, say
 from slipstream.cli.flags import RunFlags
 from slipstream.cli.open_llm import open_llm
-from slipstream.cli.paths import require_writable
+from slipstream.cli.prompts import require_writable
 from slipstream.cli.terminal import interrupt_noted
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError

@@ -14,15 +14,10 @@ from slipstream.cli.bench_flags import (
     ReportFlags,
     model_tokenizer,
 )
-from slipstream.cli.bench_serve_flags import (
-    LoadFlags,
-    ResultFlags,
-    ServerFlags,
-    SummaryFlags,
-)
+from slipstream.cli.bench_serve_flags import LoadFlags, ResultFlags, ServerFlags, SummaryFlags
 from slipstream.cli.bench_views import Bar, progress_bar, show_tables
 from slipstream.cli.errors import FAILED, INTERRUPTED, say
-from slipstream.cli.paths import require_writable
+from slipstream.cli.prompts import require_writable
 from slipstream.cli.terminal import interrupt_noted, stdout_console
 from slipstream.core.errors import UsageError, counted
 

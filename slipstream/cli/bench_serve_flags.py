@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.paths import make_folder, require_writable
+from slipstream.cli.prompts import make_folder, require_writable
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag, given_flags, parse_object
 

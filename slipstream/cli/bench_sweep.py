@@ -1,4 +1,4 @@
-"""`slipstream bench sweep`: drafters at several K and batch sizes."""
+"""`slipstream bench sweep`: drafters at several K and batch sizes; `bench advise`: the best one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from slipstream.cli.open_llm import open_llm
 from slipstream.cli.terminal import interrupt_noted
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError, counted
-from slipstream.core.flags import flag, parse_object
+from slipstream.core.flags import flag, like, parse_object
 
 if TYPE_CHECKING:
     from slipstream.bench.sweep import Cell, Failure, Open, Point, Sweep
@@ -266,3 +266,38 @@ def _numbers(flag: str, text: str, least: int) -> list[int]:
     if not numbers or min(numbers) < least:
         raise UsageError(f"{flag} must be numbers from {least} on, not {text!r}")
     return list(dict.fromkeys(numbers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviseFlags(SweepFlags):
+    """What to choose from."""
+
+    num_speculative_tokens: str = like(SweepFlags, "num_speculative_tokens", "1,2,4,7,auto")
+    batch_sizes: str = like(SweepFlags, "batch_sizes", "1,8")
+
+
+def advise(
+    *,
+    over: AdviseFlags,
+    dataset: DatasetFlags,
+    sampling: BenchSamplingFlags,
+    report: ReportFlags,
+    engine: EngineConfig,
+    run: RunFlags,
+) -> None:
+    """Find the best drafter and K for your traffic.
+
+    Says how much faster it is on this machine than plain decoding. Measures as
+    `bench sweep` does, with K chosen by the engine among the settings, and ends with the command
+    that serves the best one. What is faster by less than two runs of plain decoding differ is not
+    recommended.
+    """
+
+    def conclude(points: "Sequence[Point]", plan: "Sweep") -> str:
+        from slipstream.bench.sweep import advise as advise_on
+        from slipstream.bench.sweep import paragraph
+
+        found = advise_on(points)
+        return "\n" + "\n".join(paragraph(it, engine.model, plan.drafters) for it in found)
+
+    sweep_and_report(over, dataset, sampling, report, ProfileFlags(), engine, run, conclude)

@@ -14,10 +14,8 @@ from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.errors import WRONG_USAGE, say
 from slipstream.cli.flags import Given, RunFlags
 from slipstream.cli.open_llm import open_llm, with_defaults
-from slipstream.cli.paths import read_template
-from slipstream.cli.prompts import decode, stdin_is_piped
+from slipstream.cli.prompts import decode, read_template, stdin_is_piped
 from slipstream.cli.spoken import Spoken, parser_of
-from slipstream.cli.status import Meter, Status
 from slipstream.cli.terminal import (
     QUIET_STYLE,
     interrupt_noted,
@@ -25,7 +23,7 @@ from slipstream.cli.terminal import (
     stderr_console,
     stdout_console,
 )
-from slipstream.cli.views import LiveView, PlainView, View
+from slipstream.cli.views import LiveView, Meter, PlainView, Status, View
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from slipstream.models.checkpoint import Checkpoint
     from slipstream.models.decoder_config import DecoderConfig
-    from slipstream.models.gguf.summary import TypeBytes
+    from slipstream.models.gguf.container import TypeBytes
     from slipstream.speculative.heads.kinds import HeadConfig
 
 BLOCK_SIZE = 16
@@ -99,8 +99,8 @@ class CheckpointFacts:
         config = self.config
         if config is None or config.experts is None:
             return None
+        from slipstream.models.precision import expected_experts, pass_bytes
         from slipstream.models.quantized.catalogue import read_quantization
-        from slipstream.models.traffic import expected_experts, pass_bytes
 
         routing, stored = config.experts.routing, None
         if self.head is None:
@@ -131,7 +131,7 @@ class CheckpointFacts:
     @property
     def _trained_tokens(self) -> int | None:
         """The number of draft tokens that a parallel drafter was trained for."""
-        from slipstream.speculative.parallel.mask_token import drafts_in_parallel, read_mask_token
+        from slipstream.speculative.parallel.rows import drafts_in_parallel, read_mask_token
 
         if self.head is not None:
             return self.head.trained_tokens
@@ -230,7 +230,7 @@ def read_facts(name: str) -> CheckpointFacts:
     from slipstream.speculative.catalogue import recognise
     from slipstream.speculative.heads.checkpoint import HeadCheckpoint
     from slipstream.speculative.loading import describe_head, describe_own_head
-    from slipstream.speculative.parallel.mask_token import MASK_TOKEN_KEYS
+    from slipstream.speculative.parallel.rows import MASK_TOKEN_KEYS
 
     path = resolve_checkpoint(name, pickled=True)
     of_head = HeadCheckpoint(path)
@@ -263,8 +263,8 @@ def read_facts(name: str) -> CheckpointFacts:
 
 
 def _types(checkpoint: "Checkpoint", config: "DecoderConfig | None") -> "Sequence[TypeBytes]":
+    from slipstream.models.gguf.container import types_by_bytes
     from slipstream.models.gguf.files import is_gguf
-    from slipstream.models.gguf.summary import types_by_bytes
     from slipstream.runner.capability import kept_formats
 
     if config is None or not is_gguf(checkpoint.path):

@@ -12,7 +12,7 @@ import typer
 from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.flags import Given, parsed
 from slipstream.cli.listen import ListenFlags, MissingPackagesError, announce, checked_options
-from slipstream.cli.paths import require_writable
+from slipstream.cli.prompts import require_writable
 from slipstream.cli.terminal import stderr_console
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError, counted

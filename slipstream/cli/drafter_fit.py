@@ -75,7 +75,7 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
 
 
 def _parallel_note(draft: CheckpointFacts) -> list[str]:
-    from slipstream.speculative.parallel.mask_token import (
+    from slipstream.speculative.parallel.rows import (
         drafts_in_parallel,
         parallel_note,
         read_mask_token,

@@ -9,11 +9,9 @@ from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.flags import Given, RunFlags
 from slipstream.cli.json_report import report
 from slipstream.cli.open_llm import open_llm, with_defaults
-from slipstream.cli.paths import read_text
-from slipstream.cli.prompts import gather_prompts
-from slipstream.cli.status import Meter, Status
+from slipstream.cli.prompts import gather_prompts, read_text
 from slipstream.cli.terminal import QUIET_STYLE, shows_live, stderr_console, stdout_console
-from slipstream.cli.views import LiveView, PlainView, View
+from slipstream.cli.views import LiveView, Meter, PlainView, Status, View
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag, given_flags

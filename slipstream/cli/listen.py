@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.paths import make_folder, read_template
+from slipstream.cli.prompts import make_folder, read_template
 from slipstream.cli.terminal import QUIET_STYLE, stderr_console
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import SlipstreamError, UsageError
@@ -98,9 +98,7 @@ class ListenFlags:
         None, "Ciphers up to TLS 1.2, as OpenSSL writes them. [uvicorn's]", hidden=True
     )
     root_path: str = flag(
-        "",
-        "Path under which a proxy offers this server, such as /models/a.",
-        metavar="<path>",
+        "", "Path under which a proxy offers this server, such as /models/a.", metavar="<path>"
     )
     enable_profiling: Path | None = flag(
         None,

@@ -10,10 +10,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from slipstream import __version__
-from slipstream.cli.bench_advise import advise
 from slipstream.cli.bench_offline import latency, throughput
 from slipstream.cli.bench_serve import serve as bench_serve
-from slipstream.cli.bench_sweep import sweep
+from slipstream.cli.bench_sweep import advise, sweep
 from slipstream.cli.cached_models import list_models
 from slipstream.cli.chat import chat
 from slipstream.cli.deploy import deploy

@@ -16,8 +16,7 @@ from rich.text import Text
 from slipstream.cli.flags import Given
 from slipstream.cli.terminal import QUIET_STYLE, stderr_console
 from slipstream.core.config import EngineConfig
-from slipstream.core.sampling_defaults import SamplingDefaults
-from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.sampling_params import SamplingDefaults, SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM

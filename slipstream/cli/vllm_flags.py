@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from slipstream.cli.paths import read_text
+from slipstream.cli.prompts import read_text
 from slipstream.cli.vllm_refused import ONE_GPU, READ_IN_PARTS, REFUSED
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import parse_object

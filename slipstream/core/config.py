@@ -141,10 +141,7 @@ class EngineConfig:
         metavar="<json>",
         parse=parse_object,
     )
-    tokenizer: str | None = flag(
-        None,
-        "Directory of a tokenizer to use in place of the model's.",
-    )
+    tokenizer: str | None = flag(None, "Directory of a tokenizer to use in place of the model's.")
     revision: str | None = flag(None, "Branch, tag or commit of a hub name.")
     load_format: str = flag(
         "auto",

@@ -5,16 +5,8 @@ from typing import Any
 
 from slipstream.core.errors import UsageError
 
-QUANTIZATIONS = (
-    "fp8",
-    "int8",
-    "int8-dynamic",
-    "int4",
-    "int4-g128",
-    "int4-asym",
-    "int4-g128-asym",
-    "mxfp4",
-    "nvfp4",
+QUANTIZATIONS = tuple(
+    "fp8 int8 int8-dynamic int4 int4-g128 int4-asym int4-g128-asym mxfp4 nvfp4".split()
 )
 _OTHER_NAMES = {"w8a8": "int8-dynamic"}
 

@@ -45,14 +45,11 @@ def token_origin(place: int, num_draft_tokens: int, num_accepted: int) -> TokenO
     return TokenOrigin("recovered", place)
 
 
-_SUMS = (
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "num_steps",
-    "refused_drafting_seconds",
-    "decode_seconds",
-    "plain_seconds",
+_SUMS = tuple(
+    """
+    num_drafts num_draft_tokens num_accepted_tokens num_steps refused_drafting_seconds
+    decode_seconds plain_seconds
+    """.split()
 )
 _SUMS_BY_PLACE = ("num_accepted_tokens_per_pos", "num_steps_by_draft_tokens")
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from slipstream.core.adapters import NamedAdapter
-from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.sampling_params import SamplingParams, Verification
 from slipstream.core.spans import Span
 from slipstream.core.structured import Guide
-from slipstream.core.verification import Verification
 
 
 class RequestStatus(Enum):

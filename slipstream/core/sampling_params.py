@@ -1,13 +1,74 @@
-"""How one request is to be sampled, checked when it is made."""
+"""How one request is to be sampled: parameters, checked when they are made, and their defaults."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from math import isfinite
+from typing import Any
 
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag, parse_object
-from slipstream.core.repetition import RepetitionDetection
 from slipstream.core.structured import StructuredOutput
+
+
+class Verification(IntEnum):
+    """A request's way of verification. The values are known to all backends."""
+
+    # A draft token is accepted with probability min(1, p / q); behind a refusal max(p - q, 0) is
+    # sampled. Which tokens are drafted decides which text a seed gives.
+    REJECTION = 0
+    # The target samples every place with noise of (seed, position) alone, and a draft token is
+    # accepted where it is that sample: the text is that of plain decoding, whatever is drafted.
+    COUPLED = 1
+    # All tokens of a draft are judged together: more of them are accepted than by rejection.
+    BLOCK = 2
+
+
+MOST_PATTERN = 128  # tokens; every size is looked for behind every token
+MOST_REPEATS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepetitionDetection:
+    """Ends an output whose last tokens are one pattern, over and over.
+
+    Args:
+        max_pattern_size, min_pattern_size: tokens in the pattern; 0 as the smallest is 1, and 0 as
+            the largest looks for nothing.
+        min_count: how often it comes, the first time included.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_pattern_size <= self.max_pattern_size <= MOST_PATTERN:
+            raise UsageError(
+                "repetition_detection needs 0 <= min_pattern_size <= max_pattern_size <= "
+                f"{MOST_PATTERN}"
+            )
+        if self.max_pattern_size and not 2 <= self.min_count <= MOST_REPEATS:
+            raise UsageError(f"repetition_detection needs a min_count from 2 to {MOST_REPEATS}")
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens at the end that `found` looks at."""
+        return self.max_pattern_size * self.min_count
+
+    def found(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens end so."""
+        last = len(tokens) - 1
+        for size in range(max(1, self.min_pattern_size), self.max_pattern_size + 1):
+            repeated = size * (self.min_count - 1)
+            if repeated + size > len(tokens):
+                return False  # as are larger ones
+            if tokens[last] == tokens[last - size] and (
+                tokens[-repeated:] == tokens[-repeated - size : -size]
+            ):
+                return True
+        return False
+
 
 SEED_BITS = 64
 
@@ -237,3 +298,36 @@ def _in(value: object, low: float, high: float) -> bool:
         return low <= value <= high and isfinite(value)
     except OverflowError:  # an integer that no float can hold
         return False
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """Values for fields of `SamplingParams` that a request does not give.
+
+    Attributes:
+        values: by field; `SamplingParams` has the default of every other field.
+        most_tokens: no served request gets more output tokens; None: no limit.
+        source: where they come from, in words.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    most_tokens: int | None = None
+    source: str = ""
+
+    def params(self, given: Mapping[str, Any]) -> SamplingParams:
+        """The parameters of a request that gives these fields.
+
+        Raises:
+            UsageError: values that do not fit together.
+        """
+        return SamplingParams(**{**self.values, **given})
+
+    def limited(self, params: SamplingParams) -> SamplingParams:
+        """With at most `most_tokens` output tokens."""
+        if self.most_tokens is None:
+            return params
+        asked = self.most_tokens if params.max_tokens is None else params.max_tokens
+        return replace(params, max_tokens=min(asked, self.most_tokens))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.values.items())

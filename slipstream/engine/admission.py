@@ -2,8 +2,8 @@
 
 from slipstream.cache.block_manager import BlockManager
 from slipstream.core.errors import UsageError, counted
-from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
+from slipstream.core.step_form import StepLimits
 
 
 def check_fits(request: Request, limits: StepLimits, blocks: BlockManager) -> None:

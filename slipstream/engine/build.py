@@ -12,7 +12,7 @@ from slipstream.cache.state_places import StatePlaces
 from slipstream.cache.window_blocks import WindowBlocks
 from slipstream.core.config import STORED_QUANTIZATIONS, EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.core.sampling_defaults import SamplingDefaults
+from slipstream.core.sampling_params import SamplingDefaults
 from slipstream.core.step_form import CapturedForm, StepForm
 from slipstream.engine.adapter_slots import make_adapters, tell_adapters
 from slipstream.engine.drafting.calibration import calibrate
@@ -25,6 +25,7 @@ from slipstream.engine.images import ImageReader, NoImages
 from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.media import MediaReader
 from slipstream.engine.named_target import with_named_target
+from slipstream.engine.prompts import eos_token_ids, read_tokenizer, require_rows
 from slipstream.engine.ranks.leader import start_ranks
 from slipstream.engine.ranks.ranks import ALONE, Ranks, breaking_off
 from slipstream.engine.resolve import (
@@ -46,7 +47,6 @@ from slipstream.engine.step_graphs import (
     graph_runner,
     step_form,
 )
-from slipstream.engine.tokenizers import eos_token_ids, read_tokenizer, require_rows
 from slipstream.kernels.registry import kernels_for
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, Replaced, resolve_checkpoint

@@ -17,9 +17,8 @@ from slipstream.core.request import Request
 from slipstream.engine.draft_guide import DraftGuide, GuidedDraft
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.ranks.ranks import ALONE, Ranks
-from slipstream.kernels.devices import send
+from slipstream.kernels.devices import Download, send, upload
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
-from slipstream.runner.transfer import Download, upload
 from slipstream.sampling.state import SamplingState
 from slipstream.speculative.drafter import Draft
 
@@ -127,11 +126,7 @@ class Guidance:
     """
 
     def __init__(
-        self,
-        grammars: Grammars,
-        sampling: SamplingState,
-        most_drafts: int,
-        ranks: Ranks = ALONE,
+        self, grammars: Grammars, sampling: SamplingState, most_drafts: int, ranks: Ranks = ALONE
     ) -> None:
         self._agree = ranks.agree
         self._grammars, self._sampling, self._most_drafts = grammars, sampling, most_drafts

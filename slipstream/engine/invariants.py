@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from slipstream.cache.block_manager import BlockManager
 from slipstream.core.batch import Committed, ScheduledRequest
-from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request, RequestStatus
+from slipstream.core.step_form import StepLimits
 
 
 def order(request: Request) -> tuple[int, int]:
@@ -29,10 +29,7 @@ def check_queues(
 
 
 def check_places(
-    running: Sequence[Request],
-    free_slots: Sequence[int],
-    limits: StepLimits,
-    blocks: BlockManager,
+    running: Sequence[Request], free_slots: Sequence[int], limits: StepLimits, blocks: BlockManager
 ) -> None:
     """Every running request has a slot and blocks of its own, and something left to do."""
     blocks.check_invariants()

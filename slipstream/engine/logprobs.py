@@ -11,7 +11,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.samples import Submission
 from slipstream.engine.step_results import RatedRows, StepResult
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.sampling.logprobs import TokenLogprobs
+from slipstream.sampling.logits import TokenLogprobs
 
 _PROMPT_SLICE = 64  # prompt rows whose logits are in memory at once
 

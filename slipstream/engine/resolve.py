@@ -9,10 +9,8 @@ from slipstream.cache.spec import CacheLayout
 from slipstream.core.config import EngineConfig
 from slipstream.core.config_values import known_quantization
 from slipstream.core.errors import DraftTooLongError, UsageError
-from slipstream.core.limits import StepLimits
-from slipstream.core.sampling_defaults import SamplingDefaults
-from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.verification import Verification
+from slipstream.core.sampling_params import SamplingDefaults, SamplingParams, Verification
+from slipstream.core.step_form import StepLimits
 from slipstream.engine.sizing import BlockBytes, Reasons, size_cache
 from slipstream.kernels.table import FLOAT8_PAGES, INTEGER_PAGES
 from slipstream.layers.parameters import WHOLE, Share

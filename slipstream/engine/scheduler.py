@@ -8,9 +8,9 @@ from time import perf_counter
 from slipstream.cache.block_manager import BlockManager
 from slipstream.core.batch import Batch, Committed, DraftPlan, ScheduledRequest
 from slipstream.core.errors import UsageError
-from slipstream.core.limits import StepLimits
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.spans import before_whole, longest_whole
+from slipstream.core.step_form import StepLimits
 from slipstream.engine.adapters import Adapters
 from slipstream.engine.admission import check_fits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy

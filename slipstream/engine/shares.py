@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from slipstream.cache.block_manager import BlockManager
 from slipstream.cache.state_places import NO_PLACE
 from slipstream.core.batch import DraftPlan, ScheduledRequest
-from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
 from slipstream.core.spans import before_whole
+from slipstream.core.step_form import StepLimits
 
 NO_DRAFT = DraftPlan(0)
 

@@ -113,11 +113,7 @@ class CacheCounts:
 
 
 def size_cache(
-    config: EngineConfig,
-    memory: DeviceMemory,
-    step: StepSizes,
-    block: BlockBytes,
-    reasons: Reasons,
+    config: EngineConfig, memory: DeviceMemory, step: StepSizes, block: BlockBytes, reasons: Reasons
 ) -> CacheCounts:
     """What fits beside what the largest step needs.
 

@@ -22,25 +22,30 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.core.batch import Batch, StepReport, StepTimes
-from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
+from slipstream.core.step_form import StepLimits
 from slipstream.engine.guidance import DraftSteering, Guidance, SteeredDraft
-from slipstream.engine.packing import TrimRates, pack
 from slipstream.engine.ranks.ranks import ALONE, Ranks, require_agreement
 from slipstream.engine.scheduler import Scheduler
-from slipstream.engine.step_results import Launched, Outcome, Proposal, RatedRows, StepResult
-from slipstream.kernels.devices import label
+from slipstream.engine.step_results import (
+    Launched,
+    Outcome,
+    Proposal,
+    RatedRows,
+    StepResult,
+    TrimRates,
+    pack,
+)
+from slipstream.kernels.devices import Download, label, upload
 from slipstream.kernels.sampling import SampleRows, rates_by_request
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner
 from slipstream.runner.model_runner import Forward, ModelRunner
 from slipstream.runner.rows import RowLayout, TreeRows
-from slipstream.runner.transfer import Download, upload
-from slipstream.sampling.logprobs import TokenLogprobs, token_logprobs
+from slipstream.sampling.logits import TokenLogprobs, token_logprobs
 from slipstream.sampling.state import SamplingState, Uses
-from slipstream.sampling.tree_verification import DraftedTrees, verify_trees
-from slipstream.sampling.verification import Verdict, verify
+from slipstream.sampling.verification import DraftedTrees, Verdict, verify, verify_trees
 from slipstream.speculative.drafter import Draft, Drafter
 
 # What a profiler's trace calls the parts of a step.

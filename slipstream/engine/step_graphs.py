@@ -1,8 +1,8 @@
 """The form of an engine's steps, and the graphs in which they are captured."""
 
 from slipstream.core.config import EngineConfig
+from slipstream.core.sampling_params import Verification
 from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
-from slipstream.core.verification import Verification
 from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
 from slipstream.engine.drafting.kept_costs import KeptCosts
 from slipstream.engine.drafting.policy import AdaptivePolicy, captured_widths

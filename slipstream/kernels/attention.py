@@ -70,11 +70,7 @@ class AttendOp(Protocol):
     """
 
     def __call__(
-        self,
-        qkv: Tensor,
-        heads: Heads,
-        inputs: PassInputs,
-        cache: tuple[Tensor, Tensor],
+        self, qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]
     ) -> Tensor: ...
 
 
@@ -86,9 +82,5 @@ class StoreOp(Protocol):
     """
 
     def __call__(
-        self,
-        kv: Tensor,
-        heads: Heads,
-        inputs: PassInputs,
-        cache: tuple[Tensor, Tensor],
+        self, kv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]
     ) -> None: ...

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.adapters import Adapted
 from slipstream.kernels.delta_net import DeltaNetOp
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.latent_attention import LatentAttentionOp
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import (
     Addend,

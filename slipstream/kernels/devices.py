@@ -1,15 +1,18 @@
 """What kernels and their callers ask of devices: labels for profiles, and how tensors get there."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+K = TypeVar("K")
+V = TypeVar("V")
 
 _NO_LABEL = nullcontext()
 
@@ -57,6 +60,20 @@ def labelled(name: str, op: Callable[P, R]) -> Callable[P, R]:
     return named
 
 
+def kept(make: Callable[[K], V]) -> Callable[[K], V]:
+    """`make`, each of whose results is kept as long as what it was made of lives."""
+    found: WeakKeyDictionary[K, V] = WeakKeyDictionary()
+
+    @functools.wraps(make)
+    def look_up(source: K) -> V:
+        result = found.get(source)
+        if result is None:
+            result = found[source] = make(source)
+        return result
+
+    return look_up
+
+
 def send(values: Tensor, device: torch.device) -> Tensor:
     """`values`, made on the host, on `device`, without waiting for the device.
 
@@ -65,3 +82,31 @@ def send(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def upload(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """`values` as int64 on the device; on a GPU the copy takes its turn in the stream."""
+    return send(torch.tensor(values, dtype=torch.int64), device)
+
+
+class Download:
+    """A tensor [R, W] on its way to the host.
+
+    The tensor may be overwritten by later work of the same stream at once.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> list[list[int]]:
+        """The numbers, once they are here."""
+        if self._event is not None:
+            self._event.synchronize()
+        rows: list[list[int]] = self._host.tolist()
+        return rows

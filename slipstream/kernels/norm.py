@@ -1,8 +1,19 @@
-"""Norms, and how what a half of a layer makes joins the stream."""
+"""Norms, activations, and how what a half of a layer makes joins the stream."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from torch import Tensor
+
+
+class Activation(Enum):
+    """What a gate goes through before it is multiplied.
+
+    GELU_TANH: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016).
+    """
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
 
 
 @dataclass(frozen=True, eq=False)

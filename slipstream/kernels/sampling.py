@@ -10,22 +10,11 @@ from torch import Tensor
 PADDING = -1
 _NOT_NEGATIVE = (1 << 63) - 1
 # The order is known to all backends.
-INTS = (
-    "top_k",
-    "seeds",
-    "steps",
-    "min_tokens",
-    "num_output_tokens",
-    "num_prompt_tokens",
-    "verification",
+INTS = tuple(
+    "top_k seeds steps min_tokens num_output_tokens num_prompt_tokens verification".split()
 )
-FLOATS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
+FLOATS = tuple(
+    "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty".split()
 )
 
 
@@ -138,15 +127,14 @@ class SampleRows:
         uniform = num_rows is None or num_rows == draft_tokens.numel() + slots.shape[0]
         if layout is None and num_rows is not None and not uniform:
             layout = _ragged(num_draft_tokens, num_rows)
+        sampled_from = draft_probs, draft_vocabulary, layout
         return cls(
-            slots=slots,
-            positions=positions,
-            draft_tokens=draft_tokens,
-            num_draft_tokens=num_draft_tokens,
-            one_hot=one_hot,
-            draft_probs=draft_probs,
-            draft_vocabulary=draft_vocabulary,
-            layout=layout,
+            slots,
+            positions,
+            draft_tokens,
+            num_draft_tokens,
+            one_hot,
+            *sampled_from,
             certain=certain,
         )
 

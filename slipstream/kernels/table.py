@@ -10,7 +10,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.adapters import Adapted, LowRank
 from slipstream.kernels.attention import FLOAT8_PAGES as FLOAT8_PAGES
 from slipstream.kernels.attention import INTEGER_PAGES as INTEGER_PAGES
@@ -19,10 +18,11 @@ from slipstream.kernels.attention import AttendOp as AttendOp
 from slipstream.kernels.attention import Heads as Heads
 from slipstream.kernels.attention import StoreOp as StoreOp
 from slipstream.kernels.attention import stored_dim as stored_dim
-from slipstream.kernels.delta_net import DeltaNetOp
+from slipstream.kernels.delta_net import DeltaHeads, DeltaNetOp
 from slipstream.kernels.experts import ClampedGate, Router
 from slipstream.kernels.formats.weight import Rounding, Weight, as_it_is, in_plain_torch
-from slipstream.kernels.latent_attention import LatentAttentionOp
+from slipstream.kernels.latent_attention import LatentAttentionOp, LatentHeads
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.norm import Addend as Addend
 from slipstream.kernels.norm import Behind as Behind
 from slipstream.kernels.norm import JoiningAddend as JoiningAddend
@@ -358,3 +358,47 @@ class Ops:
     pack: Callable[[Weight], Weight] = as_it_is
     round: Callable[[Tensor, Rounding], Weight] = in_plain_torch
     fuse: Callable[[StackParts], FusedOp | None] = one_by_one
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaNetParts:
+    """See `layers/delta_net.py`.
+
+    Attributes:
+        inputs: its rows make queries, keys, values, then z, then the gates (b, a) of the op.
+        gates: makes the gates where `inputs` does not; None: `inputs` does.
+    """
+
+    norm: Norm
+    heads: DeltaHeads
+    inputs: Product
+    gates: Product | None
+    output: Product
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        gates = () if self.gates is None else (self.gates,)
+        return self.inputs, *gates, self.output
+
+
+@dataclass(frozen=True, eq=False)
+class LatentParts:
+    """Latent attention as a mixer; see `layers/latent_attention.py`.
+
+    Attributes:
+        first: of the normed stream it makes what queries are made of, or queries, then latent rows.
+        query_norm, queries: what makes queries of the first numbers of those; None where they are
+            queries.
+    """
+
+    norm: Norm
+    heads: LatentHeads
+    first: Product
+    query_norm: Norm | None
+    queries: Product | None
+    output: Product
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        queries = () if self.queries is None else (self.queries,)
+        return self.first, *queries, self.output

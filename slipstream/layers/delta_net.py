@@ -9,9 +9,8 @@ from slipstream.cache.recurrent import RecurrentSpec
 from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import UsageError
 from slipstream.kernels.delta_net import DeltaHeads
-from slipstream.kernels.delta_net_parts import DeltaNetParts
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Addend, Ops
+from slipstream.kernels.table import Addend, DeltaNetParts, Ops
 from slipstream.layers.layer import BuildContext, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms, rms_norm

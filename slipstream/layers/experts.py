@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.experts import ClampedGate, Router, Routing
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, ExpertsParts, Norm, Ops, SharedExpert
 from slipstream.layers.layer import BuildContext, MatrixShape

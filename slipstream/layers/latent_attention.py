@@ -8,9 +8,8 @@ from torch import Tensor
 from slipstream.cache.latent import LatentSpec
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.latent_attention import LatentHeads
-from slipstream.kernels.latent_attention_parts import LatentParts
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Addend, Norm, Ops
+from slipstream.kernels.table import Addend, LatentParts, Norm, Ops
 from slipstream.layers.layer import BuildContext, MatrixShape
 from slipstream.layers.linear import Linear, column_linear, row_linear
 from slipstream.layers.norm import LayerNorms, rms_norm

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.activation import Activation
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, Behind, JoiningAddend, Ops, Product
 from slipstream.layers.embedding import Embedding

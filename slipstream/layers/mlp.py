@@ -1,10 +1,10 @@
-"""The dense feed-forward part with a gate."""
+"""The dense feed-forward parts: with a gate, and without."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.activation import Activation
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, GatedMLPParts, Ops
 from slipstream.layers.layer import BuildContext, MatrixShape
@@ -75,3 +75,62 @@ class GatedMLP:
             addend, residual, self.norm, *product, self.activation, adapted
         )
         return self.down.apply(ops, active, inputs), stream
+
+
+@dataclass(frozen=True)
+class PlainMLPSpec:
+    """down(activation(up x)) of the normed stream x.
+
+    Attributes:
+        bias: of both projections.
+        up, down: their names within the module `name` of a layer, in a checkpoint.
+    """
+
+    intermediate_size: int
+    activation: Activation
+    bias: bool = False
+    up: str = "up_proj"
+    down: str = "down_proj"
+    name: str = "mlp"
+
+    def __post_init__(self) -> None:
+        require_positive(intermediate_size=self.intermediate_size)
+
+    def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
+        del norms
+        return (self.intermediate_size, width), (width, self.intermediate_size)
+
+    def numbers_per_row(self, width: int) -> int:
+        del width
+        return 2 * self.intermediate_size
+
+    def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "PlainMLP":
+        return PlainMLP(self, context, layer, norms)
+
+
+class PlainMLP:
+    """Up projection, activation, down projection."""
+
+    def __init__(
+        self, spec: PlainMLPSpec, context: BuildContext, layer: str, norms: LayerNorms
+    ) -> None:
+        source, name, width = context.source, f"{layer}.{spec.name}", context.width
+        inner, bias = spec.intermediate_size, spec.bias
+        self.norm = norms.before(source, layer, norms.feed_forward, width)
+        self.activation = spec.activation
+        adapters, down = context.adapters, f"{name}.{spec.down}"
+        parts = [Part(f"{name}.{spec.up}", inner)]
+        self.up = column_linear(source, parts, width, bias, adapters=adapters)
+        self.down = row_linear(source, down, width, inner, bias, context.share, adapters)
+
+    @property
+    def parts(self) -> object:
+        return self
+
+    def apply(
+        self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
+    ) -> tuple[Tensor, Tensor]:
+        """See `FeedForward`."""
+        product, adapted = self.up.product, self.up.adapted(inputs)
+        inner, stream = ops.norm_linear(addend, residual, self.norm, *product, adapted)
+        return self.down.apply(ops, ops.activate(inner, self.activation), inputs), stream

@@ -148,11 +148,7 @@ class RopeTables:
     """
 
     def __init__(
-        self,
-        max_positions: int,
-        device: torch.device,
-        shifted: bool = False,
-        num_composed: int = 0,
+        self, max_positions: int, device: torch.device, shifted: bool = False, num_composed: int = 0
     ) -> None:
         self._max_positions, self._device, self._shifted = max_positions, device, shifted
         self.num_composed = num_composed

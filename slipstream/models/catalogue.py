@@ -13,41 +13,42 @@ from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.modules_beside import OWN_DRAFTER_KEYS
 from slipstream.models.quantized.catalogue import QUANTIZATION_KEYS, read_quantization
 
-# A new architecture is one file, with a function `decoder_config`, and one line here.
+# A new architecture is a function, `decoder_config` in a file of its own or one of another name in
+# the file of its family, and one line here.
 ARCHITECTURES: Final = {
     "DeepseekV3ForCausalLM": "slipstream.models.deepseek_v3",
     "Exaone4ForCausalLM": "slipstream.models.exaone4",
-    "Gemma2ForCausalLM": "slipstream.models.gemma2",
-    "Gemma3ForCausalLM": "slipstream.models.gemma3",
-    "Gemma3ForConditionalGeneration": "slipstream.models.gemma3",
+    "Gemma2ForCausalLM": "slipstream.models.gemma:gemma2",
+    "Gemma3ForCausalLM": "slipstream.models.gemma:gemma3",
+    "Gemma3ForConditionalGeneration": "slipstream.models.gemma:gemma3",
     "Gemma4ForCausalLM": "slipstream.models.gemma4",
     "Gemma4ForConditionalGeneration": "slipstream.models.gemma4",
-    "Glm4ForCausalLM": "slipstream.models.glm",
-    "Glm4MoeForCausalLM": "slipstream.models.glm4_moe",
-    "Glm4MoeLiteForCausalLM": "slipstream.models.glm4_moe_lite",
-    "GlmForCausalLM": "slipstream.models.glm",
+    "Glm4ForCausalLM": "slipstream.models.glm:glm",
+    "Glm4MoeForCausalLM": "slipstream.models.glm:glm4_moe",
+    "Glm4MoeLiteForCausalLM": "slipstream.models.glm:glm4_moe_lite",
+    "GlmForCausalLM": "slipstream.models.glm:glm",
     "GptOssForCausalLM": "slipstream.models.gpt_oss",
     "GraniteForCausalLM": "slipstream.models.granite",
     "LlamaForCausalLM": "slipstream.models.llama",
-    "MiMoForCausalLM": "slipstream.models.qwen2",
-    "Ministral3ForCausalLM": "slipstream.models.ministral3",
-    "Mistral3ForConditionalGeneration": "slipstream.models.mistral3",
-    "MistralForCausalLM": "slipstream.models.mistral",
-    "Mistral4ForCausalLM": "slipstream.models.mistral4",
-    "MixtralForCausalLM": "slipstream.models.mixtral",
+    "MiMoForCausalLM": "slipstream.models.qwen:qwen2",
+    "Ministral3ForCausalLM": "slipstream.models.mistral:ministral3",
+    "Mistral3ForConditionalGeneration": "slipstream.models.mistral:mistral3",
+    "MistralForCausalLM": "slipstream.models.mistral:mistral",
+    "Mistral4ForCausalLM": "slipstream.models.mistral:mistral4",
+    "MixtralForCausalLM": "slipstream.models.mistral:mixtral",
     "Olmo2ForCausalLM": "slipstream.models.olmo2",
     "Olmo3ForCausalLM": "slipstream.models.olmo2",
     "Phi3ForCausalLM": "slipstream.models.phi3",
-    "Qwen2ForCausalLM": "slipstream.models.qwen2",
-    "Qwen2MoeForCausalLM": "slipstream.models.qwen2_moe",
-    "Qwen3ForCausalLM": "slipstream.models.qwen3",
-    "Qwen3MoeForCausalLM": "slipstream.models.qwen3_moe",
-    "Qwen3NextForCausalLM": "slipstream.models.qwen3_next",
-    "Qwen3VLForConditionalGeneration": "slipstream.models.qwen3_vl",
-    "Qwen3_5ForCausalLM": "slipstream.models.qwen3_5",
-    "Qwen3_5ForConditionalGeneration": "slipstream.models.qwen3_5",
-    "Qwen3_5MoeForCausalLM": "slipstream.models.qwen3_5_moe",
-    "Qwen3_5MoeForConditionalGeneration": "slipstream.models.qwen3_5_moe",
+    "Qwen2ForCausalLM": "slipstream.models.qwen:qwen2",
+    "Qwen2MoeForCausalLM": "slipstream.models.qwen:qwen2_moe",
+    "Qwen3ForCausalLM": "slipstream.models.qwen:qwen3",
+    "Qwen3MoeForCausalLM": "slipstream.models.qwen:qwen3_moe",
+    "Qwen3NextForCausalLM": "slipstream.models.qwen:qwen3_next",
+    "Qwen3VLForConditionalGeneration": "slipstream.models.qwen:qwen3_vl",
+    "Qwen3_5ForCausalLM": "slipstream.models.qwen:qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "slipstream.models.qwen:qwen3_5",
+    "Qwen3_5MoeForCausalLM": "slipstream.models.qwen:qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "slipstream.models.qwen:qwen3_5_moe",
     "SeedOssForCausalLM": "slipstream.models.seed_oss",
     "SmolLM3ForCausalLM": "slipstream.models.smollm3",
     "Starcoder2ForCausalLM": "slipstream.models.starcoder2",
@@ -82,8 +83,9 @@ def decoder_config(reader: ConfigReader) -> DecoderConfig:
     """The network that a reader's keys describe; the caller finishes the reader, and may take keys
     of its own before."""
     architecture = _architecture(reader)
-    module = importlib.import_module(ARCHITECTURES[architecture])
-    read = cast(Callable[[ConfigReader, str], DecoderConfig], module.decoder_config)
+    module, _, function = ARCHITECTURES[architecture].partition(":")
+    found = getattr(importlib.import_module(module), function or "decoder_config")
+    read = cast(Callable[[ConfigReader, str], DecoderConfig], found)
     try:
         return read(reader, architecture)
     except InvalidSizesError as error:

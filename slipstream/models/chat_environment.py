@@ -72,11 +72,7 @@ def _to_json(
 ) -> str:
     # jinja's own escapes <, > and & for HTML, which no model was trained on.
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.models.config_overrides import overridden
+from slipstream.models.config_reader import overridden
 from slipstream.models.gguf.config import read_config, sampling_defaults
 from slipstream.models.gguf.container import Container, read_container
-from slipstream.models.gguf.files import is_gguf, model_in, require_first, split_tag
-from slipstream.models.gguf.names import renamed_entries
-from slipstream.models.gguf.repository import fetch_model
+from slipstream.models.gguf.families import renamed_entries
+from slipstream.models.gguf.files import fetch_model, is_gguf, model_in, require_first, split_tag
 from slipstream.models.hub import download
 from slipstream.models.safetensors_file import (
     WEIGHT_DTYPES,
@@ -102,7 +101,7 @@ class Replaced:
     """What is read in place of a model directory's own files.
 
     Attributes:
-        config: values in place of those in config.json (`config_overrides.py`).
+        config: values in place of those in config.json (`config_reader.py`).
         config_folder, generation_folder: where config.json and generation_config.json lie; None:
             in the model directory.
     """

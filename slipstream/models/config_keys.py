@@ -95,9 +95,7 @@ class CommonKeys:
         return self.of_mixers(mixers, feed_forwards)
 
     def of_mixers(
-        self,
-        mixers: Sequence[MixerSpec],
-        feed_forwards: Sequence[FeedForwardSpec] | None = None,
+        self, mixers: Sequence[MixerSpec], feed_forwards: Sequence[FeedForwardSpec] | None = None
     ) -> DecoderConfig:
         """A decoder of these mixers; `feed_forwards` as of `decoder`."""
         feed_forwards = feed_forwards or [self.feed_forward] * self.num_layers
@@ -211,8 +209,7 @@ def read_single_window(
     slides = read_layer_types(reader, num_layers)
     if slides is not None and any(sliding != (window is not None) for sliding in slides):
         raise reader.error(
-            "layer_types",
-            'disagrees with "sliding_window", which counts for all layers',
+            "layer_types", 'disagrees with "sliding_window", which counts for all layers'
         )
     return [window] * num_layers
 

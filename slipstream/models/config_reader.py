@@ -1,4 +1,5 @@
-"""Reading a config.json so that no key which changes the maths is ever passed over."""
+"""Reading a config.json so that no key which changes the maths is ever passed over, and a user's
+values in place of those in it."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -20,128 +21,55 @@ TARGET_ADAPTER: Final = "target_adapter"
 """Of a drafter: the adapter of the target that it was trained for. It serves without it as well."""
 
 # Keys that name, describe or date the model, or that only tools look at.
-_BOOKKEEPING = {
-    "_commit_hash",
-    "_name_or_path",
-    "architectures",
-    "auto_map",
-    "custom_pipelines",
-    "finetuning_task",
-    "id2label",
-    "keys_to_ignore_at_inference",
-    "label2id",
-    "license",
-    "model_name",
-    "model_type",
-    "name_or_path",
-    "num_labels",
-    "problem_type",
-    "task_specific_params",
-    "tokenizer_class",
-    "transformers.js_config",
-    "transformers_version",
-    "unsloth_fixed",
-    "unsloth_version",
-}
+_BOOKKEEPING = set(
+    """
+    _commit_hash _name_or_path architectures auto_map custom_pipelines finetuning_task id2label
+    keys_to_ignore_at_inference label2id license model_name model_type name_or_path num_labels
+    problem_type task_specific_params tokenizer_class transformers.js_config transformers_version
+    unsloth_fixed unsloth_version
+    """.split()
+)
 
 # Token ids and lengths that bound or delimit texts; the network does not see them.
-_TOKENS = {
-    "bos_token_id",
-    "decoder_start_token_id",
-    "eos_token_id",
-    "max_sequence_length",
-    "model_max_length",
-    "pad_token_id",
-    "prefix",
-    "sep_token_id",
-    "seq_length",
-    "tokenizer_model_max_length",
-    "unk_token_id",
-}
+_TOKENS = set(
+    """
+    bos_token_id decoder_start_token_id eos_token_id max_sequence_length model_max_length
+    pad_token_id prefix sep_token_id seq_length tokenizer_model_max_length unk_token_id
+    """.split()
+)
 
 # How another framework runs or returns things: the same numbers by another way.
-_EXECUTION = {
-    "_attn_implementation",
-    "_attn_implementation_autoset",
-    "_experts_implementation",
-    "_flash_attn_2_enabled",
-    "attn_implementation",
-    "cache_implementation",
-    "chunk_size_feed_forward",
-    "dtype",
-    "ep_size",
-    "is_decoder",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "pretraining_tp",
-    "return_dict",
-    "tie_last_hidden_states",
-    "torch_dtype",
-    "torchscript",
-    "use_bfloat16",
-    "use_cache",
-    "use_flash_attention_2",
-    "use_flash_attn",
-}
+_EXECUTION = set(
+    """
+    _attn_implementation _attn_implementation_autoset _experts_implementation
+    _flash_attn_2_enabled attn_implementation cache_implementation chunk_size_feed_forward dtype
+    ep_size is_decoder output_attentions output_hidden_states output_router_logits pretraining_tp
+    return_dict tie_last_hidden_states torch_dtype torchscript use_bfloat16 use_cache
+    use_flash_attention_2 use_flash_attn
+    """.split()
+)
 
 # Training only.
-_TRAINING = {
-    "attention_dropout",
-    "attn_pdrop",
-    "aux_loss_alpha",
-    "classifier_dropout",
-    "embd_pdrop",
-    "embedding_dropout",
-    "gradient_checkpointing",
-    "hidden_dropout",
-    "hidden_dropout_prob",
-    "initializer_range",
-    "neftune_noise_alpha",
-    "resid_pdrop",
-    "residual_dropout",
-    "router_aux_loss_coef",
-    "seq_aux",
-    TARGET_ADAPTER,
-}
+_TRAINING = set(
+    """
+    attention_dropout attn_pdrop aux_loss_alpha classifier_dropout embd_pdrop embedding_dropout
+    gradient_checkpointing hidden_dropout hidden_dropout_prob initializer_range
+    neftune_noise_alpha resid_pdrop residual_dropout router_aux_loss_coef seq_aux
+    """.split()
+) | {TARGET_ADAPTER}
 
 # Settings of generate(), which old exporters wrote into config.json; they act per request here.
-_GENERATION = {
-    "assistant_confidence_threshold",
-    "assistant_lookbehind",
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "diversity_penalty",
-    "do_sample",
-    "early_stopping",
-    "encoder_no_repeat_ngram_size",
-    "encoder_repetition_penalty",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "length_penalty",
-    "max_length",
-    "max_new_tokens",
-    "min_length",
-    "no_repeat_ngram_size",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "num_beam_groups",
-    "num_beams",
-    "num_return_sequences",
-    "output_scores",
-    "remove_invalid_values",
-    "repetition_penalty",
-    "return_dict_in_generate",
-    "suppress_tokens",
-    "target_lookbehind",
-    "temperature",
-    "top_k",
-    "top_p",
-    "typical_p",
-}
+_GENERATION = set(
+    """
+    assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty
+    forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens min_length
+    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups
+    num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty
+    return_dict_in_generate suppress_tokens target_lookbehind temperature top_k top_p typical_p
+    """.split()
+)
 
 HARMLESS_KEYS: Final = frozenset(_BOOKKEEPING | _TOKENS | _EXECUTION | _TRAINING | _GENERATION)
 """Keys of config.json that do not change what the network computes."""
@@ -266,3 +194,40 @@ def _is_off(value: object) -> bool:
 def _shown(value: object) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_OLD, _NEW = "rope_scaling", "rope_parameters"
+_ROPE_KINDS = {"rope_type", "type"}
+_OF_EVERY_KIND = ("rope_theta", "partial_rotary_factor")
+
+
+def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with other values: objects are merged key by key, all else is replaced.
+
+    Both spellings of rope parameters mean the one that the config has. An object of them that
+    names a kind replaces the one of the config, all but what every kind has: other keys of the
+    file may belong to its own kind.
+    """
+    result, given = dict(config), dict(overrides)
+    rope = {**(given.pop(_OLD, None) or {}), **(given.pop(_NEW, None) or {})}
+    name = _NEW if _NEW in config else _OLD
+    inner: Mapping[str, Any] = config.get(name) or {}
+    if "rope_theta" in inner and "rope_theta" in given:
+        rope.setdefault("rope_theta", given.pop("rope_theta"))
+    if rope:
+        if rope.keys() & _ROPE_KINDS:
+            inner = {key: inner[key] for key in _OF_EVERY_KIND if key in inner}
+        result[name] = _merged(inner, rope)
+    elif overrides.keys() & {_OLD, _NEW}:  # null, or nothing: no stretching
+        result[name] = {key: inner[key] for key in _OF_EVERY_KIND if key in inner}
+    return _merged(result, given)
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _merged(old, value)
+        result[key] = value
+    return result

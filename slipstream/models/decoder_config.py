@@ -14,10 +14,9 @@ from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.latent_attention import LatentAttentionSpec
 from slipstream.layers.layer import FeedForwardSpec, LayerSpec
 from slipstream.layers.layer_inputs import LayerInputHalfSpec, LayerInputsSpec
-from slipstream.layers.mlp import GatedMLPSpec
+from slipstream.layers.mlp import GatedMLPSpec, PlainMLPSpec
 from slipstream.layers.parallel_experts import ParallelExpertsSpec
 from slipstream.layers.parameters import WHOLE, Share, require_positive
-from slipstream.layers.plain_mlp import PlainMLPSpec
 from slipstream.layers.rope import NO_ROPE, RopeConfig
 
 

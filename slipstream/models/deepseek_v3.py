@@ -3,8 +3,7 @@
 from slipstream.models.config_keys import Defaults, read_common
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.expert_keys import read_corrected_experts
-from slipstream.models.latent_keys import latent_decoder
+from slipstream.models.expert_keys import latent_decoder, read_corrected_experts
 
 
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:

@@ -13,11 +13,7 @@ from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 
 DELTA_DEFAULTS = Defaults(
-    max_position_embeddings=32768,
-    num_kv_heads=2,
-    head_dim=256,
-    rotated=0.25,
-    sections=(11, 11, 10),
+    max_position_embeddings=32768, num_kv_heads=2, head_dim=256, rotated=0.25, sections=(11, 11, 10)
 )
 _LAYER_TYPES = {"linear_attention": True, "full_attention": False}
 

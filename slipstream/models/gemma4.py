@@ -4,8 +4,8 @@ sizes experts beside a dense part (26B-A4B) or inputs of single layers (E2B, E4B
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.experts import Routing, Scores
+from slipstream.kernels.norm import Activation
 from slipstream.layers.experts import ExpertNames, ExpertsSpec
 from slipstream.layers.layer import FeedForwardSpec
 from slipstream.layers.layer_inputs import LayerInputHalfSpec, LayerInputsSpec
@@ -13,8 +13,16 @@ from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.parallel_experts import ParallelExpertsSpec
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.gemma4_keys import PATTERN, read_attention, read_ropes
-from slipstream.models.gemma_keys import DEFAULTS, SLIDING, read_gemma, read_slides, scaled
+from slipstream.models.gemma_keys import (
+    DEFAULTS,
+    PATTERN,
+    SLIDING,
+    read_attention,
+    read_gemma,
+    read_ropes,
+    read_slides,
+    scaled,
+)
 
 _EXPERT_NAMES = ExpertNames(router="router.proj", experts="experts")
 

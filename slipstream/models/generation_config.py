@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.core.sampling_defaults import SamplingDefaults
-from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.sampling_params import SamplingDefaults, SamplingParams
 from slipstream.models.checkpoint import Checkpoint
 
 AUTO, NEUTRAL = "auto", "vllm"

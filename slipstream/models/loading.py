@@ -38,8 +38,12 @@ from slipstream.models.parameter_sources import (
 from slipstream.models.precision import PRECISIONS, head_bytes, in_precision, weight_bytes
 from slipstream.models.quantized.catalogue import read_quantization
 from slipstream.models.quantized.module import StoredQuantization
-from slipstream.models.quantized.random_source import RandomQuantizedSource, stored_rounding
-from slipstream.models.quantized.source import QuantizedSource, stored_bytes
+from slipstream.models.quantized.source import (
+    QuantizedSource,
+    RandomQuantizedSource,
+    stored_bytes,
+    stored_rounding,
+)
 from slipstream.models.safetensors_file import TensorEntry
 from slipstream.models.twin import TwinSource, require_twin
 

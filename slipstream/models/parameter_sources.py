@@ -161,11 +161,7 @@ class DummySource:
     """Random weights from a fixed seed, so that a config without weights can be timed."""
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        seed: int = 0,
-        share: Share = WHOLE,
+        self, dtype: torch.dtype, device: torch.device, seed: int = 0, share: Share = WHOLE
     ) -> None:
         self._dtype, self._device, self._share = dtype, device, share
         self._generator = torch.Generator(device).manual_seed(seed)

@@ -1,13 +1,16 @@
-"""The precision that matrices are multiplied in: as they are stored, or rounded to fewer bits."""
+"""The precision that matrices are multiplied in: as they are stored, or rounded to fewer bits; and
+what a pass reads of them, which for few rows is what it costs."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.experts import Routing
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import ToFloat8
 from slipstream.kernels.formats.int4 import ToInt4
@@ -21,8 +24,12 @@ from slipstream.layers.parameters import FusedExperts, ParameterSource, Part
 from slipstream.layers.rope import RopeTables
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import TensorSource
-from slipstream.models.quantized.random_source import RandomQuantizedSource
-from slipstream.models.quantized.source import QuantizedSource
+from slipstream.models.quantized.module import StoredQuantization
+from slipstream.models.quantized.source import (
+    QuantizedSource,
+    RandomQuantizedSource,
+    stored_rounding,
+)
 
 logger = logging.getLogger("slipstream")
 
@@ -267,3 +274,36 @@ class _Shapes:
 def _unfilled(parts: Sequence[Part], columns: int) -> DenseMatrix:
     rows = sum(part.rows for part in parts)
     return DenseMatrix(torch.empty((rows, columns), device=_NOWHERE))
+
+
+def expected_experts(routing: Routing, rows: int) -> float:
+    """How many distinct experts of a layer so many rows touch if each chooses independently."""
+    share = routing.num_chosen / routing.num_experts
+    return routing.num_experts * (1.0 - (1.0 - share) ** rows)
+
+
+def pass_bytes(
+    config: DecoderConfig,
+    rows: int,
+    dtype: torch.dtype,
+    quantization: str | None = None,
+    stored: StoredQuantization | None = None,
+    experts: float | None = None,
+) -> float:
+    """Bytes of the matrices that a pass of so many rows reads, the head included.
+
+    Args:
+        quantization: what they are rounded to; None: nothing.
+        stored: how a quantised checkpoint stores them.
+        experts: distinct ones that the rows touch in a layer; None: as many as independent choices
+            would.
+    """
+    form = None if stored is None else partial(stored_rounding, stored)
+    routing = config.routing
+    total = head_bytes(config, dtype, quantization)
+    for matrix in layer_matrices(config, dtype, quantization, form):
+        touched = 1.0
+        if routing is not None and matrix.experts > 1:
+            touched = expected_experts(routing, rows) if experts is None else experts
+        total += matrix.nbytes * touched / matrix.experts
+    return total

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from slipstream.kernels.activation import Activation
+from slipstream.kernels.norm import Activation
+from slipstream.layers.mlp import PlainMLPSpec
 from slipstream.layers.norm import LayerNorms
-from slipstream.layers.plain_mlp import PlainMLPSpec
 from slipstream.models.config_keys import Defaults, read_common, read_single_window
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig

@@ -15,14 +15,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 _LONG_TEXT = 8192  # characters, or tokens, that take milliseconds
-NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
+NAMED_TOKENS = tuple(
+    "bos_token eos_token unk_token sep_token pad_token cls_token mask_token".split()
 )
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from slipstream.core.batch import FACTOR_PARTS, ChainStops, Trim
+from slipstream.kernels.devices import upload
 from slipstream.runner.excerpts import Excerpt
 from slipstream.runner.rows import PassRows, PromptRows, TreeRows
-from slipstream.runner.transfer import upload
 from slipstream.sampling.state import Uses
 
 # Of each request; None leaves it to the device.

@@ -8,9 +8,9 @@ import torch
 from slipstream.core.adapters import NO_ADAPTER
 from slipstream.core.batch import Batch
 from slipstream.core.spans import position_offset
+from slipstream.kernels.devices import upload
 from slipstream.kernels.preparation import RequestTables
 from slipstream.kernels.registry import kernels_for
-from slipstream.runner.transfer import upload
 
 # A step that was launched before the host knew that a request had ended may still add a token.
 SURPLUS_TOKENS = 1

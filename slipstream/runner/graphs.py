@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from slipstream.core.step_form import CapturedForm
+from slipstream.kernels.devices import upload
 from slipstream.kernels.registry import kernels_for
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.transfer import upload
 from slipstream.sampling.state import SamplingState, Uses
 
 logger = logging.getLogger("slipstream")

@@ -17,7 +17,7 @@ from slipstream.core.spans import Span, end_of_spans
 from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.excerpts import Excerpt
-from slipstream.sampling.tree_verification import TreeNodes
+from slipstream.sampling.verification import TreeNodes
 
 _ALL_VISIBLE = -1  # as the ancestors of a row: every bit is set
 

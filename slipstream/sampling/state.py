@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.core.request import Request
-from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.verification import Verification
+from slipstream.core.sampling_params import SamplingParams, Verification
 from slipstream.kernels.columns import ALL_COLUMNS, Columns
 from slipstream.kernels.devices import send
 from slipstream.kernels.registry import sampling_over

@@ -11,13 +11,7 @@ from slipstream.serve.output.parts import AnswerParser, CallsInText, Part, Piece
 from slipstream.serve.protocol.chat import ChatRequest
 from slipstream.serve.token_texts import TokenReader
 from slipstream.serve.tools.choice import ToolUse
-from slipstream.serve.tools.events import (
-    AnswerEvent,
-    CallBegun,
-    CallEnded,
-    Content,
-    Reasoning,
-)
+from slipstream.serve.tools.events import AnswerEvent, CallBegun, CallEnded, Content, Reasoning
 from slipstream.serve.updates import Delta
 
 

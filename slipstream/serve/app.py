@@ -34,20 +34,18 @@ from slipstream.serve.protocol.messages import (
     TokenCount,
 )
 from slipstream.serve.protocol.server import (
+    DetokenizeRequest,
+    DetokenizeResponse,
     Health,
     Load,
     ModelCard,
     ModelList,
     PrefixCacheReset,
     Profiling,
-    Version,
-)
-from slipstream.serve.protocol.tokenize import (
-    DetokenizeRequest,
-    DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
     TokenizerInfo,
+    Version,
 )
 from slipstream.serve.responses.endpoint import ResponsesEndpoints
 from slipstream.serve.sse import ClientDisconnectedError

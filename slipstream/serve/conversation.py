@@ -1,22 +1,151 @@
-"""Render the messages of a request as the text that the model continues."""
+"""Render the messages of a request as the text that the model continues.
 
-from collections.abc import Mapping, Sequence
+Marks that a request spells are text there, and nothing that it says is left out unnoticed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 from pydantic_core import from_json
 from starlette.responses import Response
 
 from slipstream.core.errors import UsageError
 from slipstream.models.chat_template import ChatTemplate
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.errors import ApiError, bad_request
 from slipstream.serve.model_service import ModelService
-from slipstream.serve.protocol.bounds import MOST_SCHEMA_VALUES, count_values
+from slipstream.serve.protocol.bounds import MOST_SCHEMA_VALUES, MOST_SPELLED_TOKENS, count_values
 from slipstream.serve.protocol.chat import Message, TemplateFields, Tool
-from slipstream.serve.spelled_tokens import SpelledTokens
-from slipstream.serve.template_coverage import require_coverage
 from slipstream.serve.tools import hermes
 from slipstream.serve.tools.told_in_messages import write_with_tools
+
+_Message = dict[str, Any]
+
+
+class _Field(NamedTuple):
+    """A text in the messages: its path, the object that holds it, and its key there."""
+
+    where: str
+    holder: _Message
+    key: str
+
+
+def require_coverage(
+    render: Callable[[Sequence[_Message]], str], messages: Sequence[_Message], text: str
+) -> list[str]:
+    """The names of speakers that are not in the rendered text; ApiError for a tool call or a
+    content that is not.
+
+    Each is replaced by a unique mark, and the messages are rendered again: a field whose mark is
+    not in the new text was not read. A template that raises an error for marks has read them.
+
+    Args:
+        render: the template.
+        messages: as they were rendered.
+        text: the rendered text.
+    """
+    marked = deepcopy([*messages])
+    fields = [*_fields(marked, text)]
+    if not fields:
+        return []
+    marks = [str(uuid4().int) for _ in fields]  # digits: templates that change case keep them
+    for field, mark in zip(fields, marks, strict=True):
+        field.holder[field.key] = mark
+    try:
+        found = render(marked)
+    except UsageError:
+        return []
+    unread = [it for it, mark in zip(fields, marks, strict=True) if mark not in found]
+    for field in unread:
+        if not field.where.endswith(".name"):
+            raise bad_request(
+                f"{field.where} would be ignored: the chat template of this model does not read "
+                "it; leave it out, or say it in the content of a message that is read",
+                "messages",
+            )
+    return [field.where for field in unread]
+
+
+def _fields(messages: Sequence[_Message], text: str) -> Iterator[_Field]:
+    called: dict[str, str] = {}
+    for place, message in enumerate(messages):
+        where, calls = f"messages[{place}]", message.get("tool_calls") or ()
+        for call in calls:
+            called[call["id"]] = call["function"]["name"]
+        # A tool's name that repeats the call's may be left out.
+        if "name" in message and message["name"] != called.get(message.get("tool_call_id", "")):
+            yield _Field(f"{where}.name", message, "name")
+        for number, call in enumerate(calls):
+            yield _Field(f"{where}.tool_calls[{number}]", call["function"], "name")
+        # Templates may leave out content beside a call, as in the model's training data. Most
+        # other content is in the text unchanged, so that no mark is needed.
+        content = message.get("content")
+        if isinstance(content, list):
+            if any(part["type"] != "text" for part in content):  # whose places are counted
+                continue
+            content = "\n".join(part["text"] for part in content)
+        if content and not calls and content.strip() not in text:
+            yield _Field(f"{where}.content", message, "content")
+
+
+_DIGITS = 2
+
+
+class SpelledTokens:
+    """Takes marks out of a request's texts, and puts them back as ordinary tokens.
+
+    The chat template writes texts and marks into one text, in which they could not be told apart.
+    So a mark that a text spells is replaced by a number before, and the rendered text is encoded in
+    parts. Only methods of `str` read whole texts: a regular expression would keep the interpreter's
+    lock for long.
+
+    Args:
+        marks: token ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, marks: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._marks = [it for it in map(tokenizer.id_to_token, marks) if it]
+        self._prefix = str(uuid4().int)  # templates that change case keep digits
+        self._num_hidden = 0
+
+    def hide(self, value: Any) -> Any:
+        """JSON data with numbers in place of marks; ApiError for too many of them."""
+        if isinstance(value, str):
+            return self._hide_in(value)
+        if isinstance(value, dict):
+            return {self.hide(key): self.hide(it) for key, it in value.items()}
+        return [self.hide(it) for it in value] if isinstance(value, list) else value
+
+    def show(self, text: str) -> str | list[int]:
+        """A rendered text: as token ids where marks were hidden."""
+        if not self._num_hidden:
+            return text
+        first, *others = text.split(self._prefix)
+        parts = [first]
+        for other in others:
+            mark = self._marks[int(other[:_DIGITS])]
+            # Without its first character a mark is none.
+            parts += [mark[:1], mark[1:], other[_DIGITS:]]
+        return self._tokenizer.encode_parts(parts)
+
+    def _hide_in(self, text: str) -> str:
+        for number, mark in enumerate(self._marks):
+            count = text.count(mark)
+            self._num_hidden += count
+            if self._num_hidden > MOST_SPELLED_TOKENS:
+                raise bad_request(
+                    f"the messages spell more than {MOST_SPELLED_TOKENS} of the marks by which the "
+                    "model tells messages apart; leave some of them out",
+                    "messages",
+                )
+            if count:
+                text = text.replace(mark, f"{self._prefix}{number:0{_DIGITS}}")
+        return text
+
 
 # Set by the server, so chat_template_kwargs may not.
 _OWN = ("messages", "tools", "add_generation_prompt")

@@ -26,10 +26,7 @@ class Generation:
     """
 
     def __init__(
-        self,
-        prompts: Sequence[EncodedPrompt],
-        return_speculation: bool,
-        counts_output: bool = True,
+        self, prompts: Sequence[EncodedPrompt], return_speculation: bool, counts_output: bool = True
     ) -> None:
         self.prompts = prompts
         self._num_output_tokens = 0

@@ -43,9 +43,7 @@ class ServeLimits:
         at_least=1,
     )
     max_stored_responses: int = flag(
-        1024,
-        "Most responses of /v1/responses that are kept; 0 keeps none.",
-        at_least=0,
+        1024, "Most responses of /v1/responses that are kept; 0 keeps none.", at_least=0
     )
     max_stored_bytes: int = flag(
         64 << 20,

@@ -1,12 +1,167 @@
-"""Where a server listens: sockets and encryption."""
+"""Where a server listens: sockets and encryption, and its connections."""
 
+import asyncio
 import socket
 import ssl
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
 from slipstream.core.errors import UsageError
+from slipstream.serve.errors import ApiError
+from slipstream.serve.limits import ServeLimits
+
+
+class HeaderLimitError(Exception):
+    """Ends the parsing of a request whose line and headers are too large."""
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """A connection with limits on its headers, on the time they take, and on unread answers.
+
+    `connection_class` sets the limits and what the connections of a server share.
+
+    Attributes:
+        incomplete: connections without a complete request, the longest waiting first.
+    """
+
+    limits: ServeLimits
+    incomplete: dict["BoundedConnection", None]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._refusal: ApiError | None = None
+        self._header_bytes = 0
+        self._in_headers = True
+        self._receive_timer: asyncio.TimerHandle | None = None  # of an incomplete request
+        self._send_timer: asyncio.TimerHandle | None = None  # of an unread response
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request; over the limit, close the connection that has waited longest."""
+        super().connection_made(transport)
+        self._wait()
+        if len(self.connections) > self.limits.max_connections:
+            longest = next(iter(self.incomplete))
+            longest.refuse(
+                HTTPStatus.SERVICE_UNAVAILABLE, "this server has too many open connections"
+            )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        self._cancel_send_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; headers are counted as they arrive, so that endless ones are refused."""
+        if self.transport.is_closing():
+            return
+        self._header_bytes += len(data) if self._in_headers else 0
+        super().data_received(data)
+        if self._in_headers and self._header_bytes > self.limits.max_header_bytes:
+            self._refuse_headers()
+        # Data that does not begin a request (empty lines, an unread body) is limited as well.
+        if self.cycle is None or self.cycle.response_complete:
+            self._wait()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_headers = True
+
+    def on_headers_complete(self) -> None:
+        """Start the application, whose middleware limits the time of the body."""
+        self._in_headers, self._header_bytes = False, 0
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.limits.max_header_bytes:
+            self._refusal = self._too_large()
+            raise HeaderLimitError
+        super().on_headers_complete()
+        self._stop_waiting()
+
+    def on_message_complete(self) -> None:
+        """The request is complete; it may have been answered before."""
+        super().on_message_complete()
+        self._stop_waiting()
+        self._in_headers, self._header_bytes = True, 0
+
+    def pause_writing(self) -> None:
+        """The client does not read: close the connection if that lasts."""
+        super().pause_writing()
+        if self._send_timer is None:
+            self._send_timer = self.loop.call_later(self.limits.send_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel_send_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what cannot be parsed in the protocol's form."""
+        error, self._refusal = self._refusal, None
+        self._answer(error or ApiError(HTTPStatus.BAD_REQUEST, "this is not an HTTP/1.1 request"))
+
+    def refuse(self, status: HTTPStatus, message: str) -> None:
+        """Answer with an error and close."""
+        self._answer(ApiError(status, message))
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+            f"the request's line and headers take more than {self.limits.max_header_bytes} bytes; "
+            "send fewer or shorter ones",
+        )
+
+    def _refuse_headers(self) -> None:
+        if not self.transport.is_closing():
+            self._answer(self._too_large())
+
+    def _answer(self, error: ApiError) -> None:
+        body = error.body()
+        self.transport.write(
+            STATUS_LINE[error.status]
+            + b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
+            + str(len(body)).encode()
+            + b"\r\n\r\n"
+            + body
+        )
+        self.transport.close()
+        self._stop_waiting()
+
+    def _wait(self) -> None:
+        if self._receive_timer is None and not self.transport.is_closing():
+            self._receive_timer = self.loop.call_later(self.limits.receive_timeout, self._too_slow)
+            self.incomplete[self] = None
+
+    def _stop_waiting(self) -> None:
+        self.incomplete.pop(self, None)
+        if self._receive_timer is not None:
+            self._receive_timer.cancel()
+            self._receive_timer = None
+
+    def _too_slow(self) -> None:
+        self._receive_timer = None
+        answered: object = self.cycle  # None before the first request
+        if answered is not None:  # the client has its response and does not expect another
+            self.incomplete.pop(self, None)
+            self.transport.close()
+            return
+        self.refuse(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time")
+
+    def _cancel_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+
+def connection_class(own: ServeLimits) -> type[BoundedConnection]:
+    """The connection class of one server."""
+
+    class Connection(BoundedConnection):
+        pass
+
+    Connection.limits, Connection.incomplete = own, {}
+    return Connection
 
 
 @dataclass(frozen=True, kw_only=True)

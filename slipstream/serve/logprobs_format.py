@@ -87,10 +87,7 @@ def _chat_token(texts: TokenTexts, token_id: int, it: Logprob) -> dict[str, Any]
 
 
 def prompt_logprobs(
-    texts: TokenTexts,
-    token_ids: Sequence[int],
-    rows: Sequence[Candidates | None],
-    num_top: int,
+    texts: TokenTexts, token_ids: Sequence[int], rows: Sequence[Candidates | None], num_top: int
 ) -> list[dict[str, Any] | None]:
     """The format of `prompt_logprobs`: candidates by token id."""
     return [

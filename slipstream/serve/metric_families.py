@@ -17,41 +17,18 @@ VLLM_PREFIX = "vllm:"
 
 # The metrics that mean what vLLM's metric of that name does (vllm/v1/metrics/loggers.py).
 _AS_IN_VLLM = frozenset(
-    {
-        "num_requests_running",
-        "num_requests_waiting",
-        "num_requests_waiting_by_reason",
-        "cache_config_info",
-        "kv_cache_usage_perc",
-        "prefix_cache_queries",
-        "prefix_cache_hits",
-        "prompt_tokens",
-        "prompt_tokens_by_source",
-        "prompt_tokens_cached",
-        "generation_tokens",
-        "num_preemptions",
-        "request_success",
-        "iteration_tokens_total",
-        "inter_token_latency_seconds",
-        "time_to_first_token_seconds",
-        "e2e_request_latency_seconds",
-        "request_time_per_output_token_seconds",
-        "request_queue_time_seconds",
-        "request_prefill_time_seconds",
-        "request_decode_time_seconds",
-        "request_inference_time_seconds",
-        "request_prompt_tokens",
-        "request_generation_tokens",
-        "request_max_num_generation_tokens",
-        "request_prefill_kv_computed_tokens",
-        "request_num_preemptions",
-        "request_params_n",
-        "request_params_max_tokens",
-        "spec_decode_num_drafts",
-        "spec_decode_num_draft_tokens",
-        "spec_decode_num_accepted_tokens",
-        "spec_decode_num_accepted_tokens_per_pos",
-    }
+    """
+    num_requests_running num_requests_waiting num_requests_waiting_by_reason cache_config_info
+    kv_cache_usage_perc prefix_cache_queries prefix_cache_hits prompt_tokens
+    prompt_tokens_by_source prompt_tokens_cached generation_tokens num_preemptions request_success
+    iteration_tokens_total inter_token_latency_seconds time_to_first_token_seconds
+    e2e_request_latency_seconds request_time_per_output_token_seconds request_queue_time_seconds
+    request_prefill_time_seconds request_decode_time_seconds request_inference_time_seconds
+    request_prompt_tokens request_generation_tokens request_max_num_generation_tokens
+    request_prefill_kv_computed_tokens request_num_preemptions request_params_n
+    request_params_max_tokens spec_decode_num_drafts spec_decode_num_draft_tokens
+    spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos
+    """.split()
 )
 _NAMED_OTHERWISE = {
     "num_nonfinite_logits": VLLM_PREFIX + "corrupted_requests",

@@ -239,55 +239,36 @@ class _EngineTotals:
         )
         for name, text, value in gauges:
             yield self._families.one(GaugeMetricFamily, name, text, value)
-        yield self._families.one(
-            GaugeMetricFamily,
-            "num_requests_waiting_by_reason",
-            "Samples that wait: all for a place, none for anything else",
-            {"capacity": scheduler.num_waiting, "deferred": 0},
-            "reason",
-        )
+        name = "num_requests_waiting_by_reason"
+        text = "Samples that wait: all for a place, none for anything else"
+        reasons = {"capacity": scheduler.num_waiting, "deferred": 0}
+        yield self._families.one(GaugeMetricFamily, name, text, reasons, "reason")
         for name, text, count in counters:
             yield self._families.one(CounterMetricFamily, name, text, count)
         accepted = [*spec.num_accepted_tokens_per_pos]
         accepted += [0] * (limits.num_positions - len(accepted))
-        yield self._families.one(
-            CounterMetricFamily,
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Accepted draft tokens by their position in the draft",
-            {str(position): count for position, count in enumerate(accepted)},
-            "position",
-        )
+        by_position = {str(position): count for position, count in enumerate(accepted)}
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        text = "Accepted draft tokens by their position in the draft"
+        yield self._families.one(CounterMetricFamily, name, text, by_position, "position")
         yield from self._adapters()
+        text = "Time of the steps: drafting, the target's pass, verification, the rest"
         yield self._families.one(
-            CounterMetricFamily,
-            "step_time_seconds",
-            "Time of the steps: drafting, the target's pass, verification, the rest",
-            metrics.seconds,
-            "part",
+            CounterMetricFamily, "step_time_seconds", text, metrics.seconds, "part"
         )
 
     def _adapters(self) -> Iterator[Metric]:
         """Drafts of the requests with adapters: a drafter may know less of what these make."""
         counted = {**self._engine.metrics.adapters}
-        for name, text, values in (
-            ("drafts", "Drafts", {key: it.num_drafts for key, it in counted.items()}),
-            (
-                "draft_tokens",
-                "Draft tokens",
-                {key: it.num_draft_tokens for key, it in counted.items()},
-            ),
-            (
-                "accepted_tokens",
-                "Accepted draft tokens",
-                {key: it.num_accepted_tokens for key, it in counted.items()},
-            ),
+        for name, what in (
+            ("num_drafts", "Drafts"),
+            ("num_draft_tokens", "Draft tokens"),
+            ("num_accepted_tokens", "Accepted draft tokens"),
         ):
+            values = {key: getattr(it, name) for key, it in counted.items()}
+            text = f"{what} of the requests with an adapter"
             yield self._families.one(
-                CounterMetricFamily,
-                f"adapter_num_{name}",
-                f"{text} of the requests with an adapter",
-                values,
-                "adapter",
+                CounterMetricFamily, f"adapter_{name}", text, values, "adapter"
             )
 
     def _cache_info(self) -> Metric:

@@ -12,8 +12,7 @@ from typing import ParamSpec, TypeVar
 from slipstream.core.adapters import NamedAdapter
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CheckpointError, PromptTooLongError, counted
-from slipstream.core.sampling_defaults import SamplingDefaults
-from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.sampling_params import SamplingDefaults, SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import EncodedPrompt, Prompt, PromptEncoder
 from slipstream.models.chat_template import ChatTemplate

@@ -21,11 +21,10 @@ from slipstream.core.errors import UsageError
 from slipstream.engine.engine import Engine
 from slipstream.serve.adapters import NamedPath, load_modules
 from slipstream.serve.app import create_app
-from slipstream.serve.connections import connection_class
 from slipstream.serve.conversation import require_defaults
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.limits import ServeLimits
-from slipstream.serve.listening import Tls
+from slipstream.serve.listening import Tls, connection_class
 from slipstream.serve.logs import RequestIds, set_up_logs
 from slipstream.serve.memory import freeze_garbage_collection, return_memory, share_arenas
 from slipstream.serve.metrics import ServerMetrics

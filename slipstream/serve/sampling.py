@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from slipstream.core.repetition import RepetitionDetection
-from slipstream.core.sampling_defaults import SamplingDefaults
-from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.sampling_params import RepetitionDetection, SamplingDefaults, SamplingParams
 from slipstream.core.structured import StructuredOutput
 from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService

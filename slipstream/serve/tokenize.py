@@ -12,7 +12,7 @@ from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.openapi import json_response
 from slipstream.serve.protocol.bounds import MOST_TEXT_BYTES
-from slipstream.serve.protocol.tokenize import (
+from slipstream.serve.protocol.server import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from slipstream.core.batch import ChainStops
+from slipstream.kernels.devices import upload
 from slipstream.kernels.sampling import rates_by_request
 from slipstream.runner.device_batch import DeviceBatch
-from slipstream.runner.transfer import upload
 from slipstream.speculative.drafter import Draft, DrafterResources
 
 
@@ -66,11 +66,7 @@ class Chains:
     """
 
     def __init__(
-        self,
-        batch: DeviceBatch,
-        resources: DrafterResources,
-        wanted: Tensor,
-        at_once: bool = False,
+        self, batch: DeviceBatch, resources: DrafterResources, wanted: Tensor, at_once: bool = False
     ) -> None:
         self.num_tokens = self.num_passes = wanted
         self._confidences: Tensor | None = None  # [R, K]

@@ -92,11 +92,7 @@ class DraftSampling:
         return chains.finish(draft), chains.num_passes
 
     def draft_places(
-        self,
-        batch: DeviceBatch,
-        resources: DrafterResources,
-        wanted: Tensor,
-        places: Places,
+        self, batch: DeviceBatch, resources: DrafterResources, wanted: Tensor, places: Places
     ) -> Draft:
         """K draft tokens one after the other, from a network that has no rows of its own for them.
 

@@ -20,8 +20,7 @@ from slipstream.runner.device_state import DeviceState
 from slipstream.runner.excerpts import ExcerptSizes
 from slipstream.runner.model_runner import Forward
 from slipstream.sampling.state import SamplingState
-from slipstream.sampling.tree_verification import TreeNodes
-from slipstream.sampling.verification import Verdict
+from slipstream.sampling.verification import TreeNodes, Verdict
 
 NO_STATES = (
     "drafters whose layers keep a state of each request are not supported; use a draft model with "

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any, Protocol, cast
 
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.core.verification import Verification
+from slipstream.core.sampling_params import Verification
 from slipstream.models.checkpoint import resolve_checkpoint
 from slipstream.models.modules_beside import own_drafter_tensors
 from slipstream.speculative.catalogue import DRAFT_MODEL, METHODS, method_named, recognise
@@ -17,9 +17,8 @@ from slipstream.speculative.heads.kinds import HeadConfig
 from slipstream.speculative.heads.method import HeadMethod
 from slipstream.speculative.method import Method
 from slipstream.speculative.model_options import ModelOptions
-from slipstream.speculative.options import Options, TargetModel
+from slipstream.speculative.options import Options, TargetModel, read_verification
 from slipstream.speculative.trees.shapes import TokenTree, read_tree, require_count
-from slipstream.speculative.verification_options import read_verification
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 AUTO = "auto"

@@ -33,11 +33,7 @@ class ChainNetwork(Protocol):
         """[T, H] features of the target's pass."""
 
     def __call__(
-        self,
-        token_ids: Tensor,
-        features: Tensor,
-        inputs: PassInputs,
-        caches: Sequence[LayerCache],
+        self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
         """(what enters the lm_head, next features), [T, H]."""
 

@@ -16,7 +16,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import CheckpointSource, TensorSource
 from slipstream.models.quantized.catalogue import refuse_quantized
-from slipstream.speculative.parallel.mask_token import MASK_TOKEN_KEYS
+from slipstream.speculative.parallel.rows import MASK_TOKEN_KEYS
 from slipstream.train.dense import DENSE, DenseContext
 from slipstream.train.files import copy_tokenizer
 from slipstream.train.parameters import RandomSource

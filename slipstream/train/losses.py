@@ -10,10 +10,7 @@ from slipstream.train.target import TargetDistribution
 
 
 def distillation(
-    logits: Tensor,
-    target: TargetDistribution,
-    weight: Tensor,
-    argmax_weight: float,
+    logits: Tensor, target: TargetDistribution, weight: Tensor, argmax_weight: float
 ) -> Tensor:
     """The weighted mean loss over rows, a scalar.
 

@@ -62,9 +62,7 @@ class MetricsLog:
         axes = loss.add_subplot(xlabel="step", ylabel="loss", title="Training loss")
         axes.plot(*_curve(training, "loss"))
         axes = acceptance.add_subplot(
-            xlabel="step",
-            ylabel="acceptance length",
-            title="Simulated acceptance on held-out text",
+            xlabel="step", ylabel="acceptance length", title="Simulated acceptance on held-out text"
         )
         axes.plot(*_curve(validation, "acceptance_length"), "o-", label="greedy")
         axes.plot(*_curve(validation, "acceptance_length_sampled"), "o-", label="temperature 1")

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
-from slipstream.speculative.dflash.config import DFlashConfig, read_dflash_config
-from slipstream.speculative.dflash.network import DFlashNetwork
+from slipstream.speculative.dflash.network import DFlashConfig, DFlashNetwork, read_dflash_config
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.train.batches import Batch
 from slipstream.train.chain import ChainRecipe, DraftPosition

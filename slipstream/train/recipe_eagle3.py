@@ -13,8 +13,7 @@ from torch import Tensor
 
 from slipstream.core.errors import UsageError
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.speculative.eagle3.config import Eagle3Config, read_eagle3_config
-from slipstream.speculative.eagle3.network import Eagle3Head
+from slipstream.speculative.eagle3.network import Eagle3Config, Eagle3Head, read_eagle3_config
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.train.batches import Batch
 from slipstream.train.chain import ChainRecipe, DraftPosition, unroll

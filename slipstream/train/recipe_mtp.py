@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.speculative.mtp.checkpoint import MtpCheckpoint
-from slipstream.speculative.mtp.config import MtpConfig, read_mtp_config
+from slipstream.speculative.mtp.config import MtpCheckpoint, MtpConfig, read_mtp_config
 from slipstream.speculative.mtp.network import MtpHead
 from slipstream.train.batches import Batch
 from slipstream.train.chain import ChainRecipe, DraftPosition, unroll

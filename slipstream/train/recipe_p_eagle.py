@@ -16,12 +16,7 @@ from slipstream.train.dense import DENSE, DenseContext
 from slipstream.train.parallel import ParallelRecipe, ParallelRows
 from slipstream.train.plan import RunPlan
 from slipstream.train.recipe import planned_checkpoint
-from slipstream.train.recipe_eagle3 import (
-    Eagle3Recipe,
-    head_config,
-    initialise_head,
-    require_fit,
-)
+from slipstream.train.recipe_eagle3 import Eagle3Recipe, head_config, initialise_head, require_fit
 from slipstream.train.sequences import Sequences
 from slipstream.train.target import Target
 from slipstream.train.vocabulary import mask_token_of_head

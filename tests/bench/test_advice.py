@@ -2,8 +2,7 @@
 
 import pytest
 
-from slipstream.bench.advice import advise, paragraph
-from slipstream.bench.sweep import AUTO, PLAIN, Point
+from slipstream.bench.sweep import AUTO, PLAIN, Point, advise, paragraph
 
 DRAFTERS = {"small": {"model": "a b"}, "ngram": {"method": "ngram"}}
 

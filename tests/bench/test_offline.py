@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from slipstream.bench.datasets import BenchPrompt
-from slipstream.bench.page import PageChart, write_page
 from slipstream.bench.pictures import sweep_figure
 from slipstream.bench.profile import GROUPS, group_of, read_trace
+from slipstream.bench.report import PageChart, write_page
 from slipstream.bench.sweep import PLAIN, Point, best
 from slipstream.bench.tables import ReportTable, by_position, sweep_table
 from slipstream.bench.workload import Workload, run_offline

@@ -10,8 +10,7 @@ import torch
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from slipstream.core.sampling_defaults import SamplingDefaults
-from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.sampling_params import SamplingDefaults, SamplingParams
 from slipstream.engine.metrics import EngineMetrics
 
 STEP = 5  # tokens of one step: four accepted ones and the target's own

@@ -10,8 +10,7 @@ from rich.text import Text
 from slipstream.cli.generate import Player
 from slipstream.cli.page import Page, TokenColours
 from slipstream.cli.spoken import Spoken
-from slipstream.cli.status import Meter, Status
-from slipstream.cli.views import LiveView, PlainView, held_back
+from slipstream.cli.views import LiveView, Meter, PlainView, Status, held_back
 from slipstream.core.config import EngineConfig
 from slipstream.core.outputs import CompletionOutput, RequestMetrics
 from slipstream.core.sampling_params import SamplingParams

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli.doctor import advise
-from slipstream.cli.machine_facts import Gpu, MachineFacts, Processor, processor_name
+from slipstream.cli.doctor import Gpu, MachineFacts, Processor, advise, processor_name
 from tests.checkpoints import write_qwen3
 from tests.cli.conftest import CommandLine
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, SamplingParams, StructuredOutput
-from slipstream.core.sampling_defaults import SamplingDefaults
+from slipstream.core.sampling_params import SamplingDefaults
 from slipstream.models.checkpoint import resolve_checkpoint
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM

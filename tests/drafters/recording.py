@@ -11,11 +11,10 @@ from torch import Tensor
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.sampling import verification
 from slipstream.speculative import draft_sampling
-from slipstream.speculative.dflash.chain import BlockChainDrafter
-from slipstream.speculative.dflash.drafter import DFlashDrafter
+from slipstream.speculative.dflash.drafter import BlockChainDrafter, DFlashDrafter
 from slipstream.speculative.draft_model.drafter import DraftModelDrafter
 from slipstream.speculative.drafter import Draft
-from slipstream.speculative.gemma4_assistant.drafter import AssistantDrafter
+from slipstream.speculative.gemma4_assistant.network import AssistantDrafter
 from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
 from slipstream.speculative.heads.last_hidden import LastHiddenDrafter
 from slipstream.speculative.p_eagle.drafter import PEagleDrafter

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM
-from slipstream.speculative.dflash.chain import BlockChainDrafter
+from slipstream.speculative.dflash.drafter import BlockChainDrafter
 from slipstream.speculative.dflash2.network import convolve
 from tests.drafters.blocks import (
     Blocks,

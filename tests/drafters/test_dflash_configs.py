@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream import CheckpointError
-from slipstream.speculative.dflash.config import read_dflash_config
+from slipstream.speculative.dflash.network import read_dflash_config
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from tests.drafters.blocks import write_dflash
 from tests.drafters.broken import make, write_config

@@ -11,8 +11,7 @@ from slipstream.kernels.reference import REFERENCE
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import Part
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.dflash.config import read_dflash_config
-from slipstream.speculative.dflash.network import DFlashNetwork
+from slipstream.speculative.dflash.network import DFlashNetwork, read_dflash_config
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from tests.drafters.blocks import MASK, write_dflash
 from tests.drafters.trainable import Trainable

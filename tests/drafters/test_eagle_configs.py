@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3Config
 
 from slipstream import CheckpointError, SamplingParams
-from slipstream.speculative.eagle3.config import read_eagle3_config
+from slipstream.speculative.eagle3.network import read_eagle3_config
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from tests.drafters.broken import make, write_config
 from tests.drafters.heads import as_pickle, as_wrapper, write_eagle1, write_eagle3

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
-from slipstream.speculative.mtp.checkpoint import MtpCheckpoint
+from slipstream.speculative.mtp.config import MtpCheckpoint
 from tests.checkpoints import write_qwen3
 from tests.drafters.broken import edit, make, write_config
 from tests.drafters.mtp_heads import add_mtp, write_mtp

@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 from slipstream import LLM, CheckpointError
 from slipstream.layers.experts import ExpertsSpec
-from slipstream.speculative.mtp.checkpoint import MtpCheckpoint
-from slipstream.speculative.mtp.config import read_mtp_config
+from slipstream.speculative.mtp.config import MtpCheckpoint, read_mtp_config
 from tests.drafters.broken import edit, make, write_config
 from tests.drafters.engines import GREEDY, K, forced, run
 from tests.drafters.mtp_heads import add_mtp, write_mtp

@@ -16,8 +16,7 @@ from slipstream.kernels.reference import REFERENCE
 from slipstream.layers.parameters import Part
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import LoadOptions, load_decoder
-from slipstream.speculative.mtp.checkpoint import MtpCheckpoint
-from slipstream.speculative.mtp.config import read_mtp_config
+from slipstream.speculative.mtp.config import MtpCheckpoint, read_mtp_config
 from slipstream.speculative.mtp.network import FIRST_ROW, MtpHead, load_mtp
 from tests.drafters.engines import GREEDY, make, run
 from tests.drafters.mtp_heads import write_mtp

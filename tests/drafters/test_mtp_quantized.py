@@ -14,8 +14,7 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import LoadOptions, decoder_bytes
 from slipstream.models.precision import weight_bytes
-from slipstream.speculative.mtp.checkpoint import MtpCheckpoint
-from slipstream.speculative.mtp.config import read_mtp_config
+from slipstream.speculative.mtp.config import MtpCheckpoint, read_mtp_config
 from tests.checkpoints import write_qwen3
 from tests.drafters.broken import edit, make, write_config
 from tests.drafters.engines import GREEDY, K, forced, run

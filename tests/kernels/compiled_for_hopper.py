@@ -26,7 +26,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def stream(tiles: Stream, dtype: torch.dtype, out: torch.dtype, gated: int, biased: bool) -> Any:
-    """`matmul_stream.py`'s launch."""
+    """`matmul.py`'s launch."""
 
     def described(rows: int) -> str:
         return f"tensordesc<{NAMES[dtype]}[{rows}, {tiles.depth}],{SWIZZLED.value}>"
@@ -59,7 +59,7 @@ def grouped(
     coding: int = E2M1,
     span: int = 1,
 ) -> Any:
-    """`grouped_stream.py`'s launch; tile: rows of x, chunks and stages."""
+    """`grouped.py`'s launch; tile: rows of x, chunks and stages."""
     count, chunks, stages = tile
     columns = 32 if coding == INT8 else 64
     described = f"tensordesc<u8[{8 * chunks}, 128],{BYTES.value}>"

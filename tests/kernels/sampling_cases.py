@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.request import Request
-from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.verification import Verification
+from slipstream.core.sampling_params import SamplingParams, Verification
 from slipstream.kernels.reference.sampling import SAMPLING as PLAIN
 from slipstream.kernels.sampling import SampleRows, SamplingOps
 from slipstream.sampling.state import SamplingState, Uses

@@ -109,8 +109,8 @@ class TestTriton:
 
     def test_the_ops_of_a_layer_apply_them(self) -> None:
         pytest.importorskip("triton", reason="it is there for Linux only")
-        from slipstream.kernels.activation import Activation
         from slipstream.kernels.formats.dense import DenseMatrix
+        from slipstream.kernels.norm import Activation
         from slipstream.kernels.reference import REFERENCE
         from slipstream.kernels.table import Norm
         from slipstream.kernels.triton import TRITON

@@ -12,7 +12,7 @@ from slipstream.kernels.columns import Columns
 from slipstream.kernels.reference import FP64_SAMPLING, SAMPLING, over, thresholds
 from slipstream.kernels.reference.processors import probabilities
 from slipstream.kernels.sampling import SampleRows, SamplingOps
-from slipstream.sampling.logprobs import token_logprobs
+from slipstream.sampling.logits import token_logprobs
 from slipstream.sampling.state import SamplingState
 from tests.kernels.sampling_cases import GREEDY, KINDS, SAMPLED, judge, make_batch, make_state
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 
-from slipstream.kernels.cpu.delta_net import delta_net, tensors_of
+from slipstream.kernels.cpu.attention import delta_net, tensors_of
 from slipstream.kernels.delta_net import DeltaCache, DeltaHeads
 from slipstream.kernels.pass_inputs import PassInputs, StateInputs
 from slipstream.kernels.reference.delta_net import delta_net as plainly

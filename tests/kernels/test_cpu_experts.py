@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.experts import ClampedGate, Router, Routing, Scores
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.int4 import ToInt4
@@ -14,6 +13,7 @@ from slipstream.kernels.formats.int8 import ToInt8
 from slipstream.kernels.formats.mxfp4 import ToMxfp4
 from slipstream.kernels.formats.nvfp4 import ToNvfp4
 from slipstream.kernels.formats.weight import Rounding, Weight
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.reference import PARTS as PLAIN
 from slipstream.kernels.table import ExpertsParts, Norm, SharedExpert
 

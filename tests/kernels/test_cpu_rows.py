@@ -7,8 +7,8 @@ from torch.testing import assert_close
 
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.cpu.rows import add_norm, gated_activation, norm
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.reference import dense
 from tests.kernels.batches import seeded
 

@@ -12,14 +12,14 @@ from torch.testing import assert_close
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 
 from slipstream.cache.spec import CacheSizes
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.cpu import cpu_backend
-from slipstream.kernels.cpu.delta_net import tensors_of
+from slipstream.kernels.cpu.attention import tensors_of
 from slipstream.kernels.cpu.layers import FusedStack
 from slipstream.kernels.delta_net import DeltaCache
 from slipstream.kernels.experts import ClampedGate, Routing, Scores
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.pass_inputs import PassInputs, StateInputs
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import (

@@ -5,13 +5,15 @@ import torch
 
 pytest.importorskip("triton", reason="it is there for Linux only")
 
-from slipstream.kernels.triton.matmul_stream_tiles import MEMORY, few_rows, many_rows
 from slipstream.kernels.triton.matmul_tiles import (
+    MEMORY,
     SPLITS,
     TUNED,
     Plan,
     Stream,
     Tiles,
+    few_rows,
+    many_rows,
     plan,
 )
 

@@ -9,7 +9,6 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="it is there for Linux only")
 
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.experts import ClampedGate, Router, Routing, Scores
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import ToFloat8
@@ -19,6 +18,7 @@ from slipstream.kernels.formats.int8 import Int8Matrix, ToInt8
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix, ToMxfp4
 from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix, ToNvfp4
 from slipstream.kernels.formats.weight import Rounding, Weight
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.reference.experts import choose as reference_choose
 from slipstream.kernels.reference.experts import experts as reference_experts

@@ -12,16 +12,16 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="it is there for Linux only")
 
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix, ToFloat8
 from slipstream.kernels.formats.float8 import round_rows as reference_round_rows
 from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.table import Behind, JoiningAddend, Norm, Ops
 from slipstream.kernels.triton import (
     TRITON,
     TRITON_INVARIANT,
-    matmul_stream,
+    matmul,
     matmul_tiles,
 )
 from slipstream.kernels.triton.linear import FEW_ROWS
@@ -345,6 +345,6 @@ def test_tiles_change_no_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtyp
         several += [Tiles(64, 64, 128, 8), Tiles(64, 128, 128, 8), Tiles(16, 64, 256, 4, 3, 256)]
     for tiles in several:
         monkeypatch.setattr(matmul_tiles, "_tiles", lambda *_, tiles=tiles: tiles)
-        monkeypatch.setattr(matmul_stream, "serves", lambda *_: False)
+        monkeypatch.setattr(matmul, "streams", lambda *_: False)
         for out, other in zip(results(), expected, strict=True):
             assert_same_sums(out, other)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.verification import Verification
+from slipstream.core.sampling_params import SamplingParams, Verification
 from slipstream.kernels.reference import SAMPLING as PLAIN
 from tests.kernels.sampling_cases import BLOCK, LEAN, judge, make_batch, make_state
 from tests.lossless.test_verifier_distribution import (

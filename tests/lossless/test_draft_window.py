@@ -15,7 +15,7 @@ from slipstream.models.loading import LoadOptions
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.rows import PassRows, RowLayout, lay_out
-from slipstream.speculative.draft_model import network
+from slipstream.speculative.draft_model import drafter
 from slipstream.speculative.loading import load_drafter
 from slipstream.speculative.model_options import LONG_TEXT, LONG_TEXT_WINDOW, ModelOptions
 from slipstream.speculative.options import TargetModel
@@ -209,7 +209,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> CountedRows:
             found.rows.append(len(forward.hidden))
             return forward
 
-    monkeypatch.setattr("slipstream.speculative.draft_model.network.ModelRunner", Runner)
+    monkeypatch.setattr("slipstream.speculative.draft_model.drafter.ModelRunner", Runner)
     return found
 
 
@@ -310,7 +310,7 @@ def test_a_draft_model_gets_a_window_by_itself_where_there_is_memory(
     for name, layers in (("target", 2), ("draft", 1)):
         write_qwen3(tmp_path / name, keep_layers=layers, max_position_embeddings=LONG_TEXT)
     if memory == "too little":
-        monkeypatch.setattr(network, "_MEMORY_SHARE", 1 << 50)
+        monkeypatch.setattr(drafter, "_MEMORY_SHARE", 1 << 50)
     load = LoadOptions(torch.float32, torch.device("cpu"), "auto", LONG_TEXT)
     config = {"model": str(tmp_path / "draft"), "num_speculative_tokens": "auto"}
     loaded = load_drafter(config, TargetModel(tmp_path / "target", 96, load, 4)).drafter

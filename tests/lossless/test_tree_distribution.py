@@ -14,10 +14,9 @@ from torch import Tensor
 
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.kernels.sampling import SampleRows
-from slipstream.sampling import tree_verification
+from slipstream.sampling import verification
 from slipstream.sampling.state import SamplingState
-from slipstream.sampling.tree_verification import DraftedTrees, TreeNodes, verify_trees
-from slipstream.sampling.verification import Verdict
+from slipstream.sampling.verification import DraftedTrees, TreeNodes, Verdict, verify_trees
 from tests.lossless.test_verifier_distribution import (
     BIAS,
     DEVICE,
@@ -191,11 +190,11 @@ Breaks = Callable[[DraftedTrees, SampleRows], SampleRows]
 def test_a_broken_verifier_is_found(
     breaks: Breaks, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows_of = tree_verification._node_rows
+    rows_of = verification._node_rows
 
     def broken(trees: DraftedTrees, *args: Any) -> SampleRows:
         return breaks(trees, rows_of(trees, *args))
 
-    monkeypatch.setattr(tree_verification, "_node_rows", broken)
+    monkeypatch.setattr(verification, "_node_rows", broken)
     values, _ = p_values(case, ROUNDS_BROKEN)
     assert min(values) < 1e-9

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.request import Request, derive_seed
-from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.verification import Verification
+from slipstream.core.sampling_params import SamplingParams, Verification
 from slipstream.kernels.reference import sampling as reference
 from slipstream.kernels.reference.noise import Purpose, gumbel
 from slipstream.kernels.sampling import SampleRows, SamplingOps

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer, Gemma4TextModel
 
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.experts import Routing, Scores
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.table import Ops

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import CheckpointError, SlipstreamError, UsageError
-from slipstream.core.sampling_defaults import SamplingDefaults
+from slipstream.core.sampling_params import SamplingDefaults
 from slipstream.models.checkpoint import Checkpoint, Replaced
 from slipstream.models.generation_config import generation_folder, read_sampling_defaults
 from slipstream.serve.protocol.completions import CompletionRequest

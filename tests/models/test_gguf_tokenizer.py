@@ -129,7 +129,7 @@ def test_tokens_that_end_an_answer(tmp_path: Path) -> None:
 
     def ends(count: int, **more: int) -> list[int]:
         from slipstream.models.gguf.container import read_container
-        from slipstream.models.gguf.vocabulary import end_ids
+        from slipstream.models.gguf.tokenizer import end_ids
 
         keys = {"tokens": words[:count], "token_type": types[:count], **more}
         metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}

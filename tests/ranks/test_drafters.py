@@ -14,7 +14,7 @@ import pytest
 from slipstream import SamplingParams
 from slipstream.core.errors import UsageError
 from slipstream.core.structured import StructuredOutput
-from slipstream.engine import packing
+from slipstream.engine import step_results
 from tests.checkpoints import write_qwen3
 from tests.lossless.test_greedy import make_prompts, speculative_config, tokens
 from tests.ranks.conftest import Opener
@@ -185,7 +185,7 @@ def test_a_step_that_fails_is_undone_on_all_ranks(
     llm = ranked(target, {"model": draft, "num_speculative_tokens": 3})
     for owner, name in (
         (llm.engine.scheduler, "commit"),
-        (packing, "PackedBatch"),
+        (step_results, "PackedBatch"),
     ):
         calls = count()
         usual = getattr(owner, name)

@@ -29,7 +29,7 @@ from slipstream.serve.protocol.chat import ChatRequest
 from slipstream.serve.protocol.completions import CompletionRequest
 from slipstream.serve.protocol.messages import CountTokensRequest, MessagesRequest
 from slipstream.serve.protocol.responses import ResponsesRequest
-from slipstream.serve.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from slipstream.serve.protocol.server import DetokenizeRequest, TokenizeRequest
 from slipstream.serve.request_parsing import parse_body
 
 MOST = ServeLimits.max_json_values

@@ -11,9 +11,8 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from slipstream.serve.connections import BoundedConnection, connection_class
 from slipstream.serve.limits import ServeLimits
-from slipstream.serve.listening import bind
+from slipstream.serve.listening import BoundedConnection, bind, connection_class
 from slipstream.serve.run import Access, guarded
 
 LIMITS = ServeLimits(

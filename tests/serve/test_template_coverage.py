@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from slipstream.core.errors import UsageError
+from slipstream.serve.conversation import require_coverage
 from slipstream.serve.errors import ApiError
-from slipstream.serve.template_coverage import require_coverage
 
 USER = {"role": "user", "content": "what time is it"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": {}}}

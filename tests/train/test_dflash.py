@@ -8,8 +8,7 @@ import torch
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.catalogue import recognise
-from slipstream.speculative.dflash.config import read_dflash_config
-from slipstream.speculative.dflash.network import DFlashNetwork
+from slipstream.speculative.dflash.network import DFlashNetwork, read_dflash_config
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.loading import load_network
 from slipstream.train.recipe_dflash import DFlashRecipe

@@ -26,9 +26,9 @@ from slipstream.cache.state_places import StatePlaces
 from slipstream.cache.window_blocks import WindowBlocks, most_blocks_held
 from slipstream.core.batch import Batch, Committed, ScheduledRequest
 from slipstream.core.errors import UsageError
-from slipstream.core.limits import StepLimits
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.step_form import StepLimits
 from slipstream.engine.scheduler import Scheduler
 
 SAME_EVERY_TIME = settings(derandomize=True, database=None, deadline=None)

@@ -113,13 +113,13 @@ def test_newer_cards_lack_only_what_is_hoppers(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 ) -> None:
     pytest.importorskip("triton", reason="it is there for Linux only")
-    from slipstream.kernels.triton import launch, matmul_stream
+    from slipstream.kernels.triton import launch, matmul
 
     pretend(monkeypatch, capability)
     assert choose_device("cuda")[0] == CUDA
     for quantization in ("int8", "int4", "mxfp4"):
         require_quantization(CUDA, "q", quantization)
-    assert matmul_stream.is_hopper.__wrapped__(CUDA) == (capability[0] == 9)
+    assert matmul.is_hopper.__wrapped__(CUDA) == (capability[0] == 9)
     assert launch.overlaps.__wrapped__(CUDA) == (capability[0] >= 9)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.sampling.logprobs import token_logprobs
+from slipstream.sampling.logits import token_logprobs
 
 
 def test_against_float64() -> None:

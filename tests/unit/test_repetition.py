@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from slipstream.core.errors import UsageError
-from slipstream.core.repetition import RepetitionDetection
+from slipstream.core.sampling_params import RepetitionDetection
 
 
 def test_it_finds_what_a_plain_search_finds() -> None:

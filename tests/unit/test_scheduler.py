@@ -8,9 +8,9 @@ import pytest
 from slipstream.cache.block_manager import BlockManager
 from slipstream.core.batch import Batch, Committed, DraftPlan, StepReport
 from slipstream.core.errors import UsageError
-from slipstream.core.limits import StepLimits
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.step_form import StepLimits
 from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.scheduler import Scheduler
 

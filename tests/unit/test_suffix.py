@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 from slipstream import LLM
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.request import Request, RequestStatus
-from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.verification import Verification
+from slipstream.core.sampling_params import SamplingParams, Verification
 from slipstream.runner.device_state import DeviceState
 from slipstream.speculative.options import Options
-from slipstream.speculative.suffix.automaton import GuessLimits, SuffixAutomaton
-from slipstream.speculative.suffix.drafter import PastOutputs, SuffixDrafter, read_options
+from slipstream.speculative.suffix.drafter import (
+    GuessLimits,
+    PastOutputs,
+    SuffixAutomaton,
+    SuffixDrafter,
+    read_options,
+)
 
 # Few tokens, or blocks of tokens that come again, so that there is much to find.
 TOKENS = st.lists(st.integers(0, 3), max_size=50)

@@ -7,7 +7,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import UsageError
-from slipstream.speculative.verification_options import conditional_rates, rates_for_length
+from slipstream.speculative.options import conditional_rates, rates_for_length
 from tests import stopping_policy
 from tests.stopping_policy import use_stopping_policy
 

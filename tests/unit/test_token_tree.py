@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
-from slipstream.sampling.tree_verification import TreeNodes
+from slipstream.sampling.verification import TreeNodes
 from slipstream.speculative.options import Options
 from slipstream.speculative.trees.growth import growth_of
 from slipstream.speculative.trees.shapes import (

@@ -15,8 +15,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.kernels.reference import SAMPLING, thresholds
 from slipstream.kernels.sampling import SampleRows, SamplingOps
 from slipstream.sampling.state import SamplingState, Uses
-from slipstream.sampling.tree_verification import DraftedTrees, TreeNodes, verify_trees
-from slipstream.sampling.verification import Verdict, verify
+from slipstream.sampling.verification import DraftedTrees, TreeNodes, Verdict, verify, verify_trees
 from slipstream.speculative.trees.growth import growth_of
 from slipstream.speculative.trees.shapes import DynamicTree
 

@@ -212,11 +212,7 @@ class Acceptance:
         return probes
 
     def _learn(
-        self,
-        item: ScheduledRequest,
-        gain: Committed,
-        probes: list[tuple[int, int]],
-        examined: bool,
+        self, item: ScheduledRequest, gain: Committed, probes: list[tuple[int, int]], examined: bool
     ) -> None:
         history = self._histories.get(item.request.request_id)
         if history is None or history.request is not item.request:

@@ -22,9 +22,8 @@ from math import log2
 from typing import Protocol
 
 from slipstream.core.batch import FACTOR_PARTS, ChainStops, DraftPlan, StepReport, Trim
-from slipstream.core.limits import StepLimits
 from slipstream.core.request import Request
-from slipstream.core.step_form import StepForm
+from slipstream.core.step_form import StepForm, StepLimits
 from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.drafting.acceptance import Acceptance, History, survivals
 from slipstream.engine.drafting.choice import Choice, CostTable, StepCosts, choose

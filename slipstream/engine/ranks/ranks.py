@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import RanksLostError
+from slipstream.kernels.devices import upload
 from slipstream.layers.parameters import WHOLE, Share
 from slipstream.models.loading import ProgressBar
 from slipstream.models.parameter_sources import Progress
 from slipstream.runner.device_state import DeviceState
-from slipstream.runner.transfer import upload
 from slipstream.sampling.state import SamplingState
 
 T = TypeVar("T")

@@ -6,9 +6,7 @@ import _slipstream_cpu as cpp
 
 from slipstream.kernels.composition import Parts, compose
 from slipstream.kernels.cpu import adapters, experts, matmul, rows
-from slipstream.kernels.cpu.attention import attend, store
-from slipstream.kernels.cpu.delta_net import delta_net
-from slipstream.kernels.cpu.latent_attention import latent_attention
+from slipstream.kernels.cpu.attention import attend, delta_net, latent_attention, store
 from slipstream.kernels.cpu.layers import fuse
 from slipstream.kernels.devices import labelled
 from slipstream.kernels.reference import PARTS as PLAIN

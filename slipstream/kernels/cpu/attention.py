@@ -1,21 +1,22 @@
-"""Attention in C++ (`csrc/attention.h`). Meanings and shapes: `kernels/table.py`.
+"""Attention, latent attention and gated delta nets in C++ (`csrc/attention.h`, `latent.h`,
+`delta_net.h`). Meanings and shapes: `kernels/table.py`, `latent_attention.py`, `delta_net.py`.
 
 What stays the same is handed over once: a layer's sizes, norms and angles, and where the rows of a
 pass stand.
 """
 
-from weakref import WeakKeyDictionary
-
 import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
+from slipstream.kernels.delta_net import DeltaCache, DeltaHeads
+from slipstream.kernels.devices import kept
+from slipstream.kernels.latent_attention import LatentHeads
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import Heads
 
 MOST_HEAD_DIM = 512
-_LAYERS: WeakKeyDictionary[Heads, cpp.AttentionLayer] = WeakKeyDictionary()
 
 
 def attend(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]) -> Tensor:
@@ -46,26 +47,24 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+@kept
 def layer_of(heads: Heads) -> cpp.AttentionLayer:
     """What C++ keeps of a layer."""
-    layer = _LAYERS.get(heads)
-    if layer is None:
-        norms = heads.norms
-        layer = _LAYERS[heads] = cpp.AttentionLayer(
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_dim,
-            None if norms is None else norms[0].weight.detach(),
-            None if norms is None else norms[1].weight.detach(),
-            0.0 if norms is None else norms[0].eps,
-            heads.cos_sin,
-            heads.scale,
-            heads.window or 0,
-            None if heads.sinks is None else heads.sinks.detach().float(),
-            heads.gated,
-            heads.softcap or 0.0,
-        )
-    return layer
+    norms = heads.norms
+    return cpp.AttentionLayer(
+        heads.num_heads,
+        heads.num_kv_heads,
+        heads.head_dim,
+        None if norms is None else norms[0].weight.detach(),
+        None if norms is None else norms[1].weight.detach(),
+        0.0 if norms is None else norms[0].eps,
+        heads.cos_sin,
+        heads.scale,
+        heads.window or 0,
+        None if heads.sinks is None else heads.sinks.detach().float(),
+        heads.gated,
+        heads.softcap or 0.0,
+    )
 
 
 def pass_of(inputs: PassInputs) -> cpp.AttentionPass:
@@ -103,3 +102,81 @@ def _pass(inputs: PassInputs) -> cpp.AttentionPass:
     if inputs.adapters is not None:
         made.set_adapters(inputs.adapters.contiguous())
     return made
+
+
+MOST_STORED_DIM = 576
+
+
+def latent_attention(
+    queries: Tensor, latents: Tensor, heads: LatentHeads, inputs: PassInputs, cache: Tensor
+) -> Tensor:
+    """See `LatentAttentionOp`; all rows are in the absorbed form, and a row's bits depend on
+    nothing beside the row."""
+    if not serves_latent(heads):
+        return REFERENCE.latent_attention(queries, latents, heads, inputs, cache)
+    out = torch.empty((len(queries), heads.num_heads * heads.value_dim), dtype=queries.dtype)
+    cpp.latent_attend(
+        latent_layer_of(heads), pass_of(inputs), queries, latents, as_pages(cache), out
+    )
+    return out
+
+
+def serves_latent(heads: LatentHeads) -> bool:
+    """Whether the kernels take rows of this size."""
+    stored = heads.rank + heads.rotary_dim
+    return stored % 4 == 0 and stored <= MOST_STORED_DIM
+
+
+def as_pages(cache: Tensor) -> Tensor:
+    """Latent rows as pages of one head, [num_blocks, block_size, 1, R + P]."""
+    return cache.unsqueeze(2)
+
+
+@kept
+def latent_layer_of(heads: LatentHeads) -> cpp.LatentLayer:
+    """What C++ keeps of a layer: its matrices packed, head by head."""
+    scales = heads.query_scales
+    return cpp.LatentLayer(
+        heads.norm_weight.detach(),
+        heads.eps,
+        heads.keys.detach().transpose(1, 2).contiguous(),
+        heads.values.detach().contiguous(),
+        heads.cos_sin,
+        heads.scale,
+        None if scales is None else scales.contiguous(),
+    )
+
+
+def delta_net(
+    mixed: Tensor,
+    gates: Tensor,
+    z: Tensor,
+    heads: DeltaHeads,
+    inputs: PassInputs,
+    cache: DeltaCache,
+) -> Tensor:
+    """See `DeltaNetOp`. Rows are taken strictly one behind the other: a row's bits, and those of a
+    state, do not tell in how many passes they were made, nor beside which requests."""
+    out = torch.empty(z.shape, dtype=z.dtype)
+    cpp.delta_net(delta_layer_of(heads), pass_of(inputs), mixed, gates, z, tensors_of(cache), out)
+    return out
+
+
+def tensors_of(cache: DeltaCache) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return cache.states, cache.windows, cache.drafted, cache.drafted_gates
+
+
+@kept
+def delta_layer_of(heads: DeltaHeads) -> cpp.DeltaLayer:
+    """What C++ keeps of a layer."""
+    return cpp.DeltaLayer(
+        heads.num_key_heads,
+        heads.num_value_heads,
+        heads.key_dim,
+        heads.value_dim,
+        heads.taps.detach().float().T.contiguous(),
+        heads.decay.detach(),
+        heads.step_bias.detach(),
+        heads.norm_weight.detach().float(),
+        heads.eps,
+    )

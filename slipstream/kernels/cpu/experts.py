@@ -1,18 +1,14 @@
 """Mixtures of experts in C++ (`csrc/experts.h`). Meanings: `ExpertsParts` in `kernels/table.py`."""
 
-from weakref import WeakKeyDictionary
-
 import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.matmul import handle_of
-from slipstream.kernels.devices import CPP_DTYPES
+from slipstream.kernels.devices import CPP_DTYPES, kept
 from slipstream.kernels.experts import Router
 from slipstream.kernels.reference import PARTS as PLAIN
 from slipstream.kernels.table import ExpertsParts, SharedExpert
-
-_MIXTURES: WeakKeyDictionary[ExpertsParts, cpp.Experts] = WeakKeyDictionary()
 
 
 def experts(x: Tensor, parts: ExpertsParts) -> Tensor:
@@ -32,15 +28,9 @@ def serves(parts: ExpertsParts) -> bool:
     return packed and parts.router.weight.dtype in CPP_DTYPES
 
 
+@kept
 def mixture_of(parts: ExpertsParts) -> cpp.Experts:
     """What C++ keeps of a mixture."""
-    mixture = _MIXTURES.get(parts)
-    if mixture is None:
-        mixture = _MIXTURES[parts] = _mixture(parts)
-    return mixture
-
-
-def _mixture(parts: ExpertsParts) -> cpp.Experts:
     router, shared, clamp = parts.router, parts.shared, parts.clamp
     routing = router.routing
     return cpp.Experts(

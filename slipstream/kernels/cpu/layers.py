@@ -7,25 +7,30 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.adapters import low_rank_of
-from slipstream.kernels.cpu.attention import layer_of, pass_of, serves
-from slipstream.kernels.cpu.delta_net import delta_layer_of, tensors_of
+from slipstream.kernels.cpu.attention import (
+    as_pages,
+    delta_layer_of,
+    latent_layer_of,
+    layer_of,
+    pass_of,
+    serves,
+    serves_latent,
+    tensors_of,
+)
 from slipstream.kernels.cpu.experts import mixture_of
 from slipstream.kernels.cpu.experts import serves as serves_experts
-from slipstream.kernels.cpu.latent_attention import as_pages
-from slipstream.kernels.cpu.latent_attention import layer_of as latent_layer_of
-from slipstream.kernels.cpu.latent_attention import serves as serves_latent
 from slipstream.kernels.cpu.matmul import handle_of
 from slipstream.kernels.delta_net import DeltaCache
-from slipstream.kernels.delta_net_parts import DeltaNetParts
 from slipstream.kernels.devices import part_labels
-from slipstream.kernels.latent_attention_parts import LatentParts
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import (
     Adapters,
     AttentionParts,
+    DeltaNetParts,
     ExpertsParts,
     FusedOp,
     GatedMLPParts,
+    LatentParts,
     Norm,
     Product,
     StackParts,

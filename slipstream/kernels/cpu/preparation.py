@@ -6,19 +6,18 @@ and strides (`ValueError`).
 """
 
 from itertools import accumulate
-from weakref import WeakKeyDictionary
 
 import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
+from slipstream.kernels.devices import kept
 from slipstream.kernels.pass_inputs import RowPlaces
 from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
 from slipstream.kernels.reference import preparation as reference
 from slipstream.kernels.reference.preparation import timestamp, trim_drafts
 
 NO_TOKEN = -1
-_TABLES: WeakKeyDictionary[RequestTables, cpp.Tables] = WeakKeyDictionary()
 
 
 def expand_rows(
@@ -149,15 +148,13 @@ def _part(numbers: Tensor, start: int, size: int) -> Tensor:
     return numbers.as_strided((size,), (1,), start)
 
 
+@kept
 def _handle(tables: RequestTables) -> cpp.Tables:
     """The tables as C++ keeps them, for as long as they live."""
-    handle = _TABLES.get(tables)
-    if handle is None:
-        handle = _TABLES[tables] = cpp.Tables(
-            tables.token_ids, tables.num_tokens, tables.num_computed, tables.block_tables,
-            tables.block_size, tables.window_column,
-        )  # fmt: skip
-    return handle
+    return cpp.Tables(
+        tables.token_ids, tables.num_tokens, tables.num_computed, tables.block_tables,
+        tables.block_size, tables.window_column,
+    )  # fmt: skip
 
 
 def suffix_lookup(

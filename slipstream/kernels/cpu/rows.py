@@ -8,7 +8,7 @@ import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
-from slipstream.kernels.activation import Activation
+from slipstream.kernels.norm import Activation
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -4,23 +4,17 @@ C++ checks dtypes (`TypeError`), shapes and strides (`ValueError`).
 """
 
 from functools import cache
-from weakref import WeakKeyDictionary
 
 import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
+from slipstream.kernels.devices import kept
 from slipstream.kernels.sampling import Needs, SampleRows, SamplingOps, SamplingSlots
-
-_SLOTS: WeakKeyDictionary[SamplingSlots, cpp.SlotTensors] = WeakKeyDictionary()
 
 
 def verify(
-    logits: Tensor,
-    rows: SampleRows,
-    state: SamplingSlots,
-    needs: Needs,
-    rates: Tensor | None,
+    logits: Tensor, rows: SampleRows, state: SamplingSlots, needs: Needs, rates: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     requests, most_drafts = rows.draft_tokens.shape
     token_ids = torch.empty((requests, most_drafts + 1), dtype=torch.int64)
@@ -87,15 +81,13 @@ def _rows(rows: SampleRows) -> cpp.RowTensors:
     )  # fmt: skip
 
 
+@kept
 def _slots(state: SamplingSlots) -> cpp.SlotTensors:
     """The state as C++ keeps it, for as long as it lives."""
-    handle = _SLOTS.get(state)
-    if handle is None:
-        handle = _SLOTS[state] = cpp.SlotTensors(
-            state.ints, state.floats, state.stop_ids, state.output_counts, state.prompt_mask,
-            state.bias,
-        )  # fmt: skip
-    return handle
+    return cpp.SlotTensors(
+        state.ints, state.floats, state.stop_ids, state.output_counts, state.prompt_mask,
+        state.bias,
+    )  # fmt: skip
 
 
 @cache

@@ -2,7 +2,11 @@
 
 from slipstream.kernels.composition import Parts, compose
 from slipstream.kernels.reference.adapters import add_low_rank
-from slipstream.kernels.reference.attention import paged_attention, rotate_and_store
+from slipstream.kernels.reference.attention import (
+    latent_attention,
+    paged_attention,
+    rotate_and_store,
+)
 from slipstream.kernels.reference.delta_net import delta_net
 from slipstream.kernels.reference.dense import (
     activated,
@@ -13,7 +17,6 @@ from slipstream.kernels.reference.dense import (
     norm,
 )
 from slipstream.kernels.reference.experts import experts
-from slipstream.kernels.reference.latent_attention import latent_attention
 from slipstream.kernels.reference.preparation import PREPARATION
 from slipstream.kernels.reference.sampling import FP64_SAMPLING, SAMPLING, over
 

@@ -3,8 +3,8 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.norm import Activation
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:

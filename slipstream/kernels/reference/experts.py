@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.experts import ClampedGate, Router, Routing, Scores
 from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.reference.dense import activated
 from slipstream.kernels.table import ExpertsParts, SharedExpert
 
@@ -77,10 +77,7 @@ def _expert(x: Tensor, parts: ExpertsParts, expert: int) -> Tensor:
 
 
 def gated(
-    gate: Tensor,
-    up: Tensor,
-    clamp: ClampedGate | None,
-    activation: Activation = Activation.SILU,
+    gate: Tensor, up: Tensor, clamp: ClampedGate | None, activation: Activation = Activation.SILU
 ) -> Tensor:
     """What an expert's second matrix takes, in float32."""
     if clamp is None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.core.verification import Verification
+from slipstream.core.sampling_params import Verification
 from slipstream.kernels.columns import ALL_COLUMNS, Columns
 from slipstream.kernels.reference.block_verification import accepted_prefix, prefix_weights
 from slipstream.kernels.reference.noise import NoiseKeys, Purpose, gumbel, uniform

@@ -19,7 +19,7 @@ from slipstream.kernels.triton.adapters import add_low_rank
 from slipstream.kernels.triton.attention import attend, paged_attention
 from slipstream.kernels.triton.delta_net import delta_net
 from slipstream.kernels.triton.experts import Experts
-from slipstream.kernels.triton.grouped_stream import pack
+from slipstream.kernels.triton.grouped import pack
 from slipstream.kernels.triton.latent import latent_attention
 from slipstream.kernels.triton.linear import Linears
 from slipstream.kernels.triton.norm import add_norm, norm

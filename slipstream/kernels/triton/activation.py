@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.activation import Activation
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
@@ -42,9 +42,7 @@ def _gated_kernel(
 
 
 def gated_activation(
-    gate_up: Tensor,
-    activation: Activation = Activation.SILU,
-    dtype: torch.dtype | None = None,
+    gate_up: Tensor, activation: Activation = Activation.SILU, dtype: torch.dtype | None = None
 ) -> Tensor:
     """gate_up [T, 2I], gate first -> activation(gate) * up, [T, I] in `dtype` or its own."""
     assert gate_up.stride(-1) == 1

@@ -229,11 +229,7 @@ def _short(
 
 
 def _chunks(
-    query: Tensor,
-    layer: Layer,
-    inputs: PassInputs,
-    cache: tuple[Tensor, Tensor],
-    out: Tensor,
+    query: Tensor, layer: Layer, inputs: PassInputs, cache: tuple[Tensor, Tensor], out: Tensor
 ) -> None:
     """Requests of more than `SHORT_ROWS` rows."""
     rows, paging, sees = inputs.rows, inputs.paging, inputs.sees

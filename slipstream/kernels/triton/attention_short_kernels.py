@@ -100,16 +100,7 @@ def _fold(
         score *= key_scale[None, :]
     score, factor = capped(score, scale, softcap)
     score = hidden(
-        score,
-        token,
-        row_begins,
-        row_ends,
-        row,
-        rows,
-        ancestors,
-        tree_start,
-        window,
-        first_seen,
+        score, token, row_begins, row_ends, row, rows, ancestors, tree_start, window, first_seen
     )
     highest = tl.maximum(exponent, tl.ceil(tl.max(score, axis=1) * factor))
     base = finite(highest)

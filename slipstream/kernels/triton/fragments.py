@@ -190,9 +190,7 @@ def _float_fragments(weight: Float4Matrix, nothing: Tensor, negative: Tensor | N
 
 
 def _fragments(
-    values: Tensor,
-    places: tuple[tuple[int, int], ...],
-    changed: Callable[[Tensor, slice], Tensor],
+    values: Tensor, places: tuple[tuple[int, int], ...], changed: Callable[[Tensor, slice], Tensor]
 ) -> Tensor:
     """values [N, K / 2] uint8, codes of rows `changed` -> [N K / 256, 128] uint8."""
     rows, columns = values.shape[0], 2 * values.shape[1]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.adapters import Adapted
 from slipstream.kernels.formats.weight import RowScaled, Weight
+from slipstream.kernels.norm import Activation
 from slipstream.kernels.table import Addend, Norm
 from slipstream.kernels.triton import grouped, matmul
 from slipstream.kernels.triton.activation import gated_activation

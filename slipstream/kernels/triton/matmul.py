@@ -4,6 +4,7 @@
 - `matmul_kernels.py`: all else, and any number of rows without dependence on it.
 """
 
+import functools
 from typing import cast
 
 import torch
@@ -11,17 +12,89 @@ import triton
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
-from slipstream.kernels.activation import Activation
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.weight import RowScaled, Weight
-from slipstream.kernels.triton import launch, matmul_stream
+from slipstream.kernels.norm import Activation
+from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.activation import GATES
-from slipstream.kernels.triton.launch import empty_rows
+from slipstream.kernels.triton.launch import empty_rows, with_spare
 from slipstream.kernels.triton.matmul_kernels import matmul_kernel
-from slipstream.kernels.triton.matmul_stream_tiles import few_rows, many_rows
-from slipstream.kernels.triton.matmul_tiles import Plan, Stream, Tiles, plan
+from slipstream.kernels.triton.matmul_tiles import (
+    STEP,
+    Plan,
+    Stream,
+    Tiles,
+    few_rows,
+    many_rows,
+    plan,
+)
 from slipstream.kernels.triton.norm import Rows
+
+try:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from slipstream.kernels.triton.matmul_stream_kernels import SWIZZLED, stream_kernel
+except ImportError:  # Gluon is still an experiment of Triton's
+    stream_kernel = None
+
+ALIGNMENT = 16  # bytes: of what the copy engine reads, and of its rows
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """No chip before or after has its matrix instructions."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def streams(x: Tensor, weight: Tensor) -> bool:
+    """Numbers of 16 bits whose rows the copy engine can read."""
+    return (
+        stream_kernel is not None
+        and is_hopper(x.device)
+        and x.dtype == weight.dtype
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and weight.shape[1] % STEP == 0
+        and weight.data_ptr() % ALIGNMENT == 0
+    )
+
+
+def stream_multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: Stream,
+    part: int,
+    gated: Activation | None,
+) -> None:
+    """out [splits, T, N] = parts of x [T, K] times weight [N, K], or [2N, K] where `gated`."""
+    splits, rows, width = out.shape
+    own = tiles.blocks * tiles.high // (1 if gated is None else 2)
+    grid = (max(1, triton.cdiv(rows - tiles.more, tiles.rows)), triton.cdiv(width, own), splits)
+    x = with_spare(_aligned(x), grid[0] * tiles.rows + tiles.more)
+    stream_kernel[grid](
+        _described(x, tiles.rows, tiles.depth),
+        _described(x, tiles.more, tiles.depth) if tiles.more else None,
+        _described(weight, tiles.high if gated is None else tiles.high // 2, tiles.depth),
+        bias, out, rows, width, weight.shape[1], part, gated=GATES[gated], blocks=tiles.blocks,
+        high=tiles.high, stages=tiles.stages, warps=tiles.warps, num_warps=tiles.warps,
+        **launch.options(out.device),
+    )  # fmt: skip
+
+
+def _aligned(x: Tensor) -> Tensor:
+    pitch = x.stride(0) * x.element_size()
+    if x.stride(0) and pitch % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _described(matrix: Tensor, rows: int, columns: int) -> "TensorDescriptor":
+    return TensorDescriptor(
+        matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], SWIZZLED.value
+    )
+
 
 SPLIT_ROWS = 64  # with more rows, a program adds up all splits itself: sums take much memory
 
@@ -99,7 +172,7 @@ def _multiply(
     if not out.numel():
         return out
     if isinstance(chosen.tiles, Stream):
-        matmul_stream.multiply(x.values, values, bias, out, chosen.tiles, chosen.part, gated)
+        stream_multiply(x.values, values, bias, out, chosen.tiles, chosen.part, gated)
     else:
         _launch(x, values, scales, bias, out, chosen, chosen.tiles, gated)
     return out
@@ -108,7 +181,7 @@ def _multiply(
 def _plan(x: Tensor, weight: Tensor, splitting: bool, gated: bool, loose: bool) -> Plan:
     rows, (width, depth) = len(x), weight.shape
     chosen = plan(width, depth, rows, weight.dtype, splitting)
-    if not rows or not matmul_stream.serves(x, weight):
+    if not rows or not streams(x, weight):
         return chosen
     if rows <= SPLIT_ROWS:
         return few_rows(width, depth, rows, chosen)
@@ -117,7 +190,7 @@ def _plan(x: Tensor, weight: Tensor, splitting: bool, gated: bool, loose: bool) 
 
 def serves_many(x: Tensor, weight: RowScaled, splitting: bool, gated: bool) -> bool:
     """Whether more than 64 rows are worth a kernel of ours, where bits may follow from them."""
-    if weight.scales is not None or not matmul_stream.serves(x, weight.values):
+    if weight.scales is not None or not streams(x, weight.values):
         return False
     width, depth = weight.shape
     return many_rows(width, depth, len(x), splitting, gated) is not None

@@ -14,14 +14,7 @@ from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.triton import matmul
 from slipstream.kernels.triton.fragments import Fragments
-from slipstream.kernels.triton.grouped_kernels import (
-    FLOAT8_BLOCKS,
-    INT4,
-    INT8,
-    MXFP4,
-    NVFP4,
-    PLAIN,
-)
+from slipstream.kernels.triton.grouped_kernels import FLOAT8_BLOCKS, INT4, INT8, MXFP4, NVFP4, PLAIN
 
 FRAGMENTS = -1  # for `grouped_stream_kernels.py`
 

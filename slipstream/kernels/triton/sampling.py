@@ -78,11 +78,7 @@ class Scan:
 
 
 def verify(
-    logits: Tensor,
-    rows: SampleRows,
-    state: SamplingSlots,
-    needs: Needs,
-    rates: Tensor | None,
+    logits: Tensor, rows: SampleRows, state: SamplingSlots, needs: Needs, rates: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     device, vocab_size = logits.device, logits.shape[1]
     requests, most_drafts = rows.draft_tokens.shape

@@ -10,14 +10,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
-from slipstream.kernels.triton.philox import (
-    ACCEPT,
-    RESIDUAL,
-    TARGET,
-    ratio,
-    token_noise,
-    uniform,
-)
+from slipstream.kernels.triton.philox import ACCEPT, RESIDUAL, TARGET, ratio, token_noise, uniform
 from slipstream.kernels.triton.sampling_scan import (
     BLOCK,
     COUPLED,

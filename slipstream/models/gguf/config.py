@@ -9,9 +9,8 @@ from slipstream.core.errors import CheckpointError
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.gguf.blocks import F32
 from slipstream.models.gguf.container import Container, GgufTensor
-from slipstream.models.gguf.families import FAMILIES, Config, Family
-from slipstream.models.gguf.names import stored_types
-from slipstream.models.gguf.vocabulary import end_ids, token_id
+from slipstream.models.gguf.families import FAMILIES, Config, Family, stored_types
+from slipstream.models.gguf.tokenizer import end_ids, token_id
 from slipstream.models.safetensors_file import read_into
 
 QUANTIZATION_METHOD: Final = "gguf"

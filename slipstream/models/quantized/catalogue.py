@@ -16,7 +16,7 @@ FORMATS: Final = {
     "awq": "slipstream.models.quantized.awq",
     "compressed-tensors": "slipstream.models.quantized.compressed_tensors",
     "fp8": "slipstream.models.quantized.float8",
-    "gguf": "slipstream.models.gguf.stored",
+    "gguf": "slipstream.models.gguf.blocks",
     "gptq": "slipstream.models.quantized.gptq",
     "modelopt": _MODELOPT,
     "modelopt_fp4": _MODELOPT,

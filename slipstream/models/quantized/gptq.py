@@ -20,36 +20,15 @@ from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, intege
 from slipstream.models.quantized.module import StoredModule, StoredQuantization
 
 # How the integers were found, and how others run them.
-HARMLESS = {
-    "act_group_aware",
-    "autoround_version",
-    "backend",
-    "batch_size",
-    "block_name_to_quantize",
-    "cache_block_outputs",
-    "damp_auto_increment",
-    "damp_percent",
-    "dataset",
-    "disable_exllama",
-    "exllama_config",
-    "hyb_act",
-    "lm_head",
-    "max_input_length",
-    "meta",
-    "model_file_base_name",
-    "model_name_or_path",
-    "model_seqlen",
-    "module_name_preceding_first_block",
-    "modules_in_block_to_quantize",
-    "mse",
-    "pad_token_id",
-    "quant_method",
-    "static_groups",
-    "tokenizer",
-    "true_sequential",
-    "use_cuda_fp16",
-    "use_exllama",
-}
+HARMLESS = set(
+    """
+    act_group_aware autoround_version backend batch_size block_name_to_quantize
+    cache_block_outputs damp_auto_increment damp_percent dataset disable_exllama exllama_config
+    hyb_act lm_head max_input_length meta model_file_base_name model_name_or_path model_seqlen
+    module_name_preceding_first_block modules_in_block_to_quantize mse pad_token_id quant_method
+    static_groups tokenizer true_sequential use_cuda_fp16 use_exllama
+    """.split()
+)
 
 
 @dataclass(frozen=True)

@@ -135,10 +135,7 @@ class StoredModule:
         return entry
 
     def take_scales(
-        self,
-        ending: str,
-        *shapes: tuple[int, ...],
-        dtypes: Collection[torch.dtype] = WEIGHT_DTYPES,
+        self, ending: str, *shapes: tuple[int, ...], dtypes: Collection[torch.dtype] = WEIGHT_DTYPES
     ) -> Tensor:
         """Scales in float32, in one of these shapes; errors as `take`."""
         return self.take(ending, dtypes, *shapes).float()

@@ -11,17 +11,11 @@ from slipstream.models.quantized.module_lists import ModuleList, read_list
 
 # How scales were found, and what is stored beside the weights.
 HARMLESS = {"algo_config", "export", "quant_method", "quant_mode", "version"}
-_FOUND = (
-    "block_size",
-    "ch_axis",
-    "is_scale_quant",
-    "mx_element_dtype",
-    "observer_cls",
-    "round_method",
-    "scale_calculation_mode",
-    "scale_type",
-    "symmetric",
-    "zero_point_type",
+_FOUND = tuple(
+    """
+    block_size ch_axis is_scale_quant mx_element_dtype observer_cls round_method
+    scale_calculation_mode scale_type symmetric zero_point_type
+    """.split()
 )
 
 

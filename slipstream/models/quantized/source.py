@@ -1,17 +1,18 @@
-"""The matrices of a quantised checkpoint, with the numbers that it stores."""
+"""The matrices of a quantised checkpoint, with the numbers that it stores, or with random ones."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 import torch
+from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.dense import DenseMatrix
-from slipstream.kernels.formats.weight import Weight, row_slices, stacked
+from slipstream.kernels.formats.weight import Rounding, Weight, row_slices, stacked
 from slipstream.layers.parameters import ROWS, WHOLE, Fused, FusedExperts, Part, Share
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.parameter_sources import CheckpointSource, Progress
+from slipstream.models.parameter_sources import CheckpointSource, Progress, TensorSource
 from slipstream.models.quantized.module import Room, StoredModule, StoredQuantization
 from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_into
 
@@ -243,3 +244,48 @@ def stored_bytes(
         elif ending in _VALUES:
             total += stored.count(module, entry.nbytes) * itemsize
     return total
+
+
+class RandomQuantizedSource:
+    """A `TensorSource` whose matrices have the forms of a quantised checkpoint.
+
+    Args:
+        tensors: makes the numbers that are rounded.
+        kept: classes of the matrices that stay what they are rounded to; others become floats.
+    """
+
+    def __init__(
+        self, tensors: TensorSource, stored: StoredQuantization, kept: Collection[type[Weight]]
+    ) -> None:
+        self._tensors, self._stored, self._kept = tensors, stored, kept
+
+    def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
+        return self._tensors.matrix(parts, columns)
+
+    def vector(self, parts: Sequence[Part]) -> Tensor:
+        return self._tensors.vector(parts)
+
+    def weight(self, parts: Sequence[Part], columns: int) -> Weight:
+        """[sum of rows, columns], a factor of products."""
+        numbers = self._tensors.matrix(parts, columns)
+        form = stored_rounding(self._stored, parts[0].name, numbers.shape[1])
+        if form is None:
+            return DenseMatrix(numbers)
+        rounded = form.round(numbers)
+        if type(rounded) in self._kept:
+            return rounded
+        return DenseMatrix(whole_numbers(rounded, numbers.dtype, numbers.device))
+
+    def alike(self, parts: Sequence[Part]) -> bool:
+        """See `ParameterSource`."""
+        return len({self._stored.rounding(_module(part.name)) for part in parts}) == 1
+
+
+def stored_rounding(stored: StoredQuantization, tensor: str, columns: int) -> Rounding | None:
+    """What random numbers of a tensor of this name are rounded to; None: they stay."""
+    form = stored.rounding(_module(tensor))
+    return None if form is None else form.for_columns(columns)
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")

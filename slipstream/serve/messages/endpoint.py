@@ -14,8 +14,7 @@ from slipstream.serve.conversation import render
 from slipstream.serve.conversation_images import read_images
 from slipstream.serve.errors import MESSAGES_PATH, ApiError, renamed
 from slipstream.serve.generation import Generation
-from slipstream.serve.messages.blocks import BlockWriter
-from slipstream.serve.messages.translation import NAMES, chat_request, sees_images
+from slipstream.serve.messages.translation import NAMES, BlockWriter, chat_request, sees_images
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.openapi import json_response
 from slipstream.serve.protocol.chat import ChatRequest

@@ -1,7 +1,8 @@
 """Harmony, the format in which gpt-oss models write whole answers: its grammars, and its parser."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,11 +10,190 @@ from slipstream.core.structured import StructuredOutput
 from slipstream.models.harmony import HarmonyTokens
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.errors import bad_request
-from slipstream.serve.output.harmony_parser import HarmonyParser
-from slipstream.serve.output.parts import Reading, Wanted
-from slipstream.serve.token_texts import TokenTexts
+from slipstream.serve.output.parts import Part, Reading, TokenParser, Wanted
+from slipstream.serve.token_texts import TokenReader, TokenTexts
 from slipstream.serve.tools.call_format import Schemas, long_id
 from slipstream.serve.tools.call_rules import ANY_ARGUMENTS, json_value
+from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, MarkFinder, Reasoning
+
+_MOST_CHARACTERS = 256
+_ROLES = ("assistant", "user", "system", "developer", "tool")
+_ROLE = re.compile(rf"\s*({'|'.join(_ROLES)}|functions\.[\w.-]{{0,64}})?")
+_REST = re.compile(r"\s*(t|to|to=\S{0,128})?\s*")
+_RECIPIENT = re.compile(r"(?:^|\s)to=(\S+)")
+_FUNCTION = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_PREFIX = "functions."
+
+
+class Header:
+    """The header of a message, as it comes.
+
+    Attributes:
+        role, channel: their texts, either perhaps with a recipient; a channel that has not begun is
+            None.
+    """
+
+    def __init__(self, channel: str | None = None) -> None:
+        self.role, self.channel = "", channel
+
+    def begin_channel(self) -> None:
+        self.channel = "" if self.channel is None else self.channel + " "
+
+    def write(self, text: str) -> None:
+        if self.channel is None:
+            self.role += text
+        else:
+            self.channel += text
+
+    def text(self) -> str | None:
+        """What is no header but text whose marks the model forgot; None as long as it may be one.
+
+        Models that were not trained well answer without any marks, or never end a header.
+        """
+        if self.channel is not None:
+            return self.channel if len(self.channel) > _MOST_CHARACTERS else None
+        role = self.role
+        named = _ROLE.match(role)
+        assert named is not None, "it matches anything"
+        rest = role[named.end() :]
+        if _REST.fullmatch(rest) and len(role) <= _MOST_CHARACTERS:
+            return None
+        if role.strip() and any(it.startswith(role.strip()) for it in (*_ROLES, _PREFIX)):
+            return None
+        return rest
+
+    def part(self) -> Part:
+        """What the text behind it is, calls aside."""
+        named = _ROLE.match(self.role)
+        role = (named[1] if named else None) or "assistant"
+        channel = _RECIPIENT.sub(" ", self.channel or "").split()
+        if role != "assistant" or self._recipient() is not None or channel[:1] == ["analysis"]:
+            return Part.REASONING
+        return Part.CONTENT
+
+    def called(self, functions: Collection[str] | None) -> str | None:
+        """The function that the message calls, if it calls one.
+
+        Args:
+            functions: that may be called; None if there may be no calls. A name that is none of
+                them is told all the same where the model says that it is a function.
+        """
+        recipient = self._recipient()
+        if functions is None or recipient is None:
+            return None
+        if recipient in functions:
+            return recipient
+        name = recipient.removeprefix(_PREFIX)
+        return name if name != recipient and _FUNCTION.fullmatch(name) else None
+
+    def _recipient(self) -> str | None:
+        found = _RECIPIENT.search(f"{self.role} {self.channel or ''}")
+        return None if found is None or found[1] in ("user", "assistant") else found[1]
+
+
+class HarmonyParser(TokenParser):
+    """A parser of messages, whose marks are tokens, so that no text can pass for one.
+
+    Messages in the channel analysis are reasoning, and so is what is addressed to neither the user
+    nor a function. Calls are what is addressed to a function. All else is content, also where marks
+    are missing. Texts of several messages stand on lines of their own.
+    """
+
+    def __init__(self, tokens: HarmonyTokens, texts: TokenTexts, reading: Reading) -> None:
+        super().__init__(replace(reading, stop=()))
+        self._tokens, self._texts = tokens, texts
+        self._marks = frozenset(tokens.marks)
+        self._header = Header()
+        self._part: Part | None = None  # of the open message; None in a header
+        self._reader = self._new_reader()
+        self._said: set[Part] = set()  # whose next message begins a new line
+        self._has_text = False  # the open message
+        self._functions: Collection[str] | None = None
+        for token in _begun(reading.prompt, tokens.start):
+            self._take(token)
+        self._events.clear()
+        self._said.clear()
+        self._stops = MarkFinder(reading.stop)
+        self._functions = reading.functions
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether a message's role is all that there is of it."""
+        return self._part is None and self._header.channel is None and self._header.role != ""
+
+    def _take(self, token: int) -> Part:
+        if token not in self._marks:
+            text = self._reader.take(token)
+            if self._part is None:
+                self._header.write(text)
+                self._look_for_text()
+            else:
+                self._write(text)
+            return self._part or Part.MARKUP
+        tokens = self._tokens
+        if token == tokens.message:
+            if self._part is None:
+                self._begin_message()
+        elif token == tokens.constrain:
+            if self._part is None:
+                self._header.write(" ")
+        elif token == tokens.channel:
+            if self._part is not None:
+                self._end_message()
+            self._header.begin_channel()
+        else:  # a message ends, or begins
+            self._end_message()
+        return Part.MARKUP
+
+    def _look_for_text(self) -> None:
+        text = self._header.text()
+        if text is not None:
+            self._begin_message()
+            self._write(text)
+
+    def _begin_message(self) -> None:
+        self._reader, self._has_text = self._new_reader(), False
+        name = self._header.called(self._functions)
+        if name is None:
+            self._part = self._header.part()
+        else:
+            self._part = Part.CALL
+            self._events.append(CallBegun(name))
+
+    def _end_message(self) -> None:
+        if self._part is Part.CALL:
+            if not self._has_text:
+                self._events.append(Arguments("{}"))
+            self._events.append(CallEnded())
+        self._let_out()
+        if self._part is not None and self._has_text:
+            self._said.add(self._part)
+        self._part, self._header, self._reader = None, Header(), self._new_reader()
+
+    def _write(self, text: str) -> None:
+        if not text:
+            return
+        if not self._has_text and self._part in self._said and self._part is not Part.CALL:
+            text = "\n" + text
+        self._has_text = True
+        if self._part is Part.CALL:
+            self._events.append(Arguments(text))
+        elif self._part is Part.REASONING:
+            self._events.append(Reasoning(text))
+        else:
+            self._write_content(text)
+
+    def _new_reader(self) -> TokenReader:
+        return TokenReader(self._texts, self._reading.skip_special)
+
+
+def _begun(prompt: Sequence[int], start: int) -> Sequence[int]:
+    """The tokens of a prompt's last message, behind its START."""
+    for place in range(len(prompt) - 1, -1, -1):
+        if prompt[place] == start:
+            return prompt[place + 1 :]
+    return ()
+
 
 _FREE = ["body: TEXT"]
 

@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slipstream.core.repetition import MOST_PATTERN, MOST_REPEATS
-from slipstream.core.sampling_params import SEED_BITS
+from slipstream.core.sampling_params import MOST_PATTERN, MOST_REPEATS, SEED_BITS
 from slipstream.serve.protocol import bounds
 from slipstream.serve.protocol.base import (
     MOST_INT,

@@ -1,10 +1,149 @@
-"""Incremental reader of a tool call: a JSON object with a name and arguments."""
+"""Incremental readers of JSON: of an object's members, and of a tool call, which has a name and
+arguments."""
 
 import json
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Final
 
 from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, ToolEvent
-from slipstream.serve.tools.partial_json import MemberPiece, ObjectScanner
+
+_SPACE = " \t\r\n"
+
+
+class ValueScanner:
+    """Finds the end of one JSON value, without validating what is inside."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._depth = 0
+        self._in_string = self._escaped = self._begun = self._scalar = False
+
+    @property
+    def in_string(self) -> bool:
+        """Whether the text so far ends within a string."""
+        return self._in_string
+
+    def scan(self, text: str, start: int) -> int:
+        """The index after the value's text, which begins at `start`."""
+        for place in range(start, len(text)):
+            letter = text[place]
+            if self._scalar and letter in ",]}" + _SPACE:
+                self.done = True
+                return place
+            self._take(letter)
+            if self.done:
+                return place + 1
+        return len(text)
+
+    def _take(self, letter: str) -> None:
+        if self._in_string:
+            self._take_in_string(letter)
+        elif letter == '"':
+            self._in_string = self._begun = True
+        elif letter in "{[":
+            self._depth += 1
+            self._begun = True
+        elif letter in "}]":
+            self._depth -= 1
+            self.done = self._depth <= 0
+        elif not self._begun and letter not in _SPACE:
+            self._begun = self._scalar = True
+
+    def _take_in_string(self, letter: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif letter == "\\":
+            self._escaped = True
+        elif letter == '"':
+            self._in_string = False
+            self.done = self._depth == 0
+
+
+def ends_in_string(text: str) -> bool:
+    """Whether an array or an object ends within one of its strings."""
+    scanner = ValueScanner()
+    scanner.scan(text, 0)
+    return text.lstrip()[:1] in ("[", "{") and scanner.in_string
+
+
+# What follows a structural character: the state after it, by the state before it.
+_TRANSITIONS: Final[dict[str, dict[str, str]]] = {
+    "start": {"{": "key"},
+    "key": {'"': "key text", "}": "done"},
+    "colon": {":": "value"},
+    "after value": {",": "key", "}": "done"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MemberPiece:
+    """Further text of the value of an object's member."""
+
+    key: str
+    text: str
+    ended: bool
+
+
+class ObjectScanner:
+    """Splits a JSON object into its members.
+
+    Attributes:
+        rest: the text after the object, or from the first invalid character.
+    """
+
+    def __init__(self) -> None:
+        self.rest = ""
+        self._state = "start"
+        self._key = ""
+        self._value = ValueScanner()
+
+    @property
+    def done(self) -> bool:
+        """Whether the object is complete."""
+        return self._state == "done"
+
+    @property
+    def broken(self) -> bool:
+        """Whether the text is not a JSON object."""
+        return self._state == "broken"
+
+    def feed(self, text: str) -> Iterator[MemberPiece]:
+        """The pieces of values in further text."""
+        place = 0
+        while place < len(text) and not (self.done or self.broken):
+            if self._state == "key text":
+                place = self._read_key(text, place)
+            elif self._state == "value":
+                end = self._value.scan(text, place)
+                if self._value.done:
+                    self._state = "after value"
+                yield MemberPiece(self._key, text[place:end], self._value.done)
+                place = end
+            else:
+                place = self._step(text, place)
+        if self.done or self.broken:
+            self.rest = text[place:]
+
+    def _read_key(self, text: str, place: int) -> int:
+        end = self._value.scan(text, place)
+        self._key += text[place:end]
+        if self._value.done:
+            self._key, self._state = self._key[1:-1], "colon"
+        return end
+
+    def _step(self, text: str, place: int) -> int:
+        letter = text[place]
+        if letter in _SPACE:
+            return place + 1
+        self._state = _TRANSITIONS[self._state].get(letter, "broken")
+        if self._state == "value":
+            self._value = ValueScanner()
+        elif self._state == "key text":
+            self._value, self._key = ValueScanner(), ""
+            return place  # the quote is part of the key's text
+        return place if self.broken else place + 1
+
 
 _ARGUMENTS = ("arguments", "parameters")
 

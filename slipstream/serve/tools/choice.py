@@ -9,8 +9,8 @@ from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.chat import ChatRequest, ChosenTool, Tool
 from slipstream.serve.tools.call_format import CallFormat, Schemas, ToolFormat
+from slipstream.serve.tools.call_rules import require_well_formed
 from slipstream.serve.tools.events import ToolParser
-from slipstream.serve.tools.well_formed import require_well_formed
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,7 @@ from slipstream.serve.tools.tagged_formats import GLM45, QWEN3_CODER
 # In the order in which a model's checkpoint is asked for them.
 FORMATS: Final = {
     it.name: it
-    for it in (
-        mistral.FORMAT,
-        QWEN3_CODER,
-        GLM45,
-        hermes.FORMAT,
-        pythonic.FORMAT,
-        llama3.FORMAT,
-    )
+    for it in (mistral.FORMAT, QWEN3_CODER, GLM45, hermes.FORMAT, pythonic.FORMAT, llama3.FORMAT)
 }
 
 # Names that vLLM has for a format, too.

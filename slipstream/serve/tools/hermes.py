@@ -8,8 +8,7 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.tools.call_format import ToolFormat
 from slipstream.serve.tools.call_reader import CallReader
 from slipstream.serve.tools.call_rules import Literals, json_calls
-from slipstream.serve.tools.events import Content, ToolEvent
-from slipstream.serve.tools.marked_text import ContentWriter, MarkFinder
+from slipstream.serve.tools.events import Content, ContentWriter, MarkFinder, ToolEvent
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 

@@ -9,11 +9,17 @@ from uuid import uuid4
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.tools.call_format import Schemas, ToolFormat
-from slipstream.serve.tools.call_reader import CallReader
+from slipstream.serve.tools.call_reader import CallReader, ValueScanner
 from slipstream.serve.tools.call_rules import ANY_ARGUMENTS, Literals, json_calls, json_value
-from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, Content, ToolEvent
-from slipstream.serve.tools.marked_text import ContentWriter, MarkFinder
-from slipstream.serve.tools.partial_json import ValueScanner
+from slipstream.serve.tools.events import (
+    Arguments,
+    CallBegun,
+    CallEnded,
+    Content,
+    ContentWriter,
+    MarkFinder,
+    ToolEvent,
+)
 
 BEGIN, ARGS = "[TOOL_CALLS]", "[ARGS]"
 _SPACE = " \t\r\n"

@@ -5,9 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slipstream.serve.tools.call_format import Schemas
-from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, ToolEvent
-from slipstream.serve.tools.marked_text import ContentWriter, MarkFinder
-from slipstream.serve.tools.partial_json import ends_in_string
+from slipstream.serve.tools.call_reader import ends_in_string
+from slipstream.serve.tools.events import (
+    Arguments,
+    CallBegun,
+    CallEnded,
+    ContentWriter,
+    MarkFinder,
+    ToolEvent,
+)
 from slipstream.serve.tools.typed_arguments import as_json, types_of
 
 BEGIN, END = "<tool_call>", "</tool_call>"

@@ -8,9 +8,8 @@ from typing import Any, Final
 
 from slipstream.serve.tools.call_format import Schemas
 from slipstream.serve.tools.call_rules import Literals, json_value
-from slipstream.serve.tools.separate_arguments import NOTES, SeparateArguments
 from slipstream.serve.tools.tagged import BEGIN, END, Tags
-from slipstream.serve.tools.typed_arguments import resolved, types_of
+from slipstream.serve.tools.typed_arguments import NOTES, SeparateArguments, resolved, types_of
 
 _OF_TEXTS: Final = NOTES | {"minLength", "maxLength", "pattern", "format"}
 _DATE: Final = (

@@ -3,7 +3,5 @@
 from slipstream.speculative.method import Method
 
 METHOD = Method(
-    name="combination",
-    module="slipstream.speculative.combination.drafter",
-    implied_by="drafters",
+    name="combination", module="slipstream.speculative.combination.drafter", implied_by="drafters"
 )

@@ -9,6 +9,7 @@ what is committed is written over them before it is read.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.rows import lay_out
 from slipstream.sampling.verification import Verdict
-from slipstream.speculative.dflash.config import DFlashConfig, read_dflash_config
-from slipstream.speculative.dflash.network import DFlashNetwork
+from slipstream.speculative.dflash.network import DFlashConfig, DFlashNetwork, read_dflash_config
+from slipstream.speculative.draft_sampling import Places
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
 from slipstream.speculative.heads.loading import load_network
 from slipstream.speculative.heads.method import Head, HeadMethod
@@ -86,3 +87,25 @@ HEAD = HeadMethod(
     drafter=DFlashDrafter,
     keys=ModelKeys(parallel=True, remedy="all tokens come from one pass; leave it out"),
 )
+
+
+class BlockChooser(Protocol):
+    """A network of draft blocks that has a say in each place once the one before is settled."""
+
+    def places(self, hidden: Tensor) -> Places:
+        """hidden [R, K, H], the rows of the blocks that predict."""
+
+
+class BlockChainDrafter(DFlashDrafter):
+    """Drafts with one pass of the layers a round, and a small step for each token."""
+
+    def __init__(self, head: Head[Any, Any], resources: DrafterResources) -> None:
+        super().__init__(head, resources)
+        self._chooser: BlockChooser = head.network
+
+    def propose(self, batch: DeviceBatch) -> Draft:
+        wanted = batch.num_draft_tokens
+        known = self._state.num_tokens[batch.slots]
+        hidden = self._hidden(batch, (known - 1).clamp_min(0), wanted)
+        places = self._chooser.places(hidden)
+        return self._drafting.draft_places(batch, self._resources, wanted, places)

@@ -10,12 +10,14 @@ The context enters every layer as it is: it has no queries, no feed-forward part
 layer.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
+from slipstream.core.errors import CheckpointError
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, Ops
 from slipstream.layers.attention import Attention
@@ -24,9 +26,229 @@ from slipstream.layers.linear import column_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeTables
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.dflash.config import DFlashConfig
+from slipstream.speculative.drafter import DrafterLimits, Needs
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.config import HeadReader, head_reader, is_wrapped, read_layers
+from slipstream.speculative.heads.kinds import StreamHeadConfig, stream_fields
 from slipstream.speculative.heads.loading import HeadNetwork
+from slipstream.speculative.model_options import ModelOptions
+
+T = TypeVar("T")
+_BLOCK, _MASK = "block_size", "mask_token_id"
+_LAYERS, _ENTERED = "target_layer_ids", "aux_hidden_state_layer_ids"
+_USUAL_BLOCK = 8  # of the speculators library
+# Of training, and of a correction head that plain checkpoints only have defaults for.
+_NOT_READ = {
+    "auf": bool,
+    "emb_dim": int,
+    "gru_hidden_dim": int,
+    "lambda_base_decay_ratio": float,
+    "lambda_base_start": float,
+    "max_anchors": int,
+    "pure_draft_prefix_len": int,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(StreamHeadConfig):
+    """Everything that the network is built from.
+
+    Attributes:
+        mask_token: the id that stands for a token of the draft block that is not known.
+        block_size: rows of a draft block, the known token's included.
+        causal: per layer, whether a row of the draft block sees those before it only.
+        from_anchor: a row predicts the token behind its own, as in a language model.
+        target_layers: of the target that it was trained for; None when it does not say.
+    """
+
+    mask_token: int
+    block_size: int
+    causal: tuple[bool, ...]
+    from_anchor: bool
+    target_layers: int | None
+
+    @property
+    def max_drafts(self) -> int:
+        """Tokens that a draft block guesses."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    @property
+    def features(self) -> str:
+        layers = self.entered_layers
+        which = f"layers {', '.join(map(str, layers))}" if layers else f"{self.num_read} layers"
+        return f"the residual streams that enter {which}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (
+            f"it gives all draft tokens from one pass, {self.max_drafts} at most, with mask token "
+            f"{self.mask_token}",
+        )
+
+    @property
+    def num_read(self) -> int:
+        return len(self.entered_layers or self.layers.sliding_windows)
+
+    def stream_layers(self, target_layers: int) -> tuple[int, ...]:
+        if self.entered_layers is not None:
+            return self.entered_layers
+        count = self.num_read
+        if count == 1:
+            return (target_layers // 2 + 1,)
+        # From the output of layer 1 to that of the third last, evenly.
+        step = (target_layers - 4) / (count - 1)
+        return tuple(round(1 + index * step) + 1 for index in range(count))
+
+    def problems(self, target: DecoderConfig) -> list[str]:
+        problems = super().problems(target)
+        if self.target_layers not in (None, target.num_layers):
+            problems.append(
+                f"it was trained for a target of {self.target_layers} layers, and this one has "
+                f"{target.num_layers}"
+            )
+        layers = self.stream_layers(target.num_layers)
+        if any(not 0 <= layer <= target.num_layers for layer in layers):
+            problems.append(
+                f"it reads the streams that enter layers {', '.join(map(str, layers))}; a target "
+                f"of {target.num_layers} layers has those of 0 to {target.num_layers} (its "
+                f"config.json may list others, less one, as {_LAYERS})"
+            )
+        return problems
+
+    def needs(self, target: DecoderConfig) -> Needs:
+        """What is read of a token is kept in the cache, so none is computed again for it."""
+        return replace(super().needs(target), features=False)
+
+    def limits(self, options: ModelOptions, longest: int, identity: str) -> DrafterLimits:
+        limits = super().limits(options, longest, identity)
+        return replace(limits, max_speculative_tokens=self.max_drafts)
+
+
+class BlockKeys:
+    """The keys of a drafter of draft blocks, which stand in its config or in `dflash_config` within
+    it; the latter count first."""
+
+    def __init__(self, reader: HeadReader) -> None:
+        self.outer: ConfigReader = reader
+        self.inner = reader.nested("dflash_config")
+
+    def take(self, key: str, kind: type[T]) -> T | None:
+        """The value of `key`, wherever it stands; None where it is missing."""
+        outer, inner = (it.take_optional(key, kind) for it in (self.outer, self.inner))
+        return outer if inner is None else inner
+
+    def take_or(self, key: str, kind: type[T], default: T) -> T:
+        """The value of `key`, or a default where it is missing."""
+        value = self.take(key, kind)
+        return default if value is None else value
+
+    def expect(self, key: str, value: object) -> None:
+        """Refuse another value of `key`, wherever it stands."""
+        self.outer.expect(key, value)
+        self.inner.expect(key, value)
+
+
+def read_dflash_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
+    """Keys stand in the config, in `dflash_config` within it, or in a speculators wrapper."""
+    return read_block_config(checkpoint, lambda keys: keys.expect("projector_type", "dflash"))
+
+
+def read_block_config(
+    checkpoint: HeadCheckpoint,
+    read_own: Callable[[BlockKeys], None],
+    from_anchor: bool = False,
+    free_windows: bool | None = None,
+) -> DFlashConfig:
+    """What DFlash and the methods that are built upon it have in common.
+
+    Args:
+        read_own: takes the keys that only one method has.
+        from_anchor: what a config means that does not say where a row's token stands.
+        free_windows: whether windows look ahead within a block where the config does not say.
+    """
+    _refuse_beside(checkpoint)
+    reader = head_reader(checkpoint)
+    keys = BlockKeys(reader)
+    for key, kind in _NOT_READ.items():
+        reader.take_optional(key, kind)
+    keys.expect("sliding_window_prefix", 0)
+    keys.inner.expect("attention_sink_bias", False)
+    read_own(keys)
+    wrapped = is_wrapped(checkpoint.config)
+    block, mask = keys.take(_BLOCK, int), keys.take(_MASK, int)
+    stated = [flag for flag in (keys.take(key, bool) for key in _SHIFTED) if flag is not None]
+    entered = _entered_layers(keys)
+    causal = _causal_flag(keys, free_windows)
+    draft_vocab_size = reader.take_optional("draft_vocab_size", int)
+    target_hidden_size = keys.take("target_hidden_size", int)
+    target_layers = reader.take_optional("num_target_layers", int)
+    reader.take("bias", bool, False)  # the tensors say whether fc has one
+    keys.inner.finish()
+    layers = read_layers(reader, checkpoint.tensor_names)
+    if block is None and not wrapped:
+        raise reader.error(_BLOCK, "is missing; add how many rows its draft blocks have")
+    if mask is None or not 0 <= mask < layers.vocab_size:
+        raise reader.error(
+            _MASK, f"must be one of the {layers.vocab_size} token ids of its vocabulary, not {mask}"
+        )
+    if block is not None and block < 2:
+        raise reader.error(
+            _BLOCK, f"is {block}, but a draft block holds a known token and one more"
+        )
+    config = DFlashConfig(
+        **stream_fields(checkpoint, layers, draft_vocab_size, own_head=False),
+        mask_token=mask,
+        block_size=block or _USUAL_BLOCK,
+        entered_layers=entered,
+        causal=_causal_layers(causal, layers.sliding_windows),
+        from_anchor=any(stated) if stated else from_anchor,
+        target_hidden_size=target_hidden_size,
+        target_layers=target_layers,
+    )
+    return replace(config, num_tokens=config.num_tokens or config.max_drafts)
+
+
+_SHIFTED = ("sample_from_anchor", "shift_label")
+
+
+def _refuse_beside(checkpoint: HeadCheckpoint) -> None:
+    """Raise CheckpointError for weights in a file that is not read."""
+    file = checkpoint.path / "mask_embedding.pt"
+    if file.exists():
+        raise CheckpointError(
+            f"{file}: a mask embedding in a file of its own is not supported; write it into the "
+            "row of mask_token_id of an embed_tokens.weight in the checkpoint"
+        )
+
+
+def _entered_layers(keys: BlockKeys) -> tuple[int, ...] | None:
+    """`target_layer_ids` name layers whose output is read; the library's list, those entered."""
+    reader = keys.outer
+    outputs = keys.take(_LAYERS, list)
+    entered = reader.take_optional(_ENTERED, list)
+    for key, ids in ((_LAYERS, outputs), (_ENTERED, entered)):
+        if ids and (not all(type(index) is int for index in ids) or len(set(ids)) < len(ids)):
+            raise reader.error(key, f"must be a list of layer numbers, each once, not {ids}")
+    behind = [index + 1 for index in outputs or ()]
+    if behind and entered and behind != entered:
+        raise reader.error(_ENTERED, f"and {_LAYERS} (plus one) differ; remove one of them")
+    return tuple(entered or behind) or None
+
+
+def _causal_flag(keys: BlockKeys, free_windows: bool | None) -> bool | None:
+    """Whether all layers are causal, if the config says it; None: those with a window are."""
+    stated_free = keys.take("sliding_window_non_causal", bool)
+    stated = [keys.take(key, bool) for key in ("is_causal", "causal")]
+    found = next((value for value in stated if value is not None), None)
+    free = free_windows if stated_free is None else stated_free
+    return False if found is None and free else found
+
+
+def _causal_layers(stated: bool | None, windows: Sequence[int | None]) -> tuple[bool, ...]:
+    return tuple(window is not None if stated is None else stated for window in windows)
 
 
 class DFlashNetwork(HeadNetwork):

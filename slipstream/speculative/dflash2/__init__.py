@@ -10,7 +10,7 @@ def _recognise(signs: CheckpointSigns) -> bool:
 
 METHOD = Method(
     name="dflash2",
-    module="slipstream.speculative.dflash2.drafter",
+    module="slipstream.speculative.dflash2.network",
     recognise=_recognise,
     library_names=("dflash2",),
     is_head=True,

@@ -6,20 +6,176 @@ token 1, and then K-1 passes of a single row per request. Of another tokenizer i
 that both have (`vocabularies.py`).
 """
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from slipstream.cache.spec import ModelCache
 from slipstream.core.batch import Batch
+from slipstream.layers.embedding import LanguageModelHead
+from slipstream.layers.parameters import Share
+from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
+from slipstream.models.decoder import Decoder
+from slipstream.models.loading import load_decoder
 from slipstream.runner.device_batch import DeviceBatch
-from slipstream.runner.model_runner import Forward
+from slipstream.runner.excerpts import ExcerptSizes
+from slipstream.runner.memory import device_memory
+from slipstream.runner.model_runner import Forward, ModelRunner
 from slipstream.runner.rows import PassRows
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.draft_model.context import DraftContext
-from slipstream.speculative.draft_model.network import DraftNetwork, load_network
-from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, LoadedDrafter
+from slipstream.speculative.draft_model.vocabularies import (
+    TokenMap,
+    map_tokens,
+    require_same_vocabulary,
+    vocabularies_agree,
+)
+from slipstream.speculative.draft_sampling import DraftSampling
+from slipstream.speculative.draft_vocabulary import choose_draft_vocabulary
+from slipstream.speculative.drafter import (
+    Draft,
+    Drafter,
+    DrafterLimits,
+    DrafterResources,
+    DraftWindow,
+    LoadedDrafter,
+)
 from slipstream.speculative.model_options import ModelKeys, ModelOptions, read_model_options
 from slipstream.speculative.options import Options, TargetModel
+from slipstream.speculative.parallel.rows import MASK_TOKEN_KEYS
+
+_MEMORY_SHARE = 8  # of what is free, windows that nobody asked for take one part at most
+
+
+def load_network(
+    config: ModelOptions, target: TargetModel, method: str, mask_token: int | None = None
+) -> "DraftNetwork":
+    """Load the draft model's weights and check that it fits the target.
+
+    Args:
+        mask_token: an id of the draft model's own that its inputs may hold besides tokens.
+    """
+    assert config.model is not None, "a draft model has a checkpoint of its own"
+    checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
+    shape = read_decoder_config(checkpoint, MASK_TOKEN_KEYS)
+    tokens = _token_map(config, target, checkpoint, shape.vocab_size)
+    vocabulary = _vocabulary(config, target, min(target.vocab_size, shape.vocab_size), tokens)
+    load = config.load_options(target)
+    network, dtype = load_decoder(checkpoint, load, shape), load.dtype
+    kind = "tli" if tokens else "same"
+    window = config.window_within(load.max_positions)
+    if window is not None and config.draft_window is None:  # nobody has asked for it
+        size = target.max_num_seqs * window * shape.cache_layout(dtype, load.share).bytes_per_token
+        free = target.load.share.least(device_memory(load.device).free)
+        window = window if size <= free // _MEMORY_SHARE else None
+    identity = f"{method}:{checkpoint.path}:{dtype}:{config.quantization}:{kind}:{mask_token}"
+    drafting = identity, vocabulary, tokens, mask_token, window, load.share
+    return DraftNetwork(config, network, target, dtype, *drafting)
+
+
+def _token_map(
+    config: ModelOptions, target: TargetModel, checkpoint: Checkpoint, vocab_size: int
+) -> TokenMap | None:
+    """None if both have the same vocabulary."""
+    if config.maps_tokens and not vocabularies_agree(target.path, checkpoint.path):
+        return map_tokens(target.path, target.vocab_size, checkpoint, vocab_size)
+    require_same_vocabulary(target.path, target.vocab_size, checkpoint.path, vocab_size)
+    return None
+
+
+def _vocabulary(
+    config: ModelOptions, target: TargetModel, num_legal: int, tokens: TokenMap | None
+) -> list[int] | None:
+    """The target's ids of the tokens that are drafted, rising; None: all from 0 on."""
+    shared = None if tokens is None else sorted(tokens.draft_ids)
+    if config.vocabulary is not None:
+        return choose_draft_vocabulary(config.vocabulary, target.path, num_legal, shared)
+    return shared
+
+
+class DraftNetwork:
+    """A draft model in memory, whose inputs and outputs are the target's token ids.
+
+    Attributes:
+        drafting: how its logits become draft tokens.
+        mask_token: its id among the inputs; None without one.
+        identity: names what its layers keep of a token.
+    """
+
+    def __init__(
+        self,
+        config: ModelOptions,
+        network: Decoder,
+        target: TargetModel,
+        dtype: torch.dtype,
+        identity: str,
+        vocabulary: list[int] | None,
+        tokens: TokenMap | None,
+        mask_token: int | None,
+        window: int | None,
+        share: Share,
+    ) -> None:
+        device, shape = target.load.device, network.config
+        self.mask_token, self.identity, self._window = mask_token, identity, window
+        self._head: LanguageModelHead | None = None
+        num_legal_tokens, ids = min(target.vocab_size, shape.vocab_size), None
+        if vocabulary is not None:
+            ids, num_legal_tokens = torch.tensor(vocabulary, device=device), len(vocabulary)
+            own = (
+                vocabulary if tokens is None else [tokens.draft_ids[token] for token in vocabulary]
+            )
+            self._head = network.head.over(torch.tensor(own, device=device))
+            network.head = self._head  # the whole one's weight is not needed any more
+        if tokens is not None:
+            inputs = [
+                tokens.draft_ids.get(token, tokens.fallback) for token in range(target.vocab_size)
+            ]
+            if mask_token is not None:
+                self.mask_token = len(inputs)
+                inputs.append(mask_token)
+            network.renumber(torch.tensor(inputs, device=device))
+        self.drafting = DraftSampling(ids, num_legal_tokens, config.greedy_only)
+        longest = config.max_model_len or shape.max_position_embeddings
+        self.max_model_len = min(longest, shape.max_position_embeddings, target.load.max_positions)
+        self.limits = DrafterLimits(
+            max_model_len=self.max_model_len,
+            cache_identity=identity if window is None else "",
+            may_skip_steps=True,
+        )
+        self.width = shape.hidden_size
+        self.dtype = dtype
+        self.decoder = network
+        self.layout = shape.cache_layout(dtype, share)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """Where its layers keep keys and values, and adapters, as `LoadedDrafter` has it."""
+        adapters = self.decoder.adapters
+        if self._window is None:
+            return {"layout": self.layout, "adapters": adapters}
+        window = DraftWindow(self.layout, self._window)
+        return {"layout": None, "window": window, "adapters": adapters}
+
+    def excerpt_sizes(self, resources: DrafterResources) -> ExcerptSizes | None:
+        """What its rounds see of a request; None: all of it."""
+        if self._window is None:
+            return None
+        size = resources.cache_sizes.block_size
+        return ExcerptSizes(self._window, resources.num_speculative_tokens, size)
+
+    def cache(self, resources: DrafterResources) -> ModelCache:
+        sizes, window = resources.cache_sizes, self.excerpt_sizes(resources)
+        if window is not None:
+            sizes = replace(sizes, num_blocks=sizes.num_slots * window.num_blocks)
+        return ModelCache(self.layout, sizes)
+
+    def runner(self, resources: DrafterResources) -> ModelRunner:
+        return ModelRunner(self.decoder, self.cache(resources), resources.state)
+
 
 # Known tokens whose keys and values may be missing when a draft begins: behind a step that drafted,
 # the bonus token and, when all was accepted, the last draft token.

@@ -12,7 +12,7 @@ def _recognise(signs: CheckpointSigns) -> bool:
 
 METHOD = Method(
     name="dspark",
-    module="slipstream.speculative.dspark.drafter",
+    module="slipstream.speculative.dspark.network",
     recognise=_recognise,
     library_names=("dspark",),
     is_head=True,

@@ -72,11 +72,7 @@ class Eagle1Head(HeadNetwork):
         self._stack = Stack(ops, built, None, Entry(fc.product, (None, None)))
 
     def __call__(
-        self,
-        token_ids: Tensor,
-        features: Tensor,
-        inputs: PassInputs,
-        caches: Sequence[LayerCache],
+        self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, H] -> twice [T, H]."""
         x, _ = self._stack([self.embedded(token_ids, inputs), features], inputs, caches)

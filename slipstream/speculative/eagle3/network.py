@@ -9,9 +9,10 @@
 x takes the place of g in the next row of a chain.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,13 +26,154 @@ from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeTables
 from slipstream.layers.stack import Stack
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.eagle3.config import Eagle3Config, read_eagle3_config
+from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.config import head_reader, is_wrapped, read_layers
 from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
+from slipstream.speculative.heads.kinds import StreamHeadConfig, stream_fields, width_problem
 from slipstream.speculative.heads.loading import HeadNetwork, load_network
 from slipstream.speculative.heads.method import HeadMethod
 from slipstream.speculative.model_options import ModelKeys
 from slipstream.speculative.trees.drafter import TreeDrafter
+
+_AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(StreamHeadConfig):
+    """Everything that the head is built from.
+
+    Attributes:
+        use_aux_hidden_state: false: it reads the target's last hidden state, without fc.
+        norm_before_residual: the residual stream begins with the normed feature.
+        norm_before_fc: one norm over all streams side by side.
+        fc_norm: a norm for each stream.
+        norm_output: the next feature is what the final norm gives.
+    """
+
+    use_aux_hidden_state: bool
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+
+    @property
+    def features(self) -> str:
+        if not self.use_aux_hidden_state:
+            return super().features
+        layers = ", ".join(map(str, self.entered_layers or ("2", "n // 2", "n - 3")))
+        return f"the residual streams that enter layers {layers}"
+
+    @property
+    def num_read(self) -> int:
+        return len(self.entered_layers) if self.entered_layers else 3
+
+    def stream_layers(self, target_layers: int) -> tuple[int, ...]:
+        """The layers of a target of so many whose incoming streams are read."""
+        if not self.use_aux_hidden_state:
+            return ()
+        if self.entered_layers is not None:
+            return self.entered_layers
+        return (2, target_layers // 2, target_layers - 3)
+
+    def problems(self, target: DecoderConfig) -> list[str]:
+        problems = super().problems(target)
+        layers = self.stream_layers(target.num_layers)
+        wrong = [layer for layer in layers if not 0 <= layer <= target.num_layers]
+        if wrong or len(set(layers)) < len(layers):
+            usual = "" if self.entered_layers else ", which is what a head without a list reads"
+            problems.append(
+                f"it reads the streams of the layers {', '.join(map(str, layers))}{usual}; a "
+                f"target of {target.num_layers} layers has those of 0 to {target.num_layers} (list "
+                f"them as {_AUX_KEY} in its config.json)"
+            )
+        return problems
+
+    def _widths(self, target: DecoderConfig) -> list[str]:
+        if self.use_aux_hidden_state or self.target_hidden_size not in (None, target.hidden_size):
+            return super()._widths(target)
+        problem = width_problem(self.layers.hidden_size, target)
+        return [problem] if problem else []
+
+
+def read_eagle3_config(
+    checkpoint: HeadCheckpoint, read_elsewhere: Collection[str] = ()
+) -> Eagle3Config:
+    """Flags stand in the config, in `eagle_config` within it, or follow from the tensors.
+
+    Args:
+        read_elsewhere: keys that do not change the network and are read elsewhere.
+    """
+    reader = head_reader(checkpoint, read_elsewhere)
+    inner = reader.nested("eagle_config")
+    names = checkpoint.tensor_names
+    flags: dict[str, Any] = {
+        "use_aux_hidden_state": _flag(reader, inner, "use_aux_hidden_state", True),
+        "norm_before_residual": _flag(
+            reader, inner, "norm_before_residual", is_wrapped(checkpoint.config)
+        ),
+        "norm_before_fc": _flag(reader, inner, "norm_before_fc", "input_norm.weight" in names),
+        "fc_norm": _flag(reader, inner, "fc_norm", "fc_norm.0.weight" in names),
+        "norm_output": _flag(reader, inner, "norm_output", False),
+    }
+    if flags["norm_before_fc"] and flags["fc_norm"]:
+        raise reader.error("fc_norm", "and norm_before_fc exclude each other; set one of them")
+    aux_layers = _aux_layers(reader, inner)
+    count = len(aux_layers) if aux_layers else 3
+    if (stated := reader.take_optional("num_aux_hidden_states", int)) not in (None, count):
+        raise reader.error("num_aux_hidden_states", f"is {stated}, but {count} layers are read")
+    for key in ("bias", "eagle_fc_bias"):
+        reader.take(key, bool, False)
+    _expect_usual(reader, inner)
+    draft_vocab_size = reader.take_optional("draft_vocab_size", int)
+    target_hidden_size = reader.take_optional("target_hidden_size", int)
+    inner.finish()
+    layers = read_layers(reader, names)
+    return Eagle3Config(
+        **stream_fields(checkpoint, layers, draft_vocab_size, own_head=True),
+        **flags,
+        entered_layers=aux_layers,
+        target_hidden_size=target_hidden_size,
+    )
+
+
+def _flag(reader: ConfigReader, inner: ConfigReader, key: str, default: bool) -> bool:
+    outer = reader.take_optional(key, bool)
+    return inner.take(key, bool, default if outer is None else outer)
+
+
+def _aux_layers(reader: ConfigReader, inner: ConfigReader) -> tuple[int, ...] | None:
+    """Layers whose incoming stream is read, rising.
+
+    The nested list has two meanings in the field, and its first number tells them apart: 1 stands
+    for the output of layer 1, which enters layer 2 (SpecForge); 2 is meant as it is.
+    """
+    outer = reader.take_optional(_AUX_KEY, list)
+    nested = inner.take_optional(_AUX_KEY, list)
+    ids = outer or nested
+    if not ids:
+        return None
+    if not all(type(index) is int for index in ids):
+        raise reader.error(_AUX_KEY, f"must be a list of layer numbers, not {ids}")
+    shift = 1 if not outer and min(ids) == 1 else 0
+    return tuple(sorted(index + shift for index in ids))
+
+
+def _expect_usual(reader: ConfigReader, inner: ConfigReader) -> None:
+    """Switches of one trainer, of which only the defaults are supported."""
+    for key, value in (
+        ("use_input_layernorm_in_first_layer", True),
+        ("use_last_layernorm", True),
+        ("use_mtp_layernorm", False),
+        ("next_layer_regular", True),
+        ("parallel_draft_step", 1),
+    ):
+        reader.expect(key, value)
+        inner.expect(key, value)
+    for keys in (reader, inner):  # of heads that a parallel_draft_step of 1 has none of
+        keys.take_optional("parallel_draft_heads_num_layers", int)
 
 
 class FeatureFusion:
@@ -103,11 +245,7 @@ class Eagle3Head(HeadNetwork):
         return hidden if self._fusion is None else self._fusion(streams)
 
     def __call__(
-        self,
-        token_ids: Tensor,
-        features: Tensor,
-        inputs: PassInputs,
-        caches: Sequence[LayerCache],
+        self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, H] -> (what enters the lm_head, next features), [T, H]."""
         sources = [self.embedded(token_ids, inputs), features]

@@ -12,7 +12,7 @@ def _recognise(signs: CheckpointSigns) -> bool:
 
 METHOD = Method(
     name="gemma4_assistant",
-    module="slipstream.speculative.gemma4_assistant.drafter",
+    module="slipstream.speculative.gemma4_assistant.network",
     recognise=_recognise,
     is_head=True,
 )

@@ -14,8 +14,7 @@ from slipstream.layers.parameters import InvalidSizesError
 from slipstream.layers.rope import RopeConfig
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.gemma4_keys import PATTERN, read_attention, read_ropes
-from slipstream.models.gemma_keys import FULL, SLIDING
+from slipstream.models.gemma_keys import FULL, PATTERN, SLIDING, read_attention, read_ropes
 from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.kinds import HeadConfig, vocabulary_problem, width_problem
@@ -23,16 +22,12 @@ from slipstream.speculative.model_options import ModelOptions
 from slipstream.speculative.options import TargetModel
 
 # Of images and sounds, which the assistant does not see, and of the tokens that stand for them.
-_HARMLESS = HARMLESS_KEYS | {
-    "audio_token_id",
-    "boa_token_id",
-    "boi_token_id",
-    "eoa_token_id",
-    "eoi_token_id",
-    "image_token_id",
-    "video_token_id",
-    "vocab_size_per_layer_input",
-}
+_HARMLESS = HARMLESS_KEYS | set(
+    """
+    audio_token_id boa_token_id boi_token_id eoa_token_id eoi_token_id image_token_id
+    video_token_id vocab_size_per_layer_input
+    """.split()
+)
 # What other members of the family have and no assistant has.
 _ABSENT: tuple[tuple[str, Any], ...] = (
     ("attention_bias", False),

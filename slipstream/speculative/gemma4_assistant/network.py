@@ -8,6 +8,11 @@
 Nothing is stored: all rows of a draft stand at one position, that of the newest token, and see what
 the target has computed. Some assistants look at a part of the vocabulary only: tokens are sorted
 into parts, a centroid for each says which parts are likely, and those alone get logits.
+
+A draft begins with the target's hidden state of the last computed token and the token behind it;
+then it goes on with its own. All its rows stand at the position of that token and see what the
+target has computed, not each other. So it keeps nothing in the blocks, and a refused draft costs
+nothing.
 """
 
 from collections.abc import Sequence
@@ -19,7 +24,7 @@ from torch.nn import functional as F
 from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.dense import DenseMatrix
-from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.pass_inputs import PassInputs, RowPlaces
 from slipstream.kernels.table import Heads, Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import column_linear, row_linear
@@ -28,19 +33,25 @@ from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import rope_table
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.gemma4_assistant.config import AssistantConfig, Centroids, target_layer
+from slipstream.runner.device_batch import DeviceBatch
+from slipstream.speculative.drafter import DrafterResources
+from slipstream.speculative.gemma4_assistant.config import (
+    AssistantConfig,
+    Centroids,
+    read_assistant_config,
+    target_layer,
+)
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint, fill
+from slipstream.speculative.heads.last_hidden import LastHiddenDrafter
 from slipstream.speculative.heads.loading import load_head
+from slipstream.speculative.heads.method import Head, HeadMethod
 
 _ORDERING = "masked_embedding.token_ordering"
 _TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"  # the same numbers
 
 
 def load_assistant(
-    checkpoint: HeadCheckpoint,
-    config: AssistantConfig,
-    target: DecoderConfig,
-    options: LoadOptions,
+    checkpoint: HeadCheckpoint, config: AssistantConfig, target: DecoderConfig, options: LoadOptions
 ) -> "AssistantNetwork":
     read = [target_layer(layer, target) for layer in config.attention]
     read_layers = [layer for layer in read if layer is not None]
@@ -210,11 +221,7 @@ class AssistantNetwork:
         return logits
 
     def __call__(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor,
-        inputs: PassInputs,
-        caches: Sequence[LayerCache],
+        self, token_ids: Tensor, hidden: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
         """One row for each of several requests.
 
@@ -235,3 +242,42 @@ class AssistantNetwork:
             x = layer(x, inputs, caches[read])
         normed = self._ops.norm(x, None, self._norm)[0]
         return normed, self._ops.joined_linear([(normed, None)], self._leave.weight, None)
+
+
+State = tuple[Tensor, PassInputs]  # hidden states [R, target width], and where the rows stand
+
+
+class AssistantDrafter(LastHiddenDrafter):
+    """A chain of single rows over the target's cache."""
+
+    def __init__(
+        self, head: Head[AssistantConfig, AssistantNetwork], resources: DrafterResources
+    ) -> None:
+        super().__init__(head, resources)
+        self._assistant, self._caches = head.network, resources.target_cache.layers
+
+    def _start(self, hidden: Tensor, batch: DeviceBatch, newest: Tensor) -> State:
+        return hidden, self._rows(batch.slots, newest)
+
+    def _next(self, index: int, state: State, last: Tensor) -> tuple[Tensor, State]:
+        hidden, inputs = state
+        normed, hidden = self._assistant(last, hidden, inputs, self._caches)
+        return self._assistant.logits(normed), (hidden, inputs)
+
+    def _rows(self, slots: Tensor, newest: Tensor) -> PassInputs:
+        """One row for each request at the position of its newest token, which is not computed."""
+        tables = self._state.tables
+        return tables.inputs(
+            RowPlaces(torch.arange(len(slots) + 1, device=slots.device), newest, max_rows=1),
+            tables.block_tables[slots],
+            torch.minimum(newest, self._state.num_computed[slots]),
+            slots.new_full((tables.num_tables * len(slots),), -1),
+        )
+
+
+HEAD = HeadMethod(
+    name="gemma4_assistant",
+    read=read_assistant_config,
+    network=load_assistant,
+    drafter=AssistantDrafter,
+)

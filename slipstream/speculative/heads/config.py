@@ -44,11 +44,7 @@ WITH_EXPERTS = {
 }
 WITH_STATES = {"qwen3_5_text": "Qwen3_5ForCausalLM"}
 # The speculators library leaves out what equals a default of transformers.
-_SIZES = {
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-}
+_SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}
 _DEFAULT_SIZES = {
     "llama": {**_SIZES, "intermediate_size": 11008, "vocab_size": 32000},
     "qwen3": {**_SIZES, "intermediate_size": 22016, "vocab_size": 151936},

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from slipstream.cache.spec import LayerCache, ModelCache
 from slipstream.core.batch import Batch, ScheduledRequest
+from slipstream.kernels.devices import upload
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.excerpts import Excerpt, ExcerptSizes, whole
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.rows import PassRows, RowLayout, lay_out
-from slipstream.runner.transfer import upload
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
 from slipstream.speculative.heads.method import Head
@@ -55,11 +55,7 @@ class FeatureNetwork(Protocol):
         """[T, F], the features of rows of the target's pass (`Forward`)."""
 
     def __call__(
-        self,
-        token_ids: Tensor,
-        features: Tensor,
-        inputs: PassInputs,
-        caches: Sequence[LayerCache],
+        self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
         """token_ids [T], features [T, F] -> what enters the head [T, H], next features [T, F]."""
 
@@ -76,10 +72,7 @@ class FeatureRowsDrafter(Drafter):
     """
 
     def __init__(
-        self,
-        head: Head[Any, Any],
-        resources: DrafterResources,
-        most_accepted: int | None = None,
+        self, head: Head[Any, Any], resources: DrafterResources, most_accepted: int | None = None
     ) -> None:
         super().__init__(resources.state)
         self._network: FeatureNetwork = head.network

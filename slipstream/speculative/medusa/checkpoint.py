@@ -36,36 +36,15 @@ DEFAULT_NUM_HEADS: Final = 4
 
 # What trainers copy from the target's config or what only trees and other servers look at; sizes
 # are read from the tensors.
-_HARMLESS = HARMLESS_KEYS | {
-    "attention_bias",
-    "base_model_name_or_path",
-    "head_dim",
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "layer_types",
-    "max_paths",
-    "max_position_embeddings",
-    "max_seq_len",
-    "max_window_layers",
-    "medusa_choices",
-    "medusa_fc_bias",
-    "mlp_bias",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "original_lm_head",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "sliding_window",
-    "tie_word_embeddings",
-    "topk",
-    "use_sliding_window",
-    "version",
-    "vocab_size",
-}
+_HARMLESS = HARMLESS_KEYS | set(
+    """
+    attention_bias base_model_name_or_path head_dim hidden_act hidden_size intermediate_size
+    layer_types max_paths max_position_embeddings max_seq_len max_window_layers medusa_choices
+    medusa_fc_bias mlp_bias num_attention_heads num_hidden_layers num_key_value_heads
+    original_lm_head rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window
+    tie_word_embeddings topk use_sliding_window version vocab_size
+    """.split()
+)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def _recognise(signs: CheckpointSigns) -> bool:
 
 METHOD = Method(
     name="mtp",
-    module="slipstream.speculative.mtp.drafter",
+    module="slipstream.speculative.mtp.network",
     spellings=("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_5_mtp", "qwen3_next_mtp"),
     recognise=_recognise,
     library_names=("mtp",),

@@ -17,8 +17,12 @@ from slipstream.speculative.heads.loading import load_network
 from slipstream.speculative.heads.method import Head, HeadMethod
 from slipstream.speculative.model_options import ModelKeys
 from slipstream.speculative.p_eagle.network import PEagleConfig, PEagleHead, read_p_eagle_config
-from slipstream.speculative.parallel.mask_token import warn_untrained
-from slipstream.speculative.parallel.rows import most_rows, parallel_draft, parallel_rows
+from slipstream.speculative.parallel.rows import (
+    most_rows,
+    parallel_draft,
+    parallel_rows,
+    warn_untrained,
+)
 
 
 class PEagleDrafter(FeatureRowsDrafter):
@@ -41,8 +45,7 @@ class PEagleDrafter(FeatureRowsDrafter):
         wanted = batch.num_featured_drafts
         starts = self._computed[slots]
         rows = parallel_rows(
-            *(state, batch, starts, wanted, self._most_rows, self._mask_token),
-            self._excerpt(slots),
+            *(state, batch, starts, wanted, self._most_rows, self._mask_token), self._excerpt(slots)
         )
         layout = lay_out(state, rows)
         if layout.is_empty:  # no request drafts

@@ -18,12 +18,11 @@ from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.drafter import DrafterLimits
-from slipstream.speculative.eagle3.config import Eagle3Config, read_eagle3_config
-from slipstream.speculative.eagle3.network import Eagle3Head
+from slipstream.speculative.eagle3.network import Eagle3Config, Eagle3Head, read_eagle3_config
 from slipstream.speculative.heads.checkpoint import MASK_HIDDEN, HeadCheckpoint
 from slipstream.speculative.model_options import ModelOptions
 from slipstream.speculative.options import TargetModel
-from slipstream.speculative.parallel.mask_token import (
+from slipstream.speculative.parallel.rows import (
     MASK_HEAD_KEYS,
     MaskToken,
     choose_mask_token,

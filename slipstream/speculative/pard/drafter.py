@@ -17,22 +17,20 @@ from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.draft_model.context import DraftContext
-from slipstream.speculative.draft_model.network import DraftNetwork, load_network
+from slipstream.speculative.draft_model.drafter import DraftNetwork, load_network
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, LoadedDrafter, Needs
 from slipstream.speculative.model_options import ModelKeys, ModelOptions, read_model_options
 from slipstream.speculative.options import Options, TargetModel
-from slipstream.speculative.parallel.mask_token import (
+from slipstream.speculative.parallel.rows import (
     MASK_TOKEN_KEYS,
     choose_mask_token,
-    read_mask_token,
-    reads_features,
-    warn_untrained,
-)
-from slipstream.speculative.parallel.rows import (
     most_rows,
     most_waiting,
     parallel_draft,
     parallel_rows,
+    read_mask_token,
+    reads_features,
+    warn_untrained,
 )
 from slipstream.speculative.pard.features import (
     FeatureFedRunner,

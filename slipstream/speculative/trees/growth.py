@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.runner.transfer import upload
-from slipstream.sampling.tree_verification import TreeNodes
+from slipstream.kernels.devices import upload
+from slipstream.sampling.verification import TreeNodes
 from slipstream.speculative.trees.shapes import DynamicTree, StaticTree, TokenTree
 
 ROOT = 1  # the word that holds node 0

@@ -14,9 +14,9 @@ from slipstream.core.config import EngineConfig
 from slipstream.engine.build import build_engine
 from slipstream.engine.engine import Engine
 from slipstream.serve.app import create_app
-from slipstream.serve.connections import connection_class
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.limits import ServeLimits
+from slipstream.serve.listening import connection_class
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.options import AnswerOptions
 from slipstream.serve.run import Access, guarded

@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.models.harmony import find_harmony
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.serve.output.harmony_parser import HarmonyParser
+from slipstream.serve.output.harmony import HarmonyParser
 from slipstream.serve.output.parts import Part, Reading
 from slipstream.serve.token_texts import TokenTexts
 from slipstream.serve.tools.events import AnswerEvent, Arguments, CallBegun, CallEnded, Content

@@ -14,7 +14,7 @@ import pytest
 
 from slipstream.serve.answer_reader import Increment
 from slipstream.serve.limits import RequestFailedError
-from slipstream.serve.messages.blocks import BlockWriter
+from slipstream.serve.messages.translation import BlockWriter
 from slipstream.serve.tools.events import AnswerEvent, Arguments, CallBegun, CallEnded, Content
 from slipstream.serve.updates import Delta
 from tests.serve.api.live import DEMO, Live, serving

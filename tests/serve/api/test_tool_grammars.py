@@ -14,8 +14,8 @@ from slipstream.core.structured import StructuredOutput
 from slipstream.engine.grammar import GrammarGuide, Grammars
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.tools.call_format import ToolFormat
+from slipstream.serve.tools.call_rules import require_well_formed
 from slipstream.serve.tools.formats import FORMATS
-from slipstream.serve.tools.well_formed import require_well_formed
 from tests.serve.api.call_texts import SAID, Call
 from tests.serve.api.tool_models import write_tool_tokenizer
 

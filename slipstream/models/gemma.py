@@ -1,4 +1,4 @@
-"""Gemma 3: five layers with a window to one without, which turn by different angles."""
+"""Gemma 2 and Gemma 3."""
 
 from dataclasses import replace
 
@@ -19,8 +19,28 @@ from slipstream.models.gemma_keys import (
 from slipstream.models.rope_keys import read_rope
 
 
-def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """The language model alone; what reads pictures is left out."""
+def gemma2(reader: ConfigReader, architecture: str) -> DecoderConfig:
+    """Gemma 2: windows in every other layer, and capped scores.
+
+    The first layer slides, the next one does not, and so on where the config does not say.
+    """
+    reader.expect("model_type", "gemma2")
+    reader.expect("use_bidirectional_attention", False)
+    defaults = replace(DEFAULTS, max_position_embeddings=8192)
+    common = zero_centred(read_gemma(reader, architecture, defaults))
+    softcap = reader.take_optional("attn_logit_softcapping", float, 50.0)
+    attention = replace(common.attention, scale=read_scale(reader), softcap=softcap)
+    window = reader.take("sliding_window", int, 4096)
+    slides = read_slides(reader, common.num_layers, 2)
+    windows = [window if sliding else None for sliding in slides]
+    return scaled(reader, common.decoder(attention, windows), 30.0)
+
+
+def gemma3(reader: ConfigReader, architecture: str) -> DecoderConfig:
+    """Gemma 3: five layers with a window to one without, which turn by different angles.
+
+    The language model alone; what reads pictures is left out.
+    """
     reader.expect("model_type", "gemma3_text")
     reader.expect("use_bidirectional_attention", False)
     reader.expect("attn_logit_softcapping", None)

@@ -1,0 +1,155 @@
+"""Qwen2, Qwen2.5 and MiMo; Qwen3, Qwen3-Next, Qwen3-VL and Qwen3.5 to 3.8."""
+
+from dataclasses import replace
+
+from slipstream.layers.experts import ExpertNames, ExpertsSpec
+from slipstream.models.config_keys import (
+    Defaults,
+    read_common,
+    read_single_window,
+    read_switched_windows,
+)
+from slipstream.models.config_reader import ConfigReader
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.delta_keys import DELTA_DEFAULTS, read_experts, read_hybrid
+from slipstream.models.expert_keys import read_softmax_routing, read_sparse_layers
+
+_MODEL_TYPES = {"MiMoForCausalLM": "mimo", "Qwen2ForCausalLM": "qwen2"}
+
+
+def qwen2(reader: ConfigReader, architecture: str) -> DecoderConfig:
+    """Qwen2 and Qwen2.5, and MiMo, which is Qwen2 with MTP modules beside it: biases on query, key
+    and value.
+
+    The biases are part of the architecture: no key switches them.
+    """
+    reader.expect("model_type", _MODEL_TYPES[architecture])
+    reader.expect("mlp_bias", False)
+    reader.expect("use_mrope", False)
+    reader.take("attention_bias", bool, True)  # some exporters write it; nobody reads it
+    defaults = Defaults(max_position_embeddings=32768, num_kv_heads=32)
+    common = read_common(reader, architecture, defaults)
+    windows = read_switched_windows(reader, common.num_layers)
+    return common.decoder(replace(common.attention, qkv_bias=True), windows)
+
+
+def qwen2_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
+    """Qwen2 with mixtures of experts, beside which one expert with a gate takes every token.
+
+    Biases of query, key and value are there unless switched off. Where no types of layers are
+    given, every other one of the first `max_window_layers` slides, not those behind them.
+    """
+    reader.expect("model_type", "qwen2_moe")
+    reader.expect("mlp_bias", False)
+    reader.expect("use_mrope", False)
+    defaults = Defaults(max_position_embeddings=32768, num_kv_heads=16)
+    common = read_common(reader, architecture, defaults)
+    windows = read_switched_windows(
+        reader, common.num_layers, lambda layer, limit: layer % 2 == 0 and layer < limit
+    )
+    experts = ExpertsSpec(
+        routing=read_softmax_routing(reader, "num_experts", normalised=False),
+        intermediate_size=reader.take("moe_intermediate_size", int),
+        shared_size=reader.take("shared_expert_intermediate_size", int),
+        shared_gate=True,
+        names=ExpertNames(shared="mlp.shared_expert"),
+    )
+    sparse = read_sparse_layers(reader, common.num_layers)
+    return common.decoder(
+        replace(common.attention, qkv_bias=reader.take("qkv_bias", bool, True)),
+        windows,
+        [experts if has_experts else common.feed_forward for has_experts in sparse],
+    )
+
+
+def qwen3(reader: ConfigReader, architecture: str) -> DecoderConfig:
+    """Qwen3 (dense): query and key heads are normalised before they are rotated.
+
+    `head_dim` is 128 unless given, whatever the hidden size; biases only on request.
+    """
+    reader.expect("model_type", "qwen3")
+    reader.expect("mlp_bias", False)
+    reader.expect("use_mrope", False)
+    defaults = Defaults(max_position_embeddings=32768, num_kv_heads=32, head_dim=128)
+    common = read_common(reader, architecture, defaults)
+    bias = reader.take("attention_bias", bool, False)
+    attention = replace(common.attention, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    return common.decoder(attention, read_switched_windows(reader, common.num_layers))
+
+
+def qwen3_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
+    """Qwen3 with mixtures of experts in most or all layers.
+
+    Attention is that of Qwen3 but for its defaults; a window counts for all layers.
+    """
+    reader.expect("model_type", "qwen3_moe")
+    reader.expect("mlp_bias", False)
+    defaults = Defaults(max_position_embeddings=32768, num_kv_heads=4)
+    common = read_common(reader, architecture, defaults)
+    bias = reader.take("attention_bias", bool, False)
+    switched_on = reader.take("use_sliding_window", bool, False)
+    reader.take("max_window_layers", int, 0)  # files have it, and nobody reads it
+    experts = ExpertsSpec(
+        routing=read_softmax_routing(reader, "num_experts", normalised=False),
+        intermediate_size=reader.take("moe_intermediate_size", int),
+    )
+    sparse = read_sparse_layers(reader, common.num_layers)
+    return common.decoder(
+        replace(common.attention, qkv_bias=bias, output_bias=bias, qk_norm=True),
+        read_single_window(reader, common.num_layers, 4096, switched_on),
+        [experts if has_experts else common.feed_forward for has_experts in sparse],
+    )
+
+
+def qwen3_vl(reader: ConfigReader, architecture: str) -> DecoderConfig:
+    """The language model of Qwen3-VL: that of Qwen3, at positions with several axes.
+
+    What reads images is in `models/vision`.
+    """
+    reader.expect("model_type", "qwen3_vl_text")
+    defaults = Defaults(
+        max_position_embeddings=128000,
+        num_kv_heads=32,
+        head_dim=128,
+        rope_theta=500_000.0,
+        sections=(24, 20, 20),
+    )
+    common = read_common(reader, architecture, defaults)
+    bias = reader.take("attention_bias", bool, False)
+    return common.decoder(replace(common.attention, qkv_bias=bias, output_bias=bias, qk_norm=True))
+
+
+def qwen3_next(reader: ConfigReader, architecture: str) -> DecoderConfig:
+    """Qwen3-Next: three gated delta nets to one layer of attention, and mixtures of experts.
+
+    Its projections into the delta nets are packed by key head.
+    """
+    reader.expect("model_type", "qwen3_next")
+    common = read_common(reader, architecture, DELTA_DEFAULTS)
+    experts = read_experts(reader, read_softmax_routing(reader, "num_experts", normalised=True))
+    sparse = read_sparse_layers(reader, common.num_layers)
+    feed_forwards = [experts if has_experts else common.feed_forward for has_experts in sparse]
+    return read_hybrid(reader, common, feed_forwards, packed=True)
+
+
+def qwen3_5(reader: ConfigReader, architecture: str) -> DecoderConfig:
+    """Qwen3.5, 3.6 and 3.8, dense: three gated delta nets to one layer of attention.
+
+    The language model alone; what reads pictures is left out.
+    """
+    reader.expect("model_type", "qwen3_5_text")
+    common = read_common(reader, architecture, replace(DELTA_DEFAULTS, num_kv_heads=4))
+    return read_hybrid(reader, common)
+
+
+def qwen3_5_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
+    """Qwen3.5, 3.6 and 3.8 with mixtures of experts in all layers.
+
+    The language model alone; weights of the chosen experts add up to one.
+    """
+    reader.expect("model_type", "qwen3_5_moe_text")
+    reader.expect("norm_topk_prob", True)
+    defaults = replace(DELTA_DEFAULTS, intermediate_size=1)  # of dense parts, of which none is used
+    common = read_common(reader, architecture, defaults)
+    experts = read_experts(reader, read_softmax_routing(reader, "num_experts", normalised=True))
+    return read_hybrid(reader, common, [experts] * common.num_layers)
