@@ -11,9 +11,10 @@ are stopped, killed and replaced (a rolling update). With the library of Debian'
 its clock of the day jumps by hours. A run fails (exit code 1) when a text differs, a request has
 neither an answer nor a refusal, the server ends by itself, a request or block is held at the end,
 or memory of a server that was never killed grows by 3 percent or more after its first ten minutes
-(a third of shorter runs). Memory is the median of a minute: a body of megabytes takes some while it
-is read, and two may meet; growth of single moments is reported beside it. The last line is one JSON
-document; a seed repeats the choices, not their timing.
+(a third of shorter runs). Growth is of the median of as many last minutes over that of the first
+minutes' second half: large bodies make memory go up and down, and the most of a long time is above
+that of a short one where nothing grows. That, of minutes' medians, is reported beside it. The last
+line is one JSON document; a seed repeats the choices, not their timing.
 """
 
 import argparse
@@ -54,24 +55,23 @@ class Findings:
     restart_seconds: list[float] = field(default_factory=list)
     wait_seconds: list[float] = field(default_factory=list)  # for whole answers
 
-    def growth(self, warm: float, span: float) -> float:
-        """Share by which the most memory behind `warm` seconds is above the most before them.
+    def growth(self, warm: float) -> float:
+        """Share by which memory of the last `warm` seconds is above that of the first ones.
 
-        Args:
-            warm: seconds from the start.
-            span: seconds of which the median counts as memory; 0 for every single moment.
+        Medians; of the first ones the second half counts. 0 where less than twice as many passed.
         """
-        before, behind = (
-            [
-                median(size for _, size in group)
-                for _, group in itertools.groupby(
-                    ((when, size) for when, size in self.memory if (when > warm) == later),
-                    key=lambda at: at[0] // span if span else at[0],
-                )
-            ]
-            for later in (False, True)
-        )
-        return max(behind) / max(before) - 1 if before and behind else 0.0
+        end = max((when for when, _ in self.memory), default=0.0)
+        before = [size for when, size in self.memory if warm / 2 <= when <= warm]
+        behind = [size for when, size in self.memory if when > end - warm]
+        return median(behind) / median(before) - 1 if before and end >= 2 * warm else 0.0
+
+    def peak(self, warm: float) -> float:
+        """Share by which the largest minute behind `warm` seconds is above those before; medians."""
+        minutes = itertools.groupby(self.memory, key=lambda at: (at[0] > warm, at[0] // 60))
+        most = dict.fromkeys((False, True), 0.0)
+        for (later, _), group in minutes:
+            most[later] = max(most[later], median(size for _, size in group))
+        return most[True] / most[False] - 1 if all(most.values()) else 0.0
 
 
 class Soak:
@@ -141,8 +141,13 @@ class Soak:
     async def _send_hostile_bodies(self, end: float) -> None:
         """One after another, so that all were sent once by the time that memory counts."""
         bodies = itertools.cycle(hostile_bodies())
-        while monotonic() < end and await self._tried(partial(self._mischief.send, next(bodies))):
+        send = self._mischief.send
+        while monotonic() < end and await self._tried(partial(send, next(bodies), self._is_away)):
             await asyncio.sleep(0.1)
+
+    def _is_away(self, began: float) -> bool:
+        """Whether the server may have been killed since then."""
+        return began <= self._away
 
     async def _tried(self, deed: Callable[[], Awaitable[None]]) -> bool:
         """Do it; False if it met no server where there had to be one."""
@@ -228,7 +233,7 @@ class Soak:
     def document(self) -> dict[str, Any]:
         """What was done and found so far."""
         warm = min(WARM_SECONDS, 20.0 * self._options.minutes)
-        growths = [round(self.found.growth(warm, span), 4) for span in (60.0, 0.0)]
+        growths = round(self.found.growth(warm), 4), round(self.found.peak(warm), 4)
         growth, peak = (None, None) if self._options.kill else growths
         return {
             "minutes": round((monotonic() - self._began) / 60, 1),
@@ -236,7 +241,7 @@ class Soak:
             "mischief": dict(self._mischief.counts),
             "resident_megabytes": round(self.found.memory[-1][1] / 1e6, 1),
             "memory_growth": growth,
-            "memory_growth_of_moments": peak,
+            "memory_growth_of_minutes": peak,
             "longest_wait_seconds": round(max(self.found.wait_seconds, default=0.0), 1),
             "median_wait_seconds": round(median(self.found.wait_seconds or [0.0]), 2),
             "slowest_restart_seconds": round(max(self.found.restart_seconds, default=0.0), 1),

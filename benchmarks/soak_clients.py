@@ -4,8 +4,9 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 import aiohttp
@@ -160,9 +161,14 @@ class Mischief:
         for writer in writers:
             writer.transport.abort()
 
-    async def send(self, body: HostileBody) -> None:
-        """A body that is to be answered with 2xx, 4xx, or a stated 503."""
+    async def send(self, body: HostileBody, is_away: Callable[[float], bool]) -> None:
+        """A body that is to be answered with 2xx, 4xx, or a stated 503.
+
+        Args:
+            is_away: whether the server may have been killed since a time, so that none has to come.
+        """
         self.counts["hostile bodies"] += 1
+        began = monotonic()
         head = (HEAD % len(body.content)).replace(b"/v1/completions", body.path.encode())
         reader, writer = await asyncio.open_connection(HOST, self.port)
         writer.write(head.replace(b"Host", b"Connection: close\r\nHost") + body.content)
@@ -172,5 +178,6 @@ class Mischief:
         writer.close()
         status = answer.split(b" ", 2)[1].decode() if answer else "closed"
         self.counts[f"hostile bodies answered with {status}"] += 1
-        if status[0] not in "24" and status != "503":
+        excused = status == "503" or (status == "closed" and is_away(began))
+        if status[0] not in "24" and not excused:
             self.faults.append(f"{status} for {body.name}")

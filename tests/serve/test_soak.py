@@ -62,20 +62,20 @@ def test_a_stream_without_its_end_is_broken(content: str) -> None:
         read_stream(content)
 
 
-def test_memory_grows_by_what_comes_behind_the_first_minutes() -> None:
-    flat = Findings(memory=[(1.0, 90), (9.0, 100), (11.0, 99), (30.0, 101)])
-    assert flat.growth(10.0, 0.0) == pytest.approx(0.01)
-    leaking = Findings(memory=[(1.0, 90), (9.0, 100), (11.0, 102), (30.0, 104)])
-    assert leaking.growth(10.0, 0.0) > MOST_GROWTH
-    assert Findings(memory=[(1.0, 90)]).growth(10.0, 0.0) == 0
+def test_memory_that_goes_up_and_down_is_no_growth() -> None:
+    wandering = [(10.0 * number, (80, 100, 120)[number % 3]) for number in range(360)]
+    assert Findings(memory=wandering).growth(600.0) == pytest.approx(0)
+    assert Findings(memory=wandering[:100]).growth(600.0) == 0
 
 
-def test_memory_is_the_median_of_a_minute() -> None:
-    """Two large bodies that met for a moment are no growth; a minute of them is."""
-    steady = [(2.0 * number, 100) for number in range(60)]
-    assert Findings(memory=[*steady, (121.0, 100), (123.0, 150), (125.0, 100)]).growth(
-        120.0, 60.0
+def test_memory_that_goes_up_is_growth() -> None:
+    leaking = Findings(memory=[(10.0 * number, 100 + number) for number in range(360)])
+    assert leaking.growth(600.0) > leaking.peak(600.0) > MOST_GROWTH
+
+
+def test_a_peak_is_of_a_minute_not_of_a_moment() -> None:
+    steady = [(10.0 * number, 100) for number in range(120)]
+    assert Findings(memory=[*steady, (1201.0, 500)]).peak(600.0) == pytest.approx(4)
+    assert Findings(memory=[*steady, (1201.0, 100), (1202.0, 500), (1203.0, 100)]).peak(
+        600.0
     ) == pytest.approx(0)
-    leaking = Findings(memory=[*steady, (121.0, 150), (123.0, 150), (125.0, 100)])
-    assert leaking.growth(120.0, 60.0) == pytest.approx(0.5)
-    assert leaking.growth(120.0, 0.0) == pytest.approx(0.5)
