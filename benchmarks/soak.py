@@ -66,7 +66,7 @@ class Findings:
         return median(behind) / median(before) - 1 if before and end >= 2 * warm else 0.0
 
     def peak(self, warm: float) -> float:
-        """Share by which the largest minute behind `warm` seconds is above those before; medians."""
+        """Share by which the largest minute behind `warm` seconds is above the largest before."""
         minutes = itertools.groupby(self.memory, key=lambda at: (at[0] > warm, at[0] // 60))
         most = dict.fromkeys((False, True), 0.0)
         for (later, _), group in minutes:
