@@ -162,6 +162,13 @@ def _load(
     require_precision(config, device)
     if config.enable_lora:
         require_adapters(device)
+    elif (config.max_loras, config.max_lora_rank) != (
+        EngineConfig.max_loras,
+        EngineConfig.max_lora_rank,
+    ):
+        raise UsageError(
+            "max_loras and max_lora_rank go with enable_lora; give it, or leave them out"
+        )
     dtype = resolve_dtype(config, shape.dtype)
     room = WeightRoom(device, reasons)
     options = LoadOptions(

@@ -127,7 +127,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise CheckpointError(
                 f"the chat template {name!r} of {self._path} is not valid: line {error.lineno}: "
-                f"{error.message}; mend it or give another"
+                f"{error.message}; fix it or give another"
             ) from error
 
     @cached_property

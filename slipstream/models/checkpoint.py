@@ -89,7 +89,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         require_content(file)
         raise CheckpointError(
-            f"{file} is not valid JSON ({error}); mend it or download it again"
+            f"{file} is not valid JSON ({error}); fix it or download it again"
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} must hold a JSON object, not {type(content).__name__}")

@@ -78,4 +78,4 @@ def _check(values: Mapping[str, Any], error: type[Exception], where: str) -> Non
     try:
         SamplingParams(**values)
     except UsageError as problem:
-        raise error(f"{where}{problem}; mend it, or give generation_config={NEUTRAL}") from None
+        raise error(f"{where}{problem}; fix it, or give generation_config={NEUTRAL}") from None

@@ -133,6 +133,8 @@ class Models:
 
     def _build(self, settings: Settings) -> LLM:
         words = {"tokenizer": self.words} if settings.words else {"skip_tokenizer_init": True}
+        slots = {"enable_lora": True, "max_loras": settings.adapter_slots}
+        adapters: dict[str, Any] = slots if settings.adapters else {}
         return LLM(
             self.pair(settings.target).target,
             speculative_config=self.speculative(settings),
@@ -149,9 +151,8 @@ class Models:
             num_state_checkpoints=settings.places,
             kv_cache_dtype="int8" if settings.int8 else "auto",
             scheduling_policy="priority" if settings.priority else "fcfs",
-            enable_lora=settings.adapters > 0,
-            max_loras=settings.adapter_slots,
             **words,
+            **adapters,
         )
 
     def adapter(self, settings: Settings, number: int) -> LoRARequest:

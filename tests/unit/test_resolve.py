@@ -238,3 +238,9 @@ def test_a_core_counts_once_and_a_quota_counts(
     assert usable_cores(tmp_path, (unified, legacy))[0] == 1
     unified.write_text("max 100000\n")
     assert usable_cores(tmp_path, (unified, legacy))[0] == 3
+
+
+@pytest.mark.parametrize("option", ["max_loras", "max_lora_rank"])
+def test_slots_for_adapters_without_adapters_are_refused(tiny_target: str, option: str) -> None:
+    with pytest.raises(UsageError, match=rf"{option}.* enable_lora"):
+        make(tiny_target, **{option: 2})

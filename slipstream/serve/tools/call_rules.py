@@ -45,7 +45,7 @@ def require_well_formed(name: str, schema: Mapping[str, Any]) -> None:
 
 def _error(name: str, problem: str) -> UsageError:
     return UsageError(
-        f"the parameters of the tool {name!r} are no JSON schema: {problem}; mend them, or let the "
+        f"the parameters of the tool {name!r} are no JSON schema: {problem}; fix them, or let the "
         "model choose (tool_choice auto, not strict)"
     )
 
