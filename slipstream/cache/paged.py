@@ -7,9 +7,9 @@ from torch import Tensor
 
 from slipstream.cache.spec import CacheSizes
 from slipstream.core.errors import UsageError
+from slipstream.kernels.attention import FLOAT8_PAGES, SCALE_BYTES, stored_dim
 from slipstream.kernels.preparation import RequestTables
 from slipstream.kernels.registry import kernels_for
-from slipstream.kernels.table import FLOAT8_PAGES, SCALE_BYTES, stored_dim
 
 
 @dataclass(frozen=True)

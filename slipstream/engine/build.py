@@ -14,7 +14,7 @@ from slipstream.core.config import STORED_QUANTIZATIONS, EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.sampling_params import SamplingDefaults
 from slipstream.core.step_form import CapturedForm, StepForm
-from slipstream.engine.adapter_slots import make_adapters, tell_adapters
+from slipstream.engine.adapter_slots import make_adapters, require_slots, tell_adapters
 from slipstream.engine.drafting.calibration import calibrate
 from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
 from slipstream.engine.engine import Engine
@@ -68,7 +68,6 @@ from slipstream.runner.capability import (
     choose_device,
     device_name,
     kept_formats,
-    require_adapters,
     require_stored,
     stored_note,
 )
@@ -160,15 +159,7 @@ def _load(
     """This rank's share of the models, and the engine around it."""
     config = _as_stored(config, checkpoint, device, reasons)
     require_precision(config, device)
-    if config.enable_lora:
-        require_adapters(device)
-    elif (config.max_loras, config.max_lora_rank) != (
-        EngineConfig.max_loras,
-        EngineConfig.max_lora_rank,
-    ):
-        raise UsageError(
-            "max_loras and max_lora_rank go with enable_lora; give it, or leave them out"
-        )
+    require_slots(config, device)
     dtype = resolve_dtype(config, shape.dtype)
     room = WeightRoom(device, reasons)
     options = LoadOptions(

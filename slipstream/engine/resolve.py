@@ -12,7 +12,7 @@ from slipstream.core.errors import DraftTooLongError, UsageError
 from slipstream.core.sampling_params import SamplingDefaults, SamplingParams, Verification
 from slipstream.core.step_form import StepLimits
 from slipstream.engine.sizing import BlockBytes, Reasons, size_cache
-from slipstream.kernels.table import FLOAT8_PAGES, INTEGER_PAGES
+from slipstream.kernels.attention import FLOAT8_PAGES, INTEGER_PAGES
 from slipstream.layers.parameters import WHOLE, Share
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import dtype_named

@@ -104,8 +104,7 @@ class Step:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether steps of decoding requests may be launched before the last one's results are
-        here."""
+        """Whether decoding steps may be launched before the last one's results are here."""
         return self._runs_ahead and self._graphs is not None
 
     # ------------------------------------------------------------------ the device's part
@@ -385,8 +384,7 @@ class Step:
     def rate(
         self, rows: RatedRows, token_ids: Sequence[int], num_top: int, normalised: bool
     ) -> TokenLogprobs:
-        """Log probabilities of a token in each of some rows of the last step, some request of which
-        asks for them; see `token_logprobs`."""
+        """Log probabilities of a token in each of some rows of the last step that asks for them."""
         return self._ranks.call("rate", self._rate, rows, token_ids, num_top, normalised)
 
     @torch.inference_mode()

@@ -11,13 +11,9 @@ from typing import Protocol
 from torch import Tensor
 
 from slipstream.kernels.adapters import Adapted, LowRank
-from slipstream.kernels.attention import FLOAT8_PAGES as FLOAT8_PAGES
-from slipstream.kernels.attention import INTEGER_PAGES as INTEGER_PAGES
-from slipstream.kernels.attention import SCALE_BYTES as SCALE_BYTES
 from slipstream.kernels.attention import AttendOp as AttendOp
 from slipstream.kernels.attention import Heads as Heads
 from slipstream.kernels.attention import StoreOp as StoreOp
-from slipstream.kernels.attention import stored_dim as stored_dim
 from slipstream.kernels.delta_net import DeltaHeads, DeltaNetOp
 from slipstream.kernels.experts import ClampedGate, Router
 from slipstream.kernels.formats.weight import Rounding, Weight, as_it_is, in_plain_torch

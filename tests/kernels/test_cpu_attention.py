@@ -10,13 +10,14 @@ from torch.testing import assert_close
 
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 
+from slipstream.kernels.attention import SCALE_BYTES
 from slipstream.kernels.composition import query_key_norms, split_heads
 from slipstream.kernels.cpu import attention
 from slipstream.kernels.cpu.attention import attend, store
 from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.reference.attention import paged_attention, rotate_and_store
-from slipstream.kernels.table import SCALE_BYTES, Heads, Norm
+from slipstream.kernels.table import Heads, Norm
 from slipstream.layers.rope import RopeConfig, rope_table
 from tests.kernels.batches import (
     Requests,

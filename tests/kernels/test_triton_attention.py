@@ -13,10 +13,11 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="it is there for Linux only")
 
+from slipstream.kernels.attention import FLOAT8_PAGES
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.reference.attention import store
-from slipstream.kernels.table import FLOAT8_PAGES, Heads, Norm
+from slipstream.kernels.table import Heads, Norm
 from slipstream.kernels.triton import attention as tuned
 from slipstream.kernels.triton.attention import SHORT_ROWS, attend
 from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits, split_of, split_start

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.attention import FLOAT8_PAGES, INTEGER_PAGES, SCALE_BYTES
 from slipstream.kernels.latent_attention import LatentHeads
 from slipstream.kernels.pass_inputs import MOST_TREE_TOKENS, PassInputs, TreeInputs
 from slipstream.kernels.reference.dense import norm
-from slipstream.kernels.table import FLOAT8_PAGES, INTEGER_PAGES, SCALE_BYTES
 
 _LARGEST = {INTEGER_PAGES: 127.0, FLOAT8_PAGES: 448.0}  # of the numbers of pages
 

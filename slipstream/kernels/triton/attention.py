@@ -18,9 +18,10 @@ import torch
 import triton
 from torch import Tensor
 
+from slipstream.kernels.attention import FLOAT8_PAGES
 from slipstream.kernels.composition import query_key_norms, split_heads
 from slipstream.kernels.pass_inputs import PassInputs, Visibility
-from slipstream.kernels.table import FLOAT8_PAGES, Heads
+from slipstream.kernels.table import Heads
 from slipstream.kernels.triton.activation import gated_rows
 from slipstream.kernels.triton.attention_chunk_kernel import chunk_kernel
 from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits

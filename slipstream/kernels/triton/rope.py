@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.attention import FLOAT8_PAGES
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import FLOAT8_PAGES
 from slipstream.kernels.triton.attention_parts import halves, rotated, store_heads, turns
 from slipstream.kernels.triton.launch import launch_dependents, options, wait_for_inputs
 
