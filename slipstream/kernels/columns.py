@@ -114,4 +114,4 @@ class Columns:
 
 
 ALL_COLUMNS: Final = Columns()
-"""Of rows that are whole."""
+"""The columns of rows that no rank shares: all tokens of the vocabulary."""

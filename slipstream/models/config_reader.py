@@ -18,7 +18,7 @@ class _Required:
 REQUIRED: Final = _Required()
 
 TARGET_ADAPTER: Final = "target_adapter"
-"""Of a drafter: the adapter of the target that it was trained for. It serves without it as well."""
+"""A drafter's key: the adapter of the target that it was trained for; it serves without it, too."""
 
 # Keys that name, describe or date the model, or that only tools look at.
 _BOOKKEEPING = set(
