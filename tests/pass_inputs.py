@@ -46,4 +46,5 @@ def moved(inputs: PassInputs, device: str | torch.device) -> PassInputs:
     tree = inputs.sees.tree
     if tree is not None:
         tree = replace(tree, **{name: value.to(device) for name, value in vars(tree).items()})
-    return changed(inputs, **tensors, tree=tree)
+    last_seen = None if inputs.sees.last_seen is None else inputs.sees.last_seen.to(device)
+    return changed(inputs, **tensors, tree=tree, last_seen=last_seen)

@@ -1,7 +1,5 @@
 """The slots of an engine's adapters, in the layers of its target and of its drafter."""
 
-import torch
-
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.engine.adapters import Adapters
@@ -9,7 +7,6 @@ from slipstream.engine.ranks.ranks import Ranks
 from slipstream.engine.sizing import Reasons
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.runner.adapters import AdapterLoader
-from slipstream.runner.capability import require_adapters
 from slipstream.runner.memory import gigabytes
 
 
@@ -23,12 +20,10 @@ def make_adapters(
     return Adapters(target.count, loader.read, loader.write, loader.fill, ranks.tell)
 
 
-def require_slots(config: EngineConfig, device: torch.device) -> None:
-    """Raise UsageError where adapters are not served, or options of theirs are of no use."""
+def require_slots(config: EngineConfig) -> None:
+    """Raise UsageError where options of adapters are of no use."""
     usual = EngineConfig.max_loras, EngineConfig.max_lora_rank
-    if config.enable_lora:
-        require_adapters(device)
-    elif (config.max_loras, config.max_lora_rank) != usual:
+    if not config.enable_lora and (config.max_loras, config.max_lora_rank) != usual:
         raise UsageError(
             "max_loras and max_lora_rank go with enable_lora; give it, or leave them out"
         )

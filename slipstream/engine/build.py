@@ -159,7 +159,7 @@ def _load(
     """This rank's share of the models, and the engine around it."""
     config = _as_stored(config, checkpoint, device, reasons)
     require_precision(config, device)
-    require_slots(config, device)
+    require_slots(config)
     dtype = resolve_dtype(config, shape.dtype)
     room = WeightRoom(device, reasons)
     options = LoadOptions(
@@ -185,7 +185,7 @@ def _load(
         checkpoint.path, shape.vocab_size, beside, config.max_num_seqs, checkpoint.replaced
     )
     speculation = load_drafter(config.drafter_options, target)
-    family = choose_family(config, checkpoint, device, reasons)
+    family = choose_family(config, checkpoint, reasons)
     if family is not None:
         config, shape, options = _made_to_see(config, shape, options, family)
     network = load_decoder(checkpoint, options, shape)

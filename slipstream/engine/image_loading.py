@@ -1,7 +1,5 @@
 """Whether an engine reads images, and what reads them."""
 
-import torch
-
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.engine.images import ImageReader, NoImages, TowerReader
@@ -13,13 +11,12 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.vision.catalogue import VISION, image_family
 from slipstream.models.vision.library import missing_packages
 from slipstream.models.vision.tower import ImageFamily, ImageTower
-from slipstream.runner.memory import uses_gpu_memory
 
 _NAME = "images"
 
 
 def choose_family(
-    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, reasons: Reasons
+    config: EngineConfig, checkpoint: Checkpoint, reasons: Reasons
 ) -> ImageFamily | None:
     """How the model sees; None where it reads text alone, with the reason."""
     family = image_family(checkpoint)
@@ -37,8 +34,6 @@ def choose_family(
         reasons.add(_NAME, 0, f"weights are random (load_format {config.load_format})")
     elif not family.has_tower:
         reasons.add(_NAME, 0, "the checkpoint has no tensors that read images")
-    elif _most_whole(config, family) and uses_gpu_memory(device):
-        reasons.add(_NAME, 0, "images whose tokens see each other are read on CPUs so far")
     else:
         _require_rows(config, family)
         reasons.add(_NAME, config.max_images, "most of a prompt (limit_mm_per_prompt)")

@@ -245,7 +245,9 @@ class TowerReader:
         self.num_encoded += 1
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             try:
-                found = self._tower.encode(image, options)
+                # Convolutions in float32 would otherwise round what they multiply to 10 bits.
+                with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+                    found = self._tower.encode(image, options)
             except (ValueError, TypeError) as error:
                 raise UsageError(f"an image cannot be read: {error}") from error
             if self._stream is None:

@@ -88,15 +88,6 @@ def require_quantization(device: torch.device, option: str, quantization: str) -
         _require_float8(device, f"{option}={quantization}")
 
 
-def require_adapters(device: torch.device) -> None:
-    """Raise UsageError where steps with adapters are not known to be right."""
-    if device.type == "cuda":
-        raise UsageError(
-            "enable_lora is for CPUs so far: steps with adapters fail on GPUs; use device=cpu, or "
-            "merge the adapter into the weights (merge_and_unload of peft)"
-        )
-
-
 def require_float8_cache(device: torch.device, option: str) -> None:
     """Raise UsageError where no attention reads keys and values in e4m3; `option` asked for it."""
     if device.type == "cuda":

@@ -178,8 +178,8 @@ class RowLayout:
         """values [R] -> [T], of each row's request."""
         if self.is_single:
             return values
-        if self.width is not None:
-            return values.unsqueeze(1).expand(-1, self.width).flatten()
+        if self.width is not None:  # of one request, `flatten` would be a view with stride 0
+            return values.unsqueeze(1).expand(-1, self.width).flatten().contiguous()
         return values[self.request]
 
     def spread(self, values: Tensor) -> Tensor:

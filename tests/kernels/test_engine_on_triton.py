@@ -18,11 +18,12 @@ if torch.cuda.is_available():
     pytest.skip("a GPU runs whole engines in tests/gpu", allow_module_level=True)
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.kernels import registry
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.triton import attention
 from slipstream.runner.graphs import GraphRunner
+from tests.adapters import write_adapter
 from tests.drafters.assistants import write_sliding_target
 from tests.padded_steps import packed_rows, use_packed_steps, use_padded_steps
 
@@ -136,6 +137,34 @@ def test_packed_steps(tiny_target: str, tiny_draft: str, monkeypatch: pytest.Mon
         outputs = llm.generate(prompts, params)
         assert packed_rows(llm)
         return [output.outputs[0].token_ids for output in outputs]
+
+    expected = run()
+    with triton_serves_the_cpu():
+        assert run() == expected
+
+
+def test_one_request_with_an_adapter(
+    tiny_target: str, tiny_draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of a single request share one number that names its adapter."""
+    use_padded_steps(monkeypatch)
+    monkeypatch.setattr(GraphRunner, "capture_all", lambda *_: None)
+    adapter = LoRARequest("style", 1, write_adapter(tmp_path / "adapter", tiny_target))
+
+    def run() -> list[int]:
+        llm = LLM(
+            tiny_target,
+            speculative_config={"model": tiny_draft, "num_speculative_tokens": 2},
+            skip_tokenizer_init=True,
+            enable_lora=True,
+            max_loras=1,
+            max_lora_rank=8,
+            max_num_seqs=1,
+            max_model_len=64,
+            num_kv_blocks=16,
+        )
+        (output,) = llm.generate([{"prompt_token_ids": PROMPT}], SAMPLED, adapter)
+        return list(output.outputs[0].token_ids)
 
     expected = run()
     with triton_serves_the_cpu():

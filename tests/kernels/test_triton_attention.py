@@ -210,6 +210,19 @@ def test_rows_of_an_excerpt_turn_by_their_positions(window: int | None, dtype: t
     assert_agrees((qkv, heads, moved_on, cache))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 33])
+def test_rows_of_an_image_see_each_other(window: int | None, dtype: torch.dtype) -> None:
+    """In both kernels; of the other rows each sees up to itself."""
+    requests = Requests([0, 150, 40, 7], [5, 12, 20, 1])
+    qkv, heads, inputs, cache = case(Shape(6, 2, 24, 16), requests, dtype, window=window)
+    last_seen = inputs.rows.in_context.clone()
+    for first, last in ((1, 4), (8, 17), (20, 30)):  # rows of an image each
+        last_seen[first:last] = last_seen[last - 1].clone()
+    inputs = replace(inputs, sees=replace(inputs.sees, last_seen=last_seen))
+    assert_agrees((qkv, heads, inputs, cache))
+
+
 class Noted:
     """A kernel whose grids are noted."""
 

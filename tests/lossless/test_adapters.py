@@ -7,16 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from slipstream import LLM, LoRARequest, SamplingParams, UsageError
 from tests.adapters import write_adapter, write_merged
 from tests.lossless.test_greedy import make_prompts, speculative_config, tokens
 from tests.padded_steps import use_padded_steps
-
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="adapters are refused on GPUs so far"
-)
 
 PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 RANKS, ALPHAS = (4, 7, 1, 16), (4, 7, 3, 16)

@@ -196,7 +196,7 @@ def test_lookups_pass_over_images(
     """Tokens of an image are neither guessed nor part of what is looked up."""
     guesses = record_guesses(monkeypatch)
     options = {**drafters[method], "num_speculative_tokens": 5}
-    llm = make(models("Qwen3VL"), speculative_config=options)
+    llm = make(models("Qwen3VL"), speculative_config=options, enforce_eager=True)
     image = images(1)[0]
     asked = [1, 2, 3, START, IMAGE, END, 7, 8, 9, 1, 2, 3], [5, IMAGE, 6, 4, 3, 6, 8, 2, IMAGE, 6]
     first = []
@@ -262,7 +262,7 @@ def test_heads_take_the_embeddings_of_images(
     _, spans = llm.engine.images.place(ids, seen, {})
     found = [span.embedded for span in spans]
     expected = torch.cat([it.rows for it in found if isinstance(it, SpanEmbeddings)])
-    assert torch.equal(torch.stack(taken), expected)
+    assert torch.equal(torch.stack(taken).cpu(), expected)
 
 
 @pytest.mark.parametrize(("family", "rows"), [("Qwen3VL", 24), ("Gemma4", 150)])

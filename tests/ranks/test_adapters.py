@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from slipstream import LLM, LoRARequest, SamplingParams
 from tests.adapters import write_adapter
@@ -16,10 +15,6 @@ from tests.models.small_cases import SMALL
 from tests.models.test_adapters import MODULES
 from tests.models.test_parity import write_checkpoint
 from tests.ranks.conftest import Opener
-
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="adapters are refused on GPUs so far"
-)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 NARROW = {"max_num_batched_tokens": 24, "num_kv_blocks": 16}  # chunks, preemption

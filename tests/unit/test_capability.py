@@ -14,7 +14,6 @@ from slipstream.runner.capability import (
     default_batched_tokens,
     kept_formats,
     quantization_note,
-    require_adapters,
     require_float8_cache,
     require_quantization,
     training_dtype,
@@ -136,9 +135,3 @@ def test_caches_of_e4m3_need_what_converts_it(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_gpu_takes_longer_steps() -> None:
     assert default_batched_tokens(CUDA)[0] > default_batched_tokens(torch.device("cpu"))[0]
-
-
-def test_adapters_are_for_cpus() -> None:
-    require_adapters(torch.device("cpu"))
-    with pytest.raises(UsageError, match=r"enable_lora is for CPUs so far.*use device=cpu"):
-        require_adapters(CUDA)

@@ -2,7 +2,10 @@
 
 Two launches: inner numbers, split along K into parts of a fixed size so that a single row keeps
 many programs busy, and then what they add to y. Programs of rows without an adapter end at once.
-Bits of a row follow from the shapes alone: parts are added up in order.
+Bits of a row follow from the shapes alone.
+
+Slots and factors are read before the kernel in front has ended: nothing writes factors of a slot
+that a row names, and slots are written before an ordinary launch, that of the pass's embedding.
 """
 
 import torch
@@ -28,14 +31,15 @@ def _shrink_kernel(
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) * block_r + tl.arange(0, block_r)
     column = tl.program_id(2) * block_k + tl.arange(0, block_k)
-    wait_for_inputs(pdl)
+    inside = column < depth
     slot = tl.load(slots + row)
+    source = down + (slot * width + number[:, None]) * depth + column[None, :]
+    mask = (number[:, None] < tl.where(slot >= 0, width, 0)) & inside[None, :]
+    factors = tl.load(source, mask=mask, other=0.0)
+    wait_for_inputs(pdl)
     if slot >= 0:
-        inside = column < depth
         value = tl.load(x + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
-        factors = down + (slot * width + number[:, None]) * depth + column[None, :]
-        mask = (number[:, None] < width) & inside[None, :]
-        total = tl.sum(tl.load(factors, mask=mask, other=0.0).to(tl.float32) * value[None, :], 1)
+        total = tl.sum(factors.to(tl.float32) * value[None, :], 1)
         rows = tl.num_programs(0).to(tl.int64)
         place = inner + (tl.program_id(2) * rows + row) * width + number
         tl.store(place, total, mask=number < width)
@@ -44,7 +48,7 @@ def _shrink_kernel(
 @triton.jit
 def _expand_kernel(
     y, inner, up, ends, slots, y_stride, rank, total, splits, parts: tl.constexpr,
-    block_n: tl.constexpr, block_r: tl.constexpr, pdl: tl.constexpr,
+    block_n: tl.constexpr, block_r: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """A row's `block_n` numbers of y, all of one part."""
     launch_dependents(pdl)
@@ -60,24 +64,25 @@ def _expand_kernel(
         block -= blocks
         first = end
     column = start + tl.arange(0, block_n)
-    inside = column < stop
-    wait_for_inputs(pdl)
     slot = tl.load(slots + row)
+    inside = column < tl.where(slot >= 0, stop, 0)
+    number, split = tl.arange(0, block_r), tl.arange(0, block_s)
+    up += slot * rank * total + column[None, :]
+    mask = (number < rank)[:, None] & inside[None, :]
+    factors = tl.load(up + number[:, None] * total, mask=mask, other=0.0)
+    wait_for_inputs(pdl)
     if slot >= 0:
         place = y + row * y_stride + column
         made = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         rows, width = tl.num_programs(0).to(tl.int64), parts * rank
+        inner += (split * rows + row)[:, None] * width + part * rank
         for step in range(0, rank, block_r):
-            number = step + tl.arange(0, block_r)
-            known = number < rank
-            value = tl.zeros([block_r], tl.float32)
-            for split in range(splits):
-                source = inner + (split * rows + row) * width + part * rank + number
-                value += tl.load(source, mask=known, other=0.0)
-            factors = up + (slot * rank + number[:, None]) * total + column[None, :]
-            mask = known[:, None] & inside[None, :]
-            added = tl.load(factors, mask=mask, other=0.0).to(tl.float32) * value[:, None]
-            made += tl.sum(added, 0)
+            known = (split < splits)[:, None] & (step + number < rank)[None, :]
+            value = tl.sum(tl.load(inner + (step + number)[None, :], mask=known, other=0.0), 0)
+            made += tl.sum(factors.to(tl.float32) * value[:, None], 0)
+            ahead = step + block_r + number
+            mask = (ahead < rank)[:, None] & inside[None, :]
+            factors = tl.load(up + ahead[:, None] * total, mask=mask, other=0.0)
         tl.store(place, made.to(y.dtype.element_ty), mask=inside)
 
 
@@ -101,7 +106,7 @@ def add_low_rank(y: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
     _expand_kernel[(rows, blocks)](
         made, inner, factors.up, _on_device(adapted), slots, made.stride(0), factors.rank,
         factors.ends[-1], splits, parts=len(factors.ends), block_n=_WIDTH, block_r=step,
-        num_warps=4, **launch.options(x.device),
+        block_s=triton.next_power_of_2(splits), num_warps=4, **launch.options(x.device),
     )  # fmt: skip
     return y
 

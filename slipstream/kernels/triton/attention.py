@@ -213,8 +213,9 @@ def _short(
     short_kernel[(pairs, requests, lanes)](
         source, *pages_of(cache), out, part, part_exponent, part_total, rows.query_start,
         paging.context_lens, paging.block_tables, rows.positions, rows.places, paging.slots,
-        *tree_of(sees), layer.sinks, *_turn(turn), source.stride(0), paging.block_tables.stride(0),
-        layer.scale, layer.softcap, window, most_rows, splits, early=early,
+        *tree_of(sees), sees.last_seen, layer.sinks, *_turn(turn), source.stride(0),
+        paging.block_tables.stride(0), layer.scale, layer.softcap, window, most_rows, splits,
+        early=early,
         first_seen=sees.first_seen, causal=sees.causal,
         new_rows=max(4, triton.next_power_of_2(most_rows)),
         rotary_dim=layer.head_dim if turn is None else turn.rotary_dim,
@@ -241,7 +242,7 @@ def _chunks(
     most = triton.cdiv(count * layer.groups, tiles.lines) + min(requests, count // SHORT_ROWS)
     chunk_kernel[(layer.kv_heads, most)](
         query, *pages_of(cache), out, rows.query_start, paging.context_lens, paging.block_tables,
-        rows.in_context, *tree_of(sees), layer.sinks, query.stride(0),
+        rows.in_context, *tree_of(sees), sees.last_seen, layer.sinks, query.stride(0),
         paging.block_tables.stride(0), layer.scale, layer.softcap, layer.window, requests,
         SHORT_ROWS, block_r=triton.next_power_of_2(requests), first_seen=sees.first_seen,
         causal=sees.causal, **_built(layer, cache, tiles),

@@ -90,8 +90,8 @@ def tile_of_program(query_start, requests, short_rows, groups, block_m, block_r:
 @triton.jit
 def chunk_kernel(
     query, keys, values, key_scales, value_scales, out, query_start, context_lens, tables,
-    positions, tokens, ancestors, tree_starts, sinks, row_stride, table_stride, scale, softcap,
-    window, requests, short_rows, kv_heads: tl.constexpr, groups: tl.constexpr,
+    positions, tokens, ancestors, tree_starts, last_seen, sinks, row_stride, table_stride, scale,
+    softcap, window, requests, short_rows, kv_heads: tl.constexpr, groups: tl.constexpr,
     head_dim: tl.constexpr, stored_dim: tl.constexpr, block_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_r: tl.constexpr,
     pdl: tl.constexpr, first_seen: tl.constexpr, causal: tl.constexpr,
@@ -110,8 +110,8 @@ def chunk_kernel(
     rows = tl.load(query_start + request + 1).to(tl.int32) - first
     context = tl.load(context_lens + request).to(tl.int32)
     row, head, _, begins, ends = sight(
-        positions, None, tokens, first, rows, context, tile, kv_head, window, causal, groups,
-        block_m,
+        positions, None, tokens, last_seen, first, rows, context, tile, kv_head, window, causal,
+        groups, block_m,
     )  # fmt: skip
     inside = row < rows
     source = (first + row).to(tl.int64) * row_stride + head * head_dim

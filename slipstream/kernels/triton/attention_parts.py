@@ -204,13 +204,14 @@ def queries(source, place, inside, head_dim: tl.constexpr, block_d: tl.constexpr
 
 @triton.jit
 def sight(
-    positions, places, tokens, first, rows, context, tile, kv_head, window, causal: tl.constexpr,
-    groups: tl.constexpr, block_m: tl.constexpr,
+    positions, places, tokens, last_seen, first, rows, context, tile, kv_head, window,
+    causal: tl.constexpr, groups: tl.constexpr, block_m: tl.constexpr,
 ):  # fmt: skip
     """(row, query head, position, first token seen, end of the tokens seen) of a tile's lines.
 
     Line m of a request and KV head is its row m // groups and its query head m % groups. Which
-    token a row is stands in `tokens`, where that is not its position, or in `places`.
+    token a row is stands in `tokens`, where that is not its position, or in `places`. A row of an
+    image also sees the tokens behind its own up to `last_seen`.
     """
     line = tile * block_m + tl.arange(0, block_m)
     row = line // groups
@@ -222,6 +223,9 @@ def sight(
     token = own
     if tokens is not None:
         token = tl.load(tokens + first + row, mask=row < rows, other=0).to(tl.int32)
+    if last_seen is not None:
+        last = tl.load(last_seen + first + row, mask=row < rows, other=0)
+        token = tl.maximum(token, last.to(tl.int32))
     ends = tl.minimum(token + 1, context) if causal else tl.zeros_like(own) + context
     begins = tl.zeros_like(own)
     if window is not None:

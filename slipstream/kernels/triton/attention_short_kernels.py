@@ -239,12 +239,12 @@ def _splits(context, rows, window):
 @triton.jit
 def short_kernel(
     qkv, keys, values, key_scales, value_scales, out, part, part_exponent, part_total, query_start,
-    context_lens, tables, positions, places, slots, tokens, ancestors, tree_starts, sinks,
-    query_weight, key_weight, eps, cos_sin, row_stride, table_stride, scale, softcap, window,
-    most_rows, most_splits, kv_heads: tl.constexpr, groups: tl.constexpr, head_dim: tl.constexpr,
-    stored_dim: tl.constexpr, block_size: tl.constexpr, block_m: tl.constexpr,
-    block_n: tl.constexpr, block_d: tl.constexpr, pdl: tl.constexpr, early: tl.constexpr,
-    first_seen: tl.constexpr, causal: tl.constexpr, new_rows: tl.constexpr,
+    context_lens, tables, positions, places, slots, tokens, ancestors, tree_starts, last_seen,
+    sinks, query_weight, key_weight, eps, cos_sin, row_stride, table_stride, scale, softcap,
+    window, most_rows, most_splits, kv_heads: tl.constexpr, groups: tl.constexpr,
+    head_dim: tl.constexpr, stored_dim: tl.constexpr, block_size: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, pdl: tl.constexpr,
+    early: tl.constexpr, first_seen: tl.constexpr, causal: tl.constexpr, new_rows: tl.constexpr,
     rotary_dim: tl.constexpr,
 ):  # fmt: skip
     """Programs (KV head and tile, request, lane): a lane folds its share of a tile's splits.
@@ -278,8 +278,8 @@ def short_kernel(
         value_scales += kv_heads * head_dim // 4 + kv_head
     table = tables + request.to(tl.int64) * table_stride
     row, head, position, begins, ends = sight(
-        positions, places, tokens, first, rows, context, tile, kv_head, window, causal, groups,
-        block_m,
+        positions, places, tokens, last_seen, first, rows, context, tile, kv_head, window, causal,
+        groups, block_m,
     )  # fmt: skip
     if early:
         known = context if cos_sin is None else context - rows  # tokens that are stored already

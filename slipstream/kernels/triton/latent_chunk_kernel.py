@@ -78,7 +78,7 @@ def latent_chunk_kernel(
     rows = tl.load(query_start + request + 1).to(tl.int32) - first
     context = tl.load(context_lens + request).to(tl.int32)
     row, head, _, begins, ends = sight(
-        positions, None, tokens, first, rows, context, tile, 0, None, causal, heads, block_m
+        positions, None, tokens, None, first, rows, context, tile, 0, None, causal, heads, block_m
     )
     inside = row < rows
     line = (first + row).to(tl.int64) * heads + head

@@ -229,7 +229,7 @@ def latent_kernel(
         return
     table = tables + request.to(tl.int64) * table_stride
     row, head, _, begins, ends = sight(
-        positions, places, tokens, first, rows, context, tile, 0, None, causal, heads, block_m
+        positions, places, tokens, None, first, rows, context, tile, 0, None, causal, heads, block_m
     )
     words = ancestors if ancestors is None else ancestors + first
     tree_start = 0 if ancestors is None else tl.load(tree_starts + request).to(tl.int32)
