@@ -2,12 +2,13 @@
 
     python -m benchmarks.write_twins OUT --geometry qwen3-0.6b
     python -m benchmarks.adapter_cost OUT/target [--dtype bfloat16] [--batches 1 8] [--rounds 5]
+    python -m benchmarks.adapter_cost qwen3-8b --batches 1 32 --adapters 8  # random weights
 
 Random adapters of --rank for all projections of attention and feed-forward layers. In turns, in one
 process: an engine without adapters, and one with them, asked for none, for one by all requests, and
-for another one by each. A step's time is the difference of a long and a short run, by its number of
-steps; ratios are to the engine without adapters, medians over --rounds. The last line is one JSON
-document.
+for --adapters of them by turns. A step's time is the difference of a long and a short run, by its
+number of steps; ratios are to the engine without adapters, medians over --rounds. The last line is
+one JSON document.
 """
 
 import argparse
@@ -19,9 +20,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.geometries import write_config
 from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.engine.prompts import TokensPrompt
-from tests.adapters import write_adapter
 
 SHORT, LONG, PROMPT = 4, 36, 16  # tokens
 
@@ -50,7 +54,10 @@ def cases(plain: LLM, adapted: LLM, adapters: list[LoRARequest], batch: int) -> 
         "without adapters": (plain, [None] * batch),
         "none asked for": (adapted, [None] * batch),
         "one": (adapted, [adapters[0]] * batch),
-        "one each": (adapted, [*adapters[:batch]]),
+        f"{min(batch, len(adapters))}": (
+            adapted,
+            [adapters[place % len(adapters)] for place in range(batch)],
+        ),
     }
 
 
@@ -73,38 +80,71 @@ def in_turns(asked: dict[str, Case], rounds: int) -> dict[str, tuple[float, floa
 
 
 def write(folder: Path, target: Path, rank: int, count: int) -> list[LoRARequest]:
-    """So many random adapters."""
-    return [
-        LoRARequest(
-            f"adapter {number}",
-            number,
-            write_adapter(folder / str(number), target, seed=number, rank=rank, size=0.1),
-        )
-        for number in range(1, count + 1)
-    ]
+    """Random adapters of all projections of a dense model with Llama's names of tensors."""
+    config = json.loads((target / "config.json").read_text())
+    generator = torch.Generator().manual_seed(0)
+    requests = []
+    for number in range(1, count + 1):
+        tensors = {}
+        for name, (rows, columns) in projections(config).items():
+            down = torch.randn(rank, columns, generator=generator) / columns**0.5
+            up = torch.randn(rows, rank, generator=generator) * 0.1 / rank**0.5
+            module = f"base_model.model.{name}"
+            tensors[f"{module}.lora_A.weight"] = down.bfloat16()
+            tensors[f"{module}.lora_B.weight"] = up.bfloat16()
+        path = folder / str(number)
+        path.mkdir()
+        save_file(tensors, path / "adapter_model.safetensors")
+        modules = sorted({name.rpartition(".")[2] for name in projections(config)})
+        described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
+        (path / "adapter_config.json").write_text(json.dumps(described))
+        requests.append(LoRARequest(f"adapter {number}", number, str(path)))
+    return requests
+
+
+def projections(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Rows and columns of each module."""
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or width // heads
+    queries, keys = heads * head_dim, config["num_key_value_heads"] * head_dim
+    attention = {"q": (queries, width), "k": (keys, width), "v": (keys, width)}
+    attention["o"] = width, queries
+    mlp = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+    found = {}
+    for layer in range(config["num_hidden_layers"]):
+        for part, shapes in (("self_attn", attention), ("mlp", mlp)):
+            for name, shape in shapes.items():
+                found[f"model.layers.{layer}.{part}.{name}_proj"] = shape
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("target", type=Path)
+    parser.add_argument("target", help="a directory, or the name of a geometry")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args(arguments)
     most = max(given.batches)
     options: dict[str, Any] = {"dtype": given.dtype, "max_num_seqs": most, "max_model_len": 64}
     options |= {"skip_tokenizer_init": True, "enable_prefix_caching": False}
-    slots = {"enable_lora": True, "max_loras": most, "max_lora_rank": given.rank}
+    slots = {"enable_lora": True, "max_loras": given.adapters, "max_lora_rank": given.rank}
     with tempfile.TemporaryDirectory() as folder:
-        adapters = write(Path(folder), given.target, given.rank, most)
-        engines = LLM(str(given.target), **options), LLM(str(given.target), **options, **slots)
+        target = Path(given.target)
+        if not target.exists():
+            target = write_config(Path(folder, "target"), given.target)
+            options |= {"load_format": "dummy", "num_kv_blocks": 16 * most}
+        adapters = write(Path(folder), target, given.rank, given.adapters)
+        engines = LLM(str(target), **options), LLM(str(target), **options, **slots)
         report = {}
         for batch in given.batches:
             found = in_turns(cases(*engines, adapters, batch), given.rounds)
             for name, (took, ratio) in found.items():
                 report[f"batch {batch}, {name}"] = took, ratio
-                print(f"batch {batch}, {name}: {took:.2f} ms, {ratio:.3f} times", flush=True)
+                print(f"batch {batch}, {name}: {took:.3f} ms, {ratio:.3f} times", flush=True)
     print(json.dumps(report))
 
 

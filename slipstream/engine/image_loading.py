@@ -6,7 +6,6 @@ from slipstream.engine.images import ImageReader, NoImages, TowerReader
 from slipstream.engine.resolve import Resolved
 from slipstream.engine.sizing import Reasons
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.loading import RANDOM_FORMATS
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.vision.catalogue import VISION, image_family
 from slipstream.models.vision.library import missing_packages
@@ -30,8 +29,6 @@ def choose_family(
         reasons.add(_NAME, 0, "limit_mm_per_prompt")
     elif missing:
         reasons.add(_NAME, 0, f"{' and '.join(missing)} missing")
-    elif config.load_format in RANDOM_FORMATS:
-        reasons.add(_NAME, 0, f"weights are random (load_format {config.load_format})")
     elif not family.has_tower:
         reasons.add(_NAME, 0, "the checkpoint has no tensors that read images")
     else:
