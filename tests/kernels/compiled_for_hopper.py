@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from slipstream.kernels.triton.adapters import _expand_kernel, _shrink_kernel
 from slipstream.kernels.triton.fragments import E2M1, INT4, INT4_ZEROS, INT8
 from slipstream.kernels.triton.grouped_stream_kernels import BYTES, HALVES, grouped_stream_kernel
 from slipstream.kernels.triton.matmul_stream_kernels import SWIZZLED, stream_kernel
@@ -102,12 +103,27 @@ def norm(weighted: bool) -> int:
     types |= dict.fromkeys(("part_stride", "row_stride", "width"), "i32")
     types |= dict.fromkeys(("eps", "behind_eps"), "fp32")
     types |= {"weight": "*bf16"} if weighted else {}
-    constants = {"parts": 1, "block": 256, "pdl": True}
-    names = _norm_kernel.arg_names
+    return plain(_norm_kernel, types, {"parts": 1, "block": 256, "pdl": True})
+
+
+def adapters() -> tuple[int, int]:
+    """The two kernels of `adapters.py` -> bytes of machine code."""
+    types = {"x": "*bf16", "y": "*fp32", "down": "*bf16", "up": "*bf16", "inner": "*fp32"}
+    types |= {"slots": "*i64", "ends": "*i32"}
+    ints = ("row_stride", "y_stride", "depth", "width", "rank", "total", "splits")
+    types |= dict.fromkeys(ints, "i32")
+    first = {"block_r": 8, "block_k": 1024, "pdl": True}
+    second = {"parts": 3, "block_n": 256, "block_r": 16, "block_s": 4, "pdl": True}
+    return plain(_shrink_kernel, types, first), plain(_expand_kernel, types, second)
+
+
+def plain(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> int:
+    """A kernel of Triton's that has no matrix instructions -> bytes of machine code."""
+    names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     given = {(index,): constants.get(name) for index, name in enumerate(names)}
     constexprs = {at: it for at, it in given.items() if signature[names[at[0]]] == "constexpr"}
-    source = ASTSource(_norm_kernel, signature, constexprs=constexprs)
+    source = ASTSource(kernel, signature, constexprs=constexprs)
     result = triton.compile(source, target=H200, options={"num_warps": 4})
     return len(result.asm["cubin"])
 
@@ -161,6 +177,7 @@ def main() -> None:
         grouped((64, 2, 4), 0, NOT, sorted_pairs=True, out=whole, coding=INT8),
     ]
     assert norm(weighted=True) > norm(weighted=False) > 0
+    assert all(adapters())
     print(json.dumps(results))
 
 

@@ -67,22 +67,22 @@ def _expand_kernel(
     slot = tl.load(slots + row)
     inside = column < tl.where(slot >= 0, stop, 0)
     number, split = tl.arange(0, block_r), tl.arange(0, block_s)
-    up += slot * rank * total + column[None, :]
+    numbers = up + slot * rank * total + column[None, :]
     mask = (number < rank)[:, None] & inside[None, :]
-    factors = tl.load(up + number[:, None] * total, mask=mask, other=0.0)
+    factors = tl.load(numbers + number[:, None] * total, mask=mask, other=0.0)
     wait_for_inputs(pdl)
     if slot >= 0:
         place = y + row * y_stride + column
         made = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         rows, width = tl.num_programs(0).to(tl.int64), parts * rank
-        inner += (split * rows + row)[:, None] * width + part * rank
+        source = inner + (split * rows + row)[:, None] * width + part * rank
         for step in range(0, rank, block_r):
             known = (split < splits)[:, None] & (step + number < rank)[None, :]
-            value = tl.sum(tl.load(inner + (step + number)[None, :], mask=known, other=0.0), 0)
+            value = tl.sum(tl.load(source + (step + number)[None, :], mask=known, other=0.0), 0)
             made += tl.sum(factors.to(tl.float32) * value[:, None], 0)
             ahead = step + block_r + number
             mask = (ahead < rank)[:, None] & inside[None, :]
-            factors = tl.load(up + ahead[:, None] * total, mask=mask, other=0.0)
+            factors = tl.load(numbers + ahead[:, None] * total, mask=mask, other=0.0)
         tl.store(place, made.to(y.dtype.element_ty), mask=inside)
 
 
