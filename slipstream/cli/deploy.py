@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.flags import Given, parsed
-from slipstream.cli.listen import ListenFlags, MissingPackagesError, announce, checked_options
+from slipstream.cli.listen import ListenFlags, MissingPackagesError, ServingFlags, announce
 from slipstream.cli.prompts import require_writable
 from slipstream.cli.terminal import stderr_console
-from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError, counted
 from slipstream.core.flags import flag, given_flags
 from slipstream.deploy.options import ReplicaOptions
-from slipstream.serve.limits import ServeLimits
-from slipstream.serve.options import AnswerOptions, LogOptions
 
 if TYPE_CHECKING:
     from slipstream.deploy.plan import Plan
@@ -46,16 +42,7 @@ _ELSEWHERE = ("--uds", "--ssl-certfile")  # a cluster's ingress has them
 
 
 def deploy(
-    *,
-    drafter: DrafterFlags,
-    engine: EngineConfig,
-    listen: ListenFlags,
-    answers: AnswerOptions,
-    limits: ServeLimits,
-    log: LogOptions,
-    replicas: ReplicaOptions,
-    cluster: ClusterFlags,
-    given: Given,
+    *, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFlags, given: Given
 ) -> None:
     """Serve several replicas of a model, on Ray Serve.
 
@@ -64,37 +51,24 @@ def deploy(
     replaced one by one, without a request lost. The first Ctrl-C or SIGTERM lets running requests
     finish, the second stops at once.
     """
-    plan = _plan(
-        drafter=drafter,
-        engine=engine,
-        listen=listen,
-        answers=answers,
-        limits=limits,
-        log=log,
-        replicas=replicas,
-        cluster=cluster,
-    )
+    plan = _plan(serving=serving, replicas=replicas, cluster=cluster)
     if cluster.manifest is not None:
-        _write_manifest(plan, listen, cluster, given.settled)
+        _write_manifest(plan, serving.listen, cluster, given.settled)
         return
-    raise typer.Exit(run_locally(plan, listen, lambda: parsed(_plan, given.line)))
+    raise typer.Exit(run_locally(plan, serving.listen, lambda: parsed(_plan, given.line)))
 
 
-def _plan(
-    *,
-    drafter: DrafterFlags,
-    engine: EngineConfig,
-    listen: ListenFlags,
-    answers: AnswerOptions,
-    limits: ServeLimits,
-    log: LogOptions,
-    replicas: ReplicaOptions,
-    cluster: ClusterFlags,
-) -> "Plan":
-    """What a command line deploys."""
-    del cluster
-    config = drafter.apply(engine)
-    server = checked_options(config, listen, limits, answers, log)
+def _plan(*, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFlags) -> "Plan":
+    """What a command line deploys; UsageError for flags that have no effect without another."""
+    if cluster.manifest is None:
+        for name in given_flags(cluster):
+            raise UsageError(f"{name} is for the manifest of a cluster; add --manifest FILE")
+    return plan_of(serving, replicas)
+
+
+def plan_of(serving: ServingFlags, replicas: ReplicaOptions) -> "Plan":
+    """These replicas, each a server with these flags."""
+    config, server = serving.checked()
     from slipstream.deploy.plan import Plan
 
     return Plan(config=config, server=server, replicas=replicas)

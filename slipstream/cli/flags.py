@@ -1,12 +1,15 @@
 """Commands whose parameters are dataclasses: each field that has a `Flag` becomes an option.
 
+A field whose type is a dataclass stands for the options of that one, so that several commands can
+share a list of them.
+
 A default instance of the dataclass sets the defaults of its options for that command; a dict in
 `Annotated[Config, {"field": value}]` sets fields that the command does not offer.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from types import NoneType
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 
@@ -111,10 +114,17 @@ class _Group:
             it.name: getattr(given, it.name) if is_default else it.default
             for it in fields(self._config)
         }
+        self._inner = {
+            it.name: _Group(it.name, _keyword(it.name, it.type, it.default))
+            for it in fields(self._config)
+            if is_dataclass(it.type)
+        }
 
     def parameters(self) -> Iterator[inspect.Parameter]:
         panel = None
         for it in fields(self._config):
+            if it.name in self._inner:
+                yield from self._inner[it.name].parameters()
             found = flag_of(it)
             if found is not None:
                 panel = found.panel or panel
@@ -129,6 +139,7 @@ class _Group:
             UsageError: a value that its field does not admit.
         """
         made = {name: it for name, it in self._defaults.items() if it is not MISSING} | self._fixed
+        made |= {name: inner.take(values) for name, inner in self._inner.items()}
         for it in fields(self._config):
             found = flag_of(it)
             if found is not None and it.name not in self._fixed:

@@ -1,4 +1,4 @@
-"""Where a server listens and whom it serves: flags of all commands that serve."""
+"""The flags of all commands that serve: where a server listens, whom it serves, and how."""
 
 import json
 import socket
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.prompts import make_folder, read_template
 from slipstream.cli.terminal import QUIET_STYLE, stderr_console
 from slipstream.core.config import EngineConfig
@@ -178,44 +179,55 @@ class ListenFlags:
                 )
 
 
-def checked_options(
-    config: EngineConfig,
-    listen: ListenFlags,
-    limits: ServeLimits,
-    answers: AnswerOptions,
-    log: LogOptions,
-) -> "ServerOptions":
-    """The options of a server, checked before a model is loaded."""
-    _refuse_synthetic(config, listen.allow_synthetic)
-    try:
-        from slipstream.serve.adapters import parse_modules
-        from slipstream.serve.run import ServerOptions
-    except ModuleNotFoundError as error:
-        raise MissingPackagesError(
-            f"the server needs the package {error.name}; install it with: pip install "
-            "'slipstream[serve]'"
-        ) from error
-    listen.require_parsers()
-    log.config()
-    if listen.lora_modules and not config.enable_lora:
-        raise UsageError("--lora-modules goes with --enable-lora; give both")
-    if answers.trust_request_lora and not config.enable_lora:
-        raise UsageError("--trust-request-lora goes with --enable-lora; give both")
-    return ServerOptions(
-        names=listen.served_model_name or (_usual_name(config.model),),
-        limits=limits,
-        access=_access(listen),
-        tls=_tls(listen),
-        root_path=listen.root_path,
-        tool_call_parser=listen.tool_call_parser,
-        reasoning_parser=listen.reasoning_parser,
-        chat_template=listen.template(),
-        profiles=listen.traces(),
-        adapters=tuple(parse_modules(listen.lora_modules)),
-        answers=answers,
-        log=log,
-        show_document=not listen.disable_fastapi_docs,
-    )
+@dataclass(frozen=True, kw_only=True)
+class ServingFlags:
+    """The flags that `slipstream serve` and `slipstream deploy` share."""
+
+    drafter: DrafterFlags
+    engine: EngineConfig
+    listen: ListenFlags
+    answers: AnswerOptions
+    limits: ServeLimits
+    log: LogOptions
+
+    def checked(self) -> "tuple[EngineConfig, ServerOptions]":
+        """The options of the engine and of the server, checked before a model is loaded.
+
+        Raises:
+            UsageError: flags that are not valid or contradict each other.
+            MissingPackagesError: what the server needs is not installed.
+        """
+        config, listen, answers = self.drafter.apply(self.engine), self.listen, self.answers
+        _refuse_synthetic(config, listen.allow_synthetic)
+        try:
+            from slipstream.serve.adapters import parse_modules
+            from slipstream.serve.run import ServerOptions
+        except ModuleNotFoundError as error:
+            raise MissingPackagesError(
+                f"the server needs the package {error.name}; install it with: pip install "
+                "'slipstream[serve]'"
+            ) from error
+        listen.require_parsers()
+        self.log.config()
+        if listen.lora_modules and not config.enable_lora:
+            raise UsageError("--lora-modules goes with --enable-lora; give both")
+        if answers.trust_request_lora and not config.enable_lora:
+            raise UsageError("--trust-request-lora goes with --enable-lora; give both")
+        return config, ServerOptions(
+            names=listen.served_model_name or (_usual_name(config.model),),
+            limits=self.limits,
+            access=_access(listen),
+            tls=_tls(listen),
+            root_path=listen.root_path,
+            tool_call_parser=listen.tool_call_parser,
+            reasoning_parser=listen.reasoning_parser,
+            chat_template=listen.template(),
+            profiles=listen.traces(),
+            adapters=tuple(parse_modules(listen.lora_modules)),
+            answers=answers,
+            log=self.log,
+            show_document=not listen.disable_fastapi_docs,
+        )
 
 
 def _usual_name(model: str) -> str:

@@ -6,16 +6,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from slipstream.cli.deploy import run_locally
-from slipstream.cli.drafter_flags import DrafterFlags
+from slipstream.cli.deploy import plan_of, run_locally
 from slipstream.cli.flags import Given, RunFlags, parsed
-from slipstream.cli.listen import ListenFlags, announce, checked_options
+from slipstream.cli.listen import ServingFlags, announce
 from slipstream.cli.open_llm import open_llm, tell_defaults
-from slipstream.core.config import EngineConfig
 from slipstream.core.flags import flag
 from slipstream.deploy.options import ReplicaOptions
-from slipstream.serve.limits import ServeLimits
-from slipstream.serve.options import AnswerOptions, LogOptions
 
 if TYPE_CHECKING:
     from slipstream.deploy.plan import Plan
@@ -35,32 +31,18 @@ class ParallelFlags:
     )
 
 
-def serve(
-    *,
-    drafter: DrafterFlags,
-    engine: EngineConfig,
-    listen: ListenFlags,
-    answers: AnswerOptions,
-    limits: ServeLimits,
-    log: LogOptions,
-    parallel: ParallelFlags,
-    run: RunFlags,
-    given: Given,
-) -> None:
+def serve(*, serving: ServingFlags, parallel: ParallelFlags, run: RunFlags, given: Given) -> None:
     """Serve a model over HTTP, in the OpenAI and Messages protocols.
 
     Requests share one engine, which decodes speculatively if there is a drafter. Without MODEL the
     bundled demo is served. The first Ctrl-C or SIGTERM lets running requests
     finish, the second stops at once.
     """
-    config = drafter.apply(engine)
-    options = checked_options(config, listen, limits, answers, log)
+    listen = serving.listen
     if parallel.data_parallel_size > 1:
-        from slipstream.deploy.plan import Plan
-
-        replicas = ReplicaOptions(replicas=parallel.data_parallel_size)
-        plan = Plan(config=config, server=options, replicas=replicas)
+        plan = _plan(serving=serving, parallel=parallel, run=run)
         raise typer.Exit(run_locally(plan, listen, lambda: parsed(_plan, given.line)))
+    config, options = serving.checked()
     from slipstream.serve.listening import bind
     from slipstream.serve.listening import listen as let_connect
     from slipstream.serve.memory import keep_few_matmuls
@@ -86,22 +68,7 @@ def serve(
     raise typer.Exit(code)
 
 
-def _plan(
-    *,
-    drafter: DrafterFlags,
-    engine: EngineConfig,
-    listen: ListenFlags,
-    answers: AnswerOptions,
-    limits: ServeLimits,
-    log: LogOptions,
-    parallel: ParallelFlags,
-    run: RunFlags,
-) -> "Plan":
-    """What a command line deploys, read once more."""
-    from slipstream.deploy.plan import Plan
-
+def _plan(*, serving: ServingFlags, parallel: ParallelFlags, run: RunFlags) -> "Plan":
+    """The replicas of a command line."""
     del run
-    config = drafter.apply(engine)
-    replicas = ReplicaOptions(replicas=parallel.data_parallel_size)
-    server = checked_options(config, listen, limits, answers, log)
-    return Plan(config=config, server=server, replicas=replicas)
+    return plan_of(serving, ReplicaOptions(replicas=parallel.data_parallel_size))

@@ -3,7 +3,6 @@
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +12,7 @@ from slipstream.cli.errors import say
 from slipstream.cli.flags import add_commands
 from slipstream.cli.open_llm import Bars
 from slipstream.cli.terminal import interrupt_noted, stderr_console, stdout_console
-from slipstream.train.settings import DataSettings, DrafterOptions, TrainSettings
+from slipstream.train.settings import DataSettings, TrainSettings
 
 if TYPE_CHECKING:
     from slipstream.train.losses import ChainAcceptance
@@ -41,22 +40,14 @@ app = typer.Typer(
 
 
 def _command(kind: str) -> Callable[..., None]:
-    def command(
-        *, settings: Annotated[TrainSettings, {"kind": kind}], options: DrafterOptions
-    ) -> None:
+    def command(*, settings: Annotated[TrainSettings, {"kind": kind}]) -> None:
         from slipstream.train.run import run_training
         from slipstream.train.trainer import RunStoppedError
 
         console = stderr_console()
         try:
             with Bars(console) as bars, _TrainingBar(kind) as watch:
-                trained = run_training(
-                    replace(settings, options=options),
-                    _command_line(),
-                    watch,
-                    bars.bar,
-                    interrupt_noted,
-                )
+                trained = run_training(settings, _command_line(), watch, bars.bar, interrupt_noted)
         except RunStoppedError as stopped:
             say(f"{stopped}, which is kept; the same command continues from there")
             raise KeyboardInterrupt from stopped

@@ -83,6 +83,8 @@ def test_each_replica_may_be_several_ranks(
         ("deploy demo --replicas 0", "--replicas must be"),
         ("deploy demo --replicas 3 --max-replicas 2", "--max-replicas 2 is less than"),
         ("deploy demo --routing best", "--routing must be one of prefix, load, round_robin"),
+        ("deploy demo --name a", "--name is for the manifest of a cluster; add --manifest"),
+        ("deploy demo --image a", "--image is for the manifest of a cluster; add --manifest"),
         ("serve demo -dp 0", "--data-parallel-size must be"),
     ],
 )
