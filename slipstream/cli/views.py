@@ -42,28 +42,43 @@ class Status:
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
-    def line(self) -> str:
-        """`42.0 tokens/s · AL 3.21 · accepted 0.85 0.71 0.60 · draft 31% target 55% ...`."""
+    def line(self, width: int | None = None) -> str:
+        """`42.0 tokens/s · AL 3.21 · accepted 0.85 0.71 0.60 · draft 31% target 55% ...`.
+
+        In a terminal of this width the shares of the time are left out if there is no room for
+        them, then acceptance position by position, from the last one on.
+        """
+        shares = self._shares()
+        lines = [self._line(shares)]
+        lines += [self._line(self._first(shares, n), False) for n in range(len(shares), -1, -1)]
+        return next((it for it in lines if width is None or len(it) <= width), lines[-1])
+
+    def _line(self, shares: list[str], with_times: bool = True) -> str:
         parts = [f"{self.tokens_per_second:.1f} tokens/s"]
         if self.speculation.num_drafts:
             parts.append(f"AL {self.speculation.acceptance_length:.2f}")
-            parts.append(f"accepted {self._shares()}")
+        if shares:
+            parts.append(f"accepted {' '.join(shares)}")
         speedup = self.speculation.estimated_speedup
         if speedup is not None:  # then K is chosen, too
             parts.append(f"K {self.speculation.mean_draft_tokens:.1f}")
             parts.append(f"{speedup:.2f}x plain")
-        if any(self.time_shares.values()):
+        if with_times and any(self.time_shares.values()):
             times = [it for it in self.time_shares.items() if it != ("draft", 0.0)]
             parts.append(" ".join(f"{name} {share:.0%}" for name, share in times))
         return " · ".join(parts)
 
-    def _shares(self) -> str:
+    @staticmethod
+    def _first(shares: list[str], count: int) -> list[str]:
+        return shares if count == len(shares) else [*shares[:count], "…"] if count else []
+
+    def _shares(self) -> list[str]:
         """Share of drafts accepted at each position; of long drafts up to the last accepted one."""
         shares = list(self.speculation.acceptance_per_position)
         whole = len(shares)
         while len(shares) > _MANY and shares[-1] == 0:
             shares.pop()
-        return " ".join([f"{share:.2f}" for share in shares] + ["…"] * (len(shares) < whole))
+        return [f"{share:.2f}" for share in shares] + ["…"] * (len(shares) < whole)
 
     def summary(self) -> str:
         """The status of a finished run."""
@@ -195,7 +210,7 @@ class LiveView:
             return
         self._skipped = None
         self._page.take(sample)
-        self._draw(self._page, status().line())
+        self._draw(self._page, status().line(self._console.width))
         self._next_draw = perf_counter() + _REDRAW_SECONDS
 
     def end(self) -> None:

@@ -268,6 +268,20 @@ class Thinking:
         return [Content("!")]
 
 
+def test_a_narrow_terminal_has_the_parts_that_matter_most() -> None:
+    metrics = RequestMetrics(decode_seconds=2.0, plain_seconds=3.8)
+    metrics.count_draft(4, 3)
+    status = Status(42, 1.0, metrics, {"draft": 0.31, "target": 0.69})
+    accepted = ["accepted 1.00 1.00 1.00 0.00", "accepted 1.00 1.00 …", "accepted 1.00 …"]
+    ends = " · K 4.0 · 1.90x plain"
+    whole = f"42.0 tokens/s · AL 4.00 · {accepted[0]}{ends} · draft 31% target 69%"
+    assert status.line() == status.line(len(whole)) == whole
+    assert status.line(80) == f"42.0 tokens/s · AL 4.00 · {accepted[0]}{ends}"
+    assert status.line(70) == f"42.0 tokens/s · AL 4.00 · {accepted[1]}{ends}"
+    assert status.line(63) == f"42.0 tokens/s · AL 4.00 · {accepted[2]}{ends}"
+    assert status.line(62) == status.line(1) == f"42.0 tokens/s · AL 4.00{ends}"
+
+
 def test_reasoning_stands_apart(terminal: Console) -> None:
     text = "[so\nmany]ab[hm]c*d"
     spoken = Spoken(Thinking())
