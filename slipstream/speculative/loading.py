@@ -190,7 +190,14 @@ def _method(options: Options, kind: str) -> Method:
             f"speculative_config needs method (one of {', '.join(sorted(METHODS))}) or model, the "
             "drafter's checkpoint (--drafter)"
         )
-    method = method or METHODS.get(str(model)) or _method_of(options, kind)
+    named = METHODS.get(str(model))
+    if named and named.without_model and method and method is not named:
+        raise UsageError(
+            f"speculative_config: model (--drafter) {named.name} is a method that needs no "
+            f"checkpoint, and method {method.name} is another; leave one of them out, or give "
+            f"./{named.name} for a folder of that name"
+        )
+    method = method or named or _method_of(options, kind)
     if options.peek("parallel_drafting") is True:  # engines that have it as a flag beside a method
         for other in METHODS.values():
             if other.parallel_of == method.name and (kind == other.name or not other.is_head):

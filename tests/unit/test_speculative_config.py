@@ -28,6 +28,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "between 1 and"),
     ({"method": "ngram", "prompt_lookup_max": 0}, "between 1 and"),
     ({"method": "ngram", "model": "x"}, "leave it out"),
+    ({"method": "eagle3", "model": "ngram"}, "ngram is a method .*, and method eagle3 is"),
+    ({"method": "draft_model", "model": "mtp"}, "mtp is a method .* leave one of them out"),
     ({"method": "ngram", "max_model_len": 5}, "unknown key max_model_len for method ngram"),
     ({"method": "suffix", "model": "x"}, "leave it out"),
     ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, "between 1 and 1024, not 0"),
