@@ -157,6 +157,7 @@ def _load(
     progress_bar: ProgressBar,
 ) -> Engine:
     """This rank's share of the models, and the engine around it."""
+    eos = eos_token_ids(checkpoint, tokenizer, shape.vocab_size)
     config = _as_stored(config, checkpoint, device, reasons)
     require_precision(config, device)
     require_slots(config)
@@ -193,7 +194,6 @@ def _load(
         tell_adapters(network.adapters, speculation.drafter.adapters, reasons)
     # The leader reads images; the others are told what it read of them, with their requests.
     tower = family.load(dtype, device) if family is not None and ranks.leads else None
-    eos = eos_token_ids(checkpoint, tokenizer)
     resolved = resolve(config, shape, eos, dtype, device, speculation, reasons, ranks.share)
     resolved = replace(resolved, sampling_defaults=defaults)
     drafter = speculation.drafter

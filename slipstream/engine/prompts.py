@@ -17,10 +17,22 @@ from slipstream.models.harmony import find_harmony
 from slipstream.models.tokenizer import Tokenizer
 
 
-def eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def eos_token_ids(
+    checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[int, ...]:
     """What ends an output: without a list in generation_config.json also the tokens that end one
-    in the harmony format, since config.json has room for one of them only."""
+    in the harmony format, since config.json has room for one of them only.
+
+    Raises:
+        CheckpointError: an id is not below `vocab_size`, the rows of the model's head.
+    """
     known = checkpoint.eos_token_ids
+    for token in known:
+        if token >= vocab_size:
+            raise CheckpointError(
+                f"{checkpoint.eos_file}: eos_token_id {token} is no token of this model, whose ids "
+                f"go from 0 to {vocab_size - 1}; correct it there"
+            )
     if tokenizer is None or "eos_token_id" in checkpoint.generation_config:
         return known
     harmony = find_harmony(tokenizer)

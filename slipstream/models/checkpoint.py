@@ -29,6 +29,7 @@ from slipstream.models.wrappers import text_config, text_names
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+_EOS = "eos_token_id"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 _HUB_PICKLED = ["pytorch_model*.bin", "warp_model.bin", "*.pt"]
@@ -213,14 +214,13 @@ class Checkpoint:
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids that end an output: generation_config.json's, or else config.json's."""
-        for file, content in (
-            (self.generation_file, self.generation_config),
-            (self.config_file, self.config),
-        ):
-            ids = _token_ids(file, "eos_token_id", content)
-            if ids:
-                return ids
-        return ()
+        given = _token_ids(self.generation_file, self.generation_config)
+        return given or _token_ids(self.config_file, self.config)
+
+    @property
+    def eos_file(self) -> Path:
+        """The file that has `eos_token_ids`."""
+        return self.generation_file if self.generation_config.get(_EOS) else self.config_file
 
     def _why_no_weights(self) -> str:
         missing = f"{self.path} has neither {_SINGLE} nor {_INDEX}"
@@ -315,11 +315,11 @@ def _shard_entries(file: Path, index_file: Path) -> dict[str, TensorEntry]:
     return read_entries(file)
 
 
-def _token_ids(file: Path, key: str, content: Mapping[str, Any]) -> tuple[int, ...]:
-    value = content.get(key)
+def _token_ids(file: Path, content: Mapping[str, Any]) -> tuple[int, ...]:
+    value = content.get(_EOS)
     ids = value if isinstance(value, list) else [value]
     if ids == [None]:
         return ()
     if not all(type(item) is int and item >= 0 for item in ids):
-        raise CheckpointError(f"{file}: {key} must be a token id or a list of them, not {value!r}")
+        raise CheckpointError(f"{file}: {_EOS} must be a token id or a list of them, not {value!r}")
     return tuple(dict.fromkeys(ids))

@@ -13,6 +13,7 @@ from slipstream.models.checkpoint import Checkpoint, Replaced
 from slipstream.models.generation_config import generation_folder, read_sampling_defaults
 from slipstream.serve.protocol.completions import CompletionRequest
 from slipstream.serve.sampling import sampling_params
+from tests.checkpoints import write_qwen3
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [7, 9]}
 SAMPLED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
@@ -105,3 +106,13 @@ def test_the_demo_has_none() -> None:
 
     for name in ("demo", "demo/draft"):
         assert defaults(resolve_checkpoint(name)) == SamplingDefaults()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_outside_the_vocabulary_is_refused(name: str, tmp_path: Path) -> None:
+    write_qwen3(tmp_path, eos_token_id=3)
+    content = json.loads((tmp_path / "config.json").read_text())
+    file = tmp_path / name
+    file.write_text(json.dumps({**content, "eos_token_id": [95, 96]}))
+    with pytest.raises(CheckpointError, match=f"{file}: eos_token_id 96 .* from 0 to 95"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, num_kv_blocks=8)

@@ -70,6 +70,7 @@ def write_checkpoint(case: Case, folder: Path, dtype: torch.dtype = torch.float3
         pad_token_id=None,
         **{"intermediate_size": 70, "num_hidden_layers": LAYERS, **case.changes},
     )
+    config.eos_token_id = None  # GLM's configs put ids of the real vocabulary in place of None
     model = getattr(transformers, f"{case.architecture}ForCausalLM")(config)
     spread(model, torch.Generator().manual_seed(case.seed))
     shards = {} if case.shard_size is None else {"max_shard_size": case.shard_size}
