@@ -1,5 +1,6 @@
 """Parse and validate request bodies; validation errors become plain sentences."""
 
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from http import HTTPStatus
@@ -108,7 +109,7 @@ def _sentence(error: ErrorDetails, kind: type[RequestBody]) -> str:
         return f"{where}.{name} must be one of {tags}"
     if error["type"] == "missing":
         return f"{where} is missing"
-    form = {**_FORMS, **kind.forms}.get("content" if where.endswith(".content") else where)
+    form = {**_FORMS, **kind.forms}.get(_form_key(where, error["type"]))
     if error["type"] in (*_WRONG_KIND, "literal_error") and form is not None:
         return f"{where} must be {form}"
     if error["type"] in _OBJECT:
@@ -117,6 +118,13 @@ def _sentence(error: ErrorDetails, kind: type[RequestBody]) -> str:
     if error["type"] == "value_error":
         return f"{where}: {message}" if where else message
     return f"{where}: {message[:1].lower()}{message[1:]}"
+
+
+def _form_key(where: str, error: str) -> str:
+    """The key of a place in `_FORMS`; `prompt[]` for any entry that is neither text nor list."""
+    if where.endswith(".content"):
+        return "content"
+    return re.sub(r"\[\d+\]$", "[]", where) if error in ("string_type", "list_type") else where
 
 
 def _place(location: Sequence[int | str]) -> str:
@@ -142,6 +150,7 @@ def _is_field(step: str) -> bool:
 _FORMS = {
     "content": "a text or a list of parts of type text",
     "prompt": "a text, token ids, or a list of texts and lists of token ids",
+    "prompt[]": "a text or a list of token ids",
     "stop": "a text or a list of texts",
     "tool_choice": '"none", "auto", "required", or a function by its name as /openapi.json has it',
     "background": "false: this server answers while the client waits",

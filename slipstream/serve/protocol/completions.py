@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from slipstream.serve.protocol.base import Count, ResponseBody, TokenIds
 from slipstream.serve.protocol.bounds import MOST_PROMPTS, AtMost
@@ -10,7 +10,22 @@ from slipstream.serve.protocol.sampling import MOST_LOGPROBS, ResponseFormat, Sa
 from slipstream.serve.protocol.usage import AnswerBody, SpeculatedTokens, Usage, WeightVersion
 
 _FEW = AtMost(MOST_PROMPTS, "send them in several requests", "prompts")
-Prompts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1), _FEW]
+_TEXT, _IDS, _SEVERAL = "a text", "token ids", "several prompts"
+
+
+def _form_of(given: object) -> str:
+    """Which form of `prompt` is meant; a list's first entry decides."""
+    if not isinstance(given, list):
+        return _TEXT
+    return _IDS if given and isinstance(given[0], int | float) else _SEVERAL
+
+
+Prompts = Annotated[
+    Annotated[str, Tag(_TEXT)]
+    | Annotated[TokenIds, Tag(_IDS)]
+    | Annotated[list[str | TokenIds], Field(min_length=1), _FEW, Tag(_SEVERAL)],
+    Discriminator(_form_of),
+]
 
 
 class CompletionRequest(SamplingFields):

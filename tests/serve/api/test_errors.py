@@ -54,7 +54,9 @@ def test_what_is_no_json_object(live: Live, content: bytes) -> None:
     [
         ({"prompt": None}, "prompt", "prompt"),
         ({"prompt": {}}, "prompt", "a text, token ids"),
-        ({"prompt": [1, "x"]}, "prompt", "prompt"),
+        ({"prompt": [1, "x"]}, "prompt", "prompt[1]: input should be a valid integer"),
+        ({"prompt": ["a", 5]}, "prompt", "prompt[1] must be a text or a list of token ids"),
+        ({"prompt": ["a", [1, "b"]]}, "prompt", "prompt[1][1]: input should be a valid integer"),
         ({"prompt": [[1], [2.5]]}, "prompt", "prompt"),
         ({"prompt": [True]}, "prompt", "prompt"),
         ({"prompt": []}, "prompt", "prompt"),
