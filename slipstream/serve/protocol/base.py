@@ -16,6 +16,7 @@ REQUEST_ID = r"^[A-Za-z0-9._:+/=@-]{1,128}$"
 TokenId = Annotated[int, Field(ge=0, le=MOST_INT)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1), AtMost(MOST_TOKEN_IDS)]
 Count = Annotated[int, Field(ge=0, le=MOST_INT)]
+Positive = Annotated[int, Field(ge=1, le=MOST_INT)]
 JsonSchema = Annotated[dict[str, Any], FEW_VALUES]
 JsonSchemaOrText = Annotated[dict[str, Any] | str, FEW_VALUES]
 Empty = Annotated[dict[str, Any], AtMost(0)]

@@ -7,9 +7,9 @@ from pydantic import Field, model_validator
 from slipstream.serve.protocol import bounds
 from slipstream.serve.protocol.base import (
     MOST_INT,
-    Count,
     Empty,
     JsonSchema,
+    Positive,
     RequestBody,
     ResponseBody,
 )
@@ -205,8 +205,8 @@ class ChatRequest(SamplingFields, TemplateFields):
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     response_format: ResponseFormat | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None

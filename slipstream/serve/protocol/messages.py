@@ -7,10 +7,10 @@ from pydantic import Field, model_validator
 
 from slipstream.serve.protocol import bounds
 from slipstream.serve.protocol.base import (
-    MOST_INT,
     Count,
     JsonSchema,
     ModelRequest,
+    Positive,
     RequestBody,
     ResponseBody,
 )
@@ -18,7 +18,6 @@ from slipstream.serve.protocol.bounds import FEW_VALUES, AtMost
 from slipstream.serve.protocol.chat import TemplateVariables
 from slipstream.serve.protocol.sampling import Word
 
-_Positive = Annotated[int, Field(ge=1, le=MOST_INT)]
 _ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
@@ -159,7 +158,7 @@ class Thinking(RequestBody):
     """
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: _Positive | None = None
+    budget_tokens: Positive | None = None
     display: Literal["summarized", "omitted"] | None = None
 
     @model_validator(mode="after")
@@ -213,7 +212,7 @@ class MessagesRequest(CountTokensRequest):
         max_tokens: may be more than there is room for.
     """
 
-    max_tokens: _Positive
+    max_tokens: Positive
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     stop_sequences: Annotated[list[Word], AtMost(bounds.MOST_STOP_STRINGS)] | None = None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from slipstream.serve.protocol import bounds
-from slipstream.serve.protocol.base import Count, JsonSchema, OnlyFalse, RequestBody
+from slipstream.serve.protocol.base import JsonSchema, OnlyFalse, Positive, RequestBody
 from slipstream.serve.protocol.bounds import FEW_VALUES, AtMost
 from slipstream.serve.protocol.chat import (
     FunctionName,
@@ -235,8 +235,8 @@ class ResponsesRequest(SamplingFields):
     input: str | _Items
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
-    max_tool_calls: Annotated[Count, Field(ge=1)] | None = None
+    max_output_tokens: Positive | None = None
+    max_tool_calls: Positive | None = None
     tools: Tools | None = None
     tool_choice: (
         Annotated[Literal["none", "auto", "required"] | ChosenFunctionTool, _FUNCTION_ALONE] | None

@@ -192,6 +192,7 @@ def test_thinking_that_a_model_lacks_can_be_switched_off(client: openai.OpenAI) 
         ({"speculative": {"num_speculative_tokens": -1}}, "num_speculative_tokens"),
         ({"prompt_logprob": 5}, "did you mean prompt_logprobs?"),
         ({"mm_processor_kwargs": {"a": 1}}, "for all images"),
+        ({"max_tokens": 0}, "max_tokens: input should be greater than or equal to 1"),
         ({"max_tokns": 5}, "did you mean max_tokens?"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
