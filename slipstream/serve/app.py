@@ -85,6 +85,7 @@ def create_app(
         openapi_url="/openapi.json" if show_document else None,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # a path that is almost right is answered in the protocol's form
     )
     _add_error_handlers(app)
     load = LoadCount()

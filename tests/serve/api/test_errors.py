@@ -169,6 +169,8 @@ def test_other_bodies_than_json(live: Live, content_type: str) -> None:
 
 def test_paths_and_methods(live: Live) -> None:
     assert "/nowhere" in error_of(httpx.get(f"{live.url}/nowhere"), 404).message
+    for path in ("/v1/responses/%2e%2e%2f", "/health/"):
+        assert "/openapi.json" in error_of(httpx.get(live.url + path), 404).message
     answer = httpx.get(f"{live.url}/v1/completions")
     assert error_of(answer, 405).type == "invalid_request_error"
     assert answer.headers["allow"] == "POST"
