@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slipstream.deploy.merged_metrics import merged
 from slipstream.deploy.prompts import Prompt, read_prompt
-from slipstream.deploy.refusals import NoReplicaError, PartlyDoneError, ReplicaLostError
+from slipstream.deploy.refusals import NoReplicaError, ReplicaLostError, require_done
 from slipstream.deploy.routing import Replica, Routing
 from slipstream.deploy.upstream import Answer, Headers, LostError, Upstream
 from slipstream.serve.errors import MESSAGES_PATH, as_api_error, is_messages
@@ -264,17 +264,18 @@ class Front:
     # ------------------------------------------------------------------ all replicas
 
     async def _ask_all(self, request: _Request) -> None:
-        """Ask every replica; one answer for all, or the first that is an error.
+        """Ask every replica; one answer for all.
 
         Raises:
-            PartlyDoneError: some did what others refused.
+            NotAllDoneError: some did what others refused, or refused it otherwise.
         """
         asked = [self._page(it, request) for it in self.routing.replicas]
-        answers = [it for it in await asyncio.gather(*asked) if it[1]]
+        results = await asyncio.gather(*asked)
+        answers = [it for it in results if it[1]]
         refused = [it for it in answers if it[1] >= HTTPStatus.BAD_REQUEST]
-        if request.path in _TO_ALL and 0 < len(refused) < len(answers):
-            reasons = [f"{name} {status} {page.decode()}" for name, status, _, page in refused]
-            raise PartlyDoneError(reasons, len(answers))
+        alike = len({(status, page) for _, status, _, page in results}) == 1
+        if request.path in _TO_ALL and answers and not alike:
+            require_done([(name, status, page) for name, status, _, page in results])
         if refused:
             _, status, headers, page = refused[0]
             await _respond(request.send, status, headers, page)
@@ -291,6 +292,9 @@ class Front:
         elif request.path == "/load":
             total = sum(json.loads(page)["server_load"] for page in pages.values())
             whole = json.dumps({"server_load": total}).encode()
+        elif not alike:  # such as the traces of a profile
+            each = {name: json.loads(page) for name, page in pages.items()}
+            whole = json.dumps({**json.loads(first), "replicas": each}).encode()
         response = Response(whole, media_type=kind)
         await response({"type": "http"}, _nothing, request.send)
 

@@ -20,13 +20,27 @@ class ReplicaLostError(RequestError):
     message = "the replica that was answering has died; send the request again"
 
 
-class PartlyDoneError(RequestError):
-    """Some replicas did what all were asked for."""
+class NotAllDoneError(RequestError):
+    """Some replicas did not do what all were asked for."""
 
     status, code = HTTPStatus.BAD_GATEWAY, "partly_done"
 
-    def __init__(self, refused: Sequence[str], num_asked: int) -> None:
-        super().__init__(
-            f"{len(refused)} of {num_asked} replicas refused, and the others did it: "
-            + "; ".join(refused)
-        )
+
+def require_done(results: Sequence[tuple[str, int, bytes]]) -> None:
+    """Raise NotAllDoneError, which tells every replica's result, unless all did what they should.
+
+    Args:
+        results: of each replica its name, and the status (0: none) and the body of its answer.
+    """
+    done = [name for name, status, _ in results if 0 < status < HTTPStatus.BAD_REQUEST]
+    if len(done) == len(results):
+        return
+    told = (
+        f"{name} did it" if name in done
+        else f"{name} answered {status}: {page.decode(errors='replace')}" if status
+        else f"{name} did not answer"
+        for name, status, page in results
+    )  # fmt: skip
+    raise NotAllDoneError(
+        f"{len(done)} of {len(results)} replicas did what was asked; " + "; ".join(told)
+    )

@@ -262,16 +262,29 @@ def test_replicas_that_change_when_the_event_loop_has_ended_do_no_harm() -> None
     assert told == [0, 1]
 
 
-def test_what_some_replicas_refuse_is_told_with_who_they_are() -> None:
+def test_the_results_of_all_replicas_are_told() -> None:
+    done, other = whole(b'{"running": true}'), whole(b'{"running": false}')
+    refused = whole(b"{}", "409 Conflict")
+    failed = whole(b"[]", "500 Internal Server Error")
+    a, b, c = (name * 12 for name in "abc")
+
+    async def told(*answers: bytes) -> tuple[int, Any]:
+        replicas = (FakeReplica(*it) for it in zip("abc", answers, strict=False))
+        async with served(*replicas) as front:
+            status, body = await post(front, "/stop_profile")
+            return status, json.loads(body)
+
     async def run() -> None:
-        done = whole(b'{"success": true}')
-        refused = done.replace(b"200 OK", b"409 Conflict")
-        async with served(FakeReplica("a", done), FakeReplica("b", refused)) as front:
-            status, body = await post(front, "/start_profile")
-            error = json.loads(body)["error"]
-            assert (status, error["code"]) == (502, "partly_done")
-            assert error["message"].startswith("1 of 2 replicas refused, and the others did it: b")
-        async with served(FakeReplica("a", refused), FakeReplica("b", refused)) as front:
-            assert await post(front, "/start_profile") == (409, b'{"success": true}')
+        status, body = await told(done, refused, b"")
+        results = f"{a} did it; {b} answered 409: {{}}; {c} did not answer"
+        assert (status, body["error"]["code"]) == (502, "partly_done")
+        assert body["error"]["message"] == f"1 of 3 replicas did what was asked; {results}"
+        status, body = await told(refused, failed)
+        assert status == 502
+        assert body["error"]["message"].startswith("0 of 2 replicas did what was asked; ")
+        assert await told(refused, refused) == (409, {})
+        assert await told(done, done) == (200, {"running": True})
+        each = {a: {"running": True}, b: {"running": False}}
+        assert await told(done, other) == (200, {"running": True, "replicas": each})
 
     asyncio.run(run())
