@@ -306,12 +306,35 @@ def test_the_sandbox_holds(folder: Path, source: str) -> None:
         "{{ 9 ** (10**9) }}",
         "{% set ns = namespace(a=10**9) %}{% for _ in range(60) %}{% set ns.a = ns.a * ns.a %}"
         "{% endfor %}",
+        "{% set ns = namespace(a='x' * 999) %}{% for _ in range(60) %}{% set ns.a = ns.a ~ ns.a %}"
+        "{% endfor %}",
+        "{% set ns = namespace(a=['x']) %}{% for _ in range(60) %}{% set ns.a = ns.a + ns.a %}"
+        "{% endfor %}",
         "{{ range(10 ** 9) | list }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%.*f' % (10**9, 1.5) }}",
+        "{{ '%1000000000d' | format(1) }}",
+        "{{ '{:>1000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 10**9) }}",
+        "{{ 'x'.ljust(10**9) }}",
+        "{{ 'x' | center(10**9) }}",
+        "{{ messages | tojson(indent=10**9) }}",
+        "{{ [1] | batch(10**9, 'x') | list }}",
     ],
 )
-def test_products_have_a_size(folder: Path, source: str) -> None:
-    with pytest.raises(UsageError, match=r"too large|Range too big"):
+def test_results_have_a_size(folder: Path, source: str) -> None:
+    with pytest.raises(UsageError, match=r"too (large|long) for a chat template|Range too big"):
         template(folder, source).render(CONVERSATIONS[0])
+
+
+def test_usual_texts_are_written(folder: Path) -> None:
+    source = (
+        "{{ '%5.1f' % 3.14 }}{{ 70000 % 9 }}{{ 'a' ~ none ~ 1 ~ nothing }}{{ '{:>8}'.format(123456)"
+        " }}{{ '%s%%' | format(123456) }}{{ [1] + [2] }}{{ 'x'.rjust(3) }}{{ [1] | tojson(indent=1)"
+        " }}{{ 'a\nb' | indent(2) }}{{ ['a', 'b'] | map('center', 3) | join }}"
+    )
+    text = "  3.17aNone1  123456123456%[1, 2]  x[\n 1\n]a\n  b a  b "
+    assert template(folder, source).render(CONVERSATIONS[0]) == text
 
 
 def test_small_products(folder: Path) -> None:
