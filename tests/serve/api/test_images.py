@@ -1,10 +1,12 @@
 """Images in conversations: the answers of `LLM.chat`, and 400s that cost nobody anything."""
 
 import base64
+import gc
 import io
 import json
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from PIL import Image
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.config import EngineConfig
+from slipstream.core.request import Request
 from slipstream.engine.images import TowerReader
+from slipstream.engine.prompts import EncodedPrompt
+from slipstream.models.vision.tower import SpanEmbeddings
 from slipstream.serve import conversation_images
 from tests.image_checkpoints import images, write, write_tokenizer_of
 from tests.image_corpus import corpus
@@ -214,6 +220,22 @@ def test_what_was_read_is_kept_in_bounded_memory(
         assert reader.num_encoded == before + 1
         assert len(reader._kept) == 1
         assert reader._kept_bytes == next(iter(reader._kept.values())).nbytes
+
+
+def test_images_that_are_no_longer_kept_leave_no_objects(
+    live: Live, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many objects live behind 30 images and 30 others as behind the first."""
+    monkeypatch.setattr(live.engine.images, "_cache_bytes", 1)
+    kinds = (SpanEmbeddings, torch.Tensor, Image.Image, Request, EncodedPrompt)
+
+    def alive_behind(seed: int) -> Counter[type]:
+        for image in images(30, seed):
+            ask(client, message({"url": url_of(image)}, "w5"))
+        gc.collect()
+        return Counter(type(it) for it in gc.get_objects() if type(it) in kinds)
+
+    assert alive_behind(20) == alive_behind(21)
 
 
 def test_a_client_that_leaves_while_its_image_is_read_leaves_nothing(
