@@ -110,7 +110,7 @@ class Traffic:
         self._choices.append(statistics.fmean(drafts) if drafts else 0.0)
 
     def _phases(self, chances: Sequence[float]) -> list[list[float]]:
-        """Of requests that live as long as these last."""
+        """How many tokens were drafted in each step of each phase, by requests that outlive all phases."""
         found = []
         asked = self._requests.drawn(chances[0], self._concurrency)
         engine = self._llm.engine

@@ -30,7 +30,7 @@ def own_entry(name: str, job: Job) -> Entry:
 
 
 def trimmed(job: Job, size: int, text: Path) -> Job:
-    """The same with a draft over the commonest tokens of a text."""
+    """The job with a draft over the `size` commonest tokens of a text."""
     options = {**job.options, "draft_vocab_size": size, "draft_vocab_text": str(text)}
     return replace(job, options=options)
 

@@ -59,7 +59,7 @@ class Setup:
 
     @property
     def plain(self) -> "Setup":
-        """The same target without a drafter."""
+        """This set-up without a drafter."""
         return replace(
             self,
             draft=None,

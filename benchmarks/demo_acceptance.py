@@ -149,7 +149,7 @@ def _joined(llm: LLM, parts: list[str], least: int) -> list[str]:
 
 
 def _standard_error(metrics: list[Any]) -> float:
-    """Of AL as a ratio of sums over requests, which are taken to be independent."""
+    """The standard error of AL, a ratio of sums over requests that are taken to be independent."""
     accepted = [m.num_accepted_tokens for m in metrics]
     drafts = [m.num_drafts for m in metrics]
     ratio, count = sum(accepted) / sum(drafts), len(metrics)

@@ -84,7 +84,7 @@ def bars() -> tuple[Bar, ...]:
 
 
 def head_bars() -> tuple[Bar, ...]:
-    """The same for heads and parallel drafting."""
+    """The table of the bars of heads and parallel drafting."""
     target = Setup(target="qwen3-8b", options={})
     eagle3 = replace(
         target, draft="qwen3-8b-eagle3", num_speculative_tokens=4, acceptance_length=2.8

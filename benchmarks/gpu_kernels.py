@@ -253,7 +253,7 @@ def _attention_truth(
 
 
 def _sweep(pool: tuple[Tensor, Tensor]) -> list[Row]:
-    """The same cases with other tiles; a configuration that does not fit is left out."""
+    """Some of the cases with other tiles; a configuration that does not fit is left out."""
     rows: list[Row] = []
     names = ("decode R=1 context=1k", "decode R=1 context=32k", "decode R=32 context=8k")
     short = [case for case in CASES if case.name in (*names, "verify 5 rows R=8 context=8k")]

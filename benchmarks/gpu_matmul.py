@@ -31,7 +31,7 @@ LIBRARY = compose("library", PARTS)
 
 @dataclass(frozen=True)
 class Geometry:
-    """Of a decoder; `timed` of its `layers` are run, and the pass scaled up."""
+    """The sizes of a decoder; `timed` of its `layers` are run, and the pass is scaled up."""
 
     width: int
     heads: int

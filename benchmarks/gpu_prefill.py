@@ -50,7 +50,7 @@ START_RESULT = "start: "
 
 
 def prefill_flops(geometry: str, length: int) -> float:
-    """Of reading one prompt of `length` tokens, up to the logits of the last."""
+    """The operations of reading a prompt of `length` tokens, up to the logits of the last."""
     config = read_decoder_config(geometry_named(geometry))
     head = config.vocab_size * config.hidden_size
     layers = config.num_active_parameters - head  # those that a token passes

@@ -97,7 +97,7 @@ class Contexts:
 
 
 def decode(llm: LLM, texts: Sequence[list[int]], given: argparse.Namespace) -> dict[str, Any]:
-    """By setting the windows of all rounds."""
+    """The windows of all rounds for each setting."""
     names = [PLAIN, str(given.num_speculative_tokens), AUTO]
     chosen = policies(llm, names)
     output, most = given.output, (MOST + 1) * (max(given.output, given.warm_up) + 2)

@@ -51,7 +51,7 @@ class Step:
 
 
 def _seconds(requests: int, width: int, rows: int) -> tuple[float, float]:
-    """Of drafting, and of the target's pass with verification."""
+    """The seconds of drafting, and of the target's pass with verification."""
     return width * (DRAFT_PASS + DRAFT_ROW * requests), PASS + ROW * rows
 
 
@@ -135,7 +135,7 @@ class Recording:
 
 
 def microseconds(recording: Recording, policy: DraftPolicy) -> list[float]:
-    """Of each step that a policy is given again."""
+    """The microseconds that a policy takes for each recorded step."""
     for step, _, _ in recording.steps:
         for candidate in step.candidates:
             candidate.request.status = RequestStatus.RUNNING

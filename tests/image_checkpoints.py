@@ -173,7 +173,7 @@ FAMILIES = tuple(_CONFIGS)
 
 
 def model_class(family: str) -> Any:
-    """Of the library."""
+    """The class of transformers for a family."""
     return getattr(transformers, f"{family.split('-')[0]}ForConditionalGeneration")
 
 

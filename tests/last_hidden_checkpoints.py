@@ -52,7 +52,7 @@ def medusa_tensors(
 
 
 def converted(tensors: Tensors, layers: int = 1, bias: bool = True) -> Tensors:
-    """The same under vLLM's names."""
+    """The tensors under vLLM's names."""
     renamed: Tensors = {}
     for name, value in tensors.items():
         head, layer, *rest = name.split(".")
@@ -77,7 +77,7 @@ def write_medusa(
 
 
 def medusa_oracle(tensors: Tensors, layers: int = 1) -> Guess:
-    """Of tensors in the original names."""
+    """The guesses of a head whose tensors have the original names."""
 
     def guess(hidden: Tensor, last: int, count: int) -> list[Tensor]:
         rows = []

@@ -48,7 +48,7 @@ def pairwise_cover(candidates: Sequence[tuple[Hashable, ...]]) -> list[int]:
 
 
 def thin_out(items: Sequence[pytest.Item]) -> None:
-    """Of tests with three parameters or more an ordinary run tries a pairwise cover."""
+    """Keep a pairwise cover of each test with three parameters or more, in an ordinary run."""
     tests: dict[str, dict[pytest.Item, tuple[Hashable, ...]]] = {}
     for item in items:
         values = parameters(item)
@@ -62,7 +62,7 @@ def thin_out(items: Sequence[pytest.Item]) -> None:
 
 
 def parameters(item: pytest.Item) -> tuple[Hashable, ...]:
-    """Of a test's case; those that one decorator names are one."""
+    """The parameters of a test's case; those that one decorator names together count as one."""
     if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
         return ()
     values = {name: repr(value) for name, value in item.callspec.params.items()}

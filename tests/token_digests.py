@@ -202,7 +202,7 @@ def run(case: Case, models: TinyModels, patch: pytest.MonkeyPatch) -> list[Reque
 
 
 def digest(outputs: list[RequestOutput]) -> str:
-    """Of all token ids."""
+    """A digest of all token ids."""
     tokens = [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 

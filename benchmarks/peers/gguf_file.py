@@ -111,7 +111,7 @@ def _write_experts(writer: Any, config: dict[str, Any]) -> None:
 
 
 def _write_states(writer: Any, config: dict[str, Any]) -> None:
-    """Of gated delta nets, three to one layer of attention."""
+    """Write the sizes of gated delta nets, three to one layer of attention."""
     heads, dim = config["linear_num_value_heads"], config["linear_value_head_dim"]
     if (config["linear_num_key_heads"], config["linear_key_head_dim"]) != (heads, dim):
         raise ValueError(

@@ -120,7 +120,7 @@ def split(
 
 
 def _is_held_out(conversation: dict[str, Any]) -> bool:
-    """By the name of the whole conversation, of which ShareGPT has several parts."""
+    """Decided by the conversation's name alone, since ShareGPT splits one into several parts."""
     name = str(conversation["id"]).rpartition("_")[0] or str(conversation["id"])
     number = int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little")
     return number % 1000 < _HELD_OUT_PER_MILLE

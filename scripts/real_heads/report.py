@@ -73,7 +73,8 @@ def _trained(folder: Path, metrics: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def _figures(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """By drafter, temperature and category, with how many greedy texts equal the plain ones."""
+    """The figures by drafter and temperature, of all prompts and of each category; at temperature 0
+    also how many texts equal those of plain decoding."""
     figures: list[dict[str, Any]] = []
     for name, results in measured.items():
         for result in results:

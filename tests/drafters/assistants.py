@@ -142,7 +142,7 @@ def _weights(
 
 
 def _head_dim(config: Mapping[str, Any], index: int) -> int:
-    """Of a layer of an assistant."""
+    """The width of a head in one layer of an assistant."""
     name = "head_dim" if config["layer_types"][index] == SLIDING else "global_head_dim"
     size: int = config.get(name, config["head_dim"])
     return size
@@ -233,7 +233,7 @@ def oracle_of(target: Path | str) -> "MixedTarget | Gemma4Target":
 
 
 def write_gemma4_assistant(folder: Path, target: Path, case: Case) -> str:
-    """Of one sliding and one full layer, for a target of this case."""
+    """An assistant with one sliding and one full layer, for a target of this case."""
     kept = ("sliding_window", "rope_parameters")
     config = json.loads((target / "config.json").read_text())
     own_heads = config["num_key_value_heads"]

@@ -189,7 +189,7 @@ def write_dflash2(folder: Path, target: str | Path, **options: Any) -> Path:
 
 
 def as_wrapped_dflash(folder: Path, **changes: Any) -> Path:
-    """The same drafter as the speculators library would write it."""
+    """Rewrite the drafter as the speculators library would write it."""
     config = json.loads((folder / "config.json").read_text())
     own = config.pop("dflash_config")
     for key in ("auto_map", "num_target_layers"):

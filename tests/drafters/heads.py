@@ -130,7 +130,7 @@ def write_eagle1(
 
 
 def as_pickle(folder: Path) -> Path:
-    """The same head with its weights as pytorch_model.bin."""
+    """Store the head's weights as pytorch_model.bin."""
     file = folder / "model.safetensors"
     torch.save(load_file(file), folder / "pytorch_model.bin")
     file.unlink()
@@ -138,7 +138,7 @@ def as_pickle(folder: Path) -> Path:
 
 
 def as_wrapper(folder: Path, **changes: Any) -> Path:
-    """The same head as the speculators library would write it."""
+    """Rewrite the head as the speculators library would write it."""
     config = json.loads((folder / "config.json").read_text())
     outer = {
         key: config.pop(key)
@@ -282,7 +282,7 @@ def _fitted_head(folder: Path, target: str | Path) -> Tensor:
 
 
 def _fitted_parallel_head(folder: Path, target: str | Path) -> Tensor:
-    """The same over the rows of all depths."""
+    """The lm_head whose logits are nearest to the target's, over the rows of all depths."""
     model = Target(target)
     head = PEagle(folder, model, MASK)
     head.head = torch.eye(head.embedding.shape[1])

@@ -76,7 +76,7 @@ def write_mtp(
 
 
 def add_mtp(folder: Path, style: str, **options: Any) -> Path:
-    """The same modules within the target's own checkpoint."""
+    """Put the modules into the target's own checkpoint."""
     apart = write_mtp(folder / "apart", folder, style, **options)
     weights = load_file(folder / "model.safetensors") | load_file(apart / "model.safetensors")
     save_file(weights, folder / "model.safetensors")
@@ -195,7 +195,7 @@ def write_mimo(folder: Path) -> Path:
 
 
 def with_gains(folder: Path) -> Path:
-    """The same model with a final norm that does not leave directions alone."""
+    """Give the model a final norm whose gains change the direction of a hidden state."""
     weights = load_file(folder / "model.safetensors")
     name = "model.norm.weight"
     weights[name] = _gains(_matrices(8), len(weights[name]))

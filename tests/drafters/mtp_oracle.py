@@ -65,7 +65,7 @@ class Mtp:
         return self.weights.norm(self.part(module, 3), x, self.eps)
 
     def stream(self, module: int, tokens: Sequence[int], features: Tensor) -> Tensor:
-        """The same before that norm."""
+        """The residual stream [T, H] of `module`, in front of the last norm."""
         e, h = self.entry_norms(module, tokens, features)
         joined = torch.cat((h, e) if self.feature_first else (e, h), -1)
         x = self.weights.linear(self.part(module, 2), joined)

@@ -337,7 +337,7 @@ class PEagle(Eagle3):
 def p_eagle_oracle(
     folder: Path | str, target: Path | str, mask: int = MASK, **flags: Any
 ) -> PEagle:
-    """Of a head and the target that it is for."""
+    """The oracle of a head, with the target that the head is for."""
     return PEagle(folder, Target(target), mask, **flags)
 
 

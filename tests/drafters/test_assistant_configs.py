@@ -54,7 +54,7 @@ def test_dummy_weights_and_other_precisions(tmp_path: Path) -> None:
 
 
 def _as_float(target: Path) -> Path:
-    """The same target in float32, for the oracle that fits an assistant to it."""
+    """A copy of the target in float32, for the oracle that fits an assistant to it."""
     folder = target.parent / "float"
     folder.mkdir(exist_ok=True)
     weights = load_file(target / "model.safetensors")

@@ -39,7 +39,7 @@ def build(folder: Path) -> tuple[DFlashNetwork, Trainable]:
 
 
 def layout() -> tuple[PassInputs, PassInputs, list[tuple[Tensor, Tensor]]]:
-    """Of the contexts' rows, of the blocks' rows, and a cache for both."""
+    """Inputs for the rows of the contexts, for those of the blocks, and a cache for both."""
     whole = Requests(list(LENGTHS), [BLOCK] * 3)
     blocks = attention_inputs(whole, BLOCK_SIZE)
     positions = [torch.arange(length) for length in LENGTHS]

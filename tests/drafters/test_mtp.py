@@ -205,7 +205,7 @@ def test_other_ways_to_store_them(
 def test_a_draft_vocabulary_leaves_the_other_tokens_out(
     modules: int, tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the whole head's logits those of the first tokens, here without a text to count in."""
+    """A trimmed head has the whole head's logits of the first tokens, where no text is counted."""
     folder = write_mtp(tmp_path, tiny_target, "deepseek", modules=modules)
     drafted = record_drafts(monkeypatch)
     llm = make(tiny_target, folder, speculative={**forced(), "draft_vocab_size": 60})

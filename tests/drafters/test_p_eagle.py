@@ -134,7 +134,7 @@ def test_a_round_is_one_pass_whatever_k(
 def test_only_rows_that_mean_something_are_written(
     steps: str, tiny_target: str, tiny_heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several requests, also of those that near max_model_len; nowhere else in the cache."""
+    """Several requests, some near max_model_len, leave all other places of the cache unchanged."""
     if steps == "padded":
         use_padded_steps(monkeypatch)
     propose, checked = PEagleDrafter.propose, []

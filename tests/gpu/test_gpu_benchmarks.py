@@ -70,7 +70,7 @@ def test_a_prompt_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_operations_of_a_prompt_are_counted() -> None:
-    """By hand, for 36 layers of width 4,096 with 32 query heads of 128."""
+    """Counted by hand for 36 layers of width 4,096 with 32 query heads of 128."""
     layer = 4096 * (2 * (32 + 8) * 128 + 3 * 12288)
     seen = sum(range(1, 101))
     expected = 36 * (2 * layer * 100 + 4 * 32 * 128 * seen) + 2 * 151936 * 4096

@@ -57,7 +57,7 @@ class Mixture:
 
 @pytest.fixture(scope="module")
 def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Mixture]:
-    """By model_type."""
+    """Checkpoints of mixtures by model_type, each written once."""
     root = tmp_path_factory.mktemp("mixtures")
 
     @cache
@@ -112,7 +112,7 @@ def test_packed_weights_say_on_a_gpu_what_their_numbers_say_on_a_cpu(
 def test_packed_weights_say_in_bfloat16_what_their_numbers_say(
     kind: str, mixtures: Callable[[str], Mixture]
 ) -> None:
-    """Of single tokens: in longer texts roundings choose other experts here and there."""
+    """Prompts are single tokens: in longer ones roundings choose other experts here and there."""
     mixture, prompts = mixtures(kind), [[token] for token in range(1, VOCAB_SIZE, 5)]
     params = replace(GREEDY, logprobs=5, max_tokens=1)
     reference = LLM(mixture.whole, enforce_eager=True, **{**SIZES, "dtype": "bfloat16"})

@@ -30,8 +30,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Request:
-    """Of one request: rows of the pass, how many of them are known, rows that wait, tokens that the
-    state covers, and at how many a checkpoint is made."""
+    """One request: its rows in the pass, how many of them are known, rows that wait, tokens that
+    the state covers, and the number of tokens at which a checkpoint is made."""
 
     rows: int
     known: int

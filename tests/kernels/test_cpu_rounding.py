@@ -26,7 +26,7 @@ def normal(columns: int = COLUMNS) -> Tensor:
 
 
 def odd_numbers() -> Tensor:
-    """Of all sizes, aside of zero, alike, alone, halfway, none."""
+    """Rows that are hard to round: huge, tiny, one-sided, with outliers, ties and zeros."""
     matrix = normal() * torch.logspace(-36, 36, ROWS).unsqueeze(-1)
     matrix[1::7] = matrix[1::7] + matrix[1::7].abs().amax(-1, keepdim=True)
     matrix[2::7, 5::64] *= 1000

@@ -311,7 +311,7 @@ def test_thresholds(vocab_size: int, spread: float) -> None:
 
 @pytest.mark.parametrize("kinds", [KINDS_OF_TRUNCATION])
 def test_a_whole_vocabulary(kinds: list[dict[str, Any]], level: str) -> None:
-    """Of the size of real ones: the same tokens, and the same numbers of them."""
+    """A vocabulary of a real size: equal tokens and equal probabilities."""
     if level not in (cpp.levels()[0], cpp.levels()[-1]):
         pytest.skip("the lowest and the highest level stand for the others")
     state = state_of(kinds, 151_936)

@@ -81,7 +81,7 @@ def test_one_sampled_request(
 def test_a_drafter_with_a_window(
     tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 25 tokens it sees the first 4 and the last 8 or more, in steps as where captured."""
+    """The drafter sees the first 4 of 25 tokens and the last 8 or more, in steps as if captured."""
     use_padded_steps(monkeypatch)
     monkeypatch.setattr(GraphRunner, "capture_all", lambda *_: None)
 

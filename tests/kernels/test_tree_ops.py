@@ -63,7 +63,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ancestors_of(parents: Sequence[int]) -> list[list[int]]:
-    """Of every node, the way from the root to it."""
+    """The nodes on the way from the root to each node."""
     ways = [[0]]
     for node, parent in enumerate(parents, 1):
         ways.append([*ways[parent], node])
@@ -176,7 +176,7 @@ def test_a_node_sees_what_the_end_of_a_chain_sees(
 
 
 def chain_output(heads: Heads, before: Tensor, rows: Tensor, way: list[int]) -> Tensor:
-    """Of the last of the rows that lie on the way, read alone behind what was before."""
+    """The output of a way's last row, where the rows on the way are read as a plain chain."""
     table = table_of(0, 1)
     chain = torch.cat((before, rows[way]))
     inputs = chain_inputs(0, len(chain), table)

@@ -294,7 +294,7 @@ if ON_GPU:
 def test_rows_do_not_depend_on_their_number(
     shape: tuple[int, int], dtype: torch.dtype, kind: str
 ) -> None:
-    """The same for 1 to 64 rows, and in the invariant column for all."""
+    """A row has one result among 1 to 64 rows, and with invariant kernels among any number."""
     width, depth = shape
     weight: Weight = float8(width, depth) if kind == "float8" else matrix(width, depth, dtype)
     rows = FEW_ROWS + 6 if ON_GPU else 20

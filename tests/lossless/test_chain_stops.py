@@ -116,7 +116,7 @@ def test_sampled_output_has_the_targets_distribution(
 def test_the_statistic_sees_a_place_that_is_dropped_for_its_token(
     kind: str, pair: tuple[str, str], heads: Heads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the probability of the token that was drawn."""
+    """Ending a chain by the drawn token's probability biases the output, and is detected."""
 
     def sample_draft(*args: Any, **kwargs: Any) -> Tensor:
         picked = verification.sample_draft(*args, **kwargs)
@@ -136,7 +136,7 @@ def least_p_value(
     heads: Heads,
     monkeypatch: pytest.MonkeyPatch,
 ) -> float:
-    """Of pairs of tokens within and across steps."""
+    """The smallest p-value over pairs of tokens within a step and across steps."""
     case = STOPPED[name]
     params: dict[str, Any] = {"temperature": 1.0, **case.get("params", {})}
     exact = exact_distribution(pair[0], params)

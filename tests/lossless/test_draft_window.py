@@ -132,7 +132,7 @@ def test_every_draft_sees_the_first_tokens_and_the_window(
 
 @dataclass
 class WindowedHead:
-    """The same of a head of one layer, whose row i is that of token i + 1."""
+    """The drafts of a head of one layer with a window; its row i is that of token i + 1."""
 
     oracle: Head
 

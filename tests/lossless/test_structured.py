@@ -114,7 +114,7 @@ OUTPUTS: dict[tuple[int, bool], list[RequestOutput]] = {}
 
 
 def plain_outputs(plain: LLM, batch: int, penalties: bool) -> list[RequestOutput]:
-    """Of plain decoding; each is worked out once."""
+    """The outputs of plain decoding, computed once for each case."""
     if (batch, penalties) not in OUTPUTS:
         params = greedy({"batch": batch, "penalties": penalties})
         outputs = plain.generate(make_prompts(batch), params)

@@ -158,7 +158,7 @@ def requests(
 
 
 def restart(state: SamplingState, number: int) -> None:
-    """The same requests again, with other seeds."""
+    """Begin all requests anew, with other seeds."""
     seeds = [derive_seed(number, 1 + slot) for slot in range(NUM_REQUESTS)]
     state.seeds.copy_(torch.tensor(np.array(seeds, dtype=np.uint64).view(np.int64)))
     state.steps.zero_()

@@ -82,7 +82,7 @@ def export(folder: Path, ordered: bool) -> Gemma4AssistantForCausalLM:
 
 
 def cached() -> tuple[list[tuple[Tensor, Tensor]], dict[str, tuple[Tensor, Tensor]]]:
-    """The same random keys and values in pages and as the library passes them."""
+    """Random keys and values in pages, and again as the library passes them."""
     generator = torch.Generator().manual_seed(5)
     pages, shared = [], {}
     for kind, dim, heads in zip(KINDS, HEAD_DIMS, KV_HEADS, strict=True):

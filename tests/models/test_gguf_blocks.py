@@ -18,7 +18,7 @@ def half(block: bytes, place: int) -> float:
 
 
 def nibble(packed: bytes, index: int) -> int:
-    """Of 32 in 16 bytes, the first 16 in lower halves."""
+    """One of 32 numbers of four bits in 16 bytes; the first 16 are in the lower halves."""
     return packed[index] & 15 if index < 16 else packed[index - 16] >> 4
 
 

@@ -110,7 +110,7 @@ def load(folder: Path, **options: Any) -> Decoder:
 
 
 def matrices(network: Decoder) -> dict[str, tuple[Weight, tuple[str, ...]]]:
-    """By the modules that they are made of."""
+    """The network's matrices by name, each with the checkpoint's modules that it is made of."""
     found: dict[str, tuple[Weight, tuple[str, ...]]] = {}
     for index, layer in enumerate(network.layers):
         attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"

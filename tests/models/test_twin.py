@@ -141,7 +141,7 @@ def test_a_tensor_depends_on_its_name_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_experts_of_a_layer_are_one_tensor() -> None:
-    """The same in target and draft, as large a sum as a dense part has, and routers that spread."""
+    """Target and draft share them, their sum is as large as a dense part's, and routers spread."""
     config = read_decoder_config({**EXPERTS, "dtype": "float32"})
     short = read_decoder_config({**EXPERTS, "dtype": "float32", "num_hidden_layers": 1})
 

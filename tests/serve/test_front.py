@@ -31,7 +31,7 @@ def options(**given: Any) -> ServerOptions:
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Of this machine, signed by itself."""
+    """A self-signed certificate for this machine, and its key."""
     certificate, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
         [
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(folder: Path) -> Iterator[httpx.Client]:
-    """Of a server in a process of its own, with all of it at once."""
+    """A client of a server in a process of its own, with all of these options at once."""
     certificate, key = make_certificate(folder)
     (folder / "template.jinja").write_text(TEMPLATE)
     process = subprocess.Popen(

@@ -109,7 +109,7 @@ def texts(stream: bytes) -> list[str]:
 
 
 def test_what_runs_is_finished_and_what_is_new_refused() -> None:
-    """Of a server that takes the place of one that was killed."""
+    """A new server takes over the port of one that was killed, and is then told to stop."""
     with process() as killed:
         killed.ask(2000, stream=True).readline()
         killed.signal(signal.SIGKILL)

@@ -29,7 +29,7 @@ def test_prompts_have_categories(text: str, expected: str | None) -> None:
 
 
 def test_whole_conversations_are_held_out(tmp_path: Path) -> None:
-    """Of a file that is cut off; no prompt begins like another, and long ones are left out."""
+    """The file may be cut off; no prompt begins like another, and long ones are left out."""
     conversations = [
         {
             "id": f"c{number}_{part}",

@@ -23,5 +23,5 @@ def client(live: Live) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="package")
 def offline() -> LLM:
-    """The same engine without a server."""
+    """An engine like the server's, used without one."""
     return LLM(DEMO)

@@ -23,7 +23,7 @@ def create(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> Any:
 
 
 def streamed(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> dict[int, Any]:
-    """By index: text, logprobs joined, finish and stop reason; under -1 the usage."""
+    """Text, joined logprobs, finish and stop reason of each choice by index; under -1 the usage."""
     whole: dict[int, Any] = defaultdict(
         lambda: {"text": "", "logprobs": defaultdict(list), "finish_reason": None, "tokens": []}
     )

@@ -209,7 +209,7 @@ def test_images_of_a_prompt_share_their_pixels(
 def test_what_was_read_is_kept_in_bounded_memory(
     live: Live, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of many images only those that fit are known again."""
+    """Only the latest images that fit into the cache are known again."""
     reader = live.engine.images
     assert isinstance(reader, TowerReader)
     first, *others = images(4, 11)

@@ -27,7 +27,7 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {"city": "Köln"}}\n</tool_cal
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Tokenizer]:
-    """By whether the marks are text."""
+    """Two tokenizers, by whether the marks of thinking are ordinary text."""
     folder = tmp_path_factory.mktemp("thinking")
     found = {
         as_text: Tokenizer(write_thinking_tokenizer(folder / str(as_text), as_text=as_text))

@@ -18,7 +18,7 @@ DEMO_TEXTS = TokenTexts(DEMO)
 
 @pytest.fixture(scope="module")
 def spaced(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Of the other kind: spaces are marked, what it has no piece for is written in bytes."""
+    """A tokenizer that marks spaces and writes what it has no piece for in bytes."""
     pieces = [
         "<unk>",
         "<s>",

@@ -1,4 +1,4 @@
-"""The same prompt with and without speculation."""
+"""One prompt with and without speculation, side by side."""
 
 import re
 
