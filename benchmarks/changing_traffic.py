@@ -110,7 +110,7 @@ class Traffic:
         self._choices.append(statistics.fmean(drafts) if drafts else 0.0)
 
     def _phases(self, chances: Sequence[float]) -> list[list[float]]:
-        """How many tokens were drafted in each step of each phase, by requests that outlive all phases."""
+        """Draft tokens of each step of each phase; requests live as long as all phases last."""
         found = []
         asked = self._requests.drawn(chances[0], self._concurrency)
         engine = self._llm.engine
