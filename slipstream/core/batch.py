@@ -1,27 +1,29 @@
-"""What one step works on, as the host sees it: the scheduler's plan and what came of it."""
+"""One step as the host sees it: the plan that the scheduler made, and its results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.core.request import Request
 
-NUM_BINS = 16  # ranges of confidence that chances are told for
-FACTOR_PARTS = 8  # what factors on chances are counted in
+NUM_BINS = 16  # ranges of confidence, each with an acceptance rate of its own
+FACTOR_PARTS = 8  # `Trim.factor` counts in units of 1 / FACTOR_PARTS
 
 
 @dataclass(frozen=True)
 class ChainStops:
-    """When a chain of draft tokens ends before its plan does.
+    """Where a chain of draft tokens may end before its planned length.
 
-    A place survives with the product of the chances of the tokens up to it. What these are for a
-    token follows from the drafter's confidence at its place, the largest probability there, which
-    does not depend on the token that is sampled: so a choice by it biases nothing.
+    The survival of a draft position is the product of the estimated acceptance rates of the tokens
+    up to it. The rate of a token is looked up by the drafter's confidence, which is the largest
+    probability of the drafter's distribution at that position. Confidence does not depend on the
+    token that was sampled there, so ending a chain by it does not bias the output.
 
     Attributes:
-        rates: the chance that a draft token is accepted where all before it were, by confidence:
-            place i of n is for confidences from i / n on.
-        least_to_draft: below this survival no further token is drafted behind a place.
-        least_to_verify: below this survival a place is not verified, nor what stands behind it.
+        rates: probability that a draft token is accepted, given that all before it were, by the
+            confidence: entry i of n is for confidences of at least i / n.
+        least_to_draft: nothing more is drafted behind a position whose survival is below this.
+        least_to_verify: a position whose survival is below this is not verified, nor are those
+            behind it.
     """
 
     rates: tuple[float, ...]
@@ -31,14 +33,15 @@ class ChainStops:
 
 @dataclass(frozen=True)
 class Trim:
-    """A request's part in rows that the device gives to the draft tokens of the whole step that are
-    the most likely to survive, by the drafter's confidences (see `TrimDraftsOp`).
+    """One request's share in choosing which draft tokens of a step are verified.
+
+    The target's pass has room for a fixed number of draft tokens of all requests together. The
+    device takes those with the largest survival, by the drafter's confidences (`TrimDraftsOp`).
 
     Attributes:
-        num_rows: what it adds to the rows that are given out.
-        factor: on the chances that confidences mean, in parts of `FACTOR_PARTS`.
-        rates: the chance that a draft token is accepted where all before it were, by confidence:
-            place i of n is for confidences from i / n on. Equal for all requests of a step.
+        num_rows: rows for draft tokens that this request adds to that number.
+        factor: multiplies the rates for this request, in units of 1 / FACTOR_PARTS.
+        rates: as of `ChainStops`; equal for all requests of a step.
     """
 
     num_rows: int
@@ -48,12 +51,12 @@ class Trim:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """How much is drafted for one request in one step.
+    """How many tokens are drafted for one request in one step.
 
     Attributes:
-        num_tokens: at most.
-        stops: when its chain ends earlier; None: only where the drafter has no guess.
-        trim: which of its tokens are verified; None: all.
+        num_tokens: the maximum.
+        stops: where its chain may end earlier; None: only where the drafter has no guess.
+        trim: how the tokens that are verified are chosen; None: all are.
     """
 
     num_tokens: int
@@ -66,20 +69,20 @@ class ScheduledRequest:
     """One request's share of a step.
 
     Attributes:
-        start: tokens already in the target's KV cache, as far as the host knows: where a step is
-            planned before the last one's results are here, the first row may stand further on.
+        start: tokens already in the target's KV cache, as far as the host knows. If the step was
+            planned before the results of the last one arrived, the device may be further on.
         num_new_tokens: known tokens to compute (a prompt chunk, or the one last token).
-        num_draft_tokens: draft tokens to verify at most; only when this step reaches the last
-            known token.
-        stops: when its chain of draft tokens may end earlier.
-        trim: which of its draft tokens are verified; None: all.
+        num_draft_tokens: maximum number of draft tokens to verify; 0 unless this step reaches the
+            last known token.
+        stops, trim: see `DraftPlan`.
         block_table: the request's KV blocks, covering start + num_new_tokens + num_draft_tokens.
-        window_table: the same for layers with a window, where those have blocks of their own; the
-            null block stands for tokens that no row of the step sees.
-        resumed: the place of the checkpoint that its states begin with, where layers keep such and
-            it is admitted behind a prefix; else -1.
-        saved: the place for the checkpoint of a step that may reach the edge of a block; -1: none.
-        admitted: it got its slot in this step (anew, or again after a preemption).
+        window_table: the blocks for layers with a sliding window, where those have blocks of their
+            own; the null block stands for tokens that no row of the step sees.
+        resumed: the place of the checkpoint that its recurrent states are restored from, if it is
+            admitted behind a cached prefix; else -1.
+        saved: the place where this step writes a checkpoint of its states, if it may reach the
+            edge of a block; else -1.
+        admitted: it gets its slot with this step: it is new, or comes back after a preemption.
         adapter: the slot of the request's adapter, or -1.
         reaches_end: the last row of this step's known tokens predicts a new token.
     """
@@ -112,7 +115,7 @@ class Batch:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request only goes on: no prompt, nobody new."""
+        """Whether every request just decodes: no prompt chunk, and no request is admitted."""
         return all(not (item.is_prompt_chunk or item.admitted) for item in self.requests)
 
     @property
@@ -122,18 +125,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Committed:
-    """What one scheduled request gained in a step, in host numbers.
+    """What one scheduled request gained in a step, read back from the device.
 
     Attributes:
         token_ids: accepted draft tokens and then one bonus or recovered token; empty for a prompt
             chunk that does not reach the end.
-        num_draft_tokens: draft tokens that were really verified.
+        num_draft_tokens: draft tokens that were verified.
         num_accepted: how many of them were accepted.
-        drafter_computed: leading tokens that the drafter has in the shared blocks, as of now.
-        num_positions: of the draft tokens; of a tree its depth at most.
-        confidences: the drafter's, of each draft token, of those that were trimmed as well; empty
-            where it has none, or nobody reads them.
-        broken: the logits behind these tokens are not finite, so there is no further one.
+        drafter_computed: leading tokens whose keys and values the drafter has in the shared blocks.
+        num_positions: positions that the draft tokens of a tree have, at most its depth; None for
+            a chain.
+        confidences: the drafter's confidence for each draft token, also for those that were
+            trimmed; empty where the drafter has none, or nothing reads them.
+        broken: the logits behind these tokens are not finite, so no token was taken from them.
     """
 
     token_ids: tuple[int, ...]
@@ -148,7 +152,7 @@ class Committed:
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of one step: drafting, the target's pass up to its logits, verification (sampling,
-    the verdict, committing it, and what the drafter takes note of), the rest."""
+    the verdict, the commit, and `Drafter.observe`), and the rest."""
 
     draft: float
     target: float
@@ -158,14 +162,14 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What came of a step.
+    """The results of a step.
 
     Attributes:
-        committed: per scheduled request, what it gained (before stop conditions cut it).
-        live: per scheduled request, whether it had not ended before; if it had, what is here about
-            it is surplus.
-        padded: it was a captured step, padded to a bucket of requests and a number of drafts.
-        num_rows: rows that the target's pass has computed, padding included.
+        committed: what each scheduled request gained, before stop conditions cut it.
+        live: whether each scheduled request was still unfinished; the results of one that had
+            finished before (its step was launched ahead) are discarded.
+        padded: the step was captured, and so padded to a bucket of requests and draft tokens.
+        num_rows: rows that the target's pass computed, padding included.
     """
 
     batch: Batch

@@ -31,7 +31,7 @@ from slipstream.models.tokenizer import Tokenizer
 
 logger = logging.getLogger("slipstream")
 
-_PATIENCE = 0.01  # seconds that the engine waits for adapters at a time
+_PATIENCE = 0.01  # seconds that a call waits for adapters when there is nothing else to run
 _PROBE = "probe"  # no request of a user has this id: those have numbers
 
 
@@ -64,7 +64,7 @@ class Engine:
         self._owners: dict[str, tuple[Submission, Sample]] = {}  # by the sample's request id
         self._arrivals = 0
         self._launched: Launched | None = None
-        self._mark: StepMark | None = None  # of the step that is being taken in
+        self._mark: StepMark | None = None  # to undo the step whose results are applied
         self._estimate = StepEstimate(1, 0.0)  # of that step
         self._isolation = Isolation(scheduler)
 
@@ -74,12 +74,12 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """For looking at; the engine alone schedules."""
+        """The scheduler, to be read only."""
         return self._scheduler
 
     @property
     def costs(self) -> Sequence[CostRow]:
-        """What the policy expects decode steps to take by now; empty if it asks for no costs."""
+        """The costs of decode steps that the draft policy reckons with; empty where K is fixed."""
         return self._costs.rows if self.resolved.adaptive else ()
 
     def compile(self, structured: StructuredOutput) -> None:
@@ -203,7 +203,7 @@ class Engine:
         return changed
 
     def _take_all(self, result: StepResult) -> list[Submission]:
-        """Take in a step's results; whoever gained tokens or failed."""
+        """Apply a step's results; returns the submissions that gained tokens or failed."""
         changed: dict[str, Submission] = {}
         report = result.report
         known = self._costs if self.resolved.adaptive else None
@@ -218,9 +218,9 @@ class Engine:
                 before = sample.num_taken
                 try:
                     self._take(submission, sample, result, index)
-                except Exception as error:  # of this request alone: the others go on
+                except Exception as error:  # a fault of this request alone: the others go on
                     self._fail(submission, error)
-                else:  # an error here has the step taken back, so that counts go on adding up
+                else:  # an error while counting undoes the whole step, so that counts add up
                     submission.count(gained, self._estimate)
                     taken = sample.num_taken - before
                     adapter = sample.request.adapter
@@ -230,14 +230,14 @@ class Engine:
         return list(changed.values())
 
     def _recover(self, error: Exception) -> list[Submission]:
-        """A step raised `error`: end the request whose fault that is, so that others can go on.
+        """Handle a step that raised `error`: end the request that causes it, so that others go on.
 
-        As long as that is not known, those that took part are tried one by one; they lose the work
-        of this step. Greedy and coupled text stays what it is; other sampled text keeps its
-        distribution, but where steps begin anew a draft may be cut elsewhere.
+        Until the cause is known, the requests of the step lose its work and are run one by one.
+        That does not change greedy and coupled text. Other sampled text keeps its distribution, but
+        may differ, since drafts may end at other places.
 
         Returns:
-            What ended.
+            The submissions that ended.
         """
         took_part = self._take_back()
         ended = self._close_finished()
@@ -258,7 +258,7 @@ class Engine:
         return ended
 
     def _proceed_with_trials(self) -> None:
-        """Whoever is tried runs alone, so one that has stood its trial loses its place."""
+        """End a trial that is over, whose request ran alone, and begin the next one."""
         if self._isolation.is_over:
             self._take_back()
             self._scheduler.restart([])
@@ -266,9 +266,9 @@ class Engine:
         self._isolation.proceed()
 
     def _take_back(self) -> list[Request]:
-        """Undo the step that was broken off, wherever that was; returns the requests in it.
+        """Undo the step that failed, however far it got; returns the requests that took part.
 
-        Afterwards no unfinished request has anything on the device.
+        Afterwards no unfinished request has any state on the device.
         """
         self._launched = None
         if self._mark is not None:
@@ -281,7 +281,7 @@ class Engine:
         return took_part
 
     def _close_finished(self) -> list[Submission]:
-        """Close what had ended already when a step was broken off."""
+        """Close and return the submissions that had finished when a step failed."""
         ended = [it for it in self._submissions.values() if it.finished]
         for submission in ended:
             self._close(submission)
@@ -291,7 +291,7 @@ class Engine:
         return [it.request for _, it in self._owners.values() if not it.request.finished]
 
     def _probe(self) -> None:
-        """Run a small request alone; raises what a step raises."""
+        """Run a request of one token, to see whether steps work at all; raises what they raise."""
         held, self._isolation = self._isolation, Isolation(self._scheduler)
         counted = self.metrics.snapshot()
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -305,7 +305,7 @@ class Engine:
             self.metrics.restore(counted)
 
     def _renew_guide(self, request: Request) -> None:
-        """A step that failed may have left a grammar further on than the output is."""
+        """Rebuild the grammar's state from the output: a failed step may have advanced it."""
         structured = request.params.structured
         if request.guide is not None and structured is not None:
             request.guide = self._grammars.guide(structured, request.stop_token_ids)
@@ -313,7 +313,7 @@ class Engine:
                 request.guide.advance(token)
 
     def _fail(self, submission: Submission, error: Exception) -> None:
-        """End a request by a fault; its detokenizer, which may be the cause, is left alone."""
+        """End a request with an error. Its detokenizer may be the cause, so it is not called."""
         submission.error = error
         for sample in submission.samples:
             self._isolation.release(sample.request)
@@ -321,7 +321,7 @@ class Engine:
             self._step.forget([sample.request])
 
     def _take(self, submission: Submission, sample: Sample, result: StepResult, index: int) -> None:
-        """One request's share of a step's result."""
+        """Apply one request's share of a step's results."""
         report = result.report
         item, gained = report.batch.requests[index], report.committed[index]
         if submission.prompt_logprobs is not None and sample.index == 0:
@@ -360,7 +360,9 @@ class Engine:
         for sample in submission.samples:
             self._owners.pop(sample.request.request_id, None)
         submission.close()
-        del self._submissions[submission.request_id]  # last: or it is closed once more
+        del self._submissions[
+            submission.request_id
+        ]  # last, so that a close that is interrupted can be repeated
 
     def _sample(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, index: int
@@ -368,7 +370,7 @@ class Engine:
         resolved, limits, number = self.resolved, self.resolved.limits, self._arrivals
         self._arrivals += 1
         seed = params.seed
-        if seed is None:  # a stream of its own, apart from the samples of any request's seed
+        if seed is None:  # derived twice, so that no sample of a request with a seed has it
             seed = derive_seed(derive_seed(resolved.seed, 1), number + 1)
         eos = () if params.ignore_eos else resolved.eos_token_ids
         most = limits.max_model_len - len(prompt.token_ids)

@@ -1,13 +1,13 @@
 """One step of the engine: schedule, propose, forward, verify, commit.
 
     batch = scheduler.schedule()        which requests, with how many tokens each
-    Step.launch(batch)                  loads new requests and starts the device's part
+    Step.launch(batch)                  loads new requests and starts the work on the device
         Step.run                        propose, forward, verify, commit: no host decisions
-    Step.finish                         waits for the results; the scheduler takes them in
+    Step.finish                         waits for the results and hands them to the scheduler
 
-Plain decoding is the same with empty drafts. `run` is the same for all steps: a captured step
-replays a graph of it (`runner/graphs.py`), a step ahead is launched before the last one's results
-are here, and where requests follow grammars the host steers the draft in the middle of it
+Plain decoding is a step with empty drafts. All steps go through `run`: a captured step replays a
+CUDA graph of it (`runner/graphs.py`); a step ahead is launched before the host has the results of
+the last one; for requests with grammars the host changes the draft before it is verified
 (`guidance.py`).
 """
 
@@ -63,10 +63,10 @@ class Step:
     Args:
         graphs: captured steps; None where nothing is captured.
         guidance: for requests that follow a grammar.
-        runs_ahead: whether to launch steps early; needs a drafter that needs nothing of the host.
-        rereads: the drafter wants features of the last cached token of a prefix hit.
-        ranks: with which this process holds the models.
-        check_every: steps, after which the ranks compare what they hold; None: never.
+        runs_ahead: whether to launch steps ahead; the drafter must need nothing from the host.
+        rereads: the drafter needs the target's features of the last token of a cached prefix.
+        ranks: the processes that hold the models together; `ALONE` is this process only.
+        check_every: number of steps after which the ranks compare their states; None: never.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Step:
         self._ended = 0.0
         self._trim_rates = TrimRates(state.device)
         self._ranks, self._check_every, self._num_launched = ranks, check_every, 0
-        self._rated: Outcome | None = None  # of the last step, where it may be asked about
-        # What the leader's methods of these names have followers call.
+        self._rated: Outcome | None = None  # of the last step, if logprobs may be asked for
+        # What follower ranks call when the leader calls its method of this name.
         self.followed: Mapping[str, Callable[..., Any]] = {
             "launch": self._launch,
             "forget": drafter.forget,
@@ -104,7 +104,7 @@ class Step:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether decoding steps may be launched before the last one's results are here."""
+        """Whether decoding steps may be launched before the last one's results arrive."""
         return self._runs_ahead and self._graphs is not None
 
     # ------------------------------------------------------------------ the device's part
@@ -117,12 +117,12 @@ class Step:
     ) -> Outcome:
         """Propose, forward, verify, commit, and let the drafter observe.
 
-        It looks at tensors alone, and waits for the device only where the batch is exact. So a call
-        over fixed tensors can be captured in a graph, of which `steer` is a gap for the host.
+        It reads tensors alone, and waits for the device only if the batch is exact (not padded).
+        So a call over fixed tensors can be captured in a graph, which `steer` cuts in two.
 
         Args:
-            steer: what the host makes of the draft where requests follow grammars.
-            proposal: drafts that are there already.
+            steer: changes the draft on the host, for requests that follow grammars.
+            proposal: a draft that was made already; None: the drafter makes one here.
         """
         if proposal is None:
             with label(_DRAFT):
@@ -148,11 +148,11 @@ class Step:
         return Outcome.of(verdict, largest, draft, cached, times, logits, forward)
 
     def propose(self, batch: DeviceBatch) -> Proposal:
-        """The drafter's guesses, which become the tentative tail of every request's tokens."""
+        """The drafter's tokens, written behind the known tokens of every request."""
         began = self._now()
         if not batch.exact:
-            # The host may have planned before it knew the last step's tokens. With them it would
-            # have planned as many as are left here: a seed's text must not depend on when it did.
+            # The host may have planned before the last step's results arrived. Apply its limits to
+            # what the device knows: a seeded text must not depend on when a step was planned.
             room = torch.minimum(batch.num_draft_tokens, self._room(batch.slots))
             batch = replace(batch, num_draft_tokens=room)
         draft = self._drafter.propose(batch) if batch.width else Draft.empty(batch)
@@ -161,16 +161,16 @@ class Step:
         return Proposal(draft, began, self._now())
 
     def _trim(self, batch: DeviceBatch, draft: Draft) -> Draft:
-        """The draft tokens that get rows where there are rows for some of them only.
+        """Keep the draft tokens that are most likely to be accepted, as many as there are rows for.
 
-        Why this biases nothing: whether a place is kept is settled by the confidences up to it and
-        by those of other requests, as with `ChainStops` (see speculative/chains.py): what stands
-        behind a place in its own chain ranks behind it.
+        This does not bias the output. Whether a position is kept depends on the confidences up to
+        it and on other requests, never on the token drafted there (as with `ChainStops`, see
+        speculative/chains.py); later positions of a chain rank behind earlier ones.
         """
         confidences = draft.confidences
         if batch.num_rows is None or draft.tree is not None or not batch.width:
             return draft
-        if confidences is None:  # then all have an equal chance
+        if confidences is None:  # then all rank alike
             confidences = torch.zeros_like(draft.token_ids, dtype=torch.float32)
         kept = self._state.ops.trim_drafts(
             *(confidences, draft.num_tokens, batch.factors, self._trim_rates.chances),
@@ -199,8 +199,8 @@ class Step:
         allowed: Tensor | None,
         layout: RowLayout,
     ) -> tuple[Verdict, Tensor]:
-        """The verdict on every request's draft, and [R, K + 1] the largest logit of the row that
-        each of its tokens comes from, which is finite if all of them are."""
+        """The verdict on every request's draft; and [R, K + 1], for each token of the verdict, the
+        largest logit of its row, which is finite if all logits of the row are."""
         rows = SampleRows.build(
             batch.slots,
             self._state.num_tokens[batch.slots],
@@ -241,8 +241,8 @@ class Step:
         return verdict, pad(largest, (0, verdict.token_ids.shape[1] - largest.shape[1]))
 
     def _commit(self, batch: DeviceBatch, verdict: Verdict) -> Verdict:
-        """Append what was accepted; refused tokens lose their slots, and requests whose prompt is
-        not at its end gain nothing."""
+        """Append the accepted tokens. The slots of rejected ones are free again, and requests whose
+        prompt is not computed to its end gain nothing."""
         num_tokens, num_accepted = self._state.ops.commit(
             self._state.tables,
             batch.slots,
@@ -258,7 +258,7 @@ class Step:
         return Verdict(verdict.token_ids, num_tokens, num_accepted, verdict.path)
 
     def _room(self, slots: Tensor) -> Tensor:
-        """[R] int64, how many draft tokens can be of use; see `Scheduler._most_drafts`."""
+        """[R] int64, the most draft tokens that may be useful; see `Scheduler._most_drafts`."""
         limits, acceptable = self._limits, self._acceptable(slots)
         if not limits.drafts_trees:
             return acceptable
@@ -267,14 +267,14 @@ class Step:
         return torch.where(acceptable > 0, places, 0)
 
     def _acceptable(self, slots: Tensor) -> Tensor:
-        """[R] int64, how many draft tokens may be accepted."""
+        """[R] int64, the most draft tokens that may be accepted."""
         most = self._state.most_drafted[slots].clamp_max(self._limits.drafter_max_model_len)
         return (most - self._state.num_tokens[slots]).clamp_min(0)
 
-    # ------------------------------------------------------------------ around it
+    # ------------------------------------------------------------------ the host's part
 
     def launch(self, batch: Batch) -> Launched:
-        """Start the step's work on the device, on all ranks."""
+        """Start a step on the devices of all ranks, without waiting for its results."""
         return self._ranks.call("launch", self._launch, batch)
 
     @torch.inference_mode()
@@ -293,11 +293,11 @@ class Step:
         if Uses.GRAMMAR in packed.uses:
             steering = self._guidance.begin(batch, packed)
         self._trim_rates.set(packed.trims)
-        # Words that must not be completed are looked for on the host.
+        # Bad words are matched on the host, so steps with them are not captured.
         graphs = None if Uses.BAD_WORDS in packed.uses else self._graphs
         padded = graphs is not None and batch.is_decode
         if graphs is not None and padded:
-            # What grammars put into drafts comes too late to be counted.
+            # Tokens that grammars add to drafts come too late to be counted as rows.
             outcome = graphs.run("step", self.run, packed, steering, packs=steering is None)
         else:
             outcome = self._run_exactly(batch, packed, steering, graphs)
@@ -317,8 +317,8 @@ class Step:
         steering: DraftSteering | None,
         graphs: GraphRunner | None,
     ) -> Outcome:
-        """Without a graph: on a CPU, and for prompt chunks, which have all sizes. Drafts beside
-        those need not wait for the launches of single kernels."""
+        """Run a step that is not captured: on a CPU, or with prompt chunks, whose sizes vary.
+        Drafting is replayed from a graph of its own, where there are graphs."""
         proposal = None
         if graphs is not None and packed.width and packed.guesses is None:
             proposal = graphs.run("propose", self.propose, packed).first(len(batch.requests))
@@ -330,8 +330,8 @@ class Step:
         return outcome
 
     def launch_ahead(self, last: Launched) -> Launched | None:
-        """Launch the step behind `last`, whose results are not here yet; None if that needs them
-        (or the host needs what a further step would overwrite)."""
+        """Launch the step behind `last` before the results of `last` arrive; None if it cannot be
+        planned without them, or would overwrite what the host still has to read."""
         if not (last.padded and self._runs_ahead):
             return None
         requests = [item.request for item in last.batch.requests]
@@ -346,11 +346,11 @@ class Step:
         live = [not item.request.finished for item in batch.requests]
         committed, logit_starts, seconds = launched.read(self._limits.tree_depth)
         draft, target, verify = seconds
-        if not self._limits.num_speculative_tokens:  # these are moments of the host
+        if not self._limits.num_speculative_tokens:  # without a drafter, time of the host
             draft = 0.0
         self._scheduler.commit(batch, committed)
         ended = perf_counter()
-        # From its launch, or from the end of the step before.
+        # Since its launch, or since the end of the step before if that was later.
         whole = ended - max(launched.began, self._ended)
         self._ended = ended
         times = StepTimes(draft, target, verify, max(0.0, whole - draft - target - verify))
@@ -363,12 +363,12 @@ class Step:
         )
 
     def forget(self, requests: Sequence[Request]) -> None:
-        """Tell the drafter of requests that ended."""
+        """Let the drafter drop what it holds of requests that ended."""
         self._ranks.tell("forget", requests)
         self._drafter.forget(requests)
 
     def reset(self, running: Sequence[Request]) -> None:
-        """A step was broken off: these requests have nothing on the device any more."""
+        """Forget what the device holds of these requests, because a step failed."""
         self._ranks.settle()
         self._ranks.tell("reset", running)
         self._reset(running)
@@ -384,7 +384,7 @@ class Step:
     def rate(
         self, rows: RatedRows, token_ids: Sequence[int], num_top: int, normalised: bool
     ) -> TokenLogprobs:
-        """Log probabilities of a token in each of some rows of the last step that asks for them."""
+        """Log probabilities of each row's token, and of the `num_top` likeliest tokens there."""
         return self._ranks.call("rate", self._rate, rows, token_ids, num_top, normalised)
 
     @torch.inference_mode()

@@ -30,21 +30,25 @@ NO_STATES = (
 
 @dataclass(frozen=True)
 class Draft:
-    """The guesses of one step, one row per request of the batch.
+    """The draft tokens of one step, one row for each request of the batch.
+
+    q is the drafter's distribution at a position, as the papers on speculative sampling call it.
 
     Attributes:
         token_ids: [R, K] int64; only the first num_tokens[r] of a row count.
         num_tokens: [R] int64, from 0 to the number that was scheduled.
-        one_hot: [R] bool, true where the guess is certain (greedy, n-gram) and q is 1.
-        probs: [R, K, Vq] float32, the q that each token was sampled from, or None when every row
-            is one-hot.
-        vocabulary: [Vq] int64, rising: the token id of each column of `probs`; None when they are
-            the ids from 0 on.
-        written: whether the tokens stand behind the known ones in the device state already.
-        tree: what each token continues; None: the one before it. Trees are one-hot.
-        certain: [R, K] bool, tokens that a grammar put in place of what was sampled; None: nowhere.
-        confidences: [R, K] float32, the largest probability that the drafter gave any token in each
-            place; not a number where it had none to give. None: nobody asked, or nobody knows.
+        one_hot: [R] bool, true where the draft was not sampled (greedy, n-gram), so that q is 1.
+        probs: [R, K, Vq] float32, the q that each token was sampled from; None if every row is
+            one-hot.
+        vocabulary: [Vq] int64, rising: the token id of each column of `probs`; None if column i is
+            token i.
+        written: whether the tokens are written behind the known ones in the device state already.
+        tree: the parent of each token; None: each continues the one before. Trees are one-hot.
+        certain: [R, K] bool, tokens that a grammar put in place of sampled ones; None: there are
+            none.
+        confidences: [R, K] float32, the largest probability of the drafter's distribution at each
+            position, NaN where it has none. None: the drafter has none at all, or they are not
+            used.
     """
 
     token_ids: Tensor
@@ -58,16 +62,16 @@ class Draft:
     confidences: Tensor | None = None
 
     def certain_tokens(self) -> Tensor | None:
-        """[R, K] bool, tokens whose q counts as 1, though the others of their request were sampled:
-        those of grammars, and where a drafter's logits were no numbers. None: nowhere."""
+        """[R, K] bool, tokens whose q is 1 although their request's draft was sampled: those that
+        a grammar put there, and those behind logits that were NaN. None: there are none."""
         if self.probs is None:
             return self.certain
         columns = self.token_ids
         if self.vocabulary is not None:
             columns = torch.searchsorted(self.vocabulary, columns)
-        # Another drafter's guess may have no column; it is one-hot, so any will do.
+        # A token of another drafter may have no column here; its row is one-hot, so any will do.
         columns = columns.clamp(0, self.probs.shape[2] - 1)
-        # Nothing is ever sampled with q = 0, but a row of logits that are no numbers gives zeros.
+        # No token is sampled with q = 0, but logits that are NaN give a row of zeros.
         broken = ~(self.probs.gather(2, columns.unsqueeze(2)).squeeze(2) > 0)
         return broken if self.certain is None else self.certain | broken
 
@@ -102,18 +106,19 @@ class DrafterLimits:
     """What a drafter can do.
 
     Attributes:
-        max_speculative_tokens: largest K, or None for any.
-        max_model_len: beyond this many tokens it does not draft, or None for no limit.
-        drafts_at_prefill: it can guess behind a prompt that the target has not seen yet.
-        cache_identity: names what it keeps in the shared blocks; empty when nothing.
-        on_device: it needs nothing of the host's to guess, so a step may begin before the host
-            knows what the last one gave.
+        max_speculative_tokens: largest K; None for no limit.
+        max_model_len: it does not draft for requests of more tokens; None for no limit.
+        drafts_at_prefill: it can draft behind a prompt that the target has not computed yet.
+        cache_identity: names the keys and values that it keeps in the shared blocks, since blocks
+            are shared between requests only under the same name; empty if it keeps none.
+        on_device: it needs no data from the host, so a step may be launched before the host has
+            the results of the last one.
         keeps_probabilities: it keeps nothing in the blocks, but the q of every draft token.
-        parallel: all its draft tokens come from one pass over waiting and mask tokens.
-        is_lookup: it knows when it has no guess, and those that it has are one-hot.
-        may_skip_steps: left out of steps, it makes up for them when it drafts again, however many
-            tokens they gained, as long as batches are exact.
-        tree_depth: of drafts that are trees, their depth.
+        parallel: one pass over waiting tokens and mask tokens gives all its draft tokens.
+        is_lookup: it may have no guess, in which case it drafts nothing; its drafts are one-hot.
+        may_skip_steps: steps may leave it out, however many tokens they gain: it catches up when
+            it drafts again, as long as batches are exact.
+        tree_depth: the depth of its token trees; None for chains.
     """
 
     max_speculative_tokens: int | None = None
@@ -128,17 +133,18 @@ class DrafterLimits:
     tree_depth: int | None = None
 
     def draft_rows(self, num_speculative_tokens: int) -> int:
-        """Rows that a request may have in a pass that gives all draft tokens: those that wait
-        behind a round whose drafts were all accepted, and masks; 0 for drafters without one."""
+        """Most rows of a request in the one pass of a parallel drafter: the tokens of a round whose
+        drafts were all accepted, and the mask tokens. 0 for other drafters."""
         return 2 * num_speculative_tokens if self.parallel else 0
 
 
 class Drafter:
-    """Runs ahead of the target; a base whose defaults keep nothing.
+    """Makes the draft tokens; the base class of all drafters, which keeps no state.
 
-    A step asks it four things in this order. `prepare` and `read_prompts` run on the host;
-    `propose` and `observe` are device work that may be captured in a graph: they look at tensors
-    only and, unless the batch is exact, wait for none.
+    A step calls `prepare`, `propose`, `observe` and `read_prompts`, in this order. The first and
+    the last run on the host. `propose` and `observe` are work for the device that may be captured
+    in a CUDA graph: they read tensors only, and wait for the device only if the batch is exact (not
+    padded).
     """
 
     def __init__(self, state: DeviceState) -> None:
@@ -147,34 +153,34 @@ class Drafter:
     def prepare(self, batch: Batch) -> Guesses | None:
         """Called on the host before the device's part of a step.
 
-        Requests marked `admitted` are new to this drafter (or come back after a preemption): it
-        owns their first `start` tokens in the shared blocks, from the prefix cache, and no more.
+        Requests marked `admitted` are new to this drafter, or come back after a preemption. Of such
+        a request only the first `start` tokens are in the shared blocks, from the prefix cache.
 
         Returns:
-            At most `num_draft_tokens` guesses for each scheduled request (None where the device is
-            to draft), from a drafter that runs on the host; None from others.
+            From a drafter that runs on the host: at most `num_draft_tokens` draft tokens for each
+            scheduled request, None where the device is to draft. From other drafters: None.
         """
         return None
 
     def propose(self, batch: DeviceBatch) -> Draft:
-        """Guess at most `num_draft_tokens` tokens for each request of the batch, whose `width` is 1
-        or more."""
+        """Draft at most `num_draft_tokens` tokens for each request of the batch, whose `width` is
+        1 or more."""
         raise NotImplementedError
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
-        """Take in what was committed; the device state already holds it."""
+        """Learn what was accepted, and the target's features; the tokens are committed already."""
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
-        """Take in the prompt chunks of a step that had some, once all else is done."""
+        """Compute the drafter's cache of prompt chunks; called last in steps that have any."""
 
     def forget(self, requests: Sequence[Request]) -> None:
-        """Drop what is kept for requests that finished or were preempted (their slot is gone).
+        """Drop what is kept for requests that finished or were preempted, whose slots are free.
 
-        What is kept by slot may stay: `prepare` sees when a slot is given out anew."""
+        State that is kept by slot may stay: `prepare` is told when a slot has a new request."""
 
     def cached_tokens(self, slots: Tensor) -> Tensor:
-        """[R] int64: leading tokens of the requests in these slots whose blocks hold this
-        drafter's part as well."""
+        """[R] int64: for the requests in these slots, how many leading tokens have this drafter's
+        keys and values in their blocks."""
         return self._state.num_computed[slots]
 
 
@@ -186,8 +192,9 @@ class NoDrafter(Drafter):
 
 
 class HostDrafter(Drafter):
-    """Guesses in `prepare`, on the host, from known tokens; the device only gets the guesses. One
-    that does not is a follower's, which is told them."""
+    """Drafts on the host, in `prepare`, from known tokens; the device only gets the tokens.
+
+    On a follower rank this class itself is used, since the leader sends the tokens."""
 
     def propose(self, batch: DeviceBatch) -> Draft:
         return Draft.of_guesses(batch)
@@ -195,13 +202,13 @@ class HostDrafter(Drafter):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter wants to see of the target's passes (`Forward`).
+    """What a drafter reads of the target's passes (`Forward`).
 
     Attributes:
         stream_layers: layers (from 0) of the target whose incoming residual stream it reads; the
-            number of layers stands for what leaves the last one.
-        features: it reads `streams` or `hidden` of every token. Behind a prefix hit the target then
-            computes the last cached token once more, so that its features are there too.
+            number of layers means the stream that leaves the last one.
+        features: it reads `streams` or `hidden` of every token. After a prefix hit the target then
+            computes the last cached token again, for its features.
     """
 
     stream_layers: tuple[int, ...] = ()
@@ -216,14 +223,13 @@ class DrafterResources:
         num_speculative_tokens: the engine's K.
         target: the target's network, whose embedding and head a drafter may share.
         target_cache: the target's keys and values, which a drafter may read.
-        captured: steps are captured, so that there are batches that are not exact.
-        in_combination: another drafter's guesses may be verified in place of its own.
-        gives_confidences: drafts come with the confidences of their tokens, if the drafter knows
-            them.
-        synthetic_rates: [L, K] float32 where a benchmark says what is accepted, see `VerifyOp`:
-            confidences are then these rates.
-        shares_prefixes: later requests find the blocks of a prompt, and what it keeps in them.
-        leads: what is guessed on the host is guessed in this process; others are told.
+        captured: steps are captured in CUDA graphs, so some batches are padded.
+        in_combination: another drafter's tokens may be verified in place of its own.
+        gives_confidences: its drafts shall have `confidences`, if it has any.
+        synthetic_rates: [L, K] float32, acceptance rates that a benchmark forces (see `VerifyOp`);
+            they then replace the confidences. None: verification is real.
+        shares_prefixes: later requests may reuse a prompt's blocks, with what it keeps in them.
+        leads: this process drafts on the host; followers are sent the tokens.
     """
 
     state: DeviceState
@@ -242,7 +248,8 @@ class DrafterResources:
 
 @dataclass(frozen=True)
 class DraftWindow:
-    """Keys and values of the last `tokens` tokens, and the first ones, of every slot."""
+    """Keys and values that a drafter with a window keeps for every slot: those of the last `tokens`
+    tokens, and of the first ones."""
 
     layout: CacheLayout
     tokens: int
@@ -257,10 +264,10 @@ class LoadedDrafter:
     """A drafter's weights in memory, before the size of the cache is known.
 
     Attributes:
-        build: makes the drafter with what the engine lends it.
-        layout: what it adds to every block; None: nothing.
-        window: what it keeps of each request beside the blocks; None: nothing.
-        adapters: slots beside its matrices; None: it takes no adapters.
+        build: makes the drafter, once the engine has made its resources.
+        layout: the layers that it adds to every block of the cache; None: none.
+        window: what it keeps of each request outside the blocks; None: nothing.
+        adapters: slots for LoRA adapters of its matrices; None: it takes no adapters.
     """
 
     build: Callable[[DrafterResources], Drafter]
@@ -272,13 +279,13 @@ class LoadedDrafter:
 
     @property
     def layouts(self) -> list[CacheLayout]:
-        """All that its layers keep."""
+        """The cache layouts of all its layers."""
         own = [] if self.window is None else [self.window.layout]
         return own if self.layout is None else [self.layout, *own]
 
 
 def load_host_drafter(make: Callable[[DeviceState], Drafter]) -> LoadedDrafter:
-    """A drafter on the host: nothing to load, and nothing in the blocks."""
+    """A drafter that runs on the host, has no weights, and keeps nothing in the blocks."""
     return LoadedDrafter(
         build=lambda resources: (
             make(resources.state) if resources.leads else HostDrafter(resources.state)

@@ -2,8 +2,8 @@
 
 The draft model's layers live in the same blocks as the target's. A round is one ragged pass over
 the committed tokens that it has not seen (the bonus token among them), whose last row gives draft
-token 1, and then K-1 passes of a single row per request. Of another tokenizer it drafts the tokens
-that both have (`vocabularies.py`).
+token 1, and then K-1 passes of a single row per request. A draft model with another tokenizer
+drafts only the tokens that both have (`vocabularies.py`).
 """
 
 from dataclasses import replace
@@ -48,7 +48,7 @@ from slipstream.speculative.model_options import ModelKeys, ModelOptions, read_m
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.parallel.rows import MASK_TOKEN_KEYS
 
-_MEMORY_SHARE = 8  # of what is free, windows that nobody asked for take one part at most
+_MEMORY_SHARE = 8  # windows by default take at most 1 / 8 of the free memory
 
 
 def load_network(
@@ -57,7 +57,7 @@ def load_network(
     """Load the draft model's weights and check that it fits the target.
 
     Args:
-        mask_token: an id of the draft model's own that its inputs may hold besides tokens.
+        mask_token: the draft model's id of the mask token, for methods that have one.
     """
     assert config.model is not None, "a draft model has a checkpoint of its own"
     checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
@@ -68,7 +68,7 @@ def load_network(
     network, dtype = load_decoder(checkpoint, load, shape), load.dtype
     kind = "tli" if tokens else "same"
     window = config.window_within(load.max_positions)
-    if window is not None and config.draft_window is None:  # nobody has asked for it
+    if window is not None and config.draft_window is None:  # it is a default
         size = target.max_num_seqs * window * shape.cache_layout(dtype, load.share).bytes_per_token
         free = target.load.share.least(device_memory(load.device).free)
         window = window if size <= free // _MEMORY_SHARE else None
@@ -80,7 +80,7 @@ def load_network(
 def _token_map(
     config: ModelOptions, target: TargetModel, checkpoint: Checkpoint, vocab_size: int
 ) -> TokenMap | None:
-    """None if both have the same vocabulary."""
+    """How token ids of the target become the draft model's; None if the vocabularies are equal."""
     if config.maps_tokens and not vocabularies_agree(target.path, checkpoint.path):
         return map_tokens(target.path, target.vocab_size, checkpoint, vocab_size)
     require_same_vocabulary(target.path, target.vocab_size, checkpoint.path, vocab_size)
@@ -90,7 +90,7 @@ def _token_map(
 def _vocabulary(
     config: ModelOptions, target: TargetModel, num_legal: int, tokens: TokenMap | None
 ) -> list[int] | None:
-    """The target's ids of the tokens that are drafted, rising; None: all from 0 on."""
+    """The tokens that may be drafted, as rising ids of the target; None: all of them."""
     shared = None if tokens is None else sorted(tokens.draft_ids)
     if config.vocabulary is not None:
         return choose_draft_vocabulary(config.vocabulary, target.path, num_legal, shared)
@@ -101,9 +101,9 @@ class DraftNetwork:
     """A draft model in memory, whose inputs and outputs are the target's token ids.
 
     Attributes:
-        drafting: how its logits become draft tokens.
-        mask_token: its id among the inputs; None without one.
-        identity: names what its layers keep of a token.
+        drafting: makes draft tokens of its logits.
+        mask_token: the input id of the mask token; None without one.
+        identity: see `DrafterLimits.cache_identity`.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class DraftNetwork:
                 vocabulary if tokens is None else [tokens.draft_ids[token] for token in vocabulary]
             )
             self._head = network.head.over(torch.tensor(own, device=device))
-            network.head = self._head  # the whole one's weight is not needed any more
+            network.head = self._head  # frees the weight of the whole head
         if tokens is not None:
             inputs = [
                 tokens.draft_ids.get(token, tokens.fallback) for token in range(target.vocab_size)
@@ -153,7 +153,7 @@ class DraftNetwork:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """Where its layers keep keys and values, and adapters, as `LoadedDrafter` has it."""
+        """The fields `layout`, `window` and `adapters` of its `LoadedDrafter`."""
         adapters = self.decoder.adapters
         if self._window is None:
             return {"layout": self.layout, "adapters": adapters}
@@ -161,7 +161,7 @@ class DraftNetwork:
         return {"layout": None, "window": window, "adapters": adapters}
 
     def excerpt_sizes(self, resources: DrafterResources) -> ExcerptSizes | None:
-        """What its rounds see of a request; None: all of it."""
+        """Sizes of the excerpt that its rounds see of a request; None: they see all of it."""
         if self._window is None:
             return None
         size = resources.cache_sizes.block_size
@@ -177,13 +177,13 @@ class DraftNetwork:
         return ModelRunner(self.decoder, self.cache(resources), resources.state)
 
 
-# Known tokens whose keys and values may be missing when a draft begins: behind a step that drafted,
-# the bonus token and, when all was accepted, the last draft token.
+# The most known tokens whose keys and values the draft model lacks when a round begins: the bonus
+# token of the last round and, if all its draft tokens were accepted, the last of those.
 MOST_MISSING = 2
 
 
 def read_options(options: Options) -> ModelOptions:
-    """Every key that other engines know for a draft model."""
+    """The options of a draft model, with the keys that other engines have for one."""
     keys = ModelKeys(
         remedy="leave it out, or use method pard",
         vocabulary=True,
@@ -209,7 +209,7 @@ class DraftModelDrafter(Drafter):
         super().__init__(resources.state)
         self._network, self._resources = network, resources
         self._runner = network.runner(resources)
-        # What another drafter guessed is missing from the first of its tokens on.
+        # It has seen none of the tokens that another drafter drafted in the last round.
         self._most_missing = (
             resources.num_speculative_tokens + 1 if resources.in_combination else MOST_MISSING
         )
@@ -227,7 +227,7 @@ class DraftModelDrafter(Drafter):
         self._context.prepare(batch, self._most_missing)
 
     def propose(self, batch: DeviceBatch) -> Draft:
-        """One ragged pass over what is missing, then single rows."""
+        """One ragged pass over the missing tokens, then one row per request and draft token."""
         slots, wanted = batch.slots, batch.num_draft_tokens
         known, starts = self._state.num_tokens[slots], self._context.computed[slots]
         runner = self._runner
