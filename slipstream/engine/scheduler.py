@@ -1,4 +1,4 @@
-"""Which requests take part in a step, with how many tokens, and what becomes of the results."""
+"""Plans steps: which requests take part, with how many tokens; and commits their results."""
 
 import heapq
 from bisect import insort_left, insort_right
@@ -23,16 +23,17 @@ class Scheduler:
     """Continuous batching in order of priority, and of arrival among equals.
 
     Args:
-        policy: decides how many tokens are drafted; None: a fixed number, as the limits have it.
-        adapters: let a request wait until its own is there; None: the engine has none.
+        policy: decides how many tokens are drafted; None: always `limits.num_speculative_tokens`.
+        adapters: LoRA adapters, for which requests wait until they are loaded; None: there are
+            none.
 
     Prompt chunks, decoding and verification share one batch. A request is admitted when the cache
-    has room for all its known tokens, so prompts never run out of blocks halfway. When blocks run
-    out, the running request that is last in order gives its blocks up and waits again, so the first
-    one that runs always gets on. Nobody gives up a place to one who waits.
+    has room for all its known tokens, so a prompt never runs out of blocks halfway. When blocks run
+    out, the last running request in order is preempted, so the first one always makes progress. A
+    running request is never preempted in favour of a waiting one.
 
-    Every `schedule` is followed by the `commit` of its batch, with `schedule_ahead` between the two
-    at most once, or by `restart`; `finish`, `abort` and `add` may come at any time, also between.
+    Each `schedule` is followed by the `commit` of its batch, or by `restart`; in between there may
+    be one `schedule_ahead`. `finish`, `abort` and `add` may be called at any time.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class Scheduler:
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: str | int | None = None
     ) -> None:
-        """End a waiting or running request and give back what it holds; a finished one stays
-        as it is."""
+        """End a waiting or running request and free its slot and blocks; no effect on a finished
+        one."""
         if request.finished:
             return
         if request.status is RequestStatus.RUNNING:
@@ -111,18 +112,18 @@ class Scheduler:
         return request
 
     def set_aside(self, request: Request) -> None:
-        """Forget a waiting request until it is brought back."""
+        """Take a waiting request out of the queue until `bring_back`."""
         self._waiting.remove(request)
         del self._requests[request.request_id]
 
     def bring_back(self, request: Request) -> None:
-        """A request that was set aside waits for its place again."""
+        """Queue a request again that was set aside."""
         self._requests[request.request_id] = request
         insort_right(self._waiting, request, key=order)
 
     def restart(self, requests: Sequence[Request]) -> None:
-        """Forget everything, whatever state a step that was broken off has left, and have these
-        unfinished requests wait for their places anew. The prefix cache is empty afterwards."""
+        """Start from scratch after a failed step, whatever state it left: these unfinished requests
+        wait again, and the prefix cache is empty."""
         self.block_manager.reset()
         self._free_slots[:] = range(self.limits.max_num_seqs)
         self._running.clear()
@@ -134,8 +135,8 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plan the next step.
 
-        Rows go out in rounds, each in order: one token to every running request, drafts
-        to those that decode, the rest of the prompt chunks, and then to requests that wait.
+        The rows of a step are given out in this order: one token to every running request, draft
+        tokens to those that decode, further prompt tokens, and then prompts of waiting requests.
         """
         return self._planned(self._secure_known_tokens())
 
@@ -144,7 +145,7 @@ class Scheduler:
         shares = [Share(request, budget.take(1)) for request in self._running[: budget.left]]
         self._give_drafts(shares, budget)
         self._extend_chunks(shares, budget)
-        # Who was preempted just now must not come back at once, and nobody may overtake.
+        # A request that was just preempted must not come back at once, nor be overtaken.
         if not preempted:
             self._admit_waiting(shares, budget)
             shares.sort(key=lambda share: share.request.order)
@@ -156,15 +157,15 @@ class Scheduler:
         return Batch(tuple(items), tuple(preempted))
 
     def schedule_ahead(self, batch: Batch) -> Batch | None:
-        """Plan the step behind `batch`, whose results are not known yet.
+        """Plan the step after `batch`, whose results are not known yet.
 
-        Only where that changes nothing that those results could decide: all running requests
-        decode, nobody waits for a place, and blocks are there for the longest that they can get.
-        Whoever is sure to end is left out; others may turn out to have ended, and what this step
-        gives them is then surplus.
+        That is possible where the results cannot change the plan: all running requests decode, no
+        request can be admitted, and there are blocks for the longest outputs that `batch` may give.
+        Requests that are sure to end with `batch` are left out. If another one ends, what this step
+        computes for it is discarded.
 
         Returns:
-            None where the plan has to wait for the results.
+            None if the plan has to wait for the results.
         """
         items = [item for item in batch.requests if not item.request.finished]
         if not batch.is_decode or len(items) != len(self._running):
@@ -174,7 +175,7 @@ class Scheduler:
         budget = Budget(self.limits.max_num_batched_tokens - len(items))
         items = [item for item in items if may_go_on(item.request, self.limits)]
         plans = self._plans([item.request for item in items], surely_gained=1)
-        shares: list[tuple[Share, int]] = []  # and the drafts that are under way
+        shares: list[tuple[Share, int]] = []  # and its draft tokens in `batch`
         for item, plan in zip(items, plans, strict=True):
             request = item.request
             share = Share(request, 1, budget.take(plan.num_tokens), plan=plan)
@@ -189,15 +190,15 @@ class Scheduler:
         return Batch(ahead) if ahead else None
 
     def _secure_known_tokens(self) -> list[Request]:
-        """Make every running request's table cover its known tokens; who had to be preempted.
+        """Get blocks for the known tokens of all running requests; returns the preempted ones.
 
-        This comes before any draft gets a block, so drafts never cost another request its place.
+        This comes before any draft gets a block, so drafts never cause a preemption.
         """
         preempted: list[Request] = []
         secured = 0
         while secured < len(self._running):
             request = self._running[secured]
-            # Of a prompt one row, for layers with a window; `_extend_chunks` gives more.
+            # One row of a prompt, for layers with a window; `_extend_chunks` gives more.
             name, next_row = request.request_id, request.num_computed + 1
             if self.block_manager.grow(name, request.num_tokens, next_row):
                 secured += 1
@@ -215,10 +216,10 @@ class Scheduler:
         return request
 
     def _give_drafts(self, shares: Sequence[Share], budget: Budget) -> None:
-        """Drafts for the requests that decode.
+        """Give draft tokens to the requests that decode.
 
-        While prompts wait for rows, drafts take at most half of what is left: a long prompt must
-        not take speculation from everyone, nor speculation bring a prompt to a standstill.
+        While prompts wait for rows, drafts get at most half of the rows that are left: a long
+        prompt must not stop speculation for all, nor speculation stop a prompt.
         """
         prompts_wait = any(share.num_uncomputed for share in shares) or (
             self._waiting and self._free_slots
@@ -231,7 +232,7 @@ class Scheduler:
             budget.take(share.num_draft_tokens)
 
     def _extend_chunks(self, shares: list[Share], budget: Budget) -> None:
-        """The rest of the rows for prompts (and for tokens lost to a preemption)."""
+        """Give the remaining rows to prompts, and to tokens that a preemption has dropped."""
         for share in shares:
             if share.num_uncomputed:
                 self._extend(share, budget)
@@ -239,13 +240,13 @@ class Scheduler:
         shares[:] = [share for share in shares if share.num_new_tokens]
 
     def _extend(self, share: Share, budget: Budget) -> None:
-        """The next rows of a prompt, as many as there are rows and blocks behind the window for."""
+        """Give a request as many further prompt rows as the budget and its blocks allow."""
         request, name = share.request, share.request.request_id
         done = request.num_computed + share.num_new_tokens
         end = min(request.num_tokens, self.block_manager.capacity(name), done + budget.left)
         end = self.block_manager.chunk_end(name, request.num_computed, end)
         end = before_whole(request.spans, end)
-        if end < done:  # where an image begins that there is no room for
+        if end < done:  # an image begins here, and there is no room for all of it
             budget.left += share.num_new_tokens
             share.num_new_tokens = 0
             return
@@ -273,8 +274,8 @@ class Scheduler:
         """Move a waiting request to a slot, with blocks for all its known tokens."""
         shared = self._cached_prefix(request)
         prefix = resumable(self.block_manager, request, shared)
-        # One block stays for each running request: it may need it in the next step, and would
-        # then send this one straight back.
+        # Leave one block for each running request: it may need one in the next step, and would
+        # then have this request preempted at once.
         if not self.block_manager.can_admit(prefix, request.num_tokens, reserve=len(self._running)):
             return False
         first = request.num_preemptions == 0
@@ -300,15 +301,15 @@ class Scheduler:
         return self.block_manager.match_prefix(namespace, request.token_ids, request.spans)
 
     def _draft_at_prompt_end(self, share: Share, budget: Budget) -> None:
-        """Drafts in the step that ends a prompt, if that leaves a single token or the drafter can
-        guess behind a prompt that the target has not seen."""
+        """Draft in the step that ends a prompt, if only its last token is left, or if the drafter
+        can draft behind a prompt that the target has not computed."""
         can = share.is_decoding or self.limits.drafts_at_prefill
         if can and not share.num_uncomputed:
             self._draft(share, budget, self._plans([share.request])[0])
 
     def _draft(self, share: Share, budget: Budget, plan: DraftPlan) -> None:
-        """Let a request that reaches its last known token verify drafts behind it, as many as
-        rows and blocks allow."""
+        """Let a request that reaches its last known token verify draft tokens behind it, as many
+        as rows and blocks allow."""
         request = share.request
         room = self.block_manager.capacity(request.request_id) - request.num_tokens
         num_drafts = budget.take(max(0, min(plan.num_tokens, room)))
@@ -318,17 +319,17 @@ class Scheduler:
             share.num_draft_tokens, share.plan = num_drafts, plan
 
     def _plans(self, requests: Sequence[Request], surely_gained: int = 0) -> Sequence[DraftPlan]:
-        """What the policy has these requests draft.
+        """How much each of these requests drafts, as the policy decides.
 
         Args:
-            surely_gained: tokens that a step in flight will give each at least.
+            surely_gained: the fewest tokens that a step in flight will give each of them.
         """
         return self.policy.plan(
             [Candidate(it, max(0, self._most_drafts(it, surely_gained))) for it in requests]
         )
 
     def _most_drafts(self, request: Request, surely_gained: int) -> int:
-        """Draft tokens that can be of use: one more token always follows the accepted ones."""
+        """The most draft tokens that may be useful; one more token always follows accepted ones."""
         limits = self.limits
         num_tokens = request.num_tokens + surely_gained
         return min(
@@ -343,10 +344,10 @@ class Scheduler:
         adapter = self._adapters.slot_of(share.request)
         return scheduled(share, self.block_manager, adapter, reaches_end, drafts_in_flight)
 
-    # ------------------------------------------------------------------ taking in the results
+    # ------------------------------------------------------------------ committing results
 
     def commit(self, batch: Batch, committed: Sequence[Committed]) -> None:
-        """Take in what a step gained, request by request; stop conditions are applied here.
+        """Append the tokens that a step gained to their requests, and apply stop conditions.
 
         Requests that ended since `schedule` are skipped.
         """
@@ -361,8 +362,8 @@ class Scheduler:
         ending = append_output(request, gain.token_ids, self.limits.max_model_len)
         if ending is None and gain.broken:
             ending = FinishReason.ERROR, NOT_FINITE
-        # Without an ending this is num_tokens - 1: the bonus or recovered token is not computed.
-        # With one, the output may have been cut inside the accepted drafts.
+        # num_computed becomes num_tokens - 1, as the bonus or recovered token is not computed, but
+        # less if a stop condition has cut the output among the accepted drafts.
         taken_in = request.num_computed + item.num_new_tokens
         self.block_manager.take_in(request.request_id, taken_in)
         request.num_computed = min(taken_in + gain.num_accepted, request.num_tokens)
@@ -374,11 +375,11 @@ class Scheduler:
             self.finish(request, *ending)
             return
         self.block_manager.slide(request.request_id, request.num_computed)
-        if not request.steps_in_flight:  # or that step may still write to these blocks
+        if not request.steps_in_flight:  # else that step may still write to these blocks
             self.block_manager.rewind(request.request_id, request.num_tokens)
 
     def _index(self, request: Request, drafter_computed: int) -> None:
-        """Offer full blocks to later requests, as far as all that belongs in them is there."""
+        """Put the full blocks that target and drafter have computed into the prefix index."""
         num_tokens = request.num_computed
         if self.limits.drafts(request):
             num_tokens = min(num_tokens, drafter_computed)

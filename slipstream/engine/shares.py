@@ -1,4 +1,4 @@
-"""What the scheduler gives out while it plans a step."""
+"""Rows and blocks that the scheduler gives to requests while it plans a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Share:
 
 @dataclass(slots=True)
 class Budget:
-    """Rows of the target pass that are still to be given out."""
+    """The rows of the target's pass that no request has yet."""
 
     left: int
 
@@ -46,7 +46,7 @@ class Budget:
 
 
 def may_go_on(request: Request, limits: StepLimits) -> bool:
-    """Whether one more token may still leave room for another."""
+    """Whether the request may need a further step after it gains one more token."""
     if request.num_output_tokens + 1 >= request.max_tokens:
         return False
     return request.num_tokens + 1 < limits.max_model_len
@@ -59,7 +59,7 @@ def scheduled(
     reaches_end: bool,
     drafts_in_flight: int | None,
 ) -> ScheduledRequest:
-    """A share as others see it; `drafts_in_flight` as in `StatePlaces.plan`."""
+    """The share as a `ScheduledRequest`; `drafts_in_flight` as in `StatePlaces.plan`."""
     request = share.request
     name, taken_in = request.request_id, request.num_computed + share.num_new_tokens
     return ScheduledRequest(
@@ -80,7 +80,10 @@ def scheduled(
 
 
 def resumable(blocks: BlockManager, request: Request, shared: Sequence[int]) -> list[int]:
-    """The longest beginning of a chain of blocks behind which the request can go on."""
+    """The longest prefix of these cached blocks at whose end the request can resume.
+
+    Recurrent states resume at checkpoints only, and an image that is read whole is not cut.
+    """
     size = blocks.block_size
     prefix = blocks.resumable(shared)
     while (end := before_whole(request.spans, len(prefix) * size)) < len(prefix) * size:

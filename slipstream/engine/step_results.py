@@ -1,4 +1,4 @@
-"""Results of a step: packed into one tensor for one copy to the host, and unpacked there."""
+"""Inputs of a step as numbers; its results as one tensor, which one copy brings to the host."""
 
 import struct
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from slipstream.speculative.drafter import Draft
 def pack(
     batch: Batch, guesses: Guesses | None, sampling: SamplingState, rereads: bool
 ) -> PackedBatch:
-    """The batch in numbers.
+    """The batch as numbers.
 
     Args:
-        guesses: of a drafter that runs on the host; see `Drafter.prepare`.
-        rereads: the drafter wants features of the last cached token of a prefix hit.
+        guesses: see `Drafter.prepare`.
+        rereads: the drafter needs the target's features of the last token of a cached prefix.
     """
     items = batch.requests
     drafts = [item.num_draft_tokens for item in items]
@@ -35,10 +35,10 @@ def pack(
     slots = [item.request.slot for item in items]
     uses = sampling.uses(slots)
     width = max(drafts)
-    if Uses.GRAMMAR in uses:  # which may have something to say where a drafter has not
+    if Uses.GRAMMAR in uses:  # grammars may add draft tokens where the drafter has none
         width = max(item.num_draft_tokens for item in items)
     trims = [item.trim for item in items]
-    if guesses is not None or Uses.GRAMMAR in uses:  # whose tokens have no confidences
+    if guesses is not None or Uses.GRAMMAR in uses:  # such tokens have no confidences
         pairs = zip(drafts, trims, strict=True)
         drafts = [most if it is None else min(most, it.num_rows) for most, it in pairs]
         trims = []
@@ -65,10 +65,10 @@ def pack(
 
 
 class TrimRates:
-    """The rates of a step's trims, which are the same for all, where the device reads them.
+    """`Trim.rates`, which all requests of a step have in common, on the device.
 
     Attributes:
-        chances: [NUM_BINS] float32; see `Trim`.
+        chances: [NUM_BINS] float32.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class TrimRates:
         self.chances = torch.ones(NUM_BINS, dtype=torch.float32, device=device)
 
     def set(self, trims: Sequence[Trim | None]) -> None:
-        """Take those of a step, if it has any."""
+        """Copy the rates of a step to the device, if it has trims and they have changed."""
         rates = next((it.rates for it in trims if it is not None), self._rates)
         if rates != self._rates:
             self.chances.copy_(send(torch.tensor(rates), self.chances.device))
@@ -90,14 +90,14 @@ _EXPONENT = 0x7F800000  # bits of a float32 that are all set where it is not fin
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """A draft, when the step began and when the draft was there."""
+    """A draft, with the times at which the step began and drafting ended."""
 
     draft: Draft
     began: Tensor
     drafted: Tensor
 
     def first(self, requests: int) -> "Proposal":
-        """The rows of so many requests, without the padding of a captured batch."""
+        """The rows of the first `requests`, without the padding of a captured batch."""
         return replace(self, draft=self.draft.first(requests))
 
 
@@ -106,16 +106,17 @@ class Outcome:
     """Results of the device's part of a step.
 
     Attributes:
-        numbers: [R, 2 (K + 1) + 9] int64, for the host: the K + 1 places of the verdict's tokens,
-            and for each the bits of the largest logit of its row; how many tokens, accepted and
-            draft tokens there are, the first row of the target's pass, and what the drafter has
-            cached; and when the step began, had its drafts, had the target's logits, and ended, in
-            nanoseconds. Where drafts have confidences, their bits stand in K more columns before
-            the counts.
+        numbers: [R, 2 (K + 1) + 9] int64, for the host. Columns: the K + 1 token ids of the
+            verdict; the bits of the largest logit of the row of each; if the draft has confidences,
+            K more columns with their bits; the numbers of tokens, of accepted tokens and of draft
+            tokens; the first row of the target's pass; how many tokens the drafter has cached; and
+            the times, in nanoseconds, at which the step began, had its draft, had the target's
+            logits, and ended.
         width: K + 1.
         logits: [N, v] float32, the target's raw logits, of the columns that this rank has.
         forward: the target's pass.
-        path: [R, W] int64, which of a request's rows of logits gave each token; None: the first.
+        path: [R, W] int64, of a tree, which of a request's rows of logits gave each token; None:
+            the first rows, in order.
     """
 
     numbers: Tensor
@@ -137,8 +138,8 @@ class Outcome:
     ) -> "Outcome":
         """Args:
         largest: [R, K + 1] float32, the largest logit of the row of each token.
-        cached: [R] int64, what the drafter has cached.
-        times: when the step began, had drafts, had logits, and ended.
+        cached: [R] int64, tokens that the drafter has cached.
+        times: see `numbers`.
         """
         gains = (verdict.num_tokens, verdict.num_accepted, draft.num_tokens)
         counts = (*gains, forward.layout.first_row, cached)
@@ -150,16 +151,17 @@ class Outcome:
         return cls(numbers, verdict.token_ids.shape[1], logits, forward, verdict.path)
 
     def set_cached(self, cached: Tensor) -> None:
-        """The drafter has more in its cache by now: [requests] int64, of the first requests."""
+        """Replace the counts of tokens that the drafter has cached: [n] int64, first n requests."""
         self.numbers[: len(cached), _CACHED] = cached
 
 
 @dataclass(frozen=True, eq=False)
 class Launched:
-    """A step whose device work is under way.
+    """A step that the device may still be computing.
 
     Attributes:
-        padded: all rows of the target's pass have logits, as many as the host had said.
+        began: when the host began to launch it, in seconds.
+        padded: it was captured: every row of the target's pass has logits, padding included.
     """
 
     batch: Batch
@@ -187,10 +189,10 @@ class Launched:
 
 @dataclass(frozen=True)
 class RatedRows:
-    """Rows of a step, some of whose log probabilities are asked for.
+    """Rows of a step for which log probabilities are asked for.
 
     Attributes:
-        of_pass: `places` are rows of the target's pass; else of the logits that were judged.
+        of_pass: `places` are rows of the target's pass; else rows of `Outcome.logits`.
     """
 
     of_pass: bool
@@ -202,11 +204,10 @@ class StepResult:
     """Results of one step on the host.
 
     Attributes:
-        report: what is known of it without tensors.
-        logit_starts: request r owns rows logit_starts[r] .. logit_starts[r] + its draft tokens of
-            the logits that were judged.
-        path: [R, W] int64, which of its rows gave each of a request's tokens; None: the first.
-        forward: the target's pass.
+        report: the results that are no tensors.
+        logit_starts: the first row of each request in `Outcome.logits`; it has one more row than
+            draft tokens.
+        path, forward: see `Outcome`.
     """
 
     report: StepReport
@@ -215,8 +216,8 @@ class StepResult:
     forward: Forward
 
     def rows_of(self, index: int, count: int) -> RatedRows:
-        """What the first `count` tokens that the request of batch index `index` gained were sampled
-        from."""
+        """The rows of logits that gave the first `count` tokens which request `index` of the batch
+        gained."""
         first = self.logit_starts[index]
         nodes = range(count) if self.path is None else self.path[index, :count].tolist()
         return RatedRows(False, [first + node for node in nodes])
@@ -234,7 +235,7 @@ def _committed(
     *places, count, accepted, drafts, _, cached = row
     tokens, bits = places[:count], places[width : width + count]
     positions = None if tree_depth is None else min(drafts, tree_depth)
-    # Without a trim what was drafted is what was verified.
+    # Without a trim all draft tokens were verified.
     known = drafts if item.trim is None else max(drafts, item.num_draft_tokens)
     sound = next((place for place, it in enumerate(bits) if it & _EXPONENT == _EXPONENT), count)
     return Committed(
@@ -249,7 +250,7 @@ def _committed(
 
 
 def _confidences(bits: Sequence[int]) -> tuple[float, ...]:
-    """Nothing where some place has none."""
+    """Bits of float32 -> numbers; empty if any place has no confidence."""
     if any(it & _EXPONENT == _EXPONENT for it in bits):
         return ()
     return struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))

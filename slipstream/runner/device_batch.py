@@ -1,4 +1,4 @@
-"""A step's requests as tensors: what device code knows of a batch."""
+"""The requests of a step as tensors, for code that runs on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,27 +12,26 @@ from slipstream.runner.excerpts import Excerpt
 from slipstream.runner.rows import PassRows, PromptRows, TreeRows
 from slipstream.sampling.state import Uses
 
-# Of each request; None leaves it to the device.
+# Draft tokens of each request that were found on the host; None: the device drafts for it.
 Guesses = Sequence[Sequence[int] | None]
 LEFT_TO_DEVICE = -1
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A batch in host numbers, ready to be copied to the device in one piece.
+    """A batch as numbers on the host, to be copied to the device in one piece.
 
     Attributes:
         slots, num_new_tokens, num_draft_tokens: one number per request.
         at_end: whether the last known token is among the new ones.
-        width: K, at least the most draft tokens.
-        uses: what any request's sampling needs.
-        guesses: draft tokens that the host found, per request (None: the device drafts for it);
-            None when the device drafts for all.
-        rereads: computed tokens before the new ones that the target computes again, for their
-            features; None: nowhere.
-        stops: when each request's chain ends early (None: it does not); empty where none does.
-        trims: which draft tokens of each request are verified (None: all); empty where all are.
-        saved: the place for the checkpoint of each request, -1 for none; empty: none has any.
+        width: K, not less than any request's number of draft tokens.
+        uses: the features of sampling that any of the requests needs.
+        guesses: see `Guesses`; None: the device drafts for all requests.
+        rereads: how many tokens in front of the new ones the target computes again, for their
+            features (0 or 1 per request); None: none.
+        stops: see `DraftPlan`, per request; empty if no chain may end early.
+        trims: see `DraftPlan`, per request; empty if all draft tokens are verified.
+        saved: see `ScheduledRequest`, per request; empty if no checkpoint is written.
         prompts: see `PassRows`.
     """
 
@@ -51,14 +50,14 @@ class PackedBatch:
 
     @property
     def num_verified(self) -> int:
-        """Draft tokens that get rows."""
+        """Number of draft tokens that are verified."""
         if not self.trims:
             return sum(self.num_draft_tokens)
         pairs = zip(self.num_draft_tokens, self.trims, strict=True)
         return sum([most if it is None else min(most, it.num_rows) for most, it in pairs])
 
     def columns(self, width: int) -> list[list[int]]:
-        """Rows of numbers, one column per request: seven, and `width` more where there are
+        """Seven rows of numbers with a column per request, and `width` more rows if there are
         guesses."""
         rows = [
             list(self.slots),
@@ -79,7 +78,7 @@ class PackedBatch:
         return rows
 
     def on(self, device: torch.device) -> "DeviceBatch":
-        """As tensors of exactly these requests."""
+        """The batch as tensors, without padding."""
         columns = upload(self.columns(self.width), device)
         batch = DeviceBatch.over(columns, self.width, self.uses, True)
         num_rows = sum(self.num_new_tokens) + self.num_verified if self.trims else None
@@ -94,25 +93,24 @@ class DeviceBatch:
         slots: [R] int64, rows of the device state; padding has a slot of its own.
         num_new_tokens: [R] int64, known tokens that the target computes; 0 for padding.
         num_draft_tokens: [R] int64, at most K.
-        at_end: [R] bool, the request gains tokens.
-        rereads: [R] int64, tokens before the new ones that the target computes again; 0 wherever
-            the batch is not exact.
-        guesses: [R, K] int64, what the host guessed; K columns only where there are guesses, and -1
-            in the rows of requests for which the device drafts.
+        at_end: [R] bool, the last known token is among the new ones, so the request gains tokens.
+        rereads: [R] int64, see `PackedBatch`; 0 unless the batch is exact.
+        guesses: [R, K] int64, draft tokens that the host found, -1 in the rows of requests for
+            which the device drafts; [R, 0] if there are none.
         width: K.
-        uses: what any request's sampling needs.
-        exact: passes compute exactly the rows that there are, for which the host may wait to
-            learn how many; otherwise each request gets as many as it can have at most, and the
-            host waits for nothing.
+        uses: see `PackedBatch`.
+        exact: passes compute no padding, and the host may wait for the device to learn the number
+            of rows. Otherwise each request gets the most rows that it can have, and the host never
+            waits, so that the step can be captured in a CUDA graph.
         factors: [R] int64, see `Trim`.
         saved: [R] int64, see `PackedBatch`.
-        num_rows: rows of the target's pass, of which draft tokens get what known ones leave over
-            (rows of `rereads` are not counted); None: as many as all requests can have.
-        kept: [R] int64, how many of the draft's first tokens are what the drafter proposed; None:
-            all of them.
-        stops: see `PackedBatch`; empty wherever the batch is not exact: chains of captured steps
+        num_rows: rows of the target's pass, without those of `rereads`; draft tokens get the rows
+            that known tokens leave. None: as many as the requests can have together.
+        kept: [R] int64, how many leading draft tokens are still those of the drafter, after a
+            grammar has changed the draft; None: all.
+        stops: see `PackedBatch`; empty unless the batch is exact, since chains of captured steps
             are as long as they were planned.
-        prompts: see `PassRows`; empty wherever the batch is not exact.
+        prompts: see `PassRows`; empty unless the batch is exact.
     """
 
     slots: Tensor
@@ -164,7 +162,7 @@ class DeviceBatch:
 
     @property
     def guessed(self) -> Tensor:
-        """[R] bool, the host has said what it guesses, be it nothing."""
+        """[R] bool, the host has drafted for the request, even if it found no token."""
         return (self.guesses[:, :1] >= 0).any(1)
 
     @property
@@ -174,13 +172,13 @@ class DeviceBatch:
 
     @property
     def most_rereads(self) -> int:
-        """The most that `rereads` can be."""
+        """The largest value that `rereads` may have."""
         return int(self.exact)
 
     @property
     def num_featured_drafts(self) -> Tensor:
-        """[R] int64, draft tokens for those whose last known token's features are there: behind a
-        prefix hit they come with this step."""
+        """[R] int64, draft tokens of the requests whose last known token has features of the target
+        already, else 0: after a prefix hit this step computes them."""
         return torch.where(self.rereads > 0, 0, self.num_draft_tokens)
 
     def rows(
@@ -192,8 +190,8 @@ class DeviceBatch:
         tree: TreeRows | None = None,
         excerpt: Excerpt | None = None,
     ) -> PassRows:
-        """The rows of a drafter's pass: lengths[r] of each request from position starts[r] on, of
-        which no request has more than `most`; see `PassRows`."""
+        """The rows of a drafter's pass: lengths[r] of each request, from position starts[r] on, and
+        never more than `most`; see `PassRows`."""
         width = None if self.exact else most
         return PassRows(
             self.slots,
@@ -210,7 +208,7 @@ class DeviceBatch:
         self, starts: Tensor, num_drafts: Tensor, most_drafts: int, tree: TreeRows | None
     ) -> PassRows:
         """The rows of the target's pass: known tokens from `starts` on, then num_drafts[r] draft
-        tokens, `most_drafts` of a request at most."""
+        tokens, which are `most_drafts` at most."""
         lengths, adapted = self.num_new_tokens + num_drafts, Uses.ADAPTER in self.uses
         if not self.exact:
             most, total = most_drafts + 1, self.num_rows
@@ -218,7 +216,7 @@ class DeviceBatch:
                 total = None
             return PassRows(
                 *(self.slots, starts, lengths, most, total),
-                num_known=self.num_new_tokens,  # nothing is computed again here
+                num_known=self.num_new_tokens,  # there are no `rereads`
                 saved=self.saved,
                 tree=tree,
                 adapted=adapted,
@@ -234,7 +232,7 @@ class DeviceBatch:
         )
 
     def asking_for(self, num_draft_tokens: Tensor, width: int) -> "DeviceBatch":
-        """A copy with other numbers of draft tokens, at most `width`."""
+        """A copy that asks for other numbers of draft tokens, at most `width`."""
         if self.exact:
             width = int(num_draft_tokens.max())
         return replace(self, num_draft_tokens=num_draft_tokens, width=width)

@@ -1,21 +1,23 @@
-"""Confidences of a step's draft tokens, and where its chains end because of them.
+"""The confidences of a step's draft tokens, and where chains end because of them.
 
 The confidence of a draft token is the largest probability of the drafter's distribution at its
-place. A chain whose survival, the product of the chances that follow from confidences, becomes too
-small ends there (`ChainStops`).
+place. Each confidence stands for an acceptance rate, and the product of the rates up to a place is
+its survival. A chain ends where survival becomes too small (`ChainStops`).
 
-Why this biases nothing. Let a draft be x_1 x_2 ..., with x_i drawn from q_i, which follows from
-the known tokens and x_1 ... x_(i-1). Verification is exact for every number of draft tokens, and
-so it is for a number that is found on the way, as long as "place i is verified" is settled before
-x_i is drawn: by x_1 ... x_(i-1) and q_i. Then, given x_1 ... x_(i-1), either nobody drafts place i
-and its token is drawn from p_i, or x_i is drawn from q_i and judged as always; both give p_i. What
-happens here looks at the largest numbers of q_1 ... q_i alone. To look at x_i would be wrong, say
-to drop it where q_i(x_i) is small: an improbable token would then be drawn anew, mostly as another
-one, while probable ones stay, and the text would hold too few of the former. Likewise nothing
-that stands behind place i may decide about it. So confidences are those of the largest
-probability and not of the token that was drawn, though for a greedy draft, which is certain, any
-choice would do. Confidences of refused tokens may go into the next steps' plans: these draw noise
-of their own.
+Why this does not bias the output. Let a draft be x_1 x_2 ..., with x_i drawn from q_i, which
+depends on the known tokens and x_1 ... x_(i-1). Verification is exact for every number of draft
+tokens. It stays exact for a number that is chosen while drafting, as long as it is decided before
+x_i is drawn, from x_1 ... x_(i-1) and q_i, whether place i is verified. Then, given
+x_1 ... x_(i-1), either place i has no draft token and its token is drawn from p_i, or x_i is drawn
+from q_i and verified as always; both give p_i. The decision here reads only the largest
+probabilities of q_1 ... q_i.
+
+It would be wrong to read x_i, such as to drop it where q_i(x_i) is small: an improbable token would
+then be drawn again, mostly as another one, while probable ones stay, and the text would have too
+few improbable tokens. For the same reason nothing behind place i may decide about it. That is why
+confidence is the largest probability, not that of the token that was drawn. (A greedy draft is
+certain, so any rule would do.) Confidences of rejected tokens may influence the plans of later
+steps, since these draw new noise.
 """
 
 from collections.abc import Sequence
@@ -42,7 +44,7 @@ class _OpenChain:
     def takes(self, confidence: float) -> tuple[bool, bool]:
         """Whether a place of this confidence is verified, and a token drafted behind it."""
         stops, count = self.stops, len(self.stops.rates)
-        # Of logits that are no numbers there may be any.
+        # Logits that are NaN may give any confidence.
         place = int(confidence * count) if 0 <= confidence < 1 else count - 1
         self.survival *= stops.rates[place]
         is_verified = self.survival >= stops.least_to_verify
@@ -50,19 +52,20 @@ class _OpenChain:
 
 
 class Chains:
-    """The chains of one step, while their places are drafted in order.
+    """The chains of one step, while their places are drafted one after the other.
 
-    Where the batch has stops, which only exact ones have, the host waits for the confidences of
-    every place. Elsewhere nothing waits: chains of captured steps are as long as they were planned.
+    If the batch has stops, the host waits for the confidences of each place; such a batch is exact
+    (not padded). Otherwise nothing waits, and chains are as long as they were planned, as in
+    captured steps.
 
     Args:
-        wanted: [R] int64, draft tokens of each request.
-        at_once: all places are drafted together.
+        wanted: [R] int64, how many tokens to draft for each request.
+        at_once: all places are drafted in one pass.
 
     Attributes:
-        num_tokens: [R] int64, draft tokens of each request that are to be verified, as far as is
-            known.
-        num_passes: [R] int64, that were sampled: one more where the last was dropped.
+        num_tokens: [R] int64, draft tokens of each request to be verified, so far.
+        num_passes: [R] int64, places that were drafted: one more than `num_tokens` if the last
+            place is not verified.
     """
 
     def __init__(
@@ -95,18 +98,18 @@ class Chains:
             ]
 
     def out(self, index: int) -> Tensor | None:
-        """[R] float32, receives the confidences of place `index`."""
+        """[R] float32, to be filled with the confidences of place `index`."""
         return None if self._confidences is None else self._confidences[:, index]
 
     def whole_out(self) -> Tensor | None:
-        """[R * K] float32, receives those of all places, of chains that are drafted at once."""
+        """[R * K] float32, to be filled with all confidences of chains drafted at once."""
         return None if self._confidences is None else self._confidences.view(-1)
 
     def take(self, index: int) -> bool:
-        """Place `index` was drafted: end the chains that it ends.
+        """Place `index` was drafted: end the chains whose survival is too small there.
 
         Returns:
-            Whether there is a chain to go on with.
+            Whether any chain goes on.
         """
         if self._tokens is None:
             return True
@@ -126,7 +129,7 @@ class Chains:
         return max(self._passes) > index + 1
 
     def finish(self, draft: Draft) -> Draft:
-        """The draft, of all places, with its confidences and the lengths of its chains."""
+        """The draft of all places, cut to the lengths of its chains, with its confidences."""
         confidences = None if self._confidences is None else self._known()
         if self._tokens is None:
             return replace(draft, confidences=confidences)
@@ -141,8 +144,8 @@ class Chains:
         )
 
     def _known(self) -> Tensor:
-        """[R, K], what counts as confidences: where a benchmark says what is accepted, its
-        rates."""
+        """[R, K], the confidences; in a benchmark with forced acceptance, the rates that it
+        forces."""
         known = self._confidences if self._forced is None else self._forced
         assert known is not None
         return known

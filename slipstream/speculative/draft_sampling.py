@@ -1,4 +1,4 @@
-"""How the logits of a drafter's network become draft tokens."""
+"""Draft tokens from the logits of a drafter's network."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from slipstream.sampling.verification import sample_draft
 from slipstream.speculative.chains import Chains
 from slipstream.speculative.drafter import Draft, DrafterResources
 
-# Of a place and the token before it, [R] (the target's ids): the logits there [R, V] float32, and
-# the chances [R] that its token is accepted, if the network tells them. Those follow from the
-# tokens before the place alone (`chains.py` says why).
+# (position in the draft, [R] the token before it, as the target's id) -> its logits [R, V] float32,
+# and [R] the probability that its token will be accepted, if the network predicts that. The latter
+# may depend on the tokens before the position alone (`chains.py` says why).
 Places = Callable[[int, Tensor], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
 class DraftSampling:
-    """Over which tokens a drafter drafts, and whether it samples them.
+    """Which tokens a drafter may draft, and whether it samples them.
 
     Attributes:
-        vocabulary: [Vd] int64, rising: the target's token ids of the head's columns; None when they
-            are the ids from 0 on.
-        num_legal_tokens: columns from here on are padding.
-        greedy_only: the argmax, whatever the request's temperature.
+        vocabulary: [Vd] int64, rising: the target's token id of each column of the head; None if
+            column i is token i.
+        num_legal_tokens: number of columns that are tokens; those behind them are padding.
+        greedy_only: always draft the argmax, whatever the request's temperature.
     """
 
     vocabulary: Tensor | None
@@ -36,7 +36,7 @@ class DraftSampling:
     greedy_only: bool
 
     def probabilities(self, batch: DeviceBatch) -> Tensor | None:
-        """[R, K, Vq], to be filled with what the drafts are sampled from, if any is."""
+        """[R, K, Vq], to be filled with the draft distributions; None if no draft is sampled."""
         if self.greedy_only or Uses.SAMPLING not in batch.uses:
             return None
         shape = (batch.num_requests, batch.width, self.num_legal_tokens)
@@ -53,18 +53,18 @@ class DraftSampling:
         forward: Callable[[PassRows, int], Tensor],
         excerpt: Excerpt,
     ) -> tuple[Draft, Tensor]:
-        """K draft tokens from K passes, which are written behind the known tokens of the excerpt;
-        fewer where all chains end before (`Chains`), and each in as many passes as it goes on for.
+        """Draft autoregressively: one pass for each of K draft tokens, or fewer if all chains end
+        before (`Chains`). The tokens are written behind the known tokens of the excerpt.
 
         Args:
             known, starts: [R] int64, known tokens, and those that the drafter has computed.
-            wanted: [R] int64, draft tokens; a request that wants none has no rows.
-            most: known tokens of a request that the first pass reads at most.
-            forward: computes the rows of draft token `index` and returns the logits [R, V] behind
-                each request's last; from index 1 on requests whose chains go on have one row.
+            wanted: [R] int64, how many tokens to draft; a request with 0 has no rows.
+            most: the most known tokens of a request that the first pass computes.
+            forward: computes the rows for draft token `index`, and returns the logits [R, V] of
+                each request's last row. From index 1 on, a request whose chain goes on has one row.
 
         Returns:
-            The draft, and [R] int64, the passes that each request had rows in.
+            The draft, and [R] int64, the number of passes in which each request had rows.
         """
         state, slots = resources.state, batch.slots
         tokens = slots.new_zeros((batch.num_requests, batch.width))
@@ -94,10 +94,10 @@ class DraftSampling:
     def draft_places(
         self, batch: DeviceBatch, resources: DrafterResources, wanted: Tensor, places: Places
     ) -> Draft:
-        """K draft tokens one after the other, from a network that has no rows of its own for them.
+        """Draft autoregressively with a network that has no cache, such as heads for each position.
 
         Args:
-            wanted: [R] int64, draft tokens of each request.
+            wanted: [R] int64, how many tokens to draft for each request.
         """
         state, slots = resources.state, batch.slots
         known = state.num_tokens[slots]
@@ -127,7 +127,7 @@ class DraftSampling:
         probs_out: Tensor | None,
         confidence_out: Tensor | None,
     ) -> Tensor:
-        """Draft tokens [n] (columns, not ids) of logits [n, V]; see `sample_draft`."""
+        """Logits [n, V] -> draft tokens [n], as columns and not as ids; see `sample_draft`."""
         return sample_draft(
             logits,
             slots,
@@ -142,7 +142,7 @@ class DraftSampling:
         )
 
     def token_ids(self, columns: Tensor) -> Tensor:
-        """The target's ids of columns of the head."""
+        """Columns of the head -> token ids of the target."""
         return columns if self.vocabulary is None else self.vocabulary[columns]
 
     def one_hot(self, batch: DeviceBatch, resources: DrafterResources) -> Tensor:

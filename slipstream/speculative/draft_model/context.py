@@ -1,12 +1,12 @@
-"""How far a drafter that reads token ids has computed each request.
+"""How many tokens of each request a draft model has computed, and catching up with the rest.
 
-Such a drafter needs nothing of the target's passes, so it may fall behind and catch up in one pass
-over the token ids that stand in the device state. With a window it only ever reads what that sees,
-and keeps blocks of its own for each slot: nothing of it is shared between requests, so prefixes are
-found as though there were no drafter.
+A draft model reads token ids only, so it may fall behind the target and catch up in one pass over
+the token ids in the device state. With a window it reads only the tokens within, and keeps blocks
+of its own for each slot. These are not shared between requests, so the prefix cache works as if
+there were no drafter.
 
-It joins a request late, when that first gets drafts, unless later requests are to find what it
-keeps of the prompt: blocks are shared once all that belongs in them is there.
+A draft model computes a prompt when the request gets its first draft tokens, unless its blocks are
+shared with later requests: a block is shared only when the draft model's part is in it, too.
 """
 
 import torch
@@ -26,11 +26,10 @@ class DraftContext:
     `computed[slot]` never exceeds what the target has once a step is over.
 
     Args:
-        most_missing: known tokens that a round can read before it drafts; what is more than that is
-            read before the round.
-        captured: see `DrafterResources`.
-        window: what rounds see of a request; None: all of it.
-        shares_prefixes: see `DrafterResources`.
+        most_missing: the most known tokens that the first pass of a round can compute; if more are
+            missing, a pass before the round computes them.
+        captured, shares_prefixes: see `DrafterResources`.
+        window: sizes of the excerpt that rounds see of a request; None: they see all of it.
     """
 
     def __init__(
@@ -48,11 +47,11 @@ class DraftContext:
         self._joins_late = window is not None or not shares_prefixes
         self._max_model_len, self._most_missing = max_model_len, most_missing
         self.computed = torch.zeros_like(state.num_computed)
-        # On the host: no more known tokens of a slot are missing when the next step begins.
+        # On the host: an upper bound of the missing tokens of a slot when the next step begins.
         self._missing = [0] * state.num_slots
 
     def excerpt(self, slots: Tensor) -> Excerpt:
-        """What rounds see of the requests in these slots."""
+        """The tokens that rounds see of the requests in these slots."""
         if self._window is None:
             return whole(self._state, slots)
         known = self._state.num_tokens[slots]
@@ -63,14 +62,14 @@ class DraftContext:
         return (self.computed if self._window is None else self._state.num_computed)[slots]
 
     def prepare(self, batch: Batch, left_by: int | None) -> None:
-        """Compute what a round cannot catch up with; see `Drafter.prepare`.
+        """Compute missing tokens of requests that miss more than a round can compute itself.
 
         Args:
-            left_by: known tokens that are missing at most behind a round that drafted; None where
-                that is one more than it drafted.
+            left_by: the most tokens that are missing after a round that drafted; None: one more
+                than it drafted.
         """
         behind: list[int] = []
-        left = self._state.max_model_len if self._joins_late else 1  # behind a prompt
+        left = self._state.max_model_len if self._joins_late else 1  # missing after a prompt
         for item in batch.requests:
             slot = item.request.slot
             if item.admitted:
@@ -92,23 +91,24 @@ class DraftContext:
             self._catch_up(behind, self._most_missing)
 
     def _is_behind_grammar(self, item: ScheduledRequest) -> bool:
-        """Whether too much is missing of a request whose grammar replaces drafts: the tokens in
-        their place were never computed. Its steps do not run ahead, so the counts are those of now,
-        and exact batches read any number."""
+        """Whether a request with a grammar misses more than a round can compute. Its grammar may
+        have replaced draft tokens, and what it put there was never computed. Such steps are not
+        launched ahead, so the host's counts are up to date; exact batches can compute any number.
+        """
         if not item.num_draft_tokens or not self._captured:
             return False
-        if self._window is not None:  # the device knows
+        if self._window is not None:  # `_catch_up` compares the counts on the device
             return True
         if item.admitted:
             return False
         return item.request.num_tokens - item.request.drafter_computed > self._most_missing
 
     def advance(self, slots: Tensor, wanted: Tensor, computed: Tensor) -> None:
-        """The requests that wanted drafts have so many tokens computed, known or not."""
+        """Set how many tokens are computed, draft tokens included, of requests that drafted."""
         self.computed.index_copy_(0, slots, torch.where(wanted > 0, computed, self.computed[slots]))
 
     def settle(self, batch: DeviceBatch, gained: Tensor) -> None:
-        """What was refused, or was another token than is known now, is not computed any more.
+        """Lower the counts to the tokens that were accepted.
 
         Args:
             gained: [R] int64, tokens that became known since the round began.
@@ -120,8 +120,8 @@ class DraftContext:
         self.computed.index_copy_(0, slots, computed)
 
     def read_prompts(self, batch: Batch) -> None:
-        """Catch up with the target on prompts; see `Drafter.read_prompts`. Where it joins
-        late, that waits for the first draft, which may never come."""
+        """Compute the prompt chunks of a step; see `Drafter.read_prompts`. Where prompts are
+        computed late, the first round does that, if there ever is one."""
         if self._joins_late:
             return
         slots = [
@@ -133,8 +133,8 @@ class DraftContext:
             self._catch_up(slots)
 
     def _catch_up(self, host_slots: list[int], least: int = 1) -> None:
-        """Compute the tokens that rounds see, the target has computed and this model has not, if
-        there are `least` of any request."""
+        """Compute the tokens that the target has computed and the draft model lacks, if a request
+        lacks `least` or more. With a window, tokens outside of it are left out."""
         slots = torch.tensor(host_slots, device=self._state.device)
         excerpt, computed = self.excerpt(slots), self.computed[slots]
         ends = self._state.num_computed[slots].clamp(max=self._max_model_len)
