@@ -1,5 +1,5 @@
-"""The numbers that bound a step, resolved once when the engine is built, and how many rows the
-target's pass of a decode step has: what a step costs follows from them."""
+"""The limits of a step, which are resolved when the engine is built; and the number of rows that
+the target's pass of a decode step has, which determines the step's cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,28 +8,28 @@ from typing import Protocol
 
 from slipstream.core.request import Request
 
-# Rows that are left out of a smaller pass would hardly have cost anything.
+# In smaller passes it is not worth while to leave out rows.
 FEWEST_TO_PACK = 64
 TILE_ROWS = 16
 PARTS = 4
 
 
 class StepForm(Protocol):
-    """What steps without prompts look like on this engine."""
+    """How steps without prompts are laid out on this engine."""
 
     def rows(self, requests: int, width: int, num_drafts: int) -> int:
         """Rows that the target's pass computes.
 
         Args:
-            requests: that decode.
+            requests: number of requests.
             width: the most tokens that any of them drafts.
-            num_drafts: tokens that all of them draft together.
+            num_drafts: the sum of the tokens that they draft.
         """
 
     @property
     def ends_chains(self) -> bool:
-        """Whether a pass of the drafter is for those requests alone that draft so far, and chains
-        may end before their plan does."""
+        """Whether a pass of the drafter has rows only for requests that still draft, so that chains
+        may end before their planned length."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class ExactForm:
 
 @dataclass(frozen=True)
 class CapturedForm:
-    """Steps of a few sizes, for each of which a graph is captured.
+    """Steps are padded to a few sizes, and a CUDA graph is captured for each size.
 
     A step is padded to a bucket of requests, a width of drafts, and a total of rows.
 
     Attributes:
         max_requests: the largest bucket.
         widths: numbers of draft tokens, rising.
-        packs: whether there are totals below bucket * (width + 1), for requests that draft
-            different numbers of tokens.
-        sizes: the buckets but for the largest; None: those that `bucket_sizes` gives.
+        packs: whether steps are also captured with fewer rows than bucket * (width + 1), for
+            requests that draft different numbers of tokens.
+        sizes: the buckets without the largest; None: those of `bucket_sizes`.
     """
 
     max_requests: int
@@ -81,7 +81,7 @@ class CapturedForm:
         return next(rows for rows in totals if rows >= requests + num_drafts)
 
     def totals(self, bucket: int, width: int) -> Sequence[int]:
-        """Numbers of rows for so many requests and this width, rising up to all."""
+        """The numbers of rows that steps of this bucket and width are captured with, rising."""
         return row_totals(bucket, width) if self.packs else (bucket * (width + 1),)
 
 
@@ -94,8 +94,8 @@ def bucket_sizes(most: int) -> list[int]:
 
 @cache
 def row_totals(bucket: int, width: int) -> tuple[int, ...]:
-    """The totals of rows for so many requests that draft up to `width` tokens, rising: with a
-    quarter of the draft tokens that there can be, a half, three quarters, all."""
+    """The numbers of rows, rising, that steps of `bucket` requests with up to `width` draft tokens
+    each are captured with: for a quarter, a half, three quarters and all of the draft tokens."""
     full = bucket * (width + 1)
     if full < FEWEST_TO_PACK:
         return (full,)
@@ -106,22 +106,20 @@ def row_totals(bucket: int, width: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What the scheduler may plan.
+    """The limits within which the scheduler plans.
 
     Attributes:
-        max_num_seqs: requests running at once, which is also the number of slots.
-        max_num_batched_tokens: rows of one target pass, draft tokens included.
-        max_model_len: tokens of one request, prompt and output.
-        drafter_max_model_len: beyond this many tokens a request runs without drafts.
+        max_num_seqs: maximum of running requests, which is the number of slots.
+        max_num_batched_tokens: maximum of rows of one target pass, draft tokens included.
+        max_model_len: maximum of tokens of one request, prompt and output.
+        drafter_max_model_len: a request of more tokens than this runs without drafts.
         num_speculative_tokens: the engine's K; no request drafts more.
-        drafts_at_prefill: the drafter can guess behind a prompt that the target has not seen
-            yet, so the step that ends a prompt may verify drafts as well.
-        cache_identity: what the blocks of drafting requests hold besides the target's layers
-            (the drafter's identity); keys the prefix index, so that blocks without a drafter's
-            layers are never taken for blocks with them.
-        adaptive: K is "auto": the engine chooses how much it drafts, up to that K.
-        tree_depth: of drafts that are trees, their depth: at most so many tokens are accepted;
-            None where drafts are chains.
+        drafts_at_prefill: see `DrafterLimits`; the step that ends a prompt may then verify drafts.
+        cache_identity: see `DrafterLimits`; a part of the keys of the prefix index, so that blocks
+            without the drafter's layers are never taken for blocks with them.
+        adaptive: K is "auto": the engine chooses how much it drafts, up to K.
+        tree_depth: depth of the token trees, and so the most tokens that are accepted; None if
+            drafts are chains.
         by_priority: requests may have priorities; otherwise they go in order of arrival.
     """
 
@@ -143,12 +141,12 @@ class StepLimits:
 
     @property
     def num_positions(self) -> int:
-        """Places that a draft token may have."""
+        """Number of different positions that draft tokens may have."""
         most = self.num_speculative_tokens
         return most if self.tree_depth is None else min(most, self.tree_depth)
 
     def drafts_for(self, acceptable: int) -> int:
-        """Draft tokens that are of use where so many may be accepted: a tree is to be whole."""
+        """How many tokens to draft if `acceptable` may be accepted; trees are drafted whole."""
         return self.num_speculative_tokens if self.drafts_trees and acceptable > 0 else acceptable
 
     def drafts(self, request: Request) -> bool:
@@ -156,8 +154,9 @@ class StepLimits:
         return min(request.num_speculative_tokens, self.num_speculative_tokens) > 0
 
     def namespace(self, request: Request) -> str:
-        """What is stored per token of this request, and whose it is. The salt comes last, as it
-        alone may hold NULs, and must not be taken for an adapter."""
+        """The key under which the prefix cache shares this request's blocks: the drafter, the
+        adapter and the salt. The salt comes last: it alone may contain NUL, and must not be taken
+        for an adapter."""
         identity = self.cache_identity if self.drafts(request) else ""
         if request.adapter is None and not request.cache_salt:
             return identity

@@ -1,4 +1,4 @@
-"""How many tokens each request drafts."""
+"""The interface of policies that decide how many tokens each request drafts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Candidate:
     """A request that may draft in the step that is being planned.
 
     Attributes:
-        most: draft tokens that lengths leave room for.
+        most: maximum number of draft tokens, by the request's and the model's maximum lengths.
     """
 
     request: Request
@@ -21,28 +21,28 @@ class Candidate:
 
 
 class DraftPolicy(Protocol):
-    """Is asked by the scheduler for every step, and told what came of it."""
+    """Decides for every step how much is drafted, and learns from the step's results."""
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Numbers of draft tokens, rising from 0, that captured steps are padded to: each step to
-        the smallest that none of its requests exceeds. The last is the most that the policy gives.
+        """The values of K that steps are captured for, rising from 0. A step is padded to the
+        smallest that none of its requests exceeds; the last is the most that a plan may have.
         """
 
     @property
     def reads_confidences(self) -> bool:
-        """Whether results are to tell how confident drafters were of their tokens."""
+        """Whether the results of steps must have the confidences of draft tokens."""
 
     def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
-        """A plan for each; rows and blocks that are short may cut it further."""
+        """A plan for each candidate; the scheduler cuts it where rows or blocks are short."""
 
     def observe(self, report: StepReport) -> None:
-        """Take in the results of a step, once; steps may have been planned since then."""
+        """Learn from a step's results; called once a step, maybe after the next one was planned."""
 
 
 @dataclass(frozen=True)
 class FixedPolicy:
-    """As many as can be of use, up to the request's own number and the engine's K."""
+    """Always drafts as many tokens as may be useful, up to the request's and the engine's K."""
 
     num_speculative_tokens: int
 
@@ -61,4 +61,4 @@ class FixedPolicy:
         ]
 
     def observe(self, report: StepReport) -> None:
-        """Nothing changes it."""
+        """A fixed policy learns nothing."""

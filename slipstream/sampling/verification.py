@@ -1,17 +1,17 @@
 """Which draft tokens the target accepts, and the one token that it adds.
 
-Of drafts that are token trees the target takes one path. A tree's tokens are no samples: the
-children of a node are the drafter's likeliest tokens there, certain each (q is 1). To accept a
-child with its probability under p, else to remove it from p, scale p to 1 and go on to its next
-sibling, is the same as to sample a token from p and to look for it among the children: either way
-child c is taken with p(c), and any other token t with p(t). So every node is judged as in plain
-decoding, a token is sampled behind each, and the path leads from the root to the child that was
-sampled, as long as there is one. The last token sampled on the path is the recovered token, or the
-bonus token at a leaf.
+A token tree is verified by walking down one path. The tree's tokens are not sampled: the children
+of a node are the drafter's likeliest tokens there, so q is 1 for each. Sequential rejection would
+accept the first child with its probability under p, or else remove it from p, normalise p, and try
+the next sibling. That is equivalent to sampling one token from p and looking for it among the
+children: either way child c is taken with probability p(c), and any other token t with p(t). So a
+token is sampled at every node as in plain decoding, and the path goes from the root to the child
+that was sampled, as long as there is one. The last sampled token on the path is the recovered
+token, or at a leaf the bonus token.
 
-The noise of these samples is that of plain decoding at the same position. Only one node of a
-position lies on the path, so what leaves has exactly the distribution p; and it is the very text
-that plain decoding with the same seed gives.
+These samples use the noise of plain decoding at the same position. Only one node of each position
+is on the path, so the output has exactly the distribution p, and equals the text that plain
+decoding gives with the same seed.
 """
 
 from dataclasses import dataclass
@@ -27,15 +27,15 @@ from slipstream.sampling.state import SamplingState, Uses
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """What a step gave its requests.
+    """The tokens that a step gave its requests.
 
     Attributes:
         token_ids: [R, K+1] int64: accepted draft tokens, then one bonus or recovered token,
             then -1.
         num_tokens: [R] int64, `num_accepted` + 1.
         num_accepted: [R] int64, accepted draft tokens.
-        path: [R, W] int64, which of a request's rows gave each token, where drafts are trees; what
-            stands behind `num_tokens` means nothing. None: its first rows, in their order.
+        path: [R, W] int64, for trees: which of a request's rows gave each token; entries behind
+            `num_tokens` are undefined. None: the first rows, in order.
     """
 
     token_ids: Tensor
@@ -51,20 +51,20 @@ def verify(
     uses: frozenset[Uses],
     rates: Tensor | None = None,
 ) -> Verdict:
-    """Judge every request's draft, greedy and sampled requests side by side.
+    """Verify the drafts of all requests, greedy and sampled ones in one batch.
 
-    Greedy requests (temperature 0) accept while the draft token is the argmax, coupled ones while
-    it is the target's own sample. Nothing here changes the state: `SamplingState.commit` takes the
-    verdict over. What a request gets does not depend on the others, nor on whether rows are ragged
-    or uniform.
+    Greedy requests (temperature 0) accept draft tokens while they are the argmax, coupled ones
+    while they are the target's own sample. The state is not changed here: `SamplingState.commit`
+    applies the verdict. A request's verdict does not depend on other requests, nor on the layout of
+    the rows.
 
     Args:
         logits: [N, v] float32, the target's raw logits, of the state's columns.
-        rows: whose rows these are, and the drafts.
+        rows: the request and position of each row, and the drafts.
         state: parameters, seeds and step counters of the requests.
-        uses: of these requests; with `Uses.BAD_WORDS` the host waits for the device, else never.
-        rates: [R, K or more] float32, for benchmarks only: the chance that each position is
-            accepted when all before it were, whatever the target says; None: the target decides.
+        uses: what these requests need; only with `Uses.BAD_WORDS` the host waits for the device.
+        rates: [R, K or more] float32, for benchmarks only: forced probability that a position is
+            accepted, given that all before it were; None: the target decides.
 
     Returns:
         The verdict for the R requests of `rows`.
@@ -92,26 +92,26 @@ def sample_draft(
 ) -> Tensor:
     """Sample one draft token for each request.
 
-    Requests with a temperature are sampled from their temperature, min_p, top_k and top_p (but
-    without processors: the target corrects for those) with noise of their own, coupled ones with
-    the target's; greedy ones take the argmax.
+    Sampled requests apply their temperature, min_p, top_k and top_p, but no penalties or other
+    logits processors: verification corrects for those. Their noise is separate from the target's,
+    except that coupled requests use the target's. Greedy requests take the argmax.
 
     Args:
         logits: [R, V] of the drafter, any float dtype.
         slots: [R] int64.
         positions: [R] int64, of the tokens to be drafted.
-        uses: of these requests.
-        num_legal_tokens: ids from here on are padding and are never drafted.
-        greedy_only: the argmax for all requests.
-        probs_out: [R, min(V, num_legal_tokens)] float32, of any row stride: receives the very
-            numbers that the tokens were sampled from; zeros for greedy requests. It is given when
-            any request is sampled, and only then.
-        vocabulary: [V] int64, the token ids of the columns of `logits`; None for those from 0 on.
-        confidence_out: [R] float32: receives the largest probability of each row at temperature 1,
-            which depends neither on the request's parameters nor on the token that is drawn.
+        uses: what these requests need.
+        num_legal_tokens: columns from here on are padding and are never drafted.
+        greedy_only: take the argmax for all requests.
+        probs_out: [R, min(V, num_legal_tokens)] float32 with any row stride: filled with the
+            probabilities that the tokens were sampled from; zeros for greedy requests. Given if and
+            only if a request is sampled.
+        vocabulary: [V] int64, the token id of each column of `logits`; None if column i is token i.
+        confidence_out: [R] float32: filled with the largest probability of each row at temperature
+            1, which depends neither on the request's parameters nor on the token that is drawn.
 
     Returns:
-        [R] int64, columns.
+        [R] int64, columns of `logits`.
     """
     logits = allow_next(logits, slots, positions, state, uses, vocabulary)
     is_plain = greedy_only or Uses.SAMPLING not in uses
@@ -125,7 +125,7 @@ def sample_draft(
 
 @cache
 def needs_of(uses: frozenset[Uses]) -> Needs:
-    """The part of `uses` that ops of sampling serve."""
+    """The part of `uses` that sampling kernels take into account."""
     return Needs(
         sampling=Uses.SAMPLING in uses,
         top_k=Uses.TOP_K in uses,
@@ -139,7 +139,7 @@ def needs_of(uses: frozenset[Uses]) -> Needs:
     )
 
 
-# What looks at the tokens between the root and a node.
+# Features that depend on the tokens between the root and a node.
 _HISTORY = frozenset((Uses.PENALTIES, Uses.BAD_WORDS))
 
 
@@ -149,11 +149,11 @@ class TreeNodes:
     token i - 1, and its parent comes before it.
 
     Attributes:
-        parents: [R, K + 1] int64; the root is its own.
-        depths: [R, K + 1] int64, 0 of the root.
-        ancestors: [R, K + 1] int64, bit j says whether node j lies on the path from the root to a
+        parents: [R, K + 1] int64; the root is its own parent.
+        depths: [R, K + 1] int64; the root has depth 0.
+        ancestors: [R, K + 1] int64; bit j tells whether node j is on the path from the root to this
             node, both included.
-        depth: the largest.
+        depth: the largest depth.
     """
 
     parents: Tensor
@@ -162,7 +162,7 @@ class TreeNodes:
     depth: int
 
     def first(self, requests: int) -> "TreeNodes":
-        """The trees of so many requests."""
+        """The trees of the first `requests`."""
         parents, depths, words = self.parents, self.depths, self.ancestors
         return TreeNodes(parents[:requests], depths[:requests], words[:requests], self.depth)
 
@@ -175,10 +175,10 @@ class DraftedTrees:
         slots: [R] int64, slots in the `SamplingState`.
         positions: [R] int64, number of known tokens.
         token_ids: [R, K] int64.
-        num_nodes: [R] int64, how many of them there are: the first ones.
-        most_accepted: [R] int64, how many may be accepted, however deep the tree is.
-        num_rows: the sum of `num_nodes` and R, for ragged rows; None for K + 1 rows a request. Row
-            i of a request is that of its node i.
+        num_nodes: [R] int64, how many of a request's first `token_ids` are nodes.
+        most_accepted: [R] int64, maximum number of accepted tokens, however deep the tree is.
+        num_rows: number of ragged rows, which is the sum of `num_nodes` + 1; None if every request
+            has K + 1 rows. Row i of a request is that of its node i.
         allowed: [N, ceil(V / 32)] int32 or None, see `SampleRows`.
     """
 
@@ -198,13 +198,13 @@ def verify_trees(
     state: SamplingState,
     uses: frozenset[Uses],
 ) -> Verdict:
-    """The path through every request's tree; see `verification.verify` for what is left as it is.
+    """Find the path of every request through its tree. Like `verify`, this changes no state.
 
     Args:
         logits: [N, V] float32, the target's raw logits.
 
     Returns:
-        `token_ids` [R, K + 1] of which depth + 1 are used at most, and the `path`.
+        A verdict with a `path`; of its `token_ids` [R, K + 1] at most depth + 1 are used.
     """
     width = trees.token_ids.shape[1] + 1
     layout = SampleRows.build(
@@ -215,7 +215,7 @@ def verify_trees(
         torch.ones_like(trees.slots, dtype=torch.bool),
         num_rows=trees.num_rows,
     )
-    # Every row is without a draft: its sample is that of plain decoding, in all modes.
+    # Each row is verified without a draft, so its sample is that of plain decoding in all modes.
     plain = uses - {Uses.COUPLED}
     sampled = verify(logits, _node_rows(trees, layout, uses), state, plain).token_ids[:, 0]
     node = torch.arange(width, device=logits.device)
@@ -224,7 +224,7 @@ def verify_trees(
 
 
 def _node_rows(trees: DraftedTrees, layout: SampleRows, uses: frozenset[Uses]) -> SampleRows:
-    """Every row as a request without a draft, behind the tokens between the root and its node."""
+    """Each row as a request without a draft, whose text ends with the path to its node."""
     request, node = layout.request, layout.offset
     depths = trees.nodes.depths[request, node]
     row = torch.arange(len(request), device=request.device)
@@ -254,10 +254,10 @@ def _paths_to_nodes(trees: DraftedTrees) -> Tensor:
 
 
 def _walk(trees: DraftedTrees, sampled: Tensor) -> Verdict:
-    """From the token behind every node, sampled [R, K + 1], to the path that they make.
+    """The path from the root, given the token that was sampled behind every node [R, K + 1].
 
-    A node is on it when each of its ancestors, itself included, is what was sampled behind its
-    parent. Siblings differ, so there is one path, and its nodes rise.
+    A node is on the path if it and each of its ancestors is the token that was sampled behind its
+    parent. Siblings have different tokens, so there is one path; node numbers rise along it.
     """
     nodes, width = trees.nodes, sampled.shape[1]
     node = torch.arange(width, device=sampled.device)
@@ -265,9 +265,9 @@ def _walk(trees: DraftedTrees, sampled: Tensor) -> Verdict:
     used &= nodes.depths[:, 1:] <= trees.most_accepted.unsqueeze(1)
     follows = used & (sampled.gather(1, nodes.parents[:, 1:]) == trees.token_ids)
     bits = torch.ones_like(node[1:]) << node[1:]
-    misses = torch.where(follows, 0, bits).sum(1)  # [R], a word of nodes
+    misses = torch.where(follows, 0, bits).sum(1)  # [R], one bit a node
     on_path = nodes.ancestors & misses.unsqueeze(1) == 0
-    # The last column takes what is off the path.
+    # Nodes off the path are written into one surplus column.
     place = torch.where(on_path, on_path.cumsum(1) - 1, width)
     path = node.new_zeros((len(sampled), width + 1))
     path = path.scatter_(1, place, node.expand_as(place))[:, :width]
