@@ -42,7 +42,7 @@ class Request:
         | in the target's KV cache | known, not yet computed |
 
     A decoding request has exactly one token that is not computed: the last one. `num_computed`
-    never counts draft tokens that were refused.
+    never counts rejected draft tokens.
 
     Args:
         request_id: unique among the live requests.
@@ -51,15 +51,15 @@ class Request:
         seed: resolved 64-bit seed of this sample.
         stop_token_ids: the ids that end the output (the model's EOS ids unless `ignore_eos`).
         max_tokens: resolved limit on output tokens, `max_model_len` considered.
-        num_speculative_tokens: most draft tokens a step, resolved (0 never drafts).
-        arrival: how many came before it.
-        priority: of two requests the one with the smaller number goes first, whenever it came.
-        cache_salt: blocks are shared with requests of the same salt alone.
-        adapter: that all its tokens pass; None: the model as it is.
+        num_speculative_tokens: resolved maximum of draft tokens per step (0 never drafts).
+        arrival: number of requests that came before it.
+        priority: requests with a smaller number are served first, whenever they came.
+        cache_salt: blocks are shared only with requests of the same salt.
+        adapter: the LoRA adapter that is applied to all its tokens; None: none.
         spans: images in the prompt, in order.
         bad_words: token sequences that are never completed (from `params.bad_words`).
-        guide: takes in every token of the output, where it has to follow a grammar.
-        verification: how its drafts are judged.
+        guide: the state of the grammar that the output follows; None: there is no grammar.
+        verification: how its drafts are verified.
     """
 
     request_id: str
@@ -87,8 +87,8 @@ class Request:
     place_time: float | None = None  # when it first got a place, in seconds of `perf_counter`
     num_steps: int = 0  # verification steps so far; keys the noise, survives preemption
     num_preemptions: int = 0
-    drafter_computed: int = 0  # leading tokens that the drafter had behind the last known step
-    steps_in_flight: int = 0  # planned, with results not taken in yet
+    drafter_computed: int = 0  # leading tokens that the drafter had after the last committed step
+    steps_in_flight: int = 0  # planned, but not committed yet
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
@@ -107,7 +107,7 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its place in every queue: the smaller goes first."""
+        """Sort key of every queue; the smallest is first."""
         return self.priority, self.arrival
 
     @property
@@ -116,16 +116,16 @@ class Request:
 
     @property
     def uses_prefix_cache(self) -> bool:
-        """Prompt logprobs need every prompt row's logits, so nothing may be skipped."""
+        """False with prompt logprobs, which need the logits of every prompt token."""
         return self.params.prompt_logprobs is None
 
     @property
     def has_place(self) -> bool:
-        """Whether it holds a slot or blocks, or is just being given them."""
+        """Whether it holds a slot or blocks, or a failed step was just giving it some."""
         return self.status is RequestStatus.RUNNING or self.slot >= 0 or self.num_computed > 0
 
     def lose_place(self) -> None:
-        """It waits again, and what was computed for it is gone."""
+        """Reset it to waiting, with nothing computed."""
         self.status, self.slot = RequestStatus.WAITING, -1
         self.num_computed = self.steps_in_flight = 0
         self.num_preemptions += 1

@@ -33,10 +33,10 @@ class Sample:
     cumulative_logprob: float = 0.0
 
     def take(self, gained: Committed, candidates: Sequence[Candidates] | None) -> str | None:
-        """Take in the tokens that the scheduler kept of a step; returns the stop string that they
-        completed.
+        """Append the tokens that the scheduler committed; returns the stop string that they
+        complete, if any.
 
-        After a stop string `num_taken` tells how many output tokens are left.
+        After a stop string only the first `num_taken` output tokens remain.
         """
         tokens = self.request.token_ids[self._first(self.num_taken) :]
         if self.logprobs is None and not (self.detokenizer and self.detokenizer.has_stops):
@@ -55,15 +55,15 @@ class Sample:
         return None
 
     def mark(self) -> "SampleMark":
-        """The present state, for a step that may have to be undone."""
+        """A snapshot of the state, to undo a step."""
         return SampleMark(self, self.num_taken, self.request.num_steps, self.cumulative_logprob)
 
     def _take_whole(self, tokens: Sequence[int], gained: Committed) -> None:
-        """Take in all tokens at once, where neither logprobs nor stop strings need single ones."""
+        """Append all tokens at once, if neither logprobs nor stop strings need them one by one."""
         drafts, accepted = gained.num_draft_tokens, gained.num_accepted
         self.origins += [token_origin(place, drafts, accepted) for place in range(len(tokens))]
         if self.detokenizer is not None and tokens:
-            hidden = self._is_hidden_stop(tokens[-1])  # none but the last can have ended it
+            hidden = self._is_hidden_stop(tokens[-1])  # only the last can be a stop token
             self.detokenizer.extend(tokens[:-1] if hidden else tokens)
 
     def _is_hidden_stop(self, token: int) -> bool:
@@ -100,7 +100,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleMark:
-    """An unfinished sample between two steps."""
+    """The state of an unfinished sample between two steps."""
 
     sample: Sample
     num_taken: int
@@ -108,7 +108,7 @@ class SampleMark:
     cumulative_logprob: float
 
     def restore(self, detokenizer: Detokenizer | None) -> None:
-        """Give the sample its state back; it is running.
+        """Reset the sample to this state; its request is running.
 
         Args:
             detokenizer: a new one, which takes the place of the sample's.
@@ -138,14 +138,14 @@ class Submission:
     samples: list[Sample]
     metrics: RequestMetrics
     prompt_logprobs: list[Candidates | None] | None
-    error: Exception | None = None  # what ended it, if that was a fault
+    error: Exception | None = None  # the error that ended it, if one did
 
     @property
     def finished(self) -> bool:
         return all(sample.request.finished for sample in self.samples)
 
     def count(self, gained: Committed, step: StepEstimate) -> None:
-        """Take one step of one sample into the metrics."""
+        """Count one step of one sample in the metrics."""
         if not gained.token_ids:
             return
         self.metrics.num_steps += 1
@@ -154,7 +154,7 @@ class Submission:
         step.count(self.metrics, gained)
 
     def close(self) -> None:
-        """Take in what is only known at the end."""
+        """Complete the metrics at the end."""
         self.metrics.finished_time = perf_counter()
         requests = [sample.request for sample in self.samples]
         self.metrics.num_cached_tokens = sum(request.num_cached_tokens for request in requests)
@@ -175,11 +175,11 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class StepMark:
-    """All that a step changes while its results are taken in, as it was before.
+    """The state that applying a step's results changes, as it was before.
 
     Attributes:
-        metrics: of the engine, with their counts.
-        samples: those in the step that are unfinished, with the counts of their requests.
+        metrics: the engine's, with a snapshot.
+        samples: the unfinished samples of the step, with snapshots of their requests' metrics.
     """
 
     metrics: tuple[EngineMetrics, EngineMetrics]
@@ -192,7 +192,7 @@ class StepMark:
         return cls((metrics, metrics.snapshot()), marks)
 
     def restore(self, detokenizer: Callable[[SamplingParams], Detokenizer | None]) -> None:
-        """Undo the step; who has failed in it stays as it is, but for what was counted.
+        """Undo the step; of requests that failed in it, only the counts are restored.
 
         Args:
             detokenizer: makes a new one.

@@ -28,16 +28,16 @@ class DeviceState:
         token_ids: [slots + 1, max_model_len + 1] int32.
         num_tokens: [slots + 1] int64, known tokens.
         num_computed: [slots + 1] int64, tokens in the target's cache.
-        most_drafted: [slots + 1] int64, no draft goes beyond so many tokens, as one more follows it
-            within max_tokens and max_model_len.
-        block_tables: [slots + 1, max_blocks] int32; with a second table, see
-            `RequestTables.window_column`, twice as wide.
+        most_drafted: [slots + 1] int64, the most tokens that a request may have with draft tokens,
+            one less than max_tokens and max_model_len allow, as one more token always follows.
+        block_tables: [slots + 1, max_blocks] int32; twice as wide with a second table for layers
+            with a window, see `RequestTables.window_column`.
         adapters: [slots + 1] int64, the slot of each request's adapter, or -1.
-        draft_adapters: the same of adapters that the drafter has numbers of as well.
-        padding_slot: the last one: it has no tokens and gains none.
-        position_offsets: [slots + 1] int64, what is added to a token's place behind all images of
-            its request to have its position; None where positions are places.
-        ops: work on these tensors.
+        draft_adapters: [slots + 1] int64, the same, but -1 for adapters without a drafter's part.
+        padding_slot: the last slot, which has no tokens and gains none.
+        position_offsets: [slots + 1] int64, added to the index of tokens behind a request's images
+            to get their position (M-RoPE); None if positions are indices.
+        ops: kernels for these tensors.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class DeviceState:
         self.reset()
 
     def reset(self) -> None:
-        """No slot is in use, and nothing is known of what is in their block tables."""
-        # What `block_tables` holds, so that only changed entries are copied to the device.
+        """Forget what the block tables on the device hold; no slot is in use."""
+        # A copy of `block_tables`, so that only changed entries are copied to the device.
         count = self.num_slots * len(self._columns)
         self._written: list[list[int]] = [[] for _ in range(count)]
 
     def apply(self, batch: Batch) -> None:
-        """Take in the schedule: newly admitted requests and the blocks that tables gained."""
+        """Copy newly admitted requests and new entries of block tables to the device."""
         cells: list[int] = []
         blocks: list[int] = []
         for item in batch.requests:
@@ -107,7 +107,7 @@ class DeviceState:
 
     @cached_property
     def tables(self) -> RequestTables:
-        """These tensors, as kernels take them."""
+        """These tensors, as arguments of kernels."""
         return RequestTables(
             self.token_ids,
             self.num_tokens,
@@ -118,7 +118,7 @@ class DeviceState:
         )
 
     def _changed_from(self, number: int, table: Sequence[int]) -> int:
-        """The first entry that differs from what the device has, which is taken to be written."""
+        """The first entry that the device does not have yet; from there on `table` is recorded."""
         written = self._written[number]
         same = num_equal(written, table)
         if same < len(table):
@@ -127,7 +127,7 @@ class DeviceState:
 
 
 def num_equal(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many numbers two sequences of one type begin with alike."""
+    """The length of the common prefix of two sequences of the same type."""
     same, run = 0, 64
     while same + run <= len(other) and one[same : same + run] == other[same : same + run]:
         same += run

@@ -1,4 +1,4 @@
-"""One pass of one model over rows of several requests."""
+"""Passes of one model over the rows of a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +19,10 @@ class Forward:
 
     Attributes:
         hidden: [T, hidden_size], after the final norm, request by request.
-        layout: where the rows stood.
-        streams: the residual streams that were asked for, each [T, hidden_size].
-        embedded: [T, hidden_size], what entered the first layer where images are among the rows;
-            None: the embeddings of the tokens.
+        layout: which request and position each row is.
+        streams: the residual streams of `stream_layers`, each [T, hidden_size].
+        embedded: [T, hidden_size], the input of the first layer if there are images among the rows;
+            None: it is the embeddings of the tokens.
     """
 
     hidden: Tensor
@@ -35,12 +35,13 @@ class ModelRunner:
     """Expands requests to flat rows, runs the network, and turns hidden states into logits.
 
     Args:
-        head: in place of the network's own, one over some of its tokens.
+        head: used in place of the network's own, such as a head over some of the tokens.
         stream_layers: layers whose incoming residual stream every pass keeps (`Forward.streams`).
-        of_target: it sees images; else a text with placeholders at the positions of a text.
+        of_target: the model sees images. A drafter's sees their placeholders, at positions as in a
+            text.
 
     Attributes:
-        has_states: a layer keeps a state of each request, which is told what was accepted.
+        has_states: a layer has recurrent states, so `commit` has to be called.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class ModelRunner:
         self.has_states = cache.has_states
 
     def forward(self, rows: PassRows) -> Forward:
-        """Compute `rows`, whose ids stand in the device state, and write their keys and values."""
+        """Compute `rows`, with token ids from the device state, and write their keys and values."""
         layout = self._lay_out(rows)
         num_known = rows.lengths if rows.num_known is None else rows.num_known
         states = self._cache.state_inputs(rows.slots, rows.starts, num_known, rows.saved)
@@ -71,7 +72,7 @@ class ModelRunner:
         return Forward(hidden, layout, streams, embedded)
 
     def _adapted(self, layout: RowLayout, rows: PassRows) -> RowLayout:
-        """The rows with their adapters, where the network has slots for some."""
+        """The layout with the adapter of each row, if the network has slots for adapters."""
         if not rows.adapted or self._network.adapters is None:
             return layout
         state = self._state
@@ -80,8 +81,8 @@ class ModelRunner:
         return replace(layout, inputs=replace(layout.inputs, adapters=adapters))
 
     def _lay_out(self, rows: PassRows) -> RowLayout:
-        """The rows at their positions, which are not their places behind images where positions
-        have several axes."""
+        """The layout of the rows. With M-RoPE, rows behind an image have other positions than their
+        number in the text."""
         layout = lay_out(self._state, rows, self._cache.has_windows)
         if rows.prompts:
             layout = with_sight(layout, rows.prompts)
@@ -92,24 +93,24 @@ class ModelRunner:
         return with_axes(self._network, layout, rows.prompts) if rows.prompts else layout
 
     def keep_path(self, slots: Tensor, path: Tensor, counts: Tensor) -> None:
-        """Move what is cached of the accepted path of each tree that the last pass has read to
-        where a chain would have it.
+        """Move the cache entries of each tree's accepted path to the slots that they would have in
+        a chain.
 
         Args:
             slots: [R] int64; the root is the last known token.
             path: [R, W] int64, the nodes of the path, the root (0) first.
-            counts: [R] int64, how many follow the root; 0 also where there is no tree.
+            counts: [R] int64, number of nodes behind the root; 0 also for requests without a tree.
         """
         roots = self._state.num_tokens[slots] - 1
         self._cache.keep_path(self._state.tables, slots, roots, path, counts)
 
     def begin(self, slots: Sequence[int], checkpoints: Sequence[int]) -> None:
-        """Requests take these slots, each with the states of a checkpoint; -1: without computed
-        tokens, or where blocks are all that there is of them."""
+        """New requests get these slots, and their recurrent states those of the checkpoints; -1
+        for a request that begins without a checkpoint."""
         self._cache.begin(slots, checkpoints)
 
     def commit(self, slots: Tensor, num_accepted: Tensor) -> None:
-        """Keep the first num_accepted[r] draft rows of each request in the last pass; [R] int64."""
+        """Apply the first num_accepted[r] draft rows of the last pass to states; [R] int64."""
         self._cache.commit(slots, num_accepted)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -117,5 +118,5 @@ class ModelRunner:
         return self._head(hidden)
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Those of the columns that this rank has; see `LanguageModelHead.own`."""
+        """The logits of the columns that this rank has; see `LanguageModelHead.own`."""
         return self._head.own(hidden)

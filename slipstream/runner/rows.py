@@ -1,9 +1,10 @@
-"""The rows of a pass through a network: which tokens they are, and where they stand.
+"""The rows of a pass through a network: which tokens they are, and how they are laid out.
 
-A pass has an exact number of rows for each request, which the host must wait for; or a number of
-rows that the host knows before, so that it can be captured in a graph: as many for every request
-(padded), or so many in all (packed). `DeviceBatch.rows` knows which, and whoever works on the rows
-asks the `RowLayout` of the pass.
+There are three layouts. *Exact*: each request has as many rows as it needs; the host may have to
+wait for the device to learn how many. *Padded*: every request has the same number of rows.
+*Packed*: a fixed number of rows for all requests together. The last two are known to the host
+beforehand, so such passes can be captured in a CUDA graph. `DeviceBatch.rows` chooses the layout;
+code that works on rows asks the `RowLayout` of the pass and need not know which it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,20 +20,20 @@ from slipstream.runner.device_state import DeviceState
 from slipstream.runner.excerpts import Excerpt
 from slipstream.sampling.verification import TreeNodes
 
-_ALL_VISIBLE = -1  # as the ancestors of a row: every bit is set
+_ALL_VISIBLE = -1  # ancestors of a row that sees all before it: every bit is set
 
 
 @dataclass(frozen=True, eq=False)
 class TreeRows:
-    """Some nodes of each request's tree, one row each.
+    """Some nodes of each request's token tree, one row each.
 
-    Node i is token roots + i of its request, and is kept there; its position is that of a text that
-    ends with it, roots + its depth.
+    Node i is stored as token roots + i of its request. Its position is roots + its depth, as in the
+    text that ends with it.
 
     Attributes:
-        roots: [R] int64, which token of each request is node 0.
+        roots: [R] int64, the index of the token that is node 0.
         first: the node of each request's first row; the others follow.
-        drafted: [R] bool: the rows of other requests are known tokens, a causal chain.
+        drafted: [R] bool, requests that have a tree; the rows of others are a causal chain.
     """
 
     nodes: TreeNodes
@@ -41,7 +42,7 @@ class TreeRows:
     drafted: Tensor
 
     def inputs(self, chain: "RowLayout") -> PassInputs:
-        """The inputs of rows that were laid out as a chain."""
+        """The inputs of the tree's pass, made of those of a chain with as many rows."""
         request = chain.request
         node = (chain.offset + self.first).clamp_max(self.nodes.depths.shape[1] - 1)
         drafted = self.drafted[request]
@@ -60,8 +61,9 @@ class TreeRows:
 
 @dataclass(frozen=True, eq=False)
 class PromptRows:
-    """The rows of a request in a pass, tokens `first` to before `end`, which have to do with spans:
-    with several axes also rows of text up to the last span do."""
+    """A request's rows in a pass, tokens `first` to before `end`, and the spans of its images.
+
+    With M-RoPE the positions of text in front of an image depend on the spans, too."""
 
     spans: Sequence[Span]
     first: int
@@ -69,13 +71,13 @@ class PromptRows:
 
     @property
     def pieces(self) -> list[tuple[Span, int, int]]:
-        """The spans among these rows, and which tokens of the request these are."""
+        """The spans that have rows here, each with the first of its tokens and the one behind."""
         cut = [(it, max(it.start, self.first), min(it.end, self.end)) for it in self.spans]
         return [(span, first, end) for span, first, end in cut if first < end]
 
 
 def prompt_rows(spans: Sequence[Span], first: int, end: int) -> PromptRows | None:
-    """None where no image is among these rows or behind them."""
+    """The rows with their spans; None if no image is among these rows or behind them."""
     return PromptRows(spans, first, end) if first < end_of_spans(spans) else None
 
 
@@ -87,22 +89,21 @@ class PassRows:
         slots: [R] int64.
         starts: [R] int64, position of each request's first row.
         lengths: [R] int64.
-        width: every request gets this many rows, of which those behind `lengths` write nothing and
-            mean nothing; None: exactly `lengths`.
-        total: in place of that, so many rows in all, with up to `width` for a request; those that
-            `lengths` leave over are behind them. None: no such bound.
-        rereads: [R] int64, leading rows of each request that write nothing, because the cache has
-            them already and only their features are wanted; None: no request has any. Only of
-            exact rows.
-        num_known: [R] int64, leading rows of each request whose tokens stay whatever is refused;
-            None: all. Only states of layers ask for it.
+        width: padded rows: every request gets this many, and those behind `lengths` write nothing
+            and are ignored. None: exact rows.
+        total: packed rows: this many for all requests, at most `width` for each, and padding at the
+            end. None: padded or exact rows.
+        rereads: [R] int64, leading rows of each request that write nothing, as the cache has them
+            already and only their features are needed; None: none. For exact rows only.
+        num_known: [R] int64, leading rows of each request that are known tokens, not draft tokens;
+            None: all. Read by recurrent states only.
         saved: see `ModelCache.state_inputs`.
-        mask_token: what rows behind the known tokens hold; None: what stands in the state.
-        tree: of rows that are nodes of token trees; None where rows are a chain.
-        prompts: of exact rows, what they have to do with images, per request; empty: nothing.
-        excerpt: what the rows see, where that is not all; `starts` and the roots of trees are then
-            places in it.
-        adapted: some request has an adapter, through which its rows pass.
+        mask_token: the token of rows behind the known ones; None: as in the device state.
+        tree: for rows that are nodes of token trees; None: they are a chain.
+        prompts: for exact rows, the images of each request; empty: there are none.
+        excerpt: the part of the context that rows see; `starts` and the roots of trees then count
+            within it. None: rows see all of it.
+        adapted: some request has an adapter, which is applied to its rows.
     """
 
     slots: Tensor
@@ -122,15 +123,17 @@ class PassRows:
 
 @dataclass(frozen=True, eq=False)
 class RowLayout:
-    """Where the rows of a pass stand, request by request.
+    """Which request and position each row of a pass has, request by request.
 
     Attributes:
         token_ids: [T] int32.
-        inputs: for attention; rows behind a request's length write nothing.
-        first_row: [R] int64, of each request.
-        last_row: [R] int64, the last that means something; of requests without rows some other's.
-        width: rows of every request where they are padded; None where they are exact or packed.
-        row_starts: `first_row` on the host, and T, where rows are exact; else empty.
+        inputs: for attention; padding rows write nothing.
+        first_row: [R] int64, the first row of each request.
+        last_row: [R] int64, the last row of each request before padding; undefined, but a valid
+            row, for requests without rows.
+        width: number of rows of every request, if padded; None: exact or packed.
+        row_starts: for exact rows `first_row` and T, on the host; else empty.
+        places: `request` and `offset`, if they are known already.
     """
 
     token_ids: Tensor
@@ -139,7 +142,7 @@ class RowLayout:
     last_row: Tensor
     width: int | None
     row_starts: Sequence[int] = ()
-    places: tuple[Tensor, Tensor] | None = None  # request and offset, where they are known already
+    places: tuple[Tensor, Tensor] | None = None
 
     @property
     def num_requests(self) -> int:
@@ -147,7 +150,7 @@ class RowLayout:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it turned out that no request has a row."""
+        """Whether no request has a row; False if the host does not know."""
         return bool(self.row_starts) and not self.row_starts[-1]
 
     @property
@@ -159,7 +162,7 @@ class RowLayout:
 
     @property
     def packed(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(`request`, `offset`, `first_row`) of packed rows; None where they are not."""
+        """(`request`, `offset`, `first_row`) of packed rows; None for other layouts."""
         if self.width is not None or self.row_starts:
             return None
         return self.request, self.offset, self.first_row
@@ -171,11 +174,11 @@ class RowLayout:
 
     @property
     def offset(self) -> Tensor:
-        """[T] int64, each row's place among the rows of its request."""
+        """[T] int64, the index of each row among the rows of its request."""
         return self._places[1]
 
     def of_requests(self, values: Tensor) -> Tensor:
-        """values [R] -> [T], of each row's request."""
+        """values [R] -> [T], for each row the value of its request."""
         if self.is_single:
             return values
         if self.width is not None:  # of one request, `flatten` would be a view with stride 0
@@ -183,7 +186,7 @@ class RowLayout:
         return values[self.request]
 
     def spread(self, values: Tensor) -> Tensor:
-        """values [R, W, ...], of each request's first W rows -> [T, ...], of every row."""
+        """values [R, W, ...] of each request's first W rows -> [T, ...], row by row."""
         if self.is_single:
             return values[:, 0]
         if self.width is not None:
@@ -191,7 +194,7 @@ class RowLayout:
         return values[self.request, self.offset]
 
     def collect(self, values: Tensor, width: int) -> Tensor:
-        """values [T, ...] -> [R, width, ...]: each request's rows, of which it has `width` at most;
+        """values [T, ...] -> [R, width, ...]: the rows of each request, which are at most `width`;
         zeros behind them."""
         if self.width is not None:
             return values.view(self.num_requests, width, *values.shape[1:])
@@ -200,7 +203,7 @@ class RowLayout:
         return collected
 
     def heads(self, values: Tensor, width: int) -> Tensor:
-        """values [T, ...] -> [R, width, ...]: each request's first rows; behind them, some row."""
+        """values [T, ...] -> [R, width, ...]: each request's first rows; undefined behind them."""
         if self.width == width:
             return values.view(self.num_requests, width, *values.shape[1:])
         place = torch.arange(width, device=self.first_row.device)
@@ -211,22 +214,22 @@ class RowLayout:
         return values if self.is_single else values[self.last_row]
 
     def over_last(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-        """`last` of what a function of single rows makes of values [T, ...], computed for few rows:
-        requests whose chains have ended have none."""
+        """`last(function(values))` for a function of single rows and values [T, ...], computed for
+        the smaller number of rows: requests whose chains have ended have none."""
         if self.row_starts and 0 < self.row_starts[-1] < self.num_requests:
             return self.last(function(values))
         return function(self.last(values))
 
     def tails(self, values: Tensor, counts: Tensor, width: int) -> Tensor:
-        """values [T, ...] -> [R, width, ...]: the last counts[r] rows of each request, of which
-        there are at most `width`; behind them, some row."""
+        """values [T, ...] -> [R, width, ...]: the last counts[r] rows of each request, at most
+        `width`; undefined behind them."""
         place = torch.arange(width, device=counts.device)
         first = self.last_row + 1 - counts
         return values[torch.minimum(first.unsqueeze(1) + place, self.last_row.unsqueeze(1))]
 
     def ends(self, values: Tensor, counts: Tensor) -> Tensor:
-        """values [T, ...] -> [N, ...]: the last counts[r] rows of each request, one behind the
-        other; all rows where they are padded or packed."""
+        """values [T, ...] -> [N, ...]: the last counts[r] rows of each request, concatenated; all
+        rows if they are padded or packed."""
         if not self.row_starts:
             return values
         num_rows = int(counts.sum())
@@ -237,8 +240,8 @@ class RowLayout:
         return values[(self.last_row + 1 - counts)[request] + place]
 
     def leading(self, counts: Tensor) -> Tensor | slice:
-        """An index of the first counts[r] rows of each request; of all rows where they are padded
-        or packed."""
+        """An index of the first counts[r] rows of each request; of all rows if they are padded or
+        packed."""
         if not self.row_starts:
             return slice(None)
         request = torch.repeat_interleave(counts)
@@ -255,10 +258,10 @@ class RowLayout:
 
 
 def lay_out(state: DeviceState, rows: PassRows, windowed: bool = False) -> RowLayout:
-    """The rows of a pass; waits to learn how many there are where they are exact.
+    """Lay out the rows of a pass; waits for the device if they are exact.
 
     Args:
-        windowed: of a network whose layers with a window have blocks of their own.
+        windowed: the network's layers with a sliding window have blocks of their own.
     """
     ops, excerpt = state.ops, rows.excerpt
     tables, own = (state.tables, rows.slots) if excerpt is None else (excerpt.tables, excerpt.rows)

@@ -1,8 +1,8 @@
 """The best numbers of draft tokens for the requests of one step.
 
-Tokens are ranked by the chance that they survive, over all requests and places, and taken as long
-as that raises expected tokens per second. Chances fall along a chain, so what is taken is a prefix
-of every chain.
+The possible draft tokens of all requests are ranked by survival, the probability that they and all
+before them are accepted, and taken from the best on, as long as that raises the expected tokens per
+second. Survival falls along a chain, so the tokens taken are a prefix of every chain.
 """
 
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ from typing import NamedTuple, Protocol
 
 from slipstream.core.step_form import StepForm
 
-LEAST_SURVIVAL = 0.02  # no token that is less likely is worth a row
+LEAST_SURVIVAL = 0.02  # tokens with less are never drafted
 
 
 class StepCosts(Protocol):
-    """What steps are expected to take; see `CostModel`."""
+    """Estimates of the time that steps take; see `CostModel`."""
 
     def draft_seconds(self, requests: int, width: int, context: int) -> float:
-        """What drafting `width` tokens takes for requests of `context` tokens in all."""
+        """Time to draft `width` tokens for each request; `context` is the sum of their lengths."""
 
     def target_seconds(self, requests: int, rows: int, context: int) -> float:
-        """What all else takes in a step with so many rows of the target's pass."""
+        """Time of a step without drafting, whose target pass has `rows` rows."""
 
 
 class CostTable:
-    """Costs of the steps of one batch, each asked for once.
+    """The estimated times of all steps that one batch may have, cached.
 
     Args:
-        unit: draft tokens that are taken or left together (a tree's); 1 for chains.
+        unit: number of draft tokens that are chosen together: all of a tree, 1 for chains.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class CostTable:
         self._added: dict[int, list[float]] = {}
 
     def is_flat(self, width: int) -> bool:
-        """Whether draft tokens within this width cost nothing."""
+        """Whether a step of this width costs the same for any number of draft tokens."""
         requests, form, most = self._requests, self._form, width * self._unit
         return form.rows(requests, most, 0) == form.rows(requests, most, requests * most)
 
     def targets(self, units: int, width: int) -> Sequence[float]:
-        """Seconds of a step without drafting that verifies 0, 1, .. `units` units or more."""
+        """Seconds of steps that verify 0, 1, .. at least `units` units, without drafting them."""
         found = self._targets.setdefault(0 if self.exact else width, [])
         requests, unit = self._requests, self._unit
         for count in range(len(found), units + 1):
@@ -56,8 +56,8 @@ class CostTable:
         return found
 
     def added(self, place: int) -> Sequence[float]:
-        """What drafting costs more if a token at this place is drafted for 0, 1, .. all requests
-        and not for one less; nothing where steps are padded."""
+        """Added seconds of drafting if a token at this place is drafted for 1, 2, .. all requests,
+        compared with one request less; entry 0 is 0. All are 0 where steps are padded."""
         found = self._added.get(place)
         if found is None:
             passes = [0.0] * (self._requests + 1)
@@ -67,14 +67,14 @@ class CostTable:
         return found
 
     def padded_drafting(self, width: int) -> float:
-        """Seconds of drafting in a step of this width, whoever drafts."""
+        """Seconds of drafting in a padded step of this width; 0 where steps are not padded."""
         return 0.0 if self.exact else self._drafting(self._requests, width)
 
     def _pass(self, drafting: int, place: int) -> float:
         return self._drafting(drafting, place) - self._drafting(drafting, place - 1)
 
     def _drafting(self, drafting: int, width: int) -> float:
-        """Seconds of drafting `width` units for so many of the requests."""
+        """Seconds of drafting `width` units for `drafting` of the requests."""
         if not (drafting and width):
             return 0.0
         context = self._context * drafting // self._requests
@@ -83,14 +83,14 @@ class CostTable:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is drafted in a step.
+    """How many tokens are drafted in a step, in units.
 
     Attributes:
-        width: that the step is padded to: the most units of any request.
+        width: the most units of any request, to which the step is padded.
         counts: units of each request.
-        least: the least survival of what was taken; 1 where nothing was.
-        tokens: expected, of all requests.
-        seconds: expected.
+        least: the smallest survival among the tokens taken; 1 if there are none.
+        tokens: expected tokens of all requests.
+        seconds: expected time of the step.
     """
 
     width: int
@@ -106,12 +106,12 @@ class Choice:
 
 
 def choose(gains: Sequence[Sequence[float]], widths: Sequence[int], table: CostTable) -> Choice:
-    """The most expected tokens per second.
+    """The choice with the most expected tokens per second.
 
     Args:
-        gains: for each request what each of its units is expected to give, never rising: of a chain
-            the survival of each token, as many as it may draft.
-        widths: numbers of units that a step may have, rising from 0.
+        gains: for each request the expected accepted tokens of each unit that it may draft, never
+            rising; for a chain the survival of each token.
+        widths: the widths that a step may have, rising from 0.
     """
     requests = len(gains)
     ranked = sorted(
@@ -126,7 +126,7 @@ def choose(gains: Sequence[Sequence[float]], widths: Sequence[int], table: CostT
     best = _Best(tokens / seconds, tokens, seconds, 0, 0)
     longest = max(map(len, gains), default=0)
     if table.exact and requests == 1:
-        widths = (0, widths[-1])  # shorter chains are what a longer one begins with
+        widths = (0, widths[-1])  # `_best_of` tries all shorter chains, too
     for before, width in pairwise(widths):
         if longest <= before:
             break  # no wider than the last
@@ -141,7 +141,7 @@ def choose(gains: Sequence[Sequence[float]], widths: Sequence[int], table: CostT
 
 
 class _Best(NamedTuple):
-    """The first so many of the ranked tokens within a width."""
+    """The best number of tokens to take, within one width; compared by speed."""
 
     speed: float
     tokens: float
@@ -158,8 +158,8 @@ def _best_of(
     table: CostTable,
 ) -> _Best:
     """Args:
-    within: tokens of up to this width as (minus its gain, place, request), best first.
-    narrower: a step that is no wider than this is none of this width.
+    within: units of up to this width as (minus its gain, place, request), best first.
+    narrower: the next smaller width; choices that fit into it are left to it.
     """
     tokens, drafting = float(requests), table.padded_drafting(width)
     if table.is_flat(width):

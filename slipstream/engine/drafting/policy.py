@@ -1,19 +1,20 @@
-"""`num_speculative_tokens="auto"`: each step drafts what promises the most tokens per second.
+"""`num_speculative_tokens="auto"`: draft as many tokens as give the most tokens per second.
 
-From the results of earlier steps follow the chances that draft tokens are accepted (acceptance.py)
-and what steps cost (costs.py); the choice between all ways to draft is that of choice.py. Whoever
-drafts less than it could is tried again now and then (probes.py).
+The results of earlier steps give estimates of the probability that draft tokens are accepted
+(acceptance.py) and of the time that steps take (costs.py). From these choice.py finds the best
+number of draft tokens for each request. A request that drafts fewer than it could is probed with
+more now and then (probes.py).
 
-Why the output keeps the target's distribution. A step's tokens follow the target's distribution
-given all tokens before them, for every number of draft tokens (Leviathan et al. 2023, theorem 1),
-if that number is known before the step's noise is looked at: the noise of a draft, of its verdict
-and of the token behind it is keyed by the step and drawn by nobody else. What is planned here
-depends on results of earlier steps alone, on tokens and confidences as much as it likes, and on
-other requests, whose noise is another. (Coupled requests get the target's own samples whatever is
-drafted, so there is nothing to bias.) Within a step only `ChainStops` act, which see of a place
-its confidence: a function of the tokens before it and of the distribution that its token is drawn
-from. To look at that token would be wrong: to verify only what the target is likely to accept is
-to sample these tokens more often than the target does.
+Why the output keeps the target's distribution. For every number of draft tokens, the tokens of a
+step have the target's distribution given the tokens before them (Leviathan et al. 2023, theorem 1),
+as long as that number is fixed before any of the step's noise is used. The noise of a draft, of its
+verdict and of the token behind it is keyed by the step and used nowhere else. A plan made here
+depends only on results of earlier steps (tokens and confidences alike) and on other requests, which
+have noise of their own. (Coupled requests get the target's own samples whatever is drafted, so they
+cannot be biased.) Within a step only `ChainStops` act. They read the confidence of a place, which
+depends on the tokens before it and on the distribution that its token is drawn from. Reading the
+token itself would be wrong: to verify only tokens that the target is likely to accept is to sample
+these more often than the target does.
 """
 
 from collections.abc import Sequence
@@ -29,42 +30,43 @@ from slipstream.engine.drafting.acceptance import Acceptance, History, survivals
 from slipstream.engine.drafting.choice import Choice, CostTable, StepCosts, choose
 from slipstream.engine.drafting.probes import Probes
 
-_SURPRISE = 0.5  # how far off results are where a choice is made anew sooner
-_TABLE_AGE = 24  # plans; then costs are asked for anew
-_MOST_UNCHANGED = 16  # plans that a choice serves at most
+_SURPRISE = 0.5  # relative error of the expected tokens that makes a new choice due soon
+_TABLE_AGE = 24  # plans after which tables of costs are made anew
+_MOST_UNCHANGED = 16  # a choice serves 4 plans and at most this many more
 _LEAST_TO_STOP, _MOST_TO_STOP = 0.02, 0.9
 
 
-# Graphs are captured for these: near enough to each other that a step loses little in the next
-# larger one, and few, since each is captured for every number of requests while the engine starts.
+# The values of K that graphs are captured for. They are close enough that padding to the next one
+# costs little, and few, since each is captured for every bucket of requests at start-up.
 _WIDTHS = (1, 2, 4, 7, 12)
 
 
 def captured_widths(limits: StepLimits) -> tuple[int, ...]:
-    """Numbers of draft tokens that captured steps have, rising from 0."""
+    """The values of K that steps are captured for, rising from 0."""
     most = limits.num_speculative_tokens
     if limits.drafts_trees:
         return (0, most)
     return (0, *(width for width in _WIDTHS if width < most), most)
 
 
-_NARROW = (1, 2, 3, 4)  # widths that are compared with each other where none is captured
+_NARROW = (1, 2, 3, 4)  # further values of K to choose from where steps are not captured
 
 
 class LearningCosts(StepCosts, Protocol):
     """Costs that learn from what steps took; see `CostModel`."""
 
     def observe(self, report: StepReport) -> None:
-        """Take in the times of a step."""
+        """Learn from the times of a step."""
 
 
 class AdaptivePolicy:
-    """Chooses by costs and chances; see `DraftPolicy`.
+    """Chooses K by estimated costs and acceptance; see `DraftPolicy`.
 
     Args:
-        limits: whose `num_speculative_tokens` is the most that is ever drafted.
-        widths: that captured steps have.
-        form: of steps.
+        limits: `num_speculative_tokens` is the largest K.
+        widths: see `DraftPolicy.widths`.
+        costs: estimates of the time that steps take.
+        form: how steps are laid out.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class AdaptivePolicy:
     ) -> None:
         self._most, self._places = limits.num_speculative_tokens, limits.num_positions
         self._widths = tuple(widths)
-        # Tokens that are taken or left together.
+        # Draft tokens that are chosen together: all of a tree.
         self._unit = self._most if limits.drafts_trees else 1
         self._choices = (0, 1) if limits.drafts_trees else self._widths
         if form.ends_chains and not limits.drafts_trees:
@@ -81,7 +83,7 @@ class AdaptivePolicy:
         self.acceptance = Acceptance(self._places)
         self._tables: dict[tuple[int, int], CostTable] = {}
         self._choice = Choice(0, (), 1.0, 1.0, 1.0)
-        # What it means for these requests, and for how many plans it stays.
+        # The plans that follow from it, for these requests; `_left` calls of `plan` use them.
         self._requests: list[Request] = []
         self._plans: list[DraftPlan] = []
         self._by_id: dict[str, DraftPlan] = {}
@@ -107,7 +109,7 @@ class AdaptivePolicy:
         requests = [it.request for it in candidates]
         if requests != self._requests:
             if self._left > 0 and 4 * len(requests) <= len(self._requests):
-                return [self._newcomer(it) for it in candidates]  # whose prompts end beside others
+                return [self._newcomer(it) for it in candidates]  # few requests, whose prompts end
             self._turn_to(requests, candidates)
         elif self._left <= 0:
             self._choose(requests, candidates)
@@ -125,13 +127,13 @@ class AdaptivePolicy:
         expected = choice.tokens / len(choice.counts) - 1 if choice.counts else 0.0
         if abs(self.acceptance.latest - expected) > _SURPRISE * (0.5 + expected):
             self._left = min(self._left, 3)
-        if self._probes.take_in(results):  # what was learnt counts soon
+        if self._probes.take_in(results):  # use soon what was learnt
             self._left = min(self._left, len(self._requests) // 4)
 
     # ------------------------------------------------------------------ the choice
 
     def _turn_to(self, requests: list[Request], candidates: Sequence[Candidate]) -> None:
-        """Other requests than those that were chosen for."""
+        """Plan for other requests than the last choice was made for."""
         size, chosen_for = len(requests), len(self._choice.counts)
         if self._left <= 0 or 8 * abs(size - chosen_for) >= max(size, chosen_for) or size <= 8:
             self._choose(requests, candidates)
@@ -143,7 +145,7 @@ class AdaptivePolicy:
         self._requests = requests
 
     def _newcomer(self, candidate: Candidate) -> DraftPlan:
-        """The plan that the latest choice means for others: as long as survival is worth it."""
+        """A plan for a request that the latest choice was not made for, by the same thresholds."""
         choice, request = self._choice, candidate.request
         bound = min(candidate.most, request.num_speculative_tokens)
         if self._unit > 1 or not self._form.ends_chains:
@@ -166,7 +168,7 @@ class AdaptivePolicy:
         choice = self._choice = choose(gains, self._choices, table)
         self._requests = requests
         self._left = min(4 + min(size // 2, _MOST_UNCHANGED), 1 + acceptance.num_steps // 4)
-        if table.is_flat(choice.width):  # then all that is within it costs nothing
+        if table.is_flat(choice.width):  # then no draft token within it costs anything
             most = choice.width * self._unit
             self._plans = [DraftPlan(min(most, bound)) for bound in bounds]
         elif trims:
@@ -183,7 +185,7 @@ class AdaptivePolicy:
         self._probes.follow(choice, self._plans, bounds, table)
 
     def _gains(self, chances: Sequence[float], bound: int) -> list[float]:
-        """Tokens to be expected of each unit."""
+        """The expected number of accepted tokens of each unit."""
         if self._unit == 1:
             return survivals(chances, bound)
         return [sum(survivals(chances, self._places))] if bound else []
@@ -191,9 +193,10 @@ class AdaptivePolicy:
     def _exact_plans(
         self, histories: Sequence[History], bounds: Sequence[int], table: CostTable
     ) -> list[DraftPlan]:
-        """Chains of their own lengths; that of a request alone ends where its drafter's confidence
-        says so. Several chains end as they were planned: a pass for the few that would go on costs
-        nearly as much as one for all of them."""
+        """Plans for steps that are not padded, each with its own length.
+
+        A single request's chain ends by the drafter's confidence. With several requests chains end
+        as planned: a draft pass for the few that go on costs nearly as much as one for all."""
         choice = self._choice
         if len(bounds) > 1 or not self.acceptance.has_confidences or not choice.width:
             return [DraftPlan(count) for count in choice.counts]
@@ -203,8 +206,8 @@ class AdaptivePolicy:
     def _trimmed_plans(
         self, histories: Sequence[History], bounds: Sequence[int]
     ) -> list[DraftPlan]:
-        """All draft as far as the step is wide, and the device verifies as many tokens as were
-        chosen, those that it finds the most likely."""
+        """Plans for captured steps: all requests draft the step's full width, and the device
+        verifies as many tokens as were chosen, those that are most likely to survive."""
         width, size = self._choice.width, len(bounds)
         rates = tuple(round(it, 2) for it in self.acceptance.rates(1.0))
         rows = sum(self._choice.counts)
@@ -214,18 +217,18 @@ class AdaptivePolicy:
         ]
 
     def _thresholds(self, table: CostTable) -> tuple[float, float]:
-        """The least survival with which one more token of a single chain is worth a draft pass and
-        a row, and with which it is worth a row: what they cost in tokens."""
+        """The least survival with which one more token of a single chain is worth its draft pass
+        and its row, and with which it is worth its row alone: their costs, measured in tokens."""
         choice, width = self._choice, self._choice.width
         low, high = max(0, width - 1), width + 1
         targets = table.targets(high, width)
         row = (targets[high] - targets[low]) / (high - low)
-        places = range(2, max(2, width) + 1)  # of which single ones may be off
+        places = range(2, max(2, width) + 1)  # averaged, as a single one may be far off
         further = sum([sum(table.added(it)[:2]) for it in places]) / len(places)
         return _bounded(choice.speed * (row + further)), _bounded(choice.speed * row)
 
     def _table(self, requests: int, context: int) -> CostTable:
-        """Costs by the number of requests and, roughly, by their length."""
+        """The costs for a number of requests and, rounded, the sum of their lengths."""
         self._age += 1
         if self._age >= _TABLE_AGE:
             self._age = 0
