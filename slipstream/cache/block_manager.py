@@ -1,4 +1,4 @@
-"""Who holds which block of the KV cache. Numbers only: the storage itself lives elsewhere."""
+"""Which request holds which blocks of the KV cache. The storage itself is elsewhere."""
 
 from collections import Counter
 from collections.abc import KeysView, Sequence
@@ -14,9 +14,9 @@ from slipstream.core.spans import Span, content_beside
 class _Table:
     """The blocks of one request.
 
-    The first `num_final` blocks are full of committed tokens: they may be shared, are in the
-    prefix index (or equal a block that is), and are never written or given back before the
-    request ends. `digests` are theirs.
+    The first `num_final` blocks are full of committed tokens. They are in the prefix index (or have
+    the content of a block that is), may be shared, and are neither written nor freed before the
+    request ends. `digests` names their contents.
     """
 
     blocks: list[int]
@@ -33,10 +33,10 @@ class BlockManager:
     Args:
         num_blocks: blocks in the cache.
         block_size: tokens in a block.
-        enable_prefix_caching: keep the blocks of ended requests for later ones that begin alike.
-        window: blocks of layers with a window, where they have blocks of their own.
-        states: checkpoints of the states of requests, where layers keep such and prefixes are
-            cached.
+        enable_prefix_caching: keep the blocks of ended requests for later ones with the same
+            prefix.
+        window: blocks of layers with a sliding window, if those have blocks of their own.
+        states: checkpoints of recurrent states, if layers have such and prefixes are cached.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class BlockManager:
             self._states.reset()
 
     def forget_prefixes(self) -> None:
-        """No later request finds a prefix that was computed before; tables stay as they are.
+        """Empty the prefix index; tables stay as they are.
 
-        Blocks that a table goes on to fill are found again only behind a prefix that is computed
-        anew, with the same content.
+        Blocks that a running request fills later are found only behind a prefix that is computed
+        again with the same content.
         """
         self._pool.forget_contents()
         if self._window is not None:
@@ -84,7 +84,7 @@ class BlockManager:
 
     @property
     def usage(self) -> float:
-        """The share of the blocks that is in use, of those that are scarcer."""
+        """The share of blocks in use; with window blocks, the larger of the two shares."""
         used = 1.0 - self.num_available / self.num_blocks
         if self._window is None:
             return used
@@ -104,7 +104,7 @@ class BlockManager:
         return self._tables[request_id].blocks
 
     def window_table(self, request_id: str) -> Sequence[int]:
-        """The entries of a request for layers with a window, a live view; none without such."""
+        """A request's blocks of layers with a window, a live view; empty without such blocks."""
         return () if self._window is None else self._window.table(request_id)
 
     def capacity(self, request_id: str) -> int:
@@ -121,10 +121,10 @@ class BlockManager:
     def match_prefix(
         self, namespace: str, token_ids: Sequence[int], spans: Sequence[Span] = ()
     ) -> list[int]:
-        """The longest chain of indexed blocks that these tokens, with these spans, begin with.
+        """The longest cached prefix of these tokens, with these spans, as a chain of blocks.
 
-        One token at least is left over, since a request needs a row to predict from. Changes
-        nothing: the blocks are only safe once `admit` has taken them.
+        It leaves at least one token, since a request needs a row to predict from. Nothing is
+        reserved: the blocks may be evicted until `admit` takes them.
         """
         found: list[int] = []
         if not self.enable_prefix_caching:
@@ -140,8 +140,8 @@ class BlockManager:
         return found
 
     def resumable(self, blocks: Sequence[int]) -> list[int]:
-        """The longest beginning of a chain that `match_prefix` found behind which a request can go
-        on, by what layers keep that blocks alone do not hold."""
+        """The longest prefix of the blocks that `match_prefix` found at whose end a request can
+        resume, which depends on window blocks and checkpoints of states."""
         digests, last = self._digests(blocks), -1
         while len(digests) != last:
             last = len(digests)
@@ -170,13 +170,13 @@ class BlockManager:
         num_tokens: int = 0,
         num_shared: int = 0,
     ) -> None:
-        """Start a table with blocks that `resumable` left over.
+        """Start a table with the blocks that `resumable` gave.
 
         Args:
             num_queried_tokens: prompt tokens to count in the hit statistics; 0 counts neither
                 these nor the hits.
-            num_tokens: that the request has.
-            num_shared: blocks that `match_prefix` found.
+            num_tokens: number of tokens of the request.
+            num_shared: number of blocks that `match_prefix` found.
         """
         assert request_id not in self._tables, f"request {request_id} already has a table"
         digests = self._digests(prefix_blocks)
@@ -192,11 +192,12 @@ class BlockManager:
             self.num_hit_tokens += len(prefix_blocks) * self.block_size
 
     def grow(self, request_id: str, num_tokens: int, num_written: int | None = None) -> bool:
-        """Make the table cover `num_tokens` tokens; False, and nothing changes, if blocks lack.
+        """Make the table cover `num_tokens` tokens; False, without changes, if there are not
+        enough blocks.
 
         Args:
-            num_written: no token behind so many is written before the table is grown again; None:
-                all may be. The table of layers with a window goes no further.
+            num_written: how many of the tokens may be written before the table grows again; None:
+                all. The table of layers with a window covers these only.
         """
         blocks, window = self._tables[request_id].blocks, self._window
         wanted = self.blocks_for(num_tokens)
@@ -216,8 +217,8 @@ class BlockManager:
         """Give back the blocks behind those that `num_tokens` tokens need."""
         table = self._tables[request_id]
         keep = self.blocks_for(num_tokens)
-        # Final blocks hold committed tokens, which nobody takes back: what goes are blocks that
-        # held drafts, none of them shared or indexed.
+        # Final blocks hold committed tokens, which are never taken back. The blocks that are freed
+        # here held draft tokens; none of them is shared or indexed.
         assert keep >= table.num_final, f"{request_id}: cannot rewind into final blocks"
         while len(table.blocks) > keep:
             self._pool.release(table.blocks.pop())
@@ -225,8 +226,8 @@ class BlockManager:
             self._window.rewind(request_id, keep)
 
     def slide(self, request_id: str, num_computed: int) -> None:
-        """Give back the blocks behind every window: rows before token `num_computed` have been
-        computed and none will be again."""
+        """Free the blocks that no window will see any more, since rows before token `num_computed`
+        are computed and never will be again."""
         if self._window is not None:
             self._window.slide(request_id, num_computed)
 
@@ -240,9 +241,9 @@ class BlockManager:
     ) -> None:
         """Enter the full blocks among the first `num_tokens` tokens into the prefix index.
 
-        These tokens must be committed and computed: from here on their blocks may be shared. When
-        another block has the same content already, that one stays the entry. A request keeps to
-        one namespace, the one that its prefix was matched in.
+        These tokens must be committed and computed: from now on their blocks may be shared. If
+        another block has the same content, that one stays in the index. A request keeps the
+        namespace that its prefix was matched in.
         """
         if not self.enable_prefix_caching:
             return
@@ -261,8 +262,8 @@ class BlockManager:
             self._states.index(request_id, table.digests)
 
     def free(self, request_id: str) -> None:
-        """End a table. What is in the index stays there until its block is needed."""
-        # Tail first: a block is of use only together with those in front of it, so it should be
+        """End a table. Its indexed blocks stay in the index until they are evicted."""
+        # Tail first: a block is useful only together with those in front of it, so it should be
         # evicted before them.
         for block in reversed(self._tables.pop(request_id).blocks):
             self._pool.release(block)
@@ -275,12 +276,12 @@ class BlockManager:
 
     @property
     def num_checkpoints(self) -> int:
-        """Checkpoints of states that prefixes can be resumed from."""
+        """Number of checkpoints of states from which a prefix can be resumed."""
         return 0 if self._states is None else self._states.num_checkpoints
 
     def checkpoint(self, request_id: str) -> int:
-        """The place of the states that a request has just been admitted with; -1 if there are none
-        or it begins without any."""
+        """The place of the checkpoint that an admitted request resumes from; -1 if there is
+        none."""
         return NO_PLACE if self._states is None else self._states.latest(request_id)
 
     def chunk_end(self, request_id: str, start: int, end: int) -> int:
@@ -300,10 +301,10 @@ class BlockManager:
         if self._states is not None:
             self._states.take_in(request_id, num_tokens)
 
-    # ------------------------------------------------------------------ what must hold
+    # ------------------------------------------------------------------ invariants
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless every block is in its one right place."""
+        """Raise AssertionError unless tables, free blocks and the index agree about every block."""
         self._pool.check_invariants(
             Counter(block for table in self._tables.values() for block in table.blocks)
         )

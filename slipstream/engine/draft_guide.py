@@ -1,4 +1,4 @@
-"""Guides, which follow one sample's output through what it must be, and look ahead along drafts."""
+"""The interface of grammars that can walk along a draft and back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from slipstream.core.structured import Advance
 
 @dataclass(frozen=True)
 class GuidedDraft:
-    """A draft as a grammar leaves it.
+    """A draft after a grammar has changed it.
 
     Attributes:
-        forced: which tokens are the grammar's own.
-        kept: how many of the first are what the drafter guessed.
+        forced: which tokens the grammar put there.
+        kept: how many leading tokens are still those of the drafter.
     """
 
     token_ids: list[int]
@@ -21,10 +21,10 @@ class GuidedDraft:
 
 
 class DraftGuide:
-    """A `Guide` that can go ahead along a draft, and back.
+    """The state of one sample in its grammar, which can walk along a draft and back.
 
     Args:
-        ends: tokens behind which nothing follows.
+        ends: tokens that end the output.
 
     Attributes:
         problem: why a token was refused.
@@ -35,28 +35,28 @@ class DraftGuide:
         self.problem = ""
 
     def advance(self, token: int) -> Advance:
-        """Take in a token of the output."""
+        """Append a token of the output; there is no way back from it."""
         raise NotImplementedError
 
     def forced(self) -> list[int]:
-        """The only tokens that may follow, as far as they are certain."""
+        """The tokens that must come next, as far as there is only one possibility."""
         raise NotImplementedError
 
     def try_token(self, token: int) -> bool:
-        """Go one token ahead, if it is allowed; whether it is."""
+        """Walk ahead by this token if it is allowed; returns whether it is."""
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Go back by one token."""
+        """Walk back by one token."""
         raise NotImplementedError
 
     @property
     def complete(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether the output is complete, so that nothing can follow."""
         raise NotImplementedError
 
     def enter(self, token: int) -> bool:
-        """Go one token ahead; whether there is anything to allow behind it."""
+        """Walk ahead by this token; returns whether it was allowed and anything can follow it."""
         if not self.try_token(token):
             return False
         if token in self._ends:
@@ -65,14 +65,16 @@ class DraftGuide:
         return True
 
     def follow(self, guess: Sequence[int], room: int, certain: bool) -> GuidedDraft:
-        """Where the grammar leaves a choice take the guess, elsewhere its own tokens.
+        """Take the drafter's token where the grammar leaves a choice, else the forced token.
 
-        Whether a guess is replaced depends on the tokens before it alone. So a sampled one is
-        never dropped because of what it is: one that the grammar refuses stays, to be refused.
+        Whether a draft token is replaced depends only on the tokens before it. A sampled token is
+        never dropped because of what it is, which would bias the output: one that the grammar does
+        not allow stays in the draft, and verification rejects it.
 
         Args:
-            room: tokens at most.
-            certain: the guess was not sampled.
+            guess: the drafter's tokens.
+            room: maximum number of tokens.
+            certain: the drafter's tokens were not sampled.
         """
         path = GuidedDraft([], [], 0)
         tokens, own, kept, walked = path.token_ids, True, 0, 0

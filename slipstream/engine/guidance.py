@@ -1,8 +1,9 @@
-"""The host's part in steps whose requests follow grammars, between proposal and verdict.
+"""The host's part of steps with grammars, between drafting and verification.
 
-Before the proposal, what a grammar allows next goes to the sampling state, where drafters find it.
-Then the draft comes to the host in one copy. Grammars walk it, put in what they force, and say what
-may stand in each of its places, which goes back to the device for the verdict.
+Before drafting, the mask of the next allowed tokens goes to the sampling state, which drafters
+read. Then the draft is copied to the host. Each grammar walks along its request's draft, puts the
+tokens in that it forces, and computes a mask of allowed tokens for every position. Draft and masks
+are copied back to the device, for verification.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from slipstream.speculative.drafter import Draft
 
 @dataclass
 class _Proposed:
-    """One request's draft on the host; `parents` of its nodes where it is a tree."""
+    """One request's draft on the host; `parents` of its nodes if it is a tree."""
 
     token_ids: list[int]
     one_hot: bool
@@ -37,8 +38,9 @@ class _Steered:
     """A batch's draft after grammars have changed it, on the host.
 
     Attributes:
-        paths: of each request.
+        paths: the draft of each request.
         rows: (request, place) of each row of `masks`.
+        masks: [rows, words] int32, bits of the allowed tokens.
     """
 
     paths: list[GuidedDraft]
@@ -55,12 +57,12 @@ class SteeredDraft:
     """A draft after grammars have changed it, as tensors on the device.
 
     Attributes:
-        token_ids: [R, K] int64, in place of the draft's.
+        token_ids: [R, K] int64, replaces that of the `Draft`.
         num_tokens: [R] int64.
-        certain: [R, K] bool, tokens of which the grammar was certain.
-        kept: [R] int64, how many of the first are what the drafter proposed.
-        allowed: [N, ceil(V / 32)] int32, see `SampleRows`; a request's first row is filled in from
-            the sampling state.
+        certain: [R, K] bool, tokens that a grammar forced.
+        kept: [R] int64, how many leading tokens are still those of the drafter.
+        allowed: [N, ceil(V / 32)] int32, see `SampleRows`; the step copies a request's first row
+            from the sampling state.
     """
 
     token_ids: Tensor
@@ -70,15 +72,15 @@ class SteeredDraft:
     allowed: Tensor
 
     def replace(self, batch: DeviceBatch, draft: Draft) -> tuple[DeviceBatch, Draft, Tensor]:
-        """The batch and the draft as the grammars have them, and `allowed`."""
+        """The batch and the draft with the changes of the grammars, and `allowed`."""
         probs = draft.probs
         missing = self.token_ids.shape[1] - draft.token_ids.shape[1]
         if probs is not None and missing:
             probs = pad(probs, (0, 0, 0, missing))
-        # Of padding nothing is known here.
+        # The rows of padding are not filled in.
         num_tokens = torch.where(batch.at_end, self.num_tokens, 0)
         confidences = draft.confidences
-        if confidences is not None:  # nobody has any in a token of the grammar's own
+        if confidences is not None:  # a grammar's own tokens have none
             place = torch.arange(self.token_ids.shape[1], device=num_tokens.device)
             confidences = pad(confidences, (0, missing))
             confidences = confidences.masked_fill(place >= self.kept.unsqueeze(1), torch.nan)
@@ -95,10 +97,10 @@ class SteeredDraft:
 
 @dataclass(frozen=True)
 class DraftSteering:
-    """The host's part in the middle of one step: called with the draft, it steers it.
+    """The host's part of one step: called with the draft, it returns the steered one.
 
-    In a captured step the draft is that of a bucket of requests, and what the rest of the step
-    reads are tensors of the guidance's own, which are filled in each time.
+    In a captured step the draft has the rows of a whole bucket. The rest of the step then reads
+    fixed tensors (`buffers`), which are filled in each time.
     """
 
     guidance: "Guidance"
@@ -113,16 +115,16 @@ class DraftSteering:
         return self.guidance.buffers(*draft.token_ids.shape)
 
     def fill(self, draft: Draft) -> SteeredDraft:
-        """Steer a bucket's draft: the buffers, filled in."""
+        """Steer the draft of a bucket; returns the buffers, filled in."""
         return self.guidance.steer_padded(self.batch, self.packed, draft)
 
 
 class Guidance:
-    """Steers drafts through grammars.
+    """Makes drafts follow the grammars of their requests.
 
     Args:
         most_drafts: K of the engine.
-        ranks: the leader walks the grammars, and tells the others what they say.
+        ranks: the leader walks the grammars, and sends the results to the others.
     """
 
     def __init__(
@@ -131,10 +133,10 @@ class Guidance:
         self._agree = ranks.agree
         self._grammars, self._sampling, self._most_drafts = grammars, sampling, most_drafts
         self._words = -(-sampling.vocab_size // 32)
-        self._largest: SteeredDraft | None = None  # what captured steps read, for every bucket
+        self._largest: SteeredDraft | None = None  # buffers of the largest captured step
 
     def begin(self, batch: Batch, packed: PackedBatch) -> DraftSteering:
-        """Tell the device what may come next; how to steer what is drafted for it."""
+        """Copy the masks of the next tokens to the device; returns what steers the draft."""
         asked = [
             item.request
             for item in batch.requests
@@ -148,14 +150,14 @@ class Guidance:
         return DraftSteering(self, batch, packed)
 
     def _first_masks(self, asked: Sequence[Request]) -> Tensor:
-        """[requests, words], what may come next."""
+        """[requests, words], bits of the tokens that may come next."""
         masks = self._grammars.masks(len(asked))
         guides = [guide for request in asked if (guide := _guide(request)) is not None]
         self._grammars.fill(masks, [(guide, row, []) for row, guide in enumerate(guides)])
         return masks
 
     def steer(self, batch: Batch, packed: PackedBatch, draft: Draft) -> SteeredDraft:
-        """For exactly these requests, whose rows follow one another."""
+        """Steer the draft of a batch without padding."""
         steered = self._agree(lambda: self._steered(batch, packed, draft))
         device = self._sampling.device
         counts = steered.counts
@@ -170,7 +172,7 @@ class Guidance:
         return SteeredDraft(tokens.contiguous(), numbers[:, -2], certain != 0, kept, allowed)
 
     def steer_padded(self, batch: Batch, packed: PackedBatch, draft: Draft) -> SteeredDraft:
-        """For a bucket of requests, whose tensors stay where they are."""
+        """Steer the draft of a captured batch; returns the buffers, filled in."""
         bucket, width = draft.token_ids.shape
         buffers = self.buffers(bucket, width)
         steered = self._agree(lambda: self._steered(batch, packed, draft))
@@ -184,7 +186,7 @@ class Guidance:
         return buffers
 
     def buffers(self, bucket: int, width: int) -> SteeredDraft:
-        """Tensors for so many requests and draft tokens that stay where they are."""
+        """Fixed tensors for `bucket` requests of `width` draft tokens, as views of the largest."""
         most = self._largest
         if most is None:
             requests, device = self._sampling.max_num_seqs, self._sampling.device
@@ -206,7 +208,7 @@ class Guidance:
         )
 
     def _steered(self, batch: Batch, packed: PackedBatch, draft: Draft) -> _Steered:
-        """Let every grammar walk its request's draft, and say what it allows."""
+        """Walk every request's draft by its grammar, and compute the masks of all positions."""
         proposed = _fetch(draft, len(batch.requests))
         paths: list[GuidedDraft] = []
         walks: list[_Walk] = []
@@ -217,7 +219,7 @@ class Guidance:
                 continue
             path = _as_proposed(own)
             if own.parents is None:
-                # Behind rows that are read again for their features drafters want no drafts.
+                # A request whose last cached token is computed again gets no further drafts.
                 rereads = bool(packed.rereads and packed.rereads[index])
                 room = len(own.token_ids) if rereads else item.num_draft_tokens
                 path = guide.follow(own.token_ids, room, own.one_hot)
@@ -230,7 +232,7 @@ class Guidance:
         return _Steered(paths, rows, masks)
 
     def _fill(self, masks: Tensor, walks: Sequence["_Walk"]) -> None:
-        """The rows behind every draft token; those that nothing reaches stay as they are."""
+        """Fill the mask behind every draft token that its grammar allows."""
         chains: list[tuple[DraftGuide, int, list[int]]] = []
         row = 0
         for walk in walks:
@@ -245,7 +247,7 @@ class Guidance:
             guide.leave()
 
     def _fill_tree(self, masks: Tensor, row: int, walk: "_Walk", parent: int) -> None:
-        """The rows of the nodes below `parent`."""
+        """Fill the masks of the nodes below `parent`."""
         assert walk.parents is not None
         for node in range(parent + 1, walk.size + 1):
             if walk.parents[node] == parent and walk.guide.enter(walk.token_ids[node - 1]):
@@ -254,20 +256,20 @@ class Guidance:
                 walk.guide.leave()
 
     def _spread(self, allowed: Tensor, steered: _Steered, firsts: Sequence[int]) -> None:
-        """Write the masks to the rows of logits that they are for."""
+        """Write the masks to the rows of `allowed` that they belong to."""
         if steered.rows:
             places = [firsts[request] + place for request, place in steered.rows]
             rows = upload(places, self._sampling.device)
             allowed.index_copy_(0, rows, self._sent(steered.masks))
 
     def _sent(self, masks: Tensor) -> Tensor:
-        """On the device, for the model's tokens."""
+        """Masks on the device, cut to the model's vocabulary."""
         return send(masks[:, : self._words].contiguous(), self._sampling.device)
 
 
 @dataclass
 class _Walk:
-    """A request's draft that its grammar looks along."""
+    """A request's draft, and the grammar that walks along it."""
 
     index: int
     guide: DraftGuide
@@ -286,7 +288,7 @@ def _guide(request: Request) -> DraftGuide | None:
 
 
 def _fetch(draft: Draft, requests: int) -> list[_Proposed]:
-    """The first requests' drafts, in one copy."""
+    """The drafts of the first `requests` on the host, by one copy."""
     width = draft.token_ids.shape[1]
     parts = [draft.num_tokens.unsqueeze(1), draft.one_hot.unsqueeze(1), draft.token_ids]
     if draft.tree is not None:
@@ -308,7 +310,7 @@ def _as_proposed(proposed: _Proposed) -> GuidedDraft:
 
 
 def _columns(paths: Sequence[GuidedDraft], width: int) -> list[list[int]]:
-    """One row per path: its tokens, which of them were forced, their number, how many were kept."""
+    """A row per path: its tokens, which of them were forced, their number, how many were kept."""
     rows = []
     for path in paths:
         padding = [0] * (width - len(path.token_ids))

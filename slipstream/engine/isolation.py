@@ -1,4 +1,4 @@
-"""Finds the request that makes steps fail: after a failure they are tried one by one."""
+"""Finds the request that makes steps fail, by running requests one by one after a failure."""
 
 from collections.abc import Sequence
 
@@ -10,37 +10,37 @@ from slipstream.engine.scheduler import Scheduler
 class Isolation:
     """Keeps requests apart until it is known which of them makes steps fail.
 
-    When a step fails, everybody is set aside. Those that took part come back one at a time, alone,
-    until they got beyond where they were: a request's noise is its own, so it meets the same step
-    again. A step that fails is the fault of the request that ran alone in it, and of no other. Once
-    that one is found, or nobody is left to be tried, all come back together.
+    When a step fails, all requests are set aside. Those that took part run one at a time, each
+    alone, until it has made a step's progress: noise is keyed by request, so it repeats the same
+    step. If a request's step fails while it runs alone, it is to blame. Once that one is found, or
+    all have been tried, the others come back together.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._aside: dict[Request, bool] = {}  # whether they are still to be tried
+        self._aside: dict[Request, bool] = {}  # True: still to be tried
         self._trial: Request | None = None
         self._trial_steps = 0
 
     @property
     def holds_any(self) -> bool:
-        """Whether anybody is set aside."""
+        """Whether any request is set aside."""
         return bool(self._aside)
 
     @property
     def is_over(self) -> bool:
-        """Whether the request that is tried has stood its trial, or has ended."""
+        """Whether the request that runs alone has made progress, or has ended."""
         trial = self._trial
         return trial is not None and (trial.finished or trial.num_steps > self._trial_steps)
 
     def active(self, requests: Sequence[Request]) -> list[Request]:
-        """Those of the requests that are not set aside."""
+        """The given requests without those that are set aside."""
         return [request for request in requests if request not in self._aside]
 
     def failed(self, took_part: Sequence[Request], everyone: Sequence[Request]) -> Request | None:
-        """A step failed: all are aside now but the one whose fault it is, if that is known."""
+        """Set all requests aside after a failed step; returns the one to blame, if it is known."""
         active = self.active(everyone)
-        suspects = {*took_part} or {*active}  # nobody ran: planning the step failed
+        suspects = {*took_part} or {*active}  # no request ran if planning failed
         alone = len(active) == 1 and (active == [*took_part] or active == [self._trial])
         blamed = active[0] if alone else None
         for request in everyone:
@@ -50,24 +50,24 @@ class Isolation:
         return blamed
 
     def newcomer(self, request: Request) -> None:
-        """While requests are tried, new ones wait."""
+        """Set a new request aside while others are tried."""
         if self._aside or self._trial is not None:
             self._aside[request] = False
             self._scheduler.set_aside(request)
 
     def release(self, request: Request) -> None:
-        """It is about to end, or is to run."""
+        """Bring a request back, because it is to run or about to end."""
         if self._aside.pop(request, None) is not None:
             self._scheduler.bring_back(request)
 
     def end_trial(self) -> None:
-        """Set the request aside that was tried; the scheduler has been told to forget it."""
+        """Set the request aside that was tried; the scheduler has dropped it already."""
         trial, self._trial = self._trial, None
         if trial is not None and not trial.finished:
             self._aside[trial] = False
 
     def proceed(self) -> None:
-        """Before a step: the next one to be tried comes back, or everybody."""
+        """Before a step, bring back the next request to be tried, or all if none is left."""
         if self._trial is not None or not self._aside:
             return
         untried = [request for request, suspected in self._aside.items() if suspected]

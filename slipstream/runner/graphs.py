@@ -1,4 +1,4 @@
-"""CUDA graphs of device work on a batch: captured once per size, replayed ever after."""
+"""CUDA graphs of the device's work on a batch: captured once for each size, then replayed."""
 
 import gc
 import logging
@@ -22,21 +22,21 @@ from slipstream.sampling.state import SamplingState, Uses
 logger = logging.getLogger("slipstream")
 
 T = TypeVar("T")
-# What the host makes of a value in the middle of a captured function.
+# Called between two graphs of a captured function, with a value that the host works on.
 Between = Callable[[Any], Any]
-# Called with a DeviceBatch and, if the host has a part in the middle of it, what does that part.
+# Called with a DeviceBatch and, if the host has a part in the middle, a function for that part.
 BatchFunction = Callable[..., T]
 
 LEAN = (frozenset[Uses](), frozenset({Uses.SAMPLING}))
-# What a graph has only where a request of its batch asks for it.
+# Features that a graph has only if a request of its batch uses them.
 OF_DRAFTS = frozenset({Uses.BLOCK, Uses.COUPLED})
 APART = OF_DRAFTS | {Uses.GRAMMAR, Uses.ADAPTER}
-# Words that must not be completed are looked for on the host.
+# Bad words are matched on the host, so no graph has them.
 FULL = frozenset(Uses) - {Uses.BAD_WORDS} - APART
-# Steps that could have had fewer rows, before a graph for them is captured: until then they have
-# lost about as much time as that takes.
+# How many steps could have had fewer rows before a graph for these is captured: by then they have
+# lost about as much time as capturing takes.
 WANTED_BEFORE_CAPTURE = 32
-# Held while a graph is captured: what other threads ask of the GPU meanwhile would break it.
+# Held while a graph is captured: work of other threads on the GPU would break the capture.
 CAPTURING = Lock()
 
 
@@ -51,15 +51,15 @@ class HostPart(Protocol):
     """The host's part in the middle of a captured function."""
 
     def buffers(self, given: Any) -> Any:
-        """The tensors that the rest of the function reads, which stay where they are."""
+        """The fixed tensors that the rest of the function reads."""
 
     def fill(self, given: Any) -> Any:
-        """Fill the buffers in with what the host makes of the tensors that it is given."""
+        """Compute on the host, from the tensors given, and write the results to the buffers."""
 
 
 @dataclass(frozen=True)
 class _Key:
-    """`rows` of the target's pass; None: width + 1 for each request of the bucket."""
+    """What a graph is for. `rows`: of the target's pass; None: width + 1 for each request."""
 
     name: str
     bucket: int
@@ -71,7 +71,7 @@ class _Key:
 
 @dataclass(eq=False)
 class _Captured(Generic[T]):
-    """The numbers that a captured call reads, and how to run it on them."""
+    """A captured call: the tensor of numbers that it reads, and what replays it."""
 
     columns: Tensor
     replay: Callable[[Between], T]
@@ -91,8 +91,8 @@ class Recorder:
         """A function that repeats the call's device work and returns the same tensors again.
 
         Args:
-            function: is captured as one graph, or as two with what it is called with in between.
-            buffers: what that gives while it is captured.
+            function: captured as one graph, or as two if it calls its argument in between.
+            buffers: stands in for that argument during the capture.
         """
         with CAPTURING:
             return self._captured(function, buffers)
@@ -106,7 +106,7 @@ class Recorder:
             function(buffers)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graphs: list[torch.cuda.CUDAGraph] = []
-        values: list[Any] = []  # what the host is given behind each graph but the last
+        values: list[Any] = []  # what the host gets behind each graph but the last
         # Collecting a dropped graph's memory in the middle of a capture would break it.
         collects = gc.isenabled()
         gc.disable()
@@ -143,13 +143,13 @@ class GraphRunner:
     """Runs functions of a batch by replaying graphs of them.
 
     A batch is padded to the next bucket with requests that have no tokens, compute nothing and
-    gain nothing; so capturing disturbs nobody and can be done at any time. All graphs share one
-    memory pool: what a replay returns is good until the next one.
+    gain nothing. A capture runs on padding alone, so it can be done at any time. All graphs share
+    one memory pool, so the results of a replay are valid only until the next one.
 
     Args:
-        form: the sizes that graphs are for: a batch takes the smallest that holds it.
+        form: the sizes that are captured; a batch takes the smallest that holds it.
         recorder: captures a call.
-        of_drafts: what all sampled requests use where they draft.
+        of_drafts: features that all sampled requests use in steps with drafts.
         adapted: requests may have adapters.
     """
 
@@ -180,11 +180,12 @@ class GraphRunner:
         host: HostPart | None = None,
         packs: bool = False,
     ) -> T:
-        """`function` of the packed batch; the first rows of what it returns are its requests'.
+        """`function(batch)` for the packed batch, whose requests have the first rows of the result.
 
         Args:
-            host: its part in the middle of the function.
-            packs: it has a pass of the target, over one known token of each request and its draft.
+            host: the host's part in the middle of the function, if it has one.
+            packs: the function runs the target over a known token and the draft of each request, so
+                it may be captured with fewer rows.
         """
         key = self._key(name, packed, packs)
         captured: _Captured[T] | None = self._graphs.get(key)
@@ -192,7 +193,7 @@ class GraphRunner:
             captured = self._capture(key, function, host)
         columns = self._padded(packed.columns(key.width), key.bucket)
         if columns != captured.last_columns:
-            captured.last_columns = None  # an interrupt may come before they are there
+            captured.last_columns = None  # in case the copy is interrupted
             captured.columns.copy_(upload(columns, self._state.device))
             captured.last_columns = columns
         return captured.replay(_nothing if host is None else host.fill)
@@ -204,8 +205,8 @@ class GraphRunner:
         guessed: bool,
         progress: Callable[[int], None],
     ) -> None:
-        """Capture what plain requests need, the largest first, so that the rest fits into its
-        memory."""
+        """Capture the graphs of requests without rare features; the largest first, so that smaller
+        ones fit into its memory."""
         for key in self._lean_keys(name, guessed):
             self._capture(key, function)
             progress(1)
@@ -246,7 +247,7 @@ class GraphRunner:
         return self._with_fewer_rows(key, num_rows) if packs else key
 
     def _with_fewer_rows(self, key: _Key, num_rows: int) -> _Key:
-        """With the smallest total that holds so many, of those captured or wanted often enough."""
+        """The key with the fewest rows that suffice and that is captured, or is wanted often."""
         totals = self._form.totals(key.bucket, key.width)
         fitting = [replace(key, rows=rows) for rows in totals[:-1] if rows >= num_rows]
         if fitting and fitting[0] not in self._graphs:
@@ -256,7 +257,7 @@ class GraphRunner:
         return next((packed for packed in fitting if packed in self._graphs), key)
 
     def _padded(self, columns: list[list[int]], bucket: int) -> list[list[int]]:
-        """Columns for requests without tokens behind those of the packed."""
+        """The columns, extended by those of requests without tokens."""
         missing = bucket - len(columns[0])
         slots, *rest = columns
         padding = [0] * missing

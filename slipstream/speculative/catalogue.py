@@ -1,4 +1,4 @@
-"""Every drafting method, and which of them a checkpoint is for. A new method is one line here."""
+"""All drafting methods, and which one a checkpoint belongs to. A new method is one line here."""
 
 from collections.abc import Collection, Mapping
 from importlib import import_module
@@ -6,8 +6,9 @@ from typing import Any, Final
 
 from slipstream.speculative.method import CheckpointSigns, Method
 
-# Their folders. A checkpoint is one for the first method that recognises it: kinds look alike,
-# heads say `LlamaForCausalLM` and differ by a key or a tensor, and any model may be a draft model.
+# The folders of the methods. A checkpoint belongs to the first method that recognises it. The order
+# matters: heads of several kinds say `LlamaForCausalLM` and differ only by a key or a tensor, and
+# any language model may be a draft model.
 _FOLDERS = (
     "mtp",
     "dflash2",
@@ -35,7 +36,7 @@ def _method(folder: str) -> Method:
 
 
 METHODS: Final = {method.name: method for method in map(_method, _FOLDERS)}
-DRAFT_MODEL: Final = "draft_model"  # the kind of any language model
+DRAFT_MODEL: Final = "draft_model"  # any language model is of this kind
 
 
 def method_named(name: str) -> Method | None:
@@ -49,11 +50,11 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
 
     Args:
         config: the content of config.json.
-        tensor_names: as stored, or canonical; none when the weights are not there.
+        tensor_names: as stored, or canonical; empty if the weights are not there.
 
     Returns:
-        A method's name or variant, or what the speculators library calls a kind that has no method
-        here; `DRAFT_MODEL` for an ordinary language model.
+        The name of a method or variant, or the speculators library's name of a kind that is not
+        supported here; `DRAFT_MODEL` for an ordinary language model.
     """
     wrapped = config.get("speculators_model_type")
     if wrapped is not None:
@@ -66,6 +67,6 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
 
 
 def kind_of_drafter(config: Mapping[str, Any]) -> str | None:
-    """The kind of a checkpoint that only drafts, from config.json alone; None for any other."""
+    """The kind of a checkpoint that can only draft, from config.json alone; None for others."""
     kind = recognise(config, ())
     return None if kind == DRAFT_MODEL else kind

@@ -1,4 +1,4 @@
-"""From a `speculative_config` to a drafter in memory."""
+"""Reads a `speculative_config` and loads the drafter that it names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,29 +22,31 @@ from slipstream.speculative.trees.shapes import TokenTree, read_tree, require_co
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 AUTO = "auto"
-# Most draft tokens where the engine chooses; of drafters that look up, whose guesses cost nothing.
+# The largest K where the engine chooses; the second for drafters that look up matches at no cost.
 MOST_CHOSEN, MOST_LOOKED_UP = 7, 12
 
 
 class Loader(Protocol):
-    """What a method's module offers: itself, or for heads what it calls `HEAD`."""
+    """The interface of a method's module, or for heads of its `HEAD`."""
 
     def read_options(self, options: Options) -> Any:
         """The method's own frozen config."""
 
     def load(self, config: Any, target: TargetModel) -> LoadedDrafter:
-        """Its weights, checked against the target."""
+        """Load the weights, and check that they fit the target."""
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """A resolved `speculative_config`: the drafter and the most tokens it guesses a step.
+    """A resolved `speculative_config`.
 
-    `adaptive`: how many it guesses is chosen step by step.
-    `verification`: of all requests; None: coupled for those with a seed, rejection for others.
-    `synthetic_rates` are a benchmark's lists of conditional acceptance rates, of which each request
-    takes one by its seed; empty verifies for real.
-    `enforce_eager`: no step is to be captured, since target and drafter are captured together.
+    Attributes:
+        num_speculative_tokens: the largest number of draft tokens per step.
+        adaptive: the number is chosen step by step.
+        verification: of all requests; None: coupled for requests with a seed, rejection for others.
+        synthetic_rates: a benchmark's lists of conditional acceptance rates, one of which each
+            request takes by its seed; empty: verification is real.
+        enforce_eager: no step is captured. (Target and drafter are captured together.)
     """
 
     method: str | None
@@ -61,10 +63,10 @@ class Choice:
     """A drafter that was named and is not loaded yet.
 
     Attributes:
-        given: `num_speculative_tokens`, if it was given; where it is "auto", the most.
+        given: `num_speculative_tokens`, if it was given; for "auto" the largest.
         adaptive: whether it is "auto".
-        proposed: as many as the drafter itself proposes, if it does.
-        config: its method's own.
+        proposed: the number that the drafter's checkpoint proposes, if it does.
+        config: the method's own config.
     """
 
     method: Method
@@ -78,7 +80,7 @@ class Choice:
         return self.method.name
 
     def load(self, target: TargetModel, tree: TokenTree | None = None) -> LoadedDrafter:
-        """Its weights, checked against the target; to draft in this tree, if any."""
+        """Load the weights, and check that they fit the target and the tree, if there is one."""
         loader, config = _loader(self.method), self.config
         if isinstance(config, ModelOptions):
             config = replace(config, adaptive=self.adaptive)
@@ -89,7 +91,7 @@ class Choice:
 
 
 def choose(options: Options) -> Choice:
-    """Take the method and what it wants to know; UsageError for an unknown method or value."""
+    """Take the method and its options; UsageError for an unknown method or value."""
     kind, num_tokens = _find(options)
     method = _method(options, kind)
     adaptive = options.peek("num_speculative_tokens") == AUTO
@@ -103,15 +105,15 @@ def choose(options: Options) -> Choice:
 
 
 def describe_head(kind: str, checkpoint: HeadCheckpoint) -> HeadConfig | None:
-    """What a checkpoint of this kind (`recognise`) is; None for whole language models."""
+    """The config of a head of this kind (see `recognise`); None for whole language models."""
     method = METHODS.get(kind)
     loader = _loader(method) if method is not None and method.is_head else None
     return loader.describe(checkpoint) if isinstance(loader, HeadMethod) else None
 
 
 def describe_own_head(checkpoint: HeadCheckpoint) -> str | None:
-    """What a language model's checkpoint has beside it to draft with, or why that cannot be used;
-    None for nothing."""
+    """In words, the drafting head within a language model's checkpoint, or why it cannot be used;
+    None if there is none."""
     if not own_drafter_tensors(checkpoint.tensor_names):
         return None
     name = next(method.name for method in METHODS.values() if method.in_target)
@@ -159,8 +161,8 @@ def _loader(method: Method) -> Loader:
 
 
 def _find(options: Options) -> tuple[str, int | None]:
-    """The kind of the drafter's checkpoint and the K that it proposes, if it does; only where there
-    is a checkpoint that will be loaded."""
+    """The kind of the drafter's checkpoint and the K that it proposes, if any. `DRAFT_MODEL` and
+    None if no checkpoint will be loaded, or the named method does not need to know."""
     model, revision, given = map(options.peek, ("model", "revision", "method"))
     if not isinstance(model, str) or model in METHODS:
         return DRAFT_MODEL, None
@@ -177,7 +179,7 @@ def _find(options: Options) -> tuple[str, int | None]:
 
 
 def _method(options: Options, kind: str) -> Method:
-    """The method that is named, or the one for a checkpoint of this kind."""
+    """The method that is named, or else the one of a checkpoint of this kind."""
     given, model = options.take_str("method", None), options.peek("model")
     method = _implied(options, None) if given is None else method_named(given)
     if method is None and given is not None:
@@ -206,7 +208,7 @@ def _method(options: Options, kind: str) -> Method:
 
 
 def _implied(options: Options, kind: str | None) -> Method | None:
-    """The method that a key means, for checkpoints of this kind (None: without one)."""
+    """The method that a key implies for checkpoints of this kind; None: without a checkpoint."""
     for method in METHODS.values():
         key = method.implied_by
         if key is not None and method.parallel_of == kind and options.peek(key) is not None:
@@ -215,7 +217,7 @@ def _implied(options: Options, kind: str | None) -> Method | None:
 
 
 def _method_of(options: Options, kind: str) -> Method:
-    """The method for a checkpoint's kind: language models can draft in more than one way."""
+    """The method for a checkpoint of this kind; for a language model, keys may decide."""
     implied = _implied(options, kind)
     if implied is not None:
         return implied
@@ -246,7 +248,7 @@ def _num_speculative_tokens(options: Options) -> int | None:
 def _require_trees(
     method: Method, verification: Verification | None, rates: tuple[tuple[float, ...], ...]
 ) -> None:
-    """Raise UsageError where there are no trees."""
+    """Raise UsageError if the method or the verification does not work with trees."""
     if not method.drafts_trees:
         names = " and ".join(sorted(it.name for it in METHODS.values() if it.drafts_trees))
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What a drafting method says of itself before any of its code is imported."""
+"""The description of a drafting method, which is known before its code is imported."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CheckpointSigns:
-    """What tells the kinds of drafters apart.
+    """The properties of a checkpoint by which kinds of drafters are recognised.
 
     Attributes:
         config: the content of config.json.
-        names: of the tensors, without a leading `model.`; none where the weights are not there.
+        names: of the tensors, without a leading `model.`; empty if the weights are not there.
     """
 
     config: Mapping[str, Any]
@@ -35,17 +35,17 @@ class Method:
         name: its `method` in a `speculative_config`.
         module: where its options are read and its drafter is loaded; imported when it is used.
         spellings: other values of `method` that mean it.
-        recognise: whether a checkpoint is one for it, or as which of `variants`.
-        weight_files: names of files that hold weights of no other method.
+        recognise: whether a checkpoint is one of this method; or the name in `variants` that it is.
+        weight_files: names of weight files that only this method has.
         library_names: what the speculators library calls its checkpoints.
-        is_head: its checkpoints are drafting heads; the module says in `HEAD` how they are loaded.
-        drafts_trees: it can draft trees of tokens.
-        without_model: it is named where others name a checkpoint.
-        in_target: the target's own checkpoint may hold its network.
-        parallel_of: the method that drafts one by one with a network of the same shape, where
-            `parallel_drafting` chooses between them.
-        implied_by: a key of a `speculative_config` that means it where no method is named.
-        match_keys: the keys for its shortest and its longest match, if it looks matches up.
+        is_head: its checkpoints are drafting heads, which the module's `HEAD` loads.
+        drafts_trees: it can draft token trees.
+        without_model: it needs no checkpoint, so `model` may have the method's name instead.
+        in_target: the target's own checkpoint may have its network.
+        parallel_of: the autoregressive method with a network of the same shape; the key
+            `parallel_drafting` chooses between the two.
+        implied_by: a key of a `speculative_config` that means this method if none is named.
+        match_keys: the keys for its shortest and longest match, if it looks up matches.
     """
 
     name: str
