@@ -1,4 +1,4 @@
-"""What a user gets back."""
+"""The outputs of requests, and their metrics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from slipstream.core.errors import GenerationError
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One candidate for a token's place, by the target's raw logits.
+    """The log probability of one candidate for a token, by the target's raw logits.
 
     `rank` counts from 1; `decoded_token` is the candidate's own text.
     """
@@ -24,9 +24,10 @@ class TokenOrigin(NamedTuple):
     """Where an output token came from.
 
     Attributes:
-        kind: "accepted" is a draft token; "bonus" is the target's own behind a wholly accepted
-            draft, "recovered" in place of a refused draft token, "plain" where nothing was drafted.
-        position: its place in the draft, from 0; None for those that have none.
+        kind: "accepted": a draft token. Or a token of the target's own: "bonus" behind a draft that
+            was accepted as a whole, "recovered" in place of a rejected draft token, "plain" where
+            nothing was drafted.
+        position: its position in the draft, from 0; None for "bonus" and "plain".
     """
 
     kind: Literal["accepted", "bonus", "recovered", "plain"]
@@ -35,7 +36,7 @@ class TokenOrigin(NamedTuple):
 
 @cache
 def token_origin(place: int, num_draft_tokens: int, num_accepted: int) -> TokenOrigin:
-    """How the token at `place` of those that one step gave a request came about."""
+    """The origin of token number `place` of those that one step gave a request."""
     if place < num_accepted:
         return TokenOrigin("accepted", place)
     if not num_draft_tokens:
@@ -62,10 +63,11 @@ class RequestMetrics:
     1 + num_accepted_tokens / num_drafts. Times are seconds of a monotonic clock.
 
     Attributes:
-        num_steps_by_draft_tokens: how many steps that gave tokens drafted 0, 1, .. of them.
-        refused_drafting_seconds: of drafting, the part of the draft tokens that were refused.
-        decode_seconds: what those steps without prompts took whose costs without drafts are known.
-        plain_seconds: what plain decoding would have taken for the tokens of these steps.
+        num_steps_by_draft_tokens: number of steps that gave tokens, by how many tokens they had
+            drafted: 0, 1, ...
+        refused_drafting_seconds: time spent drafting tokens that were rejected.
+        decode_seconds: time of steps without prompts for which plain decoding's cost is known.
+        plain_seconds: estimated time of plain decoding for the tokens of these steps.
     """
 
     num_drafts: int = 0
@@ -86,10 +88,11 @@ class RequestMetrics:
     def count_draft(
         self, num_draft_tokens: int, num_accepted: int, num_positions: int | None = None
     ) -> None:
-        """Take in the verdict on one draft, or that a step had none.
+        """Count the verdict on one draft, or a step without a draft.
 
         Args:
-            num_positions: of its tokens, where that is not their number: a tree's depth.
+            num_positions: number of positions of the draft tokens, for a tree its depth; None for
+                a chain, where it is their number.
         """
         chosen = self.num_steps_by_draft_tokens
         if len(chosen) <= num_draft_tokens:
@@ -108,7 +111,7 @@ class RequestMetrics:
             counts[position] += 1
 
     def snapshot(self) -> "RequestMetrics":
-        """A copy that later steps leave alone."""
+        """A copy, which later steps do not change."""
         return RequestMetrics(
             self.num_drafts,
             self.num_draft_tokens,
@@ -127,11 +130,11 @@ class RequestMetrics:
         )
 
     def restore(self, earlier: "RequestMetrics") -> None:
-        """Take back what was counted since this snapshot, which becomes a part of these metrics."""
+        """Undo what was counted since this snapshot, whose values these metrics take over."""
         vars(self).update(vars(earlier))
 
     def add(self, other: "RequestMetrics", sign: int = 1) -> None:
-        """Add the counts of speculation and of steps, or with sign -1 take them away."""
+        """Add the counts of speculation and of steps, or with sign -1 subtract them."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
         for name in _SUMS_BY_PLACE:
@@ -152,13 +155,13 @@ class RequestMetrics:
 
     @property
     def estimated_speedup(self) -> float | None:
-        """How many times as fast as plain decoding the decode steps were; None where costs are not
-        known, as they are with `num_speculative_tokens="auto"` alone."""
+        """Estimated speed relative to plain decoding; None if costs are not known, which only
+        `num_speculative_tokens="auto"` measures."""
         return self.plain_seconds / self.decode_seconds if self.decode_seconds > 0 else None
 
     @property
     def mean_draft_tokens(self) -> float:
-        """Draft tokens per step that gave tokens."""
+        """Mean number of draft tokens of steps that gave tokens."""
         return self.num_draft_tokens / max(sum(self.num_steps_by_draft_tokens), 1)
 
     @property
@@ -179,10 +182,10 @@ class CompletionOutput:
     Attributes:
         logprobs: per token, candidates by token id; None unless asked for.
         from_draft: per token, whether it is an accepted draft token.
-        finish_reason: "stop", "length", "abort", or "error" where a grammar could not be followed
-            any further, or the model's logits are not finite; None while it runs.
-        stop_reason: the stop string or stop token id that ended it, if one did; of an error, what
-            was wrong.
+        finish_reason: "stop", "length", "abort", or "error" (the grammar allows no further token,
+            or the model's logits are not finite); None while it runs.
+        stop_reason: the stop string or stop token id that ended it, if one did; for an error, its
+            cause.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""Counts and times of an engine since it started."""
+"""Totals of counts and times since the engine started."""
 
 from dataclasses import dataclass, field, replace
 
@@ -13,9 +13,9 @@ class StepEstimate:
     """What speculation cost in a step, and what plain decoding would have cost.
 
     Attributes:
-        num_requests: of the step.
+        num_requests: requests of the step.
         drafting: seconds per draft token.
-        seconds: of a decode step whose costs without drafts are known; 0 of others.
+        seconds: time of a decode step for which `plain` is known, else 0.
         plain: estimated seconds of that step without drafts.
     """
 
@@ -26,8 +26,10 @@ class StepEstimate:
 
     @classmethod
     def of(cls, report: StepReport, costs: StepCosts | None) -> "StepEstimate":
-        """Args:
-        costs: of steps; None: not known.
+        """The estimate for a step.
+
+        Args:
+            costs: estimates of the time of steps; None: there are none.
         """
         batch, times = report.batch, report.times
         requests = len(batch.requests)
@@ -42,10 +44,10 @@ class StepEstimate:
         )
 
     def count(self, metrics: RequestMetrics, gained: Committed, share: float = 1.0) -> None:
-        """Take one request's share of the step into metrics.
+        """Count one request's share of the step in metrics.
 
         Args:
-            share: of the step's time that counts.
+            share: the share of the step's time that is counted.
         """
         if not (gained.token_ids or gained.num_draft_tokens):
             return
@@ -60,11 +62,13 @@ class StepEstimate:
 class EngineMetrics:
     """Totals over all requests; times in seconds.
 
-    `num_prompt_tokens` counts those that steps have computed, after a preemption again.
-    `num_broken` counts samples that ended because the model's logits were not finite.
-
-    `speculation` counts by the definitions of `RequestMetrics`; of a step's time each request has
-    an equal share. `adapters` counts the same for the requests of each adapter, by its name.
+    Attributes:
+        num_prompt_tokens: prompt tokens that steps computed; those that are computed again after a
+            preemption count again.
+        num_broken: samples that ended because the model's logits were not finite.
+        speculation: as `RequestMetrics` defines it; each request of a step has an equal share of
+            the step's time.
+        adapters: the same for the requests of each adapter, by its name.
     """
 
     num_steps: int = 0
@@ -79,12 +83,12 @@ class EngineMetrics:
     adapters: dict[str, RequestMetrics] = field(default_factory=dict)
 
     def snapshot(self) -> "EngineMetrics":
-        """A copy that later steps leave alone."""
+        """A copy, which later steps do not change."""
         adapters = {name: it.snapshot() for name, it in self.adapters.items()}
         return replace(self, speculation=self.speculation.snapshot(), adapters=adapters)
 
     def restore(self, earlier: "EngineMetrics") -> None:
-        """Take back what was counted since this snapshot, which becomes a part of these metrics."""
+        """Undo what was counted since this snapshot, whose values these metrics take over."""
         speculation = self.speculation
         speculation.restore(earlier.speculation)
         vars(self).update(vars(earlier) | {"speculation": speculation})
@@ -107,7 +111,7 @@ class EngineMetrics:
         step: StepEstimate,
         adapter: NamedAdapter | None = None,
     ) -> None:
-        """Take in one request's share of a step, of which stop conditions left `num_kept`."""
+        """Count one request's tokens of a step, of which stop conditions left `num_kept`."""
         self.num_output_tokens += num_kept
         self.num_broken += gained.broken
         step.count(self.speculation, gained, 1 / step.num_requests)
@@ -127,7 +131,7 @@ class EngineMetrics:
 
     @property
     def time_shares(self) -> dict[str, float]:
-        """Shares of the step time, by its parts."""
+        """The share of each part in the time of all steps."""
         seconds = self.seconds
         total = sum(seconds.values())
         return {name: value / total if total else 0.0 for name, value in seconds.items()}

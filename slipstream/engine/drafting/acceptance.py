@@ -1,12 +1,12 @@
-"""The chance that a draft token is accepted, learnt from what became of earlier ones.
+"""Estimates of the probability that draft tokens are accepted, from earlier results.
 
-All chances are conditional: of the token at a place, given that those before it were accepted.
-They are moving averages, so that what was long ago is forgotten. A request begins with the averages
-of the traffic, of which the conditional ones are right for somebody unknown: whoever had a second
-token accepted is likely one of those whose tokens are.
+A *chance* is the probability that the draft token at a position is accepted, given that all before
+it were. Chances are moving averages, so old results are forgotten. A new request begins with the
+averages of all traffic. Conditional averages are the right ones for a request that nothing is known
+about: if its second token is accepted, it is probably one of those with high acceptance.
 
-Where drafters tell how confident they are of a token, a table learns what that means: the chance by
-confidence, for everybody, and for each request a factor on it.
+If drafters give confidences, a table maps confidence to chance, for all requests together; and each
+request has a factor on it.
 """
 
 from collections import deque
@@ -19,30 +19,30 @@ from slipstream.core.request import Request
 MEMORY = 0.1  # weight of the latest result in a request's averages: half is forgotten in 7 results
 TRAFFIC_MEMORY = 0.02
 _NOISE = MEMORY / (2 - MEMORY)  # variance of such an average over that of a result
-UNKNOWN = 0.75  # chance before anything is known: optimistic, so that it is tried
-PRIOR_TRIALS = 2  # results that what a request begins with counts for
+UNKNOWN = 0.75  # initial chance: optimistic, so that drafting is tried
+PRIOR_TRIALS = 2  # number of results that the initial value counts as
 _BIN_MEMORY = 0.01
-_LUCK = 0.25  # some two standard deviations of a factor whose request is as all others
+_LUCK = 0.25  # about two standard deviations of the factor of an average request
 _LATEST = 0.3
 _FEWEST_DRAWN, _DRAWN_PLACES = 4, 3
 _MOST_FACTOR = 1.5
-_KNOWN_TRIALS, _MANY = 6, 64  # the same, once the traffic has told so much about the first place
-_STOPPED = 0.5  # weight of a token that was not to be had, since its chain had ended
-_EXAMINED = 8  # one request of every so many steps tells how reliable its chances are
-_RECENT = 128  # chains whose confidences are kept
-_MOST_JUDGED = 16  # requests of a step that are looked at; of larger batches they take turns
+_KNOWN_TRIALS, _MANY = 6, 64  # PRIOR_TRIALS, once the traffic has given so many results
+_STOPPED = 0.5  # weight, as a rejection, of a token that a chain lacks because it had ended
+_EXAMINED = 8  # every so many steps the prediction for one request is checked
+_RECENT = 128  # number of chains whose confidences are kept
+_MOST_JUDGED = 16  # about as many requests of a step are evaluated; they take turns
 
 
 @dataclass(slots=True, eq=False)
 class History:
-    """What is known of one request.
+    """The estimates for one request.
 
     Attributes:
-        chances: by place, from the first.
-        num_results: steps in which it had a draft.
+        chances: by position, from the first.
+        num_results: number of steps in which it had a draft.
         probed_at: the number of the step of its last probe.
-        factor: on the chances that follow from confidences.
-        probed: the place that a probe asks about, until its result is there; 0: none.
+        factor: multiplies the chances that follow from confidences.
+        probed: the position that a probe tries, until its result arrives; 0: none.
     """
 
     request: Request
@@ -54,7 +54,7 @@ class History:
 
     @property
     def rounded_factor(self) -> float:
-        """One of few values, so that few tables are made; 1 as long as luck may explain it."""
+        """Rounded, so that there are few different tables; 1 if it may differ from 1 by chance."""
         if abs(self.factor - 1) < _LUCK:
             return 1.0
         return round(self.factor * FACTOR_PARTS) / FACTOR_PARTS
@@ -62,11 +62,11 @@ class History:
 
 @dataclass(frozen=True)
 class Bin:
-    """Tokens whose predicted chance lies in one range.
+    """Draft tokens whose predicted chances are in one range.
 
     Attributes:
-        predicted: the sum of what was predicted.
-        accepted: how many were accepted, of `count`.
+        predicted: the sum of their predicted chances.
+        accepted: how many of the `count` tokens were accepted.
     """
 
     predicted: float = 0.0
@@ -76,7 +76,7 @@ class Bin:
 
 @dataclass(eq=False)
 class Reliability:
-    """How far predictions come true: all tokens that were judged, in bins by predicted chance."""
+    """How well chances are predicted: all verified tokens, in bins by predicted chance."""
 
     _sums: list[list[float]] = field(
         default_factory=lambda: [[0.0, 0.0, 0.0] for _ in range(NUM_BINS)]
@@ -106,7 +106,7 @@ class Acceptance:
         self._histories: dict[str, History] = {}
         self._chances = [UNKNOWN] * places
         self._num_results = [0] * places
-        # Before anything is known a confidence is taken at its word.
+        # At first a confidence is taken for the chance itself.
         self._by_confidence = [(place + 0.5) / NUM_BINS for place in range(NUM_BINS)]
         self._results_by_bin = [0] * NUM_BINS
         # Of the latest chains the confidences and the factor on what they mean.
@@ -141,9 +141,9 @@ class Acceptance:
             }
 
     def chances_of(self, histories: Sequence[History]) -> list[Sequence[float]]:
-        """The chances of several requests by place. Where they differ no more than moving averages
-        do by chance they are taken to be equal, else drawn to their mean (James and Stein 1961): of
-        many noisy averages the best are not as good as they look."""
+        """The chances of several requests by position, shrunk towards their mean (James and Stein
+        1961), since the best of many noisy averages are not as good as they look. If they differ no
+        more than noise does, they are taken to be equal."""
         if len(histories) < _FEWEST_DRAWN:
             return [self._drawn_to_traffic(it.chances) for it in histories]
         drawn = [list(it.chances) for it in histories]
@@ -158,8 +158,8 @@ class Acceptance:
         return list[Sequence[float]](drawn)
 
     def _drawn_to_traffic(self, chances: Sequence[float]) -> Sequence[float]:
-        """Where a request differs from the traffic no more than by chance, it is taken to be like
-        it."""
+        """The chances of one request, shrunk towards those of the traffic; equal to them if they
+        differ no more than noise does."""
         pairs, drawn = zip(chances, self._chances, strict=True), []
         for own, usual in pairs:
             off, noise = own - usual, usual * (1 - usual) * _NOISE
@@ -167,9 +167,9 @@ class Acceptance:
         return drawn
 
     def recent_chances(self, number: int) -> list[Sequence[float]]:
-        """The chances of so many chains by place, as the latest were by their confidences; behind
-        what those had drafted, what the traffic's are. They tell how chances are spread over
-        the requests and places of a step, not whose they are."""
+        """The chances by position of the latest `number` chains, from their confidences, and behind
+        their ends from the traffic. They show how chances are spread over the requests and
+        positions of a step, not which request has which."""
         chains = [
             [self._chance_of(confidence, factor) for confidence in confidences]
             for confidences, factor in list(self._recent)[-number:]
@@ -178,19 +178,20 @@ class Acceptance:
         return [(*chain, *self._chances[len(chain) :]) for chain in repeated]
 
     def rates(self, factor: float) -> tuple[float, ...]:
-        """The chance by confidence, where a request has this factor: place i of n is for
-        confidences from i / n on."""
+        """The chance by confidence, for a request with this factor: entry i of n is for confidences
+        of at least i / n."""
         return tuple(min(1.0, rate * factor) for rate in self._by_confidence)
 
     def observe(self, report: StepReport) -> list[tuple[int, int]]:
-        """Learn what was accepted. Of a large batch some requests are looked at, in turn.
+        """Learn from the results of a step; of a large batch, from some requests in turn.
 
         Returns:
-            Of every probe whose result this is, the place and how many tokens were accepted.
+            For each probe in this step, the position that it tried and the number of accepted
+            tokens.
         """
         self.num_steps += 1
         pairs = list(zip(report.batch.requests, report.committed, strict=True))
-        # Odd, so that requests which alternate between two kinds are both looked at in a step.
+        # Odd, so that a batch in which two kinds of requests alternate is sampled evenly.
         stride = 1 + 2 * -(-(len(pairs) - _MOST_JUDGED) // (2 * _MOST_JUDGED))
         if self.num_steps <= self.all_until:
             stride = 1
@@ -224,16 +225,16 @@ class Acceptance:
         if history.probed and drafted >= history.probed:
             probes.append((history.probed, accepted))
             if accepted >= history.probed:
-                history.num_results = PRIOR_TRIALS - prior  # it has changed: little is known
+                history.num_results = PRIOR_TRIALS - prior  # the request has changed: learn faster
             history.probed = 0
         weight = max(MEMORY, 1 / (history.num_results + prior))
         if gain.confidences:
             self._learn_confidences(history, gain, judged)
-            weight /= 2  # these tell as much
+            weight /= 2  # confidences tell as much
         elif examined:
             for place in range(judged):
                 self.reliability.add(chances[place], place < accepted)
-        if judged == accepted and _was_stopped(item, gain):  # for plans the next was not to be had
+        if judged == accepted and _was_stopped(item, gain):  # the next token was not drafted
             chances[accepted] -= _STOPPED * weight * chances[accepted]
         history.num_results += 1
         for place in range(min(accepted, judged)):
@@ -254,8 +255,8 @@ class Acceptance:
         table, counts = self._by_confidence, self._results_by_bin
         rounded, chances = history.rounded_factor, history.chances
         self._recent.append((gain.confidences, rounded))
-        # What is true of such tokens on average is less noisy than what became of one, and known of
-        # those as well that stand behind a refused one.
+        # The average for a confidence is less noisy than the result of one token, and is known for
+        # tokens behind a rejected one, too.
         soon = max(MEMORY, 1 / (max(0, history.num_results) + PRIOR_TRIALS))
         for place, confidence in enumerate(gain.confidences[: self._places]):
             chances[place] += soon * (self._chance_of(confidence, rounded) - chances[place])
@@ -267,7 +268,7 @@ class Acceptance:
             counts[index] += 1
             weight = max(_BIN_MEMORY, 1 / (counts[index] + PRIOR_TRIALS))
             table[index] += weight * (taken - by_table)
-            # A factor of which the table is right on average: the step is what is left over.
+            # Move the factor so that the table is right for this request on average.
             error = taken - predicted
             history.factor = min(_MOST_FACTOR, max(0.0, history.factor + MEMORY * error))
 
@@ -277,7 +278,7 @@ class Acceptance:
 
 
 def _was_stopped(item: ScheduledRequest, gain: Committed) -> bool:
-    """Whether a chain of which all was accepted might have gone on, but for its stops."""
+    """Whether a chain that was accepted as a whole had ended early because of its stops."""
     if item.stops is None or gain.num_accepted < gain.num_draft_tokens:
         return False
     has_ended = gain.num_draft_tokens < item.num_draft_tokens
@@ -285,7 +286,7 @@ def _was_stopped(item: ScheduledRequest, gain: Committed) -> bool:
 
 
 def survivals(chances: Iterable[float], most: int) -> list[float]:
-    """The chance that a token and all before it are accepted, for the first `most` places."""
+    """The probability that a token and all before it are accepted, for `most` positions."""
     left, found = 1.0, []
     for chance, _ in zip(chances, range(most), strict=False):
         left *= chance

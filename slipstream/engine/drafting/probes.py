@@ -1,8 +1,7 @@
-"""Probes: steps that try more than the latest choice, so that nothing is switched off for ever.
+"""Probes: steps that draft more than the latest choice, so that drafting is never off for good.
 
-Their time is kept in a ledger, into which a small share of all time is paid, and back into which
-goes the time that accepted tokens saved. So probes come seldom where they fail, and in a row where
-they pay.
+They have a budget of time. A small share of all time is added to it, and so is the time that
+accepted tokens of a probe saved. So probes are rare where they fail, and frequent where they pay.
 """
 
 from collections.abc import Sequence
@@ -13,21 +12,21 @@ from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.drafting.acceptance import Acceptance
 from slipstream.engine.drafting.choice import Choice, CostTable
 
-PROBE_SHARE = 0.015  # of all time
-_MOST_SAVED = 4  # probes that are saved up for
-_LEAST_SECONDS = 0.002  # what a probe counts for at least, in steps
-_RESULTS_IN = 3  # steps until the results of a probe are here
+PROBE_SHARE = 0.015  # share of all time that is added to the budget
+_MOST_SAVED = 4  # the budget is enough for this many probes at most
+_LEAST_SECONDS = 0.002  # least cost of a probe, as a share of a step
+_RESULTS_IN = 3  # steps until the results of a probe arrive
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What is tried beyond a choice.
+    """What the next probe drafts beyond the choice.
 
     Attributes:
-        width: draft tokens that every request drafts in a padded step; 0: some requests draft one
-            token (or tree) more than they were given.
-        seconds: that it costs; 0: there is nothing to try.
-        requests: how many try something.
+        width: number of tokens that all requests draft in a padded step; 0: some requests draft one
+            token (or tree) more than was chosen for them.
+        seconds: its cost; 0: there is nothing to probe.
+        requests: number of requests that draft more.
     """
 
     width: int = 0
@@ -36,13 +35,13 @@ class Probe:
 
 
 class Probes:
-    """Says when something is tried, and what.
+    """Decides when a step is a probe, and what it drafts.
 
     Args:
-        most: draft tokens of a request.
-        unit: tokens that are taken or left together.
+        most: maximum of draft tokens of a request.
+        unit: number of draft tokens that are chosen together (see `CostTable`).
         widths: numbers of units that steps may have, rising from 0.
-        exact: requests may draft more without others that have to, too.
+        exact: steps are not padded, so one request may draft more than others.
     """
 
     def __init__(
@@ -52,21 +51,22 @@ class Probes:
         self._widths, self._exact = widths, exact
         self.next, self._choice = Probe(), Choice(0, (), 1.0, 1.0, 1.0)
         self._ledger = 0.0  # seconds
-        self._rests = 0  # plans until there may be another
+        self._rests = 0  # plans until the next probe is allowed
 
     def is_due(self) -> bool:
-        """Asked for every plan."""
+        """Whether this step is to be a probe; called once for every plan."""
         self._rests -= 1
         return self._ledger >= self.next.seconds > 0 and self._rests <= 0
 
     def take_in(self, results: Sequence[tuple[int, int]]) -> bool:
-        """A step has ended.
+        """Update the budget after a step.
 
         Args:
-            results: of each probe that was in it, the place and how many tokens were accepted.
+            results: for each probe in it, the position that it tried and the number of accepted
+                tokens.
 
         Returns:
-            Whether some probe found what it was for.
+            Whether a token at a position that was tried was accepted.
         """
         choice, probe, saved = self._choice, self.next, 0
         self._ledger += PROBE_SHARE * choice.seconds
@@ -80,7 +80,7 @@ class Probes:
     def follow(
         self, choice: Choice, plans: Sequence[DraftPlan], bounds: Sequence[int], table: CostTable
     ) -> None:
-        """There is a new choice: find what to try beyond it, and what that costs."""
+        """After a new choice, find what to probe beyond it, and its cost."""
         self._choice = choice
         short = [
             plan.num_tokens // self._unit
@@ -95,7 +95,7 @@ class Probes:
             self.next = Probe()
 
     def _for_all(self, requests: int, table: CostTable) -> Probe:
-        """The next larger width."""
+        """A probe of the next larger width, for all requests."""
         choice = self._choice
         wider = next((width for width in self._widths if width > choice.width), 0)
         if not wider:
@@ -105,8 +105,8 @@ class Probes:
         return Probe(wider * self._unit, max(self._least, seconds), requests)
 
     def _for_some(self, short: Sequence[int], table: CostTable) -> Probe:
-        """As many requests as can try one more for at most twice what it costs for one of them: a
-        pass of the drafter may cost much, and little more for several."""
+        """A probe of one more unit, for as many requests as cost at most twice as much as one: a
+        pass of the drafter is expensive, but little more so for several requests."""
         choice, place = self._choice, 1 + min(short)
         taken, at_place = sum(choice.counts), sum([it >= place for it in choice.counts])
         targets = table.targets(taken + len(short), max(choice.width, place))
@@ -115,7 +115,7 @@ class Probes:
         for number in range(1, 1 + min(len(short), len(added) - 1 - at_place)):
             drafting += added[at_place + number]
             more = targets[taken + number] - targets[taken] + drafting
-            # What was not tried for long may be thought dearer than it is.
+            # Bounded, since an estimate that is old may be too high.
             costs.append(min(max(self._least, more), self._choice.seconds))
             if costs[-1] > 2 * costs[0]:
                 costs.pop()
@@ -127,14 +127,14 @@ class Probes:
         return _LEAST_SECONDS * self._choice.seconds
 
     def _is_short(self, plan: DraftPlan, bound: int) -> bool:
-        """Whether a request could draft more, and nobody else would have to for it."""
+        """Whether a request could draft more without a change for the others."""
         most = self._most if self._exact else self._choice.width * self._unit
         return plan.num_tokens < min(bound, most) and plan.stops is None and plan.trim is None
 
     def plans(
         self, candidates: Sequence[Candidate], chosen: Sequence[DraftPlan]
     ) -> list[DraftPlan]:
-        """The plans of a step that tries something."""
+        """The plans of a step that is a probe."""
         acceptance, width, unit = self._acceptance, self.next.width, self._unit
         acceptance.all_until = acceptance.num_steps + _RESULTS_IN
         plans = list(chosen)

@@ -1,13 +1,13 @@
-"""A base for drafters that run a small network over rows of (feature, next token).
+"""Base class of heads such as EAGLE: a small network over rows of (feature, next token).
 
-The row of token t takes the token itself and the target's feature at t - 1, and predicts token
-t + 1. Its keys and values stand in the slot of token t, so that a prefix alone determines its
-blocks; token 0 has no row. A round is one pass over the rows of committed tokens that are new to
-the drafter, whose last row gives draft token 1, and then K - 1 passes of a single row per request,
-which takes what the network gave for the row before in place of a feature.
+The row of token t takes token t and the target's feature of token t - 1, and predicts token t + 1.
+Its keys and values are stored in the slot of token t, so that the content of a block depends on the
+prefix only; token 0 has no row. A round is one pass over the rows of committed tokens that the head
+has not computed yet, whose last row gives draft token 1; and then K - 1 passes of a single row per
+request, which take the network's output for the row before in place of a feature.
 
-Rows of committed tokens wait as features in a buffer per slot until the next draft, at most K + 1
-of them; where nothing is drafted for so long that the buffer is full, one pass computes them.
+Until the next draft, the features of committed tokens wait in a buffer per slot, at most K + 1 of
+them. If nothing is drafted until the buffer is full, one pass computes their rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,15 +31,15 @@ from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
 from slipstream.speculative.heads.method import Head
 
-FIRST_ROW = 1  # the first token that has one
+FIRST_ROW = 1  # the first token that has a row
 
 
 class FeatureNetwork(Protocol):
     """The network of such a drafter.
 
     Attributes:
-        feature_size: F, of what is kept of a token.
-        head: over the tokens that are drafted.
+        feature_size: F, the size of a token's feature.
+        head: the lm_head, over the tokens that may be drafted.
     """
 
     @property
@@ -49,7 +49,7 @@ class FeatureNetwork(Protocol):
     def head(self) -> LanguageModelHead: ...
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Take from the target what this network lacks."""
+        """Use the target's embedding and head in place of those that the checkpoint lacks."""
 
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
         """[T, F], the features of rows of the target's pass (`Forward`)."""
@@ -61,14 +61,14 @@ class FeatureNetwork(Protocol):
 
 
 class FeatureRowsDrafter(Drafter):
-    """Drafts in a chain.
-
-    Args:
-        most_accepted: draft tokens of a step that can be accepted; None: all.
+    """Drafts a chain autoregressively.
 
     `_computed[slot]` counts the leading tokens whose rows this network has computed, token 0
-    among them. `_features[slot, i]` is the feature for the row of token `_computed[slot] + i`; the
-    last place of a slot takes what is dropped.
+    included. `_features[slot, i]` is the feature for the row of token `_computed[slot] + i`; the
+    last entry of a slot is where features are written that are not kept.
+
+    Args:
+        most_accepted: most draft tokens of a step that can be accepted; None: all.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class FeatureRowsDrafter(Drafter):
         self._computed = torch.full_like(state.num_computed, FIRST_ROW)
         self._most = (most_accepted or resources.num_speculative_tokens) + 1  # rows that wait
         self._window: ExcerptSizes | None = None
-        if head.window is not None:  # which holds all rows that wait
+        if head.window is not None:  # it is at least as long as the rows that wait
             ahead = resources.num_speculative_tokens
             # First tokens that are far away do heads harm (docs/drafters.md).
             size = max(head.window, self._most)
             self._window = ExcerptSizes(size, ahead, state.block_size, first_tokens=0)
         shape = (state.num_slots, self._most + 1, self._network.feature_size)
         self._features = torch.zeros(shape, dtype=layout.dtype, device=state.device)
-        # On the host: no more rows of a slot wait when the next step begins.
+        # On the host: an upper bound of the rows of a slot that wait when the next step begins.
         self._waiting = [0] * state.num_slots
 
     def prepare(self, batch: Batch) -> None:
@@ -103,7 +103,7 @@ class FeatureRowsDrafter(Drafter):
             self._flush(upload(full, self._state.device))
 
     def propose(self, batch: DeviceBatch) -> Draft:
-        """One pass over the rows that wait, then single rows."""
+        """One pass over the rows that wait, then one row per request and draft token."""
         slots, wanted = batch.slots, batch.num_featured_drafts
         known, starts = self._state.num_tokens[slots], self._computed[slots]
         features = self._features[slots, : self._most]
@@ -123,8 +123,7 @@ class FeatureRowsDrafter(Drafter):
         return draft
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
-        """Keep the features of the rows that were accepted; those of prompt chunks wait for
-        `read_prompts`."""
+        """Buffer the features of accepted tokens; `read_prompts` handles those of prompts."""
         slots = batch.slots
         decodes = batch.at_end & (batch.num_new_tokens == 1)
         counts = torch.where(decodes, 1 + verdict.num_accepted + batch.rereads, 0)
@@ -138,9 +137,9 @@ class FeatureRowsDrafter(Drafter):
         self._features[slots.unsqueeze(1), torch.where(kept, index, self._most)] = features
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
-        """The rows of prompt chunks, as far as their features are there: a chunk's last feature
-        waits for the row of the token behind it."""
-        # Who finds these blocks may have another window to fill.
+        """Compute the rows of prompt chunks. A chunk's last feature is buffered, since it belongs
+        to the row of the next token."""
+        # Later requests that share these blocks may see another window, so they need all rows.
         seen = None if self._resources.shares_prefixes else self._window
         chunks = [
             _Chunk(item, first, end, self._max_model_len, seen)
@@ -183,11 +182,14 @@ class FeatureRowsDrafter(Drafter):
         return self._computed[slots]
 
     def _fills(self, item: ScheduledRequest) -> bool:
-        """Count the rows that wait behind this step; whether they have to be computed before."""
+        """Update the number of rows that wait after this step; True if they have to be computed
+        now, because the buffer is full."""
         request, slot = item.request, item.request.slot
         if item.admitted:
             self._computed[slot] = max(FIRST_ROW, min(item.start, self._max_model_len))
-            self._waiting[slot] = 1  # for a feature that the step computes once more
+            self._waiting[slot] = (
+                1  # the feature of the last cached token, which this step computes again
+            )
         if item.is_prompt_chunk:
             self._waiting[slot] = 1
             return False
@@ -200,7 +202,7 @@ class FeatureRowsDrafter(Drafter):
         return full
 
     def _flush(self, slots: Tensor) -> None:
-        """Compute the rows that wait, without a draft."""
+        """Compute the rows that wait, without drafting."""
         starts = self._computed[slots]
         lengths = (self._state.num_tokens[slots] - starts).clamp(0, self._most)
         excerpt = self._excerpt(slots)
@@ -211,11 +213,11 @@ class FeatureRowsDrafter(Drafter):
     def _excerpt(
         self, slots: Tensor, ends: Tensor | None = None, ahead: int | None = None
     ) -> Excerpt:
-        """What passes see of the requests in these slots.
+        """The part of the context that passes see of the requests in these slots.
 
         Args:
             ends: [R] int64, where their windows end; None: with the known tokens.
-            ahead: tokens from there on at most; None: those of drafts.
+            ahead: the most tokens behind that end; None: the number of draft tokens.
         """
         if self._window is None:
             return whole(self._state, slots)
@@ -230,8 +232,8 @@ class FeatureRowsDrafter(Drafter):
         draft: int = 0,
         read: Callable[[Tensor], Tensor] = lambda hidden: hidden,
     ) -> tuple[Tensor, Tensor]:
-        """features [R, W, F], of each request's rows -> of each request's last row what `read`
-        makes of the head's input [R, H], and the next feature [R, F]; `draft` as `_pass` has it."""
+        """Run the network over rows with features [R, W, F]. For each request's last row, returns
+        `read` of the head's input [R, H], and the next feature [R, F]. `draft`: see `_pass`."""
         layout = lay_out(self._state, rows)
         if layout.is_empty:  # no request drafts
             width = self._network.head.width
@@ -240,8 +242,8 @@ class FeatureRowsDrafter(Drafter):
         return layout.over_last(read, hidden), layout.last(following)
 
     def _pass(self, layout: RowLayout, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
-        """What the last rows of such a pass give is draft token `draft`, from 0 on; a network
-        that is the same for all of them need not ask."""
+        """Run the network; `draft` is the number of the draft token, from 0, that the last rows
+        give. Only networks that differ from draft token to draft token use it."""
         del draft
         sees = replace(layout.inputs.sees, first_seen=FIRST_ROW)
         inputs = replace(layout.inputs, sees=sees)
@@ -250,8 +252,8 @@ class FeatureRowsDrafter(Drafter):
     def _features_of(
         self, batch: DeviceBatch, verdict: Verdict, forward: Forward, width: int
     ) -> Tensor:
-        """[R, width, F], of the rows of the target's pass that hold known tokens, and what the
-        verdict added to them: each request's first."""
+        """[R, width, F], the features of each request's first `width` rows of the target's pass,
+        which hold known and accepted tokens."""
         hidden, streams, layout = forward.hidden, forward.streams, forward.layout
         if len(hidden) <= batch.num_requests * width:  # no prompt chunk: each row is wanted
             return layout.heads(self._project(hidden, streams), width)
@@ -264,12 +266,12 @@ class FeatureRowsDrafter(Drafter):
 
 
 class _Chunk:
-    """A prompt chunk: which rows of the target's pass, and which of the drafter's.
+    """The rows of a prompt chunk in the target's pass and in the drafter's.
 
     Attributes:
         start, end: the tokens whose rows it has.
-        pieces: those that are computed, `length` in all.
-        last_row: of the target's.
+        pieces: the ranges of those that are computed, `length` tokens in all.
+        last_row: its last row in the target's pass.
         window_end: where the window ends that the first row sees.
     """
 
@@ -291,20 +293,20 @@ class _Chunk:
             self.pieces = seen.pieces(item.request.num_tokens, self.start, self.end)
         self.length = sum(last - first for first, last in self.pieces)
         self.last_row = end_row - 1
-        first_token = end - (end_row - first_row)  # one before `start` where it is read again
+        first_token = end - (end_row - first_row)  # `start` - 1 if that token is computed again
         # The row of token t takes the feature of token t - 1.
         self._first_feature = first_row - 1 - first_token
-        self._kept = first_row - 1  # what a row before the first stands for
+        self._kept = first_row - 1  # stands for the feature that the chunk before has left
 
     def rows(self, values: Tensor) -> Tensor:
-        """values [T, H], of the rows of the target's pass -> [length, H], of the same tokens."""
+        """values [T, H] of the target's rows -> [length, H], those of the tokens in `pieces`."""
         first = self._first_feature + 1
         return torch.cat(
             [values[:0], *(values[first + it : first + end] for it, end in self.pieces)]
         )
 
     def features(self, projected: Tensor, kept: Tensor) -> Tensor:
-        """[length, F] from those of the pass; `kept` [1, F] was the last of the chunk before."""
+        """[length, F], from the features of the pass and the last of the chunk before, [1, F]."""
         parts = [kept[:0]]
         for first, end in self.pieces:
             row = self._first_feature + first

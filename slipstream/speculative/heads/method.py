@@ -1,4 +1,4 @@
-"""What every method shares whose drafter is a drafting head: how it is read, checked and loaded."""
+"""Methods whose drafter is a drafting head: how heads are read, checked and loaded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,11 +23,11 @@ from slipstream.speculative.trees.shapes import TokenTree, require_fit
 
 
 class DraftingNetwork(Protocol):
-    """The tokens that a head gives.
+    """The interface of a head's network: which tokens its logits are for.
 
     Attributes:
-        vocabulary: [num_legal_tokens] int64, rising: the target's token ids of the columns of its
-            logits; None when they are the ids from 0 on.
+        vocabulary: [num_legal_tokens] int64, rising: the target's token id of each column of its
+            logits; None if column i is token i.
         num_legal_tokens: columns from here on are padding.
     """
 
@@ -42,11 +42,11 @@ _USUAL_KEYS = ModelKeys()
 
 @dataclass(frozen=True, eq=False)
 class Head(Generic[C, N]):
-    """A head in memory, waiting for its share of the cache.
+    """A head in memory, before its drafter is built.
 
     Attributes:
-        max_model_len: beyond so many tokens of a request it does not draft; None: no limit.
-        window: how many of the last tokens it attends to, besides the first few; None: all.
+        max_model_len: see `DrafterLimits`.
+        window: the number of last tokens that it attends to; None: all.
     """
 
     config: C
@@ -60,15 +60,15 @@ class Head(Generic[C, N]):
 
 @dataclass(frozen=True)
 class HeadMethod(Generic[C, N]):
-    """A method by its parts.
+    """A method, made of its parts.
 
     Attributes:
-        read: a head's config, from its checkpoint; CheckpointError for what cannot run.
-        network: it with its weights, from checkpoint, config, target and options.
-        drafter: makes the drafter of a head.
-        tree_drafter: the same for a tree of draft tokens; None where there are none.
-        checkpoint: knows the names of a head's tensors.
-        keys: how its keys of a `speculative_config` differ from those of all heads.
+        read: reads a head's config from its checkpoint; CheckpointError if it is not supported.
+        network: builds the network with its weights, from checkpoint, config, target and options.
+        drafter: builds the drafter of a head.
+        tree_drafter: builds the drafter of a head that drafts token trees; None: it cannot.
+        checkpoint: the class that knows the names of the head's tensors.
+        keys: the keys of a `speculative_config` that it takes.
     """
 
     name: str
@@ -80,11 +80,11 @@ class HeadMethod(Generic[C, N]):
     keys: ModelKeys = _USUAL_KEYS
 
     def read_options(self, options: Options) -> ModelOptions:
-        """The keys of a `speculative_config` that say how it is loaded."""
+        """Read the keys of a `speculative_config` that heads of this method take."""
         return read_model_options(options, self.name, self.keys)
 
     def describe(self, checkpoint: HeadCheckpoint) -> C:
-        """What a head is, without its weights."""
+        """The config of a head; its weights are not read."""
         return self.read(self.checkpoint(checkpoint.path))
 
     def load(
@@ -121,7 +121,7 @@ class HeadMethod(Generic[C, N]):
         )
         build = partial(self.drafter, head)
         if tree is not None:
-            assert self.tree_drafter is not None, "the catalogue asks for trees of who has them"
+            assert self.tree_drafter is not None, "the catalogue asks only methods with trees"
             require_fit(tree, network.num_legal_tokens, shape)
             build = partial(self.tree_drafter, head, tree)
             limits = replace(limits, tree_depth=tree.depth)
@@ -130,7 +130,7 @@ class HeadMethod(Generic[C, N]):
         )
 
     def _open(self, options: ModelOptions, target: TargetModel) -> HeadCheckpoint:
-        """The head's directory; CheckpointError when it holds a drafter of another method."""
+        """The head's checkpoint; CheckpointError if it is a drafter of another method."""
         if options.model is None:
             return self.checkpoint(target.path, target.replaced)
         path = resolve_checkpoint(options.model, options.revision, pickled=True)

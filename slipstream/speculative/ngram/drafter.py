@@ -1,7 +1,7 @@
-"""`ngram`: prompt lookup (Saxena 2023). What followed these tokens last time?
+"""`ngram`: prompt lookup (Saxena 2023), which needs no second model.
 
-Needs no second model: the longest n-gram that ends a text is looked up in the text itself, and what
-followed its most recent occurrence is the guess.
+The longest n-gram at the end of a text is looked up in the text itself, and the tokens behind its
+most recent occurrence are the draft.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ DEFAULT_MIN, DEFAULT_MAX = 2, 5
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """Lengths of the n-grams that are looked up, the longest first."""
+    """The shortest and the longest n-gram that is looked up; longer ones are tried first."""
 
     prompt_lookup_min: int
     prompt_lookup_max: int
@@ -54,10 +54,10 @@ def load(config: NgramConfig, target: TargetModel) -> LoadedDrafter:
 
 
 class NgramDrafter(Drafter):
-    """Keeps nothing: the tokens of every request are on the device.
+    """Looks n-grams up in the token ids on the device, and keeps no state.
 
     Args:
-        image_token: see `DecoderConfig`; n-grams and guesses have none of it.
+        image_token: see `DecoderConfig`; neither n-grams nor drafts contain it.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class NgramDrafter(Drafter):
         return Draft(tokens, lengths, torch.ones_like(found))
 
     def _most_of_text(self, batch: DeviceBatch, tokens: Tensor, image_token: int) -> Tensor:
-        """[R] int64, how many of the guessed tokens [R, W] come before an image's; none where an
-        image is within the longest n-gram at the end of a request."""
+        """[R] int64, how many of the draft tokens [R, W] come before the first token of an image;
+        0 if a request has an image within the longest n-gram at its end."""
         state, slots = self._state, batch.slots.unsqueeze(1)
         back = torch.arange(1, self._config.prompt_lookup_max + 1, device=tokens.device)
         end = state.token_ids[slots, (state.num_tokens[slots] - back).clamp_min(0)]

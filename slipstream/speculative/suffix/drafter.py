@@ -1,13 +1,13 @@
-"""`suffix`: SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). What followed these tokens, here
-and in earlier outputs, and how often?
+"""`suffix`: SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975), which needs no second model.
 
-Needs no second model. The longer the match and the surer what followed it, the longer the guess.
-Sampled requests with a seed that are not coupled are guessed from their own text alone, so that the
-seed gives the same text whatever ran before.
+It drafts what most often followed the last tokens, in the request's own text and in earlier
+outputs. Longer matches and more frequent continuations give longer drafts. Sampled requests with a
+seed that are not coupled use their own text alone, so that a seed gives the same text whatever ran
+before.
 
-A suffix automaton (Blumer et al. 1985) has one state for all strings that end at the same places of
-its texts, and is built token by token. Here every state also counts these places, which makes it a
-model of the text: what followed the last m tokens how often, for every m at once.
+A suffix automaton (Blumer et al. 1985) is built token by token, and has one state for all strings
+that end at the same places of its texts. Here every state also counts these places. So it tells how
+often each token followed the last m tokens, for every m at once.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ from slipstream.speculative.options import Options, TargetModel
 
 @dataclass(frozen=True)
 class GuessLimits:
-    """How far a guess may go (the parameters of SuffixDecoding, Oliaro et al. 2024).
+    """Limits of the length of a guess (the parameters of SuffixDecoding, Oliaro et al. 2024).
 
     Attributes:
-        depth: most tokens of a match and its guess together.
-        spec_factor: most guessed tokens per matched token.
-        min_prob: a guess ends before it gets less probable than this.
-        min_match: fewer tokens that match give no guess.
+        depth: maximum length of a match and its guess together, in tokens.
+        spec_factor: maximum of guessed tokens per matched token.
+        min_prob: a guess ends where its probability would fall below this.
+        min_match: shorter matches give no guess.
     """
 
     depth: int
@@ -41,7 +41,7 @@ class GuessLimits:
     min_match: int = 1
 
     def most_tokens(self) -> list[int]:
-        """Most draft tokens behind a match of each length, from 0 to `depth`."""
+        """The maximum of draft tokens for each length of a match, from 0 to `depth`."""
         return [
             min(int(self.spec_factor * matched + 1e-6), self.depth - matched)
             if matched >= self.min_match
@@ -52,8 +52,8 @@ class GuessLimits:
 
 @dataclass(frozen=True)
 class Guess:
-    """Tokens, and how many of them can be expected to be right: the sum of the probabilities that
-    the texts give to the first one, the first two, and so on."""
+    """Draft tokens with a score: the expected number of right ones, which is the sum of the
+    probabilities of the first token, of the first two, and so on, by their frequencies."""
 
     token_ids: list[int]
     score: float
@@ -63,11 +63,11 @@ NOTHING = Guess([], 0.0)
 
 
 class SuffixAutomaton:
-    """Counts exactly the strings of at most `limits.depth` tokens.
+    """A suffix automaton with exact counts of all strings of at most `limits.depth` tokens.
 
-    A token costs amortised O(depth) dictionary steps, and at most two states. State 0 stands for
-    the empty string; the strings of state s have length[link[s]] + 1 to length[s] tokens, and
-    link[s] has the longest suffix of theirs that ends at more places.
+    A token costs amortised O(depth) dictionary steps, and at most two states. State 0 is the empty
+    string. The strings of state s have length[link[s]] + 1 to length[s] tokens; link[s] is the
+    state of their longest suffix that ends at more places.
     """
 
     def __init__(self, limits: GuessLimits) -> None:
@@ -76,7 +76,7 @@ class SuffixAutomaton:
         self._forget()
 
     def _forget(self) -> None:
-        """Know no text."""
+        """Reset to the automaton of no text."""
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length = [-1], [0]
         self._count = [0]  # of the places where a state's strings end
@@ -92,8 +92,8 @@ class SuffixAutomaton:
         self.extend(text)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Continue the growing text. If this is interrupted, all texts are forgotten: half of a
-        state could not be made whole again."""
+        """Append to the growing text. If that is interrupted, all texts are forgotten, since a
+        state that is half updated cannot be repaired."""
         try:
             for token in tokens:
                 self._extend(token)
@@ -112,13 +112,13 @@ class SuffixAutomaton:
         self._count_suffixes(state, before, token)
 
     def guess(self, context: Sequence[int], most: int, better_than: Guess = NOTHING) -> Guess:
-        """At most `most` tokens behind `context`: of all its suffixes that came before, the guess
-        with the best score, and of equal ones that of the longest."""
+        """Guess at most `most` tokens behind `context`: the guess with the best score among those
+        of all suffixes that occur in the texts; with equal scores that of the longest suffix."""
         best = better_than
         state, matched = self._match(context)
         while state > 0:
             parent = self._link[state]
-            # All matches of one state were followed by the same tokens.
+            # All suffixes of one state have the same continuations.
             longest = min(most, max(self._most[self._length[parent] + 1 : matched + 1]))
             if longest > best.score:
                 guess = self._follow(state, longest)
@@ -127,7 +127,7 @@ class SuffixAutomaton:
         return best
 
     def _match(self, context: Sequence[int]) -> tuple[int, int]:
-        """The longest suffix of at most `depth` tokens that is in a text: its state, its length."""
+        """The longest suffix of at most `depth` tokens that occurs: its state and its length."""
         state, matched = 0, 0
         for token in context[-self._depth :]:
             while state and token not in self._next[state]:
@@ -138,7 +138,7 @@ class SuffixAutomaton:
         return state, matched
 
     def _follow(self, state: int, most: int) -> Guess:
-        """The most frequent continuation, token by token."""
+        """The continuation that takes the most frequent token each time."""
         tokens: list[int] = []
         probability, score = 1.0, 0.0
         while len(tokens) < most and self._followed[state]:
@@ -152,8 +152,8 @@ class SuffixAutomaton:
         return Guess(tokens, score)
 
     def _count_suffixes(self, state: int, before: int, token: int) -> None:
-        """Count the strings of at most `depth` tokens that end with this token; and, where it
-        stands behind those that end before it, what is likely there."""
+        """Count the strings of at most `depth` tokens that end with this token, and update the
+        most frequent token behind those that end before it."""
         links, following, counts, likely = self._link, self._next, self._count, self._likely
         while state > 0:
             counts[state] += 1
@@ -167,7 +167,7 @@ class SuffixAutomaton:
             before = links[before]
 
     def _append(self, whole: int, token: int) -> int:
-        """The state of the growing text and this token."""
+        """Append a token to the growing text; returns its new state."""
         if token in self._next[whole]:  # an earlier text began alike
             return self._exactly(whole, token)
         new = self._new_state(self._length[whole] + 1)
@@ -180,8 +180,8 @@ class SuffixAutomaton:
         return new
 
     def _exactly(self, state: int, token: int) -> int:
-        """The state whose longest string is that of `state` and then `token`; it is split off from
-        one with longer strings where that has to be."""
+        """The state whose longest string is the longest of `state`, followed by `token`. If that
+        string belongs to a state with longer ones, it is split off."""
         found, length = self._next[state][token], self._length[state] + 1
         if self._length[found] == length:
             return found
@@ -196,7 +196,7 @@ class SuffixAutomaton:
         return split
 
     def _new_state(self, length: int) -> int:
-        """A state that was never seen, below the empty string."""
+        """A new state with a count of 0, whose link is the empty string."""
         self._next.append({})
         self._length.append(length)
         self._link.append(0)
@@ -213,7 +213,7 @@ MAX_DEPTH = 1024  # a token of a repeating text costs as many steps
 
 @dataclass(frozen=True)
 class SuffixConfig:
-    """How far guesses go, and how much is kept of earlier outputs (0: nothing)."""
+    """The limits of guesses, and how much is kept of earlier outputs (0: nothing)."""
 
     limits: GuessLimits
     max_cached_requests: int
@@ -221,9 +221,9 @@ class SuffixConfig:
 
 
 def read_options(options: Options) -> SuffixConfig:
-    """The keys and defaults of other engines, and `suffix_decoding_max_cached_tokens`: outputs may
-    have any length, so that their number alone bounds no memory. `suffix_decoding_min_match`: a
-    match of fewer tokens is none."""
+    """Keys and defaults are those of other engines. There are two more:
+    `suffix_decoding_max_cached_tokens`, since a number of outputs does not bound memory, and
+    `suffix_decoding_min_match`, the length of the shortest match that counts."""
     options.take_only("model", "suffix", "leave it out: suffix drafting has no model")
     depth = _integer(options, "max_tree_depth", DEFAULT_DEPTH, 1, MAX_DEPTH)
     limits = GuessLimits(
@@ -245,8 +245,8 @@ def load(config: SuffixConfig, target: TargetModel) -> LoadedDrafter:
 
 
 class SuffixDrafter(HostDrafter):
-    """An automaton for each request that drafts, about half a KiB of host memory per token, and
-    those of earlier outputs, those of seeded requests among them."""
+    """Keeps an automaton for each request that drafts, which takes about half a KiB of host memory
+    per token, and one for earlier outputs, those of seeded requests included."""
 
     def __init__(self, config: SuffixConfig, state: DeviceState) -> None:
         super().__init__(state)
@@ -289,11 +289,11 @@ def _depends_on_guesses(request: Request) -> bool:
 
 
 class PastOutputs:
-    """The newest outputs, within both bounds.
+    """An automaton of the newest outputs, within limits of their number and their tokens.
 
-    Nothing can be taken out of an automaton. So a second one is filled with all that comes once the
-    first is half full, and takes its place when that is full: the oldest half is forgotten at once,
-    no output is read more than twice, and nothing is ever rebuilt at once.
+    Nothing can be removed from an automaton. So once it is half full, new outputs go into a second
+    one as well, which replaces it when it is full. The older half is forgotten at once, no output
+    is added more than twice, and nothing is ever rebuilt in one go.
     """
 
     def __init__(self, config: SuffixConfig) -> None:
@@ -303,7 +303,7 @@ class PastOutputs:
         self._successor, self._num_in_successor = SuffixAutomaton(config.limits), 0
 
     def add(self, output: Sequence[int]) -> None:
-        """An output that is complete; one that would fill more than half is cut at its front."""
+        """Add a complete output; one that would fill more than half is cut at its front."""
         if not self._max_outputs:
             return
         half = self._max_tokens // 2
