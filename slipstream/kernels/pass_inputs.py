@@ -1,4 +1,4 @@
-"""What all layers of one pass share: its rows, their pages, and what they may see."""
+"""The inputs that all layers of a pass share: rows, block tables, and what rows may see."""
 
 from dataclasses import dataclass, field, replace
 
@@ -9,13 +9,13 @@ MOST_TREE_TOKENS = 63  # the bits of `TreeInputs.ancestors`, without the sign
 
 @dataclass(frozen=True, eq=False)
 class RowPlaces:
-    """Where the rows of a pass stand in their requests.
+    """The request and position of each row of a pass.
 
     Attributes:
         query_start: [R + 1] int64, first row of each request; the last entry is the row count.
-        positions: [T] int64, of each row.
-        places: [T] int64, which token of the context that `Paging` has each row is, where that is
-            an excerpt of its request; None: the one of its position.
+        positions: [T] int64, the position of each row, for rotary embeddings.
+        places: [T] int64, the index of each row's token in the paged context, if that is an excerpt
+            of the request; None: the index is the position.
         max_rows: upper bound on the rows of any request, as far as the host knows; None if it does
             not. A hint for launch sizes: results do not depend on it.
     """
@@ -27,7 +27,7 @@ class RowPlaces:
 
     @property
     def in_context(self) -> Tensor:
-        """[T] int64, which token of the paged context each row is."""
+        """[T] int64, the index of each row's token in the paged context."""
         return self.positions if self.places is None else self.places
 
 
@@ -37,8 +37,8 @@ class Paging:
 
     Attributes:
         block_tables: [R, max_blocks] int32.
-        context_lens: [R] int64, tokens of each request in the cache once this pass has written.
-        slots: [T] int64, where each row's key and value go; -1 writes nothing.
+        context_lens: [R] int64, tokens of each request in the cache after this pass has written.
+        slots: [T] int64, where each row's key and value are stored; -1: nowhere.
         max_context: upper bound on `context_lens`; a hint like `RowPlaces.max_rows`.
     """
 
@@ -50,15 +50,15 @@ class Paging:
 
 @dataclass(frozen=True, eq=False)
 class TreeInputs:
-    """Rows that are nodes of token trees: what each sees of the tokens of its tree.
+    """Which tokens of its tree each row sees, for rows that are nodes of token trees.
 
     Attributes:
-        starts: [R] int64, the first token of each request's tree; all before it are seen, as far
-            as the window allows, which is larger than a tree is deep.
-        tokens: [T] int64, which token of its request a row is: its position is that of the text
-            it continues, so several rows of a request may have the same one.
-        ancestors: [T] int64, bit i says whether a row sees token starts + i, of those up to itself;
-            -1 sees all of them, as rows outside of trees do.
+        starts: [R] int64, the first token of each request's tree; all tokens in front of it are
+            seen, within the layer's window, which is larger than a tree is deep.
+        tokens: [T] int64, the index of each row's token in its request. (Rows at the same depth
+            have the same position.)
+        ancestors: [T] int64, bit i tells whether a row sees token starts + i, if that is not behind
+            its own; -1: it sees all of them, as rows outside of trees do.
     """
 
     starts: Tensor
@@ -71,13 +71,13 @@ class Visibility:
     """Which tokens of its context a row sees, besides the window of a layer.
 
     Attributes:
-        causal: false: a row also sees the tokens behind its own, up to `context_lens`, so that all
-            rows of a request see each other.
-        first_seen: cached tokens before this one are seen by no row: nothing has been stored there
-            (but the numbers there are finite).
-        tree: of passes with rows that are not a causal chain.
-        last_seen: [T] int64, a row also sees the tokens behind its own up to this one, as rows of
-            an image may that see all of it; None: no row does.
+        causal: if false, a row also sees the tokens behind its own, up to `context_lens`, so that
+            all rows of a request see each other.
+        first_seen: cached tokens in front of this one are not seen: nothing was stored there (but
+            the numbers there are finite).
+        tree: for rows that are nodes of token trees; None: there are none.
+        last_seen: [T] int64, a row also sees the tokens behind its own up to this one, such as the
+            rest of its image; None: no row does.
     """
 
     causal: bool = True
@@ -91,17 +91,17 @@ CAUSAL = Visibility()
 
 @dataclass(frozen=True, eq=False)
 class StateInputs:
-    """How the states of the requests of a pass move on, in layers that keep one of each.
+    """How a pass updates the recurrent states of its requests.
 
-    A state covers the tokens before a request's first row but for the last `pending` ones. Tokens
-    are taken in when it is certain that they stay: known ones in their own pass, draft tokens in
-    the pass behind the one that has verified them.
+    A state includes a token only once it is certain that the token stays: a known token in its own
+    pass, a draft token in the pass after the one that verified it. So a state covers the tokens in
+    front of a request's first row, without the last `pending` ones.
 
     Attributes:
         slots: [R] int64, the place of each request's state; padding has one of its own.
-        num_known: [R] int64, leading rows of each request that stay whatever is refused.
-        pending: [R] int64, accepted draft rows of the request's pass before this one.
-        save_at: [R] int64: the state that covers so many tokens is kept as a checkpoint, if this
+        num_known: [R] int64, leading rows of each request that are known tokens.
+        pending: [R] int64, draft rows of the request's last pass that were accepted.
+        save_at: [R] int64: the state that covers this many tokens is saved as a checkpoint, if this
             pass gets there; -1: none is.
         saved: [R] int64, the place of that checkpoint.
     """
@@ -115,18 +115,18 @@ class StateInputs:
 
 @dataclass(frozen=True, eq=False)
 class PassInputs:
-    """What the layers of one pass are given beside activations and caches.
+    """The inputs of all layers of one pass, besides activations and caches.
 
     Attributes:
-        paging: of layers without a window.
-        window_paging: of layers with a window, where those have blocks of their own; None: alike.
+        paging: for layers without a window.
+        window_paging: for layers with a window, if those have blocks of their own; None: `paging`.
         adapters: [T] int64, the slot of each row's adapter, or -1; None: no row has one.
-        states: of layers that keep a state of each request; None where no layer does.
-        layer_inputs: [T, layers, size] beside the stream; None where no layer takes any.
-        embedded: [T, H], what a drafting head takes in place of its tokens' embeddings where images
-            are among its rows; None: nothing.
-        prepared: what a backend made of these inputs for its first layer, by the backend's name:
-            the others need not do so again.
+        states: for layers with recurrent states; None: there are none.
+        layer_inputs: [T, layers, size], inputs of single layers besides the stream; None: none.
+        embedded: [T, H], replaces the token embeddings in a drafting head whose rows include
+            images; None: there are none.
+        prepared: what a backend has computed from these inputs for one layer and reuses for the
+            others, by the backend's name.
     """
 
     rows: RowPlaces
@@ -140,7 +140,7 @@ class PassInputs:
     prepared: dict[str, object] = field(default_factory=dict, init=False, repr=False)
 
     def seen_through(self, window: int | None) -> "PassInputs":
-        """The inputs of a layer with this window: its paging is `paging`."""
+        """The inputs of a layer with this window, whose paging is then in `paging`."""
         if window is None or self.window_paging is None:
             return self
         found = self.prepared.get("window")
@@ -150,7 +150,7 @@ class PassInputs:
         return found
 
     def read_only(self) -> "PassInputs":
-        """The inputs of a layer that stores nothing, in `paging`."""
+        """The inputs of a layer that stores no keys and values: all slots of `paging` are -1."""
         found = self.prepared.get("read only")
         if not isinstance(found, PassInputs):
             slots = self.paging.slots

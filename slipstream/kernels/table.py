@@ -1,4 +1,4 @@
-"""Ops of networks: what they mean.
+"""The interface of the ops that networks are made of.
 
 Layers get the ops of their backend once, when the network is built, and never ask which device they
 are on.
@@ -34,15 +34,14 @@ class AttentionParts:
     """Attention as a mixer; see `layers/attention.py`.
 
     Attributes:
-        norm: None where queries, keys and values are made of the stream as it is.
-        beside: norm of a second input, whose columns stand before those of the stream in what
-            queries, keys and values are made of; None without such an input.
-        keeps_normed: the normed stream takes the place of the stream.
-        joint_norms: None, or of all queries of a row as one vector, and of all its keys.
-        query_scales: None, or [max_positions] float32 that queries are multiplied by.
-        value_norm: of the value heads, over D; None where there is none.
-        reads_only: `qkv` makes queries alone, and keys and values are those that another layer has
-            stored.
+        norm: of the input of `qkv`; None: the stream is not normed.
+        beside: norm of a second input, which is concatenated in front of the stream as the input of
+            `qkv`; None: there is none.
+        keeps_normed: the normed stream replaces the stream.
+        joint_norms: norms over all queries of a row as one vector, and over all its keys; or None.
+        query_scales: [max_positions] float32, factors of the queries by position; or None.
+        value_norm: norm of each value head, over D; None: there is none.
+        reads_only: `qkv` makes only queries; keys and values are those that another layer stores.
         adapters: of `qkv` and `output`.
     """
 
@@ -60,7 +59,7 @@ class AttentionParts:
 
     @property
     def feeds_attention(self) -> bool:
-        """Whether what `qkv` makes is what `AttendOp` takes."""
+        """Whether the output of `qkv` is the input of `AttendOp` as it is."""
         between = self.joint_norms, self.query_scales, self.value_norm
         return not self.reads_only and all(each is None for each in between)
 
@@ -70,7 +69,7 @@ class AttentionParts:
 
     @property
     def needs_sources(self) -> bool:
-        """Whether it only runs where the stream begins, as in drafting heads."""
+        """Whether it can only be the first layer of a stack, as in drafting heads."""
         return self.beside is not None or self.keeps_normed
 
 
@@ -79,7 +78,7 @@ class GatedMLPParts:
     """A gated feed-forward part; see `layers/mlp.py`.
 
     Attributes:
-        norm: None where the stream is taken as it is.
+        norm: None: the stream is not normed.
         adapters: of `gate_up` and `down`.
     """
 
@@ -96,11 +95,11 @@ class GatedMLPParts:
 
 @dataclass(frozen=True, eq=False)
 class SharedExpert:
-    """A gated feed-forward part that all rows pass beside the experts that they choose.
+    """A gated feed-forward part for all rows, besides the experts that they choose.
 
     Attributes:
-        gate: [1, H] in the model's dtype: what comes out is multiplied by sigmoid(x gate^T); None:
-            it is taken as it is.
+        gate: [1, H] in the model's dtype: the output is multiplied by sigmoid(x gate^T); None: it
+            is not scaled.
     """
 
     gate_up: Product
@@ -112,17 +111,17 @@ class SharedExpert:
 class ExpertsParts:
     """A mixture of E gated experts as a feed-forward part; see `layers/experts.py`.
 
-    Router logits, scores and weights are float32, and so are all sums. What an expert's gate and up
-    make is rounded once to the dtype of the rows; its output, with its bias, is multiplied by the
-    row's weight; outputs are added up in the order of choice, then the shared expert's, and rounded
-    once, or left to be added up by whoever takes the addend. A row depends on no other row.
+    Router logits, scores and weights are float32, and so are all sums. The gated product of an
+    expert is rounded once to the dtype of the rows. Its output, with its bias, is multiplied by the
+    row's weight. Outputs are added in the order of choice, then the shared expert's, and rounded
+    once; or their sum is left to the op that takes the addend. A row depends on no other row.
 
     Attributes:
-        gate_up: [E 2I, H], expert by expert: its I rows of the gate, then its I rows that the gate
-            multiplies.
+        gate_up: [E 2I, H], expert by expert: I rows of the gate, then the I rows of `up`, which the
+            gate multiplies.
         gate_up_bias, down_bias: [E, 2I], in the same order, and [E, H]; None without one.
         down: [E H, I], expert by expert.
-        clamp: None: an expert makes activation(gate) * up.
+        clamp: None: an expert computes activation(gate) * up.
         activation: of the gate; a shared expert's is SiLU.
         shared: None without one.
     """
@@ -143,8 +142,9 @@ class LayerParts:
     """One decoder layer. A backend knows kinds of halves by the classes of their parts.
 
     Attributes:
-        mixer, feed_forward: each is added to the stream; None where the layer has none.
-        behind_mixer, behind_feed_forward: how; None: as it is.
+        mixer, feed_forward: the parts of the halves; None: the layer lacks that half.
+        behind_mixer, behind_feed_forward: how the output of a half is added to the stream; None:
+            unchanged.
     """
 
     mixer: object | None
@@ -154,17 +154,17 @@ class LayerParts:
 
     @property
     def halves(self) -> tuple[tuple[object, Behind | None], ...]:
-        """Those that there are, in the order in which they run, and how each joins the stream."""
+        """The halves that the layer has, in order, each with how it is added to the stream."""
         pairs = (self.mixer, self.behind_mixer), (self.feed_forward, self.behind_feed_forward)
         return tuple(pair for pair in pairs if pair[0] is not None)
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """Makes the stream of several sources side by side.
+    """Makes the stream by a product over several concatenated sources.
 
     Attributes:
-        norms: of each source; None for those that are taken as they are.
+        norms: the norm of each source; None: it is not normed.
     """
 
     product: Product
@@ -173,11 +173,11 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class StackParts:
-    """Layers in a row, at least one, and what stands before and behind them.
+    """A sequence of at least one layer, with what is in front of and behind it.
 
     Attributes:
-        last: norm behind the layers; None: what leaves is the stream.
-        entry: None: the last source is the stream.
+        last: norm behind the layers; None: the result is the stream.
+        entry: makes the stream of the sources; None: the last source is the stream.
     """
 
     layers: Sequence[LayerParts]
@@ -188,9 +188,9 @@ class StackParts:
 class LinearOp(Protocol):
     """x [T, K], weight [N, K], bias [N] or None -> [T, N].
 
-    What comes out is only for the ops of the same backend that take an `addend`: a backend may
-    leave the sum over parts of K to them, and return [parts, T, N] float32. `adapted`, here and
-    below: what adapters add to the product of their rows; None: no row has one.
+    The result is only for ops of the same backend that take an `addend`: a backend may leave the
+    sum over parts of K to them, and return [parts, T, N] float32. `adapted`, here and below: what
+    LoRA adapters add to the products of their rows; None: no row has one.
     """
 
     def __call__(
@@ -202,7 +202,7 @@ class NormLinearOp(Protocol):
     """addend, residual [T, H] -> (linear(norm(residual + addend)), residual + addend).
 
     Without a residual the addend [T, H] is the sum. The first result is [T, N] in its dtype. Here
-    and below, an addend may say how it joins the residual, and None stands for no norm.
+    and below, an addend may have a norm of its own (`JoiningAddend`), and a norm of None is none.
     """
 
     def __call__(
@@ -217,7 +217,7 @@ class NormLinearOp(Protocol):
 
 
 class NormGatedLinearOp(Protocol):
-    """As `NormLinearOp`; of what comes out, [T, 2I] with the gate first, the first result is
+    """Like `NormLinearOp`, but of its first result (gate, up) [T, 2I] the first result here is
     activation(gate) * up, [T, I]."""
 
     def __call__(
@@ -261,9 +261,9 @@ class NormOp(Protocol):
 
 
 class JoinedLinearOp(Protocol):
-    """parts [T, K1], [T, K2] ..., each normed where it has a norm; weight [N, K1 + K2 ...].
+    """parts [T, K1], [T, K2] ..., each normed if it has a norm; weight [N, K1 + K2 ...].
 
-    Returns linear of the parts side by side, [T, N] in their dtype. `adapted` as in `LinearOp`.
+    Returns linear of the concatenated parts, [T, N] in their dtype. `adapted` as in `LinearOp`.
     """
 
     def __call__(
@@ -282,11 +282,11 @@ class LogitsOp(Protocol):
 
 
 class StackOp(Protocol):
-    """sources, each [T, its width] -> (what leaves [T, H], wanted streams, each [T, H]).
+    """sources, each [T, its width] -> (output [T, H], wanted streams, each [T, H]).
 
-    `caches` has one entry for each layer with a mixer, in order. `wanted` names layers, from 0,
-    whose incoming stream is kept; their number stands for the stream that leaves the last one. A
-    second input of the first layer (`beside`) is the first source.
+    `caches` has one entry for each layer with a mixer, in order. `wanted` has the indices, from 0,
+    of layers whose incoming stream is returned; the number of layers means the stream that leaves
+    the last one. The second input of a first layer with one (`beside`) is the first source.
     """
 
     def __call__(
@@ -299,42 +299,42 @@ class StackOp(Protocol):
 
 
 class FusedOp(StackOp, Protocol):
-    """One op of the first `num_layers` layers of a stack, entry included, and of the last norm
-    where these are all."""
+    """One op for the first `num_layers` layers of a stack with its entry, and for the last norm if
+    these are all layers."""
 
     @property
     def num_layers(self) -> int: ...
 
 
 def one_by_one(parts: StackParts) -> FusedOp | None:
-    """For backends that have no op of several layers."""
+    """`Ops.fuse` of backends that have no op for several layers."""
     del parts
     return None
 
 
 @dataclass(frozen=True)
 class Ops:
-    """What one backend has of them.
+    """The ops of one backend.
 
     Attributes:
         backend: its name.
         linear: a matmul.
         norm_linear: a matmul behind a norm.
-        norm_gated_linear: the same, and what a gate makes of the result.
+        norm_gated_linear: a matmul behind a norm, and the gate behind it.
         experts: a mixture of experts behind a norm.
-        add_norm: a norm that no matmul of a layer follows.
-        norm: the same, together with the sum that was normed.
+        add_norm: a norm behind which no matmul of a layer follows.
+        norm: such a norm, which also returns the sum that was normed.
         activate: x [T, I], an activation -> [T, I].
-        joined_linear: a matmul of several inputs side by side, each normed or not.
-        attend: attention.
-        store: its first half alone.
+        joined_linear: a matmul of several concatenated inputs, each normed or not.
+        attend: stores keys and values, and attends.
+        store: stores keys and values only.
         latent_attention: attention over one latent row a token.
         delta_net: the recurrence of a gated delta net.
         logits: the head's matmul.
-        pack: a weight as the backend reads it, made once, when it is loaded.
-        round: a matrix [N, K] in fewer bits, packed or to be packed.
-        fuse: an op of the first layers of a stack, as many as there is one for; None leaves the
-            first to the other ops.
+        pack: converts a weight to the backend's own layout, once, when it is loaded.
+        round: rounds a matrix [N, K] to fewer bits; the result may be packed already.
+        fuse: an op for the first layers of a stack, as many as the backend can fuse; None: the
+            first layer is run by the other ops.
     """
 
     backend: str
@@ -361,8 +361,8 @@ class DeltaNetParts:
     """See `layers/delta_net.py`.
 
     Attributes:
-        inputs: its rows make queries, keys, values, then z, then the gates (b, a) of the op.
-        gates: makes the gates where `inputs` does not; None: `inputs` does.
+        inputs: makes queries, keys, values, then z, then the gates (b, a) of the op.
+        gates: makes the gates; None: `inputs` does.
     """
 
     norm: Norm
@@ -382,9 +382,9 @@ class LatentParts:
     """Latent attention as a mixer; see `layers/latent_attention.py`.
 
     Attributes:
-        first: of the normed stream it makes what queries are made of, or queries, then latent rows.
-        query_norm, queries: what makes queries of the first numbers of those; None where they are
-            queries.
+        first: the product of the normed stream: the latent of the queries (or the queries
+            themselves), then the latent rows of keys and values.
+        query_norm, queries: make queries of their latent; None: `first` makes queries.
     """
 
     norm: Norm

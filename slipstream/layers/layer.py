@@ -1,13 +1,13 @@
-"""Decoder layers: what they are as data, and what is built from it.
+"""Decoder layers: their specs, which are data, and the layers that are built from these.
 
-A layer has two halves, each of which is added to the residual stream: a mixer, in which rows see
-each other, and a feed-forward part. Either may be absent. A kind of half is a spec (frozen data)
-and the class that it builds; it stands in a file of its own beside this one.
+A layer has two halves, whose outputs are added to the residual stream: a mixer (such as attention),
+in which rows see each other, and a feed-forward part. Either may be absent. A kind of half is a
+spec and the class that it builds; each kind has a file of its own beside this one.
 
-The stream passes from half to half as two tensors, `residual` and the `addend` that the last half
-has for it, so that their sum can be one op with the norm that follows. A norm behind the half is
-part of that op, too: halves know nothing of it. Before the first half the addend is the stream and
-there is no residual.
+The stream passes from half to half as two tensors: the `residual`, and the `addend`, which is the
+output of the last half and is not added yet. So the addition can be fused with the norm that
+follows. A norm behind a half is part of that op as well; halves do not know of it. In front of the
+first half the addend is the stream, and there is no residual.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ MatrixShape = tuple[int, int]  # rows (outputs), columns (inputs)
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What halves are built with.
+    """What is needed to build halves.
 
     Attributes:
         width: of the residual stream.
-        share: of the network, which the source knows as well.
-        adapters: gets slots for adapters of the matrices that may have some; None: none have.
+        share: this rank's share of the network; `source` has it as well.
+        adapters: receives slots for LoRA adapters of the matrices; None: there are no adapters.
     """
 
     source: ParameterSource
@@ -46,12 +46,12 @@ class BuildContext:
 
 
 class Half(Protocol):
-    """What both halves of a built layer have.
+    """What mixers and feed-forward parts have in common.
 
     Attributes:
-        norm: before it; None where it reads the stream as it is.
-        parts: what a backend may fuse, told apart by its class (`kernels/table.py`); a kind
-            that no backend fuses gives anything else.
+        norm: in front of it; None: it reads the stream without a norm.
+        parts: weights, in a class of `kernels/table.py` by which a backend knows what it can fuse;
+            any other object for a kind that no backend fuses.
     """
 
     @property
@@ -73,7 +73,7 @@ class Mixer(Half, Protocol):
         cache: LayerCache,
         beside: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run by single ops -> (its own addend, the stream that it is to be added to), [T, H].
+        """Run op by op -> (its own addend, the stream that it is to be added to), each [T, H].
 
         Args:
             beside: [T, H], the second input of a mixer that has one.
@@ -86,25 +86,25 @@ class FeedForward(Half, Protocol):
     def apply(
         self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
     ) -> tuple[Tensor, Tensor]:
-        """Run by single ops -> (its own addend, the stream that it is to be added to), [T, H]."""
+        """Run op by op -> (its own addend, the stream that it is to be added to), each [T, H]."""
 
 
 class HalfSpec(Protocol):
-    """What the specs of both halves tell, for plans of memory."""
+    """What specs of both kinds of halves tell for memory planning."""
 
     def matrices(self, norms: LayerNorms, width: int) -> Sequence[MatrixShape]:
-        """The shapes of its matrices beside a stream of this width."""
+        """The shapes of its matrices, for a stream of this width."""
 
     def numbers_per_row(self, width: int) -> int:
-        """How many numbers of its own a row has while the half runs, beside a stream of this width,
-        in numbers of the activations' dtype: one of float32 counts as two."""
+        """The size of a row's own activations while the half runs, for a stream of this width, in
+        numbers of the activations' dtype: one of float32 counts as two."""
 
 
 class MixerSpec(HalfSpec, Protocol):
     """A kind of mixer with its sizes."""
 
     def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> CacheSpec | SharedCache:
-        """What a process with this share keeps of the past, in this dtype."""
+        """The spec of the cache that a rank with this share needs."""
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> Mixer:
         """The half with its weights, which a checkpoint has under the name `layer`."""
@@ -119,7 +119,7 @@ class FeedForwardSpec(HalfSpec, Protocol):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer as data; None stands for a half that it does not have."""
+    """One decoder layer as data; a half that it lacks is None."""
 
     mixer: MixerSpec | None
     feed_forward: FeedForwardSpec | None
@@ -137,7 +137,7 @@ class LayerSpec:
         return [shape for half in self._halves for shape in half.matrices(self.norms, width)]
 
     def numbers_per_row(self, width: int) -> int:
-        """How many numbers a row has in a layer all of whose tensors live at once."""
+        """The size of a row's activations if all tensors of the layer are alive at once."""
         return sum(half.numbers_per_row(width) for half in self._halves)
 
     def build(self, context: BuildContext, name: str) -> "Layer":
@@ -180,7 +180,7 @@ class Layer:
         cache: LayerCache | None,
         beside: Tensor | None = None,
     ) -> tuple[Addend, Tensor, Tensor]:
-        """Run by single ops.
+        """Run op by op.
 
         Args:
             cache: None for a layer without a mixer.
@@ -210,5 +210,5 @@ def _joining(made: Tensor, behind: Behind | None) -> Addend:
 def build_layers(
     specs: Sequence[LayerSpec], context: BuildContext, name: str = "model.layers.{}"
 ) -> list[Layer]:
-    """Build all layers; the index of a layer takes the place of the braces in its name."""
+    """Build all layers; `{}` in the name stands for the index of a layer."""
     return [spec.build(context, name.format(index)) for index, spec in enumerate(specs)]

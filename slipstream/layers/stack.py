@@ -1,4 +1,4 @@
-"""Decoder layers in a row, from what enters them to what a head takes."""
+"""A sequence of decoder layers, with what is in front of them and the norm behind them."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +15,11 @@ from slipstream.layers.layer import Layer
 
 @dataclass(frozen=True, eq=False)
 class StreamAddends:
-    """What is added to the stream of some rows of a pass behind the first layers (DeepStack).
+    """What is added to the stream of some rows behind each of the first layers (DeepStack).
 
     Attributes:
         rows: [n] int64.
-        values: [L, n, H], behind each of the first L layers.
+        values: [L, n, H], for each of the first L layers.
     """
 
     rows: Tensor
@@ -28,7 +28,7 @@ class StreamAddends:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Layers that run together, those from `start` to before `stop`."""
+    """Layers `start` to before `stop`, which run by one `StackOp`."""
 
     op: StackOp
     start: int
@@ -36,16 +36,15 @@ class _Segment:
 
 
 class Stack:
-    """Runs layers of any kinds: in one op where the backend has one, and by single ops elsewhere.
+    """Runs layers of any kinds: fused ones where the backend has an op for them, others op by op.
 
     Args:
         layers: at least one.
-        last: norm behind the layers; None: what leaves is the stream.
-        entry: None: the last source is the stream.
-        num_apart: layers at the beginning that each run by themselves, so that something may be
-            added behind them; fewer than there are.
-        windows: of all layers, where rows that see tokens behind their own (`last_seen`) do so in
-            layers with a window alone; empty: in all layers.
+        last, entry: see `StackParts`.
+        num_apart: number of first layers that each run by themselves, so that something may be
+            added behind them; less than the number of layers.
+        windows: the windows of all layers, if rows see tokens behind their own (`last_seen`) only
+            in layers with a window; empty: they do in all layers.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Stack:
         self._apart, self._windows = range(1, num_apart + 1), tuple(windows)
         self._segments = self._cut(self._apart)
         mixers = [layer.mixer is not None for layer in layers]
-        # Caches that layers before this one have.
+        # The number of caches of the layers in front of each layer.
         self._first_cache = [sum(mixers[:index]) for index in range(len(layers) + 1)]
 
     def __call__(
@@ -73,7 +72,7 @@ class Stack:
         wanted: Sequence[int] = (),
         added: StreamAddends | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """One pass; see `StackOp`. Something may be `added` behind layers that run apart."""
+        """One pass; see `StackOp`. `added` is for layers that run apart (`num_apart`)."""
         segments, causal = self._segments, inputs
         if self._windows and inputs.sees.last_seen is not None:
             segments = self._segments_by_sight
@@ -83,7 +82,7 @@ class Stack:
         found: dict[int, Tensor] = {}
         for segment in segments:
             first, end = self._first_cache[segment.start], self._first_cache[segment.stop]
-            # What leaves all segments but the last is the stream that enters the next one.
+            # The output of a segment is the stream that enters the next one.
             end_counts = segment.stop == len(self._layers)
             own = [
                 layer
@@ -102,16 +101,16 @@ class Stack:
 
     @cached_property
     def _segments_by_sight(self) -> list[_Segment]:
-        """With an end wherever layers with a window meet others."""
+        """Segments that also end between a layer with a window and one without."""
         pairs = enumerate(pairwise(self._windows), 1)
         meet = [layer for layer, (one, two) in pairs if (one is None) != (two is None)]
         return self._cut({*self._apart, *meet})
 
     def _cut(self, ends: Collection[int]) -> list[_Segment]:
-        """Segments: runs of layers that the backend fuses, and runs of those that it does not.
+        """Cut the layers into segments that the backend fuses, and segments that it does not.
 
         Args:
-            ends: layers before which a segment ends in any case.
+            ends: layers in front of which a segment has to end.
         """
         segments: list[_Segment] = []
         start, count = 0, len(self._layers)
@@ -147,7 +146,7 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class _SingleOps:
-    """A `StackOp` of single ops."""
+    """A `StackOp` that runs op by op."""
 
     ops: Ops
     layers: Sequence[Layer]

@@ -1,4 +1,4 @@
-"""The decoder network: an embedding, layers of any kinds, a norm and a head."""
+"""The decoder network: an embedding, layers of any kind, a norm and a head."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,9 +23,9 @@ class Decoder:
     """Token ids to hidden states (after the final norm), and hidden states to logits.
 
     Args:
-        share: of the network, which `source` knows as well.
-        adapters: gets slots for adapters of its layers; None: there are none.
-        num_composed: rows of a pass whose positions may have several axes; see `RopeTables`.
+        share: this rank's share of the network; `source` has it as well.
+        adapters: receives slots for LoRA adapters of its layers; None: there are no adapters.
+        num_composed: most rows of a pass with M-RoPE positions; see `RopeTables`.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Decoder:
         )
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids [T] -> what enters the first layer, [T, hidden_size]."""
+        """token_ids [T] -> the input of the first layer, [T, hidden_size]."""
         x, scale = self.embedding(token_ids), self.config.embedding_scale
         if scale is not None and self.config.embedding_scale_rounded:
             scale = torch.tensor(scale, dtype=x.dtype).item()
         return x if scale is None else x * scale
 
     def renumber(self, token_ids: Tensor) -> None:
-        """Give id i the embeddings that token_ids[i] had; token_ids [n] int64."""
+        """Give token i the embedding of token_ids[i]; token_ids [n] int64."""
         self.embedding.renumber(token_ids)
         if self._layer_inputs is not None:
             self._layer_inputs.table.renumber(token_ids)
@@ -94,10 +94,11 @@ class Decoder:
         Args:
             token_ids: [T].
             caches: one for each layer with a mixer.
-            stream_layers: layers (from 0) whose incoming residual stream is wanted as well; the
-                number of layers stands for the stream that the final norm takes.
-            embedded: [T, hidden_size], what enters the first layer in place of the embeddings.
-            added: behind the first `config.num_added_layers` layers; None: nothing.
+            stream_layers: layers (from 0) whose incoming residual stream is returned, too; the
+                number of layers means the stream that enters the final norm.
+            embedded: [T, hidden_size], used in place of the embeddings of the tokens.
+            added: what is added to the stream behind the first `config.num_added_layers` layers;
+                None: nothing.
 
         Returns:
             [T, hidden_size] after the final norm, and the streams in the order asked for, each
