@@ -1,4 +1,4 @@
-"""The blocks of one cache: which are free, which are kept for later, which are in use."""
+"""The blocks of one cache: which are free, in use, or kept for later requests."""
 
 from collections import Counter, OrderedDict
 
@@ -6,14 +6,14 @@ from slipstream.cache.prefix_index import PrefixIndex
 
 
 class BlockPool:
-    """Hands out blocks by number. Every block is in exactly one place:
+    """Allocates blocks by number. Every block is in exactly one of three states:
 
-        free        nothing worth keeping in it
-        evictable   in the prefix index, in no table; least recently used first
+        free        its content is not needed
+        evictable   in the prefix index, but in no table; least recently used first
         referenced  in one table, or in several that share a prefix
 
     Attributes:
-        index: which block has which content.
+        index: maps contents to blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -26,14 +26,14 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now: free ones and evictable ones."""
+        """Number of blocks that can be allocated now: free and evictable ones."""
         return len(self._free) + len(self._evictable)
 
     def is_evictable(self, block: int) -> bool:
         return block in self._evictable
 
     def take(self) -> int:
-        """A block without content, for one table."""
+        """Allocate a block for one table."""
         if self._free:
             block = self._free.pop()
         else:
@@ -43,12 +43,12 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """One table more holds this indexed block."""
+        """Count one more table that holds this indexed block."""
         self._evictable.pop(block, None)
         self._references[block] += 1
 
     def release(self, block: int) -> None:
-        """One table less holds this block; an indexed one is kept until its place is needed."""
+        """Count one table less; an indexed block is kept until it is evicted."""
         self._references[block] -= 1
         if self._references[block]:
             return

@@ -1,8 +1,8 @@
-"""What layers keep of the tokens that they have seen: kinds of caches.
+"""The interface of caches: what layers store of the tokens that they have computed.
 
-A kind is a frozen spec, which tells its bytes, and the pool that it allocates, which owns the
-storage of all layers of that spec. A new kind is one file beside this one; paged keys and values
-stand in `paged.py`.
+A kind of cache has a frozen spec, which tells its size, and a pool, which the spec allocates and
+which owns the storage of all layers with that spec. A new kind is one file beside this one; paged
+keys and values are in `paged.py`.
 """
 
 from collections import Counter
@@ -22,17 +22,17 @@ LayerCache = Any
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """How much a pool has room for.
+    """The sizes of a pool.
 
     Attributes:
-        num_blocks, block_size: blocks that all layers share, and tokens in each.
-        num_slots: requests that run at once, and one slot for padding.
-        num_drafts: draft tokens of a request that wait to be taken into its states.
-        num_checkpoints: states that are kept beside those of slots.
+        num_blocks, block_size: number of blocks in each layer, and tokens in each block.
+        num_slots: most requests that run at once, and one slot for padding.
+        num_drafts: most draft tokens of a request that wait to be included in its state.
+        num_checkpoints: number of copies of states besides those of the slots.
         rereads: see `StatePlaces`.
-        num_window_blocks: blocks that layers with a window share in place of those; one more
-            stands behind them, of zeros, for tokens that no row sees any more. 0: these layers
-            keep all tokens.
+        num_window_blocks: number of blocks of layers with a window; behind them is one block of
+            zeros, for tokens that no row sees any more. 0: these layers keep all tokens, in
+            `num_blocks` blocks.
     """
 
     num_blocks: int
@@ -46,30 +46,30 @@ class CacheSizes:
 
 
 class CachePool(Protocol):
-    """The storage of some layers of one kind. Blocks and slots are named by others."""
+    """The storage of all layers of one spec. Who uses which block or slot is decided elsewhere."""
 
     @property
     def layers(self) -> Sequence[LayerCache]:
-        """What the mixer of each layer takes."""
+        """The cache of each layer, as its mixer takes it."""
 
     def keep_path(
         self, tables: RequestTables, slots: Tensor, roots: Tensor, path: Tensor, counts: Tensor
     ) -> None:
-        """Move what is kept of the accepted nodes of token trees to where a chain has it.
+        """Move the entries of accepted nodes of token trees to the slots that a chain would have.
 
         Args:
-            slots, roots: [R] int64, the request's slot, and which of its tokens is the root.
+            slots, roots: [R] int64, the request's slot, and the index of the root among its tokens.
             path: [R, W] int64: node path[r, i] becomes token roots[r] + i.
-            counts: [R] int64, below W: the last i that matters.
+            counts: [R] int64, below W: i goes up to this.
         """
 
 
 class StatePool(CachePool, Protocol):
-    """A pool that keeps a state of each request beside or in place of blocks."""
+    """A pool with a state for each request, in place of blocks or besides them."""
 
     def begin(self, slots: Sequence[int], places: Sequence[int]) -> None:
-        """Requests take these slots, new ones or preempted ones, each with the state of one of the
-        pool's places, a checkpoint; -1: without computed tokens."""
+        """Requests get these slots, and start from the states in these places (checkpoints); -1:
+        from the state of no tokens."""
 
 
 class CacheSpec(Hashable, Protocol):
@@ -77,30 +77,30 @@ class CacheSpec(Hashable, Protocol):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes in blocks, for every token."""
+        """Bytes in blocks for each token."""
 
     @property
     def bytes_per_request(self) -> int:
-        """Bytes of a state, for every slot, however long its request is."""
+        """Bytes of a state for each slot, whatever the length of its request."""
 
     @property
     def bytes_per_draft_token(self) -> int:
-        """Bytes that wait to be taken into a state, for every slot and each of its draft tokens."""
+        """Bytes for each slot and draft token that wait to be included in a state."""
 
     @property
     def window(self) -> int | None:
-        """How many tokens a row reads of what is in blocks, itself included; None: all."""
+        """The most tokens in blocks that a row sees, itself included; None: all."""
 
     def allocate(self, num_layers: int, sizes: CacheSizes) -> CachePool:
-        """A pool for so many layers of this spec; a `StatePool` where requests have states."""
+        """A pool for `num_layers` layers of this spec; a `StatePool` if requests have states."""
 
 
 @dataclass(frozen=True)
 class SharedCache:
-    """The cache of a layer that keeps nothing and reads what another one keeps.
+    """The cache of a layer that stores nothing and reads the cache of another layer.
 
     Attributes:
-        lender: which of the layers in the layout that is; it stands before this one.
+        lender: the index of that layer in the layout; it comes before this one.
     """
 
     lender: int
@@ -113,11 +113,11 @@ class SharedCache:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What the layers of one model keep, in their order.
+    """The caches of the layers of one model, in order.
 
     Attributes:
         dtype: of the stored numbers.
-        extra_bytes_per_token: that a drafter keeps of a token beside its layers' caches.
+        extra_bytes_per_token: what a drafter stores for a token besides its layers' caches.
     """
 
     specs: tuple[CacheSpec | SharedCache, ...]
@@ -130,16 +130,16 @@ class CacheLayout:
 
     @property
     def _windowed(self) -> list[CacheSpec | SharedCache]:
-        """Those with a window on what is in blocks; windows of states are of another kind."""
+        """The specs whose rows see a window of the tokens in blocks."""
         return [it for it in self.specs if it.bytes_per_token and it.window is not None]
 
     @property
     def windowed_bytes_per_token(self) -> int:
-        """Those of layers with a window."""
+        """The part of `bytes_per_token` of layers with a window."""
         return sum(spec.bytes_per_token for spec in self._windowed)
 
     def window(self, longest: int) -> int | None:
-        """The largest window of any layer, where it is smaller than the `longest` request."""
+        """The largest window of any layer; None without one, or if `longest` tokens fit in."""
         largest = max((spec.window or 0 for spec in self._windowed), default=None)
         return largest if largest is not None and largest < longest else None
 
@@ -148,14 +148,14 @@ class CacheLayout:
         return sum(spec.bytes_per_request for spec in self.specs)
 
     def state_bytes(self, num_drafts: int) -> int:
-        """Bytes for every slot, with so many draft tokens that wait to be taken into its states."""
+        """Bytes for each slot, with `num_drafts` draft tokens that wait for its states."""
         waiting = sum(spec.bytes_per_draft_token for spec in self.specs)
         return self.bytes_per_request + num_drafts * waiting
 
     @property
     def blocks_resume(self) -> bool:
-        """Whether the blocks of a prefix are all that a request needs to go on behind it, so that
-        the prefix index may share them."""
+        """Whether a request can resume behind a prefix with its blocks alone, so that the prefix
+        index may share them."""
         return self.bytes_per_request == 0
 
 
@@ -176,7 +176,7 @@ class ModelCache:
         self._states = [
             cast(StatePool, pool) for spec, pool in pools.items() if spec.bytes_per_request
         ]
-        # Of each slot, draft tokens of its last pass that were accepted and are in no state yet.
+        # For each slot, the accepted draft tokens of its last pass, which no state includes yet.
         self._pending = torch.zeros(sizes.num_slots, dtype=torch.int64, device=sizes.device)
         own = {spec: iter(pool.layers) for spec, pool in pools.items()}
         self.layers: list[LayerCache] = []
@@ -195,7 +195,7 @@ class ModelCache:
 
     @property
     def has_states(self) -> bool:
-        """Whether any layer keeps a state of each request."""
+        """Whether any layer has a state for each request."""
         return bool(self._states)
 
     def begin(self, slots: Sequence[int], checkpoints: Sequence[int]) -> None:
@@ -209,13 +209,13 @@ class ModelCache:
     def state_inputs(
         self, slots: Tensor, starts: Tensor, num_known: Tensor, saved: Tensor | None
     ) -> StateInputs | None:
-        """How states move on in a pass; None where no layer keeps any.
+        """How a pass updates states; None if no layer has any.
 
         Args:
-            starts: [R] int64, the token of each request's first row.
+            starts: [R] int64, the index of each request's first row.
             num_known: see `StateInputs`.
-            saved: [R] int64, the checkpoint that becomes of the state behind the last edge of a
-                block that this pass gets to; -1: none does. None: of no request.
+            saved: [R] int64, the checkpoint that the state at the last edge of a block in this pass
+                is saved to; -1: it is not saved. None: no request saves one.
         """
         if not self._states:
             return None
@@ -229,8 +229,8 @@ class ModelCache:
         return StateInputs(slots, num_known, pending, save_at, saved + self._sizes.num_slots)
 
     def commit(self, slots: Tensor, num_accepted: Tensor) -> None:
-        """So many draft tokens of the last pass stay; [R] int64 each. Paged kinds need nothing: the
-        count of tokens on the device says which slots hold something, and refused rows are written
-        over."""
+        """Note how many draft tokens of the last pass were accepted; [R] int64 each. Paged caches
+        need not know: the count of tokens on the device tells which slots are valid, and rejected
+        rows are overwritten."""
         if self._states:
             self._pending.index_copy_(0, slots, num_accepted)

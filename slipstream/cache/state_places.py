@@ -1,20 +1,20 @@
-"""Checkpoints of recurrent states: which place holds the states behind which prefix.
+"""Checkpoints of recurrent states: which place holds the states of which prefix.
 
-Where layers keep a state of each request, blocks alone do not resume it. A checkpoint is a copy of
-the states of all these layers behind a whole number of blocks (an *edge*), kept in a place beside
-the requests' own states, and found by the digest of the block in front of the edge. A prefix is
-resumed at its last edge that has one.
+With recurrent layers, blocks alone do not suffice to resume a request. A checkpoint is a copy of
+the states of all such layers after a whole number of blocks (an *edge*). It is in a place besides
+the requests' own states, and is found by the digest of the block in front of the edge. A request
+resumes at the last edge of its prefix that has a checkpoint.
 
-A pass copies the states behind the last edge that its tokens reach, into a place that was planned
-for it. So every request has a checkpoint that moves on with it, and others stay behind: at the end
-of its prompt, where another request parted from it, after every `interval` blocks, and when it ends
-or loses its place. Who needs a place takes the one that nobody has used for the longest time. The
-one that a checkpoint has left is its request's next one: so a request holds two places, however
-many steps are planned that do not get to an edge.
+A pass copies the states at the last edge that its tokens reach, into a place that was planned for
+it. So each request has a latest checkpoint, which moves along with it. Other checkpoints stay: at
+the end of its prompt, where another request branched off, after every `interval` blocks, and when
+it ends or is preempted. A new place is the least recently used one. When a checkpoint moves on, its
+old place is the request's next one, so a request holds two places, however many planned steps do
+not reach an edge.
 
-A place with a checkpoint in the index is never written, so a step that was launched before it was
-known that its request had ended does no harm: its place is given back with its request, and whoever
-gets it writes it later.
+A place whose checkpoint is in the index is never written. A step that was launched before its
+request was known to have ended does no harm either: its place is freed with the request, and its
+next owner writes it later.
 """
 
 from collections import Counter, deque
@@ -24,23 +24,23 @@ from dataclasses import dataclass, field
 from slipstream.cache.block_pool import BlockPool
 
 NO_PLACE = -1
-# A prompt is cut for a checkpoint that saves others at least this part of an interval.
+# A prompt is cut for a checkpoint if that saves other requests at least this part of an interval.
 _WORTH_A_CUT = 1 / 8
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """What a request holds. Edges count the blocks in front of them.
+    """The places that a request holds. An edge is numbered by the blocks in front of it.
 
     Attributes:
-        num_taken_in: tokens that its states cover behind the last step whose results are known.
-        num_prompt: tokens to compute before it decodes, as of its admission.
-        branch: the edge where others that begin alike part from it; 0: none is known.
+        num_taken_in: tokens that its states cover after the last committed step.
+        num_prompt: number of its tokens when it was admitted.
+        branch: the edge where requests with the same beginning branch off; 0: none is known.
         kept_edge: the last edge whose checkpoint stays.
         latest: the place of its last checkpoint in the index.
-        written, written_edge: a newer one, whose blocks are not in the prefix index yet.
-        spare: a place for its next one.
-        planned: of each step under way, the oldest first.
+        written, written_edge: a newer checkpoint, whose blocks are not in the prefix index yet.
+        spare: a place for its next checkpoint.
+        planned: the place of each step in flight, the oldest first.
     """
 
     num_taken_in: int
@@ -54,18 +54,18 @@ class _Held:
     planned: deque[int] = field(default_factory=deque)
 
     def places(self) -> list[int]:
-        """All that it holds."""
+        """All places that it holds."""
         places = (self.latest, self.written, self.spare, *self.planned)
         return [place for place in places if place != NO_PLACE]
 
 
 class StatePlaces:
-    """Hands out places for checkpoints, and finds those that there are.
+    """Allocates places for checkpoints, and finds checkpoints.
 
     Args:
-        num_places: places for checkpoints.
+        num_places: number of places.
         block_size: tokens in a block.
-        interval: blocks between two checkpoints that stay behind a request.
+        interval: blocks between two checkpoints of a request that stay.
         rereads: 1: a request computes the last token of its prefix again, so a checkpoint covers
             one token less than the blocks in front of its edge; else 0.
     """
@@ -81,19 +81,19 @@ class StatePlaces:
         """Forget all checkpoints and requests."""
         self._pool = BlockPool(self.num_places)
         self._requests: dict[str, _Held] = {}
-        self._staying: set[int] = set()  # checkpoints that requests leave behind as they move on
+        self._staying: set[int] = set()  # checkpoints that do not move along with a request
 
     def forget_contents(self) -> None:
-        """As of `BlockPool`."""
+        """See `BlockPool`."""
         self._pool.forget_contents()
 
     @property
     def num_checkpoints(self) -> int:
-        """How many there are."""
+        """Number of checkpoints in the index."""
         return len(self._pool.index)
 
     def longest_prefix(self, digests: Sequence[bytes]) -> int:
-        """How many leading blocks of this chain a request can be resumed behind."""
+        """The number of leading blocks of this chain after which a request can resume."""
         for count in range(len(digests), 0, -1):
             if self._pool.index.block_of(digests[count - 1]) is not None:
                 return count
@@ -102,11 +102,12 @@ class StatePlaces:
     def admit(
         self, request_id: str, digests: Sequence[bytes], num_tokens: int, num_shared: int
     ) -> None:
-        """A request begins behind a prefix that `longest_prefix` found.
+        """Begin a request behind a prefix that `longest_prefix` found.
 
         Args:
-            num_tokens: that it has now.
-            num_shared: leading blocks that it has in common with others, resumable or not.
+            num_tokens: number of its tokens.
+            num_shared: leading blocks that it shares with others, whether it can resume there or
+                not.
         """
         edge = len(digests)
         worth = max(1, self._interval * _WORTH_A_CUT)
@@ -121,25 +122,26 @@ class StatePlaces:
             held.latest = place
 
     def latest(self, request_id: str) -> int:
-        """The place of a request's last checkpoint, which it was resumed from if it has just been
-        admitted; `NO_PLACE` if it has none."""
+        """The place of a request's last checkpoint; `NO_PLACE` if it has none. A request that was
+        just admitted resumes from it."""
         return self._requests[request_id].latest
 
     def chunk_end(self, request_id: str, start: int, end: int) -> int:
-        """Where a chunk of a prompt had better end that begins at token `start` and could go on to
-        `end`: where others part from it, so that they find a checkpoint there the next time."""
+        """The end of a prompt chunk from token `start` on, at most `end`: it is cut where other
+        requests branch off, so that later ones find a checkpoint there."""
         branch = self._requests[request_id].branch * self._block_size
         return branch if start < branch < end else end
 
     def plan(self, request_id: str, num_tokens: int, drafts_in_flight: int | None = None) -> int:
-        """The place for the checkpoint of a step that is planned; `NO_PLACE` if it cannot reach an
-        edge, or if there is no place. Each is followed by `take_in`, in order, or by `free`.
+        """The place for the checkpoint of a planned step; `NO_PLACE` if the step cannot reach an
+        edge, or no place is available. Each call is followed by `take_in`, in order, or by `free`.
 
         Args:
-            num_tokens: that the states cover behind the step if none is under way.
-            drafts_in_flight: of the step under way, if one is, which has a single known token: the
-                states cover `num_tokens` behind that step, and behind the planned one as many more
-                as it accepts of these drafts, and one. None: no step is under way.
+            num_tokens: tokens that the states cover after this step; if another step is in flight,
+                after that one.
+            drafts_in_flight: the draft tokens of the step in flight, which has one known token.
+                After the planned step the states cover one token more, and those of the draft
+                tokens that are accepted. None: no step is in flight.
         """
         held = self._requests[request_id]
         before, most = held.num_taken_in, num_tokens
@@ -150,7 +152,7 @@ class StatePlaces:
         return place
 
     def take_in(self, request_id: str, num_tokens: int) -> None:
-        """The oldest planned step is done: the states cover so many tokens behind it."""
+        """Commit the oldest planned step, after which the states cover `num_tokens` tokens."""
         held = self._requests[request_id]
         place, before = held.planned.popleft(), held.num_taken_in
         held.num_taken_in = num_tokens
@@ -163,7 +165,7 @@ class StatePlaces:
             self._stay(held.latest if held.written == NO_PLACE else held.written)
 
     def index(self, request_id: str, digests: Sequence[bytes]) -> None:
-        """The blocks of these digests are in the prefix index: so is the checkpoint behind them."""
+        """Put the written checkpoint into the index, once the blocks in front of it are there."""
         held = self._requests[request_id]
         place, edge = held.written, held.written_edge
         if place == NO_PLACE or edge > len(digests):
@@ -175,7 +177,7 @@ class StatePlaces:
         known = index.block_of(digest)
         if known is None:
             index.add(digest, place)
-        else:  # another has come to the same edge
+        else:  # another request has a checkpoint at the same edge
             self._leave(held, place)
             self._pool.share(known)
             place = known
@@ -185,15 +187,14 @@ class StatePlaces:
         self._leave(held, last)
 
     def free(self, request_id: str) -> None:
-        """The request ends or loses its place; its last checkpoint stays until its place is
-        needed."""
+        """End or preempt a request; its last checkpoint stays until its place is needed."""
         held = self._requests.pop(request_id)
         self._stay(held.latest)
         for place in held.places():
             self._pool.release(place)
 
     def check_invariants(self, num_final: dict[str, int]) -> None:
-        """Raise AssertionError unless all places are where they belong.
+        """Raise AssertionError unless requests, free places and the index agree.
 
         Args:
             num_final: leading blocks of each request that are never written again.
@@ -209,13 +210,13 @@ class StatePlaces:
             assert not waits, f"{request_id}: a checkpoint was forgotten"
 
     def _edge(self, num_tokens: int, num_before: int) -> int:
-        """The last edge that states get to which go from `num_before` tokens to `num_tokens`; 0 if
-        they do not get to any."""
+        """The last edge that is reached between `num_before` and `num_tokens` tokens; 0 if none
+        is."""
         edge = (num_tokens + self._rereads) // self._block_size
         return edge if edge * self._block_size - self._rereads > num_before else 0
 
     def _take(self, held: _Held) -> int:
-        """A place without a checkpoint: the request's own, one that nobody holds, or another's."""
+        """A place to write: the request's spare one, a free one, or another request's spare one."""
         owner: _Held | None = held
         if held.spare == NO_PLACE:
             if self._pool.num_available:
@@ -229,7 +230,7 @@ class StatePlaces:
         return place
 
     def _leave(self, held: _Held, place: int) -> None:
-        """A request needs this place no longer, and what is in it only if that is to stay."""
+        """Free a place that a request has used; its checkpoint is kept only if it is to stay."""
         if place == NO_PLACE:
             return
         empty = place not in self._staying and self._pool.forget(place)

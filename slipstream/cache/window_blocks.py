@@ -1,20 +1,20 @@
-"""Blocks of layers with a window, which are given back as soon as no row sees them any more.
+"""Blocks of layers with a sliding window, which are freed as soon as no row sees them any more.
 
-Layers without a window and all layers of drafters share the blocks of `BlockManager`; the target's
-layers with a window share others, of a second pool, found by a second table of each request. That
-table has an entry for each `block_size` tokens, too, but holds a block only where one is needed:
+Layers without a window and all layers of drafters share the blocks of `BlockManager`. The target's
+layers with a window have blocks of a second pool, and each request a second table for them. That
+table also has an entry for each `block_size` tokens, but holds a block only where one is needed:
 
     0 ...... first .................. num_computed ....... len(entries) * block_size
     | given back | the window of the next row | rows of the coming pass |
 
-Every row of a coming pass stands at num_computed or behind it (refused drafts, nodes of trees and
-steps ahead as well), or one token before it just behind a prefix hit; so nothing in front of the
-window of that token is read. Its entries name the null block, a block of zeros that nobody writes,
-since kernels may load whole tiles and mask them. Prompts take blocks chunk by chunk, therefore the
-rest of what a window takes is promised to requests that were admitted (`_promise`).
+Every row of the next pass is at num_computed or behind it (also rejected drafts, nodes of trees and
+steps ahead), or one token in front of it directly after a prefix hit. So nothing in front of that
+token's window is read. Entries there are the null block, a block of zeros that is never written,
+since kernels may load whole tiles and mask them. Prompts take blocks chunk by chunk, so the rest of
+a window's blocks is reserved for requests that were admitted (`_promise`).
 
-Blocks that are given back stay in a prefix index of their own, least recently used first. A prefix
-can be resumed where the last window in front of its end is there; what lies before is not missed.
+Blocks that are freed stay in a prefix index of their own, least recently used first. A request can
+resume at the end of a prefix whose last window is still there; older blocks are not needed.
 """
 
 from collections import Counter
@@ -25,15 +25,15 @@ from slipstream.cache.block_pool import BlockPool
 
 
 def most_blocks_held(window: int, block_size: int) -> int:
-    """Blocks of a request between two steps at most: a window that begins and ends anywhere, and
-    one for the next row."""
+    """The most blocks that a request holds between two steps: a window that begins and ends
+    anywhere, and a block for the next row."""
     return -(-window // block_size) + 2
 
 
 @dataclass(slots=True, eq=False)
 class _Table:
-    """`entries` before `first` are the null block, `wanted` blocks would hold all known tokens, and
-    `owed` of them are promised."""
+    """The blocks of one request: `entries` before `first` are the null block, `wanted` blocks would
+    hold all known tokens, and `owed` blocks are reserved for it."""
 
     entries: list[int]
     first: int
@@ -45,8 +45,8 @@ class WindowBlocks:
     """The tables of all requests for layers with a window.
 
     Args:
-        num_blocks: besides the null block, whose number is `num_blocks`.
-        window: tokens that a row sees of any of these layers at most, itself included.
+        num_blocks: number of blocks without the null block, which has the number `num_blocks`.
+        window: the most tokens that a row of any of these layers sees, itself included.
     """
 
     def __init__(self, num_blocks: int, block_size: int, window: int) -> None:
@@ -63,7 +63,7 @@ class WindowBlocks:
         self._owed = 0
 
     def forget_contents(self) -> None:
-        """As of `BlockPool`."""
+        """See `BlockPool`."""
         self._pool.forget_contents()
 
     @property
@@ -75,7 +75,7 @@ class WindowBlocks:
         return self._tables[request_id].entries
 
     def longest_prefix(self, digests: Sequence[bytes]) -> int:
-        """How many leading blocks of this chain a request can be resumed behind."""
+        """The number of leading blocks of this chain after which a request can resume."""
         longest = run = 0
         for count, digest in enumerate(digests, start=1):
             run = 0 if self._pool.index.block_of(digest) is None else run + 1
@@ -85,31 +85,31 @@ class WindowBlocks:
 
     def can_admit(self, digests: Sequence[bytes], num_blocks: int, reserve: int) -> bool:
         """Whether a request of `num_blocks` blocks can begin behind a prefix that `longest_prefix`
-        found, with `reserve` blocks left that are promised to nobody."""
+        found, with `reserve` blocks left over that are not reserved for others."""
         found = self._found(digests)
         revived = sum(self._pool.is_evictable(block) for block in found)
         fresh = min(num_blocks, self._most_held) - len(found)
         return fresh + revived + reserve <= self.num_available - self._owed
 
     def admit(self, request_id: str, digests: Sequence[bytes]) -> None:
-        """Start a table behind such a prefix."""
+        """Start a table behind a prefix that `longest_prefix` found."""
         found, first = self._found(digests), self._first_seen(len(digests))
         for block in found:
             self._pool.share(block)
         self._tables[request_id] = _Table([self.null] * first + found, first, len(digests))
 
     def reach(self, request_id: str) -> int:
-        """The most entries that the table could have without what is promised to others."""
+        """The most entries that the table could have, without blocks reserved for others."""
         table = self._tables[request_id]
         return len(table.entries) + max(0, self.num_available - (self._owed - table.owed))
 
     def missing(self, request_id: str, num_blocks: int) -> int:
-        """Blocks that the table lacks to have `num_blocks` entries."""
+        """How many blocks the table needs to have `num_blocks` entries."""
         return num_blocks - len(self._tables[request_id].entries)
 
     def grow(self, request_id: str, wanted: int, num_blocks: int) -> None:
-        """Give the table `num_blocks` entries, for which there are blocks, and promise it a window
-        of `wanted`, which would hold all known tokens."""
+        """Give the table `num_blocks` entries, for which there are blocks; and reserve the rest of
+        a window, of the `wanted` blocks that would hold all known tokens."""
         table = self._tables[request_id]
         while len(table.entries) < num_blocks:
             table.entries.append(self._pool.take())
@@ -117,7 +117,7 @@ class WindowBlocks:
         self._promise(table)
 
     def rewind(self, request_id: str, num_blocks: int) -> None:
-        """Give back the entries behind the first `num_blocks`."""
+        """Free the entries behind the first `num_blocks`."""
         table = self._tables[request_id]
         assert num_blocks >= table.first, f"{request_id}: cannot rewind in front of the window"
         while len(table.entries) > num_blocks:
@@ -126,7 +126,7 @@ class WindowBlocks:
         self._promise(table)
 
     def slide(self, request_id: str, num_computed: int) -> None:
-        """Give back what no row from token `num_computed` on sees."""
+        """Free the blocks that no row from token `num_computed` on sees."""
         table = self._tables[request_id]
         first = max(0, num_computed - self._window + 1) // self._block_size
         while table.first < min(first, len(table.entries)):
@@ -136,7 +136,7 @@ class WindowBlocks:
         self._promise(table)
 
     def add_to_index(self, request_id: str, number: int, digest: bytes) -> None:
-        """Entry `number` is full of committed tokens, and may be shared if it is still held."""
+        """Put entry `number`, which is full of committed tokens, into the index if it is held."""
         table = self._tables[request_id]
         if number >= table.first:
             self._pool.index.add(digest, table.entries[number])
@@ -167,19 +167,19 @@ class WindowBlocks:
                 self._pool.check_owned(block)
 
     def _first_seen(self, num_blocks: int) -> int:
-        """The first block that is needed to go on behind so many full ones, from the row of the
-        last token in them on, which may be computed once more."""
+        """The first block that is needed to resume behind `num_blocks` full ones, whose last token
+        may be computed again."""
         return max(0, num_blocks * self._block_size - self._window) // self._block_size
 
     def _found(self, digests: Sequence[bytes]) -> list[int]:
-        """The blocks of a prefix from the first one that is needed on."""
+        """The blocks of a prefix that are needed to resume behind it."""
         found = [self._pool.index.block_of(it) for it in digests[self._first_seen(len(digests)) :]]
         blocks = [block for block in found if block is not None]
         assert len(blocks) == len(found), "only indexed blocks can be shared"
         return blocks
 
     def _promise(self, table: _Table) -> None:
-        """What it lacks of the largest window that its known tokens fill."""
+        """Reserve the blocks that the table lacks for the window of its known tokens."""
         held = len(table.entries) - table.first
         owed = max(0, min(table.wanted, self._most_held) - held)
         self._owed += owed - table.owed

@@ -1,4 +1,4 @@
-"""How the running requests are to be sampled: one row of every tensor per request slot."""
+"""The sampling parameters of the running requests: tensors with a row for each slot."""
 
 import struct
 from collections.abc import Iterable
@@ -26,10 +26,10 @@ FEWEST_STOP_IDS = 8
 
 
 class Uses(Enum):
-    """What a request needs beyond the argmax. A batch without a use pays nothing for it.
+    """The features of sampling that a request needs beyond the argmax.
 
-    A batch is sampled by the uses of all its requests together: what one needs is computed for
-    every row, and changes nothing where it is not needed.
+    A batch is sampled with the features of all its requests. A feature that one of them needs is
+    computed for every row, and changes nothing in the others. One that none needs costs nothing.
     """
 
     SAMPLING = "temperature above 0"
@@ -47,34 +47,35 @@ class Uses(Enum):
 
 
 class SamplingState:
-    """Sampling parameters and what was generated so far, on the device, indexed by slot.
+    """Sampling parameters and counts of generated tokens, on the device, indexed by slot.
 
-    Tensors over the vocabulary are allocated when the first request needs them. Parameters of a
-    request that does not need a thing are neutral, so that the thing may be done to its rows too;
-    `output_counts` and `prompt_mask` hold leftovers there, which neutral penalties multiply away.
+    Tensors over the vocabulary are allocated when the first request needs them. A request that does
+    not need a feature has neutral parameters, so that the feature may be applied to its rows. Its
+    rows of `output_counts` and `prompt_mask` then hold old data, on which neutral penalties have no
+    effect.
 
     Args:
         use_fp64_gumbel: sample with 63-bit noise and float64 logarithms.
-        columns: that the target's logits have here, where ranks share the vocabulary.
+        columns: the columns of the target's logits on this rank, if ranks share the vocabulary.
 
     Attributes:
         temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty:
             [S] float32.
-        top_k: [S] int64, `vocab_size` where every token is kept.
+        top_k: [S] int64, `vocab_size` if every token is kept.
         seeds: [S] int64, the 64 bits of the seed.
         steps: [S] int64, verification steps so far; equals `Request.num_steps`.
         min_tokens, num_output_tokens, num_prompt_tokens: [S] int64.
         verification: [S] int64, see `Verification`.
         stop_ids: [S, M] int64, padded with -1; M grows with the longest list.
         output_counts: [S, V] int32 or None, how often each token was generated.
-        prompt_mask: [S, V] bool or None, which tokens the prompt holds.
+        prompt_mask: [S, V] bool or None, which tokens are in the prompt.
         bias: [S, V] float32 or None, logit_bias, and -inf outside allowed_token_ids.
-        allowed_next: [S, ceil(V / 32)] int32 or None, the tokens that a grammar allows behind the
-            known ones, a bit each; all where there is no grammar.
+        allowed_next: [S, ceil(V / 32)] int32 or None, bits of the tokens that a grammar allows
+            next; all bits are set for requests without a grammar.
         ints, floats: [S, 7] and [S, 6], the numbers above, packed.
-        ops: sample by these tensors.
-        generation: rises whenever one of these tensors is replaced: whoever keeps their addresses
-            (a captured graph) must then look again.
+        ops: the sampling kernels.
+        generation: rises whenever one of these tensors is replaced; CUDA graphs that were captured
+            with the old ones are then invalid.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class SamplingState:
             self.num_prompt_tokens,
             self.verification,
         ) = self.ints.unbind(1)
-        # Slots that nobody had yet (padding) are greedy and need nothing.
+        # Slots that were never used (and padding) are greedy and need no features.
         self.top_p.fill_(1.0)
         self.repetition_penalty.fill_(1.0)
         self.top_k.fill_(vocab_size)
@@ -127,24 +128,24 @@ class SamplingState:
         self.allowed_next: Tensor | None = None
         self._requests: list[Request | None] = [None] * max_num_seqs
         self._slots: dict[Uses, set[int]] = {use: set() for use in Uses}
-        # What the device holds, so that only what changes is copied.
+        # The contents of tensors on the device, so that only changes are copied.
         self._stop_ids: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._biased: set[int] = set()
         self._guided: set[int] = set()
-        # What `tensors` gave last, and of which generation it is.
+        # The last results of `tensors`, with their generation.
         self._tensors: dict[bool, tuple[int, SamplingSlots]] = {}
 
     def reset(self) -> None:
-        """An admission may have been broken off: let the next ones write all that they need."""
+        """After a failed admission, let later ones write everything again."""
         slots = range(self.max_num_seqs)
-        self._stop_ids = [[-1] for _ in slots]  # which nobody has
+        self._stop_ids = [[-1] for _ in slots]  # no request has these
         self._biased = set() if self.bias is None else set(slots)
         self._guided = set() if self.allowed_next is None else set(slots)
 
     def admit(self, slot: int, request: Request) -> None:
-        """Give the slot to a request, with everything it has generated so far.
+        """Write the parameters and the history of a request to its slot.
 
-        What was in the slot is forgotten. Does not wait for the device.
+        The slot's old contents are replaced. Does not wait for the device.
         """
         self._requests[slot] = request
         uses = _uses(request)
@@ -169,7 +170,7 @@ class SamplingState:
     def commit(
         self, slots: Tensor, token_ids: Tensor, num_tokens: Tensor, uses: frozenset[Uses]
     ) -> None:
-        """Take over what a verification step gave.
+        """Apply the verdict of a step.
 
         Args:
             slots: [R] int64.
