@@ -1,11 +1,11 @@
-"""Measures at the start what steps cost on this machine.
+"""Measures the time of steps on this machine when the engine starts.
 
-Requests that nobody sent are put into the slots, at some length, as if their prompts had been
-computed, and run some steps of each kind. Neither the scheduler nor the block manager hears of
-them: their tables name blocks that belong to nobody yet, and no block that they write is ever
-indexed. Noise is keyed by a request's seed and steps, so nothing that is generated later depends on
-them. Their tokens go round in a circle, so that drafters which look text up find some, and differ,
-so that rows of a mixture of experts do not all choose the same ones.
+Artificial requests are put into the slots, with some length, as if their prompts had been computed,
+and run a few steps of each kind. The scheduler and the block manager do not know of them: their
+tables name blocks that no request has yet, and the blocks that they write are never indexed. Noise
+is keyed by a request's seed and steps, so later output does not depend on them. Their tokens repeat
+in a cycle, so that drafters which look up text find matches; and they differ, so that the rows of a
+mixture do not all choose the same experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from slipstream.engine.step import Step
 from slipstream.engine.step_results import Launched
 
 BUDGET_SECONDS = 2.0
-_LENGTH, _LONG = 64, 4096  # tokens of a request
-_CIRCLE = 24  # distinct tokens
+_LENGTH, _LONG = 64, 4096  # lengths of short and long requests
+_CIRCLE = 24  # length of the cycle of tokens
 _REQUESTS = (1, 16, 4, 64, 2, 8, 32, 128, 256)  # the most important first
-_ROUNDS = 2  # since what else the machine does comes and goes
-_MOST_RUNS, _FEWEST_RUNS = 6, 2  # of a kind of step in a round, of which the first does not count
+_ROUNDS = 2  # repeated, since other load on the machine comes and goes
+_MOST_RUNS, _FEWEST_RUNS = 6, 2  # runs of a kind of step in a round; the first is not counted
 _ENOUGH_SECONDS = 0.02
 _MOST_OVER = 1.25
 _GREEDY = SamplingParams(temperature=0, ignore_eos=True)
@@ -33,7 +33,7 @@ _GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Shape:
-    """A kind of decode step: each of the requests, of about `length` tokens, drafts `width`."""
+    """A kind of decode step: `requests` requests of about `length` tokens draft `width` each."""
 
     requests: int
     width: int
@@ -49,21 +49,24 @@ def calibrate(
     budget_seconds: float = BUDGET_SECONDS,
     now: Callable[[], float] = perf_counter,
 ) -> int:
-    """Measure the steps that matter most, as many as there is time for; how many there were.
+    """Measure as many kinds of steps as there is time for, the most important first.
 
     No request may be running; all slots and blocks are free again afterwards.
 
     Args:
-        costs: begins with what is measured.
+        costs: is calibrated by the measurements.
         widths: numbers of draft tokens that steps can have, rising from 0.
-        now: seconds by some clock, which bounds the whole and measures nothing.
+        now: a clock, in seconds, which bounds the whole time only.
+
+    Returns:
+        The number of kinds that were measured.
     """
     measured = Measured(step, resolved, block_size, now)
     points: dict[Shape, Point] = {}
     if measured.length < 2:  # no request can live that long
         return 0
     try:
-        measured.run(Shape(1, 0, measured.length), None)  # what is compiled in it does not count
+        measured.run(Shape(1, 0, measured.length), None)  # warms up, such as by compiling kernels
         ends = now() + budget_seconds
         for shape in _ROUNDS * shapes(resolved, widths, measured.length, measured.longest):
             rows, context = shape.requests * (shape.width + 1), shape.requests * shape.length
@@ -80,14 +83,14 @@ def calibrate(
 
 
 def _least(points: Sequence[Point]) -> Point:
-    """The least of both parts, since what disturbs a step only makes it longer."""
+    """The minimum of both parts, since disturbances only make a step longer."""
     draft, target = min(it.draft for it in points), min(it.target for it in points)
     return replace(points[0], draft=draft, target=target)
 
 
 def plausible(points: Sequence[Point]) -> list[Point]:
-    """Points without what can only be a disturbance: a step takes hardly longer than one that does
-    more of everything, though tiles and experts may make it take a little longer."""
+    """The points without evident disturbances: no step takes much longer than one that does more of
+    everything. (Because of tiles and experts it may take a little longer.)"""
     found = []
     for point in points:
         larger = [it for it in points if _does_more(it, point)]
@@ -103,7 +106,7 @@ def _does_more(one: Point, other: Point) -> bool:
 
 
 def shapes(resolved: Resolved, widths: Sequence[int], length: int, longest: int) -> list[Shape]:
-    """Kinds of steps, the most important first."""
+    """The kinds of steps to measure, the most important first."""
     limits, most = resolved.limits, widths[-1]
     counts = [count for count in _REQUESTS if count < limits.max_num_seqs]
     counts.insert(2, limits.max_num_seqs)
@@ -121,7 +124,7 @@ def shapes(resolved: Resolved, widths: Sequence[int], length: int, longest: int)
 
 
 class Measured:
-    """The requests that are measured, by their slots."""
+    """The artificial requests, by their slots."""
 
     def __init__(
         self, step: Step, resolved: Resolved, block_size: int, now: Callable[[], float]
@@ -129,14 +132,14 @@ class Measured:
         self._step, self._resolved, self._now = step, resolved, now
         limits = resolved.limits
         self._most = min(limits.max_model_len, limits.drafter_max_model_len)
-        # Rows that the runs of one kind of step may add.
+        # The most tokens that a request gains in the runs of one kind of step.
         self._growth = (_MOST_RUNS + 3) * (limits.num_speculative_tokens + 1)
         self.longest = min(_LONG, self._most - self._growth)
         self.length = min(_LENGTH, self._most // 2, self.longest)
         self._block_size = block_size
         self._requests: list[Request | None] = [None] * limits.max_num_seqs
-        self._known = [0] * limits.max_num_seqs  # tokens by now, at most
-        self._began = [0] * limits.max_num_seqs  # the same when it was admitted
+        self._known = [0] * limits.max_num_seqs  # upper bounds of their numbers of tokens
+        self._began = [0] * limits.max_num_seqs  # their numbers of tokens when they were admitted
 
     def run(self, shape: Shape, plain: Point | None) -> Point | None:
         """What some steps took at least; None where drafters did not guess as much.

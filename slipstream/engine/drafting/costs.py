@@ -1,4 +1,4 @@
-"""What steps cost on this machine: measured at the start, and refined by every step.
+"""The time that steps take on this machine: measured at the start, and refined by every step.
 
 A decode step takes
 
@@ -6,12 +6,12 @@ A decode step takes
     + h(requests)                                                          the rest
     + d(requests, width) + e width context                                 drafting
 
-of which the functions are tables: linear between what was measured and beyond it. So nothing is
-assumed about how costs rise with rows: they may jump where a tile is full, or flatten where all
-experts are read. Context is what attention reads: the lengths of all requests together.
+where f, h and d are tables, which are interpolated and extrapolated linearly. So no assumption is
+made about how costs rise with rows: they may jump where a tile is full, or flatten where all
+experts are read. Context is the sum of the lengths of all requests, which attention reads.
 
-A knot of a table follows the median of what the latest steps say about it: single steps that were
-disturbed change nothing, and a lasting change is taken over once most of them have seen it.
+Each knot of a table follows the median of the values that the latest steps give for it. A single
+step that was disturbed changes nothing; a lasting change shows once most of these steps have it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,15 +22,15 @@ from typing import Any
 from slipstream.core.batch import StepReport
 from slipstream.engine.drafting.tables import LEAST, Grid, Knot, Slope, Table
 
-_MOST_ERROR = 0.3  # errors count as no larger for slopes, relative to what was predicted
-_LEAST_SHARE = 0.1  # of an error that a knot takes
-_STALE = 0.005  # relative moves after which predictions are computed anew
+_MOST_ERROR = 0.3  # bound of the errors that slopes learn from, relative to the prediction
+_LEAST_SHARE = 0.1  # least share of an error that is attributed to a knot
+_STALE = 0.005  # sum of relative changes after which cached predictions are dropped
 
 
 @dataclass(frozen=True)
 class Point:
-    """A decode step that was measured: `draft` seconds of drafting and the rest, `target` seconds
-    of the target's pass and verification. Numbers as in `CostModel.seconds`."""
+    """A measured decode step: `draft` seconds of drafting and the rest, `target` seconds of the
+    target's pass and verification. For the other fields see `CostModel.seconds`."""
 
     requests: int
     width: int
@@ -49,8 +49,8 @@ class CostRow:
     seconds: float
 
     def least_acceptance(self, plain: float) -> float | None:
-        """The chance of each draft token from which on this is faster than plain steps of `plain`
-        seconds; None where no chance is enough."""
+        """The acceptance rate of each draft token from which on this is faster than plain steps of
+        `plain` seconds; None if it never is."""
         if self.seconds > plain * (self.drafts + 1):
             return None
         low, high = 0.0, 1.0
@@ -65,8 +65,8 @@ class CostModel:
     """Predicts the seconds of decode steps.
 
     Args:
-        padded: the number of requests that a step of so many is as large as; None: that very
-            number, and steps are not captured.
+        padded: the number of requests that a captured step of a given number is padded to; None:
+            steps are not captured.
     """
 
     def __init__(self, padded: Callable[[int], int] | None = None) -> None:
@@ -85,7 +85,7 @@ class CostModel:
     # ------------------------------------------------------------------ predictions
 
     def seconds(self, requests: int, width: int, rows: int, context: int) -> float:
-        """A decode step.
+        """Seconds of a decode step.
 
         Args:
             requests: decoding requests; where steps are captured, they count as padded.
@@ -97,18 +97,18 @@ class CostModel:
         return drafting + self.target_seconds(requests, rows, context)
 
     def plain_seconds(self, requests: int, context: int) -> float:
-        """A decode step without drafts."""
+        """Seconds of a decode step without drafts."""
         return self.target_seconds(requests, requests, context)
 
     def target_seconds(self, requests: int, rows: int, context: int) -> float:
-        """All but drafting: the target's pass, verification, and the rest."""
+        """Seconds of all but drafting: the target's pass, verification, and the rest."""
         found = self._targets.get((requests, rows))
         if found is None:
             found = self._targets[requests, rows] = self._target(requests, rows)
         return found[0] + found[1] * context
 
     def draft_seconds(self, requests: int, width: int, context: int) -> float:
-        """What a step takes longer because so many requests draft `width` tokens each."""
+        """The seconds that it adds to a step if `requests` requests draft `width` tokens each."""
         if not width:
             return 0.0
         found = self._drafts.get((requests, width))
@@ -152,10 +152,10 @@ class CostModel:
     # ------------------------------------------------------------------ learning
 
     def calibrate(self, points: Sequence[Point]) -> None:
-        """Begin with measured steps, whatever is known so far.
+        """Replace what is known by measured steps.
 
-        Slopes follow from pairs of points that differ in one thing; the tables go through all
-        points with the shortest contexts.
+        Slopes are computed from pairs of points that differ in one quantity. The tables go through
+        the points with the shortest contexts.
         """
         short: dict[tuple[int, int], Point] = {}
         for point in sorted(points, key=lambda it: it.context, reverse=True):
@@ -175,7 +175,7 @@ class CostModel:
         self._forget_predictions()
 
     def _fit_slopes(self, points: Sequence[Point], short: Mapping[tuple[int, int], Point]) -> None:
-        # Of each slope what pairs say, and by how much their amounts differ.
+        # For each slope its values by pairs of points, with the differences of amounts as weights.
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in self._slopes}
         for point in sorted(points, key=lambda it: it.width):
             base = short[point.requests, point.width]
@@ -208,7 +208,7 @@ class CostModel:
         batch, times = report.batch, report.times
         if report.padded is not (self._padded is not None):
             return
-        if not (report.padded or batch.is_decode):  # all captured steps are
+        if not (report.padded or batch.is_decode):  # captured steps always decode
             return
         requests = self._pad(len(batch.requests))
         context = sum([item.start + 1 for item in batch.requests])
@@ -220,7 +220,7 @@ class CostModel:
             self._forget_predictions()
 
     def _counts(self, report: StepReport) -> Sequence[int]:
-        """How many requests drafted a token at each place, from the first."""
+        """How many requests drafted a token at each position, from the first."""
         items = report.batch.requests
         width = max(item.num_draft_tokens for item in items)
         if self._padded is not None:
@@ -244,9 +244,11 @@ class CostModel:
     def _learn_drafting(
         self, requests: int, counts: Sequence[int], context: int, seconds: float
     ) -> None:
-        """Args:
-        counts: how many requests drafted at each place.
-        seconds: of drafting and the rest.
+        """Learn what drafting costs.
+
+        Args:
+            counts: how many requests drafted at each position.
+            seconds: of drafting and the rest.
         """
         if not counts:
             self._hear(self._rest.knot(requests), seconds, seconds)
@@ -255,22 +257,22 @@ class CostModel:
         context = context * most // requests
         knot = self._drafting.knot(most, width)
         drafting = seconds - self._rest(requests) - slope.value * width * context
-        # Fewer requests at later places: what that saves is added, as if all went on.
+        # Add what is saved by fewer requests at later positions, as if all had gone on.
         for place, count in enumerate(counts, 1):
             if count < most:
                 drafting += self._pass(most, place) - self._pass(count, place)
         slope.learn(width * context, self._hear(knot, drafting, seconds))
 
     def _pass(self, requests: int, place: int) -> float:
-        """Seconds that the token at a place adds for so many requests."""
+        """Seconds that the draft token at a position adds for this number of requests."""
         return self._drafting(requests, place) - self._drafting(requests, place - 1)
 
     def _hear(self, knot: Knot, value: float, seconds: float) -> float:
-        """Tell a knot what a step of so many seconds says about it, if all else is right; the
-        seconds by which the prediction was off, bounded."""
+        """Update a knot by its value in a step of `seconds`, if all other terms are right; returns
+        the error of the prediction in seconds, bounded."""
         error = value - knot.value
         predicted = max(LEAST, seconds - error)
-        # Where the knot is a small part of the whole, so is its part in the error.
+        # If the knot is a small part of the step, so is its share in the error.
         share = max(_LEAST_SHARE, min(1.0, knot.value / predicted)) if knot.value else 1.0
         self._moved += knot.hear(knot.value + share * error)
         most = _MOST_ERROR * predicted
@@ -281,10 +283,10 @@ class CostModel:
         self._targets.clear()
         self._drafts.clear()
 
-    # ------------------------------------------------------------------ kept for another start
+    # ------------------------------------------------------------------ saving and restoring
 
     def state(self) -> dict[str, Any]:
-        """All that was learnt, for JSON."""
+        """All that was learnt, as JSON data."""
         drafting = zip(self._drafting.counts, self._drafting.tables, strict=True)
         return {
             "rows": self._rows.items(),
@@ -294,10 +296,10 @@ class CostModel:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Begin with what `state` gave.
+        """Restore what `state` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: that is not what it gave.
+            KeyError, TypeError, ValueError: the data is not of that form.
         """
         slopes = {name: float(state["slopes"][name]) for name in self._slopes}
         rows, rest, drafting = Table(), Table(), Grid()
@@ -314,7 +316,7 @@ class CostModel:
 
 
 def _ended_early(report: StepReport) -> bool:
-    """Whether a chain ended before its plan: how many passes its drafter made is not known."""
+    """Whether a chain ended before its plan, so that its number of passes is not known."""
     pairs = zip(report.batch.requests, report.committed, strict=True)
     return any(
         item.stops is not None and gain.num_draft_tokens < item.num_draft_tokens

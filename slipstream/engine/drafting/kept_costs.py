@@ -1,7 +1,7 @@
-"""Costs that are kept on disk, so that the next start need not measure everything again.
+"""Costs on disk, so that the next start need not measure everything again.
 
 One file per model, drafter and machine, in $SLIPSTREAM_CACHE/costs or ~/.cache/slipstream/costs.
-Nothing depends on it: a file that is broken or cannot be written is a line in the log.
+The file is optional: if it is broken or cannot be written, that is only logged.
 """
 
 import json
@@ -20,18 +20,18 @@ from slipstream.engine.drafting.costs import CostModel, CostRow
 logger = logging.getLogger("slipstream")
 
 CACHE = "SLIPSTREAM_CACHE"
-LENGTH = 512  # tokens of each request in tables of costs
-_SECONDS, _FEW_SECONDS = 2.0, 0.25  # to measure in, without a file and with one
-_EVERY_SECONDS, _EVERY_STEPS = 180.0, 1024  # how often it is asked whether costs have moved
+LENGTH = 512  # length of each request in `KeptCosts.rows`
+_SECONDS, _FEW_SECONDS = 2.0, 0.25  # time for measuring, without a file and with one
+_EVERY_SECONDS, _EVERY_STEPS = 180.0, 1024  # how often costs are checked for changes
 _MOVED = 0.1
 
 
 class CostFile:
-    """Where costs are kept.
+    """The file of the costs of one model, drafter and machine.
 
     Args:
-        key: all that costs depend on, for JSON.
-        folder: None: as the environment has it.
+        key: all that costs depend on, as JSON data.
+        folder: None: by the environment.
     """
 
     def __init__(self, key: Mapping[str, Any], folder: Path | None = None) -> None:
@@ -40,7 +40,7 @@ class CostFile:
         self.path = (_folder() if folder is None else folder) / f"{digest[:32]}.json"
 
     def load(self, costs: CostModel) -> bool:
-        """Let costs begin with what is kept; whether there is something."""
+        """Restore costs from the file; returns whether there was one."""
         try:
             text = self.path.read_text(encoding="utf-8")
             found = json.loads(text, parse_constant=_refuse)
@@ -54,7 +54,7 @@ class CostFile:
         return False
 
     def save(self, costs: CostModel) -> None:
-        """Keep costs in place of earlier ones, at once for whoever reads them."""
+        """Replace the file atomically."""
         try:
             text = json.dumps({"key": self._key, "costs": costs.state()}, allow_nan=False)
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,12 +67,12 @@ class CostFile:
 
 
 class KeptCosts(CostModel):
-    """A cost model that begins with what is kept of it, and keeps what it learns.
+    """A cost model that is restored from its file, and saved when it has changed.
 
     Args:
         padded: see `CostModel`.
-        requests, drafts: the sizes of steps that `rows` tells, and by which changes are judged.
-        now: seconds of some clock.
+        requests, drafts: the sizes of the steps in `rows`, by which changes are noticed.
+        now: a clock, in seconds.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class KeptCosts(CostModel):
         return self.table(self._requests, self._widths, LENGTH)
 
     def begin(self, measure: Callable[[float], object]) -> None:
-        """Begin with what is kept, and what is measured in addition.
+        """Restore costs from the file, and measure.
 
         Args:
-            measure: measures for so many seconds, the most important first.
+            measure: measures costs for the given number of seconds, the most important first.
         """
         measure(_FEW_SECONDS if self._file.load(self) else _SECONDS)
         self._keep()
@@ -118,7 +118,7 @@ class KeptCosts(CostModel):
 
 
 def _refuse(constant: str) -> float:
-    """NaN and infinities are no costs, and what is predicted with one never recovers."""
+    """Raise ValueError for NaN and infinity, from which predictions would never recover."""
     raise ValueError(f"{constant} is no cost")
 
 

@@ -1,37 +1,37 @@
-"""Functions that are learnt from noisy values, one at a time."""
+"""Piecewise linear functions that are learnt online from noisy values."""
 
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
 LEAST = 1e-7  # seconds, so that relative errors exist
-_NEAR = 1 / 24  # a knot stands for what is nearer, relative to it
-_RECENT = 11  # values of which a knot follows the median
-_GAIN, _FAR_GAIN = 0.1, 0.5  # how fast, near it and where it is off by more than `_FAR`
+_NEAR = 1 / 24  # relative distance within which a knot stands for other places
+_RECENT = 11  # a knot follows the median of this many values
+_GAIN, _FAR_GAIN = 0.1, 0.5  # step sizes: close to the median, and farther off than `_FAR`
 _FAR = 0.08
 _SLOPE_GAIN = 0.03
-_MEMORY = 0.02  # how fast a slope's means follow
+_MEMORY = 0.02  # weight of the latest value in a slope's moving averages
 
 
 class Knot:
-    """A value that follows the median of what is said about it."""
+    """A number that follows the median of noisy observations."""
 
     def __init__(self, value: float) -> None:
         self.value = value
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     def settle(self, value: float) -> None:
-        """It was measured with care."""
+        """Set it to a value that was measured carefully."""
         self.value = value
         self._recent.extend([value] * (_RECENT // 2))
 
     def hear(self, value: float) -> float:
-        """Take in one more; how far the knot moved, relative to what it was."""
+        """Add an observation; returns by how much the knot changed, relative to its old value."""
         self._recent.append(value)
         told = sorted(self._recent)
         off = told[len(told) // 2] - self.value
         before = max(abs(self.value), LEAST)
-        if len(told) == 1:  # nothing is known but a guess
+        if len(told) == 1:  # the first observation
             self.value += off
             return abs(off) / before
         gain = _GAIN if abs(off) <= _FAR * before else _FAR_GAIN
@@ -40,8 +40,9 @@ class Knot:
 
 
 def _around(places: Sequence[int], place: int) -> Sequence[tuple[int, float]]:
-    """The indices of the rising `places` between which a place lies, with their weights; behind the
-    last the line goes on from half of it, so that noise is not magnified."""
+    """The indices of the rising `places` on both sides of a place, with the weights of linear
+    interpolation. Behind the last one it extrapolates by the line through the last and the one at
+    half its place, so that noise is not magnified."""
     index = bisect_left(places, place)
     if index < len(places) and (places[index] == place or index == 0):
         return ((index, 1.0),)
@@ -62,7 +63,7 @@ class Table:
     """A function of a whole number, linear between its knots and beyond the last.
 
     Args:
-        from_zero: it is 0 at 0.
+        from_zero: the function is 0 at 0.
     """
 
     def __init__(self, from_zero: bool = False) -> None:
@@ -78,7 +79,7 @@ class Table:
         return [(place, self(place)) for place in self.places]
 
     def knot(self, place: int) -> Knot:
-        """The one that stands for a place, new if none is near."""
+        """The knot for a place; a new one if none is near."""
         index = bisect_left(self.places, place)
         for near in (index, index - 1):
             if 0 <= near < len(self.places) and _is_near(self.places[near], place):
@@ -101,7 +102,7 @@ class Grid:
         )
 
     def knot(self, requests: int, width: int) -> Knot:
-        """The one that stands for this, new if none is near."""
+        """The knot for these; a new one if none is near."""
         index = bisect_left(self.counts, requests)
         for near in (index, index - 1):
             if 0 <= near < len(self.counts) and _is_near(self.counts[near], requests):
@@ -115,10 +116,10 @@ class Grid:
 
 
 class Slope:
-    """Seconds per unit of something, learnt from errors where there is more of it than usual.
+    """Seconds per unit of an amount, learnt from prediction errors by how they vary with it.
 
     Args:
-        least_spread: amounts that differ by less tell little.
+        least_spread: amounts that differ by less than this have little effect.
     """
 
     def __init__(self, least_spread: float) -> None:
@@ -127,7 +128,7 @@ class Slope:
         self._count = 0
 
     def learn(self, amount: float, error: float) -> None:
-        """Take in that a step with this amount took so much longer than predicted."""
+        """Learn from a step with this amount, which took `error` longer than predicted."""
         self._count += 1
         memory = max(_MEMORY, 1 / self._count)
         off = amount - self._mean
