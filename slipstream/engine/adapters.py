@@ -21,10 +21,12 @@ NOT_ENABLED = "this engine serves no adapters; start it with enable_lora (--enab
 
 @dataclass(eq=False)
 class _Slot:
-    """Attributes:
-    adapter: that it holds, or is being given.
-    loading: until that is there.
-    used: when it was last found in use; of slots that were never, -1.
+    """A slot for the numbers of one adapter.
+
+    Attributes:
+        adapter: the one that it holds, or that is being loaded.
+        loading: not None until the adapter is loaded.
+        used: when it was last used; -1: never.
     """
 
     adapter: NamedAdapter | None = None
@@ -33,19 +35,19 @@ class _Slot:
 
 
 class Adapters:
-    """The engine's adapters.
+    """The LoRA adapters of an engine.
 
-    The engine's thread asks for slots, and one thread, which may be another, for names; `read` is
-    slow and may come from any.
+    Methods about slots are for the engine's thread, and those about names for one thread, which may
+    be another. `read` is slow, and may be called by any thread.
 
     Args:
-        count: of slots; 0 where the engine has no adapters.
-        read: the numbers of the adapter in a directory and, if any, of the drafter's in another;
-            raises CheckpointError.
-        write: puts an adapter's numbers into a slot that nobody uses, in the loading thread.
-        fill: the same where a rank does what it is told.
-        tell: has other ranks call a function of `followed`; in the engine's thread, so that they
-            have an adapter before the first step that needs it, as all is done in turn there.
+        count: number of slots; 0: the engine has no adapters.
+        read: reads the numbers of an adapter from a directory and, if given, those of the drafter's
+            from another; raises CheckpointError.
+        write: writes an adapter's numbers to a slot that is not in use, in the loading thread.
+        fill: the same on a follower rank.
+        tell: has other ranks call a function of `followed`. It is called in the engine's thread, so
+            that they have an adapter before the first step that needs it.
 
     Attributes:
         followed: see `Step`.
@@ -69,28 +71,29 @@ class Adapters:
 
     @property
     def names(self) -> list[str]:
-        """What requests may ask for, the oldest first."""
+        """The names of all adapters, the oldest first."""
         return list(self._named)
 
     def read(self, path: str, draft_path: str | None = None) -> object:
-        """The numbers of an adapter; slow.
+        """Read the numbers of an adapter; slow.
 
         Args:
-            draft_path: the directory of the drafter's adapter; None: it drafts as it is.
+            draft_path: the directory of the drafter's adapter; None: the drafter has none.
 
         Raises:
-            UsageError: the engine has no adapters, or its drafter has none.
-            CheckpointError: this one is broken or does not fit.
+            UsageError: the engine takes no adapters, or its drafter takes none.
+            CheckpointError: the adapter is broken or does not fit.
         """
         if self._read is None:
             raise UsageError(NOT_ENABLED)
         return self._read(path, draft_path)
 
     def add(self, name: str, factors: object, adapts_drafts: bool = False) -> NamedAdapter:
-        """Let requests ask for an adapter by this name, which has to be free.
+        """Register an adapter under a name; UsageError if the name is in use.
 
         Args:
-            factors, adapts_drafts: what was read, and whether some of it is the drafter's.
+            factors: the result of `read`.
+            adapts_drafts: whether it has a part for the drafter.
         """
         if name in self._named:
             raise UsageError(
@@ -100,12 +103,12 @@ class Adapters:
         return made
 
     def remove(self, name: str) -> None:
-        """Forget a name; requests that hold its adapter end with it."""
+        """Remove a name; requests that have its adapter already run on with it."""
         self.named(name)
         del self._named[name]
 
     def named(self, name: str) -> NamedAdapter:
-        """The adapter of this name; UsageError for others."""
+        """The adapter of this name; UsageError if there is none."""
         found = self._named.get(name)
         if found is None:
             known = ", ".join(self._named) or "none"
@@ -119,10 +122,10 @@ class Adapters:
         return next(i for i, it in enumerate(self._slots) if it.adapter is request.adapter)
 
     def next_ready(self, waiting: Sequence[Request], running: Sequence[Request]) -> Request | None:
-        """The first of the waiting requests that can run as far as its adapter goes.
+        """The first waiting request whose adapter is loaded, or that has none.
 
-        Begins to load what the others wait for. Where there is no slot for one of them, those with
-        adapters behind it wait as well, so that everyone's turn comes.
+        Begins to load the adapters of requests in front of it. If there is no slot for one of them,
+        requests with adapters behind it wait as well, so that none waits for ever.
         """
         in_use = {it.adapter for it in running if it.adapter is not None}
         full = False

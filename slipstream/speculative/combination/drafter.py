@@ -1,15 +1,16 @@
-"""`combination`: several drafters in one step, each request drafted for by the first that can.
+"""`combination`: several drafters in one step; each request is served by the first that can draft.
 
     {"drafters": [{"method": "ngram"}, {"model": "demo/draft"}], "num_speculative_tokens": 4}
 
-All but the last look drafts up (`ngram`, `suffix`, `custom`) and have none where nothing matches,
-or too few tokens do; the last drafts for all other requests. Drafts of all lengths stand in one
-padded block, and each request is verified with the q of the drafter that drafted for it.
+All but the last look up matches (`ngram`, `suffix`, `custom`), and draft nothing if there is none
+that is long enough; the last drafts for all other requests. The drafts form one padded tensor, and
+each request is verified with the q of the drafter that drafted for it.
 
-A drafter with a network reads along where another's guess is taken: in the same step it computes
-what it has not seen, in one pass instead of K, so that it is never more than K + 1 tokens behind.
-Captured, that pass costs nothing beside those for other requests. On exact batches one that can
-make up for any number of tokens is left out instead, until prefixes would have to wait for it.
+If another's draft is used, a drafter with a network still reads along: in the same step it computes
+the tokens that it lacks, in one pass instead of K, so it is never more than K + 1 tokens behind. In
+captured steps that costs nothing in addition to the passes for other requests. On exact batches, a
+drafter that can catch up with any number of tokens is left out instead, until prefixes would have
+to wait for it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,9 +40,9 @@ from slipstream.speculative.drafter import (
 from slipstream.speculative.loading import AUTO, DEFAULT_NUM_SPECULATIVE_TOKENS, Choice, choose
 from slipstream.speculative.options import Options, TargetModel
 
-# Of drafters that are asked before another: behind shorter matches the demo draft guesses better.
+# For drafters that are asked before another: behind shorter matches a draft model is better.
 DEFAULT_MIN_MATCH = 8
-MOST_BEHIND = 64  # tokens
+MOST_BEHIND = 64  # tokens that a drafter may lack before it reads along
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class CombinationConfig:
     """The drafters in their order.
 
     Attributes:
-        counts: how many tokens each guesses at most.
-        num_speculative_tokens: the most that any may guess.
+        counts: the maximum of draft tokens of each.
+        num_speculative_tokens: the maximum of all.
     """
 
     members: tuple[Choice, ...]
@@ -59,7 +60,7 @@ class CombinationConfig:
 
 
 def read_options(options: Options) -> CombinationConfig:
-    """Each drafter takes the options that it has alone, and `min_match` if it looks guesses up."""
+    """Each drafter takes the options that it has alone; those that look up also `min_match`."""
     listed = options.take("drafters")
     if not isinstance(listed, list | tuple) or len(listed) < 2:
         raise UsageError(
@@ -104,8 +105,8 @@ def _read_member(given: Any, index: int, is_last: bool) -> Choice:
 
 
 def _fill_min_match(options: Options, has_others_behind: bool) -> None:
-    """`min_match` is the same key for all that look guesses up, and has a default of its own where
-    other drafters come behind."""
+    """Set the shortest match: `min_match` is one key for all drafters that look up, and has another
+    default if other drafters come behind."""
     name = options.peek("method") or options.peek("model")
     method = METHODS.get(name) if isinstance(name, str) else None
     if method is None or method.match_keys is None:
@@ -149,7 +150,7 @@ def load(config: CombinationConfig, target: TargetModel) -> LoadedDrafter:
 
 
 def _combine(loaded: Sequence[LoadedDrafter], counts: Sequence[int]) -> LoadedDrafter:
-    """Only the last may keep something in the blocks."""
+    """The combined drafter; only its last member may have layers in the blocks."""
     last, limits = loaded[-1], [member.limits for member in loaded]
 
     def build(resources: DrafterResources) -> Drafter:
@@ -179,7 +180,7 @@ def _combine(loaded: Sequence[LoadedDrafter], counts: Sequence[int]) -> LoadedDr
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A drafter, what it can do, and how many tokens it guesses at most."""
+    """A drafter, its limits, and its maximum of draft tokens."""
 
     drafter: Drafter
     limits: DrafterLimits
@@ -187,12 +188,12 @@ class Member:
 
 
 class CombinedDrafter(Drafter):
-    """Asks its members in order: those on the host before a step, the others within it.
+    """Asks its members in order: those on the host before the step, the others within it.
 
     Args:
         members: all but the last look up; those on the host come first.
         captured: see `DrafterResources`.
-        count: draft tokens that any of them guesses at most.
+        count: the maximum of draft tokens of any member.
     """
 
     def __init__(
@@ -207,14 +208,14 @@ class CombinedDrafter(Drafter):
 
     def prepare(self, batch: Batch) -> Guesses | None:
         for member in self._on_device:
-            # Whoever drafts, so many tokens may be gained.
+            # All are told the whole batch, as requests may gain tokens whoever drafts.
             member.drafter.prepare(batch)
         if not self._on_host:
             return None
         found: list[Sequence[int]] = [() for _ in batch.requests]
         for member in self._on_host:
             guesses = member.drafter.prepare(_view(batch, found, member.count))
-            if guesses is None:  # another rank does
+            if guesses is None:  # the leader drafts, and this rank is another
                 return None
             found = [old or new or () for old, new in zip(found, guesses, strict=True)]
         if not self._on_device:
@@ -222,8 +223,8 @@ class CombinedDrafter(Drafter):
         return [guess or None for guess in found]
 
     def propose(self, batch: DeviceBatch) -> Draft:
-        # What waits for a drafter that reads features has room for so many rows and one more: one
-        # that is read again takes the place of a draft token, which a look-up might have accepted.
+        # The buffer of a drafter that reads features has `count` + 1 rows. A token that is computed
+        # again takes one of them, so there may be one draft token less.
         most = self._count - batch.rereads
         batch = replace(batch, num_draft_tokens=torch.minimum(batch.num_draft_tokens, most))
         draft = _host_draft(batch)
@@ -249,8 +250,8 @@ class CombinedDrafter(Drafter):
         return reduce(torch.minimum, (it.cached_tokens(slots) for it in self._members))
 
     def _asked(self, member: Member, batch: DeviceBatch, taken: Tensor) -> DeviceBatch:
-        """What a member is to guess: nothing where another has, but one token where it has to read
-        along."""
+        """The batch with the numbers that a member is to draft: 0 for requests that have a draft
+        (`taken`), but 1 if it has to read along."""
         known = self._state.num_tokens[batch.slots]
         wanted = batch.num_draft_tokens.clamp_max(member.count)
         if member.limits.max_model_len is not None:
@@ -264,7 +265,7 @@ class CombinedDrafter(Drafter):
 
 
 def _view(batch: Batch, found: Sequence[Sequence[int]], count: int) -> Batch:
-    """The batch for a drafter that guesses `count` tokens for requests without a guess."""
+    """The batch for a drafter of `count` tokens, which drafts for requests without a draft."""
     items = [
         replace(item, num_draft_tokens=0 if guess else min(item.num_draft_tokens, count))
         for item, guess in zip(batch.requests, found, strict=True)
@@ -273,7 +274,7 @@ def _view(batch: Batch, found: Sequence[Sequence[int]], count: int) -> Batch:
 
 
 def _host_draft(batch: DeviceBatch) -> Draft:
-    """What was guessed on the host; no tokens for all others."""
+    """The draft that was made on the host; no tokens for other requests."""
     tokens = batch.guesses.clamp_min(0)
     if not tokens.shape[1]:
         tokens = batch.slots.new_zeros((batch.num_requests, batch.width))
@@ -282,14 +283,14 @@ def _host_draft(batch: DeviceBatch) -> Draft:
 
 
 def _completed(draft: Draft, other: Draft) -> Draft:
-    """`draft`, with `other`, which may be narrower, for requests without tokens."""
+    """`draft`, in which requests without tokens get those of `other`, which may be narrower."""
     missing = draft.token_ids.shape[1] - other.token_ids.shape[1]
     taken = draft.num_tokens > 0
     tokens = torch.where(taken.unsqueeze(1), draft.token_ids, pad(other.token_ids, (0, missing)))
     probs = other.probs
     if probs is not None and missing:
         probs = pad(probs, (0, 0, 0, missing))
-    confidences = other.confidences  # what was looked up has none
+    confidences = other.confidences  # drafts that were looked up have none
     if confidences is not None:
         confidences = pad(confidences, (0, missing)).masked_fill(taken.unsqueeze(1), torch.nan)
     return Draft(

@@ -33,12 +33,12 @@ from slipstream.speculative.pard.features import PARD2_KEYS
 
 
 def most_waiting(num_speculative_tokens: int) -> int:
-    """Tokens that wait at most behind a round that drafted: all its drafts and one more."""
+    """The most tokens that wait after a round that drafted: all its draft tokens and one more."""
     return num_speculative_tokens + 1
 
 
 def most_rows(num_speculative_tokens: int) -> int:
-    """Rows of a request in such a pass, at most."""
+    """The most rows that a request has in a round's pass."""
     return most_waiting(num_speculative_tokens) + num_speculative_tokens - 1
 
 
@@ -54,10 +54,10 @@ def parallel_rows(
     """The rows of the pass.
 
     Args:
-        starts: [R] int64, tokens that the drafter has computed.
-        wanted: [R] int64, drafts; a request that wants none has no rows.
-        most: rows of a request at most (`most_rows`).
-        excerpt: what they see.
+        starts: [R] int64, number of tokens that the drafter has computed.
+        wanted: [R] int64, number of draft tokens; a request with 0 has no rows.
+        most: see `most_rows`.
+        excerpt: the part of the context that the rows see.
     """
     starts = excerpt.places(starts)
     waiting = excerpt.places(state.num_tokens[batch.slots]) - starts
@@ -73,8 +73,8 @@ def parallel_draft(
     drafting: DraftSampling,
     resources: DrafterResources,
 ) -> Draft:
-    """The draft from the logits [R * K, V] of each request's last rows (`RowLayout.tails`); places
-    that are not worth a verdict (`Chains`) are dropped again."""
+    """The draft from the logits [R * K, V] of each request's last rows (`RowLayout.tails`), without
+    the places behind the end of a chain (`Chains`)."""
     slots, width = batch.slots, batch.width
     place = torch.arange(width, device=slots.device)
     probs, chains = drafting.probabilities(batch), Chains(batch, resources, wanted, at_once=True)
@@ -98,7 +98,7 @@ def parallel_draft(
 _KIND, _TRAINED = "spd_type", ("para_num", "num_depths")
 
 MASK_TOKEN_KEYS = (*_ID_KEYS, _KIND, *_TRAINED, *PARD2_KEYS)
-"""Keys of config.json that say how to draft and leave the network as it is."""
+"""Keys of config.json about drafting, which do not change the network."""
 
 MASK_HEAD_KEYS = (
     *_ID_KEYS,
@@ -108,19 +108,18 @@ MASK_HEAD_KEYS = (
     "num_draft_layers",
     "parallel_drafting",
 )
-"""Mask tokens of drafting heads, and what trainers note of the training."""
+"""Keys about mask tokens of drafting heads, and notes on their training."""
 
 logger = logging.getLogger("slipstream")
 
 
 @dataclass(frozen=True)
 class MaskToken:
-    """What a checkpoint says of its mask token.
+    """A checkpoint's mask token.
 
     Attributes:
-        token_id: None when it does not say.
-        trained_tokens: draft tokens from one pass that it was trained for; None when it does not
-            say.
+        token_id: None: not stated.
+        trained_tokens: number of draft tokens per pass that it was trained for; None: not stated.
     """
 
     token_id: int | None
@@ -128,17 +127,17 @@ class MaskToken:
 
 
 def drafts_in_parallel(config: Mapping[str, Any]) -> bool:
-    """Whether a language model's config.json says that it was trained to (PARD, PARD-2)."""
+    """Whether a language model was trained for parallel drafting, by its config.json (PARD)."""
     return config.get(_KIND) in ("pard", "pard2") or config.get("pard_token") is not None
 
 
 def reads_features(config: Mapping[str, Any]) -> bool:
-    """Whether it wants the target's features beside token ids (PARD-2)."""
+    """Whether it reads the target's features besides token ids (PARD-2)."""
     return bool(config.get("pard2")) or config.get(_KIND) == "pard2"
 
 
 def read_mask_token(checkpoint: Checkpoint) -> MaskToken:
-    """Raises CheckpointError for values that are not ids."""
+    """Read the mask token; CheckpointError for values that are not ids."""
     ids = [_number(checkpoint, key) for key in _ID_KEYS]
     trained = [_number(checkpoint, key) for key in _TRAINED]
     return MaskToken(_first(ids), _first(trained))
@@ -150,12 +149,12 @@ def choose_mask_token(
     """The user's mask token, or else the checkpoint's.
 
     Args:
-        vocab_size: ids that the drafter's embedding has.
-        otherwise: what else the user could do.
+        vocab_size: number of ids of the drafter's embedding.
+        otherwise: another remedy, for the message.
 
     Raises:
-        UsageError: neither names one.
-        CheckpointError: it is no id.
+        UsageError: neither the user nor the checkpoint names one.
+        CheckpointError: it is not a valid id.
     """
     token = said.token_id if given is None else given
     if token is None:
@@ -184,7 +183,7 @@ def warn_untrained(trained: int | None, count: int) -> None:
 
 
 def parallel_note(method: str, mask: MaskToken, beside: str = "") -> str:
-    """What a user should know of such a drafter."""
+    """What a user should know about a drafter with a mask token, in words."""
     token = "unknown: give pard_token" if mask.token_id is None else mask.token_id
     trained = f"; it was trained for {mask.trained_tokens}" if mask.trained_tokens else ""
     return (

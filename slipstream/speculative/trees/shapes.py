@@ -2,9 +2,9 @@
 
 A static tree (Medusa, arXiv 2401.10774; EAGLE, 2401.15077) is a list of paths, under the name that
 vLLM gave it: `speculative_token_tree: "[(0,), (1,), (0, 0)]"` drafts the likeliest and the second
-likeliest next token, and behind the likeliest one more. A dynamic tree (EAGLE-2, 2406.16858) takes
-the names of SGLang: of `speculative_eagle_topk` candidates a node, `speculative_num_steps` levels
-deep, the likeliest `speculative_num_draft_tokens` are kept, the last known token counted.
+likeliest next token, and behind the likeliest one more. A dynamic tree (EAGLE-2, 2406.16858) has
+the keys of SGLang: each node gets `speculative_eagle_topk` candidates, on `speculative_num_steps`
+levels, and the likeliest `speculative_num_draft_tokens` are kept, including the last known token.
 """
 
 from ast import literal_eval
@@ -18,7 +18,7 @@ from slipstream.speculative.options import Options
 
 STATIC, TOP_K = "speculative_token_tree", "speculative_eagle_topk"
 STEPS, TOTAL = "speculative_num_steps", "speculative_num_draft_tokens"
-MOST_NODES = MOST_TREE_TOKENS - 1  # beside the root
+MOST_NODES = MOST_TREE_TOKENS - 1  # without the root
 DEFAULT_TOP_K, DEFAULT_STEPS, DEFAULT_TOTAL = 10, 6, 60  # EAGLE-2's own
 
 RankPath = tuple[int, ...]
@@ -26,8 +26,8 @@ RankPath = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StaticTree:
-    """Nodes in the order of their depth; node i is named by `paths[i - 1]`: which of the likeliest
-    tokens to take at each step from the root, from 0."""
+    """A tree of fixed shape. Nodes are ordered by depth. `paths[i - 1]` leads from the root to node
+    i: at each step the rank of the token among the likeliest, from 0."""
 
     paths: tuple[RankPath, ...]
 
@@ -41,17 +41,17 @@ class StaticTree:
 
     @property
     def reach(self) -> int:
-        """How many of the likeliest tokens behind a node it takes from."""
+        """The number of likeliest tokens behind a node that it may use."""
         return 1 + max(max(path) for path in self.paths)
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """The parent of every node; the root is its own."""
+        """The parent of every node; the root is its own parent."""
         number = {(): 0, **{path: node for node, path in enumerate(self.paths, 1)}}
         return (0, *(number[path[:-1]] for path in self.paths))
 
     def level(self, depth: int) -> tuple[int, int]:
-        """(first node, nodes) of a depth; the root has none."""
+        """(first node, number of nodes) of a depth."""
         if not depth:
             return 0, 1
         nodes = [node for node, path in enumerate(self.paths, 1) if len(path) == depth]
@@ -63,8 +63,9 @@ class DynamicTree:
     """The likeliest `num_nodes` of all candidates, by the product of the drafter's probabilities.
 
     Attributes:
-        top_k: candidates behind a node, and nodes of a level that get any.
-        depth: levels.
+        top_k: number of candidates behind a node, and of nodes on a level that get candidates.
+        depth: number of levels.
+        num_nodes: number of nodes that are kept.
     """
 
     top_k: int
@@ -73,7 +74,7 @@ class DynamicTree:
 
     @property
     def reach(self) -> int:
-        """How many of the likeliest tokens behind a node it takes from."""
+        """The number of likeliest tokens behind a node that it may use."""
         return self.top_k
 
 
@@ -81,7 +82,7 @@ TokenTree = StaticTree | DynamicTree
 
 
 def require_fit(tree: TokenTree, num_columns: int, target: DecoderConfig) -> None:
-    """Raise UsageError where a head of so many columns, or the target, cannot do with this tree."""
+    """Raise UsageError if the tree does not fit a head with `num_columns` tokens, or the target."""
     if tree.reach > num_columns:
         raise UsageError(
             f"speculative_config: the tree takes the {tree.reach} likeliest tokens of a node, but "
@@ -96,7 +97,7 @@ def require_fit(tree: TokenTree, num_columns: int, target: DecoderConfig) -> Non
 
 
 def read_tree(options: Options) -> TokenTree | None:
-    """The tree that the keys name; None drafts in a chain."""
+    """The tree that the keys describe; None: chains are drafted."""
     paths = options.take(STATIC)
     top_k, depth, total = (options.take_int(key, None) for key in (TOP_K, STEPS, TOTAL))
     dynamic = [
@@ -126,7 +127,7 @@ def read_tree(options: Options) -> TokenTree | None:
 
 
 def require_count(tree: TokenTree, count: int) -> None:
-    """Raise UsageError where num_speculative_tokens says something else than the tree."""
+    """Raise UsageError if num_speculative_tokens is not the number of nodes."""
     if count != tree.num_nodes:
         raise UsageError(
             f"speculative_config: the tree has {tree.num_nodes} draft tokens, and "
@@ -181,7 +182,7 @@ def _dynamic(top_k: int, depth: int, num_nodes: int) -> DynamicTree:
             f"speculative_config: {TOTAL} is {num_nodes + 1}; a tree has at most "
             f"{MOST_NODES + 1} tokens, the last known one counted"
         )
-    # What the drafter keeps of the nodes that it goes on from stands in the draft tokens' slots.
+    # The drafter's cache entries of nodes that get candidates use the slots of the draft tokens.
     passes = num_nodes // top_k + 1
     if depth > passes:
         raise UsageError(
