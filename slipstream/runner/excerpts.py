@@ -1,16 +1,15 @@
-"""Excerpts of requests for drafters: their first tokens and their last ones, as one short context.
+"""Excerpts of requests for drafters: their first and last tokens, as one short context.
 
-A draft model with a window attends to the last tokens of a text and to its first ones, without
-which the attention of many language models has nowhere to put what it does not need (Xiao et al.
-2023, "StreamingLLM"); a head to the last ones alone. Both are whole blocks, so what it sees is a
-block table with the blocks between left out:
+A draft model with a window attends to the last tokens of a text and to the first ones, which serve
+as attention sinks (Xiao et al. 2023, "StreamingLLM"); a head attends to the last ones alone. Both
+parts are whole blocks, so an excerpt is a block table without the blocks in between:
 
     token    0 .... first | ......... | ............ known ..
              first tokens |  skipped  | the window, drafts
     place    0 .... first |             ............ known - skipped ..
 
-Kernels read such a table as any other; rows have the place of their token for what they may see,
-and the token's own position for rotary embeddings. All of it is work on tensors of fixed shapes.
+Kernels read such a table like any other. What a row sees depends on its place in the excerpt,
+and its rotary embedding on its position in the text. All tensors here have fixed shapes.
 """
 
 from collections.abc import Callable
@@ -23,20 +22,20 @@ from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.preparation import RequestTables
 from slipstream.runner.device_state import DeviceState
 
-FIRST_TOKENS = 4  # that are kept at least, as in the paper
+FIRST_TOKENS = 4  # least number of first tokens, as in the paper
 
 
 @dataclass(frozen=True, eq=False)
 class Excerpt:
-    """What passes of one round see of each request of a batch.
+    """The context that the passes of one round see of each request of a batch.
 
     Attributes:
-        tables: over the excerpts, a row for each request of the batch.
-        rows: [R] int64, which row of `tables` is whose.
-        skipped: [R] int64, tokens that are left out, whole blocks; None: the tables are those of
-            the whole texts.
-        first: tokens before those that are left out.
-        last_position: no row stands behind it.
+        tables: of the excerpts, with a row for each request of the batch.
+        rows: [R] int64, the row of each request in `tables`.
+        skipped: [R] int64, number of tokens that are left out, in whole blocks; None: the tables
+            are those of the whole texts.
+        first: number of tokens in front of those that are left out.
+        last_position: the largest position of a row.
     """
 
     tables: RequestTables
@@ -46,14 +45,14 @@ class Excerpt:
     last_position: int = 0
 
     def places(self, tokens: Tensor) -> Tensor:
-        """[R] -> [R], where tokens stand in the excerpts; those that are left out stand where the
-        first one behind them does."""
+        """Indices of tokens [R] -> their places in the excerpts [R]; a token that is left out has
+        the place of the first one behind the gap."""
         if self.skipped is None:
             return tokens
         return torch.maximum(tokens - self.skipped, tokens.clamp_max(self.first))
 
     def inputs(self, placed: PassInputs, skipped: Tensor) -> PassInputs:
-        """The inputs of rows that were placed in the excerpts.
+        """The inputs of rows that were laid out in the excerpts, with their positions in the texts.
 
         Args:
             skipped: [T] or broadcast to it, `skipped` of each row's request.
@@ -64,18 +63,18 @@ class Excerpt:
         return replace(placed, rows=replace(placed.rows, positions=positions, places=places))
 
 
-# The blocks [R, C] of requests in `slots` [R] that stand `numbers` [R, C] blocks from their start.
+# (slots [R], numbers [R, C]) -> the blocks [R, C] with these numbers, counted from the start.
 BlockLookup = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class ExcerptSizes:
-    """How much of a request an excerpt has.
+    """The sizes of an excerpt.
 
     Attributes:
-        window: the last tokens that are seen, and at most block_size - 1 before them.
-        ahead: tokens behind the known ones that passes may write.
-        first_tokens: how many of the first are seen, in whole blocks.
+        window: number of last tokens that are seen; up to block_size - 1 more may be.
+        ahead: number of tokens behind the known ones that passes may write.
+        first_tokens: number of first tokens that are seen, rounded up to whole blocks.
     """
 
     window: int
@@ -89,7 +88,7 @@ class ExcerptSizes:
 
     @property
     def window_blocks(self) -> int:
-        """Blocks that the window and the tokens ahead touch at most, wherever they begin."""
+        """The most blocks that the window and the tokens ahead overlap."""
         return -(-(self.window + self.ahead) // self.block_size) + 1
 
     @property
@@ -97,7 +96,7 @@ class ExcerptSizes:
         return self.first_blocks + self.window_blocks
 
     def pieces(self, known: int, start: int, end: int) -> list[tuple[int, int]]:
-        """What of the tokens start .. end an excerpt of so many known tokens has."""
+        """The ranges of tokens from `start` to `end` that an excerpt of `known` tokens has."""
         first = self.first_blocks * self.block_size
         seen_from = max((known - self.window) // self.block_size * self.block_size, first)
         parts = (start, min(end, first)), (max(start, seen_from), end)
@@ -109,7 +108,7 @@ class ExcerptSizes:
         """The excerpts of requests whose first `known` tokens [R] are known.
 
         Args:
-            blocks: where the drafter keeps its blocks; None: where the target does.
+            blocks: finds the drafter's blocks; None: they are the target's.
         """
         size, first = self.block_size, self.first_blocks
         left_out = (known - self.window).div(size, rounding_mode="floor").sub(first).clamp_min(0)
@@ -134,13 +133,13 @@ class ExcerptSizes:
         )
 
     def ring(self, slots: Tensor, numbers: Tensor) -> Tensor:
-        """A `BlockLookup` over a cache that has `num_blocks` blocks for every slot: the first
-        tokens have theirs, the others take turns."""
+        """A `BlockLookup` for a cache with `num_blocks` blocks for every slot: the first tokens have
+        blocks of their own, the others use the rest as a ring buffer."""
         first = self.first_blocks
         own = torch.where(numbers < first, numbers, first + (numbers - first) % self.window_blocks)
         return slots.unsqueeze(1) * self.num_blocks + own
 
 
 def whole(state: DeviceState, slots: Tensor) -> Excerpt:
-    """The whole texts of requests."""
+    """Excerpts without a gap."""
     return Excerpt(state.tables, slots)

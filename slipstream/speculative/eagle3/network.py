@@ -43,14 +43,14 @@ _AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(StreamHeadConfig):
-    """Everything that the head is built from.
+    """The config of an EAGLE-3 head.
 
     Attributes:
         use_aux_hidden_state: false: it reads the target's last hidden state, without fc.
         norm_before_residual: the residual stream begins with the normed feature.
-        norm_before_fc: one norm over all streams side by side.
-        fc_norm: a norm for each stream.
-        norm_output: the next feature is what the final norm gives.
+        norm_before_fc: there is one norm over the concatenated streams.
+        fc_norm: there is a norm for each stream.
+        norm_output: the next feature is the output of the final norm.
     """
 
     use_aux_hidden_state: bool
@@ -71,7 +71,7 @@ class Eagle3Config(StreamHeadConfig):
         return len(self.entered_layers) if self.entered_layers else 3
 
     def stream_layers(self, target_layers: int) -> tuple[int, ...]:
-        """The layers of a target of so many whose incoming streams are read."""
+        """The layers of a target with `target_layers` layers whose incoming streams are read."""
         if not self.use_aux_hidden_state:
             return ()
         if self.entered_layers is not None:

@@ -1,13 +1,13 @@
-"""What parallel drafters share: one pass over the tokens that wait and the masks behind them.
+"""Parallel drafting: one pass over the tokens that wait and the mask tokens behind them.
 
-Of each request such a pass has, in this order, the committed tokens that the drafter has not
-computed, the bonus (or recovered) token the last of them, and one mask token less than drafts are
-wanted, at the positions that follow. Under the ordinary causal mask the bonus token's row gives
-draft token 1 and mask j's row draft token j + 1 (An et al. 2025, PARD; P-EAGLE, arXiv 2602.01469).
+For each request the pass has the committed tokens that the drafter has not computed, whose last one
+is the bonus (or recovered) token, and then K - 1 mask tokens at the positions that follow. With the
+ordinary causal mask, the row of the bonus token gives draft token 1, and the row of mask token j
+draft token j + 1 (An et al. 2025, PARD; P-EAGLE, arXiv 2602.01469).
 
-Mask rows write the slots of the tokens that they stand for, which the blocks have room for, so that
-later masks of the pass see them; they are never counted as computed, and the next pass writes these
-slots anew before it reads them. A request has K more rows here than in the target's pass at most.
+Rows of mask tokens write to the slots of the draft tokens that they stand for, so that later masks
+of the pass see them. They never count as computed, and the next pass overwrites these slots before
+it reads them. A request has at most K rows more here than in the target's pass.
 """
 
 import logging
