@@ -133,7 +133,7 @@ class ExcerptSizes:
         )
 
     def ring(self, slots: Tensor, numbers: Tensor) -> Tensor:
-        """A `BlockLookup` for a cache with `num_blocks` blocks for every slot: the first tokens have
+        """A `BlockLookup` for a cache of `num_blocks` blocks for every slot: the first tokens have
         blocks of their own, the others use the rest as a ring buffer."""
         first = self.first_blocks
         own = torch.where(numbers < first, numbers, first + (numbers - first) % self.window_blocks)
