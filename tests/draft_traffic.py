@@ -159,7 +159,7 @@ class Server:
 def seconds_of(
     drafted: Sequence[int], costs: Costs, form: StepForm, widths: Sequence[int], most: int = 0
 ) -> float:
-    """Seconds of a step that verifies `drafted` tokens of each request and drafts `most` if more."""
+    """Seconds of a step that verifies `drafted` tokens by request, and drafts `most` if more."""
     size, most = len(drafted), max(most, *drafted)
     width = most if form.ends_chains else next(it for it in widths if it >= most)
     seconds = costs.target_seconds(size, form.rows(size, width, sum(drafted)), 100 * size)
