@@ -63,7 +63,7 @@ class Draft:
 
     def certain_tokens(self) -> Tensor | None:
         """[R, K] bool, tokens whose q is 1 although their request's draft was sampled: those that
-        a grammar put there, and those behind logits that were NaN. None: there are none."""
+        a grammar put there, and those of rows whose logits were NaN. None: there are none."""
         if self.probs is None:
             return self.certain
         columns = self.token_ids
