@@ -13,6 +13,7 @@ from torch import Tensor
 from slipstream.cache.spec import CacheLayout, CacheSizes, ModelCache
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
+from slipstream.kernels.columns import Columns
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.models.decoder import Decoder
 from slipstream.runner.device_batch import DeviceBatch, Guesses
@@ -45,6 +46,7 @@ class Draft:
         certain: [R, K] bool, tokens that a grammar put in place of what was sampled; None: nowhere.
         confidences: [R, K] float32, the largest probability that the drafter gave any token in each
             place; not a number where it had none to give. None: nobody asked, or nobody knows.
+        shares: `probs` have this rank's columns alone.
     """
 
     token_ids: Tensor
@@ -56,19 +58,34 @@ class Draft:
     tree: TreeNodes | None = None
     certain: Tensor | None = None
     confidences: Tensor | None = None
+    shares: bool = False
 
-    def certain_tokens(self) -> Tensor | None:
+    def chances(self, columns: Columns) -> Tensor | None:
+        """[R, K], the q of each token, without meaning where it is certain; None: all are.
+
+        Args:
+            columns: that `probs` have, where ranks share them.
+        """
+        if self.probs is None:
+            return None
+        places = self.token_ids
+        if self.vocabulary is not None:
+            places = torch.searchsorted(self.vocabulary, places)
+        # Another drafter's guess may have no column; it is one-hot, so any will do.
+        if not self.shares:
+            places = places.clamp(0, self.probs.shape[2] - 1)
+            return self.probs.gather(2, places.unsqueeze(2)).squeeze(2)
+        places, is_own = columns.places(places, self.probs)
+        own = self.probs.gather(2, places.unsqueeze(2)).squeeze(2)
+        return columns.combined(own.masked_fill(~is_own, 0.0))
+
+    def certain_tokens(self, chances: Tensor | None) -> Tensor | None:
         """[R, K] bool, tokens whose q counts as 1, though the others of their request were sampled:
         those of grammars, and where a drafter's logits were no numbers. None: nowhere."""
-        if self.probs is None:
+        if chances is None:
             return self.certain
-        columns = self.token_ids
-        if self.vocabulary is not None:
-            columns = torch.searchsorted(self.vocabulary, columns)
-        # Another drafter's guess may have no column; it is one-hot, so any will do.
-        columns = columns.clamp(0, self.probs.shape[2] - 1)
         # Nothing is ever sampled with q = 0, but a row of logits that are no numbers gives zeros.
-        broken = ~(self.probs.gather(2, columns.unsqueeze(2)).squeeze(2) > 0)
+        broken = ~(chances > 0)
         return broken if self.certain is None else self.certain | broken
 
     def first(self, requests: int) -> "Draft":

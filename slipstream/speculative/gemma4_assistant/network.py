@@ -174,6 +174,7 @@ class AssistantNetwork:
     """(tokens, hidden states of the target) to what enters the lm_head and next hidden states."""
 
     vocabulary: Tensor | None = None
+    num_ranks = 1
 
     def __init__(
         self,
