@@ -147,7 +147,7 @@ class Experts:
     ) -> None:
         source, width, inner = context.source, context.width, spec.intermediate_size
         self._reduce = context.share.reduce
-        gate_up, down = _stacks(spec, layer, width)
+        gate_up, down = _stacks(spec, layer, width, context.share.unit)
         biases: list[Tensor | None] = [None, None]
         if spec.expert_bias:
             count = spec.routing.num_experts
@@ -231,12 +231,14 @@ class _Stack:
         fused: the one tensor for all experts, without the ending of a bias.
         rows: of each of an expert's modules.
         split: of the matrices' parts.
+        unit: of what is split, so many go together.
     """
 
     singles: tuple[str, ...]
     fused: FusedExperts
     rows: int
     split: int
+    unit: int
 
     def weights(self) -> list[Part]:
         return self._parts("weight", self.fused, self.split)
@@ -248,13 +250,13 @@ class _Stack:
 
     def _parts(self, ending: str, fused: FusedExperts, split: int | None) -> list[Part]:
         return [
-            Part(f"{name.format(expert)}.{ending}", self.rows, split, fused)
+            Part(f"{name.format(expert)}.{ending}", self.rows, split, fused, unit=self.unit)
             for expert in range(fused.experts)
             for name in self.singles
         ]
 
 
-def _stacks(spec: ExpertsSpec, layer: str, width: int) -> tuple[_Stack, _Stack]:
+def _stacks(spec: ExpertsSpec, layer: str, width: int, unit: int) -> tuple[_Stack, _Stack]:
     """Gate and up of all experts, and down."""
     names, count = spec.names, spec.routing.num_experts
     module = f"{layer}.{names.experts}"
@@ -263,8 +265,8 @@ def _stacks(spec: ExpertsSpec, layer: str, width: int) -> tuple[_Stack, _Stack]:
     gate_up_fused = FusedExperts(of_gate_up, count, names.alternating, names.transposed)
     down_fused = FusedExperts(of_down, count, transposed=names.transposed)
     return (
-        _Stack((gate, up), gate_up_fused, spec.intermediate_size, ROWS),
-        _Stack((down,), down_fused, width, COLUMNS),
+        _Stack((gate, up), gate_up_fused, spec.intermediate_size, ROWS, unit),
+        _Stack((down,), down_fused, width, COLUMNS, unit),
     )
 
 

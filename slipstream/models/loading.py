@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -45,6 +45,7 @@ from slipstream.models.quantized.source import (
     stored_rounding,
 )
 from slipstream.models.safetensors_file import TensorEntry
+from slipstream.models.sharing import expert_unit
 from slipstream.models.twin import TwinSource, require_twin
 
 __all__ = [
@@ -146,6 +147,9 @@ def load_decoder(
         ops = kernels_for(options.device, options.dtype, options.batch_invariant).network
     if config is None:
         config = read_decoder_config(checkpoint)
+    if options.share.size > 1:
+        unit = expert_unit(checkpoint, config, options.load_format in RANDOM_FORMATS)
+        options = replace(options, share=replace(options.share, unit=unit))
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
     if stored is not None:
         options.stored_check(checkpoint.path.name, stored)
