@@ -100,7 +100,7 @@ def in_format(style: Format) -> Callable[[Path], object]:
         ),
         (
             DENSE,
-            in_format(packed_tensors(32)),
+            in_format(packed_mxfp4()),
             2,
             r"32 columns of .*down_proj.weight \(3\) .* \(1\)",
         ),

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream import SamplingParams
 from slipstream.core.errors import UsageError
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine import step_results
+from slipstream.runner.collectives import Collectives
 from tests.checkpoints import write_qwen3
 from tests.lossless.test_greedy import make_prompts, speculative_config, tokens
 from tests.ranks.conftest import Opener
@@ -51,12 +53,22 @@ def check(
     room: dict[str, Any],
     ranks: int = 2,
 ) -> None:
+    """Nor are rows of logits ever put together."""
     prompts = make_prompts(8)
     plain = ranked(models[0], tensor_parallel_size=1)
     expected = tokens(plain.generate(prompts, GREEDY))
     case = {"drafter": name.removesuffix(" shared"), "k": "auto" if name == "eagle3" else 5}
     drafter = {**speculative_config(case, *models), **keys}
-    llm = ranked(models[0], drafter, tensor_parallel_size=ranks, **room)
+    gathered: list[torch.Size] = []
+    gather = Collectives.gather
+
+    def noted(self: Collectives, mine: torch.Tensor) -> torch.Tensor:
+        gathered.append(mine.shape)
+        return gather(self, mine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collectives, "gather", noted)
+        llm = ranked(models[0], drafter, tensor_parallel_size=ranks, **room)
     if room is WIDE:
         llm.generate(prompts[::2], GREEDY)
     outputs = llm.generate(prompts, GREEDY)
@@ -64,6 +76,8 @@ def check(
     assert (sum(output.metrics.num_preemptions for output in outputs) > 0) == (room is NARROW)
     assert room is NARROW or sum(output.metrics.num_cached_tokens for output in outputs) > 0
     assert llm.metrics.speculation.num_drafts > 0
+    assert gathered
+    assert all(len(shape) == 2 and shape[0] == 1 for shape in gathered)  # as `Columns.joined` does
 
 
 @pytest.fixture
@@ -142,8 +156,8 @@ def test_requests_of_all_kinds(
     prompts = make_prompts(len(params))
     drafter = {"model": draft, "num_speculative_tokens": 3}
     found = [
-        ranked(target, drafter, tensor_parallel_size=size).generate(prompts, params)
-        for size in (1, 4 if four else 2)
+        ranked(target, keys, tensor_parallel_size=size).generate(prompts, params)
+        for size, keys in ((1, drafter), (4, drafter) if four else (2, drafter | SPLIT))
     ]
     # The last one has no seed, and its draws may fall otherwise where sums are rounded otherwise.
     texts = [[[list(it.token_ids) for it in out.outputs] for out in run[:-1]] for run in found]
@@ -169,8 +183,8 @@ def test_grammars_are_walked_by_the_leader(ranked: Opener) -> None:
     ]
     options = {"skip_tokenizer_init": False}
     found = [
-        ranked("demo", drafter, tensor_parallel_size=size, **options).generate(["x = "] * 3, params)
-        for size in (1, 2)
+        ranked("demo", keys, tensor_parallel_size=size, **options).generate(["x = "] * 3, params)
+        for size, keys in ((1, drafter), (2, drafter | SPLIT))
     ]
     assert tokens(found[0]) == tokens(found[1])
     assert re.fullmatch(structured.regex or "", found[1][0].outputs[0].text)
