@@ -146,6 +146,8 @@ class Share:
         gather: joins the last dimension of a tensor [T, n], rank by rank -> [T, size n].
         least: the least of the numbers that the ranks have. Where ranks measure (free memory), they
             must not conclude different things.
+        within: gives a rank's share of a network that each group of so many neighbours has all of;
+            all ranks ask for it, at the same point. None: there are no others.
         unit: of experts, columns that a checkpoint stores in a way in which they cannot be parted.
     """
 
@@ -154,6 +156,7 @@ class Share:
     reduce: Callable[[Tensor], Tensor] | None = None
     gather: Callable[[Tensor], Tensor] | None = None
     least: Callable[[int], int] = lambda number: number
+    within: "Callable[[int], Share] | None" = None
     unit: int = 1
 
     def copies(self, heads: int | None) -> int:

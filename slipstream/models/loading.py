@@ -147,9 +147,7 @@ def load_decoder(
         ops = kernels_for(options.device, options.dtype, options.batch_invariant).network
     if config is None:
         config = read_decoder_config(checkpoint)
-    if options.share.size > 1:
-        unit = expert_unit(checkpoint, config, options.load_format in RANDOM_FORMATS)
-        options = replace(options, share=replace(options.share, unit=unit))
+    options = _in_units(checkpoint, config, options)
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
     if stored is not None:
         options.stored_check(checkpoint.path.name, stored)
@@ -178,6 +176,14 @@ def load_decoder(
         network = _build(ops, config, source, options)
     source.finish(ignored=(*beside, *config.unread_tensors))
     return network
+
+
+def _in_units(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> LoadOptions:
+    """With the unit of the experts, where ranks share them."""
+    if options.share.size == 1:
+        return options
+    unit = expert_unit(checkpoint, config, options.load_format in RANDOM_FORMATS)
+    return replace(options, share=replace(options.share, unit=unit))
 
 
 def _random_weights(

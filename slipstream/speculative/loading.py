@@ -98,7 +98,7 @@ class Choice:
             if config.num_ranks > 1 and config.model is not None:
                 checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
                 shape = read_decoder_config(checkpoint, MASK_TOKEN_KEYS)
-                require_equal_shares(checkpoint, shape, num_ranks, random)
+                require_equal_shares(checkpoint, shape, config.num_ranks, random)
         for member in getattr(config, "members", ()):  # of a combination
             member.require_ranks(num_ranks, random)
 

@@ -53,7 +53,7 @@ class ModelOptions:
         draft_window: how many of the last tokens it attends to, besides the first few; None: all,
             or as many as suit long texts, if it is `adaptive`.
         adaptive: the engine chooses how much it drafts.
-        num_ranks: `draft_tensor_parallel_size`: 1: each rank has the whole network.
+        num_ranks: `draft_tensor_parallel_size`: so many neighbours share one of the network.
         whole_target: see `ModelKeys`.
     """
 
@@ -94,18 +94,22 @@ class ModelOptions:
 
     def require_num_ranks(self, num_ranks: int) -> None:
         """Raise UsageError where some of the target's ranks would have it, and others not."""
-        if self.num_ranks not in (1, num_ranks):
+        if num_ranks % self.num_ranks:
+            fitting = [str(it) for it in range(1, num_ranks + 1) if num_ranks % it == 0]
             raise UsageError(
-                f"speculative_config: draft_tensor_parallel_size={self.num_ranks} is neither 1, "
-                "for a whole drafter on every rank, nor the target's tensor_parallel_size "
-                f"({num_ranks}); give one of them"
+                f"speculative_config: draft_tensor_parallel_size={self.num_ranks} does not divide "
+                f"the target's tensor_parallel_size ({num_ranks}), so that some ranks would have "
+                f"no share of the drafter; give one that does ({', '.join(fitting)})"
             )
 
     def load_options(self, target: TargetModel) -> LoadOptions:
         """As the target is loaded, unless asked otherwise."""
         dtype = dtype_named(self.dtype) if self.dtype else target.load.dtype
         self.require_num_ranks(target.load.share.size)
-        share = WHOLE if self.num_ranks == 1 else target.load.share
+        share = WHOLE
+        if self.num_ranks > 1:
+            assert target.load.share.within is not None, "there are other ranks"
+            share = target.load.share.within(self.num_ranks)
         return replace(target.load, dtype=dtype, quantization=self.quantization, share=share)
 
 

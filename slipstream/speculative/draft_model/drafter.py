@@ -122,7 +122,8 @@ class DraftNetwork:
         device, shape = target.load.device, network.config
         self.mask_token, self.identity, self._window = mask_token, identity, window
         num_legal_tokens, ids = min(target.vocab_size, shape.vocab_size), None
-        if share.size > 1 and shape.vocab_size != target.vocab_size:
+        same = shape.vocab_size == target.vocab_size and share.size == target.load.share.size
+        if share.size > 1 and not same:
             network.head = WholeRows(network.head)  # the target's ranks have other tokens
         if vocabulary is not None:
             ids, num_legal_tokens = torch.tensor(vocabulary, device=device), len(vocabulary)
