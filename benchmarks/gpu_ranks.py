@@ -9,7 +9,7 @@
                their links
     exchanges  microseconds in a CUDA graph of a sum over the ranks, of rows of 5,120 numbers in
                bfloat16: "ordered" is ours, a gather and additions in the order of the ranks,
-               "+ norm" with the residual and the norm behind it, beside an all-reduce of NCCL and
+               "+ norm" the gather with additions, residual and norm in one kernel, beside an all-reduce of NCCL and
                torch's over symmetric memory ("one-shot"), where there is one. All ranks compare the
                bits of what "ordered" gave
     texts      greedy and seeded texts of the bundled demo, with drafters that every rank has whole
@@ -120,7 +120,8 @@ def _exchange(rank: int, size: int, port: int, kind: str, width: int, results: A
         collectives.require_equal([collectives.reduce(mine)])
 
         def normed(mine: torch.Tensor = mine, residual: torch.Tensor = residual) -> object:
-            return ops.norm(collectives.reduce(mine), residual, norm)
+            share = collectives.share()
+            return ops.norm(share.addend(mine, ops.sums_addends), residual, norm)
 
         measured: dict[str, Callable[[], object]] = {
             "ordered": partial(collectives.reduce, mine),

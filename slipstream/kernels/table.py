@@ -335,6 +335,8 @@ class Ops:
         round: a matrix [N, K] in fewer bits, packed or to be packed.
         fuse: an op of the first layers of a stack, as many as there is one for; None leaves the
             first to the other ops.
+        sums_addends: an addend may be [parts, T, N] in any dtype of floats, to be added up in
+            float32 in the order of the parts.
     """
 
     backend: str
@@ -354,6 +356,7 @@ class Ops:
     pack: Callable[[Weight], Weight] = as_it_is
     round: Callable[[Tensor, Rounding], Weight] = in_plain_torch
     fuse: Callable[[StackParts], FusedOp | None] = one_by_one
+    sums_addends: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -146,7 +146,7 @@ class Experts:
         self, spec: ExpertsSpec, context: BuildContext, layer: str, norms: LayerNorms
     ) -> None:
         source, width, inner = context.source, context.width, spec.intermediate_size
-        self._reduce = context.share.reduce
+        self._ranks = context.share
         gate_up, down = _stacks(spec, layer, width, context.share.unit)
         biases: list[Tensor | None] = [None, None]
         if spec.expert_bias:
@@ -172,7 +172,7 @@ class Experts:
 
     @property
     def parts(self) -> object:
-        return self._parts if self._reduce is None else self
+        return self._parts if self._ranks.reduce is None else self
 
     def apply(
         self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
@@ -180,8 +180,8 @@ class Experts:
         """See `FeedForward`."""
         del inputs
         made, stream = ops.experts(addend, residual, self._parts)
-        if self._reduce is not None:
-            made = self._reduce(summed(made, stream))
+        if self._ranks.reduce is not None:
+            made = self._ranks.addend(summed(made, stream), ops.sums_addends)
         return made, stream
 
 

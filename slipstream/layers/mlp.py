@@ -60,7 +60,7 @@ class GatedMLP:
 
     @property
     def parts(self) -> object:
-        if self.down.reduce is not None:
+        if self.down.is_shared:
             return self
         adapters = self.gate_up.adapters, self.down.adapters
         products = self.gate_up.product, self.down.product

@@ -143,6 +143,7 @@ class Share:
 
     Attributes:
         reduce: sums a tensor over the ranks, in their order: all get the same bits.
+        stack: what is to be summed, [T, n] of each rank -> [size, T, n].
         gather: joins the last dimension of a tensor [T, n], rank by rank -> [T, size n].
         least: the least of the numbers that the ranks have. Where ranks measure (free memory), they
             must not conclude different things.
@@ -158,6 +159,17 @@ class Share:
     least: Callable[[int], int] = lambda number: number
     within: "Callable[[int], Share] | None" = None
     unit: int = 1
+    stack: Callable[[Tensor], Tensor] | None = None
+
+    def addend(self, made: Tensor, sums_addends: bool) -> Tensor:
+        """What all ranks together have made [T, n], of which this is a part, as an addend.
+
+        Args:
+            sums_addends: of the ops that take it (`Ops`), which then add the parts up themselves.
+        """
+        if self.reduce is None:
+            return made
+        return self.stack(made) if sums_addends and self.stack is not None else self.reduce(made)
 
     def copies(self, heads: int | None) -> int:
         """How many ranks in a row have the same of so many heads of keys: one, unless there are

@@ -51,7 +51,8 @@ class Collectives:
 
     def share(self) -> Share:
         """This rank's share of a network."""
-        return Share(self.rank, self.size, self.reduce, self.gather, self.least, self.within)
+        exchanges = self.reduce, self.gather, self.least, self.within
+        return Share(self.rank, self.size, *exchanges, stack=self.all_of)
 
     def within(self, size: int) -> Share:
         """See `Share.within`."""
