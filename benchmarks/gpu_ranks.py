@@ -9,9 +9,9 @@
                their links
     exchanges  microseconds in a CUDA graph of a sum over the ranks, of rows of 5,120 numbers in
                bfloat16: "ordered" is ours, a gather and additions in the order of the ranks,
-               "+ norm" the gather with additions, residual and norm in one kernel, beside an all-reduce of NCCL and
-               torch's over symmetric memory ("one-shot"), where there is one. All ranks compare the
-               bits of what "ordered" gave
+               "+ norm" the gather, and additions, residual and norm in one kernel, beside an
+               all-reduce of NCCL and torch's over symmetric memory ("one-shot"), where there is
+               one. All ranks compare the bits of what "ordered" gave
     texts      greedy and seeded texts of the bundled demo, with drafters that every rank has whole
                and that ranks share, beside those of one GPU: in float32 they have to be the same
     steps      of large models with random weights, as `gpu_decode.py` measures them, beside their
