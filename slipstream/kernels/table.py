@@ -326,17 +326,14 @@ class Ops:
         norm: the same, together with the sum that was normed.
         activate: x [T, I], an activation -> [T, I].
         joined_linear: a matmul of several inputs side by side, each normed or not.
-        attend: attention.
-        store: its first half alone.
+        attend, store: attention, and its first half alone.
         latent_attention: attention over one latent row a token.
         delta_net: the recurrence of a gated delta net.
         logits: the head's matmul.
         pack: a weight as the backend reads it, made once, when it is loaded.
         round: a matrix [N, K] in fewer bits, packed or to be packed.
-        fuse: an op of the first layers of a stack, as many as there is one for; None leaves the
-            first to the other ops.
-        sums_addends: an addend may be [parts, T, N] in any dtype of floats, to be added up in
-            float32 in the order of the parts.
+        fuse: an op of a stack's first layers, as many as there is one for; None: of no layer.
+        sums_addends: addends may be [parts, T, N] of any dtype, which ops add up in their order.
     """
 
     backend: str
