@@ -275,9 +275,10 @@ def _shared_expert(spec: ExpertsSpec, context: BuildContext, layer: str) -> Shar
         return None
     source, width, inner = context.source, context.width, spec.shared_size
     name, gate_name = f"{layer}.{spec.names.shared}", f"{layer}.{spec.names.shared_gate}.weight"
-    parts = [Part(f"{name}.gate_proj", inner), Part(f"{name}.up_proj", inner)]
+    unit = context.share.unit
+    parts = [Part(f"{name}.{it}_proj", inner, unit=unit) for it in ("gate", "up")]
     return SharedExpert(
         column_linear(source, parts, width, bias=False).product,
-        row_linear(source, f"{name}.down_proj", width, inner, bias=False).product,
+        row_linear(source, f"{name}.down_proj", width, inner, bias=False, unit=unit).product,
         source.table([Part(gate_name, 1)], width).values if spec.shared_gate else None,
     )

@@ -90,10 +90,11 @@ def row_linear(
     bias: bool,
     share: Share = WHOLE,
     adapters: AdapterSlots | None = None,
+    unit: int | None = None,
 ) -> Linear:
     """Ranks share the columns of W, of which there are `columns` in all; their y are summed, and
-    the first rank adds the bias. `adapters`: see `column_linear`."""
-    parts = [Part(name, rows, COLUMNS)]
+    the first rank adds the bias. `adapters`: see `column_linear`; `unit`: see `Part`."""
+    parts = [Part(name, rows, COLUMNS, unit=unit)]
     weight = source.matrix(_named(parts, "weight"), columns)
     own_bias = source.vector(_named([Part(name, rows)], "bias")) if bias else None
     own = None if adapters is None else adapters.matrix(parts, columns)

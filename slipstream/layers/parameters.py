@@ -92,7 +92,8 @@ class Part:
         exact: a matrix of such parts is not rounded where others are on request.
         paired: None: the rows stand in the order in which they are used.
         heads: of keys or values, in the rows; see `Share.span`. None: the rows may be cut anywhere.
-        unit: of the dimension that ranks share, so many go together; see `Share.span`.
+        unit: of the dimension that ranks share, so many go together; see `Share.span`. None: it is
+            1, and the last rank has no fewer than others.
     """
 
     name: str
@@ -105,7 +106,7 @@ class Part:
     exact: bool = False
     paired: PairedRows | None = None
     heads: int | None = None
-    unit: int = 1
+    unit: int | None = None
 
     @property
     def tensor_rows(self) -> int:
@@ -149,7 +150,7 @@ class Share:
             must not conclude different things.
         within: gives a rank's share of a network that each group of so many neighbours has all of;
             all ranks ask for it, at the same point. None: there are no others.
-        unit: of experts, columns that a checkpoint stores in a way in which they cannot be parted.
+        unit: of feed-forward parts, columns that a checkpoint stores so that they cannot be parted.
     """
 
     rank: int = 0
@@ -191,6 +192,8 @@ class Share:
         Raises:
             UsageError: there is no equal share of `what`.
         """
+        if self.size == 1:
+            return 0, count
         copies = self.copies(heads)
         shares = self.size // copies
         units = count // unit
@@ -211,7 +214,7 @@ class Share:
 
     def span_of(self, part: Part, count: int) -> tuple[int, int]:
         """Where its share of a part lies, of which `count` rows or columns are split."""
-        return self.span(count, part.name, part.heads, part.unit)
+        return self.span(count, part.name, part.heads, part.unit or 1)
 
     def cut(self, stacked: Tensor, parts: Sequence[Part]) -> Tensor:
         """What this rank keeps of whole parts that are stacked along the rows."""

@@ -45,7 +45,7 @@ from slipstream.models.quantized.source import (
     stored_rounding,
 )
 from slipstream.models.safetensors_file import TensorEntry
-from slipstream.models.sharing import expert_unit
+from slipstream.models.sharing import shared_unit
 from slipstream.models.twin import TwinSource, require_twin
 
 __all__ = [
@@ -179,10 +179,10 @@ def load_decoder(
 
 
 def _in_units(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> LoadOptions:
-    """With the unit of the experts, where ranks share them."""
+    """With the unit of its feed-forward parts, where ranks share them."""
     if options.share.size == 1:
         return options
-    unit = expert_unit(checkpoint, config, options.load_format in RANDOM_FORMATS)
+    unit = shared_unit(checkpoint, config, options.load_format in RANDOM_FORMATS)
     return replace(options, share=replace(options.share, unit=unit))
 
 

@@ -11,7 +11,6 @@ from slipstream.layers.parameters import (
     MOST_RANKS,
     ROWS,
     WHOLE,
-    FusedExperts,
     Part,
     Share,
     UnequalSharesError,
@@ -30,12 +29,12 @@ class _Shares(Shapes):
     """A source without numbers, which wants equal shares of every matrix.
 
     Attributes:
-        expert_unit: the largest unit of matrices whose columns ranks share, of experts.
+        unit: the largest of matrices of feed-forward parts whose columns ranks share.
     """
 
     def __init__(self, share: Share, unit: Unit) -> None:
         super().__init__()
-        self._share, self._unit, self.expert_unit = share, unit, 1
+        self._share, self._unit_of, self.unit = share, unit, 1
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
         for part in parts:
@@ -46,10 +45,10 @@ class _Shares(Shapes):
         return super().matrix(parts, columns)
 
     def _columns(self, part: Part, columns: int) -> None:
-        unit = self._unit(part, columns)
-        if isinstance(part.fused, FusedExperts):
-            self.expert_unit = max(self.expert_unit, unit)
-        if part.unit > 1 or unit == 1:
+        unit = self._unit_of(part, columns)
+        if part.unit is not None:
+            self.unit = max(self.unit, unit)
+        if part.unit is not None or unit == 1:
             self._share.span_of(part, columns)
         else:
             self._share.span(columns // unit, f"groups of {unit} columns of {part.name}")
@@ -64,7 +63,7 @@ def require_equal_shares(
         random: no numbers of the checkpoint are read.
     """
     unit = _unit_of(checkpoint, random)
-    share = replace(WHOLE, unit=expert_unit(checkpoint, config, random))
+    share = replace(WHOLE, unit=shared_unit(checkpoint, config, random))
     problem = _problem(config, replace(share, size=num_ranks), unit)
     if problem is None:
         return
@@ -76,11 +75,11 @@ def require_equal_shares(
     )
 
 
-def expert_unit(checkpoint: Checkpoint, config: DecoderConfig, random: bool) -> int:
+def shared_unit(checkpoint: Checkpoint, config: DecoderConfig, random: bool) -> int:
     """`Share.unit` of a model; `random` as in `require_equal_shares`."""
     source = _Shares(WHOLE, _unit_of(checkpoint, random))
     _build(config, WHOLE, source)
-    return source.expert_unit
+    return source.unit
 
 
 def _problem(config: DecoderConfig, share: Share, unit: Unit) -> str | None:
