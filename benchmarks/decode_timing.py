@@ -40,6 +40,7 @@ class Setup:
         acceptance_length: forced; None judges the drafts for real.
         draft_vocab_size: tokens that are drafted over; None for all.
         mask_token: the draft gives all its tokens in one pass, over this token; None: one by one.
+        draft_is_shared: ranks share the draft model, and do not all have the whole of it.
         context: `max_model_len`; None for what prompt and output need.
         options: further options of the engine.
     """
@@ -54,6 +55,7 @@ class Setup:
     drafter_quantization: str | None = None
     dtype: str = "bfloat16"
     load_format: str = "dummy"
+    draft_is_shared: bool = False
     context: int | None = None
     options: dict[str, Any]
 
@@ -238,6 +240,8 @@ def make_engine(setup: Setup, method: Method, folder: Path) -> LLM:
             "pard_token": setup.mask_token,
             "quantization": setup.drafter_quantization,
         }
+        if setup.draft_is_shared:
+            given["draft_tensor_parallel_size"] = setup.options["tensor_parallel_size"]
         if setup.acceptance_length is not None:
             given["rejection_sample_method"] = "synthetic"
             given["synthetic_acceptance_length"] = setup.acceptance_length
@@ -301,7 +305,8 @@ def measure_batch(
     step = statistics.median(steps)
     al = statistics.median(long.al for _, long in pairs)
     experts = None
-    if read_decoder_config(geometry_named(setup.target)).routing is not None:
+    alone = setup.options.get("tensor_parallel_size", 1) == 1  # others would have to read along
+    if alone and read_decoder_config(geometry_named(setup.target)).routing is not None:
         experts = distinct_experts(llm, pairs[-1][1].texts, count + 1)
     return Row(
         setup=setup.title,

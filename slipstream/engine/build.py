@@ -55,6 +55,7 @@ from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.generation_config import generation_folder, read_sampling_defaults
 from slipstream.models.hub import HubAccess, reaching_hub
 from slipstream.models.loading import (
+    RANDOM_FORMATS,
     LoadOptions,
     ProgressBar,
     decoder_bytes,
@@ -62,6 +63,7 @@ from slipstream.models.loading import (
     no_progress_bar,
 )
 from slipstream.models.quantized.catalogue import read_quantization, require_format
+from slipstream.models.sharing import require_equal_shares
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.vision.tower import ImageFamily
 from slipstream.runner.capability import (
@@ -78,7 +80,7 @@ from slipstream.runner.threads import set_threads
 from slipstream.sampling.state import SamplingState
 from slipstream.speculative.catalogue import kind_of_drafter
 from slipstream.speculative.drafter import NO_STATES, DrafterResources, LoadedDrafter
-from slipstream.speculative.loading import load_drafter
+from slipstream.speculative.loading import load_drafter, require_ranks
 from slipstream.speculative.options import TargetModel
 
 
@@ -131,6 +133,10 @@ def _build_engine(config: EngineConfig, progress_bar: ProgressBar, ranks: Ranks 
         require_rows(tokenizer, shape)
     device, why = choose_device(config.device)
     reasons.add("device", device, why)
+    if ranks is None and config.tensor_parallel_size > 1:  # while nothing has begun
+        random = config.load_format in RANDOM_FORMATS
+        require_equal_shares(checkpoint, shape, config.tensor_parallel_size, random)
+        require_ranks(config.drafter_options, config.tensor_parallel_size, random)
     ranks = ranks or start_ranks(config, device)
     try:
         return _load(

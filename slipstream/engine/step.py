@@ -135,9 +135,7 @@ class Step:
             self._write(batch, draft)
         with label(_TARGET):
             forward = self._forward(batch, draft)
-            logits = self._runner.own_logits(
-                forward.layout.ends(forward.hidden, draft.num_tokens + 1)
-            )
+            logits = self._runner.logits(forward.layout.ends(forward.hidden, draft.num_tokens + 1))
         computed = self._now()
         with label(_VERIFY):
             verdict, largest = self._verify(batch, draft, logits, allowed, forward.layout)
@@ -201,6 +199,7 @@ class Step:
     ) -> tuple[Verdict, Tensor]:
         """The verdict on every request's draft; and [R, K + 1], for each token of the verdict, the
         largest logit of its row, which is finite if all logits of the row are."""
+        chances = draft.chances(self._sampling.columns)
         rows = SampleRows.build(
             batch.slots,
             self._state.num_tokens[batch.slots],
@@ -210,8 +209,9 @@ class Step:
             draft.probs,
             draft.vocabulary,
             num_rows=logits.shape[0],
-            certain=draft.certain_tokens() if draft.tree is None else None,
+            certain=draft.certain_tokens(chances) if draft.tree is None else None,
             layout=layout.packed,
+            draft_chances=chances if draft.shares else None,
         )
         largest = rows.by_request(self._sampling.columns.largest(logits).squeeze(-1))
         if allowed is not None:
@@ -394,7 +394,7 @@ class Step:
         assert self._rated is not None, "steps of requests that ask run alone"
         places, chosen = upload([list(rows.places), list(token_ids)], self._state.device).unbind(0)
         if rows.of_pass:
-            logits = self._runner.own_logits(self._rated.forward.hidden[places])
+            logits = self._runner.logits(self._rated.forward.hidden[places])
         else:
             logits = self._rated.logits[places]
         return token_logprobs(logits, chosen, num_top, normalised, self._sampling.columns)

@@ -85,6 +85,19 @@ class Columns:
         best = values.contiguous().view(rows.dtype).argmax(0, keepdim=True)
         return tokens.gather(0, best).squeeze(0).to(torch.int64)
 
+    def log_total(self, rows: Tensor) -> Tensor:
+        """[N, 1], the logarithm of the sum of the exponentials of each row [N, v]."""
+        if self.gather is None:
+            return rows.logsumexp(-1, keepdim=True)
+        largest = self.largest(rows)
+        return self.total((rows - largest).exp_()).log_() + largest
+
+    def confidence(self, rows: Tensor) -> Tensor:
+        """[N], the largest probability of each row [N, v] of logits."""
+        if self.gather is None:
+            return rows.softmax(-1).amax(-1)
+        return self.total((rows - self.largest(rows)).exp_()).reciprocal_().squeeze(-1)
+
     def at(self, rows: Tensor, index: Tensor, tokens: Tensor) -> Tensor:
         """The numbers that tokens, legal ones, have in the rows `index` of rows [N, v]; both are of
         one shape."""

@@ -90,6 +90,8 @@ class SampleRows:
             allows token v in that row.
         certain: [R, K] bool or None: draft tokens that were not sampled, though the others of their
             request were; their probability counts as 1.
+        draft_chances: [R, K] float32, what each draft token was sampled with, where `draft_probs`
+            have this rank's columns alone; None: they have all.
     """
 
     slots: Tensor
@@ -102,6 +104,7 @@ class SampleRows:
     layout: tuple[Tensor, Tensor, Tensor] | None = None
     allowed: Tensor | None = None
     certain: Tensor | None = None
+    draft_chances: Tensor | None = None
 
     @classmethod
     def build(
@@ -116,6 +119,7 @@ class SampleRows:
         num_rows: int | None = None,
         certain: Tensor | None = None,
         layout: tuple[Tensor, Tensor, Tensor] | None = None,
+        draft_chances: Tensor | None = None,
     ) -> "SampleRows":
         """Lay the rows out, without waiting for the device.
 
@@ -136,6 +140,7 @@ class SampleRows:
             one_hot,
             *sampled_from,
             certain=certain,
+            draft_chances=draft_chances,
         )
 
     @property
@@ -272,8 +277,14 @@ class CommitOp(Protocol):
 
 @dataclass(frozen=True)
 class SamplingOps:
-    """What one backend has of them."""
+    """What one backend has of them.
+
+    Attributes:
+        draft_shares: the same as `draft` by the columns that `verify` judges by, where these are
+            not all: logits and probabilities are this rank's. None: they are all.
+    """
 
     verify: VerifyOp
     draft: DraftOp
     commit: CommitOp
+    draft_shares: DraftOp | None = None

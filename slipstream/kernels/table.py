@@ -335,6 +335,7 @@ class Ops:
         round: rounds a matrix [N, K] to fewer bits; the result may be packed already.
         fuse: an op for the first layers of a stack, as many as the backend can fuse; None: the
             first layer is run by the other ops.
+        sums_addends: addends may be [parts, T, N] of any dtype, which ops add up in their order.
     """
 
     backend: str
@@ -354,6 +355,7 @@ class Ops:
     pack: Callable[[Weight], Weight] = as_it_is
     round: Callable[[Tensor, Rounding], Weight] = in_plain_torch
     fuse: Callable[[StackParts], FusedOp | None] = one_by_one
+    sums_addends: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,7 +105,8 @@ class AdapterSlots:
         if part.paired is not None:
             rows = rows[part.paired.order(part.rows)]
         if part.split == ROWS:
-            rows = rows[slice(*self._share.span_of(part, part.rows))]
+            start, stop = self._share.span_of(part, part.rows)
+            rows = rows[torch.arange(start, stop).clamp_max(part.rows - 1)]
         return rows
 
     def _add(self, name: str, rows: int, columns: int, place: _Place) -> None:
@@ -123,8 +124,9 @@ class AdapterSlots:
             rank = len(first)
             for place in self.modules[name].places:
                 down, start = place.index * self.rank, place.start
-                target = place.low_rank.down[slot, down : down + rank]
-                target.copy_(first[:, place.columns], non_blocking=True)
+                own = first[:, place.columns]  # fewer where a share of the matrix is filled up
+                target = place.low_rank.down[slot, down : down + rank, : own.shape[1]]
+                target.copy_(own, non_blocking=True)
                 rows = second[place.rows]
                 target = place.low_rank.up[slot, :rank, start : start + len(rows)]
                 target.copy_(rows.T, non_blocking=True)

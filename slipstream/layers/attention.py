@@ -201,7 +201,7 @@ class Attention:
 
     @property
     def parts(self) -> object:
-        return self._parts if self.output.reduce is None else self
+        return self if self.output.is_shared else self._parts
 
     def apply(
         self,

@@ -162,7 +162,7 @@ class DeltaNet:
 
     @property
     def parts(self) -> object:
-        if self.output.reduce is not None:
+        if self.output.is_shared:
             return self
         gates = None if self.gates is None else self.gates.product
         return DeltaNetParts(self.norm, self.heads, self.inputs.product, gates, self.output.product)

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import Tensor
 
-from slipstream.kernels.columns import Columns
+from slipstream.kernels.columns import ALL_COLUMNS, Columns
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.table import Ops
 from slipstream.layers.parameters import ROWS, WHOLE, ParameterSource, Part, Share
@@ -80,48 +81,81 @@ class LanguageModelHead:
     Args:
         ranks: that share the tokens.
         curve: what becomes of a product.
-        chosen: [n] int64, the tokens that logits are given of, in this order; None: all.
 
     Attributes:
-        columns: that this rank's share of the weight gives, of all tokens.
+        columns: that its logits have, of all its tokens: this rank's share of the weight gives
+            them.
+        tokens: [n] int64, those tokens, where they are chosen ones; None: from 0 on.
     """
 
     def __init__(
-        self,
-        ops: Ops,
-        weight: Weight,
-        ranks: Share = WHOLE,
-        curve: LogitCurve = _STRAIGHT,
-        chosen: Tensor | None = None,
+        self, ops: Ops, weight: Weight, ranks: Share = WHOLE, curve: LogitCurve = _STRAIGHT
     ) -> None:
         self._ops, self._logits, self._ranks = ops, ops.logits, ranks
-        self._curve, self._chosen = curve, chosen
+        self._curve, self._num_own = curve, weight.shape[0]
         self.columns = Columns(ranks.rank, ranks.size, ranks.gather)
         self.weight = weight
+        self.tokens: Tensor | None = None
 
     @property
     def width(self) -> int:
         """Numbers of a hidden state that it takes."""
         return self.weight.shape[1]
 
-    def over(self, token_ids: Tensor) -> "LanguageModelHead":
-        """A head for these tokens alone, in this order; its weight is a copy, unless ranks share
-        the tokens."""
-        if self._ranks.size > 1:
-            return LanguageModelHead(self._ops, self.weight, self._ranks, self._curve, token_ids)
-        return LanguageModelHead(self._ops, self.weight.select(token_ids), curve=self._curve)
+    @property
+    def num_tokens(self) -> int:
+        """That all columns together stand for."""
+        if self.tokens is not None:
+            return len(self.tokens)
+        return self.weight.shape[0] * self.columns.num_ranks
 
-    def own(self, hidden: Tensor) -> Tensor:
-        """hidden [T, width] -> [T, v] float32, the logits that `columns` says."""
-        return self._curve.apply(self._logits(hidden, self.weight))
+    def over(self, token_ids: Tensor) -> "LanguageModelHead":
+        """A head for these tokens alone, [n] int64, in this order; its weight is a copy.
+
+        Ranks that share the tokens want them to rise, and keep those of their own rows. Then
+        `tokens` still rise, but behind those of a rank that has fewer than another its last one
+        stands again, or one of its own that is not drafted: such columns have no chance.
+        """
+        ranks, own, num_own = self._ranks, token_ids, len(token_ids)
+        if ranks.size > 1:
+            width = self.weight.shape[0]
+            counts = torch.bincount(token_ids // width, minlength=ranks.size).unsqueeze(1)
+            place = torch.arange(int(counts.max()), device=token_ids.device)
+            index = (counts.cumsum(0) - counts + place.minimum(counts - 1)).clamp(0, num_own - 1)
+            first = torch.arange(ranks.size, device=token_ids.device).unsqueeze(1) * width
+            shares = torch.where(counts > 0, token_ids[index], first)  # [ranks, most of a rank]
+            own, num_own = shares[ranks.rank] - ranks.rank * width, int(counts[ranks.rank])
+            token_ids = shares.flatten()
+        head = LanguageModelHead(self._ops, self.weight.select(own), ranks, self._curve)
+        head.tokens, head._num_own = token_ids, num_own
+        return head
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [T, width] -> [T, vocab_size] float32; where ranks share the tokens they exchange
-        whole rows."""
-        logits, gather = self.own(hidden), self.columns.gather
-        if gather is not None:
-            logits = gather(logits)
-        return logits if self._chosen is None else logits.index_select(-1, self._chosen)
+        """hidden [T, width] -> [T, v] float32, the logits that `columns` says."""
+        logits = self._curve.apply(self._logits(hidden, self.weight))
+        if self._num_own < logits.shape[-1]:
+            logits[:, self._num_own :] = -torch.inf
+        return logits
+
+
+class WholeRows(LanguageModelHead):
+    """A head whose ranks exchange whole rows of logits, for tokens that other ranks have in another
+    model."""
+
+    def __init__(self, shares: LanguageModelHead) -> None:
+        super().__init__(shares._ops, shares.weight, shares._ranks, shares._curve)
+        self._gather, self.columns = self.columns.gather, ALL_COLUMNS
+
+    def over(self, token_ids: Tensor) -> LanguageModelHead:
+        head = WholeRows(self)
+        head.tokens = token_ids
+        return head
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits = super().__call__(hidden)
+        if self._gather is not None:  # the tokens are shared
+            logits = self._gather(logits)
+        return logits if self.tokens is None else logits.index_select(-1, self.tokens)
 
 
 def own_head(

@@ -146,8 +146,8 @@ class Experts:
         self, spec: ExpertsSpec, context: BuildContext, layer: str, norms: LayerNorms
     ) -> None:
         source, width, inner = context.source, context.width, spec.intermediate_size
-        self._reduce = context.share.reduce
-        gate_up, down = _stacks(spec, layer, width)
+        self._ranks = context.share
+        gate_up, down = _stacks(spec, layer, width, context.share.unit)
         biases: list[Tensor | None] = [None, None]
         if spec.expert_bias:
             count = spec.routing.num_experts
@@ -172,7 +172,7 @@ class Experts:
 
     @property
     def parts(self) -> object:
-        return self._parts if self._reduce is None else self
+        return self._parts if self._ranks.reduce is None else self
 
     def apply(
         self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
@@ -180,8 +180,8 @@ class Experts:
         """See `FeedForward`."""
         del inputs
         made, stream = ops.experts(addend, residual, self._parts)
-        if self._reduce is not None:
-            made = self._reduce(summed(made, stream))
+        if self._ranks.reduce is not None:
+            made = self._ranks.addend(summed(made, stream), ops.sums_addends)
         return made, stream
 
 
@@ -231,12 +231,14 @@ class _Stack:
         fused: the one tensor for all experts, without the ending of a bias.
         rows: of each of an expert's modules.
         split: of the matrices' parts.
+        unit: of what is split, so many go together.
     """
 
     singles: tuple[str, ...]
     fused: FusedExperts
     rows: int
     split: int
+    unit: int
 
     def weights(self) -> list[Part]:
         return self._parts("weight", self.fused, self.split)
@@ -248,13 +250,13 @@ class _Stack:
 
     def _parts(self, ending: str, fused: FusedExperts, split: int | None) -> list[Part]:
         return [
-            Part(f"{name.format(expert)}.{ending}", self.rows, split, fused)
+            Part(f"{name.format(expert)}.{ending}", self.rows, split, fused, unit=self.unit)
             for expert in range(fused.experts)
             for name in self.singles
         ]
 
 
-def _stacks(spec: ExpertsSpec, layer: str, width: int) -> tuple[_Stack, _Stack]:
+def _stacks(spec: ExpertsSpec, layer: str, width: int, unit: int) -> tuple[_Stack, _Stack]:
     """Gate and up of all experts, and down."""
     names, count = spec.names, spec.routing.num_experts
     module = f"{layer}.{names.experts}"
@@ -263,8 +265,8 @@ def _stacks(spec: ExpertsSpec, layer: str, width: int) -> tuple[_Stack, _Stack]:
     gate_up_fused = FusedExperts(of_gate_up, count, names.alternating, names.transposed)
     down_fused = FusedExperts(of_down, count, transposed=names.transposed)
     return (
-        _Stack((gate, up), gate_up_fused, spec.intermediate_size, ROWS),
-        _Stack((down,), down_fused, width, COLUMNS),
+        _Stack((gate, up), gate_up_fused, spec.intermediate_size, ROWS, unit),
+        _Stack((down,), down_fused, width, COLUMNS, unit),
     )
 
 
@@ -273,9 +275,10 @@ def _shared_expert(spec: ExpertsSpec, context: BuildContext, layer: str) -> Shar
         return None
     source, width, inner = context.source, context.width, spec.shared_size
     name, gate_name = f"{layer}.{spec.names.shared}", f"{layer}.{spec.names.shared_gate}.weight"
-    parts = [Part(f"{name}.gate_proj", inner), Part(f"{name}.up_proj", inner)]
+    unit = context.share.unit
+    parts = [Part(f"{name}.{it}_proj", inner, unit=unit) for it in ("gate", "up")]
     return SharedExpert(
         column_linear(source, parts, width, bias=False).product,
-        row_linear(source, f"{name}.down_proj", width, inner, bias=False).product,
+        row_linear(source, f"{name}.down_proj", width, inner, bias=False, unit=unit).product,
         source.table([Part(gate_name, 1)], width).values if spec.shared_gate else None,
     )

@@ -128,7 +128,7 @@ class LatentAttention:
 
     @property
     def parts(self) -> object:
-        if self.output.reduce is not None:
+        if self.output.is_shared:
             return self
         queries = None if self._queries is None else self._queries.product
         first = self._first, None

@@ -1,6 +1,6 @@
 """Matrix layers, named by how ranks share them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -26,14 +26,19 @@ class Linear:
     """y = x W^T + b, W [rows, columns].
 
     Attributes:
-        reduce: sums y over the ranks; None where y is whole.
+        ranks: whose y are summed; `WHOLE` where y is whole.
         adapters: what rows of a pass may add to y; None: nothing.
     """
 
     weight: Weight
     bias: Tensor | None
-    reduce: Callable[[Tensor], Tensor] | None = None
+    ranks: Share = WHOLE
     adapters: LowRank | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks have a part of y."""
+        return self.ranks.reduce is not None
 
     @property
     def product(self) -> Product:
@@ -49,9 +54,10 @@ class Linear:
     def apply(self, ops: Ops, x: Tensor, inputs: PassInputs) -> Tensor:
         """x [T, columns] -> y as an addend of the backend's ops (see `LinearOp`)."""
         adapted = self.adapted(inputs)
-        if self.reduce is None:
+        if not self.is_shared:
             return ops.linear(x, *self.product, adapted)
-        return self.reduce(ops.joined_linear([(x, None)], *self.product, adapted))
+        made = ops.joined_linear([(x, None)], *self.product, adapted)
+        return self.ranks.addend(made, ops.sums_addends)
 
 
 def column_linear(
@@ -84,14 +90,15 @@ def row_linear(
     bias: bool,
     share: Share = WHOLE,
     adapters: AdapterSlots | None = None,
+    unit: int | None = None,
 ) -> Linear:
     """Ranks share the columns of W, of which there are `columns` in all; their y are summed, and
-    the first rank adds the bias. `adapters`: see `column_linear`."""
-    parts = [Part(name, rows, COLUMNS)]
+    the first rank adds the bias. `adapters`: see `column_linear`; `unit`: see `Part`."""
+    parts = [Part(name, rows, COLUMNS, unit=unit)]
     weight = source.matrix(_named(parts, "weight"), columns)
     own_bias = source.vector(_named([Part(name, rows)], "bias")) if bias else None
     own = None if adapters is None else adapters.matrix(parts, columns)
-    return Linear(weight, own_bias if share.rank == 0 else None, share.reduce, own)
+    return Linear(weight, own_bias if share.rank == 0 else None, share, own)
 
 
 def _named(parts: Sequence[Part], ending: str) -> list[Part]:

@@ -52,15 +52,15 @@ class GatedMLP:
         inner = spec.intermediate_size
         self.norm = norms.before(source, layer, norms.feed_forward, width)
         self.activation = spec.activation
-        parts = [Part(f"{name}.gate_proj", inner), Part(f"{name}.up_proj", inner)]
         fused, adapters, share = f"{name}.gate_up_proj", context.adapters, context.share
+        parts = [Part(f"{name}.{it}_proj", inner, unit=share.unit) for it in ("gate", "up")]
         self.gate_up = column_linear(source, parts, width, spec.bias, fused, adapters)
         down = f"{name}.down_proj"
-        self.down = row_linear(source, down, width, inner, spec.bias, share, adapters)
+        self.down = row_linear(source, down, width, inner, spec.bias, share, adapters, share.unit)
 
     @property
     def parts(self) -> object:
-        if self.down.reduce is not None:
+        if self.down.is_shared:
             return self
         adapters = self.gate_up.adapters, self.down.adapters
         products = self.gate_up.product, self.down.product
@@ -119,9 +119,10 @@ class PlainMLP:
         self.norm = norms.before(source, layer, norms.feed_forward, width)
         self.activation = spec.activation
         adapters, down = context.adapters, f"{name}.{spec.down}"
-        parts = [Part(f"{name}.{spec.up}", inner)]
+        unit = context.share.unit
+        parts = [Part(f"{name}.{spec.up}", inner, unit=unit)]
         self.up = column_linear(source, parts, width, bias, adapters=adapters)
-        self.down = row_linear(source, down, width, inner, bias, context.share, adapters)
+        self.down = row_linear(source, down, width, inner, bias, context.share, adapters, unit)
 
     @property
     def parts(self) -> object:

@@ -13,7 +13,7 @@ from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
 
 ROWS, COLUMNS = 0, 1
-_MOST_RANKS = 16  # that an error message names
+MOST_RANKS = 16  # that an error message names
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,8 @@ class Part:
         exact: a matrix of such parts is not rounded where others are on request.
         paired: None: the rows stand in the order in which they are used.
         heads: of keys or values, in the rows; see `Share.span`. None: the rows may be cut anywhere.
+        unit: of the dimension that ranks share, so many go together; see `Share.span`. None: it is
+            1, and the last rank has no fewer than others.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Part:
     exact: bool = False
     paired: PairedRows | None = None
     heads: int | None = None
+    unit: int | None = None
 
     @property
     def tensor_rows(self) -> int:
@@ -122,15 +125,32 @@ class Part:
         return [(start, start + count) for start in starts]
 
 
+class UnequalSharesError(UsageError):
+    """Ranks cannot have equal shares of something.
+
+    Attributes:
+        problem: of what, in words.
+    """
+
+    def __init__(self, problem: str, numbers: Sequence[int]) -> None:
+        self.problem = problem
+        named = ", ".join(map(str, numbers))
+        super().__init__(f"{problem}; use a number of ranks that divides it ({named})")
+
+
 @dataclass(frozen=True)
 class Share:
     """Which of `size` equal shares of a network this process holds.
 
     Attributes:
         reduce: sums a tensor over the ranks, in their order: all get the same bits.
+        stack: what is to be summed, [T, n] of each rank -> [size, T, n].
         gather: joins the last dimension of a tensor [T, n], rank by rank -> [T, size n].
         least: the least of the numbers that the ranks have. Where ranks measure (free memory), they
             must not conclude different things.
+        within: gives a rank's share of a network that each group of so many neighbours has all of;
+            all ranks ask for it, at the same point. None: there are no others.
+        unit: of feed-forward parts, columns that a checkpoint stores so that they cannot be parted.
     """
 
     rank: int = 0
@@ -138,6 +158,19 @@ class Share:
     reduce: Callable[[Tensor], Tensor] | None = None
     gather: Callable[[Tensor], Tensor] | None = None
     least: Callable[[int], int] = lambda number: number
+    within: "Callable[[int], Share] | None" = None
+    unit: int = 1
+    stack: Callable[[Tensor], Tensor] | None = None
+
+    def addend(self, made: Tensor, sums_addends: bool) -> Tensor:
+        """What all ranks together have made [T, n], of which this is a part, as an addend.
+
+        Args:
+            sums_addends: of the ops that take it (`Ops`), which then add the parts up themselves.
+        """
+        if self.reduce is None:
+            return made
+        return self.stack(made) if sums_addends and self.stack is not None else self.reduce(made)
 
     def copies(self, heads: int | None) -> int:
         """How many ranks in a row have the same of so many heads of keys: one, unless there are
@@ -145,25 +178,33 @@ class Share:
         fewer = heads is not None and heads < self.size and self.size % heads == 0
         return self.size // heads if heads is not None and fewer else 1
 
-    def span(self, count: int, what: str, heads: int | None = None) -> tuple[int, int]:
+    def span(
+        self, count: int, what: str, heads: int | None = None, unit: int = 1
+    ) -> tuple[int, int]:
         """From where to before where this rank's share of `count` things lies.
 
         Args:
             heads: of keys, in them; where there are fewer than ranks, several ranks have the same
                 one, which serves the query heads of each of them.
+            unit: so many of them go together. If it is above 1 the last rank may have fewer than
+                others: its share then ends behind the last of them, and is filled up there.
 
         Raises:
             UsageError: there is no equal share of `what`.
         """
+        if self.size == 1:
+            return 0, count
         copies = self.copies(heads)
         shares = self.size // copies
-        if count % shares:
-            numbers = [str(it) for it in range(1, min(count, _MOST_RANKS) + 1) if count % it == 0]
-            raise UsageError(
-                f"{what} ({count}) cannot be split over {self.size} ranks; use a number of ranks "
-                f"that divides it ({', '.join(numbers)})"
+        units = count // unit
+        each = -(-units // shares)
+        fills_up = unit > 1 and units > each * (shares - 1)
+        if count % unit or (units % shares and not fills_up):
+            raise UnequalSharesError(
+                f"{what} ({count}) cannot be split over {self.size} ranks",
+                [it for it in range(1, min(count, MOST_RANKS) + 1) if count % it == 0],
             )
-        each = count // shares
+        each *= unit
         return self.rank // copies * each, (self.rank // copies + 1) * each
 
     def of(self, count: int, what: str, heads: int | None = None) -> int:
@@ -173,7 +214,7 @@ class Share:
 
     def span_of(self, part: Part, count: int) -> tuple[int, int]:
         """Where its share of a part lies, of which `count` rows or columns are split."""
-        return self.span(count, part.name, part.heads)
+        return self.span(count, part.name, part.heads, part.unit or 1)
 
     def cut(self, stacked: Tensor, parts: Sequence[Part]) -> Tensor:
         """What this rank keeps of whole parts that are stacked along the rows."""
@@ -184,8 +225,14 @@ class Share:
             parts, torch.split(stacked, [part.rows for part in parts]), strict=True
         ):
             if part.split is not None:
-                start, stop = self.span_of(part, block.shape[part.split])
-                block = block.narrow(part.split, start, stop - start)
+                count = block.shape[part.split]
+                start, stop = self.span_of(part, count)
+                block = block.narrow(part.split, start, min(stop, count) - start)
+                if stop > count:
+                    zeros = torch.zeros_like(block.narrow(part.split, 0, 1))
+                    sizes = [-1] * block.ndim
+                    sizes[part.split] = stop - count
+                    block = torch.cat((block, zeros.expand(sizes)), part.split)
             kept.append(block)
         return torch.cat(kept)
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -45,6 +45,7 @@ from slipstream.models.quantized.source import (
     stored_rounding,
 )
 from slipstream.models.safetensors_file import TensorEntry
+from slipstream.models.sharing import shared_unit
 from slipstream.models.twin import TwinSource, require_twin
 
 __all__ = [
@@ -146,6 +147,7 @@ def load_decoder(
         ops = kernels_for(options.device, options.dtype, options.batch_invariant).network
     if config is None:
         config = read_decoder_config(checkpoint)
+    options = _in_units(checkpoint, config, options)
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
     if stored is not None:
         options.stored_check(checkpoint.path.name, stored)
@@ -174,6 +176,14 @@ def load_decoder(
         network = _build(ops, config, source, options)
     source.finish(ignored=(*beside, *config.unread_tensors))
     return network
+
+
+def _in_units(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> LoadOptions:
+    """With the unit of its feed-forward parts, where ranks share them."""
+    if options.share.size == 1:
+        return options
+    unit = shared_unit(checkpoint, config, options.load_format in RANDOM_FORMATS)
+    return replace(options, share=replace(options.share, unit=unit))
 
 
 def _random_weights(

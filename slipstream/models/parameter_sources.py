@@ -115,7 +115,10 @@ class CheckpointSource:
         """This rank's share of a part; where ranks share rows, only its own are read."""
         is_own = part.split == ROWS and part.within is None
         if is_own:
-            entry = entry.row_range(*self._share.span_of(part, part.rows))
+            start, stop = self._share.span_of(part, part.rows)
+            is_own = stop <= part.rows
+        if is_own:
+            entry = entry.row_range(start, stop)
             part = replace(part, rows=entry.shape[0])
         block = self._empty((part.rows, *entry.shape[1:]), part.dtype)
         self._read_part(part, entry, block)

@@ -36,7 +36,7 @@ logger = logging.getLogger("slipstream")
 # Of a matrix's name and columns: what it is rounded to, or None.
 FormOf = Callable[[str, int], Rounding | None]
 
-_NOWHERE = torch.device("meta")  # where tensors have shapes and no numbers
+NOWHERE = torch.device("meta")  # where tensors have shapes and no numbers
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,8 @@ def layer_matrices(
 ) -> Iterator[MatrixBytes]:
     """Every matrix of the layers; arguments as `weight_bytes`."""
     precision = PRECISIONS[quantization] if quantization else None
-    shapes = _Shapes()
-    layer = BuildContext(shapes, config.hidden_size, RopeTables(1, _NOWHERE))
+    shapes = Shapes()
+    layer = BuildContext(shapes, config.hidden_size, RopeTables(1, NOWHERE))
     build_layers(config.layers, layer)
     for table in shapes.tables:
         yield MatrixBytes(table.shape.numel() * dtype.itemsize, 1)
@@ -236,7 +236,7 @@ def head_bytes(config: DecoderConfig, dtype: torch.dtype, quantization: str | No
     return config.vocab_size * config.hidden_size * each
 
 
-class _Shapes:
+class Shapes:
     """A source of parameters without numbers, which notes matrices by their first parts."""
 
     def __init__(self) -> None:
@@ -268,12 +268,12 @@ class _Shapes:
         return table
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
-        return torch.empty(sum(part.rows for part in parts), device=_NOWHERE)
+        return torch.empty(sum(part.rows for part in parts), device=NOWHERE)
 
 
 def _unfilled(parts: Sequence[Part], columns: int) -> DenseMatrix:
     rows = sum(part.rows for part in parts)
-    return DenseMatrix(torch.empty((rows, columns), device=_NOWHERE))
+    return DenseMatrix(torch.empty((rows, columns), device=NOWHERE))
 
 
 def expected_experts(routing: Routing, rows: int) -> float:

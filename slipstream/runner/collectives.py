@@ -7,6 +7,7 @@ and no rank has to be told what another has found.
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
 
@@ -38,15 +39,30 @@ class Collectives:
 
     Args:
         device: where the tensors are that will be exchanged.
+        name: of these ranks, in the store.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
-        self.rank, self.size, self._device = rank, size, device
-        self._group: Any = _connected(_C10D.PrefixStore("ranks", store), rank, size, device)
+    def __init__(
+        self, store: Any, rank: int, size: int, device: torch.device, name: str = "ranks"
+    ) -> None:
+        self.rank, self.size, self._store, self._device = rank, size, store, device
+        self._group: Any = _connected(_C10D.PrefixStore(name, store), rank, size, device)
+        self._neighbours: dict[int, Collectives] = {}
 
     def share(self) -> Share:
         """This rank's share of a network."""
-        return Share(self.rank, self.size, self.reduce, self.gather, self.least)
+        exchanges = self.reduce, self.gather, self.least, self.within
+        return Share(self.rank, self.size, *exchanges, stack=self.all_of)
+
+    def within(self, size: int) -> Share:
+        """See `Share.within`."""
+        if size == self.size:
+            return self.share()
+        if size not in self._neighbours:
+            own, first = self.rank % size, self.rank - self.rank % size
+            given = self._store, own, size, self._device
+            self._neighbours[size] = Collectives(*given, f"{size} from {first}")
+        return replace(self._neighbours[size].share(), least=self.least)
 
     def all_of(self, mine: Tensor) -> Tensor:
         """[...] of each rank -> [size, ...], on every rank; waits for nothing but its stream."""
@@ -95,6 +111,8 @@ class Collectives:
         abort = getattr(self._group, "abort", None)
         if abort is not None and self._device.type == "cuda":  # gloo notices by itself
             abort()
+        for neighbours in self._neighbours.values():
+            neighbours.abort()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -114,9 +114,5 @@ class ModelRunner:
         self._cache.commit(slots, num_accepted)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, hidden_size] -> [T, vocab_size (of the head)] float32."""
+        """hidden [T, hidden_size] -> [T, v] float32, of the columns that the head has."""
         return self._head(hidden)
-
-    def own_logits(self, hidden: Tensor) -> Tensor:
-        """The logits of the columns that this rank has; see `LanguageModelHead.own`."""
-        return self._head.own(hidden)

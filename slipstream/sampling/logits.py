@@ -20,6 +20,7 @@ def allow_next(
     state: SamplingState,
     uses: frozenset[Uses],
     vocabulary: Tensor | None = None,
+    columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
     """A drafter's logits without what grammars forbid behind the known tokens.
 
@@ -27,20 +28,23 @@ def allow_next(
     is forbidden its logits stay as they are, and the target will refuse the guess.
 
     Args:
-        logits: [n, V], left as it is.
+        logits: [n, v], left as it is.
         slots, positions: [n] int64, of the tokens that these logits are for.
         uses: of the requests.
-        vocabulary: [V], the token ids of the columns; None for those from 0 on.
+        vocabulary: [V], the token ids of all columns; None for those from 0 on.
+        columns: of logits, which are all of V or some of them.
     """
     if Uses.GRAMMAR not in uses:
         return logits
     assert state.allowed_next is not None
     if vocabulary is None:
-        columns = min(logits.shape[-1], state.vocab_size)
-        vocabulary = torch.arange(columns, device=logits.device)
+        vocabulary = columns.tokens(logits)[: state.vocab_size]
+    else:
+        vocabulary = columns.own(vocabulary, logits)
     known = state.num_prompt_tokens[slots] + state.num_output_tokens[slots]
     forbidden = is_forbidden(state.allowed_next[slots], vocabulary)
-    forbidden &= (positions == known).unsqueeze(1) & ~forbidden.all(1, keepdim=True)
+    all_are = columns.joined(forbidden.all(1, keepdim=True)).all(0)
+    forbidden &= (positions == known).unsqueeze(1) & ~all_are
     forbidden = pad(forbidden, (0, logits.shape[-1] - len(vocabulary)))
     return logits.masked_fill(forbidden, -torch.inf)
 

@@ -20,6 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from slipstream.kernels.columns import ALL_COLUMNS
 from slipstream.kernels.sampling import PADDING, Needs, SampleRows
 from slipstream.sampling.logits import allow_next, ban_words
 from slipstream.sampling.state import SamplingState, Uses
@@ -89,6 +90,7 @@ def sample_draft(
     probs_out: Tensor | None = None,
     vocabulary: Tensor | None = None,
     confidence_out: Tensor | None = None,
+    shares: bool = False,
 ) -> Tensor:
     """Sample one draft token for each request.
 
@@ -109,15 +111,19 @@ def sample_draft(
         vocabulary: [V] int64, the token id of each column of `logits`; None if column i is token i.
         confidence_out: [R] float32: filled with the largest probability of each row at temperature
             1, which depends neither on the request's parameters nor on the token that is drawn.
+        shares: `logits` and `probs_out` have only this rank's columns, out of V.
 
     Returns:
         [R] int64, columns of `logits`.
     """
-    logits = allow_next(logits, slots, positions, state, uses, vocabulary)
+    columns = state.columns if shares else ALL_COLUMNS
+    logits = allow_next(logits, slots, positions, state, uses, vocabulary, columns)
     is_plain = greedy_only or Uses.SAMPLING not in uses
     assert (probs_out is None) == is_plain, "probs_out belongs to batches that are sampled"
     tensors, needs = state.tensors(), needs_of(uses)
-    return state.ops.draft(
+    draft = state.ops.draft_shares if shares else state.ops.draft
+    assert draft is not None, "drafters share their columns with the target alone"
+    return draft(
         logits, slots, positions, tensors, needs, num_legal_tokens, probs_out, confidence_out,
         vocabulary,
     )  # fmt: skip

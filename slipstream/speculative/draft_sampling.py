@@ -1,7 +1,7 @@
 """Draft tokens from the logits of a drafter's network."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from slipstream.sampling.verification import sample_draft
 from slipstream.speculative.chains import Chains
 from slipstream.speculative.drafter import Draft, DrafterResources
 
-# (position in the draft, [R] the token before it, as the target's id) -> its logits [R, V] float32,
+# (position in the draft, [R] the token before it, as the target's id) -> its logits [R, v] float32,
 # and [R] the probability that its token will be accepted, if the network predicts that. The latter
 # may depend on the tokens before the position alone (`chains.py` says why).
 Places = Callable[[int, Tensor], tuple[Tensor, Tensor | None]]
@@ -29,17 +29,20 @@ class DraftSampling:
             column i is token i.
         num_legal_tokens: number of columns that are tokens; those behind them are padding.
         greedy_only: always draft the argmax, whatever the request's temperature.
+        num_ranks: the number of ranks that share the columns, each with as many.
     """
 
     vocabulary: Tensor | None
     num_legal_tokens: int
     greedy_only: bool
+    num_ranks: int = 1
 
     def probabilities(self, batch: DeviceBatch) -> Tensor | None:
-        """[R, K, Vq], to be filled with the draft distributions; None if no draft is sampled."""
+        """[R, K, v], this rank's columns, to be filled with the draft distributions; None if no
+        draft is sampled."""
         if self.greedy_only or Uses.SAMPLING not in batch.uses:
             return None
-        shape = (batch.num_requests, batch.width, self.num_legal_tokens)
+        shape = (batch.num_requests, batch.width, self.num_legal_tokens // self.num_ranks)
         return torch.empty(shape, dtype=torch.float32, device=batch.slots.device)
 
     def draft_chain(
@@ -87,8 +90,8 @@ class DraftSampling:
             )
             if not goes_on:
                 break
-        one_hot, written = self.one_hot(batch, resources), excerpt.skipped is None
-        draft = Draft(tokens, wanted, one_hot, probs, self.vocabulary, written=written)
+        draft = self.draft(batch, resources, tokens, wanted, probs)
+        draft = replace(draft, written=excerpt.skipped is None)
         return chains.finish(draft), chains.num_passes
 
     def draft_places(
@@ -114,8 +117,7 @@ class DraftSampling:
             tokens[:, index] = last
             if not chains.take(index):
                 break
-        one_hot = self.one_hot(batch, resources)
-        return chains.finish(Draft(tokens, wanted, one_hot, probs, self.vocabulary))
+        return chains.finish(self.draft(batch, resources, tokens, wanted, probs))
 
     def sample(
         self,
@@ -139,13 +141,24 @@ class DraftSampling:
             probs_out=probs_out,
             vocabulary=self.vocabulary,
             confidence_out=confidence_out,
+            shares=self.num_ranks > 1,
         )
 
     def token_ids(self, columns: Tensor) -> Tensor:
         """Columns of the head -> token ids of the target."""
         return columns if self.vocabulary is None else self.vocabulary[columns]
 
-    def one_hot(self, batch: DeviceBatch, resources: DrafterResources) -> Tensor:
-        """[R] bool: requests whose drafts are one-hot."""
-        certain = resources.sampling.temperature[batch.slots] == 0
-        return torch.ones_like(certain) if self.greedy_only else certain
+    def draft(
+        self,
+        batch: DeviceBatch,
+        resources: DrafterResources,
+        tokens: Tensor,
+        wanted: Tensor,
+        probs: Tensor | None,
+    ) -> Draft:
+        """The draft of these tokens [R, K] (the target's ids), which were sampled from `probs`."""
+        one_hot = resources.sampling.temperature[batch.slots] == 0
+        if self.greedy_only:
+            one_hot = torch.ones_like(one_hot)
+        shares = self.num_ranks > 1
+        return Draft(tokens, wanted, one_hot, probs, self.vocabulary, shares=shares)

@@ -13,6 +13,7 @@ from torch import Tensor
 from slipstream.cache.spec import CacheLayout, CacheSizes, ModelCache
 from slipstream.core.batch import Batch
 from slipstream.core.request import Request
+from slipstream.kernels.columns import Columns
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.models.decoder import Decoder
 from slipstream.runner.device_batch import DeviceBatch, Guesses
@@ -49,6 +50,7 @@ class Draft:
         confidences: [R, K] float32, the largest probability of the drafter's distribution at each
             position, NaN where it has none. None: the drafter has none at all, or they are not
             used.
+        shares: `probs` has only this rank's columns.
     """
 
     token_ids: Tensor
@@ -60,19 +62,34 @@ class Draft:
     tree: TreeNodes | None = None
     certain: Tensor | None = None
     confidences: Tensor | None = None
+    shares: bool = False
 
-    def certain_tokens(self) -> Tensor | None:
+    def chances(self, columns: Columns) -> Tensor | None:
+        """[R, K], the q of each token, undefined where it is one-hot; None: all drafts are.
+
+        Args:
+            columns: those that `probs` has, where ranks share them.
+        """
+        if self.probs is None:
+            return None
+        places = self.token_ids
+        if self.vocabulary is not None:
+            places = torch.searchsorted(self.vocabulary, places)
+        # A token of another drafter may have no column here; its row is one-hot, so any will do.
+        if not self.shares:
+            places = places.clamp(0, self.probs.shape[2] - 1)
+            return self.probs.gather(2, places.unsqueeze(2)).squeeze(2)
+        places, is_own = columns.places(places, self.probs)
+        own = self.probs.gather(2, places.unsqueeze(2)).squeeze(2)
+        return columns.combined(own.masked_fill(~is_own, 0.0))
+
+    def certain_tokens(self, chances: Tensor | None) -> Tensor | None:
         """[R, K] bool, tokens whose q is 1 although their request's draft was sampled: those that
         a grammar put there, and those of rows whose logits were NaN. None: there are none."""
-        if self.probs is None:
+        if chances is None:
             return self.certain
-        columns = self.token_ids
-        if self.vocabulary is not None:
-            columns = torch.searchsorted(self.vocabulary, columns)
-        # A token of another drafter may have no column here; its row is one-hot, so any will do.
-        columns = columns.clamp(0, self.probs.shape[2] - 1)
         # No token is sampled with q = 0, but logits that are NaN give a row of zeros.
-        broken = ~(self.probs.gather(2, columns.unsqueeze(2)).squeeze(2) > 0)
+        broken = ~(chances > 0)
         return broken if self.certain is None else self.certain | broken
 
     def first(self, requests: int) -> "Draft":

@@ -7,8 +7,10 @@ from typing import Any, Protocol, cast
 
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.sampling_params import Verification
-from slipstream.models.checkpoint import resolve_checkpoint
+from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.modules_beside import own_drafter_tensors
+from slipstream.models.sharing import require_equal_shares
 from slipstream.speculative.catalogue import DRAFT_MODEL, METHODS, method_named, recognise
 from slipstream.speculative.drafter import PLAIN_DECODING, LoadedDrafter
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
@@ -18,6 +20,7 @@ from slipstream.speculative.heads.method import HeadMethod
 from slipstream.speculative.method import Method
 from slipstream.speculative.model_options import ModelOptions
 from slipstream.speculative.options import Options, TargetModel, read_verification
+from slipstream.speculative.parallel.rows import MASK_TOKEN_KEYS
 from slipstream.speculative.trees.shapes import TokenTree, read_tree, require_count
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
@@ -89,6 +92,18 @@ class Choice:
         assert isinstance(loader, HeadMethod), "only heads draft trees"
         return loader.load(config, target, tree)
 
+    def require_ranks(self, num_ranks: int, random: bool) -> None:
+        """See the function of this name."""
+        config = self.config
+        if isinstance(config, ModelOptions):
+            config.require_ranks(num_ranks)
+            if config.num_ranks > 1 and config.model is not None:
+                checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
+                shape = read_decoder_config(checkpoint, MASK_TOKEN_KEYS)
+                require_equal_shares(checkpoint, shape, config.num_ranks, random)
+        for member in getattr(config, "members", ()):  # of a combination
+            member.require_ranks(num_ranks, random)
+
 
 def choose(options: Options) -> Choice:
     """Take the method and its options; UsageError for an unknown method or value."""
@@ -153,6 +168,16 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
     if choice.adaptive:
         count = min(count, drafter.limits.max_speculative_tokens or count)
     return Speculation(choice.name, count, drafter, choice.adaptive, verification, rates, eager)
+
+
+def require_ranks(config: Mapping[str, Any] | None, num_ranks: int, random: bool) -> None:
+    """Raise UsageError where so many ranks, more than one, cannot have the drafter that `config`
+    names; `random` as in `require_equal_shares`."""
+    if config is None or Options(config).peek("num_speculative_tokens") == 0:
+        return
+    options = Options(config)
+    read_tree(options)
+    choose(options).require_ranks(num_ranks, random)
 
 
 def _loader(method: Method) -> Loader:

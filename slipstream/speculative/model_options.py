@@ -26,6 +26,7 @@ class ModelKeys:
         window: whether `draft_window` is.
         in_target: without `model` the target's own checkpoint is read.
         splits: ranks may share the network, as they share the target.
+        whole_target: it reads all that a target has, of which a rank has its share.
     """
 
     parallel: bool = False
@@ -36,6 +37,7 @@ class ModelKeys:
     window: bool = False
     in_target: bool = False
     splits: bool = False
+    whole_target: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,8 @@ class ModelOptions:
         draft_window: how many of the last tokens it attends to, besides the first few; None: all,
             or as many as suit long texts, if it is `adaptive`.
         adaptive: the engine chooses how much it drafts.
-        num_ranks: `draft_tensor_parallel_size`: 1: each rank has the whole network.
+        num_ranks: `draft_tensor_parallel_size`: so many neighbours share one of the network.
+        whole_target: see `ModelKeys`.
     """
 
     model: str | None
@@ -66,6 +69,7 @@ class ModelOptions:
     draft_window: int | None = None
     adaptive: bool = False
     num_ranks: int = 1
+    whole_target: bool = False
 
     def window_within(self, longest: int) -> int | None:
         """The window where requests may have `longest` tokens; None: they are not longer."""
@@ -74,27 +78,38 @@ class ModelOptions:
             window = LONG_TEXT_WINDOW
         return window if window is not None and window < longest else None
 
-    def load_options(self, target: TargetModel) -> LoadOptions:
-        """As the target is loaded, unless asked otherwise.
-
-        Raises:
-            UsageError: some of the target's ranks would have it, and others not.
-        """
-        dtype = dtype_named(self.dtype) if self.dtype else target.load.dtype
-        share = target.load.share
-        if self.num_ranks not in (1, share.size):
+    def require_ranks(self, num_ranks: int) -> None:
+        """Raise UsageError where so many ranks, more than one, cannot have it beside the target."""
+        if self.whole_target:
             raise UsageError(
-                f"speculative_config: draft_tensor_parallel_size={self.num_ranks} is neither 1, "
-                "for a whole drafter on every rank, nor the target's tensor_parallel_size "
-                f"({share.size}); give one of them"
+                "an assistant reads all keys and values of its target, of which each process of "
+                "tensor_parallel_size has some heads; give that as 1, or use another drafter"
             )
-        if self.num_ranks == 1:
-            share = WHOLE
-        elif self.maps_tokens:
+        if self.num_ranks > 1 and self.maps_tokens:
             raise UsageError(
                 "speculative_config: use_heterogeneous_vocab renumbers the draft model's "
                 "embeddings, which ranks do not share; give draft_tensor_parallel_size 1"
             )
+        self.require_num_ranks(num_ranks)
+
+    def require_num_ranks(self, num_ranks: int) -> None:
+        """Raise UsageError where some of the target's ranks would have it, and others not."""
+        if num_ranks % self.num_ranks:
+            fitting = [str(it) for it in range(1, num_ranks + 1) if num_ranks % it == 0]
+            raise UsageError(
+                f"speculative_config: draft_tensor_parallel_size={self.num_ranks} does not divide "
+                f"the target's tensor_parallel_size ({num_ranks}), so that some ranks would have "
+                f"no share of the drafter; give one that does ({', '.join(fitting)})"
+            )
+
+    def load_options(self, target: TargetModel) -> LoadOptions:
+        """As the target is loaded, unless asked otherwise."""
+        dtype = dtype_named(self.dtype) if self.dtype else target.load.dtype
+        self.require_num_ranks(target.load.share.size)
+        share = WHOLE
+        if self.num_ranks > 1:
+            assert target.load.share.within is not None, "there are other ranks"
+            share = target.load.share.within(self.num_ranks)
         return replace(target.load, dtype=dtype, quantization=self.quantization, share=share)
 
 
@@ -128,4 +143,5 @@ def read_model_options(options: Options, method: str, keys: ModelKeys) -> ModelO
         maps_tokens=keys.other_tokenizer and options.take_bool("use_heterogeneous_vocab"),
         draft_window=options.take_positive("draft_window") if keys.window else None,
         num_ranks=num_ranks,
+        whole_target=keys.whole_target,
     )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_lossless, gpu_prefill
+from benchmarks import gpu_lossless, gpu_prefill, gpu_ranks
 from benchmarks.gpu_lossless import Difference, Expected, Row, differences
 from slipstream import RequestOutput
 from slipstream.core.outputs import CompletionOutput, RequestMetrics
@@ -84,3 +84,11 @@ def test_three_starts_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row.split()[0] for row in rows] == ["cold", "second", "warm"]
     values: list[Any] = [row.split()[1:] for row in rows]
     assert all(float(number) >= 0 for row in values for number in row)
+
+
+@pytest.mark.full
+def test_ranks_exchange_and_step(capfd: pytest.CaptureFixture[str]) -> None:
+    assert gpu_ranks.main("--device cpu --tiny --only exchanges steps".split()) == 0
+    out = capfd.readouterr().out
+    assert "ordered" in out
+    assert out.count("9 sums of at most 8 rows") == 2

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from slipstream import LLM, SamplingParams
 from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.engine.prompts import Prompt
+from slipstream.layers.parameters import WHOLE, Share
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import LoadOptions, load_decoder
@@ -173,16 +174,20 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 def runner_logits(
-    network: Decoder, prompts: list[list[int]], chunks: tuple[int, ...], block_size: int = 8
+    network: Decoder,
+    prompts: list[list[int]],
+    chunks: tuple[int, ...],
+    block_size: int = 8,
+    share: Share = WHOLE,
 ) -> list[Tensor]:
-    """Logits at every position, prompt by prompt.
+    """Logits at every position, prompt by prompt, of the columns of a network's share.
 
     All prompts run together, in passes whose chunks follow `chunks` round and round, over blocks
     that lie scattered in the cache.
     """
     config = network.config
     dtype = network.embedding.dtype
-    layout = config.cache_layout(dtype)
+    layout = config.cache_layout(dtype, share)
     state = DeviceState(len(prompts), MAX_POSITIONS, block_size, CPU)
     blocks = state.block_tables.numel()
     cache = ModelCache(layout, CacheSizes(blocks, block_size, len(prompts) + 1, CPU))

@@ -14,6 +14,8 @@ from tests.lossless.test_greedy import make_prompts, tokens
 from tests.models.small_cases import SMALL
 from tests.models.test_adapters import MODULES
 from tests.models.test_parity import write_checkpoint
+from tests.models.test_quantized_experts import quantised
+from tests.models.test_sharing import DENSE, FORMATS
 from tests.ranks.conftest import Opener
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -76,18 +78,26 @@ def test_two_ranks_say_what_one_says(
 
 @pytest.mark.parametrize(
     "kind",
-    ["Phi3", "Glm4", *(pytest.param(it, marks=pytest.mark.full) for it in ("Starcoder2", "gated"))],
+    [
+        *("Phi3", "Glm4", "groups"),
+        *(pytest.param(it, marks=pytest.mark.full) for it in ("Starcoder2", "gated")),
+    ],
 )
 def test_modules_of_every_form_are_shared(kind: str, tmp_path: Path, ranked: Opener) -> None:
-    """Stacked in a checkpoint, with pairs beside each other, without a gate, and with gates between
-    the queries."""
+    """Stacked in a checkpoint, with pairs beside each other, without a gate, with gates between the
+    queries, and beside groups of columns that two ranks cannot halve."""
     if kind == "gated":
         target = write_hybrid(tmp_path / "target", "qwen3_next")
         modules: tuple[str, ...] = ("q_proj", "v_proj", "o_proj")
+    elif kind == "groups":
+        target = str(write_checkpoint(DENSE, tmp_path / "target"))
+        modules = ("up_proj", "down_proj")
     else:
         case = next(it for it in SMALL if it.architecture == kind)
         target, modules = str(write_checkpoint(case, tmp_path / "target")), MODULES[kind]
     style = LoRARequest("style", 1, write_adapter(tmp_path / "style", target, targets=modules))
+    if kind == "groups":
+        quantised(Path(target), FORMATS["mxfp4"], lambda it: "mlp" in it, {})
     texts = []
     for size in (1, 2):
         llm = ranked(target, tensor_parallel_size=size, enable_lora=True)

@@ -9,6 +9,8 @@ from slipstream import SamplingParams
 from tests.lossless.test_greedy import make_prompts, tokens
 from tests.models.parity_cases import Case
 from tests.models.test_parity import CASES, write_checkpoint
+from tests.models.test_quantized_experts import GPT_OSS as GROUPED
+from tests.models.test_quantized_experts import fused_mxfp4
 from tests.ranks.conftest import Opener
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -44,3 +46,16 @@ def test_two_ranks_give_the_text_of_one(case: Case, tmp_path: Path, ranked: Open
 @pytest.mark.parametrize("case", [it for it in CASES if splits(it)], ids=str)
 def test_every_case(case: Case, tmp_path: Path, ranked: Opener) -> None:
     test_two_ranks_give_the_text_of_one(case, tmp_path, ranked)
+
+
+def test_experts_in_groups_that_two_ranks_cannot_halve(tmp_path: Path, ranked: Opener) -> None:
+    """gpt-oss as it is stored, with three groups of 32 columns in each expert."""
+    folder = write_checkpoint(GROUPED, tmp_path / "model")
+    fused_mxfp4(folder)
+    prompts = make_prompts(3)
+    texts = [
+        tokens(ranked(str(folder), tensor_parallel_size=size).generate(prompts, GREEDY))
+        for size in (1, 2)
+    ]
+    assert texts[0] == texts[1]
+    assert max(len(set(text)) for text in texts[0]) > 2

@@ -43,7 +43,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": "DRAFT", "parallel_drafting": True}, "has no pard_token; give it as pard_token"),
     ({"model": "DRAFT", "parallel_drafting": 1}, "leave it out, or use method pard"),
     ({"model": "DRAFT", "use_heterogeneous_vocab": 1}, "must be true or false, not 1"),
-    ({"model": "DRAFT", "draft_tensor_parallel_size": 2}, "is neither 1, .* nor the target"),
+    ({"model": "DRAFT", "draft_tensor_parallel_size": 2}, r"does not divide .* \(1\)"),
     ({"model": "DRAFT", "draft_vocab_size": 0}, "draft_vocab_size must be positive"),
     ({"model": "DRAFT", "draft_vocab_size": 97}, "larger than the vocabulary of 96"),
     ({"model": "DRAFT", "draft_vocab_text": "x"}, "needs draft_vocab_size"),

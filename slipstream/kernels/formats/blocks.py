@@ -7,6 +7,7 @@ from typing import Protocol, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.weight import Weight, chosen_rows, joined_rows
@@ -90,6 +91,12 @@ class BlockMatrix(Weight):
         return self._with(
             Blocks(part.raw[:, _place(part.type, start) : _place(part.type, stop)], part.type)
             for part in self.parts
+        )
+
+    def widened(self, columns: int) -> Self:
+        more = columns - self.shape[1]
+        return self._with(
+            Blocks(pad(part.raw, (0, _place(part.type, more))), part.type) for part in self.parts
         )
 
     @classmethod

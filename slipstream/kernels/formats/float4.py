@@ -10,6 +10,7 @@ from typing import ClassVar, Final, Self
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.functional import pad
 
 from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.int4 import packed
@@ -68,6 +69,11 @@ class Float4Matrix(Weight):
             values=self.values[:, start // 2 : stop // 2].contiguous(),
             scales=self.scales[:, groups].contiguous(),
         )
+
+    def widened(self, columns: int) -> Self:
+        more = columns - self.shape[1]
+        values, scales = pad(self.values, (0, more // 2)), pad(self.scales, (0, more // self.group))
+        return replace(self, values=values, scales=scales)
 
     @classmethod
     def stack(cls, weights: Sequence[Self]) -> Self:

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.functional import pad
 
 from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.float8 import FLOAT8_MAX
@@ -76,6 +77,12 @@ class Float8BlockMatrix(Weight):
             self.block_rows,
             self.block_columns,
         )
+
+    def widened(self, columns: int) -> "Float8BlockMatrix":
+        more = columns - self.shape[1]
+        values = torch.cat((self.values, self.values.new_zeros(self.shape[0], more)), 1)
+        scales = pad(self.scales, (0, more // self.block_columns))
+        return Float8BlockMatrix(values, scales, self.block_rows, self.block_columns)
 
     @classmethod
     def stack(cls, weights: Sequence[Self]) -> "Float8BlockMatrix | None":

@@ -6,6 +6,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.int8 import CACHED_SLICE, ToInt8, to_nearest
@@ -71,6 +72,14 @@ class Int4Matrix(Weight):
             self.scales[:, groups].contiguous(),
             None if self.zeros is None else self.zeros[:, groups].contiguous(),
             self.group,
+        )
+
+    def widened(self, columns: int) -> "Int4Matrix":
+        more = columns - self.shape[1]
+        groups = 0, more // self.group  # their scales are zeros
+        zeros = None if self.zeros is None else pad(self.zeros, groups)
+        return Int4Matrix(
+            pad(self.values, (0, more // 2)), pad(self.scales, groups), zeros, self.group
         )
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Int4Matrix":

@@ -61,6 +61,10 @@ class Weight(ABC):
         """
         raise UsageError(f"{type(self).__name__} cannot be cut between columns {start} and {stop}")
 
+    def widened(self, columns: int) -> "Weight":
+        """With columns of zeros behind its own, so many in all; as many more as can be cut off."""
+        raise AssertionError(f"{type(self).__name__} can be cut anywhere")
+
     @classmethod
     def stack(cls, weights: Sequence[Self]) -> "Weight | None":
         """The rows of all of them, one below the other; None where their settings differ."""

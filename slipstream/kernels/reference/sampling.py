@@ -56,7 +56,8 @@ def verify(
         is_sampled &= ~is_coupled
     accepted = rows.draft_mask() & (rows.draft_tokens == choice[rows.draft_rows()])
     if target is not None:
-        by_chance = _accept(target, rows, state, columns)
+        odds = p, q, legal = _odds(target, rows, columns)
+        by_chance = legal & _is_accepted(_acceptance_noise(rows, state), p, q)
         accepted = torch.where(is_sampled.unsqueeze(-1), by_chance, accepted)
     if rates is not None:
         accepted = _accept_synthetic(rows, state, rates)
@@ -64,7 +65,7 @@ def verify(
     weight = None
     if target is not None and needs.block:
         is_block = is_sampled & (state.int_column("verification", rows.slots) == Verification.BLOCK)
-        by_block, weight = _accept_block(target, rows, state, columns)
+        by_block, weight = _accept_block(target, odds, rows, state, columns)
         num_accepted = torch.where(is_block, by_block, num_accepted)
         weight = torch.where(is_block, weight, 1.0)
     last_token = choice[rows.first_row + num_accepted]
@@ -85,21 +86,24 @@ def draft(
     confidence_out: Tensor | None,
     vocabulary: Tensor | None,
     fp64: bool = False,
+    columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
-    """See `DraftOp`; `fp64` as in `verify`."""
+    """See `DraftOp`; `fp64` and `columns` as in `verify`."""
     logits = logits[:, :num_legal_tokens].float()
-    choice = logits.argmax(-1)
+    choice = columns.best(logits)
     if confidence_out is not None:
-        confidence_out.copy_(logits.softmax(-1).amax(-1))
+        confidence_out.copy_(columns.confidence(logits))
     if probs_out is None:
         return choice
     is_sampled = state.float_column("temperature", slots) > 0
-    probs = _distribution(logits, slots, state, needs)
+    probs = _distribution(logits, slots, state, needs, columns)
     keys = _keys(state, slots, positions)
-    drawn = _sample(probs, keys, Purpose.DRAFT, fp64)
+    drawn = _sample(probs, keys, Purpose.DRAFT, fp64, columns=columns)
     if needs.coupled:
-        tokens = None if vocabulary is None else vocabulary[: probs.shape[-1]]
-        alike = _sample(probs, keys, Purpose.TARGET, fp64, tokens)
+        tokens = None
+        if vocabulary is not None:
+            tokens = columns.own(vocabulary, probs)[: probs.shape[-1]]
+        alike = _sample(probs, keys, Purpose.TARGET, fp64, tokens, columns)
         drawn = torch.where(_is_coupled(state, slots), alike, drawn)
     probs_out.copy_(torch.where(is_sampled.unsqueeze(-1), probs, 0.0))
     return torch.where(is_sampled, drawn, choice)
@@ -147,13 +151,6 @@ def _distribution(
     )
 
 
-def _accept(target: Tensor, rows: SampleRows, state: SamplingSlots, columns: Columns) -> Tensor:
-    """[R, K] bool, whether each draft token, by itself, is accepted under target [N, v]."""
-    u = _acceptance_noise(rows, state)
-    p, q, legal = _odds(target, rows, columns)
-    return legal & _is_accepted(u, p, q)
-
-
 def _odds(target: Tensor, rows: SampleRows, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
     """[R, K], p and q of each draft token, and whether it is one."""
     drafted = rows.draft_tokens
@@ -164,11 +161,15 @@ def _odds(target: Tensor, rows: SampleRows, columns: Columns) -> tuple[Tensor, T
 
 
 def _accept_block(
-    target: Tensor, rows: SampleRows, state: SamplingSlots, columns: Columns
+    target: Tensor,
+    odds: tuple[Tensor, Tensor, Tensor],
+    rows: SampleRows,
+    state: SamplingSlots,
+    columns: Columns,
 ) -> tuple[Tensor, Tensor]:
     """How many tokens of each draft are accepted [R], all of them judged together under target
-    [N, v], and the weight of that prefix [R]."""
-    p, q, legal = _odds(target, rows, columns)
+    [N, v], with these `_odds`, and the weight of that prefix [R]."""
+    p, q, legal = odds
     weights = prefix_weights(torch.where(legal, p, 0.0), q)
     lengths = _accepted_prefix(rows.draft_mask() & (rows.draft_tokens >= 0))
     masses = torch.zeros_like(weights)
@@ -204,6 +205,8 @@ def _draft_probability(rows: SampleRows, drafted: Tensor) -> Tensor:
     """[R, K] float32, the probability that each of `drafted` [R, K] had; 1 for one-hot drafts."""
     if rows.draft_probs is None or rows.max_draft_tokens == 0:
         return torch.ones_like(drafted, dtype=torch.float32)
+    if rows.draft_chances is not None:
+        return torch.where(_certain_places(rows), 1.0, rows.draft_chances)
     index = drafted
     if rows.draft_vocabulary is not None:
         index = torch.searchsorted(rows.draft_vocabulary, drafted)
@@ -257,8 +260,12 @@ def _beyond_draft(target: Tensor, rows: SampleRows, place: Tensor, columns: Colu
     certain = _certain_places(rows).expand(rows.draft_tokens.shape).gather(-1, at).squeeze(-1)
     token = rows.draft_tokens.gather(-1, at).squeeze(-1)
     one_hot_token = torch.where(certain, token, PADDING)
-    draft = _last_draft_probs(rows, place, certain)
-    return _residual(target, draft, rows.draft_vocabulary, one_hot_token, columns)
+    draft, vocabulary = _last_draft_probs(rows, place, certain), rows.draft_vocabulary
+    if draft is not None and rows.draft_chances is not None:
+        vocabulary = None if vocabulary is None else columns.own(vocabulary, draft)
+    elif draft is not None and vocabulary is None:
+        draft = columns.own(draft, target)
+    return _residual(target, draft, vocabulary, one_hot_token, columns)
 
 
 def _refused_token(rows: SampleRows, num_accepted: Tensor) -> Tensor:
@@ -286,7 +293,8 @@ def _residual(
 
     Args:
         target: [R, v], p.
-        draft: [R, Vq], q of sampled drafts, or None; where it has no column q is 0.
+        draft: [R, Vq], q of sampled drafts, or None; where it has no column q is 0. Without a
+            vocabulary its columns are the target's.
         vocabulary: [Vq], the token ids of its columns; None for those from 0 on.
         one_hot_token: [R] int64, the token of one-hot drafts, -1 for others.
     """
@@ -296,7 +304,6 @@ def _residual(
         draft = draft.masked_fill(~is_own, 0.0)
         residual.index_add_(-1, places, draft, alpha=-1).clamp_min_(0.0)
     elif draft is not None:
-        draft = columns.own(draft, target)
         width = min(draft.shape[-1], target.shape[-1])
         residual[:, :width] -= draft[:, :width]
         residual.clamp_min_(0.0)
@@ -340,5 +347,11 @@ FP64_SAMPLING = SamplingOps(partial(verify, fp64=True), partial(draft, fp64=True
 
 
 def over(columns: Columns, ops: SamplingOps) -> SamplingOps:
-    """Ops that verify by some columns of every row, and do all else as `ops` do."""
-    return replace(ops, verify=partial(verify, fp64=ops is FP64_SAMPLING, columns=columns))
+    """Ops that verify by some columns of every row, can draft by them, and do all else as `ops`
+    do."""
+    fp64 = ops is FP64_SAMPLING
+    return replace(
+        ops,
+        verify=partial(verify, fp64=fp64, columns=columns),
+        draft_shares=partial(draft, fp64=fp64, columns=columns),
+    )

@@ -54,6 +54,7 @@ def _column(name: str, linears: Linears) -> Ops:
         joined_linear=linears.joined_linear,
         logits=linears.logits,
         pack=pack,
+        sums_addends=True,
     )
 
 

@@ -272,6 +272,9 @@ class BlockTypes(StoredQuantization):
     def kind(self, module: str) -> type[Weight]:
         return form_of(self.types[module], module == _TABLE)
 
+    def unit(self, module: str, columns: int) -> int:
+        return self.types[module].numbers if module in self.types else 1
+
     def rounding(self, module: str) -> Rounding | None:
         """None: random weights are not rounded."""
         del module

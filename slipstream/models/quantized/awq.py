@@ -17,7 +17,12 @@ from slipstream.kernels.formats.int4 import packed, unpacked
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.gptq import described, read_group
-from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, integer_kind
+from slipstream.models.quantized.grouped import (
+    as_bytes,
+    grouped_matrix,
+    grouped_unit,
+    integer_kind,
+)
 from slipstream.models.quantized.module import StoredModule, StoredQuantization
 
 HARMLESS = {
@@ -50,6 +55,9 @@ class Awq(StoredQuantization):
     def kind(self, module: str) -> type[Weight]:
         del module
         return integer_kind(4, self.group, ordered=False, symmetric=False)
+
+    def unit(self, module: str, columns: int) -> int:
+        return grouped_unit(self.kind(module), self.group, columns)
 
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
         group = self.group or columns

@@ -29,7 +29,12 @@ from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.float4 import read_mxfp4, read_nvfp4
 from slipstream.models.quantized.float8 import float8_kind, float8_rounding, read_block, read_float8
 from slipstream.models.quantized.gptq import described
-from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, integer_kind
+from slipstream.models.quantized.grouped import (
+    as_bytes,
+    grouped_matrix,
+    grouped_unit,
+    integer_kind,
+)
 from slipstream.models.quantized.module import StoredModule, StoredQuantization, row_scale_shapes
 from slipstream.models.quantized.module_lists import ModuleList, matches, read_list
 
@@ -221,6 +226,14 @@ class CompressedTensors(StoredQuantization):
     def kind(self, module: str) -> type[Weight]:
         scheme = self.scheme_of(module)
         return DenseMatrix if scheme is None else _kind(scheme)
+
+    def unit(self, module: str, columns: int) -> int:
+        scheme = self.scheme_of(module)
+        if scheme is None or scheme.format in _FOUR_BITS:
+            return super().unit(module, columns)
+        if scheme.block is not None:
+            return scheme.block[1]
+        return grouped_unit(_kind(scheme), scheme.group, columns)
 
     def rounding(self, module: str) -> Rounding | None:
         scheme = self.scheme_of(module)

@@ -49,6 +49,9 @@ class Float8(StoredQuantization):
         del module
         return float8_kind(self.block)
 
+    def unit(self, module: str, columns: int) -> int:
+        return 1 if self.block is None else self.block[1]
+
     def rounding(self, module: str) -> Rounding | None:
         if self.unquantised.names(module):
             return None

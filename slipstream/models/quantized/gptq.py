@@ -16,7 +16,12 @@ import torch
 from slipstream.kernels.formats.int4 import unpacked
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, integer_kind
+from slipstream.models.quantized.grouped import (
+    as_bytes,
+    grouped_matrix,
+    grouped_unit,
+    integer_kind,
+)
 from slipstream.models.quantized.module import StoredModule, StoredQuantization
 
 # How the integers were found, and how others run them.
@@ -60,6 +65,9 @@ class Gptq(StoredQuantization):
     def kind(self, module: str) -> type[Weight]:
         del module
         return integer_kind(self.num_bits, self.group, self.ordered, self.symmetric)
+
+    def unit(self, module: str, columns: int) -> int:
+        return grouped_unit(self.kind(module), self.group, columns)
 
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
         in_word = 32 // self.num_bits

@@ -65,6 +65,12 @@ def whole_group(group: int, columns: int) -> int | None:
     return fitting[0] if fitting else None
 
 
+def grouped_unit(kind: type[Weight], group: int | None, columns: int) -> int:
+    """`StoredQuantization.unit` of such a class (`integer_kind`)."""
+    unit = whole_group(group or columns, columns) if kind is Int4Matrix else None
+    return unit or 1
+
+
 def _per_unit(of_groups: Tensor, group: int, unit: int, columns: int) -> Tensor:
     times = min(group, columns) // unit
     return of_groups.repeat_interleave(times, 1)[:, : columns // unit].contiguous()

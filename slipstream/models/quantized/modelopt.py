@@ -114,6 +114,11 @@ class ModelOpt(StoredQuantization):
         found = self.algorithm(module)
         return found.kind if found is not None else next(iter(self.kinds))
 
+    def unit(self, module: str, columns: int) -> int:
+        found = self.algorithm(module)
+        block = None if found is None else found.block
+        return super().unit(module, columns) if block is None else block[1]
+
     def rounding(self, module: str) -> Rounding | None:
         found = self.algorithm(module)
         return None if found is None or self.unquantised.names(module) else found.rounding

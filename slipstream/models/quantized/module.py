@@ -257,6 +257,11 @@ class StoredQuantization(ABC):
             "round them"
         )
 
+    def unit(self, module: str, columns: int) -> int:
+        """Columns of a matrix of this name that cannot be parted; 1: it can be cut anywhere."""
+        del columns
+        return int(getattr(self.kind(module), "group", 1))
+
     def require_modules(self, modules: Collection[str], path: Path) -> None:
         """Raise CheckpointError where the settings do not fit modules of these names at all."""
         del modules, path

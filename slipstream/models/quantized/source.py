@@ -189,8 +189,15 @@ class QuantizedSource(CheckpointSource):
         """This rank's share of a matrix."""
         if self._share.size == 1 or part.split is None:
             return weight
-        span = self._share.span_of(part, weight.shape[part.split])
-        return weight.rows(*span) if part.split == ROWS else weight.columns(*span)
+        count = weight.shape[part.split]
+        start, stop = self._share.span_of(part, count)
+        if part.split == ROWS and stop > count:  # what these give is multiplied by zeros
+            index = torch.arange(start, stop, device=self._device)
+            return weight.select(index.clamp_max(count - 1))
+        if part.split == ROWS:
+            return weight.rows(start, stop)
+        own = weight.columns(start, min(stop, count))
+        return own if stop <= count else own.widened(stop - start)
 
     def _as_kept(self, weight: Weight) -> Weight:
         return weight if type(weight) in self._kept else self._whole(weight)
@@ -244,6 +251,23 @@ def stored_bytes(
         elif ending in _VALUES:
             total += stored.count(module, entry.nbytes) * itemsize
     return total
+
+
+def stored_unit(
+    entries: Mapping[str, TensorEntry], stored: StoredQuantization, part: Part, columns: int
+) -> int:
+    """How many columns of a part's matrix cannot be parted as a checkpoint stores them.
+
+    Args:
+        entries: of the checkpoint; empty where weights are random.
+    """
+    names = [part.name] if part.fused is None else [part.name, part.fused.name]
+    found = (entries.get(name) for name in names)
+    if any(entry is not None and entry.dtype in WEIGHT_DTYPES for entry in found):
+        return 1
+    if not entries and stored_rounding(stored, part.name, columns) is None:
+        return 1
+    return stored.unit(_module(part.name), columns)
 
 
 class RandomQuantizedSource:

@@ -300,4 +300,5 @@ def _completed(draft: Draft, other: Draft) -> Draft:
         probs=probs,
         vocabulary=other.vocabulary,
         confidences=confidences,
+        shares=other.shares,
     )

@@ -249,7 +249,8 @@ class DFlash2Network(DFlashNetwork):
         logits = self.head(hidden.flatten(0, 1)) * config.logit_scale
         if config.softcap:
             logits = config.softcap * (logits / config.softcap).tanh()
-        best, candidates = logits.topk(config.num_candidates, dim=-1)
+        columns = self.head.columns
+        best, candidates = columns.top(logits, config.num_candidates)
         read = self._ops.joined_linear(
             [(hidden.flatten(0, 1).contiguous(), None)], *self._projection.product
         )
@@ -257,13 +258,14 @@ class DFlash2Network(DFlashNetwork):
         best, candidates, read, after = (
             values.view(*shape, *values.shape[1:]) for values in (best, candidates, read, after)
         )
-        vocab_size = logits.shape[-1]
 
         def place(index: int, last: Tensor) -> tuple[Tensor, None]:
             pairs = (self._before[last] * read[:, index]).unsqueeze(1) * after[:, index]
             scores = best[:, index] + pairs.float().sum(-1)
-            alone = scores.new_full((len(last), vocab_size), -torch.inf)
-            return alone.scatter_(1, candidates[:, index], scores), None
+            alone = scores.new_full((len(last), logits.shape[-1]), -torch.inf)
+            column, is_own = columns.places(candidates[:, index], alone)
+            scores = scores.masked_fill(~is_own, -torch.inf)
+            return alone.scatter_reduce_(1, column, scores, "amax"), None
 
         return place
 

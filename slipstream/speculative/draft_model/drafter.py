@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.cache.spec import ModelCache
 from slipstream.core.batch import Batch
-from slipstream.layers.embedding import LanguageModelHead
+from slipstream.layers.embedding import WholeRows
 from slipstream.layers.parameters import Share
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
@@ -121,15 +121,20 @@ class DraftNetwork:
     ) -> None:
         device, shape = target.load.device, network.config
         self.mask_token, self.identity, self._window = mask_token, identity, window
-        self._head: LanguageModelHead | None = None
         num_legal_tokens, ids = min(target.vocab_size, shape.vocab_size), None
+        same = shape.vocab_size == target.vocab_size and share.size == target.load.share.size
+        if share.size > 1 and not same:
+            network.head = WholeRows(network.head)  # the target's ranks have other tokens
         if vocabulary is not None:
             ids, num_legal_tokens = torch.tensor(vocabulary, device=device), len(vocabulary)
             own = (
                 vocabulary if tokens is None else [tokens.draft_ids[token] for token in vocabulary]
             )
-            self._head = network.head.over(torch.tensor(own, device=device))
-            network.head = self._head  # frees the weight of the whole head
+            network.head = network.head.over(
+                torch.tensor(own, device=device)
+            )  # frees the whole head
+            if tokens is None:
+                ids, num_legal_tokens = network.head.tokens, network.head.num_tokens
         if tokens is not None:
             inputs = [
                 tokens.draft_ids.get(token, tokens.fallback) for token in range(target.vocab_size)
@@ -138,7 +143,8 @@ class DraftNetwork:
                 self.mask_token = len(inputs)
                 inputs.append(mask_token)
             network.renumber(torch.tensor(inputs, device=device))
-        self.drafting = DraftSampling(ids, num_legal_tokens, config.greedy_only)
+        num_ranks = network.head.columns.num_ranks
+        self.drafting = DraftSampling(ids, num_legal_tokens, config.greedy_only, num_ranks)
         longest = config.max_model_len or shape.max_position_embeddings
         self.max_model_len = min(longest, shape.max_position_embeddings, target.load.max_positions)
         self.limits = DrafterLimits(

@@ -144,7 +144,7 @@ class DSparkNetwork(DFlashNetwork):
             token = self._first(last)
             state, read = self._read(row, token, state)
             chance = self._chance([row, token] if self._sees_token else [row])
-            return logits + self._second(read), chance
+            return logits + self.head.columns.own(self._second(read), logits), chance
 
         return place
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.errors import CheckpointError
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.layer import LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
@@ -18,8 +18,6 @@ from slipstream.models.gemma_keys import FULL, PATTERN, SLIDING, read_attention,
 from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.kinds import HeadConfig, vocabulary_problem, width_problem
-from slipstream.speculative.model_options import ModelOptions
-from slipstream.speculative.options import TargetModel
 
 # Of images and sounds, which the assistant does not see, and of the tokens that stand for them.
 _HARMLESS = HARMLESS_KEYS | set(
@@ -68,14 +66,6 @@ class AssistantConfig(HeadConfig):
     softcap: float | None
     centroids: Centroids | None
     suppressed: tuple[int, ...]
-
-    def with_options(self, options: ModelOptions, target: TargetModel) -> "AssistantConfig":
-        if target.load.share.size > 1:
-            raise UsageError(
-                "an assistant reads all keys and values of its target, of which each process of "
-                "tensor_parallel_size has some heads; give that as 1, or use another drafter"
-            )
-        return self
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:

@@ -45,6 +45,7 @@ from slipstream.speculative.heads.checkpoint import HeadCheckpoint, fill
 from slipstream.speculative.heads.last_hidden import LastHiddenDrafter
 from slipstream.speculative.heads.loading import load_head
 from slipstream.speculative.heads.method import Head, HeadMethod
+from slipstream.speculative.model_options import ModelKeys
 
 _ORDERING = "masked_embedding.token_ordering"
 _TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"  # the same numbers
@@ -174,6 +175,7 @@ class AssistantNetwork:
     """(tokens, hidden states of the target) to what enters the lm_head and next hidden states."""
 
     vocabulary: Tensor | None = None
+    num_ranks = 1
 
     def __init__(
         self,
@@ -280,4 +282,5 @@ HEAD = HeadMethod(
     read=read_assistant_config,
     network=load_assistant,
     drafter=AssistantDrafter,
+    keys=ModelKeys(whole_target=True),
 )

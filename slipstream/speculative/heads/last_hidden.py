@@ -76,10 +76,10 @@ class LastHiddenDrafter(Drafter):
     def __init__(self, head: Head[Any, Any], resources: DrafterResources) -> None:
         super().__init__(resources.state)
         self._network: LastHiddenNetwork = head.network
+        self._network.share(resources.target.embedding, resources.target.head)
         self._drafting, self._resources = head.sampling, resources
         dtype = resources.target.embedding.dtype
         self._last = LastHidden(resources.state, head.target.hidden_size, dtype)
-        self._network.share(resources.target.embedding, resources.target.head)
 
     def prepare(self, batch: Batch) -> None:
         self._last.drop([item.request.slot for item in batch.requests if item.admitted])

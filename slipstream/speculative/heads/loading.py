@@ -77,6 +77,11 @@ class HeadNetwork:
         assert self._head is not None, "share() comes first"
         return self._head
 
+    @property
+    def num_ranks(self) -> int:
+        """That share the columns of `head`."""
+        return self.head.columns.num_ranks
+
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
         """[T, F], the features of rows of the target's pass: hidden [T, target width] behind its
         final norm, streams the same of the layers that this head reads."""

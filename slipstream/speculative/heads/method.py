@@ -29,10 +29,14 @@ class DraftingNetwork(Protocol):
         vocabulary: [num_legal_tokens] int64, rising: the target's token id of each column of its
             logits; None if column i is token i.
         num_legal_tokens: columns from here on are padding.
+        num_ranks: that share the columns, as many each, where they are the target's.
     """
 
     vocabulary: Tensor | None
     num_legal_tokens: int
+
+    @property
+    def num_ranks(self) -> int: ...
 
 
 C = TypeVar("C", bound=HeadConfig)
@@ -45,17 +49,25 @@ class Head(Generic[C, N]):
     """A head in memory, before its drafter is built.
 
     Attributes:
+        greedy_only: it drafts the argmax, whatever a request's temperature.
         max_model_len: see `DrafterLimits`.
         window: the number of last tokens that it attends to; None: all.
     """
 
     config: C
     network: N
-    sampling: DraftSampling
+    greedy_only: bool
     layout: CacheLayout | None
     max_model_len: int | None
     target: DecoderConfig
     window: int | None = None
+
+    @property
+    def sampling(self) -> DraftSampling:
+        """How its logits become draft tokens, once it has what it takes of the target."""
+        network = self.network
+        tokens = network.vocabulary, network.num_legal_tokens
+        return DraftSampling(*tokens, self.greedy_only, network.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -111,9 +123,7 @@ class HeadMethod(Generic[C, N]):
         head = Head(
             config=config,
             network=network,
-            sampling=DraftSampling(
-                network.vocabulary, network.num_legal_tokens, options.greedy_only
-            ),
+            greedy_only=options.greedy_only,
             layout=config.layout(load.dtype),
             max_model_len=limits.max_model_len,
             target=shape,

@@ -76,7 +76,15 @@ class MedusaHeads:
         """Take the target's head where the checkpoint has none."""
         del embedding
         if self._shape.heads == "target":
-            self._heads = [self._chosen(head)]
+            head = self._chosen(head)
+            self._heads = [head]
+            if head.tokens is not None:
+                self.vocabulary, self.num_legal_tokens = head.tokens, head.num_tokens
+
+    @property
+    def num_ranks(self) -> int:
+        """That share the columns of its lm_heads."""
+        return self._heads[0].columns.num_ranks
 
     def start(self, hidden: Tensor, count: int) -> Tensor:
         """hidden [R, H] -> what the first `count` heads' logits are made of; all in one pass."""

@@ -164,6 +164,7 @@ class MLPSpeculator:
     """
 
     vocabulary: Tensor | None = None
+    num_ranks = 1
 
     def __init__(
         self, ops: Ops, source: ParameterSource, config: MLPSpeculatorConfig, dtype: torch.dtype

@@ -125,6 +125,8 @@ class MtpHead(HeadNetwork):
         super().share(embedding, head)
         if self.vocabulary is not None:
             self._head = self.head.over(self.vocabulary)
+            self.vocabulary = self._head.tokens
+            self.num_legal_tokens = self._head.num_tokens
 
     def __call__(
         self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]

@@ -91,8 +91,7 @@ def parallel_draft(
     for index in range(width):
         if not chains.take(index):
             break
-    one_hot = drafting.one_hot(batch, resources)
-    return chains.finish(Draft(tokens, wanted, one_hot, probs, drafting.vocabulary))
+    return chains.finish(drafting.draft(batch, resources, tokens, wanted, probs))
 
 
 _KIND, _TRAINED = "spd_type", ("para_num", "num_depths")

@@ -45,7 +45,7 @@ class TreeDrafter(FeatureRowsDrafter):
         rows = batch.rows(excerpt.places(starts), lengths, self._most, excerpt=excerpt)
         hidden, following = self._forward(rows, self._features[slots, : self._most])
         logits = self._next_logits(hidden, batch, known)
-        level = growth.add(*_likeliest(logits.unsqueeze(1), growth.reach, growth.scored))
+        level = growth.add(*self._likeliest(logits.unsqueeze(1), growth.reach, growth.scored))
         following = following.unsqueeze(1)
         tentative = slots.new_empty((batch.num_requests, 0))
         while level is not None:
@@ -56,7 +56,7 @@ class TreeDrafter(FeatureRowsDrafter):
             tree = TreeRows(growth.frontier(), root, level.first, wanted > 0)
             hidden, following = self._read(batch, level, tree, excerpt, wanted, following)
             logits = self._logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
-            level = growth.add(*_likeliest(logits, growth.reach, growth.scored))
+            level = growth.add(*self._likeliest(logits, growth.reach, growth.scored))
         computed = torch.where(wanted > 0, known, starts)
         self._computed.index_copy_(0, slots, computed)
         columns, nodes = growth.finish()
@@ -91,14 +91,28 @@ class TreeDrafter(FeatureRowsDrafter):
         return layout.collect(hidden, width), layout.collect(following, width)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] -> [n, num_legal_tokens], without the columns that are padding."""
+        """hidden [n, H] -> [n, v], without the columns that are padding."""
         return self._network.head(hidden)[:, : self._drafting.num_legal_tokens]
 
     def _next_logits(self, hidden: Tensor, batch: DeviceBatch, known: Tensor) -> Tensor:
         """Those of the roots [R, H], without what grammars forbid."""
         sampling, vocabulary = self._resources.sampling, self._drafting.vocabulary
         logits = self._logits(hidden)
-        return allow_next(logits, batch.slots, known, sampling, batch.uses, vocabulary)
+        given = batch.slots, known, sampling, batch.uses, vocabulary
+        return allow_next(logits, *given, self._network.head.columns)
+
+    def _likeliest(self, logits: Tensor, reach: int, scored: bool) -> tuple[Tensor, Tensor | None]:
+        """logits [R, B, v] -> the likeliest columns of each row [R, B, reach], and their log
+        probabilities if they are wanted."""
+        columns, shape = self._network.head.columns, logits.shape[:2]
+        logits = logits.flatten(0, 1)
+        if reach == 1 and not scored:
+            return columns.best(logits).view(*shape, 1), None
+        values, best = columns.top(logits, reach)
+        scores = None
+        if scored:
+            scores = (values.float() - columns.log_total(logits.float())).view(*shape, reach)
+        return best.view(*shape, reach), scores
 
     def _features_of(
         self, batch: DeviceBatch, verdict: Verdict, forward: Forward, width: int
@@ -119,14 +133,3 @@ class TreeDrafter(FeatureRowsDrafter):
         streams = [stream[row] for stream in forward.streams]
         features = self._project(forward.hidden[row], streams)
         return features.view(-1, width, features.shape[-1])
-
-
-def _likeliest(logits: Tensor, reach: int, scored: bool) -> tuple[Tensor, Tensor | None]:
-    """logits [R, B, V] -> the likeliest columns of each row [R, B, reach], and their log
-    probabilities if they are wanted."""
-    if reach == 1 and not scored:
-        return logits.argmax(-1, keepdim=True), None
-    best = logits.topk(reach)
-    if not scored:
-        return best.indices, None
-    return best.indices, best.values.float() - logits.float().logsumexp(-1, keepdim=True)

@@ -1,0 +1,313 @@
+"""Several GPUs: how they are linked, what ranks exchange in which time, what they say, and steps.
+
+    python -m benchmarks.gpu_ranks                         # on two GPUs, all of it
+    python -m benchmarks.gpu_ranks --ranks 4
+    python -m benchmarks.gpu_ranks --only links exchanges  # of the four parts
+    python -m benchmarks.gpu_ranks --device cpu --tiny     # by gloo; its times mean nothing
+
+    links      whether each GPU reaches the memory of each other one, and what the driver says of
+               their links
+    exchanges  microseconds in a CUDA graph of a sum over the ranks, of rows of 5,120 numbers in
+               bfloat16: "ordered" is ours, a gather and additions in the order of the ranks,
+               "+ norm" the gather, and additions, residual and norm in one kernel, beside an
+               all-reduce of NCCL and torch's over symmetric memory ("one-shot"), where there is
+               one. All ranks compare the bits of what "ordered" gave
+    texts      greedy and seeded texts of the bundled demo, with drafters that every rank has whole
+               and that ranks share, beside those of one GPU: in float32 they have to be the same
+    steps      of large models with random weights, as `gpu_decode.py` measures them, beside their
+               bars; the limit is that of all GPUs together. Behind it stands what the ordered sums
+               of a step take by the figures above
+
+The exit code is 1 where texts differ in float32 or a part fails. `benchmarks/rank_kills.py` kills
+ranks.
+"""
+
+import argparse
+import socket
+import statistics
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import get_context
+
+from benchmarks.decode_timing import Method, Row, Setup, measure, release
+from benchmarks.geometries import geometry_named
+from benchmarks.gpu_decode import HEADINGS, show
+from benchmarks.graph_timing import graph_us
+from slipstream import LLM, SamplingParams
+from slipstream.kernels.registry import kernels_for
+from slipstream.kernels.table import Norm
+from slipstream.runner.collectives import Collectives, open_store
+
+_DIST: Any = dist
+ROWS, WIDTH, CALLS = (1, 8, 32, 128), 5120, 50
+PARTS = ("links", "exchanges", "texts", "steps")
+LENGTH = 48  # output tokens of a text
+PROMPTS = ("def main(", "import os\n", "class Tree:\n    def ", "for it in range(", "# The first ")
+
+
+# ------------------------------------------------------------------ links
+
+
+def links(ranks: int) -> None:
+    """Print what reaches what."""
+    for one in range(ranks):
+        reached = [str(it) for it in range(ranks) if _reaches(one, it)]
+        print(f"GPU {one}, {torch.cuda.get_device_name(one)}: reaches {', '.join(reached) or '-'}")
+    try:
+        told = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
+        print(told.stdout)
+    except OSError as error:
+        print(f"nvidia-smi: {error}")
+
+
+def _reaches(one: int, other: int) -> bool:
+    return one != other and torch.cuda.can_device_access_peer(one, other)
+
+
+# ------------------------------------------------------------------ exchanges
+
+Times = dict[str, dict[int, float]]  # microseconds, by what is measured and rows
+
+
+def exchanges(ranks: int, kind: str, width: int) -> Times:
+    """What the first rank measured."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = get_context("spawn")
+    results: Any = context.Queue()
+    given = ranks, port, kind, width, results
+    others = [context.Process(target=_exchange, args=(rank, *given)) for rank in range(ranks)]
+    for process in others:
+        process.start()
+    for process in others:
+        process.join()
+    if any(process.exitcode for process in others):
+        raise RuntimeError("a rank failed")
+    times: Times = results.get()
+    print("us at rows" + "".join(f"{rows:9d}" for rows in ROWS))
+    for name, found in times.items():
+        print(f"{name:10s}" + "".join(f"{found[rows]:9.1f}" for rows in ROWS), flush=True)
+    return times
+
+
+@torch.inference_mode()
+def _exchange(rank: int, size: int, port: int, kind: str, width: int, results: Any) -> None:
+    """One rank: all of them call the same in the same order."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    store = open_store(port, size, leads=rank == 0)
+    collectives = Collectives(store, rank, size, device)
+    backend, whole = ("nccl" if kind == "cuda" else "gloo"), _DIST.PrefixStore("whole", store)
+    _DIST.init_process_group(backend, store=whole, rank=rank, world_size=size)
+    ops = kernels_for(device).network
+    norm = Norm(torch.ones(width, dtype=torch.bfloat16, device=device), 1e-6)
+    times: Times = {}
+    for rows in ROWS:
+        generator = torch.Generator().manual_seed(rank)
+        mine = torch.randn(rows, width, generator=generator).to(device, torch.bfloat16)
+        residual, summed = torch.zeros_like(mine), torch.zeros_like(mine)
+        collectives.require_equal([collectives.reduce(mine)])
+
+        def normed(mine: torch.Tensor = mine, residual: torch.Tensor = residual) -> object:
+            share = collectives.share()
+            return ops.norm(share.addend(mine, ops.sums_addends), residual, norm)
+
+        measured: dict[str, Callable[[], object]] = {
+            "ordered": partial(collectives.reduce, mine),
+            "+ norm": normed,
+            backend: partial(_DIST.all_reduce, summed),
+        }
+        if kind == "cuda":
+            measured |= _one_shot(mine, rank)
+        for name, run in measured.items():
+            times.setdefault(name, {})[rows] = _microseconds(run, kind)
+    if rank == 0:
+        results.put(times)
+    _DIST.barrier()
+    _DIST.destroy_process_group()
+
+
+def _one_shot(mine: torch.Tensor, rank: int) -> dict[str, Callable[[], object]]:
+    """torch's all-reduce over symmetric memory, where it can be had."""
+    try:
+        memory: Any = __import__("torch.distributed._symmetric_memory", fromlist=["empty"])
+        name = _DIST.group.WORLD.group_name
+        shared = memory.empty(mine.shape, dtype=mine.dtype, device=mine.device)
+        memory.rendezvous(shared, name)
+        shared.copy_(mine)
+        run = torch.ops.symm_mem.one_shot_all_reduce
+        run(shared, "sum", name)
+        torch.cuda.synchronize()
+    except Exception as error:  # how it fails differs from machine to machine
+        if rank == 0:
+            print(f"one-shot: {type(error).__name__}: {error}")
+        return {}
+    return {"one-shot": lambda: run(shared, "sum", name)}
+
+
+def _microseconds(run: Callable[[], object], kind: str) -> float:
+    def calls() -> None:
+        for _ in range(CALLS):
+            run()
+
+    if kind == "cuda":
+        return graph_us(calls, CALLS)
+    times = []
+    for _ in range(3):
+        began = perf_counter()
+        calls()
+        times.append((perf_counter() - began) / CALLS * 1e6)
+    return statistics.median(times)
+
+
+# ------------------------------------------------------------------ texts
+
+
+def texts(ranks: int, kind: str) -> bool:
+    """Whether ranks say what one says, wherever they have to."""
+    drafters: list[dict[str, Any] | None] = [
+        None,
+        {"model": "demo/draft"},
+        {"model": "demo/draft", "draft_tensor_parallel_size": ranks},
+        {"model": "demo/eagle3"},
+        {"model": "demo/pard", "draft_tensor_parallel_size": ranks},
+    ]
+    good = True
+    for dtype in ("float32", "bfloat16"):
+        expected = _texts(1, kind, dtype, None)
+        for drafter in drafters:
+            found = _texts(ranks, kind, dtype, drafter)
+            parted = sum(one != other for one, other in zip(expected, found, strict=True))
+            print(f"{dtype}, {drafter or 'plain'}: {parted} of {len(found)} texts part", flush=True)
+            good &= not parted or dtype != "float32"
+    return good
+
+
+def _texts(ranks: int, kind: str, dtype: str, drafter: dict[str, Any] | None) -> list[list[int]]:
+    """Greedy ones, then seeded ones."""
+    llm = LLM(
+        "demo",
+        speculative_config=drafter and {"num_speculative_tokens": 4, **drafter},
+        tensor_parallel_size=ranks,
+        rank_check_interval=8,
+        dtype=dtype,
+        device=kind,
+        max_num_seqs=8,
+        max_model_len=256,
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+    seeded = [
+        SamplingParams(seed=seed, max_tokens=LENGTH, ignore_eos=True, top_p=0.9)
+        for seed in range(len(PROMPTS))
+    ]
+    outputs = llm.generate(list(PROMPTS), greedy) + llm.generate(list(PROMPTS), seeded)
+    del llm
+    release()
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+# ------------------------------------------------------------------ steps
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A configuration, and the ms of its steps that are wanted, by ranks and then batch size."""
+
+    setup: Setup
+    steps: dict[int, dict[int, float]]
+
+
+_LARGE = Setup(target="qwen3-32b", options={})
+_DRAFTED = replace(_LARGE, draft="qwen3-1.7b", num_speculative_tokens=3, acceptance_length=2.79)
+_OF_DRAFTED = {2: {1: 12.3, 32: 17.5, 100: 40.0}, 4: {1: 8.6, 32: 12.5, 100: 27.0}}
+BARS = (
+    Bar(_LARGE, {2: {1: 8.9, 32: 10.4, 100: 14.5}, 4: {1: 5.3, 32: 6.4, 100: 9.0}}),
+    Bar(_DRAFTED, _OF_DRAFTED),
+    Bar(replace(_DRAFTED, draft_is_shared=True), _OF_DRAFTED),
+    Bar(
+        Setup(target="gpt-oss-120b", load_format="twin", options={}),
+        {2: {1: 1.6, 32: 6.9, 128: 11.0}, 4: {1: 1.4, 32: 4.6, 128: 7.0}},
+    ),
+)
+_TINY = Setup(target="tiny", draft="tiny:2", num_speculative_tokens=2, options={})
+TINY = tuple(
+    Bar(replace(_TINY, acceptance_length=2.0, draft_is_shared=shared), {2: {1: 1e9}})
+    for shared in (False, True)
+)
+
+
+def steps(bars: Sequence[Bar], ranks: int, kind: str, method: Method, times: Times) -> None:
+    """Print every step beside its bar."""
+    for bar in bars:
+        wanted = bar.steps.get(ranks, {1: 0.0, 32: 0.0})
+        options = {"tensor_parallel_size": ranks, "device": kind}
+        setup = replace(bar.setup, options=options)
+        shared = ", draft shared" if setup.draft_is_shared else ""
+        print(f"\n{setup.title}{shared}, {ranks} ranks\n{HEADINGS}", flush=True)
+        for row in measure(setup, replace(method, batch_sizes=tuple(wanted)), lambda seconds: None):
+            show(replace(row, limit=row.limit / ranks, bar=wanted[row.batch] or None))
+            for line in _of_exchanges(setup, row, times):
+                print(line, flush=True)
+        release()
+
+
+def _of_exchanges(setup: Setup, row: Row, times: Times) -> Iterator[str]:
+    """What the target's sums take: two a layer, and that of the embedding."""
+    rows = row.batch * (row.k + 1)
+    measured = [it for it in ROWS if it >= rows]
+    if "ordered" in times and measured:
+        count = 2 * geometry_named(setup.target)["num_hidden_layers"] + 1
+        ms = count * times["ordered"][measured[0]] / 1e3
+        yield f"      {count} sums of at most {measured[0]} rows: about {ms:.2f} ms"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when all went well."""
+    given = _parser().parse_args(arguments)
+    kind, ranks = given.device, given.ranks
+    if kind == "cuda" and torch.cuda.device_count() < ranks:
+        print(f"{ranks} ranks need as many GPUs, and torch sees {torch.cuda.device_count()}")
+        return 1
+    method = Method((), 16, 4, 8, 1) if given.tiny else Method((), 512, 32, 288, 3)
+    good, times = True, Times()
+    for part in given.only:
+        print(f"\n== {part}", flush=True)
+        try:
+            if part == "links" and kind == "cuda":
+                links(ranks)
+            elif part == "exchanges":
+                times = exchanges(ranks, kind, 64 if given.tiny else WIDTH)
+            elif part == "texts":
+                good &= texts(ranks, kind)
+            elif part == "steps":
+                steps(TINY if given.tiny else BARS, ranks, kind, method, times)
+        except Exception:  # the other parts are still worth their time
+            traceback.print_exc()
+            good = False
+    return int(not good)
+
+
+def _parser() -> argparse.ArgumentParser:
+    cli = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cli.add_argument("--ranks", type=int, default=2)
+    cli.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    cli.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    cli.add_argument("--tiny", action="store_true", help="tiny models, to see that all runs")
+    return cli
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Whether ranks can share a model, which its config and the names of its tensors tell."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from slipstream.core.errors import UsageError
+from slipstream.kernels.formats.weight import Weight
+from slipstream.layers.layer import BuildContext, build_layers
+from slipstream.layers.parameters import (
+    COLUMNS,
+    MOST_RANKS,
+    ROWS,
+    WHOLE,
+    Part,
+    Share,
+    UnequalSharesError,
+)
+from slipstream.layers.rope import RopeTables
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.precision import NOWHERE, Shapes
+from slipstream.models.quantized.catalogue import read_quantization
+from slipstream.models.quantized.source import stored_unit
+
+Unit = Callable[[Part, int], int]  # of a part's matrix with so many columns: `stored_unit`
+
+
+class _Shares(Shapes):
+    """A source without numbers, which wants equal shares of every matrix.
+
+    Attributes:
+        unit: the largest of matrices of feed-forward parts whose columns ranks share.
+    """
+
+    def __init__(self, share: Share, unit: Unit) -> None:
+        super().__init__()
+        self._share, self._unit_of, self.unit = share, unit, 1
+
+    def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
+        for part in parts:
+            if part.split == ROWS:
+                self._share.span_of(part, part.rows)
+            elif part.split == COLUMNS:
+                self._columns(part, columns)
+        return super().matrix(parts, columns)
+
+    def _columns(self, part: Part, columns: int) -> None:
+        unit = self._unit_of(part, columns)
+        if part.unit is not None:
+            self.unit = max(self.unit, unit)
+        if part.unit is not None or unit == 1:
+            self._share.span_of(part, columns)
+        else:
+            self._share.span(columns // unit, f"groups of {unit} columns of {part.name}")
+
+
+def require_equal_shares(
+    checkpoint: Checkpoint, config: DecoderConfig, num_ranks: int, random: bool
+) -> None:
+    """Raise UsageError, with the numbers of ranks that could, where so many cannot share a model.
+
+    Args:
+        random: no numbers of the checkpoint are read.
+    """
+    unit = _unit_of(checkpoint, random)
+    share = replace(WHOLE, unit=shared_unit(checkpoint, config, random))
+    problem = _problem(config, replace(share, size=num_ranks), unit)
+    if problem is None:
+        return
+    sizes = range(1, MOST_RANKS + 1)
+    fitting = [it for it in sizes if _problem(config, replace(share, size=it), unit) is None]
+    raise UsageError(
+        f"{checkpoint.path.name}: {problem}; use a number of ranks that can share all of the model "
+        f"({', '.join(map(str, fitting))})"
+    )
+
+
+def shared_unit(checkpoint: Checkpoint, config: DecoderConfig, random: bool) -> int:
+    """`Share.unit` of a model; `random` as in `require_equal_shares`."""
+    source = _Shares(WHOLE, _unit_of(checkpoint, random))
+    _build(config, WHOLE, source)
+    return source.unit
+
+
+def _problem(config: DecoderConfig, share: Share, unit: Unit) -> str | None:
+    try:
+        _build(config, share, _Shares(share, unit))
+    except UnequalSharesError as error:
+        return error.problem
+    return None
+
+
+def _build(config: DecoderConfig, share: Share, source: _Shares) -> None:
+    context = BuildContext(source, config.hidden_size, RopeTables(1, NOWHERE), share)
+    build_layers(config.layers, context)
+
+
+def _unit_of(checkpoint: Checkpoint, random: bool) -> Unit:
+    stored = read_quantization(checkpoint.config, checkpoint.config_file)
+    entries = {} if random else checkpoint.entries
+
+    def unit(part: Part, columns: int) -> int:
+        return 1 if stored is None else stored_unit(entries, stored, part, columns)
+
+    return unit
