@@ -299,8 +299,7 @@ class StackOp(Protocol):
 
 
 class FusedOp(StackOp, Protocol):
-    """One op for the first `num_layers` layers of a stack with its entry, and for the last norm if
-    these are all layers."""
+    """One op for the first layers of a stack with its entry; if these are all, also its norm."""
 
     @property
     def num_layers(self) -> int: ...
@@ -333,8 +332,7 @@ class Ops:
         logits: the head's matmul.
         pack: converts a weight to the backend's own layout, once, when it is loaded.
         round: rounds a matrix [N, K] to fewer bits; the result may be packed already.
-        fuse: an op for the first layers of a stack, as many as the backend can fuse; None: the
-            first layer is run by the other ops.
+        fuse: an op for as many first layers of a stack as the backend can fuse; None: for none.
         sums_addends: addends may be [parts, T, N] of any dtype, which ops add up in their order.
     """
 
