@@ -250,14 +250,8 @@ class TowerReader:
                     found = self._tower.encode(image, options)
             except (ValueError, TypeError) as error:
                 raise UsageError(f"an image cannot be read: {error}") from error
-            if self._stream is None:
-                return found
-            rows, added = (
-                torch.empty(it.shape, dtype=it.dtype, pin_memory=True).copy_(it, non_blocking=True)
-                for it in (found.rows, found.added)
-            )
-            self._stream.synchronize()
-        return SpanEmbeddings(rows, added)
+            # Not pinned: to pin what is kept would take longer than the copy.
+            return SpanEmbeddings(found.rows.cpu(), found.added.cpu())
 
     def _keep(self, key: bytes, embedded: SpanEmbeddings) -> None:
         self._kept[key] = embedded

@@ -89,11 +89,16 @@ def embed(
     places = send(torch.cat(index), device)
     if network.config.layer_inputs is not None:
         token_ids = token_ids.index_fill(0, places, network.config.layer_inputs.of_images)
-    embedded = embedded.index_copy(0, places, send(torch.cat(rows), device).to(dtype))
-    values = torch.cat(added, dim=1)
+    embedded = embedded.index_copy(0, places, send(_joined(rows, 0), device).to(dtype))
+    values = _joined(added, 1)
     if not len(values):
         return token_ids, embedded, None
     return token_ids, embedded, StreamAddends(places, send(values, device).to(dtype))
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """As `torch.cat`, without a copy of a single one: an image may have tens of megabytes."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def rope_axes(spans: Sequence[Span], first: int, end: int) -> Tensor:
