@@ -6,9 +6,6 @@
 
 namespace slipstream::SLIPSTREAM_LEVEL {
 
-// So many lines are done sooner by `GroupedRows`.
-constexpr int64_t most_direct_lines = 10;
-
 template <Storage storage, int digits>
 class GroupedTiles {
   public:
@@ -79,9 +76,10 @@ class GroupedTiles {
             for (int64_t row = 0; row < part.count; ++row) {
                 const int32_t* of = part.sums + row * digits * block_rows + n;
                 float* value = part.values + row * block_rows + n;
+                I16 joined = load(of);
+                if constexpr (digits > 1) joined = shift_left<7>(joined) + load(of + block_rows);
                 store(value, add_group<storage, digits>(
-                                 part.group ? load(value) : zero(), load(of),
-                                 load(of + (digits > 1) * block_rows),
+                                 part.group ? load(value) : zero(), joined,
                                  load(of + (digits - 1) * block_rows), scales, rows_,
                                  part.first + row, part.group));
             }

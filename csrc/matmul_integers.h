@@ -38,11 +38,6 @@ struct GroupScales {
     enum { common_zero, zeros, minima } kind;  // a common zero is in the offsets of what they meet
     I16 zero;
     F16 minimum;
-
-    // What a row's sums have too much.
-    I16 excess(int32_t offset) const {
-        return kind == zeros ? zero * integers(offset) : integers(kind == minima ? 0 : offset);
-    }
 };
 
 // Twice the numbers of e2m1, of which the upper eight are negative, plus their zero.
@@ -81,6 +76,9 @@ inline QuadPair pair_at(const char* panel, int pair) {
 inline F16 load_halves(const void* halves) {
 #if defined(__AVX512F__)
     return {_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(halves)))};
+#elif defined(__F16C__)
+    const auto* eights = static_cast<const __m128i*>(halves);
+    return {_mm256_cvtph_ps(_mm_loadu_si128(eights)), _mm256_cvtph_ps(_mm_loadu_si128(eights + 1))};
 #else
     float values[lanes];
     for (int i = 0; i < lanes; ++i) {
@@ -144,26 +142,29 @@ struct GroupedBlock {
 };
 
 // value += what the sums of a row's digits with a group stand for, but for the scales of whole rows.
-// Two digits and their zeros fit into 32 bits, exactly; a third joins in floats.
+// `joined` is of the first two digits, or of the only one: with their zeros they fit into 32 bits,
+// exactly. A third joins in floats.
 template <Storage storage, int digits>
-inline F16 add_group(F16 value, I16 first, I16 second, I16 third, const GroupScales& by,
+inline F16 add_group(F16 value, I16 joined, I16 last, const GroupScales& by,
                      const RoundedRows& rows, int64_t row, int64_t index) {
-    I16 whole = first;
-    if constexpr (digits > 1) whole = shift_left<7>(first) + second;
-    const int32_t offset = rows.offsets[row * rows.groups + index];
-    F16 joined = floats(whole - by.excess(offset));
-    float x_sum = static_cast<float>(offset);
-    if constexpr (digits == 3) {
-        const int32_t last = rows.sums[(row * digits + 2) * rows.groups + index];
-        const bool is_common = by.kind == GroupScales::common_zero;
-        const F16 rest = floats(third - by.excess(is_common ? zero_of(storage) * last : last));
-        joined = fma(joined, broadcast(128.0f), rest);
-        x_sum = x_sum * 128.0f + static_cast<float>(last);
+    const int64_t place = index * rows.count + row;
+    F16 number;
+    if (by.kind == GroupScales::minima) {
+        number = floats(joined);
+        if constexpr (digits == 3) number = fma(number, broadcast(128.0f), floats(last));
+        value = fma(by.scales, number, value);
+        return fma(by.minimum, broadcast(rows.x_sums[place]), value);
     }
-    if constexpr (is_e2m1(storage))
-        joined = joined * broadcast(rows.scales[row * rows.groups + index]);
-    value = fma(by.scales, joined, value);
-    return by.kind == GroupScales::minima ? fma(by.minimum, broadcast(x_sum), value) : value;
+    const I16 offset = integers(rows.offsets[place]);
+    const bool has_zeros = by.kind == GroupScales::zeros;
+    number = floats(joined - (has_zeros ? by.zero * offset : offset));
+    if constexpr (digits == 3) {
+        const int32_t last_total = rows.sums[(row * digits + 2) * rows.groups + index];
+        const I16 zero = has_zeros ? by.zero : integers(zero_of(storage));
+        number = fma(number, broadcast(128.0f), floats(last - zero * integers(last_total)));
+    }
+    if constexpr (is_e2m1(storage)) number = number * broadcast(rows.scales[row * rows.groups + index]);
+    return fma(by.scales, number, value);
 }
 
 }  // namespace slipstream::SLIPSTREAM_LEVEL

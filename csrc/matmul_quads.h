@@ -19,6 +19,7 @@ struct Quads {
     __m512i v;
 };
 inline Quads load_quads(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_quads(void* p, Quads x) { _mm512_storeu_si512(p, x.v); }
 inline Quads low_halves(Quads x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
 inline Quads high_halves(Quads x) { return low_halves({_mm512_srli_epi16(x.v, 4)}); }
 // Bytes of four bits, and above them the two at bits 2 n of `upper`, for n below 4.
@@ -63,6 +64,11 @@ struct Quads {
 inline Quads load_quads(const void* p) {
     const auto* words = static_cast<const __m256i*>(p);
     return {_mm256_loadu_si256(words), _mm256_loadu_si256(words + 1)};
+}
+inline void store_quads(void* p, Quads x) {
+    auto* words = static_cast<__m256i*>(p);
+    _mm256_storeu_si256(words, x.a);
+    _mm256_storeu_si256(words + 1, x.b);
 }
 inline __m256i low_halves(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline __m256i high_halves(__m256i x) { return low_halves(_mm256_srli_epi16(x, 4)); }
@@ -115,6 +121,7 @@ inline Quads load_quads(const void* p) {
     const auto* bytes = static_cast<const uint8_t*>(p);
     return each_byte([&](int i) { return bytes[i]; });
 }
+inline void store_quads(void* p, const Quads& x) { std::memcpy(p, x.v, sizeof x.v); }
 inline Quads low_halves(Quads x) {
     return each_byte([&](int i) { return x.v[i] & 15; });
 }

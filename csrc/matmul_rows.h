@@ -13,33 +13,39 @@ constexpr bool in_tiles = true;
 constexpr bool in_tiles = false;
 #endif
 
+// How many lines lie together, a power of two: one, a tile of the matrix unit, or all.
+constexpr int one_line = 0, tile_lines = 4, all_lines = 62;
+
 // What is multiplied: rows of bf16, or the digits of rounded rows one behind the other; K is filled
-// up with zeros to whole tiles. For the matrix unit 16 lines (less at the end) lie together,
-// [tile][line][depth]; otherwise line by line.
+// up with zeros to whole tiles. Lines that lie together (less at the end) are [tile][line][depth].
 template <typename Number>
 struct Lines {
     Number* values;
     int64_t columns, count;
     int depth;  // columns of a tile
+    int bundle = in_tiles ? tile_lines : one_line;
 
     // Where a tile of a line begins.
     Number* at(int64_t line, int64_t tile) const {
-        if (!in_tiles) return values + line * columns + tile * depth;
-        const int64_t first = line / 16 * 16;
+        if (bundle == one_line) return values + line * columns + tile * depth;
+        const int64_t first = line >> bundle << bundle;
         return values + first * columns + (tile * together(first) + line - first) * depth;
     }
     // Where a column of a line lies; depths are powers of two.
     Number* number(int64_t line, int64_t column) const {
-        if (!in_tiles) return values + line * columns + column;
         return at(line, column >> __builtin_ctz(depth)) + (column & (depth - 1));
     }
-    // How many of the 16 lines from `first` on there are.
-    int together(int64_t first) const {
-        return static_cast<int>(count - first < 16 ? count - first : 16);
+    // How many of the lines that lie together from `first` on there are.
+    int64_t together(int64_t first) const {
+        const int64_t left = count - first, most = int64_t{1} << bundle;
+        return left < most ? left : most;
     }
     // From one line of a tile to the next.
-    int64_t stride() const { return in_tiles ? depth : columns; }
+    int64_t stride() const { return bundle == one_line ? columns : depth; }
 };
+
+// Lines of a weight in groups that `GroupedRows` multiplies, as the matrix unit is slower with so few.
+constexpr int64_t most_direct_lines = in_tiles ? 10 : int64_t{1} << 60;
 
 // Asks for what will be read so many bytes later: few rows are done with a weight so soon that the
 // machine's own look-ahead, which ends with a page, falls behind.
@@ -193,11 +199,12 @@ inline float largest_of(const MatmulCall& call, int64_t row, int64_t first, int6
 struct RoundedRows {
     Lines<int8_t> lines;  // digit d of row r is line r * digits + d, the highest first
     int digits;
-    int64_t groups;
+    int64_t count, groups;
     float* scales;     // [rows]; [rows, groups] where the weight is e2m1, whose table they halve
     int32_t* sums;     // [lines, groups], of the numbers of a group
-    int32_t* offsets;  // [rows, groups] of groups: of the first one or two digits joined, times the
+    int32_t* offsets;  // [groups, rows] of groups: of the first one or two digits joined, times the
                        // zero that all weights have, if they do
+    float* x_sums;     // in place of `offsets`, where the weight has minima: of all digits joined
 
     static int64_t bytes(const MatmulCall& call) {
         const Sizes sizes(call);
@@ -207,8 +214,10 @@ struct RoundedRows {
         const Sizes sizes(call);
         auto* scales = reinterpret_cast<float*>(memory + sizes.value_bytes);
         auto* sums = reinterpret_cast<int32_t*>(scales + sizes.scales);
-        return {{reinterpret_cast<int8_t*>(memory), sizes.columns, sizes.lines, sizes.depth},
-                sizes.digits, sizes.groups, scales, sums, sums + sizes.sums};
+        return {{reinterpret_cast<int8_t*>(memory), sizes.columns, sizes.lines, sizes.depth,
+                 sizes.bundle},
+                sizes.digits, call.num_rows, sizes.groups, scales, sums, sums + sizes.sums,
+                reinterpret_cast<float*>(sums + sizes.sums)};
     }
     void fill(const MatmulCall& call, int64_t row) const {
         if (is_e2m1(call.weight->storage)) fill_by_groups(call, row);
@@ -217,16 +226,18 @@ struct RoundedRows {
 
   private:
     struct Sizes {
-        int digits, depth;
+        int digits, depth, bundle = Lines<int8_t>{}.bundle;
         int64_t columns, lines, groups, value_bytes, scales, sums, offsets;
 
         explicit Sizes(const MatmulCall& call) {
             const Matrix& weight = *call.weight;
             digits = weight.one_digit ? 1 : call.x_is_bf16 ? 2 : 3;
-            // Groups that are no whole number of 64 columns are multiplied in the weight's tiles.
-            depth = weight.group % 64 ? tile_shape(weight.storage).columns : 64;
-            columns = (weight.padded_columns() + depth - 1) / depth * depth;
             lines = call.num_rows * digits;
+            const bool is_direct = weight.group && lines <= most_direct_lines;
+            if (is_direct) bundle = all_lines;
+            // Groups that are no whole number of 64 columns are multiplied in the weight's tiles.
+            depth = is_direct || weight.group % 64 ? tile_shape(weight.storage).columns : 64;
+            columns = (weight.padded_columns() + depth - 1) / depth * depth;
             groups = weight.num_groups();
             value_bytes = (lines * columns + 63) / 64 * 64;
             scales = call.num_rows * (is_e2m1(weight.storage) ? groups : 1);
@@ -276,9 +287,7 @@ struct RoundedRows {
     template <int digits, typename Divide>
     void write_as(const MatmulCall& call, int64_t row, int64_t group, Divide&& divide) const {
         const int64_t in_group = lines.columns / groups;
-        const int32_t zero_of_all = call.weight->has_zeros || call.weight->has_minima
-                                        ? 1
-                                        : zero_of(call.weight->storage);
+        const int32_t zero_of_all = call.weight->has_zeros ? 1 : zero_of(call.weight->storage);
         I16 totals[digits];
         for (int digit = 0; digit < digits; ++digit) totals[digit] = integers(0);
         for (int64_t k = group * in_group; k < (group + 1) * in_group; k += lanes) {
@@ -289,9 +298,12 @@ struct RoundedRows {
         }
         int32_t* total = sums + row * digits * groups + group;
         for (int digit = 0; digit < digits; ++digit) total[digit * groups] = sum(totals[digit]);
-        if (call.weight->group)
-            offsets[row * groups + group] =
-                zero_of_all * (digits == 1 ? total[0] : total[0] * 128 + total[groups]);
+        if (!call.weight->group) return;
+        const int32_t joined = digits == 1 ? total[0] : total[0] * 128 + total[groups];
+        const int64_t place = group * count + row;
+        if (!call.weight->has_minima) offsets[place] = zero_of_all * joined;
+        else if (digits < 3) x_sums[place] = static_cast<float>(joined);
+        else x_sums[place] = static_cast<float>(joined) * 128.0f + static_cast<float>(total[2 * groups]);
     }
 };
 

@@ -67,7 +67,8 @@ class ProductUnit {
     template <typename Number, typename Weight, typename Sum>
     void narrow(const Lines<Number>& lines, int64_t line, int64_t tile, const Weight* weight,
                 int64_t num_tiles, Sum* sums) {
-        const int count = lines.together(line), depth_bytes = lines.depth * int{sizeof(Number)};
+        const int count = static_cast<int>(lines.together(line));
+        const int depth_bytes = lines.depth * int{sizeof(Number)};
         configure(count, count, depth_bytes);
         const Number* x = lines.at(line, tile);
         const int64_t x_step = int64_t{count} * lines.depth;
@@ -98,8 +99,9 @@ class ProductUnit {
     template <typename Number, typename Weight, typename Sum>
     void wide(const Lines<Number>& lines, int64_t line, int64_t tile, const Weight* weight,
               int64_t num_tiles, int half, bool adds, Sum* sums, Ahead& ahead) {
-        const int upper = lines.together(line);
-        const int lower = line + 16 < lines.count ? lines.together(line + 16) : 0;
+        const int upper = static_cast<int>(lines.together(line));
+        const int lower =
+            line + 16 < lines.count ? static_cast<int>(lines.together(line + 16)) : 0;
         const int depth_bytes = lines.depth * int{sizeof(Number)};
         configure(upper, lower ? lower : upper, depth_bytes);
         const Number* x0 = lines.at(line, tile);
