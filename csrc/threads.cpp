@@ -61,14 +61,17 @@ class Pool {
         }
         work_ = work;
         context_ = context;
-        working_.store(count_ - 1, std::memory_order_relaxed);
+        door_.fetch_and(~closed, std::memory_order_release);
         turn_.fetch_add(1, std::memory_order_seq_cst);
         if (sleeping_.load(std::memory_order_seq_cst) > 0) {
             std::lock_guard<std::mutex> lock(sleep_);
             wake_.notify_all();
         }
         take(0);
-        for (int spin = 0; working_.load(std::memory_order_acquire) > 0; ++spin) {
+        // Whoever has not come by now finds no task, and is not waited for: on a busy machine a thread
+        // may come milliseconds late.
+        door_.fetch_or(closed, std::memory_order_relaxed);
+        for (int spin = 0; door_.load(std::memory_order_acquire) != closed; ++spin) {
             if (spin < spins) pause();
             else std::this_thread::yield();
         }
@@ -131,10 +134,11 @@ class Pool {
     void loop(int index, uint64_t seen) {
         for (;;) {
             wait(seen);
-            ++seen;
+            seen = turn_.load(std::memory_order_seq_cst);
             if (stopping_) return;
-            take(index);
-            working_.fetch_sub(1, std::memory_order_release);
+            if (door_.load(std::memory_order_relaxed) & closed) continue;
+            if (!(door_.fetch_add(1, std::memory_order_acquire) & closed)) take(index);
+            door_.fetch_sub(1, std::memory_order_release);
         }
     }
 
@@ -158,7 +162,11 @@ class Pool {
     void (*work_)(void*, int64_t) = nullptr;
     void* context_ = nullptr;
     std::atomic<uint64_t> turn_{0};
-    std::atomic<int> working_{0}, sleeping_{0};
+    // How many workers are in, and whether more may come: work, context and shares change while it is
+    // closed and nobody is in.
+    static constexpr int closed = 1 << 30;
+    std::atomic<int> door_{closed};
+    std::atomic<int> sleeping_{0};
     std::atomic<bool> stopping_{false}, failed_{false};
     std::exception_ptr error_;  // of the turn, where it failed
 };
