@@ -184,21 +184,28 @@ def test_routing(rows: int, kind: str) -> None:
     choice = grouped.choose(logits.to(DEVICE), Router(routing, logits[0], None, moved), 16)
     truth, weights = reference_choose(logits[0] + logits[1], routing, correction)
     assert_close(choice.weights.cpu(), weights)
+    assert choice.experts.tolist() == truth.tolist()
+    assert (choice.order is None) == (rows == 1)
+    if choice.order is None:
+        return
     expected = truth.flatten().argsort(stable=True)
-    assert choice.pairs.tolist() == expected.tolist()
+    assert choice.order.pairs.tolist() == expected.tolist()
     counts = truth.flatten().bincount(minlength=experts)
-    assert choice.starts.tolist() == [0, *counts.cumsum(0).tolist()]
-    assert choice.ends.tolist() == ((counts + 15) // 16).cumsum(0).tolist()
-    assert choice.slots >= choice.ends[-1]
+    assert choice.order.starts.tolist() == [0, *counts.cumsum(0).tolist()]
+    assert choice.order.ends.tolist() == ((counts + 15) // 16).cumsum(0).tolist()
+    assert choice.slots >= choice.order.ends[-1]
 
 
 def test_numbers_that_are_none_leave_no_memory() -> None:
     routing = ROUTINGS["normalised"]
-    logits = randn(1, 3, routing.num_experts)
+    logits = randn(1, 9, routing.num_experts)
     logits[0, 0] = torch.nan
     logits[0, 1, 3] = -torch.inf
     choice = grouped.choose(logits.to(DEVICE), Router(routing, logits[0]), 16)
-    assert sorted(choice.pairs.tolist()) == list(range(3 * routing.num_chosen))
+    for own in choice.experts.tolist():
+        assert sorted(own) == list(range(routing.num_chosen))
+    assert choice.order is not None
+    assert sorted(choice.order.pairs.tolist()) == list(range(9 * routing.num_chosen))
 
 
 # the half

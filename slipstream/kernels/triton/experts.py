@@ -5,11 +5,12 @@ import triton
 from torch import Tensor
 
 from slipstream.kernels.formats.dense import DenseMatrix
-from slipstream.kernels.table import Addend, ExpertsParts, SharedExpert
+from slipstream.kernels.table import Addend, ExpertsParts, JoiningAddend, SharedExpert
 from slipstream.kernels.triton import grouped, launch, matmul
 from slipstream.kernels.triton.linear import FEW_ROWS, Linears
 from slipstream.kernels.triton.norm import Rows, normed_rows, round_rows
 from slipstream.kernels.triton.operands import Operand, operand
+from slipstream.kernels.triton.router import normed_logits
 from slipstream.kernels.triton.routing_kernels import sum_kernel
 
 
@@ -22,17 +23,22 @@ class Experts:
     def __call__(
         self, addend: Addend, residual: Tensor | None, parts: ExpertsParts
     ) -> tuple[Tensor, Tensor]:
-        rows, total = normed_rows(addend, residual, parts.norm)
+        router, routing = parts.router, parts.router.routing
+        values = addend.values if isinstance(addend, JoiningAddend) else addend
+        few = values.shape[-2] <= FEW_ROWS or self._linears.invariant
+        if few and parts.norm.bias is None:
+            rows, total, logits = normed_logits(addend, residual, parts.norm, router)
+        else:
+            rows, total = normed_rows(addend, residual, parts.norm)
+            matrix = DenseMatrix(router.weight)
+            logits = matmul.addends(rows, matrix, router.bias, torch.float32)
         x = rows.values
         if not x.numel():
             return torch.zeros_like(total), total
-        routing = parts.router.routing
         gate_up, down = operand(parts.gate_up), operand(parts.down)
         mean = len(x) * routing.num_chosen / routing.num_experts
         tile = grouped.tile_rows(len(x), mean, gate_up, down)
-        router = DenseMatrix(parts.router.weight)
-        logits = matmul.addends(rows, router, parts.router.bias, torch.float32)
-        choice = grouped.choose(logits, parts.router, tile)
+        choice = grouped.choose(logits, router, tile)
         active = grouped.multiply(
             _rows(x, gate_up), gate_up, parts.gate_up_bias, choice, x.dtype,
             routing.num_experts, gated=parts.activation, clamp=parts.clamp,
@@ -40,7 +46,7 @@ class Experts:
         outputs = grouped.multiply(
             _rows(active, down), down, parts.down_bias, choice, torch.float32,
             routing.num_experts, scatters=True,
-            splitting=len(x) <= FEW_ROWS or self._linears.invariant,
+            splitting=few,
         )  # fmt: skip
         if parts.shared is None:
             return outputs, total  # what norms the stream next adds them up

@@ -30,13 +30,14 @@ from slipstream.kernels.triton.grouped_kernels import FLOAT8_BLOCKS, PLAIN, grou
 from slipstream.kernels.triton.launch import empty_rows
 from slipstream.kernels.triton.matmul import is_hopper
 from slipstream.kernels.triton.norm import Rows
-from slipstream.kernels.triton.operands import FRAGMENTS, Choice, Operand
+from slipstream.kernels.triton.operands import FRAGMENTS, Choice, Operand, Order
 from slipstream.kernels.triton.routing_kernels import (
     CHOSEN_SOFTMAX,
     SIGMOID,
     SOFTMAX,
+    choose_kernel,
     place_kernel,
-    route_kernel,
+    rank_kernel,
     sort_kernel,
 )
 
@@ -139,8 +140,9 @@ def stream_multiply(
         x_tiles = TensorDescriptor(x, list(x.shape), list(x.stride()), tile, HALVES.value)
     grouped_stream_kernel[(tiles, slots, splits)](
         x, x_tiles, described, weight.scales, weight.row_scales, bias,
-        *((choice.pairs, choice.starts, choice.ends) if choice else (None, None, None)),
-        choice.weights if choice is not None and scatters else None, out, x.stride(0), len(x),
+        *(choice.tensors if choice else [None] * 4),
+        choice.weights if choice is not None and scatters else None, out, x.stride(0),
+        len(choice.weights) if choice else len(x),
         width, depth, part, size, pitch, parts.lift * 0x10001, parts.lift_back, experts=experts,
         block=triton.next_power_of_2(experts), chosen=choice.weights.shape[1] if choice else 1,
         gathers=choice is not None and not scatters, coding=parts.coding, columns=columns,
@@ -173,6 +175,7 @@ def _stream_tiles(count: int, columns: int, words: int, programs: float) -> tupl
 
 
 FEW_ROWS = 64
+UNSORTED_ROWS = 8  # at most as many as the smallest tile has
 _KINDS = {
     Scores.SOFTMAX: SOFTMAX.value,
     Scores.CHOSEN_SOFTMAX: CHOSEN_SOFTMAX.value,
@@ -184,26 +187,36 @@ def choose(logits: Tensor, router: Router, tile: int) -> Choice:
     """logits [parts, T, E] float32, whose sum is meant."""
     parts, rows, experts = logits.shape
     routing, device = router.routing, logits.device
-    chosen = routing.num_chosen
-    numbers = torch.empty(3, rows, chosen, dtype=torch.int32, device=device)
-    choices, ranks, pairs = numbers
+    chosen, block = routing.num_chosen, triton.next_power_of_2(experts)
+    choices = torch.empty(rows, chosen, dtype=torch.int32, device=device)
     weights = torch.empty(rows, chosen, dtype=torch.float32, device=device)
+    choose_kernel[(rows,)](
+        logits, router.correction, router.gains, choices, weights, logits.stride(0), parts=parts,
+        experts=experts, chosen=chosen, kind=_KINDS[routing.scores],
+        normalised=routing.normalised, scale=routing.scale, groups=routing.num_groups,
+        kept=routing.kept_groups, block=block, num_warps=min(8, max(1, block // 32)),
+        **launch.options(device),
+    )  # fmt: skip
+    slots = min(rows * chosen, experts + rows * chosen // tile)
+    if rows <= UNSORTED_ROWS:
+        return Choice(weights, choices, None, tile, rows * chosen)
+    return Choice(weights, choices, _order(choices, experts, tile), tile, slots)
+
+
+def _order(choices: Tensor, experts: int, tile: int) -> Order:
+    (rows, chosen), device = choices.shape, choices.device
+    ranks, pairs = torch.empty(2, rows, chosen, dtype=torch.int32, device=device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=device)
     ends = torch.empty(experts, dtype=torch.int32, device=device)
-    slots = min(rows * chosen, experts + rows * chosen // tile)
     programs = triton.cdiv(rows, FEW_ROWS)
-    shape = {
-        "experts": experts, "chosen": chosen, "span": FEW_ROWS,
-    }  # fmt: skip
     counts = None
     if programs > 1:
         counts = torch.empty(programs, experts, dtype=torch.int32, device=device)
     options, block = launch.options(device), triton.next_power_of_2(experts)
-    route_kernel[(programs,)](
-        logits, router.correction, router.gains, choices, weights, ranks, counts, starts, ends,
-        pairs, logits.stride(0), rows, parts=parts, kind=_KINDS[routing.scores],
-        normalised=routing.normalised, scale=routing.scale, groups=routing.num_groups,
-        kept=routing.kept_groups, block=block, tile=tile, num_warps=16, **shape, **options,
+    shape = {"experts": experts, "chosen": chosen, "span": FEW_ROWS}
+    rank_kernel[(programs,)](
+        choices, ranks, counts, starts, ends, pairs, rows, block=block, tile=tile, num_warps=16,
+        **shape, **options,
     )  # fmt: skip
     if counts is not None:
         sort_kernel[(1,)](
@@ -213,7 +226,7 @@ def choose(logits: Tensor, router: Router, tile: int) -> Choice:
         place_kernel[(programs,)](
             choices, ranks, starts, counts, pairs, rows, num_warps=4, **shape, **options
         )
-    return Choice(weights, pairs.view(-1), starts, ends, tile, slots)
+    return Order(pairs.view(-1), starts, ends)
 
 
 def tile_rows(rows: int, mean: float, *weights: Operand) -> int:
@@ -241,7 +254,7 @@ def multiply(
     """The rows' pairs, or without a choice the rows, times the matrices of their experts.
 
     Args:
-        x: [T, K]; where it `scatters`, [T k, K] in the order of `choice.pairs`.
+        x: [T, K]; where it `scatters`, [T k, K] in the order of what was gathered.
         weight: [experts * N, K].
         bias: [experts * N].
         gated: the rows of an expert's matrix are gates, which go through this activation, and then
@@ -260,8 +273,8 @@ def multiply(
         pairs, chosen, tile = rows, 1, tile_rows(rows, rows, weight)
         slots = triton.cdiv(rows, tile)
     else:
-        pairs, chosen, tile = len(choice.pairs), choice.weights.shape[1], choice.tile
-        slots = choice.slots
+        pairs, chosen = choice.weights.numel(), choice.weights.shape[1]
+        tile, slots = choice.tile, choice.slots
     splits, part = 1, depth
     if splitting and weight.form == FRAGMENTS:
         splits, part = splits_of(width, depth)
@@ -295,13 +308,13 @@ def multiply(
     grid = (triton.cdiv(width, block_n if gated is None else block_n // 2), slots)
     grouped_kernel[grid](
         x.values, x.scales, weight.values, weight.scales, weight.zeros, weight.row_scales, bias,
-        *((choice.pairs, choice.starts, choice.ends) if choice else (None, None, None)),
-        choice.weights if choice is not None and scatters else None, out, x.values.stride(0), rows,
-        width, depth=depth, experts=experts, block=triton.next_power_of_2(experts), chosen=chosen,
-        gathers=not scatters, form=weight.form, block_rows=weight.block_rows,
-        block_columns=weight.block_columns, gated=GATES[gated],
-        limit=clamp.limit if clamp else None, alpha=clamp.alpha if clamp else None,
-        block_m=tile, block_n=block_n, block_k=block_k,
+        *(choice.tensors if choice else [None] * 4),
+        choice.weights if choice is not None and scatters else None, out, x.values.stride(0),
+        len(choice.weights) if choice else rows, width, depth=depth, experts=experts,
+        block=triton.next_power_of_2(experts), chosen=chosen, gathers=not scatters,
+        form=weight.form, block_rows=weight.block_rows, block_columns=weight.block_columns,
+        gated=GATES[gated], limit=clamp.limit if clamp else None,
+        alpha=clamp.alpha if clamp else None, block_m=tile, block_n=block_n, block_k=block_k,
         stages=stages, num_warps=warps, num_stages=stages, **launch.options(device),
     )  # fmt: skip
     return result

@@ -46,6 +46,24 @@ def expert_tile(starts, ends, slot, experts: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
+def expert_pairs(choices, slot, line, rows, experts: tl.constexpr, chosen: tl.constexpr):
+    """(expert of a pair, the pair of it of each `line`, whether there is one).
+
+    Where an earlier pair has the expert, it is `experts`: that one's tile has them all.
+    """
+    many: tl.constexpr = triton.next_power_of_2(chosen)
+    place = tl.arange(0, many)
+    pair = line[:, None] * chosen + place[None, :]
+    there = (line < rows)[:, None] & (place < chosen)[None, :]
+    expert = tl.load(choices + slot)
+    own = tl.load(choices + pair, mask=there, other=experts) == expert
+    first = tl.min(tl.min(tl.where(own, pair, 2147483647), axis=1), axis=0)
+    at = line * chosen + tl.sum(tl.where(own, place[None, :], 0), axis=1)
+    valid = tl.max(own.to(tl.int32), axis=1) > 0
+    return tl.where(first < slot, experts, expert), at, valid
+
+
+@triton.jit
 def _e2m1(codes):
     """Four bits as float32: exponent and mantissa to their places, then the bias made good."""
     bits = ((codes & 7) << 22) | ((codes & 8) << 28)
@@ -164,8 +182,8 @@ def _finished(
 
 @triton.jit(do_not_specialize=["rows"])
 def grouped_kernel(
-    x, x_scales, values, scales, zeros, row_scales, bias, pairs, starts, ends, factors, out,
-    row_stride, rows, width, depth: tl.constexpr, experts: tl.constexpr, block: tl.constexpr,
+    x, x_scales, values, scales, zeros, row_scales, bias, choices, pairs, starts, ends, factors,
+    out, row_stride, rows, width, depth: tl.constexpr, experts: tl.constexpr, block: tl.constexpr,
     chosen: tl.constexpr, gathers: tl.constexpr, form: tl.constexpr, block_rows: tl.constexpr,
     block_columns: tl.constexpr, gated: tl.constexpr, limit: tl.constexpr, alpha: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr,
@@ -174,27 +192,33 @@ def grouped_kernel(
     """Programs (tile of n, tile of rows). values [experts * width, depth], twice as many rows where
     `gated`; row_scales [as many rows] float32, bias likewise.
 
-    Pairs lie sorted by expert. Where it `gathers`, a pair's row of x is pair // chosen, and its row
-    of `out` its place in that order; otherwise its row of x is its place, and its row of `out` the
-    pair, which is multiplied by its factor. Without `pairs` there is one expert, and rows of x and
-    `out` are the same.
+    Pairs lie sorted by expert, or with `choices` as they are, and a tile is of a pair. Where it
+    `gathers`, a pair's row of x is pair // chosen, and its row of `out` its place in that order;
+    otherwise its row of x is its place, and its row of `out` the pair, which is multiplied by its
+    factor. Without `pairs` and `choices` there is one expert, and rows of x and `out` are the same.
     """
     launch_dependents(pdl)
     tile = tl.program_id(0)
     row = weight_rows(tile, width, block_n, gated)
     wait_for_inputs(pdl)
-    if pairs is not None:
-        expert, first, part, end = expert_tile(starts, ends, tl.program_id(1), experts, block)
-        if expert == experts:
-            return
-        row += expert.to(tl.int64) * width * (2 if gated else 1)
-    else:
-        first, part, end = 0, tl.program_id(1), rows
-    place = first + part * block_m + tl.arange(0, block_m)
-    valid = place < end
-    pair = place
-    if pairs is not None:
+    slot, line = tl.program_id(1), tl.arange(0, block_m)
+    expert = 0
+    if choices is not None:
+        expert, pair, valid = expert_pairs(choices, slot, line, rows, experts, chosen)
+        place = pair
+    elif pairs is not None:
+        expert, first, part, end = expert_tile(starts, ends, slot, experts, block)
+        place = first + part * block_m + line
+        valid = place < end
         pair = tl.load(pairs + place, mask=valid, other=0)
+    else:
+        place = slot * block_m + line
+        valid = place < rows
+        pair = place
+    if expert == experts:
+        return
+    if experts > 1:
+        row += tl.cast(expert, tl.int64) * width * (2 if gated else 1)
     source = pair // chosen if gathers else place
     column = tl.arange(0, block_k)
     x_at = x + source.to(tl.int64)[:, None] * row_stride

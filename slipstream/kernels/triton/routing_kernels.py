@@ -1,7 +1,8 @@
 """How rows choose their experts, and which rows each expert then has, all on the device.
 
-Rows are taken `ROWS` at a time, whatever their number, so that sums over experts have one order.
-A pair is a row and the place of one of its experts in the order of choice: row * chosen + place.
+Every row has a program to choose in, whatever their number, so that sums over experts have one
+order. A pair is a row and the place of one of its experts in the order of choice: row * chosen +
+place.
 """
 
 import triton
@@ -9,7 +10,7 @@ import triton.language as tl
 
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
-ROWS = tl.constexpr(16)
+ROWS = tl.constexpr(16)  # that are sorted at once
 _LOWEST = tl.constexpr(-3.0e38)  # above what can no longer be chosen
 SOFTMAX, CHOSEN_SOFTMAX, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -57,11 +58,19 @@ def _scores(logits, inside, kind: tl.constexpr):
 
 
 @triton.jit
+def _places(preferred, expert):
+    """[E]: how many come before each, all at once; of equals the lower index comes first."""
+    own, other = preferred[None, :], preferred[:, None]
+    before = (other > own) | ((other == own) & (expert[:, None] < expert[None, :]))
+    return tl.sum(before.to(tl.int32), axis=0)
+
+
+@triton.jit
 def _choose(
     logits, expert, correction, experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr,
     normalised: tl.constexpr, scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr,
 ):  # fmt: skip
-    """logits [R, E] -> (place of each expert in the order of choice or `chosen`, its weight)."""
+    """logits [1, E] -> (place of each expert in the order of preference, weight if chosen)."""
     inside = (expert < experts)[None, :]
     scores = _scores(logits, inside, kind)
     preferred = scores
@@ -72,12 +81,7 @@ def _choose(
     preferred = tl.where(inside, preferred, float("-inf"))
     if groups > 1:
         preferred = _within_groups(preferred, expert, experts, groups, kept)
-    place = tl.full(logits.shape, chosen, tl.int32)
-    for each in tl.static_range(chosen):
-        first = _first_of_largest(preferred, expert, experts - 1)
-        own = expert[None, :] == first[:, None]
-        place = tl.where(own, each, place)
-        preferred = tl.where(own, float("-inf"), preferred)
+    place = tl.expand_dims(_places(tl.reshape(preferred, expert.shape), expert), 0)
     taken = place < chosen
     weights = scores
     if kind == CHOSEN_SOFTMAX:
@@ -122,20 +126,49 @@ def _place_pairs(
     tl.store(pairs + at, pair, mask=valid)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def route_kernel(
-    logits, correction, gains, choices, weights, ranks, counts, starts, ends, pairs, part_stride,
-    rows,
-    parts: tl.constexpr, experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr,
-    normalised: tl.constexpr, scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr,
-    block: tl.constexpr, span: tl.constexpr, tile: tl.constexpr, pdl: tl.constexpr,
+@triton.jit
+def choose_kernel(
+    logits, correction, gains, choices, weights, part_stride, parts: tl.constexpr,
+    experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr, normalised: tl.constexpr,
+    scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr, block: tl.constexpr,
+    pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs of `span` rows each. logits [parts, rows, experts] float32, to be added up.
+    """A program for each row. logits [parts, rows, experts] float32, to be added up.
 
-    Writes of every pair its expert to `choices`, its weight to `weights`, and to `ranks` how many
-    pairs of the program's rows before it have its expert. A program that has all rows also sorts
-    the pairs by expert (`pairs`, `starts` [experts + 1], `ends`: see `_tile_ends`); otherwise it
-    leaves `counts` [programs, experts] to `sort_kernel` and `place_kernel`.
+    Writes of every pair its expert to `choices` and its weight to `weights`.
+    """
+    launch_dependents(pdl)
+    row = tl.program_id(0)
+    expert = tl.arange(0, block)
+    inside = (expert < experts)[None, :]
+    wait_for_inputs(pdl)
+    at = logits + row * experts + expert[None, :]
+    values = tl.load(at, mask=inside, other=0.0)
+    for part in tl.static_range(1, parts):
+        values += tl.load(at + part * part_stride, mask=inside, other=0.0)
+    place, weight = _choose(
+        values, expert, correction, experts, chosen, kind, normalised, scale, groups, kept
+    )
+    if gains is not None:
+        weight *= tl.load(gains + expert, mask=expert < experts, other=0.0)[None, :]
+    own = inside & (place < chosen)
+    pair = row * chosen + place
+    tl.store(choices + pair, expert[None, :], mask=own)
+    tl.store(weights + pair, weight, mask=own)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rank_kernel(
+    choices, ranks, counts, starts, ends, pairs, rows, experts: tl.constexpr,
+    chosen: tl.constexpr, block: tl.constexpr, span: tl.constexpr, tile: tl.constexpr,
+    pdl: tl.constexpr,
+):  # fmt: skip
+    """Programs of `span` rows each, behind `choose_kernel`.
+
+    Writes to `ranks` how many pairs of the program's rows before a pair have its expert. A program
+    that has all rows also sorts the pairs by expert (`pairs`, `starts` [experts + 1], `ends`: see
+    `_tile_ends`); otherwise it leaves `counts` [programs, experts] to `sort_kernel` and
+    `place_kernel`.
     """
     launch_dependents(pdl)
     expert = tl.arange(0, block)
@@ -144,22 +177,14 @@ def route_kernel(
     wait_for_inputs(pdl)
     for begin in range(first, tl.minimum(first + span, rows), ROWS):
         line = begin + tl.arange(0, ROWS)
-        inside = (line < rows)[:, None] & (expert < experts)[None, :]
-        at = line[:, None] * experts + expert[None, :]
-        values = tl.load(logits + at, mask=inside, other=0.0)
-        for part in tl.static_range(1, parts):
-            values += tl.load(logits + part * part_stride + at, mask=inside, other=0.0)
-        place, weight = _choose(
-            values, expert, correction, experts, chosen, kind, normalised, scale, groups, kept
-        )
-        if gains is not None:
-            weight *= tl.load(gains + expert, mask=expert < experts, other=0.0)[None, :]
-        own = inside & (place < chosen)
-        pair = line[:, None] * chosen + place
+        place = tl.full((ROWS, block), chosen, tl.int32)
+        for each in tl.static_range(chosen):
+            own = tl.load(choices + line * chosen + each, mask=line < rows, other=experts)
+            place = tl.where(expert[None, :] == own[:, None], each, place)
+        own = (line < rows)[:, None] & (expert < experts)[None, :] & (place < chosen)
         taken = own.to(tl.int32)
-        tl.store(choices + pair, expert[None, :] + tl.zeros_like(place), mask=own)
-        tl.store(weights + pair, weight, mask=own)
-        tl.store(ranks + pair, seen[None, :] + tl.cumsum(taken, 0) - taken, mask=own)
+        rank = seen[None, :] + tl.cumsum(taken, 0) - taken
+        tl.store(ranks + line[:, None] * chosen + place, rank, mask=own)
         seen += tl.sum(taken, axis=0)
     if counts is not None:
         tl.store(counts + tl.program_id(0) * experts + expert, seen, mask=expert < experts)
@@ -195,7 +220,7 @@ def place_kernel(
     choices, ranks, starts, counts, pairs, rows, experts: tl.constexpr, chosen: tl.constexpr,
     span: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs of `span` rows each, as in `route_kernel`, behind `sort_kernel`."""
+    """Programs of `span` rows each, as in `rank_kernel`, behind `sort_kernel`."""
     launch_dependents(pdl)
     first = tl.program_id(0) * span
     wait_for_inputs(pdl)
