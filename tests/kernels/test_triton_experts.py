@@ -118,6 +118,15 @@ def mixture(
     )
 
 
+def joining(width: int, inner: int, routing: str, gate: bool = True) -> ExpertsParts:
+    """With a shared expert like the others."""
+    parts = mixture(width, inner, HALF, routing=routing, biased=False, shared=inner)
+    shared = parts.shared
+    assert shared is not None
+    down, own = (shared.down[0], None), shared.gate if gate else None
+    return replace(parts, shared=replace(shared, down=down, gate=own))
+
+
 def on_device(parts: ExpertsParts) -> ExpertsParts:
     def moved(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(DEVICE)
@@ -238,6 +247,17 @@ def test_kinds(routing: str) -> None:
     assert_like_the_reference(parts, 5, torch.float32)
 
 
+@pytest.mark.parametrize("gate", [True, False])
+def test_a_shared_expert_like_the_others(gate: bool) -> None:
+    """It is one of their products where rows are few."""
+    parts = joining(64, 32, "sigmoid", gate)
+    for rows in (1, 3, 11, *([8, 9, 40, 64, 300] if ON_GPU else [])):
+        assert_like_the_reference(parts, rows, HALF)
+    own = on_device(parts)
+    x = randn(1, 64, dtype=HALF).to(DEVICE)
+    assert len(TRITON.experts(x, None, own)[0]) == 3 + 1
+
+
 @pytest.mark.parametrize("form", ["plain", "mxfp4"])
 def test_gains_and_gates_of_gelu(form: str) -> None:
     """As Gemma 4's; a shared expert's gate stays SiLU's."""
@@ -257,10 +277,13 @@ def test_no_rows() -> None:
     assert out.shape[-2:] == total.shape == (0, 40)
 
 
-@pytest.mark.parametrize("form", IN_GROUPS_OF_32)
+@pytest.mark.parametrize("form", [*IN_GROUPS_OF_32, "joining"])
 def test_rows_do_not_depend_on_their_number(form: str) -> None:
     width, inner = (2880, 2880) if ON_GPU and form == "mxfp4" else (128, 64 if ON_GPU else 32)
-    parts = on_device(mixture(width, inner, HALF, form, shared=32))
+    if form == "joining":
+        parts = on_device(joining(width, inner, "groups"))
+    else:
+        parts = on_device(mixture(width, inner, HALF, form, shared=32))
     x = randn(100 if ON_GPU else 8, width, dtype=HALF).to(DEVICE)
     together, _ = TRITON_INVARIANT.experts(x, None, parts)
     for column in (TRITON, TRITON_INVARIANT):

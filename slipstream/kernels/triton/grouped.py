@@ -33,8 +33,11 @@ from slipstream.kernels.triton.norm import Rows
 from slipstream.kernels.triton.operands import FRAGMENTS, Choice, Operand, Order
 from slipstream.kernels.triton.routing_kernels import (
     CHOSEN_SOFTMAX,
+    NOT_SHARED,
+    SHARED,
     SIGMOID,
     SOFTMAX,
+    WEIGHED,
     choose_kernel,
     place_kernel,
     rank_kernel,
@@ -183,23 +186,26 @@ _KINDS = {
 }
 
 
-def choose(logits: Tensor, router: Router, tile: int) -> Choice:
-    """logits [parts, T, E] float32, whose sum is meant."""
-    parts, rows, experts = logits.shape
+def choose(logits: Tensor, router: Router, tile: int, shared: bool = False) -> Choice:
+    """logits [parts, T, E] float32, whose sum is meant, or one more of a `shared` expert's gate."""
+    parts, rows, width = logits.shape
     routing, device = router.routing, logits.device
-    chosen, block = routing.num_chosen, triton.next_power_of_2(experts)
-    choices = torch.empty(rows, chosen, dtype=torch.int32, device=device)
-    weights = torch.empty(rows, chosen, dtype=torch.float32, device=device)
+    experts, places = routing.num_experts, routing.num_chosen + shared
+    block = triton.next_power_of_2(experts)
+    choices = torch.empty(rows, places, dtype=torch.int32, device=device)
+    weights = torch.empty(rows, places, dtype=torch.float32, device=device)
+    beside = NOT_SHARED if not shared else WEIGHED if width > experts else SHARED
     choose_kernel[(rows,)](
         logits, router.correction, router.gains, choices, weights, logits.stride(0), parts=parts,
-        experts=experts, chosen=chosen, kind=_KINDS[routing.scores],
+        experts=experts, chosen=routing.num_chosen, kind=_KINDS[routing.scores],
         normalised=routing.normalised, scale=routing.scale, groups=routing.num_groups,
-        kept=routing.kept_groups, block=block, num_warps=min(8, max(1, block // 32)),
-        **launch.options(device),
+        kept=routing.kept_groups, shared=beside.value, block=block,
+        num_warps=min(8, max(1, block // 32)), **launch.options(device),
     )  # fmt: skip
-    slots = min(rows * chosen, experts + rows * chosen // tile)
     if rows <= UNSORTED_ROWS:
-        return Choice(weights, choices, None, tile, rows * chosen)
+        return Choice(weights, choices, None, tile, rows * places)
+    experts += shared
+    slots = min(rows * places, experts + rows * places // tile)
     return Choice(weights, choices, _order(choices, experts, tile), tile, slots)
 
 
@@ -250,6 +256,7 @@ def multiply(
     clamp: ClampedGate | None = None,
     scatters: bool = False,
     splitting: bool = False,
+    shared: Operand | None = None,
 ) -> Tensor:
     """The rows' pairs, or without a choice the rows, times the matrices of their experts.
 
@@ -261,6 +268,7 @@ def multiply(
             what they multiply.
         scatters: what comes out is weighted, and left to be added up row by row.
         splitting: sums of fragments may be left to be added up.
+        shared: one more expert, alike, which lies elsewhere.
 
     Returns:
         [T k, N], or [T, N] without a choice; N / 2 where `gated`. Where it `scatters` or the sum is
@@ -303,12 +311,13 @@ def multiply(
                 scatters, part,
             )  # fmt: skip
         return result
+    experts += shared is not None
     block_n, block_k, warps = _tiles(weight, x.values.dtype, tile)
     stages = 2 if x.values.dtype == torch.float32 else 4  # that shared memory holds
     grid = (triton.cdiv(width, block_n if gated is None else block_n // 2), slots)
     grouped_kernel[grid](
         x.values, x.scales, weight.values, weight.scales, weight.zeros, weight.row_scales, bias,
-        *(choice.tensors if choice else [None] * 4),
+        shared and shared.values, *(choice.tensors if choice else [None] * 4),
         choice.weights if choice is not None and scatters else None, out, x.values.stride(0),
         len(choice.weights) if choice else rows, width, depth=depth, experts=experts,
         block=triton.next_power_of_2(experts), chosen=chosen, gathers=not scatters,
@@ -318,6 +327,16 @@ def multiply(
         stages=stages, num_warps=warps, num_stages=stages, **launch.options(device),
     )  # fmt: skip
     return result
+
+
+def could_join(stacked: Operand, one: Operand, experts: int) -> bool:
+    """Whether `one` could be another of the stacked matrices."""
+    return (
+        stacked.form == one.form == PLAIN.value
+        and stacked.shape == (one.shape[0] * experts, one.shape[1])
+        and stacked.values.dtype == one.values.dtype
+        and stacked.row_scales is one.row_scales is None
+    )
 
 
 def _tiles(weight: Operand, dtype: torch.dtype, tile: int) -> tuple[int, int, int]:

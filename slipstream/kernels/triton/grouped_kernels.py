@@ -182,15 +182,15 @@ def _finished(
 
 @triton.jit(do_not_specialize=["rows"])
 def grouped_kernel(
-    x, x_scales, values, scales, zeros, row_scales, bias, choices, pairs, starts, ends, factors,
-    out, row_stride, rows, width, depth: tl.constexpr, experts: tl.constexpr, block: tl.constexpr,
-    chosen: tl.constexpr, gathers: tl.constexpr, form: tl.constexpr, block_rows: tl.constexpr,
-    block_columns: tl.constexpr, gated: tl.constexpr, limit: tl.constexpr, alpha: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr,
-    pdl: tl.constexpr,
+    x, x_scales, values, scales, zeros, row_scales, bias, shared, choices, pairs, starts, ends,
+    factors, out, row_stride, rows, width, depth: tl.constexpr, experts: tl.constexpr,
+    block: tl.constexpr, chosen: tl.constexpr, gathers: tl.constexpr, form: tl.constexpr,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, gated: tl.constexpr,
+    limit: tl.constexpr, alpha: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
+    block_k: tl.constexpr, stages: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile of n, tile of rows). values [experts * width, depth], twice as many rows where
-    `gated`; row_scales [as many rows] float32, bias likewise.
+    `gated`; row_scales [as many rows] float32, bias likewise. A `shared` expert is the last one.
 
     Pairs lie sorted by expert, or with `choices` as they are, and a tile is of a pair. Where it
     `gathers`, a pair's row of x is pair // chosen, and its row of `out` its place in that order;
@@ -218,6 +218,9 @@ def grouped_kernel(
     if expert == experts:
         return
     if experts > 1:
+        if shared is not None:
+            values = tl.where(expert == experts - 1, shared, values)
+            expert = tl.where(expert == experts - 1, 0, expert)
         row += tl.cast(expert, tl.int64) * width * (2 if gated else 1)
     source = pair // chosen if gathers else place
     column = tl.arange(0, block_k)

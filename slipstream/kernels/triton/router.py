@@ -1,4 +1,4 @@
-"""A norm and the router's product behind it, in one kernel.
+"""A norm and the router's product behind it, in one kernel, with the gate of a shared expert.
 
 Every program norms its row anew, which is less than a kernel of its own takes to start, and has its
 experts' rows in registers before the stream is there. A sum over k depends on the width alone.
@@ -20,12 +20,12 @@ EXPERTS = 8  # of a program
 
 @triton.jit
 def router_kernel(
-    addend, behind, behind_eps, residual, factor, weight, eps, out, total, router, bias, logits,
-    part_stride, row_stride, width, parts: tl.constexpr, experts: tl.constexpr, own: tl.constexpr,
-    block: tl.constexpr, pdl: tl.constexpr,
+    addend, behind, behind_eps, residual, factor, weight, eps, out, total, router, gate, bias,
+    logits, part_stride, row_stride, width, parts: tl.constexpr, experts: tl.constexpr,
+    own: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (`own` experts, row); arguments as of `_norm_kernel`. router [experts, width];
-    writes logits [rows, experts] float32."""
+    """Programs (`own` experts, row); arguments as of `_norm_kernel`. router [experts, width], and
+    gate [1, width] as one more; writes logits [rows, experts, or one more] float32."""
     launch_dependents(pdl)
     expert = tl.program_id(0) * own + tl.arange(0, own)
     row = tl.program_id(1).to(tl.int64)
@@ -33,6 +33,10 @@ def router_kernel(
     inside = column < width
     there = (expert < experts)[:, None] & inside[None, :]
     matrix = tl.load(router + expert[:, None] * width + column[None, :], mask=there, other=0.0)
+    pitch: tl.constexpr = experts if gate is None else experts + 1
+    if gate is not None:
+        there = (expert == experts)[:, None] & inside[None, :]
+        matrix += tl.load(gate + column[None, :] + 0 * expert[:, None], mask=there, other=0.0)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     behind_gain = None
     if behind is not None:
@@ -52,27 +56,35 @@ def router_kernel(
     normed = normed_row(value, gain, width, eps).to(weight.dtype.element_ty)
     tl.store(out + place, normed, mask=writes)
     sums += tl.sum(matrix.to(tl.float32) * normed.to(tl.float32)[None, :], axis=1)
-    tl.store(logits + row * experts + expert, sums, mask=expert < experts)
+    tl.store(logits + row * pitch + expert, sums, mask=expert < pitch)
 
 
 def normed_logits(
-    addend: Addend, residual: Tensor | None, norm: Norm, router: Router
+    addend: Addend,
+    residual: Tensor | None,
+    norm: Norm,
+    router: Router,
+    gate: Tensor | None = None,
 ) -> tuple[Rows, Tensor, Tensor]:
-    """(the norm of residual + addend, residual + addend, logits of it [1, T, E] float32)."""
+    """(the norm of residual + addend, residual + addend, logits of it [1, T, E] float32).
+
+    With a gate [1, H] of a shared expert there is one more logit, its own.
+    """
     assert norm.bias is None
     joining = Joining.of(addend, residual, norm)
     values, behind, total = joining.values, joining.behind, joining.total
     (rows, width), experts, device = total.shape, len(router.weight), total.device
+    pitch = experts + (gate is not None)
     assert values.stride(-1) == 1
     assert router.weight.is_contiguous()
     out = empty_rows(rows, width, norm.weight.dtype, device)
-    logits = torch.empty(1, rows, experts, dtype=torch.float32, device=device)
+    logits = torch.empty(1, rows, pitch, dtype=torch.float32, device=device)
     parts, block = len(values) if values.ndim == 3 else 1, triton.next_power_of_2(width)
     if rows:
-        router_kernel[(triton.cdiv(experts, EXPERTS), rows)](
+        router_kernel[(triton.cdiv(pitch, EXPERTS), rows)](
             values, *weight_of(behind.norm), joining.residual, behind.factor, *weight_of(norm), out,
-            None if total is values else total, router.weight, router.bias, logits,
-            values.stride(0) if parts > 1 else 0, values.stride(-2), width, parts=parts,
+            None if total is values else total, router.weight, gate, router.bias,
+            logits, values.stride(0) if parts > 1 else 0, values.stride(-2), width, parts=parts,
             experts=experts, own=EXPERTS, block=block, num_warps=min(8, max(1, block // 256)),
             **launch.options(device),
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """How rows choose their experts, and which rows each expert then has, all on the device.
 
 Every row has a program to choose in, whatever their number, so that sums over experts have one
-order. A pair is a row and the place of one of its experts in the order of choice: row * chosen +
-place.
+order. A pair is a row and the place of one of its experts in the order of choice, behind which a
+shared expert stands, the last one of all: row * places + place.
 """
 
 import triton
@@ -12,6 +12,8 @@ from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
 ROWS = tl.constexpr(16)  # that are sorted at once
 _LOWEST = tl.constexpr(-3.0e38)  # above what can no longer be chosen
+# Whether all rows pass one more expert, and whether a logit behind the others weighs it.
+NOT_SHARED, SHARED, WEIGHED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SOFTMAX, CHOSEN_SOFTMAX, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -127,34 +129,50 @@ def _place_pairs(
 
 
 @triton.jit
+def _logits(at, inside, part_stride, parts: tl.constexpr):
+    """Those at `at`, added up."""
+    values = tl.load(at, mask=inside, other=0.0)
+    for part in tl.static_range(1, parts):
+        values += tl.load(at + part * part_stride, mask=inside, other=0.0)
+    return values
+
+
+@triton.jit
 def choose_kernel(
     logits, correction, gains, choices, weights, part_stride, parts: tl.constexpr,
     experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr, normalised: tl.constexpr,
-    scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr, block: tl.constexpr,
-    pdl: tl.constexpr,
+    scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr, shared: tl.constexpr,
+    block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row. logits [parts, rows, experts] float32, to be added up.
+    """A program for each row. logits [parts, rows, experts] float32, or one more where that weighs
+    a shared expert, to be added up.
 
     Writes of every pair its expert to `choices` and its weight to `weights`.
     """
     launch_dependents(pdl)
+    places: tl.constexpr = chosen if shared == NOT_SHARED else chosen + 1
     row = tl.program_id(0)
     expert = tl.arange(0, block)
     inside = (expert < experts)[None, :]
     wait_for_inputs(pdl)
-    at = logits + row * experts + expert[None, :]
-    values = tl.load(at, mask=inside, other=0.0)
-    for part in tl.static_range(1, parts):
-        values += tl.load(at + part * part_stride, mask=inside, other=0.0)
+    at = logits + row * (experts + 1 if shared == WEIGHED else experts)
+    values = _logits(at + expert[None, :], inside, part_stride, parts)
     place, weight = _choose(
         values, expert, correction, experts, chosen, kind, normalised, scale, groups, kept
     )
     if gains is not None:
         weight *= tl.load(gains + expert, mask=expert < experts, other=0.0)[None, :]
     own = inside & (place < chosen)
-    pair = row * chosen + place
+    pair = row * places + place
     tl.store(choices + pair, expert[None, :], mask=own)
     tl.store(weights + pair, weight, mask=own)
+    if shared != NOT_SHARED:
+        one = tl.arange(0, 1)
+        by = tl.full((1,), 1.0, tl.float32)
+        if shared == WEIGHED:
+            by /= 1.0 + tl.exp(-_logits(at + experts + one, one < 1, part_stride, parts))
+        tl.store(choices + row * places + chosen + one, one + experts)
+        tl.store(weights + row * places + chosen + one, by)
 
 
 @triton.jit(do_not_specialize=["rows"])
