@@ -312,8 +312,7 @@ def multiply(
             )  # fmt: skip
         return result
     experts += shared is not None
-    block_n, block_k, warps = _tiles(weight, x.values.dtype, tile)
-    stages = 2 if x.values.dtype == torch.float32 else 4  # that shared memory holds
+    block_n, block_k, warps, stages = _tiles(weight, x.values.dtype, tile)
     grid = (triton.cdiv(width, block_n if gated is None else block_n // 2), slots)
     grouped_kernel[grid](
         x.values, x.scales, weight.values, weight.scales, weight.zeros, weight.row_scales, bias,
@@ -339,12 +338,12 @@ def could_join(stacked: Operand, one: Operand, experts: int) -> bool:
     )
 
 
-def _tiles(weight: Operand, dtype: torch.dtype, tile: int) -> tuple[int, int, int]:
-    """(rows of weights, columns, warps) of a tile."""
+def _tiles(weight: Operand, dtype: torch.dtype, tile: int) -> tuple[int, int, int, int]:
+    """(rows of weights, columns, warps) of a tile, and how many of them shared memory holds."""
     if dtype == torch.float32:
-        return 64, 64, 4
+        return 64, 64, 4, 2
     if weight.form == FLOAT8_BLOCKS.value:
-        return 64, min(128, triton.next_power_of_2(weight.block_columns)), 4
+        return 64, min(128, triton.next_power_of_2(weight.block_columns)), 4, 4
     if weight.form == PLAIN.value:
-        return (128, 64, 8) if tile > 32 else (64, 128, 4)
-    return 64, 64, 4
+        return (128, 64, 8, 4) if tile > 32 else (64, 128, 4, 4)
+    return 64, 64, 4, 4
