@@ -23,7 +23,8 @@ from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.reference.experts import choose as reference_choose
 from slipstream.kernels.reference.experts import experts as reference_experts
 from slipstream.kernels.table import ExpertsParts, Norm, SharedExpert
-from slipstream.kernels.triton import TRITON, TRITON_INVARIANT, grouped
+from slipstream.kernels.triton import TRITON, TRITON_INVARIANT
+from slipstream.kernels.triton.choice import choose
 from slipstream.kernels.triton.fragments import (
     Fragments,
     from_int4,
@@ -190,7 +191,7 @@ def test_routing(rows: int, kind: str) -> None:
     if correction is not None:
         correction[0] = correction[1]
     moved = None if correction is None else correction.to(DEVICE)
-    choice = grouped.choose(logits.to(DEVICE), Router(routing, logits[0], None, moved), 16)
+    choice = choose(logits.to(DEVICE), Router(routing, logits[0], None, moved), 16)
     truth, weights = reference_choose(logits[0] + logits[1], routing, correction)
     assert_close(choice.weights.cpu(), weights)
     assert choice.experts.tolist() == truth.tolist()
@@ -210,7 +211,7 @@ def test_numbers_that_are_none_leave_no_memory() -> None:
     logits = randn(1, 9, routing.num_experts)
     logits[0, 0] = torch.nan
     logits[0, 1, 3] = -torch.inf
-    choice = grouped.choose(logits.to(DEVICE), Router(routing, logits[0]), 16)
+    choice = choose(logits.to(DEVICE), Router(routing, logits[0]), 16)
     for own in choice.experts.tolist():
         assert sorted(own) == list(range(routing.num_chosen))
     assert choice.order is not None

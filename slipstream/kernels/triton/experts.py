@@ -11,6 +11,7 @@ from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.norm import Activation
 from slipstream.kernels.table import Addend, ExpertsParts, JoiningAddend, SharedExpert
 from slipstream.kernels.triton import grouped, launch, matmul
+from slipstream.kernels.triton.choice import choose
 from slipstream.kernels.triton.linear import FEW_ROWS, Linears
 from slipstream.kernels.triton.norm import Rows, normed_rows, round_rows
 from slipstream.kernels.triton.operands import Operand, operand
@@ -45,7 +46,7 @@ class Experts:
         gate_up, down = operand(parts.gate_up), operand(parts.down)
         mean = len(x) * routing.num_chosen / routing.num_experts
         tile = grouped.tile_rows(len(x), mean, gate_up, down)
-        choice = grouped.choose(logits, router, tile, beside is not None)
+        choice = choose(logits, router, tile, beside is not None)
         active = grouped.multiply(
             _rows(x, gate_up), gate_up, parts.gate_up_bias, choice, x.dtype,
             routing.num_experts, gated=parts.activation, clamp=parts.clamp,

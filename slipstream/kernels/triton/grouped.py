@@ -1,5 +1,4 @@
-"""Sorts rows by expert, and launches the grouped products (`grouped_kernels.py`,
-`grouped_stream_kernels.py`)."""
+"""Launches the grouped products (`grouped_kernels.py`, `grouped_stream_kernels.py`)."""
 
 from functools import singledispatch
 from typing import Any
@@ -9,7 +8,7 @@ import triton
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
-from slipstream.kernels.experts import ClampedGate, Router, Scores
+from slipstream.kernels.experts import ClampedGate
 from slipstream.kernels.formats.int4 import Int4Matrix
 from slipstream.kernels.formats.int8 import Int8Matrix
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
@@ -30,19 +29,7 @@ from slipstream.kernels.triton.grouped_kernels import FLOAT8_BLOCKS, PLAIN, grou
 from slipstream.kernels.triton.launch import empty_rows
 from slipstream.kernels.triton.matmul import is_hopper
 from slipstream.kernels.triton.norm import Rows
-from slipstream.kernels.triton.operands import FRAGMENTS, Choice, Operand, Order
-from slipstream.kernels.triton.routing_kernels import (
-    CHOSEN_SOFTMAX,
-    NOT_SHARED,
-    SHARED,
-    SIGMOID,
-    SOFTMAX,
-    WEIGHED,
-    choose_kernel,
-    place_kernel,
-    rank_kernel,
-    sort_kernel,
-)
+from slipstream.kernels.triton.operands import FRAGMENTS, Choice, Operand
 
 try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -178,61 +165,6 @@ def _stream_tiles(count: int, columns: int, words: int, programs: float) -> tupl
 
 
 FEW_ROWS = 64
-UNSORTED_ROWS = 8  # at most as many as the smallest tile has
-_KINDS = {
-    Scores.SOFTMAX: SOFTMAX.value,
-    Scores.CHOSEN_SOFTMAX: CHOSEN_SOFTMAX.value,
-    Scores.SIGMOID: SIGMOID.value,
-}
-
-
-def choose(logits: Tensor, router: Router, tile: int, shared: bool = False) -> Choice:
-    """logits [parts, T, E] float32, whose sum is meant, or one more of a `shared` expert's gate."""
-    parts, rows, width = logits.shape
-    routing, device = router.routing, logits.device
-    experts, places = routing.num_experts, routing.num_chosen + shared
-    block = triton.next_power_of_2(experts)
-    choices = torch.empty(rows, places, dtype=torch.int32, device=device)
-    weights = torch.empty(rows, places, dtype=torch.float32, device=device)
-    beside = NOT_SHARED if not shared else WEIGHED if width > experts else SHARED
-    choose_kernel[(rows,)](
-        logits, router.correction, router.gains, choices, weights, logits.stride(0), parts=parts,
-        experts=experts, chosen=routing.num_chosen, kind=_KINDS[routing.scores],
-        normalised=routing.normalised, scale=routing.scale, groups=routing.num_groups,
-        kept=routing.kept_groups, shared=beside.value, block=block,
-        num_warps=min(8, max(1, block // 32)), **launch.options(device),
-    )  # fmt: skip
-    if rows <= UNSORTED_ROWS:
-        return Choice(weights, choices, None, tile, rows * places)
-    experts += shared
-    slots = min(rows * places, experts + rows * places // tile)
-    return Choice(weights, choices, _order(choices, experts, tile), tile, slots)
-
-
-def _order(choices: Tensor, experts: int, tile: int) -> Order:
-    (rows, chosen), device = choices.shape, choices.device
-    ranks, pairs = torch.empty(2, rows, chosen, dtype=torch.int32, device=device)
-    starts = torch.empty(experts + 1, dtype=torch.int32, device=device)
-    ends = torch.empty(experts, dtype=torch.int32, device=device)
-    programs = triton.cdiv(rows, FEW_ROWS)
-    counts = None
-    if programs > 1:
-        counts = torch.empty(programs, experts, dtype=torch.int32, device=device)
-    options, block = launch.options(device), triton.next_power_of_2(experts)
-    shape = {"experts": experts, "chosen": chosen, "span": FEW_ROWS}
-    rank_kernel[(programs,)](
-        choices, ranks, counts, starts, ends, pairs, rows, block=block, tile=tile, num_warps=16,
-        **shape, **options,
-    )  # fmt: skip
-    if counts is not None:
-        sort_kernel[(1,)](
-            counts, starts, ends, programs, experts=experts, block=block, span=FEW_ROWS,
-            tile=tile, num_warps=8, **options,
-        )  # fmt: skip
-        place_kernel[(programs,)](
-            choices, ranks, starts, counts, pairs, rows, num_warps=4, **shape, **options
-        )
-    return Order(pairs.view(-1), starts, ends)
 
 
 def tile_rows(rows: int, mean: float, *weights: Operand) -> int:
@@ -311,21 +243,43 @@ def multiply(
                 scatters, part,
             )  # fmt: skip
         return result
+    _multiply(
+        x, weight, bias, choice, out, tile, slots, experts, gated, clamp, scatters, width, shared
+    )
+    return result
+
+
+def _multiply(
+    x: Rows,
+    weight: Operand,
+    bias: Tensor | None,
+    choice: Choice | None,
+    out: Tensor,
+    tile: int,
+    slots: int,
+    experts: int,
+    gated: Activation | None,
+    clamp: ClampedGate | None,
+    scatters: bool,
+    width: int,
+    shared: Operand | None,
+) -> None:
+    """As `multiply`, for weights that are not in fragments."""
+    rows = len(x.values) if choice is None else len(choice.weights)
     experts += shared is not None
     block_n, block_k, warps, stages = _tiles(weight, x.values.dtype, tile)
     grid = (triton.cdiv(width, block_n if gated is None else block_n // 2), slots)
     grouped_kernel[grid](
         x.values, x.scales, weight.values, weight.scales, weight.zeros, weight.row_scales, bias,
-        shared and shared.values, *(choice.tensors if choice else [None] * 4),
-        choice.weights if choice is not None and scatters else None, out, x.values.stride(0),
-        len(choice.weights) if choice else rows, width, depth=depth, experts=experts,
-        block=triton.next_power_of_2(experts), chosen=chosen, gathers=not scatters,
-        form=weight.form, block_rows=weight.block_rows, block_columns=weight.block_columns,
-        gated=GATES[gated], limit=clamp.limit if clamp else None,
-        alpha=clamp.alpha if clamp else None, block_m=tile, block_n=block_n, block_k=block_k,
-        stages=stages, num_warps=warps, num_stages=stages, **launch.options(device),
+        None if shared is None else shared.values, *(choice.tensors if choice else [None] * 4),
+        choice.weights if choice is not None and scatters else None, out, x.values.stride(0), rows,
+        width, depth=weight.shape[1], experts=experts, block=triton.next_power_of_2(experts),
+        chosen=choice.weights.shape[1] if choice else 1, gathers=not scatters, form=weight.form,
+        block_rows=weight.block_rows, block_columns=weight.block_columns, gated=GATES[gated],
+        limit=clamp.limit if clamp else None, alpha=clamp.alpha if clamp else None, block_m=tile,
+        block_n=block_n, block_k=block_k, stages=stages, num_warps=warps, num_stages=stages,
+        **launch.options(out.device),
     )  # fmt: skip
-    return result
 
 
 def could_join(stacked: Operand, one: Operand, experts: int) -> bool:
