@@ -24,11 +24,11 @@ def router_kernel(
     logits, part_stride, row_stride, width, parts: tl.constexpr, experts: tl.constexpr,
     own: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (`own` experts, row); arguments as of `_norm_kernel`. router [experts, width], and
+    """Programs (row, `own` experts); arguments as of `_norm_kernel`. router [experts, width], and
     gate [1, width] as one more; writes logits [rows, experts, or one more] float32."""
     launch_dependents(pdl)
-    expert = tl.program_id(0) * own + tl.arange(0, own)
-    row = tl.program_id(1).to(tl.int64)
+    expert = tl.program_id(1) * own + tl.arange(0, own)
+    row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < width
     there = (expert < experts)[:, None] & inside[None, :]
@@ -50,7 +50,7 @@ def router_kernel(
         addend, row * row_stride + column, part_stride, behind, behind_gain, behind_eps, residual,
         place, factor, total, inside, width, parts,
     )  # fmt: skip
-    writes = column < tl.where(tl.program_id(0) == 0, width, 0)  # one program of a row
+    writes = column < tl.where(tl.program_id(1) == 0, width, 0)  # one program of a row
     if total is not None:
         tl.store(total + place, value.to(total.dtype.element_ty), mask=writes)
     normed = normed_row(value, gain, width, eps).to(weight.dtype.element_ty)
@@ -81,7 +81,7 @@ def normed_logits(
     logits = torch.empty(1, rows, pitch, dtype=torch.float32, device=device)
     parts, block = len(values) if values.ndim == 3 else 1, triton.next_power_of_2(width)
     if rows:
-        router_kernel[(triton.cdiv(pitch, EXPERTS), rows)](
+        router_kernel[(rows, triton.cdiv(pitch, EXPERTS))](
             values, *weight_of(behind.norm), joining.residual, behind.factor, *weight_of(norm), out,
             None if total is values else total, router.weight, gate, router.bias,
             logits, values.stride(0) if parts > 1 else 0, values.stride(-2), width, parts=parts,
