@@ -43,7 +43,7 @@ def choose(logits: Tensor, router: Router, tile: int, shared: bool = False) -> C
         experts=experts, chosen=routing.num_chosen, kind=_KINDS[routing.scores],
         normalised=routing.normalised, scale=routing.scale, groups=routing.num_groups,
         kept=routing.kept_groups, shared=beside.value, block=block,
-        num_warps=min(8, max(1, block // 32)), **launch.options(device),
+        num_warps=1, **launch.options(device),
     )  # fmt: skip
     if rows <= UNSORTED_ROWS:
         return Choice(weights, choices, None, tile, rows * places)

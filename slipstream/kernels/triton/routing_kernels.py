@@ -60,11 +60,22 @@ def _scores(logits, inside, kind: tl.constexpr):
 
 
 @triton.jit
-def _places(preferred, expert):
-    """[E]: how many come before each, all at once; of equals the lower index comes first."""
-    own, other = preferred[None, :], preferred[:, None]
-    before = (other > own) | ((other == own) & (expert[:, None] < expert[None, :]))
-    return tl.sum(before.to(tl.int32), axis=0)
+def _places(preferred, expert, chosen: tl.constexpr):
+    """[1, E]: places of the `chosen` largest of `preferred` [1, E], of equals the lower index
+    first; `chosen` of the others.
+
+    Round by round, since all pairs at once are too many for registers. As whole numbers in the same
+    order, a warp finds its largest with one instruction.
+    """
+    bits = tl.where(preferred == 0.0, 0.0, preferred).to(tl.int32, bitcast=True)  # zeros are equal
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    place = tl.full(preferred.shape, chosen, tl.int32)
+    for each in tl.static_range(chosen):
+        first = _first_of_largest(key, expert, preferred.shape[1])
+        own = expert[None, :] == first[:, None]
+        place = tl.where(own, each, place)
+        key = tl.where(own, -2147483648, key)
+    return place
 
 
 @triton.jit
@@ -72,18 +83,18 @@ def _choose(
     logits, expert, correction, experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr,
     normalised: tl.constexpr, scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr,
 ):  # fmt: skip
-    """logits [1, E] -> (place of each expert in the order of preference, weight if chosen)."""
+    """logits [1, E], correction [E] or None -> (place of each expert in the order of preference, weight if chosen)."""
     inside = (expert < experts)[None, :]
     scores = _scores(logits, inside, kind)
     preferred = scores
     if correction is not None:
-        preferred += tl.load(correction + expert, mask=expert < experts, other=0.0)[None, :]
+        preferred += correction[None, :]
     # What is not a number must still choose an expert that there is.
     preferred = tl.where(preferred > _LOWEST, preferred, _LOWEST)
     preferred = tl.where(inside, preferred, float("-inf"))
     if groups > 1:
         preferred = _within_groups(preferred, expert, experts, groups, kept)
-    place = tl.expand_dims(_places(tl.reshape(preferred, expert.shape), expert), 0)
+    place = _places(preferred, expert, chosen)
     taken = place < chosen
     weights = scores
     if kind == CHOSEN_SOFTMAX:
@@ -154,14 +165,19 @@ def choose_kernel(
     row = tl.program_id(0)
     expert = tl.arange(0, block)
     inside = (expert < experts)[None, :]
+    added = None
+    if correction is not None:
+        added = tl.load(correction + expert, mask=expert < experts, other=0.0)
+    if gains is not None:
+        gain = tl.load(gains + expert, mask=expert < experts, other=0.0)[None, :]
     wait_for_inputs(pdl)
     at = logits + row * (experts + 1 if shared == WEIGHED else experts)
     values = _logits(at + expert[None, :], inside, part_stride, parts)
     place, weight = _choose(
-        values, expert, correction, experts, chosen, kind, normalised, scale, groups, kept
+        values, expert, added, experts, chosen, kind, normalised, scale, groups, kept
     )
     if gains is not None:
-        weight *= tl.load(gains + expert, mask=expert < experts, other=0.0)[None, :]
+        weight *= gain
     own = inside & (place < chosen)
     pair = row * places + place
     tl.store(choices + pair, expert[None, :], mask=own)
