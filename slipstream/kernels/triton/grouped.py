@@ -269,17 +269,28 @@ def _multiply(
     experts += shared is not None
     block_n, block_k, warps, stages = _tiles(weight, x.values.dtype, tile)
     grid = (triton.cdiv(width, block_n if gated is None else block_n // 2), slots)
+    depth, scatters = weight.shape[1], scatters and choice is not None
+    ahead = None
+    if scatters and weight.form == PLAIN.value and block_n == 64 and weight.values.itemsize <= 2:
+        ahead, stages = _early(depth, stages)
     grouped_kernel[grid](
         x.values, x.scales, weight.values, weight.scales, weight.zeros, weight.row_scales, bias,
         None if shared is None else shared.values, *(choice.tensors if choice else [None] * 4),
         choice.weights if choice is not None and scatters else None, out, x.values.stride(0), rows,
-        width, depth=weight.shape[1], experts=experts, block=triton.next_power_of_2(experts),
+        width, depth=depth, experts=experts, block=triton.next_power_of_2(experts),
         chosen=choice.weights.shape[1] if choice else 1, gathers=not scatters, form=weight.form,
         block_rows=weight.block_rows, block_columns=weight.block_columns, gated=GATES[gated],
         limit=clamp.limit if clamp else None, alpha=clamp.alpha if clamp else None, block_m=tile,
-        block_n=block_n, block_k=block_k, stages=stages, num_warps=warps, num_stages=stages,
-        **launch.options(out.device),
+        block_n=block_n, block_k=block_k, ahead=ahead, stages=stages, num_warps=warps,
+        num_stages=stages, **launch.options(out.device),
     )  # fmt: skip
+
+
+def _early(depth: int, stages: int) -> tuple[int, int]:
+    """(columns of plain weights that registers hold before there are rows of x, tiles on their way
+    then): all of a short sum, and so many of a long one that two programs share a multiprocessor.
+    """
+    return (max(16, triton.next_power_of_2(depth)), stages) if depth <= 512 else (256, 3)
 
 
 def could_join(stacked: Operand, one: Operand, experts: int) -> bool:

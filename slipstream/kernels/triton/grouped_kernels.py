@@ -5,6 +5,10 @@
 As in `matmul_kernels.py`, weights are the large side of the tensor cores' steps, and a sum runs
 through all of k in one chain. Numbers of few bits become floats in registers. With one expert, and
 no pairs, it is the matmul of a weight of few bits.
+
+The second product of a choice reads the choice, and weights, before it waits for its rows: the
+first product starts it behind its own wait (`launch.py`). The choice is read past the cache of a
+multiprocessor, which may still hold that of another layer.
 """
 
 import triton
@@ -36,12 +40,12 @@ def expert_tile(starts, ends, slot, experts: tl.constexpr, block: tl.constexpr):
     Behind the last tile the expert is `experts`, and no memory is read for it.
     """
     each = tl.arange(0, block)
-    after = tl.load(ends + each, mask=each < experts, other=2147483647)
+    after = tl.load(ends + each, mask=each < experts, other=2147483647, cache_modifier=".cg")
     expert = tl.sum((after <= slot).to(tl.int32), axis=0)
     before = tl.max(tl.where(after <= slot, after, 0), axis=0)
     there = expert < experts
-    first = tl.load(starts + expert, mask=there, other=0)
-    end = tl.load(starts + expert + 1, mask=there, other=0)
+    first = tl.load(starts + expert, mask=there, other=0, cache_modifier=".cg")
+    end = tl.load(starts + expert + 1, mask=there, other=0, cache_modifier=".cg")
     return expert, first, slot - before, end
 
 
@@ -55,8 +59,8 @@ def expert_pairs(choices, slot, line, rows, experts: tl.constexpr, chosen: tl.co
     place = tl.arange(0, many)
     pair = line[:, None] * chosen + place[None, :]
     there = (line < rows)[:, None] & (place < chosen)[None, :]
-    expert = tl.load(choices + slot)
-    own = tl.load(choices + pair, mask=there, other=experts) == expert
+    expert = tl.load(choices + slot, cache_modifier=".cg")
+    own = tl.load(choices + pair, mask=there, other=experts, cache_modifier=".cg") == expert
     first = tl.min(tl.min(tl.where(own, pair, 2147483647), axis=1), axis=0)
     at = line * chosen + tl.sum(tl.where(own, place[None, :], 0), axis=1)
     valid = tl.max(own.to(tl.int32), axis=1) > 0
@@ -141,22 +145,53 @@ def _eight_bit_blocks(
 
 
 @triton.jit
+def _step(sums, weight, tile_x):
+    if weight.dtype.is_fp8():  # exact in float16, whose products are added up in float32
+        weight = weight.to(tl.float16)
+        tile_x = tile_x.to(tl.float16)
+    elif weight.dtype == tl.int8:
+        weight = weight.to(tile_x.dtype)
+    return tl.dot(weight, tl.trans(tile_x), sums, input_precision="ieee")
+
+
+@triton.jit
 def _plain(
-    sums, values, row, x_at, column, valid, depth: tl.constexpr, block_k: tl.constexpr,
-    stages: tl.constexpr,
+    sums, values, row, x_at, column, valid, held, depth: tl.constexpr, block_k: tl.constexpr,
+    ahead: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    for k in tl.range(0, depth, block_k, num_stages=stages):
+    """The first `ahead` columns of the weights are `held` already."""
+    begin: tl.constexpr = 0 if held is None else ahead
+    if held is not None:
+        first = tl.arange(0, ahead)[None, :]
+        sums = _step(sums, held, tl.load(x_at + first, mask=valid & (first < depth), other=0.0))
+    for k in tl.range(begin, depth, block_k, num_stages=stages):
         inside = (column + k < depth)[None, :]
         at = values + row[:, None] * depth + (k + column)[None, :]
         weight = tl.load(at, mask=inside, other=0.0)
         tile_x = tl.load(x_at + k + column[None, :], mask=valid & inside, other=0.0)
-        if weight.dtype.is_fp8():  # exact in float16, whose products are added up in float32
-            weight = weight.to(tl.float16)
-            tile_x = tile_x.to(tl.float16)
-        elif weight.dtype == tl.int8:
-            weight = weight.to(tile_x.dtype)
-        sums = tl.dot(weight, tl.trans(tile_x), sums, input_precision="ieee")
+        sums = _step(sums, weight, tile_x)
     return sums
+
+
+@triton.jit
+def _asked_for(values, row, depth: tl.constexpr, ahead: tl.constexpr, pdl: tl.constexpr):
+    """The first `ahead` columns of the rows; the second cache is asked for the others. Nothing is
+    asked for where `ahead` is None."""
+    held = None
+    if ahead is not None:
+        at = values + row[:, None] * depth
+        if ahead > 0:
+            first = tl.arange(0, ahead)[None, :] + 0 * row[:, None]
+            held = tl.load(at + first, mask=first < depth, other=0.0)
+        if pdl and ahead < depth:
+            of_line: tl.constexpr = 1024 // values.dtype.element_ty.primitive_bitwidth
+            lines: tl.constexpr = triton.next_power_of_2((depth - ahead + of_line - 1) // of_line)
+            column = tl.minimum(ahead + of_line * tl.arange(0, lines), depth - 1)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l",
+                [(at + column[None, :]).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+    return held
 
 
 @triton.jit
@@ -180,6 +215,39 @@ def _finished(
     return sums
 
 
+@triton.jit
+def _tile_of(
+    choices, pairs, starts, ends, slot, line, rows, experts: tl.constexpr, block: tl.constexpr,
+    chosen: tl.constexpr,
+):  # fmt: skip
+    """(expert of a tile, place and pair of each `line`, which of them there are)."""
+    expert = 0
+    if choices is not None:
+        expert, pair, valid = expert_pairs(choices, slot, line, rows, experts, chosen)
+        place = pair
+    elif pairs is not None:
+        expert, first, part, end = expert_tile(starts, ends, slot, experts, block)
+        place = first + part * line.shape[0] + line
+        valid = place < end
+        pair = tl.load(pairs + place, mask=valid, other=0, cache_modifier=".cg")
+    else:
+        place = slot * line.shape[0] + line
+        valid = place < rows
+        pair = place
+    return expert, place, pair, valid
+
+
+@triton.jit
+def _begin(gathers: tl.constexpr, chosen: tl.constexpr, pdl: tl.constexpr):
+    """What gathers waits; the next kernel starts before, or where rows are `chosen` behind it."""
+    if not (gathers and chosen):
+        launch_dependents(pdl)
+    if gathers:
+        wait_for_inputs(pdl)
+    if gathers and chosen:
+        launch_dependents(pdl)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def grouped_kernel(
     x, x_scales, values, scales, zeros, row_scales, bias, shared, choices, pairs, starts, ends,
@@ -187,7 +255,7 @@ def grouped_kernel(
     block: tl.constexpr, chosen: tl.constexpr, gathers: tl.constexpr, form: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr, gated: tl.constexpr,
     limit: tl.constexpr, alpha: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
-    block_k: tl.constexpr, stages: tl.constexpr, pdl: tl.constexpr,
+    block_k: tl.constexpr, ahead: tl.constexpr, stages: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile of n, tile of rows). values [experts * width, depth], twice as many rows where
     `gated`; row_scales [as many rows] float32, bias likewise. A `shared` expert is the last one.
@@ -196,25 +264,17 @@ def grouped_kernel(
     `gathers`, a pair's row of x is pair // chosen, and its row of `out` its place in that order;
     otherwise its row of x is its place, and its row of `out` the pair, which is multiplied by its
     factor. Without `pairs` and `choices` there is one expert, and rows of x and `out` are the same.
+    What does not gather is the second product of a choice, which asks for plain weights early, as
+    `ahead` says. Some program waits, since the first pair always has a tile: so this kernel ends
+    behind the one before it, as later ones rely on.
     """
-    launch_dependents(pdl)
     tile = tl.program_id(0)
     row = weight_rows(tile, width, block_n, gated)
-    wait_for_inputs(pdl)
+    _begin(gathers, choices is not None or pairs is not None, pdl)
     slot, line = tl.program_id(1), tl.arange(0, block_m)
-    expert = 0
-    if choices is not None:
-        expert, pair, valid = expert_pairs(choices, slot, line, rows, experts, chosen)
-        place = pair
-    elif pairs is not None:
-        expert, first, part, end = expert_tile(starts, ends, slot, experts, block)
-        place = first + part * block_m + line
-        valid = place < end
-        pair = tl.load(pairs + place, mask=valid, other=0)
-    else:
-        place = slot * block_m + line
-        valid = place < rows
-        pair = place
+    expert, place, pair, valid = _tile_of(
+        choices, pairs, starts, ends, slot, line, rows, experts, block, chosen
+    )
     if expert == experts:
         return
     if experts > 1:
@@ -226,9 +286,15 @@ def grouped_kernel(
     column = tl.arange(0, block_k)
     x_at = x + source.to(tl.int64)[:, None] * row_stride
     there = valid[:, None]
+    held = None
+    if not gathers:
+        held = _asked_for(values, row, depth, ahead, pdl)
+        wait_for_inputs(pdl)
     sums = tl.zeros((block_n, block_m), dtype=tl.float32)
     if scales is None:
-        sums = _plain(sums, values, row, x_at, column, there, depth, block_k, stages)
+        sums = _plain(
+            sums, values, row, x_at, column, there, held, depth, block_k, ahead, stages
+        )  # fmt: skip
     elif form == FLOAT8_BLOCKS:
         sums = _eight_bit_blocks(
             sums, values, scales, row, x_at, column, there, depth, block_rows, block_columns,

@@ -83,7 +83,7 @@ def _choose(
     logits, expert, correction, experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr,
     normalised: tl.constexpr, scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr,
 ):  # fmt: skip
-    """logits [1, E], correction [E] or None -> (place of each expert in the order of preference, weight if chosen)."""
+    """logits [1, E], correction [E] or None -> (places as of `_places`, weights if chosen)."""
     inside = (expert < experts)[None, :]
     scores = _scores(logits, inside, kind)
     preferred = scores
