@@ -268,6 +268,11 @@ def test_gains_and_gates_of_gelu(form: str) -> None:
         assert_like_the_reference(parts, rows, dtype)
 
 
+def test_a_second_sum_longer_than_registers_hold() -> None:
+    for rows in (2, *([1, 8, 9, 40, 300] if ON_GPU else [])):
+        assert_like_the_reference(mixture(40, 600, HALF), rows, HALF)
+
+
 def test_more_rows_than_a_tile_holds() -> None:
     assert_like_the_reference(mixture(40, 12, HALF, routing="one"), 150, HALF)
 
@@ -280,7 +285,7 @@ def test_no_rows() -> None:
 
 @pytest.mark.parametrize("form", [*IN_GROUPS_OF_32, "joining"])
 def test_rows_do_not_depend_on_their_number(form: str) -> None:
-    width, inner = (2880, 2880) if ON_GPU and form == "mxfp4" else (128, 64 if ON_GPU else 32)
+    width, inner = (2880, 2880) if ON_GPU and form == "mxfp4" else (128, 768 if ON_GPU else 32)
     if form == "joining":
         parts = on_device(joining(width, inner, "groups"))
     else:
