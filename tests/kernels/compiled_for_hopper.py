@@ -82,6 +82,7 @@ def grouped(
         "block": 32,
         "chosen": 4,
         "gathers": sorted_pairs and gated,
+        "late": not sorted_pairs or (few and not gated),
         "coding": coding,
         "columns": columns,
         "words": words,

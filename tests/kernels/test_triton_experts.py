@@ -268,7 +268,7 @@ def test_gains_and_gates_of_gelu(form: str) -> None:
         assert_like_the_reference(parts, rows, dtype)
 
 
-def test_a_second_sum_longer_than_registers_hold() -> None:
+def test_a_second_sum_of_several_steps() -> None:
     for rows in (2, *([1, 8, 9, 40, 300] if ON_GPU else [])):
         assert_like_the_reference(mixture(40, 600, HALF), rows, HALF)
 

@@ -44,6 +44,7 @@ except ImportError:  # Gluon is still an experiment of Triton's
 
 FEW_PROGRAMS = 256  # of a sum that may be split
 SHORTEST = 1024  # columns of a part of one
+EARLY_PAIRS = 8  # at most so many, unsorted, ask for weights before their rows are there
 MEMORY = 221 * 1024  # bytes of a multiprocessor, for tiles on their way
 
 
@@ -136,9 +137,10 @@ def stream_multiply(
         width, depth, part, size, pitch, parts.lift * 0x10001, parts.lift_back, experts=experts,
         block=triton.next_power_of_2(experts), chosen=choice.weights.shape[1] if choice else 1,
         gathers=choice is not None and not scatters, coding=parts.coding, columns=columns,
-        words=words, span=span, shift=parts.shift, gated=GATES[gated],
-        limit=clamp.limit if clamp else None, alpha=clamp.alpha if clamp else None, count=count,
-        chunks=chunks, stages=stages, num_warps=4, **launch.options(out.device),
+        late=choice is None or (scatters and pairs <= EARLY_PAIRS), words=words, span=span,
+        shift=parts.shift, gated=GATES[gated], limit=clamp.limit if clamp else None,
+        alpha=clamp.alpha if clamp else None, count=count, chunks=chunks, stages=stages,
+        num_warps=4, **launch.options(out.device),
     )  # fmt: skip
 
 
@@ -161,7 +163,8 @@ def _stream_tiles(count: int, columns: int, words: int, programs: float) -> tupl
     chunks = 4 if count * columns <= 1024 else 2
     size = chunks * (2048 + 2 * columns * count + max(256, 128 * words))
     together = min(4 if count <= 32 else 3 if count <= 64 else 2, int(programs) // 132 + 1)
-    return chunks, max(3, min(12, MEMORY // max(2, together) // size))
+    most = 4 if count == 8 and programs < 132 and words != 1 else 12  # measured, an eighth faster
+    return chunks, max(3, min(most, MEMORY // max(2, together) // size))
 
 
 FEW_ROWS = 64
@@ -269,28 +272,17 @@ def _multiply(
     experts += shared is not None
     block_n, block_k, warps, stages = _tiles(weight, x.values.dtype, tile)
     grid = (triton.cdiv(width, block_n if gated is None else block_n // 2), slots)
-    depth, scatters = weight.shape[1], scatters and choice is not None
-    ahead = None
-    if scatters and weight.form == PLAIN.value and block_n == 64 and weight.values.itemsize <= 2:
-        ahead, stages = _early(depth, stages)
     grouped_kernel[grid](
         x.values, x.scales, weight.values, weight.scales, weight.zeros, weight.row_scales, bias,
         None if shared is None else shared.values, *(choice.tensors if choice else [None] * 4),
         choice.weights if choice is not None and scatters else None, out, x.values.stride(0), rows,
-        width, depth=depth, experts=experts, block=triton.next_power_of_2(experts),
+        width, depth=weight.shape[1], experts=experts, block=triton.next_power_of_2(experts),
         chosen=choice.weights.shape[1] if choice else 1, gathers=not scatters, form=weight.form,
         block_rows=weight.block_rows, block_columns=weight.block_columns, gated=GATES[gated],
         limit=clamp.limit if clamp else None, alpha=clamp.alpha if clamp else None, block_m=tile,
-        block_n=block_n, block_k=block_k, ahead=ahead, stages=stages, num_warps=warps,
-        num_stages=stages, **launch.options(out.device),
+        block_n=block_n, block_k=block_k, stages=stages, num_warps=warps, num_stages=stages,
+        **launch.options(out.device),
     )  # fmt: skip
-
-
-def _early(depth: int, stages: int) -> tuple[int, int]:
-    """(columns of plain weights that registers hold before there are rows of x, tiles on their way
-    then): all of a short sum, and so many of a long one that two programs share a multiprocessor.
-    """
-    return (max(16, triton.next_power_of_2(depth)), stages) if depth <= 512 else (256, 3)
 
 
 def could_join(stacked: Operand, one: Operand, experts: int) -> bool:
@@ -310,5 +302,6 @@ def _tiles(weight: Operand, dtype: torch.dtype, tile: int) -> tuple[int, int, in
     if weight.form == FLOAT8_BLOCKS.value:
         return 64, min(128, triton.next_power_of_2(weight.block_columns)), 4, 4
     if weight.form == PLAIN.value:
-        return (128, 64, 8, 4) if tile > 32 else (64, 128, 4, 4)
+        # Triton lets a sum of a single step begin with its bias: all tiles have one, or none has.
+        return (128, 64, 8, 4) if tile > 32 else (64, 128 if weight.shape[1] > 128 else 64, 4, 4)
     return 64, 64, 4, 4

@@ -6,9 +6,9 @@ As in `matmul_kernels.py`, weights are the large side of the tensor cores' steps
 through all of k in one chain. Numbers of few bits become floats in registers. With one expert, and
 no pairs, it is the matmul of a weight of few bits.
 
-The second product of a choice reads the choice, and weights, before it waits for its rows: the
-first product starts it behind its own wait (`launch.py`). The choice is read past the cache of a
-multiprocessor, which may still hold that of another layer.
+The second product of a choice reads the choice before it waits for its rows: the first product
+starts it behind its own wait (`launch.py`). The choice is read past the cache of a multiprocessor,
+which may still hold that of another layer.
 """
 
 import triton
@@ -145,53 +145,22 @@ def _eight_bit_blocks(
 
 
 @triton.jit
-def _step(sums, weight, tile_x):
-    if weight.dtype.is_fp8():  # exact in float16, whose products are added up in float32
-        weight = weight.to(tl.float16)
-        tile_x = tile_x.to(tl.float16)
-    elif weight.dtype == tl.int8:
-        weight = weight.to(tile_x.dtype)
-    return tl.dot(weight, tl.trans(tile_x), sums, input_precision="ieee")
-
-
-@triton.jit
 def _plain(
-    sums, values, row, x_at, column, valid, held, depth: tl.constexpr, block_k: tl.constexpr,
-    ahead: tl.constexpr, stages: tl.constexpr,
+    sums, values, row, x_at, column, valid, depth: tl.constexpr, block_k: tl.constexpr,
+    stages: tl.constexpr,
 ):  # fmt: skip
-    """The first `ahead` columns of the weights are `held` already."""
-    begin: tl.constexpr = 0 if held is None else ahead
-    if held is not None:
-        first = tl.arange(0, ahead)[None, :]
-        sums = _step(sums, held, tl.load(x_at + first, mask=valid & (first < depth), other=0.0))
-    for k in tl.range(begin, depth, block_k, num_stages=stages):
+    for k in tl.range(0, depth, block_k, num_stages=stages):
         inside = (column + k < depth)[None, :]
         at = values + row[:, None] * depth + (k + column)[None, :]
         weight = tl.load(at, mask=inside, other=0.0)
         tile_x = tl.load(x_at + k + column[None, :], mask=valid & inside, other=0.0)
-        sums = _step(sums, weight, tile_x)
+        if weight.dtype.is_fp8():  # exact in float16, whose products are added up in float32
+            weight = weight.to(tl.float16)
+            tile_x = tile_x.to(tl.float16)
+        elif weight.dtype == tl.int8:
+            weight = weight.to(tile_x.dtype)
+        sums = tl.dot(weight, tl.trans(tile_x), sums, input_precision="ieee")
     return sums
-
-
-@triton.jit
-def _asked_for(values, row, depth: tl.constexpr, ahead: tl.constexpr, pdl: tl.constexpr):
-    """The first `ahead` columns of the rows; the second cache is asked for the others. Nothing is
-    asked for where `ahead` is None."""
-    held = None
-    if ahead is not None:
-        at = values + row[:, None] * depth
-        if ahead > 0:
-            first = tl.arange(0, ahead)[None, :] + 0 * row[:, None]
-            held = tl.load(at + first, mask=first < depth, other=0.0)
-        if pdl and ahead < depth:
-            of_line: tl.constexpr = 1024 // values.dtype.element_ty.primitive_bitwidth
-            lines: tl.constexpr = triton.next_power_of_2((depth - ahead + of_line - 1) // of_line)
-            column = tl.minimum(ahead + of_line * tl.arange(0, lines), depth - 1)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l",
-                [(at + column[None, :]).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-    return held
 
 
 @triton.jit
@@ -255,7 +224,7 @@ def grouped_kernel(
     block: tl.constexpr, chosen: tl.constexpr, gathers: tl.constexpr, form: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr, gated: tl.constexpr,
     limit: tl.constexpr, alpha: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
-    block_k: tl.constexpr, ahead: tl.constexpr, stages: tl.constexpr, pdl: tl.constexpr,
+    block_k: tl.constexpr, stages: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile of n, tile of rows). values [experts * width, depth], twice as many rows where
     `gated`; row_scales [as many rows] float32, bias likewise. A `shared` expert is the last one.
@@ -264,9 +233,8 @@ def grouped_kernel(
     `gathers`, a pair's row of x is pair // chosen, and its row of `out` its place in that order;
     otherwise its row of x is its place, and its row of `out` the pair, which is multiplied by its
     factor. Without `pairs` and `choices` there is one expert, and rows of x and `out` are the same.
-    What does not gather is the second product of a choice, which asks for plain weights early, as
-    `ahead` says. Some program waits, since the first pair always has a tile: so this kernel ends
-    behind the one before it, as later ones rely on.
+    What reads a choice early need not wait where it has no tile. Some program waits, since the
+    first pair always has one: so this kernel ends behind the one before it, as later ones rely on.
     """
     tile = tl.program_id(0)
     row = weight_rows(tile, width, block_n, gated)
@@ -286,15 +254,11 @@ def grouped_kernel(
     column = tl.arange(0, block_k)
     x_at = x + source.to(tl.int64)[:, None] * row_stride
     there = valid[:, None]
-    held = None
     if not gathers:
-        held = _asked_for(values, row, depth, ahead, pdl)
         wait_for_inputs(pdl)
     sums = tl.zeros((block_n, block_m), dtype=tl.float32)
     if scales is None:
-        sums = _plain(
-            sums, values, row, x_at, column, there, held, depth, block_k, ahead, stages
-        )  # fmt: skip
+        sums = _plain(sums, values, row, x_at, column, there, depth, block_k, stages)
     elif form == FLOAT8_BLOCKS:
         sums = _eight_bit_blocks(
             sums, values, scales, row, x_at, column, there, depth, block_rows, block_columns,

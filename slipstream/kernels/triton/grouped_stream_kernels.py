@@ -7,7 +7,8 @@ makes its part of them from 16 bytes in a row, and they never return to shared m
 engine brings them through a ring of `stages` tiles; rows of x, which are gathered, and scales come
 beside them. A sum runs through all of k in one chain of steps, whatever the number of rows.
 
-The second product of a choice has weights on their way before it waits, as in `grouped_kernels.py`.
+The second product of few pairs has weights on their way before it waits for its rows. As in
+`grouped_kernels.py`, the first product starts it behind its own wait.
 """
 
 from triton.experimental import gluon
@@ -39,12 +40,12 @@ WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def _fetch_weights(
-    weight, scales, ring, ring_scales, barrier, slot, group, beside, chunk, of_group,
-    chunks: gl.constexpr, words: gl.constexpr, span: gl.constexpr, more: gl.constexpr, wanted,
+    weight, ring, barrier, slot, group, beside, chunk, of_group, chunks: gl.constexpr,
+    more: gl.constexpr, wanted,
 ):  # fmt: skip
     """Both halves of a tile: 32 rows each, of which the second are those `beside` the first.
 
-    The barrier waits for `more` bytes of x as well, and not for scales."""
+    The barrier waits for `more` bytes of x as well."""
     mbarrier.expect(barrier, 2048 * chunks + more, wanted)
     place = ring.index(slot)
     per_row: gl.constexpr = 8 * chunks
@@ -52,6 +53,23 @@ def _fetch_weights(
     second = ((group + beside) * of_group + chunk) * 8
     _fetch(weight, [first, 0], barrier, place.slice(0, per_row), wanted)
     _fetch(weight, [second, 0], barrier, place.slice(per_row, per_row), wanted)
+
+
+@gluon.jit
+def _fetch_rest(
+    x_tiles, barrier, place0, x_rows, there, scales, ring_x, ring_scales, slot, group, beside,
+    chunk, end, of_group, chunks: gl.constexpr, words: gl.constexpr, span: gl.constexpr, wanted,
+):  # fmt: skip
+    """Rows of x and scales of the columns from `chunk` on; zeros from column `end` on."""
+    width: gl.constexpr = ring_x.shape[2]
+    column0 = chunk * (width // chunks)
+    if x_tiles is None:
+        x_layout: gl.constexpr = x_rows.type.layout.parent
+        column = column0 + gl.arange(0, width, layout=gl.SliceLayout(0, x_layout))
+        inside = (there & wanted)[:, None] & (column < end)[None, :]
+        _fetch_by_thread(ring_x.index(slot), x_rows[:, None] + column[None, :], mask=inside)
+    else:
+        _fetch(x_tiles, [place0, column0], barrier, ring_x.index(slot), wanted)
     if words:
         of_entry: gl.constexpr = 16 * words
         count: gl.constexpr = 2 * of_entry * (chunks // span)
@@ -63,20 +81,6 @@ def _fetch_weights(
         first = ((group + half * beside) * (of_group // span) + chunk // span).to(gl.int64)
         known = (entry * span < of_group) & wanted
         _fetch_by_thread(ring_scales.index(slot), scales + first * of_entry + at, mask=known)
-
-
-@gluon.jit
-def _fetch_x(
-    x_tiles, barrier, place0, x_rows, there, ring_x, slot, column0, end, wanted
-):  # fmt: skip
-    """Rows of x from column0 on; zeros from column `end` on. It ends a group of fetches."""
-    if x_tiles is None:
-        x_layout: gl.constexpr = x_rows.type.layout.parent
-        column = column0 + gl.arange(0, ring_x.shape[2], layout=gl.SliceLayout(0, x_layout))
-        inside = (there & wanted)[:, None] & (column < end)[None, :]
-        _fetch_by_thread(ring_x.index(slot), x_rows[:, None] + column[None, :], mask=inside)
-    else:
-        _fetch(x_tiles, [place0, column0], barrier, ring_x.index(slot), wanted)
     async_copy.commit_group()
 
 
@@ -140,13 +144,12 @@ def _pairs(choices, pairs, expert, place0, end, line, reads: gl.constexpr, chose
         valid = place < end
         pair = place
         if reads:
-            pair = gl.load(pairs + place, mask=valid, other=0, cache_modifier=".cg")
+            pair = gl.load(pairs + place, mask=valid, other=0)
     else:  # lines are rows, `end` of them, and places are pairs
         pair = line * chosen
         found = line * 0
         for each in gl.static_range(chosen):
-            at = choices + line * chosen + each
-            own = gl.load(at, mask=line < end, other=-1, cache_modifier=".cg") == expert
+            own = gl.load(choices + line * chosen + each, mask=line < end, other=-1) == expert
             pair += gl.where(own, each, 0)
             found = gl.where(own, 1, found)
         place, valid = pair, found > 0
@@ -155,13 +158,17 @@ def _pairs(choices, pairs, expert, place0, end, line, reads: gl.constexpr, chose
 
 @gluon.jit
 def _expert_of_pair(
-    choices, slot, rows, experts: gl.constexpr, chosen: gl.constexpr, count: gl.constexpr
-):
-    """The expert of a pair, or `experts` where an earlier pair has it and the tile."""
+    choices, slot, rows, experts: gl.constexpr, chosen: gl.constexpr, count: gl.constexpr,
+    late: gl.constexpr,
+):  # fmt: skip
+    """The expert of a pair, or `experts` where an earlier pair has it and the tile.
+
+    What waits `late` reads past the cache of a multiprocessor, which may hold another choice."""
+    cache: gl.constexpr = ".cg" if late else ""
     across: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     each = gl.arange(0, _power(count * chosen), layout=across)
-    own = gl.load(choices + each, mask=each < rows * chosen, other=-1, cache_modifier=".cg")
-    expert = gl.load(choices + slot, cache_modifier=".cg")
+    own = gl.load(choices + each, mask=each < rows * chosen, other=-1, cache_modifier=cache)
+    expert = gl.load(choices + slot, cache_modifier=cache)
     first = gl.min(gl.where(own == expert, each, 2147483647), axis=0)
     return gl.where(first < slot, experts, expert)
 
@@ -176,12 +183,12 @@ def _expert_tile(starts, ends, slot, experts: gl.constexpr, block: gl.constexpr)
     """As `expert_tile` of `grouped_kernels.py`."""
     across: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     each = gl.arange(0, block, layout=across)
-    after = gl.load(ends + each, mask=each < experts, other=2147483647, cache_modifier=".cg")
+    after = gl.load(ends + each, mask=each < experts, other=2147483647)
     expert = gl.sum((after <= slot).to(gl.int32), axis=0)
     before = gl.max(gl.where(after <= slot, after, 0), axis=0)
     there = expert < experts
-    first = gl.load(starts + expert, mask=there, other=0, cache_modifier=".cg")
-    end = gl.load(starts + expert + 1, mask=there, other=0, cache_modifier=".cg")
+    first = gl.load(starts + expert, mask=there, other=0)
+    end = gl.load(starts + expert + 1, mask=there, other=0)
     return expert, first, slot - before, end
 
 
@@ -189,8 +196,9 @@ def _expert_tile(starts, ends, slot, experts: gl.constexpr, block: gl.constexpr)
 def _sum(
     x, x_tiles, weight, scales, choices, pairs, ring, ring_x, ring_scales, full, row_stride, expert,
     base, tile, width, depth, place0, end, lift, part, chosen: gl.constexpr, gathers: gl.constexpr,
-    coding: gl.constexpr, columns: gl.constexpr, words: gl.constexpr, span: gl.constexpr,
-    shift: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
+    late: gl.constexpr, coding: gl.constexpr, columns: gl.constexpr, words: gl.constexpr,
+    span: gl.constexpr, shift: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr,
+    pdl: gl.constexpr,
 ):  # fmt: skip
     """[64, count]: the tile's products over all of k."""
     count: gl.constexpr = ring_x.shape[1]
@@ -204,10 +212,10 @@ def _sum(
     first, of_group = first // columns, depth // columns
     for slot in gl.static_range(stages - 1):
         _fetch_weights(
-            weight, scales, ring, ring_scales, full.index(slot), slot, group, beside,
-            first + slot * chunks, of_group, chunks, words, span, of_x, slot < steps,
+            weight, ring, full.index(slot), slot, group, beside, first + slot * chunks, of_group,
+            chunks, of_x, slot < steps,
         )  # fmt: skip
-    if not gathers:
+    if late:
         wait_for_inputs(pdl)
     across: gl.constexpr = columns * chunks // 8
     x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
@@ -215,10 +223,11 @@ def _sum(
     place, pair, there = _pairs(choices, pairs, expert, place0, end, line, gathers, chosen)
     source = pair // chosen if gathers else place
     x_rows = x + source.to(gl.int64) * row_stride
-    for slot in gl.static_range(stages - 1):  # the first group has all scales as well
-        _fetch_x(
-            x_tiles, full.index(slot), place0, x_rows, there, ring_x, slot,
-            (first + slot * chunks) * columns, last_column, slot < steps,
+    for slot in gl.static_range(stages - 1):
+        _fetch_rest(
+            x_tiles, full.index(slot), place0, x_rows, there, scales, ring_x, ring_scales, slot,
+            group, beside, first + slot * chunks, last_column, of_group, chunks, words, span,
+            slot < steps,
         )  # fmt: skip
     sums_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, count, 16]
@@ -239,12 +248,12 @@ def _sum(
             of_codes = (None, None)
         chunk, wanted = first + (step + stages - 1) * chunks, step + stages - 1 < steps
         _fetch_weights(
-            weight, scales, ring, ring_scales, full.index(last), last, group, beside, chunk,
-            of_group, chunks, words, span, of_x, wanted,
+            weight, ring, full.index(last), last, group, beside, chunk, of_group, chunks, of_x,
+            wanted,
         )  # fmt: skip
-        _fetch_x(
-            x_tiles, full.index(last), place0, x_rows, there, ring_x, last, chunk * columns,
-            last_column, wanted,
+        _fetch_rest(
+            x_tiles, full.index(last), place0, x_rows, there, scales, ring_x, ring_scales, last,
+            group, beside, chunk, last_column, of_group, chunks, words, span, wanted,
         )  # fmt: skip
         codes = _halves(raw, chunks)
         tile_x = ring_x.index(now)
@@ -271,10 +280,10 @@ def _sum(
 def grouped_stream_kernel(
     x, x_tiles, weight, scales, row_scales, bias, choices, pairs, starts, ends, factors, out,
     row_stride, rows, width, depth, part, size, pitch, lift, lift_back, experts: gl.constexpr,
-    block: gl.constexpr, chosen: gl.constexpr, gathers: gl.constexpr, coding: gl.constexpr,
-    columns: gl.constexpr, words: gl.constexpr, span: gl.constexpr, shift: gl.constexpr,
-    gated: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr, count: gl.constexpr,
-    chunks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
+    block: gl.constexpr, chosen: gl.constexpr, gathers: gl.constexpr, late: gl.constexpr,
+    coding: gl.constexpr, columns: gl.constexpr, words: gl.constexpr, span: gl.constexpr,
+    shift: gl.constexpr, gated: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr,
+    count: gl.constexpr, chunks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
 ):  # fmt: skip
     """Programs (tile of n, tile of `count` rows, split); arguments as of `grouped_kernel`.
 
@@ -284,10 +293,13 @@ def grouped_stream_kernel(
     x_tiles describes x by tiles, where its rows follow one another and the copy engine reads them.
     weight describes the fragments [.., 128] bytes by the 32 rows and `chunks` chunks of `columns`
     fetched at once; scales: `words` words of every 16 rows and `span` chunks, in their order.
+
+    It waits `late`, behind asking for the first weights, where it is known early which: without a
+    choice, or where a second product reads choices early.
     """
-    if gathers:
-        wait_for_inputs(pdl)
-    launch_dependents(pdl)  # of a first product behind its wait: see `launch.py`
+    chooses: gl.constexpr = choices is not None or pairs is not None
+    if not gathers:
+        launch_dependents(pdl)
     tile = gl.program_id(0)
     ring = gl.allocate_shared_memory(gl.uint8, [stages, 16 * chunks, 128], BYTES)
     ring_x = gl.allocate_shared_memory(
@@ -301,21 +313,25 @@ def grouped_stream_kernel(
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(stages):
         mbarrier.init(full.index(slot), count=1)
+    if not late:
+        wait_for_inputs(pdl)
+    if gathers:
+        launch_dependents(pdl)
     if choices is not None:
-        expert = _expert_of_pair(choices, gl.program_id(1), rows, experts, chosen, count)
+        expert = _expert_of_pair(choices, gl.program_id(1), rows, experts, chosen, count, late)
         first, line, end, base = 0, 0, rows, expert * (width * 2 if gated else width)
     elif pairs is not None:
         expert, first, line, end = _expert_tile(starts, ends, gl.program_id(1), experts, block)
         base = expert * (width * 2 if gated else width)
     else:
         expert, first, line, end, base = 0, 0, gl.program_id(1), rows, 0
-    scatters: gl.constexpr = not gathers and not (pairs is None and choices is None)
+    scatters: gl.constexpr = chooses and not gathers
     if expert < experts:
         place = first + line * count
         sums = _sum(
             x, x_tiles, weight, scales, choices, pairs, ring, ring_x, ring_scales, full,
             row_stride, expert, base, tile, width, depth, place, end, lift, part, chosen, gathers,
-            coding, columns, words, span, shift, gated, stages, pdl,
+            late, coding, columns, words, span, shift, gated, stages, pdl,
         )  # fmt: skip
         own = out + gl.program_id(2).to(gl.int64) * size
         _store(
