@@ -163,7 +163,7 @@ def _stream_tiles(count: int, columns: int, words: int, programs: float) -> tupl
     chunks = 4 if count * columns <= 1024 else 2
     size = chunks * (2048 + 2 * columns * count + max(256, 128 * words))
     together = min(4 if count <= 32 else 3 if count <= 64 else 2, int(programs) // 132 + 1)
-    # As measured of Llama 8B's qkv: four stages are faster than all, but not with one word of scales.
+    # As measured of Llama 8B's qkv: four stages are faster than more, but for one word of scales.
     most = 4 if count == 8 and programs < 132 and words != 1 else 12
     return chunks, max(3, min(most, MEMORY // max(2, together) // size))
 

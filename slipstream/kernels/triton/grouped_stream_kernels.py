@@ -240,12 +240,11 @@ def _sum(
         fence_async_shared()
         _barrier()  # all of the tile is there, and the step before is done in every warp
         raw = gl.reshape(ring.index(now).load(_bytes(chunks)), (2, chunks, 2, 4, 2, 4, 2, 2, 4))
+        of_codes = (None, None)
         if words:
             raw_scales = ring_scales.index(now).load(_words(chunks // span, words))
             raw_scales = gl.reshape(raw_scales, (2, chunks // span, words, 2, 4, 2, 1, 1, 1))
             of_codes = _halves(raw_scales, chunks)
-        else:
-            of_codes = (None, None)
         chunk, wanted = first + (step + stages - 1) * chunks, step + stages - 1 < steps
         _fetch_weights(
             weight, ring, full.index(last), last, group, beside, chunk, of_group, chunks, of_x,
