@@ -39,10 +39,14 @@ def distinct_experts(llm: LLM, texts: Sequence[Sequence[int]], rows: int) -> flo
 
 
 def _choices(llm: LLM, text: Sequence[int]) -> list[Tensor]:
-    """For each layer with experts, what the rows of a text choose, [T, k]."""
+    """For each of the target's layers with experts, what the rows of a text choose, [T, k].
+
+    Layers of an MTP module have no row for the first token.
+    """
     with _recorded() as found:
         llm.generate({"prompt_token_ids": list(text)}, _FIRST_TOKEN)
-    return [torch.cat(parts) for parts in found.values()]
+    layers = [torch.cat(parts) for parts in found.values()]
+    return [layer for layer in layers if len(layer) == len(text)]
 
 
 @contextmanager

@@ -39,6 +39,7 @@ class Mixture:
     clamp: ClampedGate | None = None
     biased: bool = False
     shared: int = 0
+    weighed: bool = False  # the shared expert has a gate
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,17 @@ MODELS: dict[str, Mixture | Dense] = {
     "qwen3-30b-a3b": Mixture(2048, 768, Routing(128, 8, Scores.SOFTMAX, normalised=True), "bf16"),
     "glm-4.5-air": Mixture(
         4096, 1408, Routing(128, 8, Scores.SIGMOID, normalised=True), "bf16", shared=1408
+    ),
+    "glm-4.7-flash": Mixture(
+        2048, 1536, Routing(64, 4, Scores.SIGMOID, normalised=True), "bf16", shared=1536
+    ),
+    "qwen3.5-35b-a3b": Mixture(
+        2048,
+        512,
+        Routing(256, 8, Scores.SOFTMAX, normalised=True),
+        "bf16",
+        shared=512,
+        weighed=True,
     ),
     "llama-70b": Dense(8192, 28672, 80, "nvfp4"),
 }
@@ -159,6 +171,7 @@ def _parts(model: Mixture, layer: int) -> ExpertsParts:
         shared = SharedExpert(
             (_weight(2 * model.shared, width, model.form), None),
             (_weight(width, model.shared, model.form), None),
+            vector(1, width) if model.weighed else None,
         )
     return ExpertsParts(
         norm=Norm(torch.ones(width, dtype=DTYPE, device=DEVICE), 1e-5),

@@ -59,8 +59,9 @@ def grouped(
     out: torch.dtype,
     coding: int = E2M1,
     span: int = 1,
+    few: bool = False,
 ) -> Any:
-    """`grouped.py`'s launch; tile: rows of x, chunks and stages."""
+    """`grouped.py`'s launch; tile: rows of x, chunks and stages. A few pairs are not sorted."""
     count, chunks, stages = tile
     columns = 32 if coding == INT8 else 64
     described = f"tensordesc<u8[{8 * chunks}, 128],{BYTES.value}>"
@@ -70,7 +71,7 @@ def grouped(
     if words == 2 or coding == INT8:
         types["row_scales"] = "*fp32"
     if sorted_pairs:
-        types |= dict.fromkeys(("pairs", "starts", "ends"), "*i32")
+        types |= dict.fromkeys(("choices",) if few else ("pairs", "starts", "ends"), "*i32")
         types["factors"] = None if gated else "*fp32"
     else:
         types["x_tiles"] = f"tensordesc<bf16[{count}, {columns * chunks}],{HALVES.value}>"
@@ -81,6 +82,7 @@ def grouped(
         "block": 32,
         "chosen": 4,
         "gathers": sorted_pairs and gated,
+        "late": not sorted_pairs or (few and not gated),
         "coding": coding,
         "columns": columns,
         "words": words,
@@ -175,6 +177,8 @@ def main() -> None:
         grouped((8, 4, 4), 2, SILU, sorted_pairs=True, out=half, coding=INT4_ZEROS, span=2),
         grouped((8, 4, 4), 0, SILU, sorted_pairs=False, out=half, coding=INT8),
         grouped((64, 2, 4), 0, NOT, sorted_pairs=True, out=whole, coding=INT8),
+        grouped((8, 4, 4), 1, SILU, sorted_pairs=True, out=half, few=True),
+        grouped((8, 4, 4), 2, NOT, sorted_pairs=True, out=whole, few=True),
     ]
     assert norm(weighted=True) > norm(weighted=False) > 0
     assert all(adapters())

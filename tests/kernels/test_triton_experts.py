@@ -23,7 +23,8 @@ from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.reference.experts import choose as reference_choose
 from slipstream.kernels.reference.experts import experts as reference_experts
 from slipstream.kernels.table import ExpertsParts, Norm, SharedExpert
-from slipstream.kernels.triton import TRITON, TRITON_INVARIANT, grouped
+from slipstream.kernels.triton import TRITON, TRITON_INVARIANT
+from slipstream.kernels.triton.choice import choose
 from slipstream.kernels.triton.fragments import (
     Fragments,
     from_int4,
@@ -118,6 +119,15 @@ def mixture(
     )
 
 
+def joining(width: int, inner: int, routing: str, gate: bool = True) -> ExpertsParts:
+    """With a shared expert like the others."""
+    parts = mixture(width, inner, HALF, routing=routing, biased=False, shared=inner)
+    shared = parts.shared
+    assert shared is not None
+    down, own = (shared.down[0], None), shared.gate if gate else None
+    return replace(parts, shared=replace(shared, down=down, gate=own))
+
+
 def on_device(parts: ExpertsParts) -> ExpertsParts:
     def moved(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(DEVICE)
@@ -181,24 +191,31 @@ def test_routing(rows: int, kind: str) -> None:
     if correction is not None:
         correction[0] = correction[1]
     moved = None if correction is None else correction.to(DEVICE)
-    choice = grouped.choose(logits.to(DEVICE), Router(routing, logits[0], None, moved), 16)
+    choice = choose(logits.to(DEVICE), Router(routing, logits[0], None, moved), 16)
     truth, weights = reference_choose(logits[0] + logits[1], routing, correction)
     assert_close(choice.weights.cpu(), weights)
+    assert choice.experts.tolist() == truth.tolist()
+    assert (choice.order is None) == (rows == 1)
+    if choice.order is None:
+        return
     expected = truth.flatten().argsort(stable=True)
-    assert choice.pairs.tolist() == expected.tolist()
+    assert choice.order.pairs.tolist() == expected.tolist()
     counts = truth.flatten().bincount(minlength=experts)
-    assert choice.starts.tolist() == [0, *counts.cumsum(0).tolist()]
-    assert choice.ends.tolist() == ((counts + 15) // 16).cumsum(0).tolist()
-    assert choice.slots >= choice.ends[-1]
+    assert choice.order.starts.tolist() == [0, *counts.cumsum(0).tolist()]
+    assert choice.order.ends.tolist() == ((counts + 15) // 16).cumsum(0).tolist()
+    assert choice.slots >= choice.order.ends[-1]
 
 
 def test_numbers_that_are_none_leave_no_memory() -> None:
     routing = ROUTINGS["normalised"]
-    logits = randn(1, 3, routing.num_experts)
+    logits = randn(1, 9, routing.num_experts)
     logits[0, 0] = torch.nan
     logits[0, 1, 3] = -torch.inf
-    choice = grouped.choose(logits.to(DEVICE), Router(routing, logits[0]), 16)
-    assert sorted(choice.pairs.tolist()) == list(range(3 * routing.num_chosen))
+    choice = choose(logits.to(DEVICE), Router(routing, logits[0]), 16)
+    for own in choice.experts.tolist():
+        assert sorted(own) == list(range(routing.num_chosen))
+    assert choice.order is not None
+    assert sorted(choice.order.pairs.tolist()) == list(range(9 * routing.num_chosen))
 
 
 # the half
@@ -231,6 +248,17 @@ def test_kinds(routing: str) -> None:
     assert_like_the_reference(parts, 5, torch.float32)
 
 
+@pytest.mark.parametrize("gate", [True, False])
+def test_a_shared_expert_like_the_others(gate: bool) -> None:
+    """It is one of their products where rows are few."""
+    parts = joining(64, 32, "sigmoid", gate)
+    for rows in (1, 3, 11, *([8, 9, 40, 64, 300] if ON_GPU else [])):
+        assert_like_the_reference(parts, rows, HALF)
+    own = on_device(parts)
+    x = randn(1, 64, dtype=HALF).to(DEVICE)
+    assert len(TRITON.experts(x, None, own)[0]) == 3 + 1
+
+
 @pytest.mark.parametrize("form", ["plain", "mxfp4"])
 def test_gains_and_gates_of_gelu(form: str) -> None:
     """As Gemma 4's; a shared expert's gate stays SiLU's."""
@@ -238,6 +266,11 @@ def test_gains_and_gates_of_gelu(form: str) -> None:
     parts = mixture(64, 32, dtype, form, biased=False, shared=32, gained=True)
     for rows in (5, *([1, 40, 300] if ON_GPU else [])):
         assert_like_the_reference(parts, rows, dtype)
+
+
+def test_a_second_sum_of_several_steps() -> None:
+    for rows in (2, *([1, 8, 9, 40, 300] if ON_GPU else [])):
+        assert_like_the_reference(mixture(40, 600, HALF), rows, HALF)
 
 
 def test_more_rows_than_a_tile_holds() -> None:
@@ -250,10 +283,13 @@ def test_no_rows() -> None:
     assert out.shape[-2:] == total.shape == (0, 40)
 
 
-@pytest.mark.parametrize("form", IN_GROUPS_OF_32)
+@pytest.mark.parametrize("form", [*IN_GROUPS_OF_32, "joining"])
 def test_rows_do_not_depend_on_their_number(form: str) -> None:
-    width, inner = (2880, 2880) if ON_GPU and form == "mxfp4" else (128, 64 if ON_GPU else 32)
-    parts = on_device(mixture(width, inner, HALF, form, shared=32))
+    width, inner = (2880, 2880) if ON_GPU and form == "mxfp4" else (128, 768 if ON_GPU else 32)
+    if form == "joining":
+        parts = on_device(joining(width, inner, "groups"))
+    else:
+        parts = on_device(mixture(width, inner, HALF, form, shared=32))
     x = randn(100 if ON_GPU else 8, width, dtype=HALF).to(DEVICE)
     together, _ = TRITON_INVARIANT.experts(x, None, parts)
     for column in (TRITON, TRITON_INVARIANT):

@@ -1,15 +1,21 @@
-"""Mixtures of experts: norm, router, one product for gate and up, one for down, and a sum."""
+"""Mixtures of experts: norm and router, choice, one product for gate and up, one for down, a sum.
+
+A shared expert is one more expert of both products, where it is like the others and rows are few.
+"""
 
 import torch
 import triton
 from torch import Tensor
 
 from slipstream.kernels.formats.dense import DenseMatrix
-from slipstream.kernels.table import Addend, ExpertsParts, SharedExpert
+from slipstream.kernels.norm import Activation
+from slipstream.kernels.table import Addend, ExpertsParts, JoiningAddend, SharedExpert
 from slipstream.kernels.triton import grouped, launch, matmul
+from slipstream.kernels.triton.choice import choose
 from slipstream.kernels.triton.linear import FEW_ROWS, Linears
 from slipstream.kernels.triton.norm import Rows, normed_rows, round_rows
 from slipstream.kernels.triton.operands import Operand, operand
+from slipstream.kernels.triton.router import normed_logits
 from slipstream.kernels.triton.routing_kernels import sum_kernel
 
 
@@ -22,29 +28,39 @@ class Experts:
     def __call__(
         self, addend: Addend, residual: Tensor | None, parts: ExpertsParts
     ) -> tuple[Tensor, Tensor]:
-        rows, total = normed_rows(addend, residual, parts.norm)
+        router, routing, shared = parts.router, parts.router.routing, parts.shared
+        values = addend.values if isinstance(addend, JoiningAddend) else addend
+        few = values.shape[-2] <= FEW_ROWS or self._linears.invariant
+        joins = few and shared is not None and _is_expert(parts, shared)
+        beside = shared if joins else None
+        if few and parts.norm.bias is None:
+            gate = None if beside is None else beside.gate
+            rows, total, logits = normed_logits(addend, residual, parts.norm, router, gate)
+        else:
+            rows, total = normed_rows(addend, residual, parts.norm)
+            matrix = DenseMatrix(router.weight)
+            logits = matmul.addends(rows, matrix, router.bias, torch.float32)
         x = rows.values
         if not x.numel():
             return torch.zeros_like(total), total
-        routing = parts.router.routing
         gate_up, down = operand(parts.gate_up), operand(parts.down)
         mean = len(x) * routing.num_chosen / routing.num_experts
         tile = grouped.tile_rows(len(x), mean, gate_up, down)
-        router = DenseMatrix(parts.router.weight)
-        logits = matmul.addends(rows, router, parts.router.bias, torch.float32)
-        choice = grouped.choose(logits, parts.router, tile)
+        choice = choose(logits, router, tile, beside is not None)
         active = grouped.multiply(
             _rows(x, gate_up), gate_up, parts.gate_up_bias, choice, x.dtype,
             routing.num_experts, gated=parts.activation, clamp=parts.clamp,
+            shared=None if beside is None else operand(beside.gate_up[0]),
         )  # fmt: skip
         outputs = grouped.multiply(
             _rows(active, down), down, parts.down_bias, choice, torch.float32,
-            routing.num_experts, scatters=True,
-            splitting=len(x) <= FEW_ROWS or self._linears.invariant,
+            routing.num_experts, scatters=True, splitting=few,
+            shared=None if beside is None else operand(beside.down[0]),
         )  # fmt: skip
-        if parts.shared is None:
+        if shared is beside:
             return outputs, total  # what norms the stream next adds them up
-        return self._with_shared(outputs, rows.values, parts.shared), total
+        assert shared is not None
+        return self._with_shared(outputs, x, shared), total
 
     def _with_shared(self, outputs: Tensor, x: Tensor, shared: SharedExpert) -> Tensor:
         """outputs [parts, T, H] float32, weighted -> their sum with the shared expert of x."""
@@ -65,3 +81,15 @@ class Experts:
 
 def _rows(x: Tensor, weight: Operand) -> Rows:
     return round_rows(x) if weight.rounds_rows else Rows(x, None)
+
+
+def _is_expert(parts: ExpertsParts, shared: SharedExpert) -> bool:
+    """Whether the shared expert is like those that are chosen."""
+    biases = parts.gate_up_bias, parts.down_bias, shared.gate_up[1], shared.down[1], parts.norm.bias
+    if parts.clamp is not None or parts.activation is not Activation.SILU:
+        return False
+    if any(bias is not None for bias in biases):
+        return False
+    pairs = (parts.gate_up, shared.gate_up[0]), (parts.down, shared.down[0])
+    experts = parts.router.routing.num_experts
+    return all(grouped.could_join(operand(all_), operand(one), experts) for all_, one in pairs)

@@ -1,5 +1,4 @@
-"""Sorts rows by expert, and launches the grouped products (`grouped_kernels.py`,
-`grouped_stream_kernels.py`)."""
+"""Launches the grouped products (`grouped_kernels.py`, `grouped_stream_kernels.py`)."""
 
 from functools import singledispatch
 from typing import Any
@@ -9,7 +8,7 @@ import triton
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
-from slipstream.kernels.experts import ClampedGate, Router, Scores
+from slipstream.kernels.experts import ClampedGate
 from slipstream.kernels.formats.int4 import Int4Matrix
 from slipstream.kernels.formats.int8 import Int8Matrix
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
@@ -31,14 +30,6 @@ from slipstream.kernels.triton.launch import empty_rows
 from slipstream.kernels.triton.matmul import is_hopper
 from slipstream.kernels.triton.norm import Rows
 from slipstream.kernels.triton.operands import FRAGMENTS, Choice, Operand
-from slipstream.kernels.triton.routing_kernels import (
-    CHOSEN_SOFTMAX,
-    SIGMOID,
-    SOFTMAX,
-    place_kernel,
-    route_kernel,
-    sort_kernel,
-)
 
 try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -53,6 +44,7 @@ except ImportError:  # Gluon is still an experiment of Triton's
 
 FEW_PROGRAMS = 256  # of a sum that may be split
 SHORTEST = 1024  # columns of a part of one
+EARLY_PAIRS = 8  # at most so many, unsorted, ask for weights before their rows are there
 MEMORY = 221 * 1024  # bytes of a multiprocessor, for tiles on their way
 
 
@@ -139,14 +131,16 @@ def stream_multiply(
         x_tiles = TensorDescriptor(x, list(x.shape), list(x.stride()), tile, HALVES.value)
     grouped_stream_kernel[(tiles, slots, splits)](
         x, x_tiles, described, weight.scales, weight.row_scales, bias,
-        *((choice.pairs, choice.starts, choice.ends) if choice else (None, None, None)),
-        choice.weights if choice is not None and scatters else None, out, x.stride(0), len(x),
+        *(choice.tensors if choice else [None] * 4),
+        choice.weights if choice is not None and scatters else None, out, x.stride(0),
+        len(choice.weights) if choice else len(x),
         width, depth, part, size, pitch, parts.lift * 0x10001, parts.lift_back, experts=experts,
         block=triton.next_power_of_2(experts), chosen=choice.weights.shape[1] if choice else 1,
         gathers=choice is not None and not scatters, coding=parts.coding, columns=columns,
-        words=words, span=span, shift=parts.shift, gated=GATES[gated],
-        limit=clamp.limit if clamp else None, alpha=clamp.alpha if clamp else None, count=count,
-        chunks=chunks, stages=stages, num_warps=4, **launch.options(out.device),
+        late=choice is None or (scatters and pairs <= EARLY_PAIRS), words=words, span=span,
+        shift=parts.shift, gated=GATES[gated], limit=clamp.limit if clamp else None,
+        alpha=clamp.alpha if clamp else None, count=count, chunks=chunks, stages=stages,
+        num_warps=4, **launch.options(out.device),
     )  # fmt: skip
 
 
@@ -169,51 +163,12 @@ def _stream_tiles(count: int, columns: int, words: int, programs: float) -> tupl
     chunks = 4 if count * columns <= 1024 else 2
     size = chunks * (2048 + 2 * columns * count + max(256, 128 * words))
     together = min(4 if count <= 32 else 3 if count <= 64 else 2, int(programs) // 132 + 1)
-    return chunks, max(3, min(12, MEMORY // max(2, together) // size))
+    # As measured of Llama 8B's qkv: four stages are faster than more, but for one word of scales.
+    most = 4 if count == 8 and programs < 132 and words != 1 else 12
+    return chunks, max(3, min(most, MEMORY // max(2, together) // size))
 
 
 FEW_ROWS = 64
-_KINDS = {
-    Scores.SOFTMAX: SOFTMAX.value,
-    Scores.CHOSEN_SOFTMAX: CHOSEN_SOFTMAX.value,
-    Scores.SIGMOID: SIGMOID.value,
-}
-
-
-def choose(logits: Tensor, router: Router, tile: int) -> Choice:
-    """logits [parts, T, E] float32, whose sum is meant."""
-    parts, rows, experts = logits.shape
-    routing, device = router.routing, logits.device
-    chosen = routing.num_chosen
-    numbers = torch.empty(3, rows, chosen, dtype=torch.int32, device=device)
-    choices, ranks, pairs = numbers
-    weights = torch.empty(rows, chosen, dtype=torch.float32, device=device)
-    starts = torch.empty(experts + 1, dtype=torch.int32, device=device)
-    ends = torch.empty(experts, dtype=torch.int32, device=device)
-    slots = min(rows * chosen, experts + rows * chosen // tile)
-    programs = triton.cdiv(rows, FEW_ROWS)
-    shape = {
-        "experts": experts, "chosen": chosen, "span": FEW_ROWS,
-    }  # fmt: skip
-    counts = None
-    if programs > 1:
-        counts = torch.empty(programs, experts, dtype=torch.int32, device=device)
-    options, block = launch.options(device), triton.next_power_of_2(experts)
-    route_kernel[(programs,)](
-        logits, router.correction, router.gains, choices, weights, ranks, counts, starts, ends,
-        pairs, logits.stride(0), rows, parts=parts, kind=_KINDS[routing.scores],
-        normalised=routing.normalised, scale=routing.scale, groups=routing.num_groups,
-        kept=routing.kept_groups, block=block, tile=tile, num_warps=16, **shape, **options,
-    )  # fmt: skip
-    if counts is not None:
-        sort_kernel[(1,)](
-            counts, starts, ends, programs, experts=experts, block=block, span=FEW_ROWS,
-            tile=tile, num_warps=8, **options,
-        )  # fmt: skip
-        place_kernel[(programs,)](
-            choices, ranks, starts, counts, pairs, rows, num_warps=4, **shape, **options
-        )
-    return Choice(weights, pairs.view(-1), starts, ends, tile, slots)
 
 
 def tile_rows(rows: int, mean: float, *weights: Operand) -> int:
@@ -237,17 +192,19 @@ def multiply(
     clamp: ClampedGate | None = None,
     scatters: bool = False,
     splitting: bool = False,
+    shared: Operand | None = None,
 ) -> Tensor:
     """The rows' pairs, or without a choice the rows, times the matrices of their experts.
 
     Args:
-        x: [T, K]; where it `scatters`, [T k, K] in the order of `choice.pairs`.
+        x: [T, K]; where it `scatters`, [T k, K] in the order of what was gathered.
         weight: [experts * N, K].
         bias: [experts * N].
         gated: the rows of an expert's matrix are gates, which go through this activation, and then
             what they multiply.
         scatters: what comes out is weighted, and left to be added up row by row.
         splitting: sums of fragments may be left to be added up.
+        shared: one more expert, alike, which lies elsewhere.
 
     Returns:
         [T k, N], or [T, N] without a choice; N / 2 where `gated`. Where it `scatters` or the sum is
@@ -260,8 +217,8 @@ def multiply(
         pairs, chosen, tile = rows, 1, tile_rows(rows, rows, weight)
         slots = triton.cdiv(rows, tile)
     else:
-        pairs, chosen, tile = len(choice.pairs), choice.weights.shape[1], choice.tile
-        slots = choice.slots
+        pairs, chosen = choice.weights.numel(), choice.weights.shape[1]
+        tile, slots = choice.tile, choice.slots
     splits, part = 1, depth
     if splitting and weight.form == FRAGMENTS:
         splits, part = splits_of(width, depth)
@@ -290,29 +247,62 @@ def multiply(
                 scatters, part,
             )  # fmt: skip
         return result
-    block_n, block_k, warps = _tiles(weight, x.values.dtype, tile)
-    stages = 2 if x.values.dtype == torch.float32 else 4  # that shared memory holds
-    grid = (triton.cdiv(width, block_n if gated is None else block_n // 2), slots)
-    grouped_kernel[grid](
-        x.values, x.scales, weight.values, weight.scales, weight.zeros, weight.row_scales, bias,
-        *((choice.pairs, choice.starts, choice.ends) if choice else (None, None, None)),
-        choice.weights if choice is not None and scatters else None, out, x.values.stride(0), rows,
-        width, depth=depth, experts=experts, block=triton.next_power_of_2(experts), chosen=chosen,
-        gathers=not scatters, form=weight.form, block_rows=weight.block_rows,
-        block_columns=weight.block_columns, gated=GATES[gated],
-        limit=clamp.limit if clamp else None, alpha=clamp.alpha if clamp else None,
-        block_m=tile, block_n=block_n, block_k=block_k,
-        stages=stages, num_warps=warps, num_stages=stages, **launch.options(device),
-    )  # fmt: skip
+    _multiply(
+        x, weight, bias, choice, out, tile, slots, experts, gated, clamp, scatters, width, shared
+    )
     return result
 
 
-def _tiles(weight: Operand, dtype: torch.dtype, tile: int) -> tuple[int, int, int]:
-    """(rows of weights, columns, warps) of a tile."""
+def _multiply(
+    x: Rows,
+    weight: Operand,
+    bias: Tensor | None,
+    choice: Choice | None,
+    out: Tensor,
+    tile: int,
+    slots: int,
+    experts: int,
+    gated: Activation | None,
+    clamp: ClampedGate | None,
+    scatters: bool,
+    width: int,
+    shared: Operand | None,
+) -> None:
+    """As `multiply`, for weights that are not in fragments."""
+    rows = len(x.values) if choice is None else len(choice.weights)
+    experts += shared is not None
+    block_n, block_k, warps, stages = _tiles(weight, x.values.dtype, tile)
+    grid = (triton.cdiv(width, block_n if gated is None else block_n // 2), slots)
+    grouped_kernel[grid](
+        x.values, x.scales, weight.values, weight.scales, weight.zeros, weight.row_scales, bias,
+        None if shared is None else shared.values, *(choice.tensors if choice else [None] * 4),
+        choice.weights if choice is not None and scatters else None, out, x.values.stride(0), rows,
+        width, depth=weight.shape[1], experts=experts, block=triton.next_power_of_2(experts),
+        chosen=choice.weights.shape[1] if choice else 1, gathers=not scatters, form=weight.form,
+        block_rows=weight.block_rows, block_columns=weight.block_columns, gated=GATES[gated],
+        limit=clamp.limit if clamp else None, alpha=clamp.alpha if clamp else None, block_m=tile,
+        block_n=block_n, block_k=block_k, stages=stages, num_warps=warps, num_stages=stages,
+        **launch.options(out.device),
+    )  # fmt: skip
+
+
+def could_join(stacked: Operand, one: Operand, experts: int) -> bool:
+    """Whether `one` could be another of the stacked matrices."""
+    return (
+        stacked.form == one.form == PLAIN.value
+        and stacked.shape == (one.shape[0] * experts, one.shape[1])
+        and stacked.values.dtype == one.values.dtype
+        and stacked.row_scales is one.row_scales is None
+    )
+
+
+def _tiles(weight: Operand, dtype: torch.dtype, tile: int) -> tuple[int, int, int, int]:
+    """(rows of weights, columns, warps) of a tile, and how many of them shared memory holds."""
     if dtype == torch.float32:
-        return 64, 64, 4
+        return 64, 64, 4, 2
     if weight.form == FLOAT8_BLOCKS.value:
-        return 64, min(128, triton.next_power_of_2(weight.block_columns)), 4
+        return 64, min(128, triton.next_power_of_2(weight.block_columns)), 4, 4
     if weight.form == PLAIN.value:
-        return (128, 64, 8) if tile > 32 else (64, 128, 4)
-    return 64, 64, 4
+        # Triton lets a sum of a single step begin with its bias: all tiles have one, or none has.
+        return (128, 64, 8, 4) if tile > 32 else (64, 128 if weight.shape[1] > 128 else 64, 4, 4)
+    return 64, 64, 4, 4

@@ -5,6 +5,10 @@
 As in `matmul_kernels.py`, weights are the large side of the tensor cores' steps, and a sum runs
 through all of k in one chain. Numbers of few bits become floats in registers. With one expert, and
 no pairs, it is the matmul of a weight of few bits.
+
+The second product of a choice reads the choice before it waits for its rows: the first product
+starts it behind its own wait (`launch.py`). The choice is read past the cache of a multiprocessor,
+which may still hold that of another layer.
 """
 
 import triton
@@ -36,13 +40,31 @@ def expert_tile(starts, ends, slot, experts: tl.constexpr, block: tl.constexpr):
     Behind the last tile the expert is `experts`, and no memory is read for it.
     """
     each = tl.arange(0, block)
-    after = tl.load(ends + each, mask=each < experts, other=2147483647)
+    after = tl.load(ends + each, mask=each < experts, other=2147483647, cache_modifier=".cg")
     expert = tl.sum((after <= slot).to(tl.int32), axis=0)
     before = tl.max(tl.where(after <= slot, after, 0), axis=0)
     there = expert < experts
-    first = tl.load(starts + expert, mask=there, other=0)
-    end = tl.load(starts + expert + 1, mask=there, other=0)
+    first = tl.load(starts + expert, mask=there, other=0, cache_modifier=".cg")
+    end = tl.load(starts + expert + 1, mask=there, other=0, cache_modifier=".cg")
     return expert, first, slot - before, end
+
+
+@triton.jit
+def expert_pairs(choices, slot, line, rows, experts: tl.constexpr, chosen: tl.constexpr):
+    """(expert of a pair, the pair of it of each `line`, whether there is one).
+
+    Where an earlier pair has the expert, it is `experts`: that one's tile has them all.
+    """
+    many: tl.constexpr = triton.next_power_of_2(chosen)
+    place = tl.arange(0, many)
+    pair = line[:, None] * chosen + place[None, :]
+    there = (line < rows)[:, None] & (place < chosen)[None, :]
+    expert = tl.load(choices + slot, cache_modifier=".cg")
+    own = tl.load(choices + pair, mask=there, other=experts, cache_modifier=".cg") == expert
+    first = tl.min(tl.min(tl.where(own, pair, 2147483647), axis=1), axis=0)
+    at = line * chosen + tl.sum(tl.where(own, place[None, :], 0), axis=1)
+    valid = tl.max(own.to(tl.int32), axis=1) > 0
+    return tl.where(first < slot, experts, expert), at, valid
 
 
 @triton.jit
@@ -162,43 +184,78 @@ def _finished(
     return sums
 
 
+@triton.jit
+def _tile_of(
+    choices, pairs, starts, ends, slot, line, rows, experts: tl.constexpr, block: tl.constexpr,
+    chosen: tl.constexpr,
+):  # fmt: skip
+    """(expert of a tile, place and pair of each `line`, which of them there are)."""
+    expert = 0
+    if choices is not None:
+        expert, pair, valid = expert_pairs(choices, slot, line, rows, experts, chosen)
+        place = pair
+    elif pairs is not None:
+        expert, first, part, end = expert_tile(starts, ends, slot, experts, block)
+        place = first + part * line.shape[0] + line
+        valid = place < end
+        pair = tl.load(pairs + place, mask=valid, other=0, cache_modifier=".cg")
+    else:
+        place = slot * line.shape[0] + line
+        valid = place < rows
+        pair = place
+    return expert, place, pair, valid
+
+
+@triton.jit
+def _begin(gathers: tl.constexpr, chosen: tl.constexpr, pdl: tl.constexpr):
+    """What gathers waits; the next kernel starts before, or where rows are `chosen` behind it."""
+    if not (gathers and chosen):
+        launch_dependents(pdl)
+    if gathers:
+        wait_for_inputs(pdl)
+    if gathers and chosen:
+        launch_dependents(pdl)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def grouped_kernel(
-    x, x_scales, values, scales, zeros, row_scales, bias, pairs, starts, ends, factors, out,
-    row_stride, rows, width, depth: tl.constexpr, experts: tl.constexpr, block: tl.constexpr,
-    chosen: tl.constexpr, gathers: tl.constexpr, form: tl.constexpr, block_rows: tl.constexpr,
-    block_columns: tl.constexpr, gated: tl.constexpr, limit: tl.constexpr, alpha: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr,
-    pdl: tl.constexpr,
+    x, x_scales, values, scales, zeros, row_scales, bias, shared, choices, pairs, starts, ends,
+    factors, out, row_stride, rows, width, depth: tl.constexpr, experts: tl.constexpr,
+    block: tl.constexpr, chosen: tl.constexpr, gathers: tl.constexpr, form: tl.constexpr,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, gated: tl.constexpr,
+    limit: tl.constexpr, alpha: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
+    block_k: tl.constexpr, stages: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile of n, tile of rows). values [experts * width, depth], twice as many rows where
-    `gated`; row_scales [as many rows] float32, bias likewise.
+    `gated`; row_scales [as many rows] float32, bias likewise. A `shared` expert is the last one.
 
-    Pairs lie sorted by expert. Where it `gathers`, a pair's row of x is pair // chosen, and its row
-    of `out` its place in that order; otherwise its row of x is its place, and its row of `out` the
-    pair, which is multiplied by its factor. Without `pairs` there is one expert, and rows of x and
-    `out` are the same.
+    Pairs lie sorted by expert, or with `choices` as they are, and a tile is of a pair. Where it
+    `gathers`, a pair's row of x is pair // chosen, and its row of `out` its place in that order;
+    otherwise its row of x is its place, and its row of `out` the pair, which is multiplied by its
+    factor. Without `pairs` and `choices` there is one expert, and rows of x and `out` are the same.
+    What reads a choice early need not wait where it has no tile. Some program waits, since the
+    first pair always has one: so this kernel ends behind the one before it, as later ones rely on.
     """
-    launch_dependents(pdl)
     tile = tl.program_id(0)
     row = weight_rows(tile, width, block_n, gated)
-    wait_for_inputs(pdl)
-    if pairs is not None:
-        expert, first, part, end = expert_tile(starts, ends, tl.program_id(1), experts, block)
-        if expert == experts:
-            return
-        row += expert.to(tl.int64) * width * (2 if gated else 1)
-    else:
-        first, part, end = 0, tl.program_id(1), rows
-    place = first + part * block_m + tl.arange(0, block_m)
-    valid = place < end
-    pair = place
-    if pairs is not None:
-        pair = tl.load(pairs + place, mask=valid, other=0)
+    _begin(gathers, choices is not None or pairs is not None, pdl)
+    slot, line = tl.program_id(1), tl.arange(0, block_m)
+    expert, place, pair, valid = _tile_of(
+        choices, pairs, starts, ends, slot, line, rows, experts, block, chosen
+    )
+    if expert == experts:
+        return
+    if experts > 1:
+        if shared is not None:
+            values = tl.where(expert == experts - 1, shared, values)
+            expert = tl.where(expert == experts - 1, 0, expert)
+        row += tl.cast(expert, tl.int64) * width * (2 if gated else 1)
     source = pair // chosen if gathers else place
     column = tl.arange(0, block_k)
     x_at = x + source.to(tl.int64)[:, None] * row_stride
     there = valid[:, None]
+    if not gathers:
+        wait_for_inputs(pdl)
     sums = tl.zeros((block_n, block_m), dtype=tl.float32)
     if scales is None:
         sums = _plain(sums, values, row, x_at, column, there, depth, block_k, stages)

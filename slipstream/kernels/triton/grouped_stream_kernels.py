@@ -6,6 +6,9 @@ Weights lie in the order in which the tensor cores take them (`fragments.py`), s
 makes its part of them from 16 bytes in a row, and they never return to shared memory. The copy
 engine brings them through a ring of `stages` tiles; rows of x, which are gathered, and scales come
 beside them. A sum runs through all of k in one chain of steps, whatever the number of rows.
+
+The second product of few pairs has weights on their way before it waits for its rows. As in
+`grouped_kernels.py`, the first product starts it behind its own wait.
 """
 
 from triton.experimental import gluon
@@ -99,8 +102,9 @@ def _gated(sums, gated: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr):
 
 @gluon.jit
 def _store(
-    out, sums, bias, row_scales, factors, base, tile, pairs, place0, end, width, pitch, lift_back,
-    gated: gl.constexpr, scatters: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr,
+    out, sums, bias, row_scales, factors, base, tile, choices, pairs, expert, place0, end, width,
+    pitch, lift_back, chosen: gl.constexpr, gated: gl.constexpr, scatters: gl.constexpr,
+    limit: gl.constexpr, alpha: gl.constexpr,
 ):  # fmt: skip
     count: gl.constexpr = sums.shape[1]
     line = gl.arange(0, 64, layout=gl.SliceLayout(1, sums.type.layout))
@@ -121,16 +125,57 @@ def _store(
     along: gl.constexpr = own // 32
     stored: gl.constexpr = gl.BlockedLayout([2, 1], [16, 2], [along, 4 // along], [0, 1])
     sums = gl.convert_layout(sums, stored)
-    place = place0 + gl.arange(0, count, layout=gl.SliceLayout(0, stored))
-    valid = place < end
-    goes = place
+    line = gl.arange(0, count, layout=gl.SliceLayout(0, stored))
+    place, pair, valid = _pairs(choices, pairs, expert, place0, end, line, scatters, chosen)
+    goes = pair if scatters else place
     if scatters:
-        goes = gl.load(pairs + place, mask=valid, other=0)
         sums *= gl.load(factors + goes, mask=valid, other=0.0)[None, :]
     column = tile * own + gl.arange(0, own, layout=gl.SliceLayout(1, stored))
     at = goes[None, :].to(gl.int64) * pitch + column[:, None]
     inside = (column < width)[:, None] & valid[None, :]
     gl.store(out + at, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _pairs(choices, pairs, expert, place0, end, line, reads: gl.constexpr, chosen: gl.constexpr):
+    """(places, pairs, which there are) of a tile's lines; pairs where it `reads` them."""
+    if choices is None:
+        place = place0 + line
+        valid = place < end
+        pair = place
+        if reads:
+            pair = gl.load(pairs + place, mask=valid, other=0)
+    else:  # lines are rows, `end` of them, and places are pairs
+        pair = line * chosen
+        found = line * 0
+        for each in gl.static_range(chosen):
+            own = gl.load(choices + line * chosen + each, mask=line < end, other=-1) == expert
+            pair += gl.where(own, each, 0)
+            found = gl.where(own, 1, found)
+        place, valid = pair, found > 0
+    return place, pair, valid
+
+
+@gluon.jit
+def _expert_of_pair(
+    choices, slot, rows, experts: gl.constexpr, chosen: gl.constexpr, count: gl.constexpr,
+    late: gl.constexpr,
+):  # fmt: skip
+    """The expert of a pair, or `experts` where an earlier pair has it and the tile.
+
+    What waits `late` reads past the cache of a multiprocessor, which may hold another choice."""
+    cache: gl.constexpr = ".cg" if late else ""
+    across: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    each = gl.arange(0, _power(count * chosen), layout=across)
+    own = gl.load(choices + each, mask=each < rows * chosen, other=-1, cache_modifier=cache)
+    expert = gl.load(choices + slot, cache_modifier=cache)
+    first = gl.min(gl.where(own == expert, each, 2147483647), axis=0)
+    return gl.where(first < slot, experts, expert)
+
+
+@gluon.constexpr_function
+def _power(size):
+    return 1 << (size - 1).bit_length()
 
 
 @gluon.jit
@@ -149,10 +194,11 @@ def _expert_tile(starts, ends, slot, experts: gl.constexpr, block: gl.constexpr)
 
 @gluon.jit
 def _sum(
-    x, x_tiles, weight, scales, pairs, ring, ring_x, ring_scales, full, row_stride, base, tile,
-    width, depth, place0, end, lift, part, chosen: gl.constexpr, gathers: gl.constexpr,
-    coding: gl.constexpr, columns: gl.constexpr, words: gl.constexpr, span: gl.constexpr,
-    shift: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
+    x, x_tiles, weight, scales, choices, pairs, ring, ring_x, ring_scales, full, row_stride, expert,
+    base, tile, width, depth, place0, end, lift, part, chosen: gl.constexpr, gathers: gl.constexpr,
+    late: gl.constexpr, coding: gl.constexpr, columns: gl.constexpr, words: gl.constexpr,
+    span: gl.constexpr, shift: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr,
+    pdl: gl.constexpr,
 ):  # fmt: skip
     """[64, count]: the tile's products over all of k."""
     count: gl.constexpr = ring_x.shape[1]
@@ -169,13 +215,13 @@ def _sum(
             weight, ring, full.index(slot), slot, group, beside, first + slot * chunks, of_group,
             chunks, of_x, slot < steps,
         )  # fmt: skip
-    if pairs is None:
+    if late:
         wait_for_inputs(pdl)
     across: gl.constexpr = columns * chunks // 8
     x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
-    place = place0 + gl.arange(0, count, layout=gl.SliceLayout(1, x_layout))
-    there = place < end
-    source = gl.load(pairs + place, mask=there, other=0) // chosen if gathers else place
+    line = gl.arange(0, count, layout=gl.SliceLayout(1, x_layout))
+    place, pair, there = _pairs(choices, pairs, expert, place0, end, line, gathers, chosen)
+    source = pair // chosen if gathers else place
     x_rows = x + source.to(gl.int64) * row_stride
     for slot in gl.static_range(stages - 1):
         _fetch_rest(
@@ -194,12 +240,11 @@ def _sum(
         fence_async_shared()
         _barrier()  # all of the tile is there, and the step before is done in every warp
         raw = gl.reshape(ring.index(now).load(_bytes(chunks)), (2, chunks, 2, 4, 2, 4, 2, 2, 4))
+        of_codes = (None, None)
         if words:
             raw_scales = ring_scales.index(now).load(_words(chunks // span, words))
             raw_scales = gl.reshape(raw_scales, (2, chunks // span, words, 2, 4, 2, 1, 1, 1))
             of_codes = _halves(raw_scales, chunks)
-        else:
-            of_codes = (None, None)
         chunk, wanted = first + (step + stages - 1) * chunks, step + stages - 1 < steps
         _fetch_weights(
             weight, ring, full.index(last), last, group, beside, chunk, of_group, chunks, of_x,
@@ -232,12 +277,12 @@ def _sum(
 
 @gluon.jit(do_not_specialize=["rows"])
 def grouped_stream_kernel(
-    x, x_tiles, weight, scales, row_scales, bias, pairs, starts, ends, factors, out, row_stride,
-    rows, width, depth, part, size, pitch, lift, lift_back, experts: gl.constexpr,
-    block: gl.constexpr, chosen: gl.constexpr, gathers: gl.constexpr, coding: gl.constexpr,
-    columns: gl.constexpr, words: gl.constexpr, span: gl.constexpr, shift: gl.constexpr,
-    gated: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr, count: gl.constexpr,
-    chunks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
+    x, x_tiles, weight, scales, row_scales, bias, choices, pairs, starts, ends, factors, out,
+    row_stride, rows, width, depth, part, size, pitch, lift, lift_back, experts: gl.constexpr,
+    block: gl.constexpr, chosen: gl.constexpr, gathers: gl.constexpr, late: gl.constexpr,
+    coding: gl.constexpr, columns: gl.constexpr, words: gl.constexpr, span: gl.constexpr,
+    shift: gl.constexpr, gated: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr,
+    count: gl.constexpr, chunks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
 ):  # fmt: skip
     """Programs (tile of n, tile of `count` rows, split); arguments as of `grouped_kernel`.
 
@@ -247,8 +292,13 @@ def grouped_stream_kernel(
     x_tiles describes x by tiles, where its rows follow one another and the copy engine reads them.
     weight describes the fragments [.., 128] bytes by the 32 rows and `chunks` chunks of `columns`
     fetched at once; scales: `words` words of every 16 rows and `span` chunks, in their order.
+
+    It waits `late`, behind asking for the first weights, where it is known early which: without a
+    choice, or where a second product reads choices early.
     """
-    launch_dependents(pdl)
+    chooses: gl.constexpr = choices is not None or pairs is not None
+    if not gathers:
+        launch_dependents(pdl)
     tile = gl.program_id(0)
     ring = gl.allocate_shared_memory(gl.uint8, [stages, 16 * chunks, 128], BYTES)
     ring_x = gl.allocate_shared_memory(
@@ -262,21 +312,28 @@ def grouped_stream_kernel(
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(stages):
         mbarrier.init(full.index(slot), count=1)
-    if pairs is not None:
+    if not late:
         wait_for_inputs(pdl)
+    if gathers:
+        launch_dependents(pdl)
+    if choices is not None:
+        expert = _expert_of_pair(choices, gl.program_id(1), rows, experts, chosen, count, late)
+        first, line, end, base = 0, 0, rows, expert * (width * 2 if gated else width)
+    elif pairs is not None:
         expert, first, line, end = _expert_tile(starts, ends, gl.program_id(1), experts, block)
         base = expert * (width * 2 if gated else width)
     else:
         expert, first, line, end, base = 0, 0, gl.program_id(1), rows, 0
+    scatters: gl.constexpr = chooses and not gathers
     if expert < experts:
         place = first + line * count
         sums = _sum(
-            x, x_tiles, weight, scales, pairs, ring, ring_x, ring_scales, full, row_stride, base,
-            tile, width, depth, place, end, lift, part, chosen, gathers, coding, columns, words,
-            span, shift, gated, stages, pdl,
+            x, x_tiles, weight, scales, choices, pairs, ring, ring_x, ring_scales, full,
+            row_stride, expert, base, tile, width, depth, place, end, lift, part, chosen, gathers,
+            late, coding, columns, words, span, shift, gated, stages, pdl,
         )  # fmt: skip
         own = out + gl.program_id(2).to(gl.int64) * size
         _store(
-            own, sums, bias, row_scales, factors, base, tile, pairs, place, end, width, pitch,
-            lift_back, gated, not gathers and pairs is not None, limit, alpha,
+            own, sums, bias, row_scales, factors, base, tile, choices, pairs, expert, place, end,
+            width, pitch, lift_back, chosen, gated, scatters, limit, alpha,
         )  # fmt: skip

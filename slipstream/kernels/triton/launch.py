@@ -2,7 +2,9 @@
 
 Such a kernel may touch constants (weights) at once, and calls `wait_for_inputs` before it reads or
 writes anything else. That returns when the kernel before it has ended, which waited likewise: so
-everything older in the stream has ended too, and it is safe to call `launch_dependents` first.
+everything older in the stream has ended too, and it is safe to call `launch_dependents` first. A
+kernel that calls it behind its wait starts the next one when everything older than itself has
+ended: so the next may read what that wrote before it waits, though not what the kernel itself does.
 """
 
 import functools

@@ -55,6 +55,36 @@ def _rounded(value):
 
 
 @triton.jit
+def joined_row(
+    addend, at, part_stride, behind, behind_gain, behind_eps, residual, place, factor, total,
+    inside, width, parts: tl.constexpr,
+):  # fmt: skip
+    """A row's stream in float32: `parts` addends, normed by `behind`, plus `residual`, times
+    `factor`, where there are such; rounded to the dtype of a `total` that is given."""
+    value = tl.load(addend + at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, parts):  # in their order
+        other = tl.load(addend + at + part * part_stride, mask=inside, other=0.0)
+        value += other.to(tl.float32)
+    if behind is not None:
+        value = value.to(behind.dtype.element_ty).to(tl.float32)  # as if a product had rounded it
+        value = normed_row(value, behind_gain, width, behind_eps)
+        value = value.to(behind.dtype.element_ty).to(tl.float32)
+    if residual is not None:
+        value += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    if factor is not None:
+        value = value.to(total.dtype.element_ty).to(tl.float32) * tl.load(factor).to(tl.float32)
+    if total is not None:
+        value = value.to(total.dtype.element_ty).to(tl.float32)
+    return value
+
+
+@triton.jit
+def normed_row(value, gain, width, eps):
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+    return value * scale * gain
+
+
+@triton.jit
 def _norm_kernel(
     addend, behind, behind_eps, residual, factor, weight, eps, out, scales, total, part_stride,
     row_stride, width, parts: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
@@ -71,30 +101,20 @@ def _norm_kernel(
     inside = column < width
     if weight is not None:
         gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    behind_gain = None
     if behind is not None:
         behind_gain = tl.load(behind + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(pdl)
     place = row * width + column
     at = row * row_stride + column
-    value = tl.load(addend + at, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, parts):  # in their order
-        other = tl.load(addend + at + part * part_stride, mask=inside, other=0.0)
-        value += other.to(tl.float32)
-    if behind is not None:
-        value = value.to(behind.dtype.element_ty).to(tl.float32)  # as if a product had rounded it
-        scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + behind_eps)
-        value = (value * scale * behind_gain).to(behind.dtype.element_ty).to(tl.float32)
-    if residual is not None:
-        value += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    if factor is not None:
-        value = value.to(total.dtype.element_ty).to(tl.float32) * tl.load(factor).to(tl.float32)
+    value = joined_row(
+        addend, at, part_stride, behind, behind_gain, behind_eps, residual, place, factor, total,
+        inside, width, parts,
+    )  # fmt: skip
     if total is not None:
-        rounded = value.to(total.dtype.element_ty)
-        tl.store(total + place, rounded, mask=inside)
-        value = rounded.to(tl.float32)
+        tl.store(total + place, value.to(total.dtype.element_ty), mask=inside)
     if weight is not None:  # a return would not end the compilation
-        scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
-        normed = (value * scale * gain).to(weight.dtype.element_ty)
+        normed = normed_row(value, gain, width, eps).to(weight.dtype.element_ty)
         if scales is None:
             tl.store(out + place, normed, mask=inside)
         else:
@@ -139,16 +159,11 @@ def normed_rows(
         total = normed_rows(addend, residual, None)[1]
         x = F.layer_norm(total, norm.bias.shape, norm.weight, norm.bias, norm.eps)
         return round_rows(x) if float8 else Rows(x, None), total
-    behind = addend.behind if isinstance(addend, JoiningAddend) else AS_IT_IS
-    values = addend.values if isinstance(addend, JoiningAddend) else addend
-    shape, device = values.shape[-2:], values.device
-    summing = residual is not None or values.ndim == 3
-    total = values
-    if summing:
-        dtype = _dtype(values, residual, norm)
-        total = empty_rows(shape[0], shape[1], dtype, device)
-    if residual is not None:
-        residual = residual.contiguous()
+    joining = Joining.of(addend, residual, norm)
+    values, behind, residual, total = (
+        joining.values, joining.behind, joining.residual, joining.total
+    )  # fmt: skip
+    shape, device, summing = total.shape, total.device, total is not values
     if norm is None:
         if summing:
             _launch(values, behind, residual, None, Rows(total, None), total)
@@ -159,6 +174,34 @@ def normed_rows(
     rows = plain or _float8_rows(shape, device)
     _launch(values, behind, residual, norm, rows, total if summing else None)
     return rows, total
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What becomes the stream.
+
+    Attributes:
+        values: addends [T, H], or parts of them.
+        total: [T, H], where their sum goes; `values` themselves where there is nothing to add.
+    """
+
+    values: Tensor
+    behind: Behind
+    residual: Tensor | None
+    total: Tensor
+
+    @staticmethod
+    def of(addend: Addend, residual: Tensor | None, norm: Norm | None) -> "Joining":
+        """Makes room for the sum."""
+        behind = addend.behind if isinstance(addend, JoiningAddend) else AS_IT_IS
+        values = addend.values if isinstance(addend, JoiningAddend) else addend
+        total = values
+        if residual is not None or values.ndim == 3:
+            dtype = _dtype(values, residual, norm)
+            total = empty_rows(values.shape[-2], values.shape[-1], dtype, values.device)
+        if residual is not None:
+            residual = residual.contiguous()
+        return Joining(values, behind, residual, total)
 
 
 def _dtype(addend: Tensor, residual: Tensor | None, norm: Norm | None) -> torch.dtype:
@@ -202,13 +245,14 @@ def _launch(
     part_stride = addend.stride(0) if parts > 1 else 0
     block = triton.next_power_of_2(width)
     _norm_kernel[(rows,)](
-        addend, *_weight(behind.norm), residual, behind.factor, *_weight(norm), out.values,
+        addend, *weight_of(behind.norm), residual, behind.factor, *weight_of(norm), out.values,
         out.scales, total, part_stride, addend.stride(-2), width, parts=parts, block=block,
         num_warps=_warps(block), **launch.options(addend.device),
     )  # fmt: skip
 
 
-def _weight(norm: Norm | None) -> tuple[Tensor | None, float]:
+def weight_of(norm: Norm | None) -> tuple[Tensor | None, float]:
+    """As kernels take it."""
     return (None, 0.0) if norm is None else (norm.weight, norm.eps)
 
 

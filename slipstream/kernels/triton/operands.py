@@ -46,23 +46,45 @@ class Operand:
 
 
 @dataclass(frozen=True)
+class Order:
+    """The pairs of rows by expert.
+
+    Attributes:
+        pairs: [T k] int32, sorted by expert.
+        starts: [E + 1] int32: where each expert's pairs start, and how many there are.
+        ends: [E] int32: tiles of `Choice.tile` pairs that each expert and those before it need.
+    """
+
+    pairs: Tensor
+    starts: Tensor
+    ends: Tensor
+
+
+@dataclass(frozen=True)
 class Choice:
     """Which experts T rows chose, k each: pair row * k + place is a row and one of its experts.
 
     Attributes:
         weights: [T, k] float32.
-        pairs: [T k] int32, sorted by expert.
-        starts: [E + 1] int32: where each expert's pairs start, and how many there are.
-        ends: [E] int32: tiles of `tile` pairs that each expert and those before it need.
+        experts: [T, k] int32.
+        order: None where rows are few: each pair then has a tile, in which the first pair of an
+            expert finds the others, and the rest is empty.
+        tile: the most pairs of a tile.
         slots: the most tiles that there can be.
     """
 
     weights: Tensor
-    pairs: Tensor
-    starts: Tensor
-    ends: Tensor
+    experts: Tensor
+    order: Order | None
     tile: int
     slots: int
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What a product reads of it: experts, or pairs, starts and ends."""
+        if self.order is None:
+            return self.experts, None, None, None
+        return None, self.order.pairs, self.order.starts, self.order.ends
 
 
 @singledispatch

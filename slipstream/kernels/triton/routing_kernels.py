@@ -1,7 +1,8 @@
 """How rows choose their experts, and which rows each expert then has, all on the device.
 
-Rows are taken `ROWS` at a time, whatever their number, so that sums over experts have one order.
-A pair is a row and the place of one of its experts in the order of choice: row * chosen + place.
+Every row has a program to choose in, whatever their number, so that sums over experts have one
+order. A pair is a row and the place of one of its experts in the order of choice, behind which a
+shared expert stands, the last one of all: row * places + place.
 """
 
 import triton
@@ -9,8 +10,10 @@ import triton.language as tl
 
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
-ROWS = tl.constexpr(16)
+ROWS = tl.constexpr(16)  # that are sorted at once
 _LOWEST = tl.constexpr(-3.0e38)  # above what can no longer be chosen
+# Whether all rows pass one more expert, and whether a logit behind the others weighs it.
+NOT_SHARED, SHARED, WEIGHED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SOFTMAX, CHOSEN_SOFTMAX, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -57,27 +60,41 @@ def _scores(logits, inside, kind: tl.constexpr):
 
 
 @triton.jit
+def _places(preferred, expert, chosen: tl.constexpr):
+    """[1, E]: places of the `chosen` largest of `preferred` [1, E], of equals the lower index
+    first; `chosen` of the others.
+
+    Round by round, since all pairs at once are too many for registers. As whole numbers in the same
+    order, a warp finds its largest with one instruction.
+    """
+    bits = tl.where(preferred == 0.0, 0.0, preferred).to(tl.int32, bitcast=True)  # zeros are equal
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    place = tl.full(preferred.shape, chosen, tl.int32)
+    for each in tl.static_range(chosen):
+        first = _first_of_largest(key, expert, preferred.shape[1])
+        own = expert[None, :] == first[:, None]
+        place = tl.where(own, each, place)
+        key = tl.where(own, -2147483648, key)
+    return place
+
+
+@triton.jit
 def _choose(
     logits, expert, correction, experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr,
     normalised: tl.constexpr, scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr,
 ):  # fmt: skip
-    """logits [R, E] -> (place of each expert in the order of choice or `chosen`, its weight)."""
+    """logits [1, E], correction [E] or None -> (places as of `_places`, weights if chosen)."""
     inside = (expert < experts)[None, :]
     scores = _scores(logits, inside, kind)
     preferred = scores
     if correction is not None:
-        preferred += tl.load(correction + expert, mask=expert < experts, other=0.0)[None, :]
+        preferred += correction[None, :]
     # What is not a number must still choose an expert that there is.
     preferred = tl.where(preferred > _LOWEST, preferred, _LOWEST)
     preferred = tl.where(inside, preferred, float("-inf"))
     if groups > 1:
         preferred = _within_groups(preferred, expert, experts, groups, kept)
-    place = tl.full(logits.shape, chosen, tl.int32)
-    for each in tl.static_range(chosen):
-        first = _first_of_largest(preferred, expert, experts - 1)
-        own = expert[None, :] == first[:, None]
-        place = tl.where(own, each, place)
-        preferred = tl.where(own, float("-inf"), preferred)
+    place = _places(preferred, expert, chosen)
     taken = place < chosen
     weights = scores
     if kind == CHOSEN_SOFTMAX:
@@ -122,20 +139,70 @@ def _place_pairs(
     tl.store(pairs + at, pair, mask=valid)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def route_kernel(
-    logits, correction, gains, choices, weights, ranks, counts, starts, ends, pairs, part_stride,
-    rows,
-    parts: tl.constexpr, experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr,
-    normalised: tl.constexpr, scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr,
-    block: tl.constexpr, span: tl.constexpr, tile: tl.constexpr, pdl: tl.constexpr,
-):  # fmt: skip
-    """Programs of `span` rows each. logits [parts, rows, experts] float32, to be added up.
+@triton.jit
+def _logits(at, inside, part_stride, parts: tl.constexpr):
+    """Those at `at`, added up."""
+    values = tl.load(at, mask=inside, other=0.0)
+    for part in tl.static_range(1, parts):
+        values += tl.load(at + part * part_stride, mask=inside, other=0.0)
+    return values
 
-    Writes of every pair its expert to `choices`, its weight to `weights`, and to `ranks` how many
-    pairs of the program's rows before it have its expert. A program that has all rows also sorts
-    the pairs by expert (`pairs`, `starts` [experts + 1], `ends`: see `_tile_ends`); otherwise it
-    leaves `counts` [programs, experts] to `sort_kernel` and `place_kernel`.
+
+@triton.jit
+def choose_kernel(
+    logits, correction, gains, choices, weights, part_stride, parts: tl.constexpr,
+    experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr, normalised: tl.constexpr,
+    scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr, shared: tl.constexpr,
+    block: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """A program for each row. logits [parts, rows, experts] float32, or one more where that weighs
+    a shared expert, to be added up.
+
+    Writes of every pair its expert to `choices` and its weight to `weights`.
+    """
+    launch_dependents(pdl)
+    places: tl.constexpr = chosen if shared == NOT_SHARED else chosen + 1
+    row = tl.program_id(0)
+    expert = tl.arange(0, block)
+    inside = (expert < experts)[None, :]
+    added = None
+    if correction is not None:
+        added = tl.load(correction + expert, mask=expert < experts, other=0.0)
+    if gains is not None:
+        gain = tl.load(gains + expert, mask=expert < experts, other=0.0)[None, :]
+    wait_for_inputs(pdl)
+    at = logits + row * (experts + 1 if shared == WEIGHED else experts)
+    values = _logits(at + expert[None, :], inside, part_stride, parts)
+    place, weight = _choose(
+        values, expert, added, experts, chosen, kind, normalised, scale, groups, kept
+    )
+    if gains is not None:
+        weight *= gain
+    own = inside & (place < chosen)
+    pair = row * places + place
+    tl.store(choices + pair, expert[None, :], mask=own)
+    tl.store(weights + pair, weight, mask=own)
+    if shared != NOT_SHARED:
+        one = tl.arange(0, 1)
+        by = tl.full((1,), 1.0, tl.float32)
+        if shared == WEIGHED:
+            by /= 1.0 + tl.exp(-_logits(at + experts + one, one < 1, part_stride, parts))
+        tl.store(choices + row * places + chosen + one, one + experts)
+        tl.store(weights + row * places + chosen + one, by)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rank_kernel(
+    choices, ranks, counts, starts, ends, pairs, rows, experts: tl.constexpr,
+    chosen: tl.constexpr, block: tl.constexpr, span: tl.constexpr, tile: tl.constexpr,
+    pdl: tl.constexpr,
+):  # fmt: skip
+    """Programs of `span` rows each, behind `choose_kernel`.
+
+    Writes to `ranks` how many pairs of the program's rows before a pair have its expert. A program
+    that has all rows also sorts the pairs by expert (`pairs`, `starts` [experts + 1], `ends`: see
+    `_tile_ends`); otherwise it leaves `counts` [programs, experts] to `sort_kernel` and
+    `place_kernel`.
     """
     launch_dependents(pdl)
     expert = tl.arange(0, block)
@@ -144,22 +211,14 @@ def route_kernel(
     wait_for_inputs(pdl)
     for begin in range(first, tl.minimum(first + span, rows), ROWS):
         line = begin + tl.arange(0, ROWS)
-        inside = (line < rows)[:, None] & (expert < experts)[None, :]
-        at = line[:, None] * experts + expert[None, :]
-        values = tl.load(logits + at, mask=inside, other=0.0)
-        for part in tl.static_range(1, parts):
-            values += tl.load(logits + part * part_stride + at, mask=inside, other=0.0)
-        place, weight = _choose(
-            values, expert, correction, experts, chosen, kind, normalised, scale, groups, kept
-        )
-        if gains is not None:
-            weight *= tl.load(gains + expert, mask=expert < experts, other=0.0)[None, :]
-        own = inside & (place < chosen)
-        pair = line[:, None] * chosen + place
+        place = tl.full((ROWS, block), chosen, tl.int32)
+        for each in tl.static_range(chosen):
+            own = tl.load(choices + line * chosen + each, mask=line < rows, other=experts)
+            place = tl.where(expert[None, :] == own[:, None], each, place)
+        own = (line < rows)[:, None] & (expert < experts)[None, :] & (place < chosen)
         taken = own.to(tl.int32)
-        tl.store(choices + pair, expert[None, :] + tl.zeros_like(place), mask=own)
-        tl.store(weights + pair, weight, mask=own)
-        tl.store(ranks + pair, seen[None, :] + tl.cumsum(taken, 0) - taken, mask=own)
+        rank = seen[None, :] + tl.cumsum(taken, 0) - taken
+        tl.store(ranks + line[:, None] * chosen + place, rank, mask=own)
         seen += tl.sum(taken, axis=0)
     if counts is not None:
         tl.store(counts + tl.program_id(0) * experts + expert, seen, mask=expert < experts)
@@ -195,7 +254,7 @@ def place_kernel(
     choices, ranks, starts, counts, pairs, rows, experts: tl.constexpr, chosen: tl.constexpr,
     span: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs of `span` rows each, as in `route_kernel`, behind `sort_kernel`."""
+    """Programs of `span` rows each, as in `rank_kernel`, behind `sort_kernel`."""
     launch_dependents(pdl)
     first = tl.program_id(0) * span
     wait_for_inputs(pdl)

@@ -1,0 +1,91 @@
+"""A norm and the router's product behind it, in one kernel, with the gate of a shared expert.
+
+Every program norms its row anew, which is less than a kernel of its own takes to start, and has its
+experts' rows in registers before the stream is there. A sum over k depends on the width alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.experts import Router
+from slipstream.kernels.table import Addend, Norm
+from slipstream.kernels.triton import launch
+from slipstream.kernels.triton.launch import empty_rows, launch_dependents, wait_for_inputs
+from slipstream.kernels.triton.norm import Joining, Rows, joined_row, normed_row, weight_of
+
+EXPERTS = 8  # of a program
+
+
+@triton.jit
+def router_kernel(
+    addend, behind, behind_eps, residual, factor, weight, eps, out, total, router, gate, bias,
+    logits, part_stride, row_stride, width, parts: tl.constexpr, experts: tl.constexpr,
+    own: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Programs (row, `own` experts); arguments as of `_norm_kernel`. router [experts, width], and
+    gate [1, width] as one more; writes logits [rows, experts, or one more] float32."""
+    launch_dependents(pdl)
+    expert = tl.program_id(1) * own + tl.arange(0, own)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
+    inside = column < width
+    there = (expert < experts)[:, None] & inside[None, :]
+    matrix = tl.load(router + expert[:, None] * width + column[None, :], mask=there, other=0.0)
+    pitch: tl.constexpr = experts if gate is None else experts + 1
+    if gate is not None:
+        there = (expert == experts)[:, None] & inside[None, :]
+        matrix += tl.load(gate + column[None, :] + 0 * expert[:, None], mask=there, other=0.0)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    behind_gain = None
+    if behind is not None:
+        behind_gain = tl.load(behind + column, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.zeros((own,), tl.float32)
+    if bias is not None:
+        sums = tl.load(bias + expert, mask=expert < experts, other=0.0).to(tl.float32)
+    wait_for_inputs(pdl)
+    place = row * width + column
+    value = joined_row(
+        addend, row * row_stride + column, part_stride, behind, behind_gain, behind_eps, residual,
+        place, factor, total, inside, width, parts,
+    )  # fmt: skip
+    writes = column < tl.where(tl.program_id(1) == 0, width, 0)  # one program of a row
+    if total is not None:
+        tl.store(total + place, value.to(total.dtype.element_ty), mask=writes)
+    normed = normed_row(value, gain, width, eps).to(weight.dtype.element_ty)
+    tl.store(out + place, normed, mask=writes)
+    sums += tl.sum(matrix.to(tl.float32) * normed.to(tl.float32)[None, :], axis=1)
+    tl.store(logits + row * pitch + expert, sums, mask=expert < pitch)
+
+
+def normed_logits(
+    addend: Addend,
+    residual: Tensor | None,
+    norm: Norm,
+    router: Router,
+    gate: Tensor | None = None,
+) -> tuple[Rows, Tensor, Tensor]:
+    """(the norm of residual + addend, residual + addend, logits of it [1, T, E] float32).
+
+    With a gate [1, H] of a shared expert there is one more logit, its own.
+    """
+    assert norm.bias is None
+    joining = Joining.of(addend, residual, norm)
+    values, behind, total = joining.values, joining.behind, joining.total
+    (rows, width), experts, device = total.shape, len(router.weight), total.device
+    pitch = experts + (gate is not None)
+    assert values.stride(-1) == 1
+    assert router.weight.is_contiguous()
+    out = empty_rows(rows, width, norm.weight.dtype, device)
+    logits = torch.empty(1, rows, pitch, dtype=torch.float32, device=device)
+    parts, block = len(values) if values.ndim == 3 else 1, triton.next_power_of_2(width)
+    if rows:
+        router_kernel[(rows, triton.cdiv(pitch, EXPERTS))](
+            values, *weight_of(behind.norm), joining.residual, behind.factor, *weight_of(norm), out,
+            None if total is values else total, router.weight, gate, router.bias,
+            logits, values.stride(0) if parts > 1 else 0, values.stride(-2), width, parts=parts,
+            experts=experts, own=EXPERTS, block=block, num_warps=min(8, max(1, block // 256)),
+            **launch.options(device),
+        )  # fmt: skip
+    return Rows(out, None), total, logits
