@@ -18,6 +18,7 @@ from slipstream.core.request import Request
 
 MEMORY = 0.1  # weight of the latest result in a request's averages: half is forgotten in 7 results
 TRAFFIC_MEMORY = 0.02
+_FEW_RESULTS = 1 / TRAFFIC_MEMORY  # with as many or more, that is the weight of a result
 _NOISE = MEMORY / (2 - MEMORY)  # variance of such an average over that of a result
 UNKNOWN = 0.75  # initial chance: optimistic, so that drafting is tried
 PRIOR_TRIALS = 2  # number of results that the initial value counts as
@@ -83,7 +84,7 @@ class Reliability:
     )
 
     def add(self, predicted: float, accepted: bool) -> None:
-        sums = self._sums[min(NUM_BINS - 1, int(predicted * NUM_BINS))]
+        sums = self._sums[_bin(predicted)]
         sums[0] += predicted
         sums[1] += accepted
         sums[2] += 1
@@ -190,25 +191,25 @@ class Acceptance:
             tokens.
         """
         self.num_steps += 1
-        pairs = list(zip(report.batch.requests, report.committed, strict=True))
+        items, gains, histories = report.batch.requests, report.committed, self._histories
         # Odd, so that a batch in which two kinds of requests alternate is sampled evenly.
-        stride = 1 + 2 * -(-(len(pairs) - _MOST_JUDGED) // (2 * _MOST_JUDGED))
+        stride = 1 + 2 * -(-(len(items) - _MOST_JUDGED) // (2 * _MOST_JUDGED))
         if self.num_steps <= self.all_until:
             stride = 1
         examined = (
-            self.num_steps // _EXAMINED % len(pairs) if self.num_steps % _EXAMINED == 0 else -1
+            self.num_steps // _EXAMINED % len(items) if self.num_steps % _EXAMINED == 0 else -1
         )
         probes: list[tuple[int, int]] = []
         looked_at = accepted = 0
-        for index in range(self.num_steps % stride, len(pairs), stride):
-            item, gain = pairs[index]
+        for index in range(self.num_steps % stride, len(items), stride):
+            item, gain = items[index], gains[index]
             ended_early = item.stops is not None or item.trim is not None
             if (gain.num_draft_tokens or ended_early) and report.live[index]:
                 self._learn(item, gain, probes, index == examined)
             looked_at += 1
             accepted += gain.num_accepted
             if item.request.finished:
-                self._histories.pop(item.request.request_id, None)
+                histories.pop(item.request.request_id, None)
         self.latest += _LATEST * (accepted / looked_at - self.latest)
         return probes
 
@@ -246,8 +247,10 @@ class Acceptance:
     def _learn_traffic(self, accepted: int, judged: int) -> None:
         chances, counts = self._chances, self._num_results
         for place in range(judged):
-            counts[place] += 1
-            weight = max(TRAFFIC_MEMORY, 1 / (counts[place] + PRIOR_TRIALS))
+            counts[place] = count = counts[place] + 1
+            weight = TRAFFIC_MEMORY
+            if count < _FEW_RESULTS:
+                weight = max(weight, 1 / (count + PRIOR_TRIALS))
             chances[place] += weight * ((place < accepted) - chances[place])
 
     def _learn_confidences(self, history: History, gain: Committed, judged: int) -> None:
@@ -258,23 +261,31 @@ class Acceptance:
         # The average for a confidence is less noisy than the result of one token, and is known for
         # tokens behind a rejected one, too.
         soon = max(MEMORY, 1 / (max(0, history.num_results) + PRIOR_TRIALS))
-        for place, confidence in enumerate(gain.confidences[: self._places]):
-            chances[place] += soon * (self._chance_of(confidence, rounded) - chances[place])
-        for place, confidence in enumerate(gain.confidences[:judged]):
-            index = min(NUM_BINS - 1, int(confidence * NUM_BINS))
-            taken, by_table = place < gain.num_accepted, table[index]
-            predicted = min(1.0, by_table * history.factor)
-            self.reliability.add(predicted, taken)
-            counts[index] += 1
-            weight = max(_BIN_MEMORY, 1 / (counts[index] + PRIOR_TRIALS))
-            table[index] += weight * (taken - by_table)
+        bins = [_bin(confidence) for confidence in gain.confidences[: self._places]]
+        for place, index in enumerate(bins):
+            chance = table[index] * rounded
+            chances[place] += soon * ((chance if chance < 1.0 else 1.0) - chances[place])
+        factor, accepted, add = history.factor, gain.num_accepted, self.reliability.add
+        for place, index in enumerate(bins[:judged]):
+            taken, by_table = place < accepted, table[index]
+            predicted = by_table * factor
+            if predicted > 1.0:
+                predicted = 1.0
+            add(predicted, taken)
+            counts[index] = count = counts[index] + 1
+            weight = 1 / (count + PRIOR_TRIALS)
+            table[index] += (weight if weight > _BIN_MEMORY else _BIN_MEMORY) * (taken - by_table)
             # Move the factor so that the table is right for this request on average.
-            error = taken - predicted
-            history.factor = min(_MOST_FACTOR, max(0.0, history.factor + MEMORY * error))
+            factor = min(_MOST_FACTOR, max(0.0, factor + MEMORY * (taken - predicted)))
+        history.factor = factor
 
     def _chance_of(self, confidence: float, factor: float) -> float:
-        index = min(NUM_BINS - 1, int(confidence * NUM_BINS))
-        return min(1.0, self._by_confidence[index] * factor)
+        return min(1.0, self._by_confidence[_bin(confidence)] * factor)
+
+
+def _bin(share: float) -> int:
+    index = int(share * NUM_BINS)
+    return index if index < NUM_BINS else NUM_BINS - 1
 
 
 def _was_stopped(item: ScheduledRequest, gain: Committed) -> bool:

@@ -17,6 +17,7 @@ step that was disturbed changes nothing; a lasting change shows once most of the
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 from slipstream.core.batch import StepReport
@@ -25,6 +26,7 @@ from slipstream.engine.drafting.tables import LEAST, Grid, Knot, Slope, Table
 _MOST_ERROR = 0.3  # bound of the errors that slopes learn from, relative to the prediction
 _LEAST_SHARE = 0.1  # least share of an error that is attributed to a knot
 _STALE = 0.005  # sum of relative changes after which cached predictions are dropped
+_START, _NUM_DRAFTS = attrgetter("start"), attrgetter("num_draft_tokens")
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ class CostModel:
         if not (report.padded or batch.is_decode):  # captured steps always decode
             return
         requests = self._pad(len(batch.requests))
-        context = sum([item.start + 1 for item in batch.requests])
+        context = sum(map(_START, batch.requests)) + len(batch.requests)
         self._learn_target(requests, report.num_rows, context, times.target + times.verify)
         if not _ended_early(report):
             counts = self._counts(report)
@@ -222,12 +224,12 @@ class CostModel:
     def _counts(self, report: StepReport) -> Sequence[int]:
         """How many requests drafted a token at each position, from the first."""
         items = report.batch.requests
-        width = max(item.num_draft_tokens for item in items)
+        width = max(map(_NUM_DRAFTS, items))
         if self._padded is not None:
             return [self._padded(len(items))] * width
         ending = [0] * (width + 1)
-        for gain in report.committed:
-            ending[gain.num_draft_tokens] += 1
+        for drafted in map(_NUM_DRAFTS, report.committed):
+            ending[drafted] += 1
         return [count for count in reversed(list(accumulate(reversed(ending[1:])))) if count]
 
     def _learn_target(self, requests: int, rows: int, context: int, seconds: float) -> None:
@@ -258,9 +260,10 @@ class CostModel:
         knot = self._drafting.knot(most, width)
         drafting = seconds - self._rest(requests) - slope.value * width * context
         # Add what is saved by fewer requests at later positions, as if all had gone on.
-        for place, count in enumerate(counts, 1):
-            if count < most:
-                drafting += self._pass(most, place) - self._pass(count, place)
+        if counts[-1] < most:
+            for place, count in enumerate(counts, 1):
+                if count < most:
+                    drafting += self._pass(most, place) - self._pass(count, place)
         slope.learn(width * context, self._hear(knot, drafting, seconds))
 
     def _pass(self, requests: int, place: int) -> float:
@@ -317,11 +320,10 @@ class CostModel:
 
 def _ended_early(report: StepReport) -> bool:
     """Whether a chain ended before its plan, so that its number of passes is not known."""
-    pairs = zip(report.batch.requests, report.committed, strict=True)
-    return any(
-        item.stops is not None and gain.num_draft_tokens < item.num_draft_tokens
-        for item, gain in pairs
-    )
+    for item, gain in zip(report.batch.requests, report.committed, strict=True):
+        if item.stops is not None and gain.num_draft_tokens < item.num_draft_tokens:
+            return True
+    return False
 
 
 def _mean(pairs: Sequence[tuple[float, float]]) -> float:

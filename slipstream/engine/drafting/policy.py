@@ -20,6 +20,7 @@ these more often than the target does.
 from collections.abc import Sequence
 from dataclasses import replace
 from math import log2
+from operator import attrgetter
 from typing import Protocol
 
 from slipstream.core.batch import FACTOR_PARTS, ChainStops, DraftPlan, StepReport, Trim
@@ -33,6 +34,7 @@ from slipstream.engine.drafting.probes import Probes
 _SURPRISE = 0.5  # relative error of the expected tokens that makes a new choice due soon
 _TABLE_AGE = 24  # plans after which tables of costs are made anew
 _MOST_UNCHANGED = 16  # a choice serves 4 plans and at most this many more
+_REQUEST, _MOST = attrgetter("request"), attrgetter("most")
 _LEAST_TO_STOP, _MOST_TO_STOP = 0.02, 0.9
 
 
@@ -106,7 +108,7 @@ class AdaptivePolicy:
         if not candidates:
             return ()
         self._left -= 1
-        requests = [it.request for it in candidates]
+        requests = list(map(_REQUEST, candidates))
         if requests != self._requests:
             if self._left > 0 and 4 * len(requests) <= len(self._requests):
                 return [self._newcomer(it) for it in candidates]  # few requests, whose prompts end
@@ -116,7 +118,7 @@ class AdaptivePolicy:
         plans = self._plans
         if self._probes.is_due():
             plans = self._probes.plans(candidates, plans)
-        if min([it.most for it in candidates]) < self._longest:
+        if min(map(_MOST, candidates)) < self._longest:
             plans = [_cut(plan, it.most) for plan, it in zip(plans, candidates, strict=True)]
         return plans
 

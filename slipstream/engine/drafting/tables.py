@@ -71,8 +71,10 @@ class Table:
         self._knots = [Knot(0.0)] if from_zero else []
 
     def __call__(self, place: int) -> float:
-        knots = self._knots
-        return sum(weight * knots[index].value for index, weight in _around(self.places, place))
+        total = 0.0
+        for index, weight in _around(self.places, place):
+            total += weight * self._knots[index].value
+        return total
 
     def items(self) -> list[tuple[int, float]]:
         """The places of its knots and the values there."""
@@ -97,9 +99,10 @@ class Grid:
         self.tables: list[Table] = []
 
     def __call__(self, requests: int, width: int) -> float:
-        return sum(
-            weight * self.tables[index](width) for index, weight in _around(self.counts, requests)
-        )
+        total = 0.0
+        for index, weight in _around(self.counts, requests):
+            total += weight * self.tables[index](width)
+        return total
 
     def knot(self, requests: int, width: int) -> Knot:
         """The knot for these; a new one if none is near."""
