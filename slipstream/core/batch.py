@@ -116,7 +116,10 @@ class Batch:
     @property
     def is_decode(self) -> bool:
         """Whether every request just decodes: no prompt chunk, and no request is admitted."""
-        return all(not (item.is_prompt_chunk or item.admitted) for item in self.requests)
+        for item in self.requests:
+            if item.admitted or item.num_new_tokens > 1 or not item.reaches_end:
+                return False
+        return True
 
     @property
     def num_tokens(self) -> int:

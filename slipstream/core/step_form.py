@@ -1,6 +1,7 @@
 """The limits of a step, which are resolved when the engine is built; and the number of rows that
 the target's pass of a decode step has, which determines the step's cost."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -71,14 +72,14 @@ class CapturedForm:
         return [*sorted(smaller), self.max_requests]
 
     def bucket(self, requests: int) -> int:
-        return next(size for size in self.buckets if size >= requests)
+        return self.buckets[bisect_left(self.buckets, requests)]
 
     def width(self, most_drafts: int) -> int:
-        return next(width for width in self.widths if width >= most_drafts)
+        return self.widths[bisect_left(self.widths, most_drafts)]
 
     def rows(self, requests: int, width: int, num_drafts: int) -> int:
         totals = self.totals(self.bucket(requests), self.width(width))
-        return next(rows for rows in totals if rows >= requests + num_drafts)
+        return totals[bisect_left(totals, requests + num_drafts)]
 
     def totals(self, bucket: int, width: int) -> Sequence[int]:
         """The numbers of rows that steps of this bucket and width are captured with, rising."""

@@ -12,6 +12,8 @@ request has a factor on it.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, islice
+from operator import mul
 
 from slipstream.core.batch import FACTOR_PARTS, NUM_BINS, Committed, ScheduledRequest, StepReport
 from slipstream.core.request import Request
@@ -261,22 +263,25 @@ class Acceptance:
         # The average for a confidence is less noisy than the result of one token, and is known for
         # tokens behind a rejected one, too.
         soon = max(MEMORY, 1 / (max(0, history.num_results) + PRIOR_TRIALS))
-        bins = [_bin(confidence) for confidence in gain.confidences[: self._places]]
+        told = gain.confidences[: self._places]
+        bins = [int(it * NUM_BINS) if it < 1.0 else NUM_BINS - 1 for it in told]
         for place, index in enumerate(bins):
             chance = table[index] * rounded
             chances[place] += soon * ((chance if chance < 1.0 else 1.0) - chances[place])
-        factor, accepted, add = history.factor, gain.num_accepted, self.reliability.add
+        factor, accepted, reliability = history.factor, gain.num_accepted, self.reliability
         for place, index in enumerate(bins[:judged]):
             taken, by_table = place < accepted, table[index]
             predicted = by_table * factor
             if predicted > 1.0:
                 predicted = 1.0
-            add(predicted, taken)
+            reliability.add(predicted, taken)
             counts[index] = count = counts[index] + 1
             weight = 1 / (count + PRIOR_TRIALS)
             table[index] += (weight if weight > _BIN_MEMORY else _BIN_MEMORY) * (taken - by_table)
             # Move the factor so that the table is right for this request on average.
-            factor = min(_MOST_FACTOR, max(0.0, factor + MEMORY * (taken - predicted)))
+            factor += MEMORY * (taken - predicted)
+            if not 0.0 <= factor <= _MOST_FACTOR:
+                factor = min(_MOST_FACTOR, max(0.0, factor))
         history.factor = factor
 
     def _chance_of(self, confidence: float, factor: float) -> float:
@@ -284,8 +289,7 @@ class Acceptance:
 
 
 def _bin(share: float) -> int:
-    index = int(share * NUM_BINS)
-    return index if index < NUM_BINS else NUM_BINS - 1
+    return int(share * NUM_BINS) if share < 1.0 else NUM_BINS - 1
 
 
 def _was_stopped(item: ScheduledRequest, gain: Committed) -> bool:
@@ -298,8 +302,4 @@ def _was_stopped(item: ScheduledRequest, gain: Committed) -> bool:
 
 def survivals(chances: Iterable[float], most: int) -> list[float]:
     """The probability that a token and all before it are accepted, for `most` positions."""
-    left, found = 1.0, []
-    for chance, _ in zip(chances, range(most), strict=False):
-        left *= chance
-        found.append(left)
-    return found
+    return list(accumulate(islice(chances, max(0, most)), mul))

@@ -8,12 +8,13 @@ second. Survival falls along a chain, so the tokens taken are a prefix of every 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from operator import add, sub, truediv
+from operator import add, itemgetter, sub, truediv
 from typing import NamedTuple, Protocol
 
 from slipstream.core.step_form import StepForm
 
 LEAST_SURVIVAL = 0.02  # tokens with less are never drafted
+_NEGATED = itemgetter(0)
 
 
 class StepCosts(Protocol):
@@ -115,17 +116,16 @@ def choose(gains: Sequence[Sequence[float]], widths: Sequence[int], table: CostT
         widths: the widths that a step may have, rising from 0.
     """
     requests = len(gains)
-    ranked = sorted(
-        [
-            (-gain, place, index)
-            for index, chain in enumerate(gains)
-            for place, gain in enumerate(chain, 1)
-            if gain > LEAST_SURVIVAL
-        ]
-    )
+    longest = max(map(len, gains), default=0)
+    ranked = [
+        (-chain[place - 1], place, index)
+        for place in range(1, longest + 1)
+        for index, chain in enumerate(gains)
+        if len(chain) >= place and chain[place - 1] > LEAST_SURVIVAL
+    ]
+    ranked.sort(key=_NEGATED)  # stable: of equal gains the nearer place, the earlier request
     tokens, seconds = float(requests), table.targets(0, 0)[0]
     best = _Best(tokens / seconds, tokens, seconds, 0, 0)
-    longest = max(map(len, gains), default=0)
     if table.exact and requests == 1:
         widths = (0, widths[-1])  # `_best_of` tries all shorter chains, too
     for before, width in pairwise(widths):
@@ -168,7 +168,7 @@ def _best_of(
         seconds = table.targets(0, width)[0] + drafting
         return _Best(tokens / seconds, tokens, seconds, width, len(within))
     # By the number of units taken, from 1; the sums run in C.
-    gained = list(accumulate([pair[0] for pair in within], sub, initial=tokens))[1:]
+    gained = list(accumulate(map(_NEGATED, within), sub, initial=tokens))[1:]
     seconds_of: Iterable[float] = table.targets(len(within), width)[1 : len(within) + 1]
     if table.exact:
         steps = [iter(table.added(place)[1:]) for place in range(width + 1)]

@@ -141,9 +141,10 @@ class AdaptivePolicy:
             self._choose(requests, candidates)
             return
         known = self._by_id
-        self._plans = [known.get(it.request.request_id) or self._newcomer(it) for it in candidates]
-        for request, plan in zip(requests, self._plans, strict=True):
-            known[request.request_id] = plan
+        for it in candidates:
+            if it.request.request_id not in known:
+                known[it.request.request_id] = self._newcomer(it)
+        self._plans = [known[request.request_id] for request in requests]
         self._requests = requests
 
     def _newcomer(self, candidate: Candidate) -> DraftPlan:

@@ -71,7 +71,9 @@ class Table:
         self._knots = [Knot(0.0)] if from_zero else []
 
     def __call__(self, place: int) -> float:
-        total = 0.0
+        index, total = bisect_left(self.places, place), 0.0
+        if index < len(self.places) and self.places[index] == place:
+            return self._knots[index].value
         for index, weight in _around(self.places, place):
             total += weight * self._knots[index].value
         return total
