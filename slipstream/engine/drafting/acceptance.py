@@ -86,7 +86,7 @@ class Reliability:
     )
 
     def add(self, predicted: float, accepted: bool) -> None:
-        sums = self._sums[_bin(predicted)]
+        sums = self._sums[int(predicted * NUM_BINS) if predicted < 1.0 else NUM_BINS - 1]
         sums[0] += predicted
         sums[1] += accepted
         sums[2] += 1
@@ -281,15 +281,12 @@ class Acceptance:
             # Move the factor so that the table is right for this request on average.
             factor += MEMORY * (taken - predicted)
             if not 0.0 <= factor <= _MOST_FACTOR:
-                factor = min(_MOST_FACTOR, max(0.0, factor))
+                factor = 0.0 if factor < 0.0 else _MOST_FACTOR
         history.factor = factor
 
     def _chance_of(self, confidence: float, factor: float) -> float:
-        return min(1.0, self._by_confidence[_bin(confidence)] * factor)
-
-
-def _bin(share: float) -> int:
-    return int(share * NUM_BINS) if share < 1.0 else NUM_BINS - 1
+        index = min(NUM_BINS - 1, int(confidence * NUM_BINS))
+        return min(1.0, self._by_confidence[index] * factor)
 
 
 def _was_stopped(item: ScheduledRequest, gain: Committed) -> bool:

@@ -27,6 +27,7 @@ _MOST_ERROR = 0.3  # bound of the errors that slopes learn from, relative to the
 _LEAST_SHARE = 0.1  # least share of an error that is attributed to a knot
 _STALE = 0.005  # sum of relative changes after which cached predictions are dropped
 _START, _NUM_DRAFTS = attrgetter("start"), attrgetter("num_draft_tokens")
+_STOPS = attrgetter("stops")
 
 
 @dataclass(frozen=True)
@@ -320,6 +321,8 @@ class CostModel:
 
 def _ended_early(report: StepReport) -> bool:
     """Whether a chain ended before its plan, so that its number of passes is not known."""
+    if not any(map(_STOPS, report.batch.requests)):
+        return False
     for item, gain in zip(report.batch.requests, report.committed, strict=True):
         if item.stops is not None and gain.num_draft_tokens < item.num_draft_tokens:
             return True
