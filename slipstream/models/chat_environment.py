@@ -197,8 +197,7 @@ def _roomy(
     def checked(*args: Any, **kwargs: Any) -> Any:
         given = names.bind(*args, **kwargs).arguments
         whole = str(given[text])
-        sought = given.get(mark, mark)
-        times = len(whole) if mark is None else whole.count(str(sought)) + 1
+        times = len(whole) if mark is None else whole.count(str(given.get(mark, mark))) + 1
         _require_room(times, given.get(part))
         return repeat(*args, **kwargs)
 
