@@ -5,22 +5,26 @@ Apart from `chat_template` so that jinja2 is imported when a template is first r
 
 import json
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import wraps
+from inspect import signature
+from time import thread_time
 from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, nodes, pass_environment
 from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import do_format
+from jinja2.filters import do_format, make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MOST_OF_A_PRODUCT = 1 << 16  # templates repeat a few spaces or dashes
 _MOST_OF_A_SUM = 1 << 26  # more characters than a request may have
-_WIDE_FORMAT = re.compile(r"%[-+ #0]*\d*\.?(\d{5,}|\*)|\{[^{}]*:[^{}]*(\d{5,}|\{)")
+_MOST_SECONDS = 5.0  # of a thread's own time; published templates take milliseconds
+_WIDE_FORMAT = re.compile(r"%(?:\([^()]*\))?[-+ #0]*\d*\.?(\d{5,}|\*)|\{[^{}]*:[^{}]*(\d{5,}|\{)")
 
 
 class _GenerationTag(Extension):
@@ -36,7 +40,11 @@ class _GenerationTag(Extension):
 
 
 class _Code(CodeGenerator):
-    """`a ~ b` goes through the sandbox as `a + b` does."""
+    """`a ~ b` goes through the sandbox as `a + b` does, and every block looks at the clock."""
+
+    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Any) -> None:
+        self.writeline("environment.go_on()")
+        super().blockvisit(nodes, frame)
 
     def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:  # noqa: N802
         self.write("environment.joined((")
@@ -46,11 +54,60 @@ class _Code(CodeGenerator):
         self.write("))")
 
 
+class _Timed(Template):
+    """A template that may take only so long."""
+
+    def render(self, *args: Any, **kwargs: Any) -> str:
+        """The text; TemplateError where it takes too long."""
+        _clock.end = thread_time() + _MOST_SECONDS
+        try:
+            return super().render(*args, **kwargs)
+        finally:
+            del _clock.end
+
+
+_clock = threading.local()  # `end`: of the thread's time, while it renders
+
+
 class _Bounded(ImmutableSandboxedEnvironment):
-    """A sandbox in which no single operation makes much; jinja bounds `range` itself."""
+    """A sandbox in which no single operation makes much, nor many take long; jinja bounds `range`
+    itself."""
 
     intercepted_binops = frozenset(("*", "**", "+", "%"))
     code_generator_class = _Code
+    template_class = _Timed
+
+    @staticmethod
+    def go_on() -> None:
+        """Raise TemplateError where the template has taken too long."""
+        if thread_time() > getattr(_clock, "end", float("inf")):
+            raise TemplateError("the chat template takes too long")
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """The text of a template, macro or block from what its statements wrote."""
+        length, kept = 0, []
+        for part in parts:
+            length += len(part)
+            if length > _MOST_OF_A_SUM:
+                raise TemplateError("a text is too long for a chat template")
+            kept.append(part)
+        return "".join(kept)
+
+    def call_filter(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply a filter, to one of many values perhaps (`map`)."""
+        self.go_on()
+        return super().call_filter(*args, **kwargs)
+
+    def call_test(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply a test, to one of many values perhaps (`select`)."""
+        self.go_on()
+        return super().call_test(*args, **kwargs)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may use it: not what makes bytes, which nothing bounds, or whole
+        tables of texts."""
+        return attr not in _NEVER and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute by an operator; TemplateError if the result would be too large."""
@@ -65,9 +122,15 @@ class _Bounded(ImmutableSandboxedEnvironment):
     def call(self, context: Context, called: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function of the template; TemplateError for a text that is padded too far."""
         method = getattr(called, "__wrapped__", called)  # jinja wraps str.format
-        text = getattr(method, "__self__", None)
-        if isinstance(text, str) and method.__name__ in _PADDING:
-            _require_narrow(text, *() if "format" in method.__name__ else args)
+        text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(text, str) and name == "join" and len(args) == 1:
+            return _join(self, args[0], text)
+        if isinstance(text, str) and name == "replace" and len(args) >= 2:
+            _require_room(text.count(str(args[0])), args[1])
+        elif isinstance(text, str) and name == "expandtabs":
+            _require_room(text.count("\t"), *args, *kwargs.values())
+        elif isinstance(text, str) and name in _PADDING:
+            _require_narrow(text, *() if "format" in name else args)
         return super().call(context, called, *args, **kwargs)
 
     @staticmethod
@@ -78,8 +141,9 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
 
-_PADDING = ("center", "expandtabs", "format", "format_map", "ljust", "rjust", "zfill")
-_PADDING_FILTERS = ("batch", "center", "format", "indent", "slice", "tojson", "wordwrap")
+_NEVER = ("encode", "to_bytes", "translate")
+_PADDING = ("center", "format", "format_map", "ljust", "rjust", "zfill")
+_PADDING_FILTERS = ("batch", "center", "format", "round", "slice")
 
 
 def _require_short(*parts: Any) -> None:
@@ -90,9 +154,17 @@ def _require_short(*parts: Any) -> None:
 
 def _require_narrow(text: Any, *widths: Any) -> None:
     """Raise TemplateError for a width that is too large, or for a format with such a width."""
-    wide = any(isinstance(it, int) and it > _MOST_OF_A_PRODUCT for it in widths)
+    wide = any(isinstance(it, int) and abs(it) > _MOST_OF_A_PRODUCT for it in widths)
     if wide or (isinstance(text, str) and _WIDE_FORMAT.search(text)):
         raise TemplateError("a width is too large for a chat template")
+
+
+def _require_room(times: int, *parts: Any) -> None:
+    """Raise TemplateError where texts, or so many characters, are too long if repeated."""
+    for part in parts:
+        length = part if isinstance(part, int) else len(part) if isinstance(part, str) else 0
+        if times * length > _MOST_OF_A_SUM:
+            raise TemplateError("a text is too long for a chat template")
 
 
 def _narrow(pad: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,6 +177,44 @@ def _narrow(pad: Callable[..., Any]) -> Callable[..., Any]:
         return pad(value, *args, **kwargs)
 
     return checked
+
+
+# The text, what is repeated in it as often as the mark (None: as it is long), and the mark.
+_REPEATING_FILTERS: dict[str, tuple[str, str, str | None]] = {
+    "indent": ("s", "width", "\n"),
+    "replace": ("s", "new", "old"),
+    "wordwrap": ("s", "wrapstring", None),
+}
+
+
+def _roomy(
+    repeat: Callable[..., Any], text: str, part: str, mark: str | None
+) -> Callable[..., Any]:
+    """The filter, which refuses to write a long part many times."""
+    names = signature(repeat)
+
+    @wraps(repeat)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = names.bind(*args, **kwargs).arguments
+        whole = str(given[text])
+        times = len(whole) if mark is None else whole.count(str(given.get(mark, mark))) + 1
+        _require_room(times, given.get(part))
+        return repeat(*args, **kwargs)
+
+    return checked
+
+
+@pass_environment
+def _join(
+    environment: Environment, value: Iterable[Any], d: str = "", attribute: str | None = None
+) -> str:
+    """The values' texts with `d` between them; TemplateError for a text that is too long."""
+    if attribute is not None:
+        value = map(make_attrgetter(environment, attribute), value)
+    texts = [*map(str, value)]
+    _require_short(*texts)
+    _require_room(len(texts), str(d))
+    return str(d).join(texts)
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
@@ -123,7 +233,9 @@ def make_environment() -> Environment:
     environment = _Bounded(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    filters = environment.filters
+    filters |= {"tojson": _to_json, "join": _join}
+    filters |= {it: _roomy(filters[it], *named) for it, named in _REPEATING_FILTERS.items()}
     environment.filters |= {it: _narrow(environment.filters[it]) for it in _PADDING_FILTERS}
     del environment.globals["lipsum"]  # as much text as it is asked for
     environment.globals["raise_exception"] = _raise
@@ -138,6 +250,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    _require_room(1 << 20, indent, *(separators or ()))  # as if there were a million entries
     # jinja's own escapes <, > and & for HTML, which no model was trained on.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys

@@ -187,9 +187,10 @@ class ChatEndpoint:
     async def _answer(self, body: ChatRequest) -> Response:
         service = self._service
         service.thread.check_room(body.n or 1)
-        if body.chat_template is not None:
-            service = await service.aside(service.with_template, body.chat_template)
         run = service.beside_images if has_images(body.messages) else service.aside
+        if body.chat_template is not None:
+            run = service.beside_templates
+            service = await run(service.with_template, body.chat_template)
         chat = await run(prepare, service, body)
         await service.compile(chat.params)
         generation = Generation([chat.prompt], bool(body.return_speculation))

@@ -70,6 +70,8 @@ class ModelService:
     _viewers: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "images"))
     # A large grammar takes seconds, in which the prompts of other requests must not wait.
     _compilers: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "grammar"))
+    # So does a chat template of a request, if it loops.
+    _templates: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "templates"))
 
     @property
     def name(self) -> str:
@@ -292,6 +294,12 @@ class ModelService:
         """Like `aside`, for prompts with images."""
         return await _run(self._viewers, work, *arguments, **options)
 
+    async def beside_templates(
+        self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
+    ) -> Result:
+        """Like `aside`, for chat templates that requests bring."""
+        return await _run(self._templates, work, *arguments, **options)
+
     async def parse(
         self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
     ) -> Result:
@@ -300,7 +308,8 @@ class ModelService:
 
     def close(self) -> None:
         """Stop the threads."""
-        for pool in (self._parser, self._pool, self._viewers, self._compilers):
+        beside = self._viewers, self._compilers, self._templates
+        for pool in (self._parser, self._pool, *beside):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def cards(self) -> list[ModelCard]:

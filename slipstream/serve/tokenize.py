@@ -36,6 +36,8 @@ class TokenizeEndpoints:
         body = await read_body(request, TokenizeRequest, self._service)
         service = self._service
         run = service.beside_images if has_images(body.messages or ()) else service.aside
+        if body.chat_template is not None:
+            run = service.beside_templates
         return await run(self._tokenize, body)
 
     async def detokenize(self, request: Request) -> Response:

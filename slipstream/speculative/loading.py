@@ -93,7 +93,7 @@ class Choice:
         return loader.load(config, target, tree)
 
     def require_ranks(self, num_ranks: int, random: bool) -> None:
-        """See the function of this name."""
+        """Raise UsageError as the function `require_ranks` does."""
         config = self.config
         if isinstance(config, ModelOptions):
             config.require_ranks(num_ranks)
@@ -176,7 +176,7 @@ def require_ranks(config: Mapping[str, Any] | None, num_ranks: int, random: bool
     if config is None or Options(config).peek("num_speculative_tokens") == 0:
         return
     options = Options(config)
-    read_tree(options)
+    read_tree(options)  # whose keys no method takes
     choose(options).require_ranks(num_ranks, random)
 
 

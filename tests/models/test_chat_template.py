@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.models import chat_environment
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 
@@ -320,6 +321,22 @@ def test_the_sandbox_holds(folder: Path, source: str) -> None:
         "{{ 'x' | center(10**9) }}",
         "{{ messages | tojson(indent=10**9) }}",
         "{{ [1] | batch(10**9, 'x') | list }}",
+        "{{ '%(a)99999999d' % {'a': 1} }}",
+        "{{ '%(a)99999999d' | format(a=1) }}",
+        "{{ 1 | round(-10**9) }}",
+        "{{ '\t'.expandtabs(tabsize=10**9) }}",
+        "{% set x = 'x' * 65536 %}{{ x.replace('x', x) }}",
+        "{% set x = 'x' * 65536 %}{{ x | replace('x', x) }}",
+        "{% set x = 'x' * 65536 %}{{ x.join(x) }}",
+        "{% set x = 'x' * 65536 %}{{ range(99999) | join(x) }}",
+        "{% set x = 'x' * 65536 %}{{ ([x] * 65536) | join }}",
+        "{% set x = 'x' * 65536 %}{{ ('\n' * 65536) | indent(x, blank=true) }}",
+        "{{ ('\n' * 65536) | indent(65536) }}",
+        "{% set x = 'x' * 65536 %}{{ x | wordwrap(1, wrapstring=x) }}",
+        "{% set x = 'x' * 65536 %}{{ [1] | tojson(separators=(x, x)) }}",
+        "{% set x = 'x' * 65536 %}{% for _ in range(99999) %}{{ x }}{% endfor %}",
+        "{% set x = 'x' * 65536 %}{% macro m() %}{% for _ in range(9999) %}{{ x }}{% endfor %}"
+        "{% endmacro %}{{ m() | length }}",
     ],
 )
 def test_results_have_a_size(folder: Path, source: str) -> None:
@@ -327,13 +344,42 @@ def test_results_have_a_size(folder: Path, source: str) -> None:
         template(folder, source).render(CONVERSATIONS[0])
 
 
+@pytest.mark.parametrize("call", ["'x'.encode()", "'x'.translate({})", "(1).to_bytes(10**9)"])
+def test_what_nothing_bounds_is_not_there(folder: Path, call: str) -> None:
+    source = f"{{{{ {call} }}}}"
+    with pytest.raises(UsageError, match="is unsafe"):
+        template(folder, source).render(CONVERSATIONS[0])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for _ in range(99999) %}{% for _ in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ range(99999) | select('in', range(99999) | list) | list | length }}",
+        "{{ range(99999) | map('string') | list | length }}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ m(40) }}",
+    ],
+)
+def test_templates_have_an_end(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = template(folder, "{% for it in messages %}{{ it.content | upper }}{% endfor %}")
+    monkeypatch.setattr(chat_environment, "_MOST_SECONDS", 0.01)
+    with pytest.raises(UsageError, match="takes too long"):
+        template(folder, source).render(CONVERSATIONS[0])
+    assert usual.render(CONVERSATIONS[0])  # which has a time of its own
+
+
 def test_usual_texts_are_written(folder: Path) -> None:
     source = (
         "{{ '%5.1f' % 3.14 }}{{ 70000 % 9 }}{{ 'a' ~ none ~ 1 ~ nothing }}{{ '{:>8}'.format(123456)"
         " }}{{ '%s%%' | format(123456) }}{{ [1] + [2] }}{{ 'x'.rjust(3) }}{{ [1] | tojson(indent=1)"
         " }}{{ 'a\nb' | indent(2) }}{{ ['a', 'b'] | map('center', 3) | join }}"
+        "{{ 'aa' | replace('a', 'b', 1) }}{{ 'aba'.replace('b', '-') }}{{ ', '.join(['a', 'b']) }}"
+        "{{ messages |"
+        " join('/', 'role') }}{{ 2.25 | round(1) }}{{ '%(a)d' % {'a': 70000} }}"
     )
-    text = "  3.17aNone1  123456123456%[1, 2]  x[\n 1\n]a\n  b a  b "
+    text = "  3.17aNone1  123456123456%[1, 2]  x[\n 1\n]a\n  b a  b baa-aa, b"
+    text += "/".join(it["role"] for it in CONVERSATIONS[0]) + "2.270000"
     assert template(folder, source).render(CONVERSATIONS[0]) == text
 
 

@@ -187,9 +187,8 @@ class FeatureRowsDrafter(Drafter):
         request, slot = item.request, item.request.slot
         if item.admitted:
             self._computed[slot] = max(FIRST_ROW, min(item.start, self._max_model_len))
-            self._waiting[slot] = (
-                1  # the feature of the last cached token, which this step computes again
-            )
+            # The feature of the last cached token, which this step computes again.
+            self._waiting[slot] = 1
         if item.is_prompt_chunk:
             self._waiting[slot] = 1
             return False

@@ -79,7 +79,7 @@ class HeadNetwork:
 
     @property
     def num_ranks(self) -> int:
-        """That share the columns of `head`."""
+        """The number of ranks that share the columns of `head`."""
         return self.head.columns.num_ranks
 
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:

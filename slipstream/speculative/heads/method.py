@@ -29,7 +29,7 @@ class DraftingNetwork(Protocol):
         vocabulary: [num_legal_tokens] int64, rising: the target's token id of each column of its
             logits; None if column i is token i.
         num_legal_tokens: columns from here on are padding.
-        num_ranks: that share the columns, as many each, where they are the target's.
+        num_ranks: the number of ranks that share the columns, each with as many.
     """
 
     vocabulary: Tensor | None

@@ -1,10 +1,13 @@
 """Chat templates that requests bring, where the server trusts its clients with that."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Semaphore
 from typing import Any
 
 import pytest
 
+from slipstream.models import chat_environment
 from slipstream.serve.options import AnswerOptions
 from tests.serve.api.live import Live, serving
 from tests.serve.api.test_request_fields import CHAT, HTTP, PLAIN, ask
@@ -33,6 +36,29 @@ def test_documents_are_for_the_template(trusting: Live) -> None:
     fields: dict[str, Any] = {"chat_template": template, "documents": [{"title": "T"}]}
     answer = ask(trusting, CHAT, **fields, return_prompt_text=True)
     assert answer["prompt_text"].startswith("[T]<user>")
+
+
+def test_other_conversations_do_not_wait_for_them(
+    trusting: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = Semaphore(0), Event()
+
+    def wait(_: str) -> str:
+        begun.release()
+        return str(go_on.wait(60))
+
+    monkeypatch.setattr(chat_environment, "_strftime_now", wait)
+    chat = {**PLAIN[CHAT], "chat_template": TEMPLATE + "{{ strftime_now('') }}"}
+    tokenize = {"messages": chat["messages"], "chat_template": chat["chat_template"]}
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            for path, body in ((CHAT, chat), ("/tokenize", tokenize)) * 2:
+                pool.submit(HTTP.post, f"{trusting.url}{path}", json=body)
+            for _ in range(2):  # as many as are rendered at a time
+                assert begun.acquire(timeout=30)
+            assert ask(trusting, CHAT)["choices"]
+        finally:
+            go_on.set()
 
 
 @pytest.mark.parametrize(
