@@ -1,6 +1,8 @@
 """Loading a model with progress bars, and the report of derived options."""
 
+import gc
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -28,15 +30,34 @@ def open_llm(config: EngineConfig, verbose: bool) -> tuple["LLM", float]:
     """Load an engine; returns it with the seconds that loading took."""
     console = stderr_console()
     _log_to(console, verbose)
-    from slipstream.engine.llm import LLM
-
+    llm_class = _import_llm()
     began = perf_counter()
     with Bars(console) as bars:
-        llm = LLM(config, progress_bar=bars.bar)
+        llm = llm_class(config, progress_bar=bars.bar)
     seconds = perf_counter() - began
     if verbose:
         console.print(resolved_table(llm.engine.resolved))
     return llm, seconds
+
+
+def _import_llm() -> type["LLM"]:
+    """The engine's class.
+
+    Its modules and torch's make hundreds of thousands of objects that live as long as the process:
+    none of them is looked through for cycles, neither while they are made nor later.
+    """
+    is_first = "slipstream.engine.llm" not in sys.modules
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        from slipstream.engine.llm import LLM
+
+        if is_first:
+            gc.freeze()
+    finally:
+        if collects:
+            gc.enable()
+    return LLM
 
 
 def tell_defaults(defaults: SamplingDefaults) -> None:

@@ -119,18 +119,22 @@ class HeaderReader:
 
     def _texts(self, key: str) -> list[str]:
         count = self.count(_LENGTH.size, f"values of {key}")
-        texts = []
+        texts: list[str] = []
         position, held = self.position, len(self._bytes)
-        for _ in range(count):  # hundreds of thousands: what can be is done here in place
-            start = position + 8
-            if start > held:
-                self._require(start - self.position, key)
-                held = len(self._bytes)
-            position = start + _LENGTH.unpack_from(self._bytes, position)[0]
-            if position > held:
-                self._require(position - self.position, key)
-                held = len(self._bytes)
-            texts.append(self._decoded(start, position, key))
+        length_at, header = _LENGTH.unpack_from, self._bytes
+        try:
+            for _ in range(count):  # hundreds of thousands: what can be is done here in place
+                start = position + 8
+                if start > held:
+                    self._require(start - self.position, key)
+                    held = len(header)
+                position = start + length_at(header, position)[0]
+                if position > held:
+                    self._require(position - self.position, key)
+                    held = len(header)
+                texts.append(header[start:position].decode())
+        except UnicodeDecodeError as error:
+            raise self._no_text(key, error) from error
         self.position = position
         return texts
 
@@ -147,9 +151,12 @@ class HeaderReader:
         try:
             return self._bytes[start:stop].decode("utf-8")
         except UnicodeDecodeError as error:
-            raise CheckpointError(
-                f"{self._path}: {what} is no text in UTF-8 ({error.reason}); {DAMAGED}"
-            ) from error
+            raise self._no_text(what, error) from error
+
+    def _no_text(self, what: str, error: UnicodeDecodeError) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path}: {what} is no text in UTF-8 ({error.reason}); {DAMAGED}"
+        )
 
     def _pass(self, count: int, what: str) -> int:
         """Where the next so many bytes begin, which are there, and are passed by."""
