@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams, UsageError
+from slipstream.kernels.columns import ALL_COLUMNS
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.speculative.combination.drafter import CombinedDrafter, _completed
 from slipstream.speculative.drafter import Draft, Drafter
@@ -288,7 +289,7 @@ def test_a_guess_may_be_a_token_that_the_last_drafter_cannot_draft(
         probs=torch.tensor([[[0.0] * 4] * 2, [[0.5, 0.5, 0, 0], [0.0] * 4]]),
         vocabulary=vocabulary,
     )
-    certain = draft.certain_tokens()
+    certain = draft.certain_tokens(draft.chances(ALL_COLUMNS))
     assert certain is not None
     assert certain[1].tolist() == [False, True]
 
