@@ -5,7 +5,7 @@
 
 The reference is transformers' reading of the file in float32 (needs the package gguf). Texts are
 the first answers of ShareGPT's conversations, cut into windows; each position is asked for its
-likeliest next token. DIR is a virtual environment with xllamacpp, a binding of llama.cpp; without
+likeliest next token. DIR is a virtual environment with llama-cpp-python; without
 it only this project is compared. Speed is not measured. The last line is one JSON document.
 """
 
@@ -26,18 +26,13 @@ WINDOW = 250  # tokens
 # Runs in the other environment: windows of ids come in, the likeliest tokens behind each go out.
 _LLAMA = """
 import json, sys
-import xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, params.n_ctx, params.n_parallel, params.warmup = sys.argv[1], 512, 1, False
-server = xllamacpp.Server(params)
+from llama_cpp import Llama
+model = Llama(sys.argv[1], n_ctx=512, logits_all=True, verbose=False)
 found = []
 for window in json.load(sys.stdin):
-    found.append([])
-    for place in range(1, len(window) + 1):
-        asked = {"prompt": window[:place], "n_predict": 1, "temperature": 0, "n_probs": 1}
-        answer = server.handle_completions({**asked, "cache_prompt": True})
-        answer = json.loads(answer) if isinstance(answer, str) else answer
-        found[-1].append(answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"][0]["id"])
+    model.reset()
+    model.eval(window)
+    found.append(model.scores[: len(window)].argmax(axis=1).tolist())
 print("choices " + json.dumps(found))
 """
 
