@@ -1,4 +1,4 @@
-"""Adapters by their names: those that clients ask for as models, and loading further ones."""
+"""LoRA adapters: the flag --lora-modules, and the endpoints that load and unload them."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _FLAG = "--lora-modules"
 
 @dataclass(frozen=True)
 class NamedPath:
-    """An adapter that is there from the start, and if it has one that of the drafter."""
+    """An adapter to load at the start, with the drafter's adapter if there is one."""
 
     name: str
     path: str
@@ -30,8 +30,8 @@ class NamedPath:
 
 
 def parse_modules(given: Sequence[str]) -> list[NamedPath]:
-    """What --lora-modules gives: name=path, or {"name": ..., "path": ..., "draft_path": ...} in
-    JSON, where the drafter's adapter may be left out."""
+    """Parse the values of --lora-modules: name=path, or JSON such as {"name": ..., "path": ...,
+    "draft_path": ...}, in which draft_path is optional. Raises UsageError."""
     return [_parse_module(text) for text in given]
 
 
@@ -43,7 +43,7 @@ def _parse_module(text: str) -> NamedPath:
             values = json.loads(text)
         except ValueError as error:
             raise UsageError(f"{_FLAG} is not JSON: {error}; it was {text!r}") from None
-        # The base model's name is what the server has anyway.
+        # The base model's name is ignored: a server has only one base model.
         values = {name: it for name, it in values.items() if name != "base_model_name"}
         if values.keys() - {"draft_path"} != {"name", "path"}:
             raise UsageError(
@@ -55,7 +55,7 @@ def _parse_module(text: str) -> NamedPath:
 
 
 def load_modules(engine: Engine, names: Sequence[str], modules: Sequence[NamedPath]) -> None:
-    """Load the adapters that are there from the start, before anything is served."""
+    """Load the adapters of --lora-modules, before the server starts."""
     for module in modules:
         if module.name in names:
             raise UsageError(f"{_FLAG}: {module.name!r} is the model's own name; choose another")

@@ -1,4 +1,4 @@
-"""The answer to a generating request, whole or streamed: what the protocols share."""
+"""Answers to generating requests, whole or streamed: the base classes of all protocols."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -24,24 +24,24 @@ class SampleReader(Protocol):
     """Reads the deltas of one sample.
 
     Attributes:
-        ended: no further delta is wanted.
+        ended: whether further deltas would be ignored.
     """
 
     @property
     def ended(self) -> bool: ...
 
     def collect(self, delta: Delta) -> None:
-        """Keep a delta for the whole answer."""
+        """Add a delta to the whole answer."""
 
 
 class AnswerChoice(SampleReader, Protocol):
-    """Turns the deltas of one sample into a choice of the protocol."""
+    """Converts the deltas of one sample to a choice of the protocol."""
 
     def whole(self) -> dict[str, Any]:
-        """The choice of a whole answer."""
+        """The choice of a whole answer, from all collected deltas."""
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
-        """The choices of the chunks that a delta becomes; may be none."""
+        """The choices of the chunks to send for a delta; may be empty."""
 
 
 Reader = TypeVar("Reader", bound=SampleReader)
@@ -50,10 +50,11 @@ Choice = TypeVar("Choice", bound=AnswerChoice)
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What answers with choices look like.
+    """The classes and names that a protocol uses for answers with choices.
 
     Attributes:
         kind, chunk_kind: the field `object` of a whole answer and of a chunk.
+        answer, choice: create the body of a whole answer and a choice in it.
     """
 
     kind: str
@@ -63,10 +64,10 @@ class AnswerForm:
 
 
 class Answer(ABC, Generic[Reader]):
-    """Turns a generation into the body of a response.
+    """Converts the output of a generation to an HTTP response.
 
     Attributes:
-        id_prefix: of the answers of a protocol.
+        id_prefix: prefix of the ids of a protocol's answers.
     """
 
     id_prefix: str
@@ -84,7 +85,7 @@ class Answer(ABC, Generic[Reader]):
         self._created = int(time())
 
     async def response(self) -> Response:
-        """The response; of a streamed answer, its beginning."""
+        """The response; a streamed one reads the updates while it is sent."""
         if self._body.stream:
             return EventStream(self._events())
         async with aclosing(self._updates()) as updates:
@@ -100,10 +101,10 @@ class Answer(ABC, Generic[Reader]):
 
     @abstractmethod
     def _events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed answer; an error becomes an event."""
+        """The events of a streamed answer; errors are sent as events."""
 
     async def _updates(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
-        """Until no choice wants more, which may be before the engine is done."""
+        """Updates until all choices have ended, which may be before the engine is done."""
         async with aclosing(self._generation.updates()) as updates:
             async for place, update in updates:
                 yield place, update
@@ -111,7 +112,7 @@ class Answer(ABC, Generic[Reader]):
                     return
 
     def _deltas(self, place: int, update: RequestUpdate) -> Iterator[tuple[Reader, Delta]]:
-        """The deltas of a prompt's samples, each with its choice."""
+        """Pair each delta of an update with its choice; `place` is the prompt's index."""
         for delta in update.deltas:
             yield self._choices[delta.index], delta
 
@@ -121,7 +122,7 @@ class Answer(ABC, Generic[Reader]):
 
 
 class ChoicesAnswer(Answer[Choice]):
-    """An answer with a choice for each sample."""
+    """An answer that has one choice per sample."""
 
     form: AnswerForm
 
@@ -180,7 +181,7 @@ class ChoicesAnswer(Answer[Choice]):
 
 
 def check_stream_fields(body: SamplingFields) -> None:
-    """Raise ApiError for fields that contradict `stream`."""
+    """Raise ApiError for fields that are not allowed with this value of `stream`."""
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options goes with stream: true", "stream_options")
     if body.stream and body.prompt_logprobs is not None:

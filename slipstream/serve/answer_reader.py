@@ -1,4 +1,4 @@
-"""Read one sample's output as the events of an answer, for every protocol of conversations."""
+"""Splits one sample's output into reasoning, content and tool calls, for all chat protocols."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ from slipstream.serve.updates import Delta
 
 @dataclass(frozen=True, slots=True)
 class Increment:
-    """What follows from further output.
+    """The result of parsing one delta.
 
     Attributes:
-        events: without reasoning, if the request leaves it out.
-        delta: as much of the output as belongs to the answer.
-        parts: of the delta's tokens; None where they are not told apart.
+        events: new events; without reasoning if the request excludes it.
+        delta: the delta, cut off behind the token that completed a stop string.
+        parts: the part of the answer that each token belongs to; None if unknown.
     """
 
     events: Sequence[AnswerEvent]
@@ -34,9 +34,9 @@ class AnswerReader:
     """Finds reasoning, content and tool calls in the output of one sample.
 
     Attributes:
-        ended: no further output is wanted.
-        num_reasoning_tokens: so far, where the model's format tells them apart.
-        num_calls: tool calls so far.
+        ended: whether the answer is complete; further output is ignored.
+        num_reasoning_tokens: reasoning tokens so far; 0 if the model's format does not mark them.
+        num_calls: number of tool calls so far.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class AnswerReader:
         self._reader = TokenReader(service.texts, body.skip_special_tokens is not False)
 
     def take(self, delta: Delta) -> Increment:
-        """What follows from a delta; to be called until `ended`."""
+        """Parse the next delta; must not be called after `ended`."""
         over = delta.finish_reason is not None
         if self._parser is None:
             self.ended = over
@@ -69,20 +69,20 @@ class AnswerReader:
         return Increment(events, delta, piece.parts)
 
     def finish_reason(self, delta: Delta) -> str | None:
-        """Why the answer ended with this delta; None if it goes on."""
+        """The finish reason in the protocol's terms; None if the answer goes on."""
         if self.ended and self.num_calls and delta.finish_reason != "length":
             return "tool_calls"
         return delta.finish_reason
 
     def new_call_id(self) -> str:
-        """An id in the form of the model's family."""
+        """A new id for a tool call, in the format of the model's family."""
         assert self._tools.format is not None
         return self._tools.format.call_id()
 
     def logprobs(
         self, delta: Delta, parts: Sequence[Part] | None, num_top: int
     ) -> dict[str, Any] | None:
-        """Those of the content's tokens in the form of chats; None if there are none."""
+        """The logprobs of the content's tokens in the chat format; None if there are none."""
         tokens, rows = [*delta.token_ids], [*(delta.logprobs or ())]
         if parts is not None:
             own = [part is Part.CONTENT for part in parts]
@@ -90,7 +90,7 @@ class AnswerReader:
         return chat_logprobs(self._names, tokens, rows, num_top) if rows else None
 
     def speculation(self, delta: Delta, parts: Sequence[Part] | None) -> dict[str, Any]:
-        """The tokens of a delta with their origins; deltas are to be given in their order."""
+        """The tokens of a delta with their origins; must be called in the order of the deltas."""
         told = speculation(delta, read_tokens(self._reader, delta.token_ids))
         for token, part in zip(told["tokens"], parts or (), strict=False):
             token["part"] = part.value
@@ -107,7 +107,7 @@ class AnswerReader:
 def _parser(
     service: ModelService, body: ChatRequest, tools: ToolUse, prompt: Sequence[int]
 ) -> AnswerParser | None:
-    """None where all text is content."""
+    """The parser of the output; None if all text is content."""
     skip_special = body.skip_special_tokens is not False
     if service.output_format is None:
         parser = tools.parser(service.tokenizer, skip_special)
@@ -128,7 +128,7 @@ def _parser(
 
 
 def _cut(delta: Delta, piece: Piece) -> Delta:
-    """Up to the token that completed a stop string."""
+    """Cut a delta off behind the token that completed a stop string."""
     end = len(piece.parts or ())
     return replace(
         delta,

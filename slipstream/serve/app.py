@@ -62,13 +62,13 @@ def create_app(
     profiles: Path | None = None,
     show_document: bool = True,
 ) -> FastAPI:
-    """The application; its caller starts the engine's thread.
+    """Create the application; the caller has to start the engine's thread.
 
     Args:
-        metrics: offered at /metrics.
-        pages: further routes, which are not in the OpenAPI document.
-        profiles: an existing folder for traces; without one the engine cannot be profiled.
-        show_document: the OpenAPI document is at /openapi.json.
+        metrics: served at /metrics; None: there is no such path.
+        pages: further routes, which are left out of the OpenAPI document.
+        profiles: an existing folder for traces; None: there are no profiling endpoints.
+        show_document: whether to serve the OpenAPI document at /openapi.json.
     """
 
     @asynccontextmanager
@@ -81,11 +81,11 @@ def create_app(
         version=__version__,
         summary="The OpenAI protocol over one engine with speculative decoding.",
         lifespan=lifespan,
-        # FastAPI's pages load scripts from elsewhere; the document itself is at /openapi.json.
+        # FastAPI's documentation pages are off: they load scripts from other hosts.
         openapi_url="/openapi.json" if show_document else None,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # a path that is almost right is answered in the protocol's form
+        redirect_slashes=False,  # a wrong path gets a 404 in the protocol's form
     )
     _add_error_handlers(app)
     load = LoadCount()
@@ -159,7 +159,7 @@ def _message_routes(messages: MessagesEndpoints) -> list[Route]:
 
 
 class _InfoEndpoints:
-    """Handles the paths that neither generate nor tokenize."""
+    """Endpoints that describe the server or manage it."""
 
     def __init__(self, service: ModelService, load: LoadCount) -> None:
         self._service, self._load = service, load
@@ -207,7 +207,7 @@ class _InfoEndpoints:
 
 
 def _add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:
-    """/metrics answers in the format of Prometheus instead of JSON."""
+    """Add /metrics, which answers in Prometheus's text format."""
 
     @app.get(
         "/metrics",
@@ -221,7 +221,7 @@ def _add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Every error is answered in the protocol's form."""
+    """Answer every error in the form of the protocol that the request uses."""
 
     async def answer_error(request: Request, error: Exception) -> Response:
         return as_api_error(error).response(request.scope["path"])

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: answer conversations."""
+"""The endpoint /v1/chat/completions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,10 +33,12 @@ from slipstream.serve.updates import Delta, RequestUpdate, join_deltas
 
 
 class ChatAnswerChoice:
-    """An `AnswerChoice` in the form of chats.
+    """One choice of a chat completion, whole or streamed.
 
     Args:
-        role: of the message.
+        reader: reads the sample's output.
+        index: index of the choice.
+        role: role of the answer's message.
     """
 
     def __init__(self, body: ChatRequest, reader: AnswerReader, index: int, role: str) -> None:
@@ -57,7 +59,7 @@ class ChatAnswerChoice:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """So far, where the model's format tells them apart."""
+        """Reasoning tokens so far; 0 if the model's output format does not mark reasoning."""
         return self._reader.num_reasoning_tokens
 
     def collect(self, delta: Delta) -> None:
@@ -91,7 +93,7 @@ class ChatAnswerChoice:
         return {"message": message, **self._rest(delta, self._parts or None)}
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
-        """None while the text may turn out to be a call."""
+        """The choices of this delta's chunks; empty while the text may begin a tool call."""
         if self.ended:
             return []
         increment = self._reader.take(delta)
@@ -109,7 +111,7 @@ class ChatAnswerChoice:
         return pieces
 
     def _found(self, events: Sequence[AnswerEvent]) -> dict[str, Any]:
-        """The field `delta` of a chunk."""
+        """Convert events to the `delta` field of a chunk."""
         texts = [event.text for event in events if isinstance(event, Content)]
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
         calls: dict[int, dict[str, Any]] = {}
@@ -133,10 +135,10 @@ class ChatAnswerChoice:
         return {**found, "tool_calls": list(calls.values())} if calls else found
 
     def _rest(self, delta: Delta, parts: Sequence[Part] | None) -> dict[str, Any]:
-        """All fields but the text and the calls.
+        """The fields of a choice besides its message or delta.
 
         Args:
-            parts: of the delta's tokens; None where they are not told apart.
+            parts: the part of the answer that each token belongs to; None if unknown.
         """
         body, reader = self._body, self._reader
         rest: dict[str, Any] = {
@@ -155,7 +157,7 @@ class ChatAnswerChoice:
 
 
 def _last_answer(body: ChatRequest) -> str:
-    """The text that `echo` begins with: of the last message, if that is the assistant's."""
+    """The text that `echo` repeats: the last message's, if it is the assistant's, else ""."""
     last = body.messages[-1]
     if last.role != "assistant" or last.content is None:
         return ""
@@ -164,11 +166,11 @@ def _last_answer(body: ChatRequest) -> str:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Both names of the field: older clients read the second."""
+    """The reasoning under both names of its field; older clients read the second."""
     return {"reasoning": text, "reasoning_content": text}
 
 
-# Fields for the sake of which a chunk without text is sent.
+# A chunk without text is sent only if it has one of these fields.
 _TELLING = ("logprobs", "speculation", "token_ids")
 _EMPTY = Delta(0, "", [], None, [], None, None)
 
@@ -205,11 +207,13 @@ class ChatEndpoint:
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A conversation as the engine takes it.
+    """A conversation that is ready to be submitted to the engine.
 
     Attributes:
-        params: without a compiled grammar.
-        unread: places of names that the chat template leaves out.
+        tools: how the model's tool calls are constrained and parsed.
+        params: sampling parameters; their grammar is not compiled yet.
+        prompt: the rendered and tokenized conversation.
+        unread: paths of speaker names that the chat template does not render.
     """
 
     tools: ToolUse
@@ -218,19 +222,23 @@ class PreparedChat:
     unread: Sequence[str]
 
     def reader(self, service: ModelService, body: ChatRequest) -> AnswerReader:
-        """For one sample of the answer."""
+        """Create a reader for one sample of the answer."""
         return AnswerReader(service, body, self.tools, self.prompt.token_ids)
 
 
-# Structures that may describe calls amid their text.
+# Constraints that may themselves allow for tool calls in the text.
 _FREE_KINDS = ("regex", "grammar")
 
 
 def prepare(service: ModelService, body: ChatRequest, ends_early: bool = False) -> PreparedChat:
-    """Check, render and tokenize a conversation of any protocol; slow for large requests.
+    """Validate, render and tokenize a conversation of any protocol; slow for large requests.
 
     Args:
-        ends_early: the answer may end before `max_tokens`, at the model's maximum length.
+        ends_early: whether prompt and `max_tokens` may together exceed the model's maximum length;
+            the answer then ends there.
+
+    Raises:
+        ApiError: the request is invalid, or not possible with this model.
     """
     _check(body)
     service.require_logprobs(body.top_logprobs, "top_logprobs")
@@ -304,7 +312,7 @@ class _ChatAnswer(ChoicesAnswer[ChatAnswerChoice]):
 
 
 def _check(body: ChatRequest) -> None:
-    """Raise ApiError for fields that contradict each other."""
+    """Raise ApiError for contradictory fields."""
     check_stream_fields(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs goes with logprobs: true", "top_logprobs")
@@ -319,9 +327,9 @@ def _check(body: ChatRequest) -> None:
 
 
 def _params(body: ChatRequest, tools: ToolUse, service: ModelService) -> SamplingParams:
-    """All but what the output must be, which the prompt has a say in."""
+    """The sampling parameters without `structured`, which depends on the prompt."""
     overrides: dict[str, Any] = {"logit_bias": logit_bias(body, service)}
-    if service.output_format is not None:  # whose parser finds stop strings, in the content alone
+    if service.output_format is not None:  # its parser looks for stop strings in the content only
         overrides["stop"] = ()
     if tools.keeps_special(service.tokenizer):
         overrides["skip_special_tokens"] = False
@@ -337,7 +345,7 @@ def _params(body: ChatRequest, tools: ToolUse, service: ModelService) -> Samplin
 def _structured(
     body: ChatRequest, tools: ToolUse, service: ModelService, prompt: Sequence[int]
 ) -> StructuredOutput | None:
-    """What the output must be."""
+    """The constraint on the output, if any; ApiError if tools and format exclude each other."""
     content, format = structured_output(body, body.response_format), service.output_format
     if tools.grammar is not None:
         _refuse(content, "tools that are strict, required or named say what the answer must be")
@@ -352,7 +360,7 @@ def _structured(
 
 
 def _budget(body: ChatRequest, service: ModelService) -> int | None:
-    """Most tokens of reasoning; None without a limit."""
+    """Maximum number of reasoning tokens; None: no limit."""
     budget = body.thinking_token_budget
     if budget is None or budget == -1:
         return None
@@ -366,7 +374,7 @@ def _budget(body: ChatRequest, service: ModelService) -> int | None:
 
 
 def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:
-    """The request's limit of output tokens, and the name of its field."""
+    """The maximum number of output tokens (None: not given), and the name of its field."""
     if body.max_completion_tokens is None:
         return body.max_tokens, "max_tokens"
     return body.max_completion_tokens, "max_completion_tokens"

@@ -1,4 +1,4 @@
-"""/v1/completions: continue prompts."""
+"""The endpoint /v1/completions."""
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
@@ -65,7 +65,7 @@ class CompletionEndpoint:
     def _prepare(
         self, body: CompletionRequest, prompts: Sequence[Prompt]
     ) -> tuple[SamplingParams, list[EncodedPrompt]]:
-        """Check and tokenize; slow for large requests."""
+        """Validate the request and tokenize its prompts; slow for large requests."""
         _check(body)
         self._service.require_logprobs(body.logprobs, "logprobs")
         self._service.require_logprobs(body.prompt_logprobs, "prompt_logprobs")
@@ -99,7 +99,7 @@ class _CompletionAnswer(ChoicesAnswer["_Choice"]):
         if update.prompt_logprobs is not None:
             for choice in own:
                 choice.prompt_logprobs = update.prompt_logprobs
-        if self._body.max_tokens == 0:  # the engine generates one all the same
+        if self._body.max_tokens == 0:  # the engine has generated one token, which is dropped
             return ((choice, _NO_OUTPUT) for choice in own)
         return ((own[delta.index], delta) for delta in update.deltas)
 
@@ -108,10 +108,10 @@ class _Choice:
     """One continuation of one prompt.
 
     Attributes:
-        prompt_logprobs: of the prompt, once known.
+        prompt_logprobs: logprobs of the prompt's tokens; empty until they are known.
     """
 
-    ended = False  # the engine says when
+    ended = False  # only the engine ends it
 
     def __init__(
         self, service: ModelService, body: CompletionRequest, index: int, prompt: EncodedPrompt
@@ -212,7 +212,7 @@ def _piece(
 
 
 def _check(body: CompletionRequest) -> None:
-    """Raise ApiError for fields that contradict each other."""
+    """Raise ApiError for contradictory fields."""
     check_stream_fields(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request(
@@ -234,13 +234,13 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
 
 
 def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
-    """Wanted by an echo with logprobs, by `prompt_logprobs`, or the larger of both."""
+    """The larger of `prompt_logprobs` and, with echo, `logprobs`; None if neither is given."""
     wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((it for it in wanted if it is not None), default=None)
 
 
 def _needs_engine(body: CompletionRequest) -> bool:
-    """Otherwise nothing is generated and no logprobs are wanted; prompts are echoed at most."""
+    """Whether the request generates tokens or asks for logprobs, rather than only echoes."""
     return body.max_tokens != 0 or _num_prompt_logprobs(body) is not None
 
 

@@ -1,6 +1,7 @@
-"""Render the messages of a request as the text that the model continues.
+"""Renders the messages of a request to the prompt.
 
-Marks that a request spells are text there, and nothing that it says is left out unnoticed.
+Special tokens spelled in a request's texts are encoded as plain text, and a content that the chat
+template would drop is an error.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ _Message = dict[str, Any]
 
 
 class _Field(NamedTuple):
-    """A text in the messages: its path, the object that holds it, and its key there."""
+    """A text in the messages: its path for errors, the object with the text, and the key."""
 
     where: str
     holder: _Message
@@ -36,16 +37,21 @@ class _Field(NamedTuple):
 def require_coverage(
     render: Callable[[Sequence[_Message]], str], messages: Sequence[_Message], text: str
 ) -> list[str]:
-    """The names of speakers that are not in the rendered text; ApiError for a tool call or a
-    content that is not.
+    """Check that the chat template has rendered all contents, tool calls and speaker names.
 
-    Each is replaced by a unique mark, and the messages are rendered again: a field whose mark is
-    not in the new text was not read. A template that raises an error for marks has read them.
+    Each field is replaced by a unique mark, and the messages are rendered again: a field whose mark
+    is not in the new text was not rendered. A template that raises an error for marks reads them.
 
     Args:
-        render: the template.
-        messages: as they were rendered.
+        render: renders messages by the template.
+        messages: the messages that were rendered.
         text: the rendered text.
+
+    Returns:
+        The paths of speaker names that were not rendered.
+
+    Raises:
+        ApiError: a content or a tool call was not rendered.
     """
     marked = deepcopy([*messages])
     fields = [*_fields(marked, text)]
@@ -75,16 +81,16 @@ def _fields(messages: Sequence[_Message], text: str) -> Iterator[_Field]:
         where, calls = f"messages[{place}]", message.get("tool_calls") or ()
         for call in calls:
             called[call["id"]] = call["function"]["name"]
-        # A tool's name that repeats the call's may be left out.
+        # The template may leave out a tool's name that repeats the name in the call.
         if "name" in message and message["name"] != called.get(message.get("tool_call_id", "")):
             yield _Field(f"{where}.name", message, "name")
         for number, call in enumerate(calls):
             yield _Field(f"{where}.tool_calls[{number}]", call["function"], "name")
-        # Templates may leave out content beside a call, as in the model's training data. Most
-        # other content is in the text unchanged, so that no mark is needed.
+        # Templates may leave out the content of messages with calls, as in training data. Other
+        # content is mostly in the text unchanged, and then needs no mark.
         content = message.get("content")
         if isinstance(content, list):
-            if any(part["type"] != "text" for part in content):  # whose places are counted
+            if any(part["type"] != "text" for part in content):  # the encoder counts images
                 continue
             content = "\n".join(part["text"] for part in content)
         if content and not calls and content.strip() not in text:
@@ -95,15 +101,15 @@ _DIGITS = 2
 
 
 class SpelledTokens:
-    """Takes marks out of a request's texts, and puts them back as ordinary tokens.
+    """Encodes special tokens that are spelled in a request's texts as plain text.
 
-    The chat template writes texts and marks into one text, in which they could not be told apart.
-    So a mark that a text spells is replaced by a number before, and the rendered text is encoded in
-    parts. Only methods of `str` read whole texts: a regular expression would keep the interpreter's
-    lock for long.
+    In the rendered text, they could not be told from the special tokens that the chat template
+    writes. So before rendering, each is replaced by a unique number, and the rendered text is then
+    encoded in parts. Whole texts are searched with methods of `str` only: a regular expression
+    would hold the GIL for long.
 
     Args:
-        marks: token ids.
+        marks: token ids of the special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, marks: Sequence[int]) -> None:
@@ -113,7 +119,7 @@ class SpelledTokens:
         self._num_hidden = 0
 
     def hide(self, value: Any) -> Any:
-        """JSON data with numbers in place of marks; ApiError for too many of them."""
+        """Replace marks in JSON data by numbers; raises ApiError if there are too many."""
         if isinstance(value, str):
             return self._hide_in(value)
         if isinstance(value, dict):
@@ -121,14 +127,14 @@ class SpelledTokens:
         return [self.hide(it) for it in value] if isinstance(value, list) else value
 
     def show(self, text: str) -> str | list[int]:
-        """A rendered text: as token ids where marks were hidden."""
+        """Put the marks back as plain text; returns token ids if any were hidden, else the text."""
         if not self._num_hidden:
             return text
         first, *others = text.split(self._prefix)
         parts = [first]
         for other in others:
             mark = self._marks[int(other[:_DIGITS])]
-            # Without its first character a mark is none.
+            # Split behind its first character, a mark is not encoded as a special token.
             parts += [mark[:1], mark[1:], other[_DIGITS:]]
         return self._tokenizer.encode_parts(parts)
 
@@ -147,7 +153,7 @@ class SpelledTokens:
         return text
 
 
-# Set by the server, so chat_template_kwargs may not.
+# Set by the server, so chat_template_kwargs may not set them.
 _OWN = ("messages", "tools", "add_generation_prompt")
 _DOCUMENTS, _EFFORT = "documents", "reasoning_effort"
 _MOST_NOTED = 16
@@ -162,17 +168,17 @@ def render(
     tools: Sequence[Tool] | None,
     unread: list[str],
 ) -> str | list[int]:
-    """The prompt of a conversation, as text or as token ids; slow for large ones.
+    """Render a conversation to its prompt, as text or as token ids; slow for large ones.
 
-    Where special tokens tell what of an answer is for whom, those that the request spells are text.
+    If the model has an output format with special tokens, those spelled in the request are text.
 
     Args:
-        tools: that the template writes into the text; the request may have others.
-        unread: takes the places of names that the template leaves out.
+        tools: the tools to write into the prompt; maybe not all of the request.
+        unread: the paths of speaker names that the template does not render are appended here.
 
     Raises:
-        ApiError: the template cannot do what the request asks for, or leaves out a part of it.
-        UsageError: the template refuses the messages.
+        ApiError: the template does not support the request, or would drop a part of it.
+        UsageError: the template raises an error for the messages.
     """
     template = service.template
     require_template(template)
@@ -215,7 +221,7 @@ def render(
 
 
 def note_unread(response: Response, unread: Sequence[str]) -> Response:
-    """Tell in a header what was ignored."""
+    """List ignored fields in the header `x-ignored-fields`."""
     if unread:
         more = [f"and {len(unread) - _MOST_NOTED} more"] if len(unread) > _MOST_NOTED else []
         response.headers["x-ignored-fields"] = ", ".join([*unread[:_MOST_NOTED], *more])
@@ -233,7 +239,7 @@ def require_template(template: ChatTemplate) -> None:
 
 
 def require_tools(service: ModelService) -> None:
-    """Raise ApiError for tools that neither the template nor the server can tell the model of."""
+    """Raise ApiError if neither the template nor the server can write tools into the prompt."""
     if not service.template_knows_tools and service.tool_format is not hermes.FORMAT:
         raise bad_request(
             "the chat template of this model knows no tools, and the server can tell it of some "
@@ -254,21 +260,21 @@ def require_defaults(service: ModelService) -> None:
 
 
 def reads_reasoning(service: ModelService) -> bool:
-    """Whether the chat template writes what earlier answers thought."""
+    """Whether the chat template renders the reasoning of earlier answers."""
     format = service.output_format
     key = "reasoning_content" if format is None else format.remember({}, "")
     return service.template.mentions(key)
 
 
 def _options(service: ModelService, fields: TemplateFields) -> Mapping[str, Any]:
-    """Further variables; ApiError for those that the template does not read, and would silently
-    ignore."""
+    """The template's variables besides messages and tools; raises ApiError for any that the
+    template does not read."""
     template, documents = service.template, fields.documents
     given = _with_effort(dict(fields.chat_template_kwargs or {}), fields, template)
     if documents is not None and given.setdefault(_DOCUMENTS, documents) != documents:
         raise bad_request(f"{_DOCUMENTS} stand in chat_template_kwargs, too", _DOCUMENTS)
     defaults = service.answers.default_chat_template_kwargs or {}
-    if fields.chat_template is not None:  # which need not read what the server says by default
+    if fields.chat_template is not None:  # it need not read the server's defaults
         defaults = {name: it for name, it in defaults.items() if name in template.variables}
     options = {**defaults, **given}
     for name in [*options]:
@@ -291,9 +297,9 @@ def _options(service: ModelService, fields: TemplateFields) -> Mapping[str, Any]
 def _with_effort(
     options: dict[str, Any], fields: TemplateFields, template: ChatTemplate
 ) -> dict[str, Any]:
-    """The variables with what reasoning_effort says.
+    """Add the variables that `reasoning_effort` sets.
 
-    A template that only switches thinking on or off does so: "none" is off, all else is on.
+    If the template can only switch thinking on or off, "none" is off and all else is on.
     """
     effort = fields.reasoning_effort
     if effort is None:
@@ -314,7 +320,7 @@ def _with_effort(
 
 
 def _check_arguments(messages: Sequence[Message]) -> None:
-    """Arguments are JSON inside a string, whose values were not counted with the body's."""
+    """Limit the JSON values in tool call arguments: as strings, they count as one in the body."""
     calls = chain.from_iterable(getattr(message, "tool_calls", None) or () for message in messages)
     documents = [call.function.arguments.encode(errors="replace") for call in calls]
     if sum(map(count_values, documents)) > MOST_SCHEMA_VALUES:
@@ -326,7 +332,7 @@ def _check_arguments(messages: Sequence[Message]) -> None:
 
 
 def _message(place: int, message: Message, service: ModelService) -> dict[str, Any]:
-    """A message as templates expect it."""
+    """Convert a message to the form that chat templates expect."""
     plain = message.model_dump(exclude_none=True)
     older = plain.pop("reasoning_content", None)
     reasoning = plain.pop("reasoning", None) or older
@@ -346,7 +352,7 @@ def _message(place: int, message: Message, service: ModelService) -> dict[str, A
         plain["content"] = [
             part if part["type"] == "text" else {"type": "image"} for part in plain["content"]
         ]
-    if plain["role"] == "developer":  # the newer name; templates know the older one
+    if plain["role"] == "developer":  # the newer name of the role; templates know the older
         plain["role"] = "system"
     for call in plain.get("tool_calls", ()):
         # Templates write the arguments as JSON themselves.
@@ -369,7 +375,7 @@ def _arguments(place: int, text: str) -> dict[str, Any]:
 
 
 def _cut(text: str, last: Mapping[str, Any]) -> str:
-    """The text up to the end of the last message's content."""
+    """Cut the text off behind the last message's content; raises ApiError if it has none."""
     content = last.get("content")
     if not isinstance(content, str):
         content = content[-1].get("text", "") if content else ""

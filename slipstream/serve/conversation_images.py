@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def has_images(messages: Sequence[Message]) -> bool:
-    """Whether any message has an image, so that reading them takes longer than texts do."""
+    """Whether any message has an image."""
     return any(True for _ in _parts(messages))
 
 
 def read_images(service: ModelService, messages: Sequence[Message]) -> list["Image"]:
-    """The images in order; slow, and may wait for other servers.
+    """Load the images of the messages, in order; slow, as it may download them.
 
     Raises:
-        ApiError: one cannot be read, or the model does not see so many.
+        ApiError: an image cannot be read, or there are more than the model supports.
     """
     parts = [*_parts(messages)]
     images: list[Image] = []

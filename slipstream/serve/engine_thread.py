@@ -4,8 +4,8 @@
     submit, UpdateStream.aclose ── inbox (a deque) ──>  run between two steps
     UpdateStream <── one call_soon_threadsafe a step ── updates of all requests
 
-Neither side waits for the other: the loop appends calls to the inbox and goes on, and the engine's
-thread hands over a step's updates of all requests in one call. An idle engine sleeps.
+Neither side blocks on the other. The event loop appends calls to the inbox, and the engine's thread
+passes the updates of all requests in a step to the loop with one call. An idle engine sleeps.
 """
 
 import asyncio
@@ -58,12 +58,12 @@ class _Running:
 
 
 class EngineThread:
-    """Runs an engine beside the event loop.
+    """Runs an engine in a thread of its own, and accepts requests from the event loop.
 
     Args:
-        engine: nobody else may use it after `start`.
-        limits: how many requests may wait, and for how long.
-        observers: for metrics and logs.
+        engine: after `start`, only this thread may change its state.
+        limits: the length of the waiting queue, the request timeout and the stream interval.
+        observers: called on the engine's thread, for metrics and logs.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class EngineThread:
         self._open: set[UpdateBuffer] = set()
         self._queued_work: set[Future[None]] = set()
         self._open_samples = 0
-        self._ends: deque[float] = deque(maxlen=64)  # when the last requests ended
+        self._ends: deque[float] = deque(maxlen=64)  # times at which recent requests ended
         self._nothing_open: asyncio.Event | None = None
         self._draining = self._failed = False
 
     # ------------------------------------------------------------------ on the event loop
 
     def start(self) -> None:
-        """Start the thread; called on the event loop that it is to serve."""
+        """Start the thread; must be called on the event loop that will submit requests."""
         self._loop = asyncio.get_running_loop()
         self._nothing_open = asyncio.Event()
         self._nothing_open.set()
@@ -103,22 +103,22 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
-        """Whether requests can be run."""
+        """Whether the thread runs and the engine has not failed."""
         return self._thread.is_alive() and not self._failed
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are refused because the server is to stop."""
+        """Whether new requests are refused because the server is shutting down."""
         return self._draining
 
     @property
     def num_open(self) -> int:
-        """Samples that were accepted and have not ended."""
+        """Number of submitted samples that have not ended."""
         return self._open_samples
 
     @property
     def num_waiting(self) -> int:
-        """Samples that wait for a place, at least."""
+        """Lower bound on the number of samples that wait for a slot."""
         return max(self._open_samples - self._places, self._num_waiting, 0)
 
     async def submit(
@@ -129,18 +129,18 @@ class EngineThread:
         deadline: float | None = None,
         stream_interval: int | None = None,
     ) -> list[UpdateStream]:
-        """Submit a request for each prompt; returns when the engine has accepted all of them.
+        """Submit one engine request per prompt; returns a stream for each when all are accepted.
 
-        They start in one step, all or none. Reading a stream may raise RequestFailedError,
-        DeadlineExceededError, EngineFailedError or StoppedError after the updates that there were.
+        If one is refused, all are aborted. After its last update, a stream may raise
+        RequestFailedError, DeadlineExceededError, EngineFailedError or StoppedError.
 
         Args:
             request_id: for the logs; need not be unique.
-            deadline: on `time.monotonic()`'s clock; by default `request_timeout` from now.
+            deadline: in seconds of `time.monotonic()`; by default `request_timeout` from now.
 
         Raises:
-            UsageError: a request can never be served as it is.
-            QueueFullError, DrainingError, EngineFailedError: they cannot be served now.
+            UsageError: a request is invalid, or too large for this server.
+            QueueFullError, DrainingError, EngineFailedError: the server cannot take requests now.
         """
         self.check_room(params.n * len(prompts))
         assert self._loop is not None, "start comes first"
@@ -168,10 +168,10 @@ class EngineThread:
         return streams
 
     async def between_steps(self, function: Callable[[], None]) -> None:
-        """Have the engine's thread call a function, which may raise, before its next step.
+        """Call a function on the engine's thread between two steps; re-raises its exceptions.
 
         Raises:
-            EngineFailedError, StoppedError: the thread ended first.
+            EngineFailedError, StoppedError: the thread ended before the call.
         """
         if not self.alive:
             raise EngineFailedError
@@ -185,21 +185,21 @@ class EngineThread:
             self._queued_work.discard(done)
 
     async def drain(self) -> None:
-        """Refuse new requests; returns when no request runs any more."""
+        """Refuse new requests, and wait until all submitted ones have ended."""
         self._draining = True
         if self._nothing_open is not None:
             await self._nothing_open.wait()
 
     async def stop(self) -> None:
-        """End all requests now, and the thread after its current step."""
+        """Abort all requests, and end the thread after its current step."""
         self._draining = self._stopping = True
         self._wake.set()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
-        await asyncio.sleep(0)  # the thread's last deliveries
+        await asyncio.sleep(0)  # run the last deliveries of the thread
 
     def check_room(self, num_samples: int) -> None:
-        """Raise what `submit` would for so many samples, before any work is done for them."""
+        """Raise the error that `submit` would raise for a request of `num_samples` samples."""
         if self._failed or not self._thread.is_alive():
             raise EngineFailedError
         if self._draining:
@@ -211,7 +211,7 @@ class EngineThread:
                 f"{most} at once ({self._places} run, {self.limits.max_waiting} wait); split it "
                 "into several requests, or start the server with a larger --max-waiting"
             )
-        # Fewer requests than places run if the cache has too few blocks.
+        # If the KV cache is short of blocks, requests wait although slots are free.
         kept = self._num_waiting
         too_many = kept > 0 and kept + num_samples > self.limits.max_waiting
         if too_many or self._open_samples + num_samples > most:
@@ -219,14 +219,14 @@ class EngineThread:
             raise QueueFullError(waiting, self._retry_after(waiting))
 
     def _retry_after(self, num_waiting: int) -> int:
-        """Seconds after which those who wait now are likely to be served."""
+        """Estimated seconds until the samples that wait now have been served; from 1 to 60."""
         if len(self._ends) < 2:
             return 1
         rate = (len(self._ends) - 1) / max(monotonic() - self._ends[0], 1e-3)
         return max(1, min(60, math.ceil(num_waiting / rate)))
 
     def _abandon(self, buffer: UpdateBuffer) -> None:
-        """The reader has left."""
+        """Abort a request whose reader has gone; called on the event loop."""
         self._inbox.append(partial(self._abort, buffer))
         self._wake.set()
 
@@ -247,7 +247,7 @@ class EngineThread:
             self._nothing_open.set()
 
     def _resolve_rest(self) -> None:
-        """The thread has ended: what it did not get to would be waited for without end."""
+        """Fail all that is pending when the thread has ended, so that no caller hangs."""
         error = EngineFailedError if self._failed else StoppedError
         self._failed = True
         self._deliver([(buffer, partial(buffer.close, error())) for buffer in self._open])
@@ -276,7 +276,7 @@ class EngineThread:
             told = error if isinstance(error, RanksLostError) else "start the server again"
             logger.critical("the engine has failed; %s", told, exc_info=told is not error)
             self._failed = True
-            with suppress(Exception):  # the engine may not be able to
+            with suppress(Exception):  # a failed engine may raise again
                 self._abort_all(EngineFailedError())
         self._send()
         self._call_loop(self._resolve_rest)
@@ -290,7 +290,7 @@ class EngineThread:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop is closed, so nobody reads
+        except RuntimeError:  # the loop is closed, so there are no readers
             self._stopping = True
 
     def _handle_inbox(self) -> None:
@@ -305,7 +305,7 @@ class EngineThread:
         deadline: float,
         buffer: UpdateBuffer,
     ) -> None:
-        if buffer.abandoned:  # the abort that follows will not find it
+        if buffer.abandoned:  # its abort, which comes next, finds no request
             self._outbox.append((buffer, buffer.close))
             return
         engine_id = str(next(self._numbers))
@@ -325,7 +325,7 @@ class EngineThread:
                 observer.request_added(request_id, submission)
 
     def _abort(self, buffer: UpdateBuffer, error: Exception | None = None) -> None:
-        """End a request, unless it has ended."""
+        """Abort a request if it is still running."""
         running = self._running.get(buffer)
         if running is not None:
             self._engine.abort(running.engine_id)
@@ -354,7 +354,7 @@ class EngineThread:
             observer.step_done(self._engine)
 
     def _update(self, running: _Running, submission: Submission, now: float) -> None:
-        """Deliver what a step added to one request."""
+        """Queue the new output of one request for delivery, or its error."""
         if submission.error is not None:
             logger.error("request %s failed", running.request_id, exc_info=submission.error)
             failure = _failed(submission.error)
@@ -366,7 +366,7 @@ class EngineThread:
         for observer in self._observers:
             observer.tokens_added(submission, gap)
         reasons = [delta.finish_reason for delta in update.deltas]
-        if "error" in reasons and not update.finished:  # nobody reads the other samples
+        if "error" in reasons and not update.finished:  # the answer is an error, so drop the others
             self._engine.abort(running.engine_id)
             update.finished = True
         if update.finished:
@@ -383,7 +383,7 @@ class EngineThread:
 
 
 def _call_for(done: "Future[None]", function: Callable[[], None]) -> None:
-    """Call a function for whoever waits for `done`; nobody may wait any more."""
+    """Call a function and set its outcome in `done`, unless `done` was cancelled."""
     if not done.set_running_or_notify_cancel():
         return
     try:

@@ -1,4 +1,4 @@
-"""Errors in the format of the OpenAI protocol, and for its paths in that of Messages."""
+"""Error responses in the format of the OpenAI protocol or of the Messages protocol."""
 
 import json
 import re
@@ -17,7 +17,7 @@ _TYPES = {
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
 MESSAGES_PATH: Final = "/v1/messages"
-# Types of the Messages protocol, which has them for errors of the server, too.
+# Error types of the Messages protocol, which has types for server errors, too.
 _MESSAGES_TYPES = {
     **_TYPES,
     HTTPStatus.NOT_FOUND: "not_found_error",
@@ -35,7 +35,7 @@ class ApiError(Exception):
     Args:
         status: HTTP status.
         message: what is wrong and what to do about it.
-        param: name of the wrong field.
+        param: name of the field that is wrong, if any.
         code: identifies the error for programs.
         headers: further headers, such as Retry-After.
     """
@@ -54,7 +54,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self, path: str = "") -> bytes:
-        """The JSON document, in ASCII, as the protocol of a path has it."""
+        """The JSON body, in ASCII, in the format of the protocol at `path`."""
         if is_messages(path):
             kind = _MESSAGES_TYPES.get(HTTPStatus(self.status), "invalid_request_error")
             told = {"type": "error", "error": {"type": kind, "message": self.message}}
@@ -72,7 +72,7 @@ class ApiError(Exception):
 
 
 def is_messages(path: str) -> bool:
-    """Whether the Messages protocol is spoken there."""
+    """Whether a path belongs to the Messages protocol."""
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
@@ -84,14 +84,14 @@ def error_type(status: int) -> str:
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The request is invalid (400)."""
+    """Create the error for an invalid request (400)."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """An error about the request that another protocol's was translated to, with its names.
+    """Rename fields in the error of a translated request to those of the original protocol.
 
-    A name without an underscore may be an ordinary word: it counts where an index follows.
+    A name without an underscore may be an ordinary word, so it is only renamed before an index.
     """
     marks = [name + (r"\b" if "_" in name else r"(?=\[)") for name in names]
     pattern = rf"\b(?:{'|'.join(marks)})"
@@ -101,12 +101,12 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 
 def generation_failed(message: str) -> ApiError:
-    """The model's output cannot be used, through no fault of the request (500)."""
+    """Create the error for output that is unusable, although the request is valid (500)."""
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="generation_failed")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The error response for an exception; details of internal errors are left to the log."""
+    """Convert an exception to an API error; details of internal errors are not revealed."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UsageError):
@@ -123,7 +123,7 @@ def as_api_error(error: Exception) -> ApiError:
     )
 
 
-# Names of the engine that the protocol calls otherwise: its name, and the field that holds it.
+# Fields that the protocol names differently from the engine: the new name, and its top field.
 _NAMES = {
     "prompt_token_ids": ("prompt", "prompt"),
     "num_speculative_tokens": ("speculative.num_speculative_tokens", "speculative"),
@@ -139,7 +139,7 @@ def _from_usage_error(message: str) -> ApiError:
 
 
 def _field(message: str) -> str | None:
-    """The field that a message is about: it begins with its name."""
+    """The field that a message is about, if the message begins with its name."""
     if message.startswith("the prompt "):
         return "prompt"
     first = message.split(" ", 1)[0]

@@ -1,7 +1,7 @@
-"""`suffix`: what stands between two texts, by the marks that a vocabulary has for that.
+"""Fill-in-the-middle prompts, for the field `suffix`.
 
-The form of all of them is that of Bavarian et al. 2022 (arXiv 2207.14255): the text before, the
-text behind, and then what the model writes between the two.
+The order is prefix, suffix, middle (PSM) of Bavarian et al. 2022 (arXiv 2207.14255): the model
+generates the text between prefix and suffix.
 """
 
 from typing import Final
@@ -10,7 +10,7 @@ from slipstream.engine.prompts import Prompt
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.errors import bad_request
 
-# Tokens before the text before, before the text behind, and before what is to be filled in.
+# The tokens in front of the prefix, of the suffix and of the middle, by vocabulary.
 _MARKS: Final = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -20,10 +20,10 @@ _MARKS: Final = (
 
 
 def fill_in(prompt: Prompt, suffix: str, tokenizer: Tokenizer, add_special_tokens: bool) -> Prompt:
-    """The prompt that asks for what stands between `prompt` and `suffix`.
+    """Make the prompt for the text between `prompt` and `suffix`.
 
     Raises:
-        ApiError: the vocabulary has no marks for that, or the prompt is not a text.
+        ApiError: the vocabulary has no fill-in-the-middle tokens, or the prompt is not a text.
     """
     marks = next(filter(None, (_ids(tokenizer, marks) for marks in _MARKS)), None)
     if marks is None:
@@ -37,7 +37,7 @@ def fill_in(prompt: Prompt, suffix: str, tokenizer: Tokenizer, add_special_token
     before = tokenizer.encode(prompt, add_special_tokens=False)
     behind = tokenizer.encode(suffix, add_special_tokens=False)
     head: list[int] = []
-    if add_special_tokens:  # which stand in front of the marks
+    if add_special_tokens:  # they come in front of the marks
         whole = tokenizer.encode(prompt)
         size = len(whole) - len(before)
         head = whole[:size] if whole[size:] == before else []

@@ -1,4 +1,4 @@
-"""The engine requests of one HTTP request (one for each prompt), read as one stream."""
+"""Runs the engine requests of one HTTP request (one per prompt) and merges their updates."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -18,11 +18,12 @@ _Queue = asyncio.Queue[tuple[int, RequestUpdate | Exception | None]]
 
 
 class Generation:
-    """Runs prompts and counts their tokens.
+    """Runs the prompts of one HTTP request and counts tokens for its usage.
 
     Args:
-        return_speculation: the usage reports speculation.
-        counts_output: whether the output is used; the engine always generates one token.
+        return_speculation: whether the usage reports speculative decoding.
+        counts_output: whether output tokens count; False if the one token that the engine always
+            generates is not used.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class Generation:
         request_id: str | None = None,
         stream_interval: int | None = None,
     ) -> None:
-        """Submit all prompts; raises what `EngineThread.submit` raises.
+        """Submit all prompts; raises the errors of `EngineThread.submit`.
 
         Args:
-            request_id: for the log; by default that of the HTTP request.
+            request_id: for the log; by default the HTTP request's id.
         """
         self._has_grammar = params.structured is not None
         name = request_id or current_request_id()
@@ -54,7 +55,7 @@ class Generation:
         )
 
     async def updates(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
-        """Updates with the index of their prompt; closing the generator early ends all requests."""
+        """Yield (prompt index, update); closing the generator early aborts all requests."""
         try:
             if len(self._streams) == 1:
                 async for update in self._streams[0]:
@@ -70,7 +71,7 @@ class Generation:
                 await stream.aclose()
 
     def _count(self, place: int, update: RequestUpdate) -> None:
-        """Count the tokens; ApiError for an output that the engine could not go on with."""
+        """Count the tokens of an update; raises ApiError if a sample ended with an error."""
         self._metrics[place] = update.metrics
         for delta in update.deltas:
             if delta.finish_reason == "error":
@@ -79,7 +80,7 @@ class Generation:
                 self._num_output_tokens += len(delta.token_ids)
 
     def _output_error(self, message: str) -> ApiError:
-        """No token fits the request's grammar, or the model's logits are not finite."""
+        """The error if no token fits the request's grammar, or logits are not finite."""
         if self._has_grammar and message != NOT_FINITE:
             return bad_request(message, "structured_outputs", "grammar_failed")
         return generation_failed(message)
@@ -93,7 +94,7 @@ class Generation:
             prompt_tokens=num_prompt_tokens,
             completion_tokens=self._num_output_tokens,
             total_tokens=num_prompt_tokens + self._num_output_tokens,
-            # Each sample counts the tokens that it found; the prompt counts once.
+            # Each sample counts its own cache hits, but the prompt counts only once.
             prompt_tokens_details=PromptTokensDetails(cached_tokens=min(cached, num_prompt_tokens)),
         )
         if self._return_speculation:
@@ -101,7 +102,7 @@ class Generation:
         return usage
 
     async def _merged(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
-        # A queue of one: updates that a slow reader does not take are merged in their buffers.
+        # The queue holds one update; while the reader is slow, buffers merge further updates.
         queue: _Queue = asyncio.Queue(1)
         readers = [
             asyncio.create_task(_read(place, stream, queue))

@@ -9,7 +9,7 @@ from slipstream.core.flags import check_fields, flag, parse_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class ServeLimits:
-    """Bounds that keep the server alive under any load; None is no bound."""
+    """Limits that protect the server under high load; None means no limit."""
 
     max_waiting: int = flag(
         512,
@@ -88,7 +88,7 @@ class RequestError(Exception):
     """A request cannot be served; the message is for the client.
 
     Attributes:
-        status, code: of the response.
+        status, code: HTTP status and error code of the response.
     """
 
     status: HTTPStatus
@@ -100,10 +100,10 @@ class RequestError(Exception):
 
 
 class QueueFullError(RequestError):
-    """Too many requests wait.
+    """The waiting queue is full.
 
     Attributes:
-        retry_after: whole seconds after which a place is likely to be free.
+        retry_after: estimated seconds until there is room, a whole number.
     """
 
     status, code = HTTPStatus.TOO_MANY_REQUESTS, "queue_full"
@@ -116,35 +116,35 @@ class QueueFullError(RequestError):
 
 
 class DrainingError(RequestError):
-    """The server is about to stop."""
+    """The server is shutting down and refuses new requests."""
 
     status, code = HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"
     message = "the server is about to stop and takes no new requests"
 
 
 class StoppedError(RequestError):
-    """The server stopped before the request was done."""
+    """The server stopped before the request had finished."""
 
     status, code = HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"
     message = "the server stopped before the request was done"
 
 
 class EngineFailedError(RequestError):
-    """The engine has failed."""
+    """The engine has failed and cannot run requests."""
 
     status, code = HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"
     message = "the engine has failed; the server has to be started again"
 
 
 class RequestFailedError(RequestError):
-    """An internal error ended the request; its cause is chained."""
+    """An internal error ended the request; `__cause__` is that error."""
 
     status, code = HTTPStatus.INTERNAL_SERVER_ERROR, "request_failed"
     message = "the request failed inside the engine; the server's log says why"
 
 
 class DeadlineExceededError(RequestError):
-    """The request did not finish in time."""
+    """The request did not finish before its deadline."""
 
     status, code = HTTPStatus.GATEWAY_TIMEOUT, "timeout"
     message = (

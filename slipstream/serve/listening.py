@@ -1,4 +1,4 @@
-"""Where a server listens: sockets and encryption, and its connections."""
+"""Sockets, TLS, and HTTP connections with limits."""
 
 import asyncio
 import socket
@@ -16,13 +16,13 @@ from slipstream.serve.limits import ServeLimits
 
 
 class HeaderLimitError(Exception):
-    """Ends the parsing of a request whose line and headers are too large."""
+    """Stops the parsing of a request whose request line and headers are too large."""
 
 
 class BoundedConnection(HttpToolsProtocol):
     """A connection with limits on its headers, on the time they take, and on unread answers.
 
-    `connection_class` sets the limits and what the connections of a server share.
+    `connection_class` sets the class attributes, which the connections of a server share.
 
     Attributes:
         incomplete: connections without a complete request, the longest waiting first.
@@ -55,7 +55,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse; headers are counted as they arrive, so that endless ones are refused."""
+        """Parse data; counts header bytes as they arrive, to refuse endless headers."""
         if self.transport.is_closing():
             return
         self._header_bytes += len(data) if self._in_headers else 0
@@ -87,7 +87,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._in_headers, self._header_bytes = True, 0
 
     def pause_writing(self) -> None:
-        """The client does not read: close the connection if that lasts."""
+        """Close the connection if the client does not read within `send_timeout`."""
         super().pause_writing()
         if self._send_timer is None:
             self._send_timer = self.loop.call_later(self.limits.send_timeout, self.transport.abort)
@@ -97,7 +97,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._cancel_send_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what cannot be parsed in the protocol's form."""
+        """Answer a request that cannot be parsed with an error in the protocol's form."""
         error, self._refusal = self._refusal, None
         self._answer(error or ApiError(HTTPStatus.BAD_REQUEST, "this is not an HTTP/1.1 request"))
 
@@ -166,13 +166,13 @@ def connection_class(own: ServeLimits) -> type[BoundedConnection]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """How connections are encrypted.
+    """TLS settings.
 
     Args:
         certificate, key: PEM files; the key may be in the certificate's file.
-        authorities: PEM file of those whose certificates of clients are accepted.
-        client_certificates: 0: none are asked for, 1: they may be given, 2: they must be.
-        ciphers: up to TLS 1.2, as OpenSSL writes them.
+        authorities: PEM file of the CAs that client certificates are verified with.
+        client_certificates: 0: not requested, 1: optional, 2: required.
+        ciphers: ciphers up to TLS 1.2, in OpenSSL's format.
 
     Raises:
         UsageError: the files or ciphers cannot be used.
@@ -206,7 +206,7 @@ class Tls:
             raise UsageError(f"--ssl-ciphers knows no cipher {self.ciphers!r}") from None
 
     def options(self) -> dict[str, Any]:
-        """For uvicorn, which has ciphers of its own where none are given."""
+        """The options for uvicorn, which has default ciphers if none are given."""
         given = {
             "ssl_certfile": self.certificate,
             "ssl_keyfile": self.key,
@@ -218,15 +218,15 @@ class Tls:
 
 
 def _refuse_encrypted_key() -> str:
-    """Without it, the library asks for the password on the terminal."""
+    """Password callback that raises; without one, OpenSSL asks for it on the terminal."""
     raise ValueError("the key is encrypted; give one that is not")
 
 
 def bind(host: str, port: int, path: Path | None = None) -> socket.socket:
-    """A socket that is bound, to a file where `path` is given; UsageError where that fails.
+    """Bind a socket to the address, or to the file `path`; raises UsageError if that fails.
 
-    Done before a model is loaded, so that a port in use is known at once. Nobody can connect until
-    `listen`.
+    Called before the model is loaded, so that a port in use is reported early. Clients cannot
+    connect before `listen`.
     """
     address: Any
     try:
@@ -252,7 +252,7 @@ def bind(host: str, port: int, path: Path | None = None) -> socket.socket:
 def listen(sock: socket.socket) -> None:
     """Let clients connect; they wait until the event loop runs.
 
-    Raises UsageError where another server, which was bound at the same time, listens already.
+    Raises UsageError if another server, which was bound at the same time, already listens.
     """
     try:
         sock.listen()
@@ -263,7 +263,7 @@ def listen(sock: socket.socket) -> None:
 
 
 def _remove_dead(path: Path) -> None:
-    """Remove the socket of a server that is gone; nothing else."""
+    """Remove the socket file if no server listens on it; leaves other files alone."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:

@@ -1,4 +1,4 @@
-"""Logprobs and speculation of tokens in the formats of the two endpoints."""
+"""Formats of logprobs and of speculation in the answers of the endpoints."""
 
 from collections.abc import Iterable, Sequence
 from math import isfinite, isnan
@@ -15,11 +15,11 @@ _WEIGHT_VERSION = "default"  # weights are loaded once
 
 
 class Token(NamedTuple):
-    """A token and its place in the text.
+    """A token and its position in the text.
 
     Attributes:
-        offset: characters before it.
-        added: what it adds to the text.
+        offset: number of characters before it.
+        added: the text that it adds; may be empty.
     """
 
     token_id: int
@@ -28,12 +28,12 @@ class Token(NamedTuple):
 
 
 def read_tokens(reader: TokenReader, token_ids: Iterable[int]) -> list[Token]:
-    """The next tokens of a text."""
+    """Read the next tokens of a text."""
     return [Token(token_id, reader.offset, reader.take(token_id)) for token_id in token_ids]
 
 
 def finite(logprob: float) -> float:
-    """A number that JSON can hold; ApiError for NaN."""
+    """Replace minus infinity, which JSON cannot hold; raises ApiError for NaN."""
     if isnan(logprob):
         raise generation_failed("the model gave log probabilities that are not a number")
     return logprob if isfinite(logprob) else _IMPOSSIBLE
@@ -106,13 +106,13 @@ def prompt_logprobs(
 
 
 class TokenFields:
-    """The fields of a choice that `return_token_ids` and `return_weight_versions` ask for."""
+    """Makes the fields that `return_token_ids` and `return_weight_versions` add to a choice."""
 
     def __init__(self, body: SamplingFields) -> None:
         self._body, self._num_tokens = body, 0
 
     def of(self, delta: Delta, is_last: bool) -> dict[str, Any]:
-        """Those of the next piece."""
+        """The fields for the next delta of the choice."""
         fields: dict[str, Any] = {}
         self._num_tokens += len(delta.token_ids)
         if self._body.return_token_ids:

@@ -20,8 +20,8 @@ from slipstream.serve.protocol.base import REQUEST_ID
 
 logger = logging.getLogger("slipstream.serve.access")
 
-# Key in a scope for the outermost `send`: middleware only looks at the start of a response,
-# so the chunks of a stream may bypass it.
+# Key of the scope for the outermost `send`. Middleware only changes the start of a response, so the
+# chunks of a stream may bypass it.
 SEND_BODY = "slipstream.send_body"
 
 _TRACE = 5  # uvicorn's level below DEBUG
@@ -34,18 +34,18 @@ _request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 def current_request_id() -> str:
-    """The id of the HTTP request that is being answered; "" outside of one."""
+    """The id of the current HTTP request; "" if there is none."""
     return _request_id.get()
 
 
 class RequestIds:
-    """Gives every HTTP request an id, and logs how it was answered.
+    """Gives every HTTP request an id, and writes the access log.
 
-    A client's own `X-Request-Id` is kept if it is short and plain; the response always has the id.
+    A client's `X-Request-Id` is used if it is short and plain; every response has the id.
 
     Args:
-        answered: is told the method and the status (0: none) of each answer but those that
-            monitoring asks for.
+        answered: called with the method and status (0: no response) of every request that is not
+            to a path that monitoring polls.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ def _id_of(scope: Scope) -> str:
 
 
 def _log_answer(scope: Scope, status: int, seconds: float, sent: int) -> None:
-    """Log one line; the path without its query, which may hold anything."""
+    """Log one line, without the query of the URL, which may contain anything."""
     level = logging.DEBUG if scope["path"] in _ROUTINE else logging.INFO
     client = scope.get("client")
     logger.log(
@@ -116,11 +116,11 @@ class PlainFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, a hook of logging
-        """One line, whatever a client has put into the message: control characters are escaped."""
+        """Format as one line; control characters, which clients may send, are escaped."""
         return _printable(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, with a traceback indented after it."""
+        """Format the line and the request id, with a traceback indented below."""
         text = super().format(record)
         request_id = getattr(record, "request_id", "")
         indented = "\n    ".join(map(_printable, text.split("\n")))
@@ -131,7 +131,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object per line: time, level, logger, message, and the record's other fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Plain ASCII, so that nothing can break the line."""
+        """Format as ASCII JSON, so that no character can break the line."""
         line: dict[str, Any] = {
             "time": round(record.created, 6),
             "level": record.levelname.lower(),

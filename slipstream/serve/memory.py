@@ -36,7 +36,7 @@ def freeze_garbage_collection() -> None:
 def share_arenas() -> None:
     """Let all threads allocate from the same few arenas of the C library.
 
-    By default each thread has its own, and memory that one of them freed is of no use to others.
+    By default each thread has an arena of its own, and others cannot reuse memory freed there.
     """
     try:
         ctypes.CDLL(None).mallopt(_ARENA_MAX, _ARENAS)
@@ -53,7 +53,7 @@ def _malloc_trim() -> Callable[[int], object] | None:
 
 
 async def return_memory(idle: Callable[[], bool], work_done: Callable[[], object]) -> None:
-    """Return freed memory to the system a while after work; runs until cancelled.
+    """Return freed memory to the system when the server is idle; runs until cancelled.
 
     The allocator keeps freed memory for later. After a large body or thousands of connections that
     can be half of the memory of a small model's server.

@@ -1,4 +1,4 @@
-"""Families of metrics for Prometheus: their names, the labels that all have, and histograms."""
+"""Prometheus metric families: names, common labels, and histograms."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from prometheus_client.core import (
 PREFIX = "slipstream:"
 VLLM_PREFIX = "vllm:"
 
-# The metrics that mean what vLLM's metric of that name does (vllm/v1/metrics/loggers.py).
+# Metrics with the same meaning as vLLM's of that name (vllm/v1/metrics/loggers.py).
 _AS_IN_VLLM = frozenset(
     """
     num_requests_running num_requests_waiting num_requests_waiting_by_reason cache_config_info
@@ -32,14 +32,14 @@ _AS_IN_VLLM = frozenset(
 )
 _NAMED_OTHERWISE = {
     "num_nonfinite_logits": VLLM_PREFIX + "corrupted_requests",
-    "http_requests": "http_requests",  # of its instrumentation for FastAPI
+    "http_requests": "http_requests",  # from vLLM's FastAPI instrumentation
 }
 
 
 class Histogram:
-    """Counts values up to each bound.
+    """A histogram that counts values per bucket.
 
-    Without a lock, which would cost more than its two additions: one thread observes.
+    Only one thread may call `observe`: a lock would cost more than the two additions.
     """
 
     def __init__(self, text: str, bounds: Sequence[float]) -> None:
@@ -53,19 +53,19 @@ class Histogram:
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """How many values were at most each bound, in Prometheus's spelling of it."""
+        """Cumulative counts as (bound, count), with the bounds in Prometheus's format."""
         names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         return [*zip(names, accumulate([*self._counts]), strict=True)]
 
 
 @dataclass(frozen=True)
 class Families:
-    """Makes the metrics of one model.
+    """Creates the metric families of one model.
 
     Args:
-        model_name: a label of all.
-        as_vllm: metrics that vLLM has, too, are called by its names, and all have its label
-            `engine`, so that dashboards made for vLLM show them.
+        model_name: value of the label `model_name` of all metrics.
+        as_vllm: give metrics that vLLM has, too, vLLM's names, and all metrics its label `engine`,
+            so that dashboards for vLLM work.
     """
 
     model_name: str
@@ -79,7 +79,7 @@ class Families:
         values: float | Mapping[str, float],
         label: str | None = None,
     ) -> Metric:
-        """A counter or gauge; with a further label, one value for each of its values."""
+        """Create a counter or gauge; with `label`, `values` has a number per label value."""
         by_value = values if isinstance(values, Mapping) else {"": values}
         keyed: dict[tuple[str, ...], float] = {(key,): it for key, it in by_value.items()}
         return self.labelled(kind, name, text, () if label is None else (label,), keyed)
@@ -92,14 +92,14 @@ class Families:
         labels: Sequence[str],
         values: Mapping[tuple[str, ...], float],
     ) -> Metric:
-        """A counter or gauge with a value for each tuple of its further labels' values."""
+        """Create a counter or gauge with further `labels`; `values` is keyed by their values."""
         family = kind(self._name(name), text, labels=[*self._labels, *labels])
         for key, value in values.items():
             family.add_metric([*self._labels.values(), *key[: len(labels)]], value)
         return family
 
     def histogram(self, name: str, histogram: Histogram) -> Metric:
-        """A histogram as it is now."""
+        """Create a histogram family with the current counts."""
         family = HistogramMetricFamily(self._name(name), histogram.text, labels=[*self._labels])
         family.add_metric([*self._labels.values()], histogram.buckets(), histogram.total)
         return family

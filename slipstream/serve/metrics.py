@@ -1,7 +1,7 @@
 """Prometheus metrics of a server.
 
-Totals that the engine counts anyway are read on request; only distributions are observed as they
-come.
+Counters and gauges are read from the engine when the metrics are scraped; only histograms are
+updated while requests run.
 """
 
 from collections import Counter
@@ -18,10 +18,10 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.samples import Submission
 from slipstream.serve.metric_families import Families, Histogram
 
-_METHODS = ("GET", "POST", "DELETE", "OPTIONS", "HEAD")  # others would be labels without end
+_METHODS = ("GET", "POST", "DELETE", "OPTIONS", "HEAD")  # all else is "other"
 REASONS = ("stop", "length", "abort", "error", "timeout")
 
-# Bounds of buckets. They have all of vLLM's, for queries by `le`, and finer ones for fast models.
+# Bounds of buckets: all of vLLM's, so that queries by `le` work, and finer ones for fast models.
 _FAST = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.08),
     *(0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
@@ -64,11 +64,12 @@ def _histograms(max_model_len: int) -> dict[str, Histogram]:
 
 
 class ServerMetrics(Collector):
-    """The registry of one server; an `Observer` of its engine's thread.
+    """The metrics of one server; an `Observer` of its engine's thread.
 
     Args:
-        model_name: a label of all metrics.
-        as_vllm: use vLLM's names and labels for what vLLM measures, too.
+        engine: the engine whose counts are exported.
+        model_name: value of the label `model_name` of all metrics.
+        as_vllm: use vLLM's names and labels for the metrics that vLLM has, too.
     """
 
     content_type = CONTENT_TYPE_LATEST
@@ -91,14 +92,14 @@ class ServerMetrics(Collector):
         return generate_latest(self.registry)
 
     def request_added(self, request_id: str, submission: Submission) -> None:
-        """Nothing to observe yet."""
+        """Does nothing: prompt tokens are counted with the first output token."""
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing, so that registering does not collect."""
+        """Yields nothing, so that registration does not call `collect`."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics."""
+        """All metrics but those of the process."""
         yield from self._engine_totals.collect()
         for name, histogram in self._histograms.items():
             yield self._families.histogram(name, histogram)
@@ -120,13 +121,13 @@ class ServerMetrics(Collector):
         )
 
     def count_answer(self, method: str, status: int) -> None:
-        """Count an answer of the server; called on the event loop."""
+        """Count an HTTP response, if it has a status; called on the event loop."""
         if status:
             method = method if method in _METHODS else "other"
             self._answers[method, f"{status // 100}xx"] += 1
 
     def tokens_added(self, submission: Submission, gap: float | None) -> None:
-        """Observe the time since the request's last tokens."""
+        """Observe the inter-token latency, or at the first tokens the TTFT and prompt tokens."""
         if gap is not None:
             self._inter_token.observe(gap)
             return
@@ -137,7 +138,7 @@ class ServerMetrics(Collector):
         self._cached_tokens += submission.samples[0].request.num_cached_tokens
 
     def request_ended(self, request_id: str, submission: Submission, reason: str) -> None:
-        """Observe the request's sizes and times."""
+        """Observe the token counts and times of a request that ended."""
         self._ended[reason] += 1
         num_prompt, samples = len(submission.prompt_token_ids), submission.samples
         lengths = [sample.num_taken for sample in samples]
@@ -154,12 +155,12 @@ class ServerMetrics(Collector):
             self._histograms[name].observe(value)
 
     def step_done(self, engine: Engine) -> None:
-        """Note the tokens and drafts of the step."""
+        """Observe the number of tokens in the step."""
         self._step_tokens.observe(self._engine_totals.note_step())
 
 
 def _times(submission: Submission, num_tokens: int) -> dict[str, float]:
-    """How long the phases of a request took that it has reached, by the histogram of each."""
+    """Seconds of each phase that a request has reached, by histogram; empty if it failed."""
     metrics = submission.metrics
     arrival, first, end = metrics.arrival_time, metrics.first_token_time, metrics.finished_time
     if end is None:  # it has failed
@@ -181,7 +182,7 @@ def _times(submission: Submission, num_tokens: int) -> dict[str, float]:
 
 
 class _EngineTotals:
-    """Reads the engine's counts, from any thread: they are plain numbers."""
+    """Exports the engine's counts; safe on any thread, as they are plain numbers."""
 
     def __init__(self, engine: Engine, families: Families) -> None:
         self._engine, self._families = engine, families
@@ -189,7 +190,7 @@ class _EngineTotals:
         self._current_k = 0.0
 
     def note_step(self) -> int:
-        """The tokens of a step; keeps its draft tokens per draft, if it drafted."""
+        """Number of tokens in the last step; also updates the draft tokens per draft."""
         metrics = self._engine.metrics
         before, seen = self._tokens, metrics.speculation
         self._tokens = metrics.num_prompt_tokens + metrics.num_output_tokens
@@ -200,7 +201,7 @@ class _EngineTotals:
         return self._tokens - before
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics."""
+        """The metrics of the engine, its cache and its drafting."""
         yield from self._totals()
         yield self._cache_info()
         yield from self._choices()
@@ -258,7 +259,7 @@ class _EngineTotals:
         )
 
     def _adapters(self) -> Iterator[Metric]:
-        """Drafts of the requests with adapters: a drafter may know less of what these make."""
+        """Draft counts per adapter, whose output a drafter may predict less well."""
         counted = {**self._engine.metrics.adapters}
         for name, what in (
             ("num_drafts", "Drafts"),
@@ -288,7 +289,7 @@ class _EngineTotals:
         )
 
     def _choices(self) -> Iterator[Metric]:
-        """How much was drafted, and where that is chosen, what the choice rests on."""
+        """Draft lengths, estimated speed-up and step costs; with K auto, the acceptance rates."""
         engine = self._engine
         spec, policy = engine.metrics.speculation, engine.scheduler.policy
         yield self._families.one(

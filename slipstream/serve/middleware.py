@@ -1,4 +1,4 @@
-"""Middleware in front of the application: plain ASGI, so that streams pass through untouched."""
+"""Middleware in front of the application; plain ASGI, so that streams are not buffered."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -15,10 +15,10 @@ from slipstream.serve.limits import DrainingError, ServeLimits
 class ApiKeyCheck:
     """Refuses requests without a valid key in `Authorization: Bearer KEY` (401).
 
-    Where the Messages protocol is spoken, `X-Api-Key: KEY` will do.
+    On paths of the Messages protocol, `X-Api-Key: KEY` is accepted, too.
 
     Args:
-        keys: at least one; every one is compared, in the same time whatever was sent.
+        keys: at least one; all are compared, in constant time.
         open_paths: paths that need no key.
     """
 
@@ -54,8 +54,8 @@ class ApiKeyCheck:
 
 
 class BodyLimits:
-    """Receives a request's whole body before the application runs; refuses one that is too large
-    (413) or too slow (408). The application receives it as one message."""
+    """Receives the whole body of a request before the application runs, and passes it on as one
+    message. Refuses bodies that are too large (413) or arrive too slowly (408)."""
 
     def __init__(self, app: ASGIApp, limits: ServeLimits) -> None:
         self._app, self._limits = app, limits
@@ -110,7 +110,7 @@ class BodyLimits:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that returns the body first, then what `receive` returns."""
+    """A `receive` callable that returns the body first, and then calls `receive`."""
     given = False
 
     async def replay() -> Message:
@@ -126,7 +126,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 class DrainGate:
     """Counts the requests in progress; once closed, it refuses new ones (503).
 
-    Requests in progress are answered to their end; /load, /metrics and /version stay open.
+    Requests in progress may finish; /load, /metrics and /version are still answered.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class DrainGate:
         return not self._num_requests
 
     async def close(self) -> None:
-        """Refuse new requests; returns when none is in progress."""
+        """Refuse new requests, and wait until none is in progress."""
         self._closed = True
         await self._empty.wait()
 
@@ -170,17 +170,17 @@ class DrainGate:
 
 
 class LoadCount:
-    """Counts the requests to some paths until their answers are sent.
+    """Counts the requests to some paths that are being answered.
 
     Attributes:
-        num_requests: that are being answered.
+        num_requests: number of those requests.
     """
 
     def __init__(self) -> None:
         self.num_requests = 0
 
     def middleware(self, app: ASGIApp, paths: Collection[str]) -> ASGIApp:
-        """The application, its requests to these paths counted."""
+        """Wrap an application so that requests to these paths are counted."""
 
         async def counting(scope: Scope, receive: Receive, send: Send) -> None:
             counts = scope["type"] == "http" and scope["path"] in paths
@@ -194,10 +194,10 @@ class LoadCount:
 
 
 class RootPath:
-    """Removes the path under which a proxy offers the server, if the proxy has not done so.
+    """Removes the path prefix under which a proxy exposes the server, unless the proxy did.
 
     Args:
-        root_path: such as /models/a, without a slash at its end.
+        root_path: the prefix, such as /models/a, without a trailing slash.
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
@@ -208,6 +208,6 @@ class RootPath:
             path: str = scope["path"]
             if path == self._root_path or path.startswith(self._root_path + "/"):
                 path = path[len(self._root_path) :] or "/"
-            # The OpenAPI document names its servers by the root path.
+            # The OpenAPI document lists the root path as its server.
             scope = {**scope, "path": path, "root_path": self._root_path}
         await self._app(scope, receive, send)

@@ -29,9 +29,9 @@ from slipstream.serve.tools import hermes
 from slipstream.serve.tools.call_format import CallFormat
 from slipstream.serve.tools.formats import NAMED, find_format
 
-_SHRINKING = 4  # tokenizers may merge so many characters into one before they look up tokens
+_SHRINKING = 4  # most characters that a tokenizer normalizes into one before it looks up tokens
 TOO_LONG = "context_length_exceeded"
-# Cached properties that do not depend on the chat template.
+# Cached properties that do not depend on the chat template; `with_template` copies them.
 _OF_VOCABULARY = ("texts", "_token_ids", "_encoder", "_longest_text")
 
 P = ParamSpec("P")
@@ -40,17 +40,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelService:
-    """What the endpoints need of an engine.
+    """The model as the endpoints use it: names, tokenizer, formats, and pools for slow work.
 
     Args:
-        names: of the model in requests; answers have the first.
-        config: that the engine was built from.
-        engine: for its properties; only `thread` runs it.
-        tool_call_parser: one of `NAMED` or `CALLS_WITHIN`; found from the checkpoint when None.
-        reasoning_parser: a name of `OUTPUT_FORMATS`, or `OFF`; found from the checkpoint when None.
-        chat_template: replaces the checkpoint's.
-        answers: how requests are read and answers written, where a request does not say.
-        replica: tells this server from others with the same model; ids of responses have it.
+        names: names of the model in requests; answers have the first.
+        config: the configuration that the engine was built from.
+        engine: used for its properties; only `thread` runs it.
+        tool_call_parser: one of `NAMED` or `CALLS_WITHIN`; None: chosen by the checkpoint.
+        reasoning_parser: a name of `OUTPUT_FORMATS`, or `OFF`; None: chosen by the checkpoint.
+        chat_template: replaces the checkpoint's chat template.
+        answers: server-wide defaults for requests and answers.
+        replica: identifies this server among replicas of the model; a part of response ids.
     """
 
     names: Sequence[str]
@@ -63,14 +63,14 @@ class ModelService:
     answers: AnswerOptions = field(default_factory=AnswerOptions)
     replica: str = ""
     created: int = field(default_factory=lambda: int(time()))
-    # Parsing holds the interpreter's lock, so more threads would only make others wait longer.
+    # Parsing holds the GIL, so more threads would only delay other work.
     _parser: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "parse"))
     _pool: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
-    # An image may have to be fetched first, and prompts of texts must not wait for it.
+    # A pool of its own, as fetching an image may take long and must not delay text prompts.
     _viewers: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "images"))
-    # A large grammar takes seconds, in which the prompts of other requests must not wait.
+    # A pool of its own, as a large grammar takes seconds and must not delay other prompts.
     _compilers: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "grammar"))
-    # So does a chat template of a request, if it loops.
+    # A pool of its own, as a chat template from a request may run for long.
     _templates: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "templates"))
 
     @property
@@ -85,11 +85,11 @@ class ModelService:
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """What a request gets for sampling fields that it does not give."""
+        """Values of the sampling fields that a request does not set."""
         return self.engine.resolved.sampling_defaults
 
     def require_name(self, name: str | None) -> None:
-        """Raise ApiError (404) if a request names another model."""
+        """Raise ApiError (404) if no model or adapter has this name; None is allowed."""
         known = [*self.names, *self.engine.adapters.names]
         if name is not None and name not in known:
             raise ApiError(
@@ -100,19 +100,19 @@ class ModelService:
             )
 
     def adapter(self, name: str | None) -> NamedAdapter | None:
-        """The adapter that a request names as its model; None for the model itself."""
+        """The adapter of this name; None if it is the model's, or no name is given."""
         self.require_name(name)
         if name is None or name in self.names:
             return None
         return self.engine.adapters.named(name)
 
     def answers_as(self, name: str | None) -> str:
-        """What an answer calls the model that a request names: an adapter by its own name."""
+        """The field `model` of the answer: the adapter's name, or the model's first name."""
         return self.name if name is None or name in self.names else name
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer; ApiError if the engine has none."""
+        """The tokenizer; raises ApiError if the engine has none."""
         if self.engine.tokenizer is None:
             raise bad_request(
                 "this server runs without a tokenizer; send prompts as token ids to "
@@ -123,11 +123,11 @@ class ModelService:
 
     @cached_property
     def texts(self) -> TokenTexts:
-        """Texts of single tokens."""
+        """The texts of single tokens."""
         return TokenTexts(self.tokenizer)
 
     def token_names(self, by_id: bool | None) -> TokenTexts:
-        """What logprobs call tokens: their texts, or their ids; None is the server's choice."""
+        """How logprobs name tokens: by id or by text; None: by the server's default."""
         by_id = self.answers.return_tokens_as_token_ids if by_id is None else by_id
         return self._token_ids if by_id else self.texts
 
@@ -142,10 +142,10 @@ class ModelService:
         return ChatTemplate(self.tokenizer, self.chat_template, in_parts)
 
     def with_template(self, source: str) -> "ModelService":
-        """This model with the chat template that a request brings; slow.
+        """Copy this service, with the chat template of a request; slow.
 
         Raises:
-            ApiError: the template is not valid, or clients may not bring any.
+            ApiError: the template is invalid, or the server does not accept templates.
         """
         if not self.answers.trust_request_chat_template:
             raise bad_request(
@@ -164,8 +164,8 @@ class ModelService:
 
     @cached_property
     def output_format(self) -> OutputFormat | None:
-        """The format of the model's answers, if they are more than text; UsageError for flags that
-        do not fit it."""
+        """The output format, if answers have parts such as reasoning; None for plain text. Raises
+        UsageError if the parser flags do not fit it."""
         return choose_output_format(
             self.reasoning_parser,
             self.tool_call_parser,
@@ -176,13 +176,13 @@ class ModelService:
 
     @cached_property
     def template_knows_tools(self) -> bool:
-        """Whether the chat template writes tools and calls; if not, the server tells of them in the
-        form of Hermes."""
+        """Whether the chat template renders tools and tool calls; otherwise the server writes them
+        into the messages in the Hermes format."""
         return "tools" in self.template.variables
 
     @cached_property
     def tool_format(self) -> CallFormat | None:
-        """The format of the model's tool calls, if known."""
+        """The format of the model's tool calls; None if unknown."""
         if self.output_format is not None and self.output_format.calls is not None:
             return self.output_format.calls
         if self.tool_call_parser is not None:
@@ -198,7 +198,7 @@ class ModelService:
 
     @cached_property
     def _longest_text(self) -> int:
-        """Longer texts (in characters) exceed `max_model_len` whatever their tokens are."""
+        """Number of characters above which a text always exceeds `max_model_len`."""
         longest = max(map(len, self.tokenizer.vocabulary()), default=1)
         return _SHRINKING * self.max_model_len * longest
 
@@ -210,7 +210,7 @@ class ModelService:
         field: str = "prompt",
         truncation: Truncation | None = None,
     ) -> list[EncodedPrompt]:
-        """Tokenize prompts, which came in `field`, and cut them; slow (call by `aside`)."""
+        """Tokenize and truncate the prompts of `field`; slow, so call it through `aside`."""
         if truncation is not None:
             prompts = [
                 truncation.cut_text(it, self._longest_text) if isinstance(it, str) else it
@@ -224,7 +224,7 @@ class ModelService:
         return encoded if truncation is None else [truncation.cut(it) for it in encoded]
 
     def require_logprobs(self, number: int | None, field: str) -> None:
-        """Raise ApiError where a field asks for more alternatives than the server gives."""
+        """Raise ApiError if `number` exceeds the server's `max_logprobs`; None is allowed."""
         most = self.answers.max_logprobs
         if number is not None and number > most:
             raise bad_request(
@@ -234,7 +234,7 @@ class ModelService:
             )
 
     def require_short(self, prompts: Sequence[Prompt], field: str = "prompt") -> None:
-        """Raise ApiError for a text that is too long whatever its tokens are."""
+        """Raise ApiError for a text that must exceed `max_model_len`, without tokenizing it."""
         for prompt in prompts:
             if isinstance(prompt, str) and len(prompt) > self._longest_text:
                 raise bad_request(
@@ -245,7 +245,7 @@ class ModelService:
                 )
 
     async def compile(self, params: SamplingParams) -> None:
-        """Compile the request's grammar, if it has one, so that the engine need not wait for it."""
+        """Compile the request's grammar, if any, ahead of the engine, which then need not wait."""
         if params.structured is not None:
             await _run(self._compilers, self.engine.compile, params.structured)
 
@@ -258,12 +258,12 @@ class ModelService:
     ) -> None:
         """Raise ApiError if a prompt with `max_tokens` of output exceeds `max_model_len`.
 
-        The engine would end such an output early, and the client would not know why.
+        The engine would end such an output early, without an explanation to the client.
 
         Args:
-            max_tokens: None if the request does not say.
-            field_name: name of the field of `max_tokens`.
-            prompt_field: name of the field of the prompts.
+            max_tokens: maximum number of output tokens; None if not given.
+            field_name: the field that `max_tokens` is from, for the error.
+            prompt_field: the field that the prompts are from, for the error.
         """
         for prompt in prompts:
             num_tokens, most = len(prompt.token_ids), self.max_model_len
@@ -285,35 +285,35 @@ class ModelService:
     async def aside(
         self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
     ) -> Result:
-        """Run slow work in a thread beside the event loop and the engine."""
+        """Run slow work in a thread pool, off the event loop and the engine's thread."""
         return await _run(self._pool, work, *arguments, **options)
 
     async def beside_images(
         self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
     ) -> Result:
-        """Like `aside`, for prompts with images."""
+        """Like `aside`, but in the pool for prompts with images."""
         return await _run(self._viewers, work, *arguments, **options)
 
     async def beside_templates(
         self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
     ) -> Result:
-        """Like `aside`, for chat templates that requests bring."""
+        """Like `aside`, but in the pool for requests with chat templates of their own."""
         return await _run(self._templates, work, *arguments, **options)
 
     async def parse(
         self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
     ) -> Result:
-        """Like `aside`, for large bodies: one after the other."""
+        """Like `aside`, but in the single thread that parses large bodies."""
         return await _run(self._parser, work, *arguments, **options)
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Shut the thread pools down."""
         beside = self._viewers, self._compilers, self._templates
         for pool in (self._parser, self._pool, *beside):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def cards(self) -> list[ModelCard]:
-        """One card for each name, then one for each adapter."""
+        """The model cards of all names, then those of the adapters."""
         parents: dict[str, str | None] = dict.fromkeys(self.names)
         parents.update(dict.fromkeys(self.engine.adapters.names, self.name))
         return [

@@ -1,4 +1,4 @@
-"""Observers of the engine's thread, and the log of its activity."""
+"""The observer interface of the engine's thread, and the activity log."""
 
 import logging
 import math
@@ -18,28 +18,28 @@ _LONGEST_PARAMS = 1000  # characters
 
 
 class Observer(Protocol):
-    """Is notified on the engine's thread; must be quick."""
+    """Receives events of the engine's thread, on that thread; its methods must be fast."""
 
     def request_added(self, request_id: str, submission: Submission) -> None:
-        """The engine has taken on a request."""
+        """The engine has accepted a request."""
 
     def tokens_added(self, submission: Submission, gap: float | None) -> None:
-        """A step gave a request tokens, `gap` seconds after its last ones (None: the first)."""
+        """A step gave a request tokens, `gap` seconds after the previous (None: the first)."""
 
     def request_ended(self, request_id: str, submission: Submission, reason: str) -> None:
-        """A request ended: "stop", "length", "abort", "error" or "timeout"."""
+        """A request ended; `reason` is "stop", "length", "abort", "error" or "timeout"."""
 
     def step_done(self, engine: Engine) -> None:
         """A step ended."""
 
 
 class ActivityLog:
-    """Logs a line for each request that ended, and regularly one about the engine.
+    """Logs a line for every request that ends, and at intervals a line about the engine.
 
     Args:
-        options: which of these lines there are, and what is in them.
+        options: which lines are logged, and what they contain.
         interval: seconds between two lines about the engine while it is busy.
-        clock: seconds.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ActivityLog:
         self._start: dict[str, int] = {}
 
     def request_added(self, request_id: str, submission: Submission) -> None:
-        """Log what was asked for, if that is wanted."""
+        """Log the request's parameters, if `enable_log_requests` is set."""
         if not self._options.enable_log_requests:
             return
         facts: dict[str, object] = {
@@ -70,12 +70,12 @@ class ActivityLog:
         logger.info(line, facts, extra=facts)
 
     def tokens_added(self, submission: Submission, gap: float | None) -> None:
-        """Count the tokens of prompts."""
+        """Count prompt tokens when a request has its first output."""
         if gap is None:
             self._prompt_tokens += len(submission.prompt_token_ids)
 
     def request_ended(self, request_id: str, submission: Submission, reason: str) -> None:
-        """Log the request."""
+        """Log the counts and times of a request that ended."""
         metrics = submission.metrics
         facts: dict[str, object] = {
             "request_id": request_id,
@@ -102,7 +102,7 @@ class ActivityLog:
         return text if text is None else text[: self._options.max_log_len]
 
     def step_done(self, engine: Engine) -> None:
-        """Log what the engine did since the last line, if the interval is over."""
+        """Log the engine's throughput since the last line, once per interval."""
         if self._options.disable_log_stats:
             return
         now = self._clock()
@@ -130,7 +130,7 @@ class ActivityLog:
 
 
 def _given_params(params: SamplingParams) -> str:
-    """The sampling parameters that do not have their defaults."""
+    """The sampling parameters that differ from the defaults, as text."""
     given = {it.name: getattr(params, it.name) for it in fields(params)}
     defaults = vars(SamplingParams())
     return ", ".join(f"{name} {it!r}" for name, it in given.items() if it != defaults[name])
@@ -142,7 +142,7 @@ def _texts(submission: Submission) -> list[str | None]:
 
 
 def _log_engine(engine: Engine, done: Mapping[str, int], seconds: float) -> None:
-    """Log the counts of an interval."""
+    """Log the counts of an interval of `seconds`."""
     scheduler, blocks, drafts = engine.scheduler, engine.scheduler.block_manager, done["drafts"]
     facts: dict[str, float] = {
         "prompt_tokens_per_second": round(done["prompt_tokens"] / seconds, 1),

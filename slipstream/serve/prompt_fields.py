@@ -1,4 +1,4 @@
-"""What a request says of its prompts: how much of them is left, who shares them, who goes first."""
+"""Request fields that apply to prompts: truncation, cache salt, adapter and priority."""
 
 from dataclasses import dataclass, replace
 
@@ -10,17 +10,17 @@ from slipstream.serve.protocol.sampling import SamplingFields
 
 @dataclass(frozen=True)
 class Truncation:
-    """Cuts prompts to `most` tokens; of longer ones the end is kept, or the beginning."""
+    """Truncates prompts to `most` tokens: the last ones if `keeps_end`, else the first."""
 
     most: int
     keeps_end: bool
 
     def cut_text(self, text: str, longest: int) -> str:
-        """At most `longest` characters, which more tokens than are kept cannot fill."""
+        """Cut a text to `longest` characters, to bound the cost of tokenizing it."""
         return text[-longest:] if self.keeps_end else text[:longest]
 
     def cut(self, prompt: EncodedPrompt) -> EncodedPrompt:
-        """The prompt; one that is cut has no text of its own any more."""
+        """Truncate a prompt; if tokens are removed, its `text` becomes None."""
         if len(prompt.token_ids) <= self.most:
             return prompt
         ids = prompt.token_ids
@@ -31,7 +31,7 @@ class Truncation:
 def placed(
     prompt: EncodedPrompt, body: SamplingFields, adapter: NamedAdapter | None
 ) -> EncodedPrompt:
-    """The prompt with the request's adapter, priority and salt."""
+    """Set the request's adapter, priority and cache salt on a prompt."""
     salt, priority = body.cache_salt or "", body.priority or 0
     return replace(prompt, cache_salt=salt, priority=priority, adapter=adapter)
 
@@ -39,13 +39,14 @@ def placed(
 def truncation(
     body: SamplingFields, max_tokens: int | None, max_model_len: int
 ) -> Truncation | None:
-    """How the request's prompts are cut; None where they are not.
+    """The truncation that a request asks for; None if it asks for none.
 
     Args:
-        max_tokens: that the output may have, for which -1 leaves room; at least one.
+        max_tokens: maximum number of output tokens, for which truncation to -1 leaves room; None
+            and 0 count as 1.
 
     Raises:
-        ApiError: nothing would be left.
+        ApiError: no prompt token would be left, or only `truncation_side` is given.
     """
     most, side = body.truncate_prompt_tokens, body.truncation_side
     if most is None:

@@ -22,9 +22,9 @@ _LARGE = 32 << 10  # bytes; parsing more would block the event loop for millisec
 
 
 async def read_body(request: Request, kind: type[Body], service: ModelService) -> Body:
-    """The body of a request; ApiError names the first wrong field.
+    """Read and validate the body of a request; raises ApiError, naming the first wrong field.
 
-    The type must be JSON, since web pages of other origins can send any other type without asking.
+    The content type must be JSON: browsers send other types across origins without a preflight.
     """
     content_type = request.headers.get("content-type", "")
     if content_type.split(";")[0].strip().lower() != "application/json":
@@ -49,7 +49,7 @@ async def read_body(request: Request, kind: type[Body], service: ModelService) -
 
 
 def parse_body(content: bytes, kind: type[Body], most_values: int) -> Body:
-    """Parse and validate a body of at most so many values (see `count_values`)."""
+    """Parse and validate a body of at most `most_values` values (see `count_values`)."""
     if 2 * len(content) > most_values and count_values(content) > most_values:
         raise bad_request(
             f"the body holds more than {most_values} values; send fewer at once, or start the "
@@ -69,7 +69,7 @@ def parse_body(content: bytes, kind: type[Body], most_values: int) -> Body:
 
 
 def _refusal(errors: Sequence[ErrorDetails], kind: type[RequestBody]) -> ApiError:
-    """Each member of a union gives errors: the one that matched furthest is reported."""
+    """Choose the error to report: of a union, that of the member that matched furthest."""
     field = errors[0]["loc"][:1]
     candidates = [error for error in errors if error["loc"][:1] == field]
     error = max(candidates, key=_relevance)
@@ -87,7 +87,7 @@ def _relevance(error: ErrorDetails) -> tuple[bool, int, int]:
 _WRONG_KIND = (*("string_type", "list_type", "dict_type", "int_type", "bool_type", "model_type"),)
 
 
-# What pydantic says of a Python class, and of itself.
+# Error types and text of pydantic that mention Python classes or validation.
 _OBJECT = ("dict_type", "model_type", "model_attributes_type", "dataclass_type")
 _COUNTED = " after validation, not 0"
 
@@ -128,7 +128,7 @@ def _form_key(where: str, error: str) -> str:
 
 
 def _place(location: Sequence[int | str]) -> str:
-    """Such as messages[0].content, without pydantic's names for members of a union."""
+    """Format a location as messages[0].content, without the names of union members."""
     place = ""
     for before, step in zip([None, *location], location, strict=False):
         if isinstance(step, int):

@@ -1,4 +1,4 @@
-"""Run a server: its options, draining and stopping."""
+"""Runs a server: options, start, draining and shutdown."""
 
 import asyncio
 import logging
@@ -36,20 +36,20 @@ from slipstream.serve.options import AnswerOptions, LogOptions
 logger = logging.getLogger("slipstream.serve")
 
 _BACKLOG = 4096
-_SPARE_FILES = 256  # besides connections
-_FLUSH_SECONDS = 10  # for answers that are complete but not yet read
-_LAST_FLUSH_SECONDS = 1  # the same after a second signal
+_SPARE_FILES = 256  # open files besides connections
+_FLUSH_SECONDS = 10  # time to send answers that are complete
+_LAST_FLUSH_SECONDS = 1  # as above, when requests were aborted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Who may use the server.
+    """API keys and CORS settings.
 
     Args:
-        api_keys: requests must have one of them; without any, all requests are accepted.
-        allowed_origins: origins whose web pages may use the server ("*": all); none by default.
-        allowed_methods, allowed_headers: that these pages may use ("*": all).
-        allow_credentials: these pages' requests may carry cookies and the like.
+        api_keys: a request must have one of these keys; if empty, no key is needed.
+        allowed_origins: CORS origins ("*": all); by default none.
+        allowed_methods, allowed_headers: CORS methods and headers ("*": all).
+        allow_credentials: whether CORS requests may have credentials, such as cookies.
         open_paths: paths that need no key.
     """
 
@@ -67,22 +67,22 @@ class Access:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How to serve.
+    """Options of a server.
 
     Args:
-        names: of the model in requests; at least one.
-        tls: how connections are encrypted; None: they are not.
-        root_path: path under which a proxy offers the server.
-        tool_call_parser, reasoning_parser: as of `ModelService`.
-        chat_template: replaces the checkpoint's.
-        profiles: folder for traces; clients may profile the engine if there is one.
-        adapters: those that are there from the start.
-        answers, log: how answers are written, and what is logged.
-        show_document: /openapi.json exists.
-        replica: tells this server from others with the same model; ids of responses have it.
+        names: names of the model in requests; at least one.
+        tls: TLS settings; None: connections are not encrypted.
+        root_path: path prefix under which a proxy exposes the server.
+        tool_call_parser, reasoning_parser: see `ModelService`.
+        chat_template: replaces the checkpoint's chat template.
+        profiles: folder for traces; None: clients cannot profile the engine.
+        adapters: adapters to load at the start.
+        answers, log: defaults for answers, and what is logged.
+        show_document: whether to serve /openapi.json.
+        replica: identifies this server among replicas of the model; a part of response ids.
 
     Raises:
-        UsageError: the root path is not a path.
+        UsageError: `root_path` does not begin with a slash, or ends with one.
     """
 
     names: Sequence[str]
@@ -108,20 +108,20 @@ class ServerOptions:
 
 
 class Work(Protocol):
-    """What runs beside a server's connections."""
+    """Work that a server starts, drains and stops together with its connections."""
 
     @property
     def num_open(self) -> int:
-        """Answers that are not complete."""
+        """Number of answers that are not complete."""
 
     def start(self) -> None:
-        """Begin; called on the event loop."""
+        """Start the work; called on the event loop."""
 
     async def drain(self) -> None:
-        """Take on nothing new; returns when nothing is open."""
+        """Refuse new work, and wait until all open work is done."""
 
     async def stop(self) -> None:
-        """End everything now."""
+        """Abort all open work."""
 
 
 def start_server(
@@ -132,16 +132,16 @@ def start_server(
     pages: Sequence[Route] = (),
     ready: Callable[[], None] = lambda: None,
 ) -> int:
-    """Serve until a signal ends it; the exit code, which is 1 where requests were cut off.
+    """Serve until a signal stops the server; returns the exit code, 1 if requests were aborted.
 
-    The first SIGTERM or SIGINT lets running requests finish, while new ones are refused with 503;
-    the second stops at once.
+    After the first SIGTERM or SIGINT, running requests may finish and new ones are refused with
+    503. The second signal aborts running requests.
 
     Args:
-        config: that the engine was built from.
-        sock: to listen on.
+        config: the configuration that the engine was built from.
+        sock: the socket to listen on.
         pages: routes besides those of the protocol, such as the playground's.
-        ready: called when adapters are loaded and all options are known to fit the model.
+        ready: called when adapters are loaded and options have been checked against the model.
     """
     server, _ = engine_server(engine, config, options, pages)
     ready()
@@ -156,7 +156,7 @@ def engine_server(
     pages: Sequence[Route] = (),
     more_observers: Sequence[Observer] = (),
 ) -> tuple["DrainingServer", EngineThread]:
-    """A server that is not started, and the thread that it runs the engine on."""
+    """Create a server and its engine thread, without starting them."""
     set_up_logs(options.log)
     load_modules(engine, options.names, options.adapters)
     metrics = ServerMetrics(engine, options.names[0], options.log.metrics_prefix == "vllm")
@@ -174,11 +174,11 @@ def engine_server(
         replica=options.replica,
     )
     if engine.tokenizer is not None:
-        _ = service.output_format  # flags that do not fit the model are told now
+        _ = service.output_format  # raises for flags that do not fit the model
         require_defaults(service)
     if logger.isEnabledFor(logging.DEBUG):
         _log_tools(service)
-    # The playground asks its user for the key.
+    # Pages need no key: the playground asks its user for one.
     open_paths = (*options.access.open_paths, *(page.path for page in pages))
     access = replace(options.access, open_paths=open_paths)
     app, gate = guarded(
@@ -199,7 +199,7 @@ def engine_server(
 def guarded(
     app: ASGIApp, limits: ServeLimits, access: Access, metrics: ServerMetrics | None = None
 ) -> tuple[ASGIApp, DrainGate]:
-    """The application behind its middleware, and the gate that drains it."""
+    """Wrap the application in its middleware; returns it with the gate that drains it."""
     gate = DrainGate(app)
     whole: ASGIApp = BodyLimits(gate, limits)
     if access.api_keys:
@@ -234,11 +234,11 @@ def _uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
 
 
 class DrainingServer(uvicorn.Server):
-    """Drains before it stops.
+    """A uvicorn server that finishes running requests before it stops.
 
     Args:
-        work: runs as long as the server.
-        gate: within the application.
+        work: started and stopped with the server.
+        gate: the gate of `app`, see `guarded`.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions, work: Work, gate: DrainGate) -> None:
@@ -251,7 +251,7 @@ class DrainingServer(uvicorn.Server):
         self.exit_code = 0
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Run the work as long as the server."""
+        """Start the work, serve until the server stops, and stop the work."""
         self._loop = asyncio.get_running_loop()
         self._work.start()
         memory = asyncio.create_task(return_memory(lambda: self._gate.empty, self._work_done))
@@ -265,7 +265,7 @@ class DrainingServer(uvicorn.Server):
         return self.server_state.total_requests, len(self.server_state.connections)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal, stop at the second, drop everything at the third."""
+        """Drain at the first signal, abort requests at the second, exit at the third."""
         self._num_signals += 1
         if self._loop is None or not self.started or self._num_signals > 2:
             self.exit_code = 1
@@ -274,14 +274,14 @@ class DrainingServer(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._begin_ending)
 
     def end_at_once(self, why: str) -> None:
-        """End all requests and then the server, with exit code 1; called from any thread: the
-        engine is lost for good."""
+        """Abort all requests and stop the server with exit code 1, because the engine cannot
+        recover. Thread-safe."""
         logger.critical("%s; the server ends", why)
         self.exit_code, self.config.timeout_graceful_shutdown = 1, _LAST_FLUSH_SECONDS
         if self._loop is None or not self.started:
             self.should_exit = True
             return
-        with suppress(RuntimeError):  # the loop has ended
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(
                 lambda: self._tasks.append(asyncio.create_task(self._stop()))
             )
@@ -291,7 +291,7 @@ class DrainingServer(uvicorn.Server):
         self._tasks.append(asyncio.create_task(ending))
 
     async def drain(self) -> None:
-        """Let running requests finish and refuse new ones, then end the server."""
+        """Refuse new requests, let running ones finish, then stop the server."""
         logger.info(
             "stopping: %d running requests may finish (a second signal stops at once)",
             self._work.num_open,
@@ -305,7 +305,7 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     async def _stop(self) -> None:
-        """End all requests; their clients get an error."""
+        """Abort all requests, whose clients get an error, and stop the server."""
         logger.warning("%d requests are cut off", self._work.num_open)
         self.exit_code, self.config.timeout_graceful_shutdown = 1, _LAST_FLUSH_SECONDS
         await self._work.stop()
@@ -313,7 +313,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def _log_tools(service: ModelService) -> None:
-    """Log how the model is told of tools, and in which format its calls are read."""
+    """Log how tools are described to the model, and the format of its tool calls."""
     if service.engine.tokenizer is None or not service.template.exists:
         return
     format = service.tool_format
@@ -327,7 +327,7 @@ def _log_tools(service: ModelService) -> None:
 
 
 def _allow_open_files(number: int) -> None:
-    """Every connection is an open file, of which the default limit allows few."""
+    """Raise the limit of open files, because every connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         number = min(number, hard)

@@ -1,4 +1,4 @@
-"""`SamplingParams` from the fields of a request."""
+"""Conversion of request fields to `SamplingParams`."""
 
 from typing import Any
 
@@ -32,11 +32,11 @@ def sampling_params(
     structured: StructuredOutput | None = None,
     **overrides: Any,
 ) -> SamplingParams:
-    """The sampling parameters of a request.
+    """Create the sampling parameters of a request.
 
     Args:
-        defaults: of fields that the request does not give.
-        max_tokens, logprobs: resolved, as the two endpoints have different names and defaults.
+        defaults: values of fields that the request does not set.
+        max_tokens, logprobs: resolved by the endpoint, as names and defaults differ.
         structured: from `structured_output`.
         overrides: replace the request's own; `logit_bias` is from the function of that name.
 
@@ -56,7 +56,7 @@ def sampling_params(
 
 
 def logit_bias(body: SamplingFields, service: ModelService) -> dict[int, float] | None:
-    """Biases by token id; a key that is no number is the text of one token."""
+    """The biases by token id; a key that is not a number is the text of a single token."""
     found: dict[int, float] = {}
     for name, bias in (body.logit_bias or {}).items():
         if name.isascii() and name.isdigit():
@@ -79,7 +79,7 @@ def logit_bias(body: SamplingFields, service: ModelService) -> dict[int, float] 
 def structured_output(
     body: SamplingFields, response_format: ResponseFormat | None
 ) -> StructuredOutput | None:
-    """What the output must be; ApiError where two fields say so."""
+    """The constraint on the output, if any; raises ApiError if two fields set one."""
     wanted = {
         "response_format": _from_format(response_format),
         "structured_outputs": _from_structured_outputs(body),

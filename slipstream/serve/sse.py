@@ -1,4 +1,4 @@
-"""Server-sent events, and responses that end when the client disconnects."""
+"""Server-sent events, and cancellation of work when the client disconnects."""
 
 import asyncio
 import logging
@@ -25,11 +25,11 @@ class ClientDisconnectedError(Exception):
 
 
 class ChunkWriter:
-    """Writes the chunks of one streamed answer as events; the common fields are encoded once.
+    """Encodes the chunks of one streamed answer as events; common fields are encoded only once.
 
     Args:
-        common: the fields before `choices`.
-        with_usage: every chunk has a field `usage`.
+        common: fields that every chunk has, such as `id` and `model`.
+        with_usage: whether chunks have the field `usage`, which may be null.
     """
 
     def __init__(self, common: Mapping[str, Any], with_usage: bool) -> None:
@@ -42,7 +42,7 @@ class ChunkWriter:
         usage: Any = None,
         more: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """One event; `more` are further fields."""
+        """Encode one chunk as an event, with the further fields `more`."""
         end = b"}\n\n"
         if more:
             end = b"," + to_json(more)[1:-1] + end
@@ -52,7 +52,7 @@ class ChunkWriter:
 
 
 def stream_error(error: Exception) -> ApiError:
-    """What ends a stream that fails after its status was sent; the log has internal errors."""
+    """The API error for a stream that fails after its status was sent; logs internal errors."""
     api_error = as_api_error(error)
     if api_error.code == "internal_error":
         logger.error("a stream failed", exc_info=error)
@@ -60,12 +60,12 @@ def stream_error(error: Exception) -> ApiError:
 
 
 def error_event(error: Exception) -> bytes:
-    """The end of a stream that fails after its status was sent."""
+    """The events that end a failed stream: the error, then [DONE]."""
     return b"data: " + stream_error(error).body() + b"\n\n" + DONE
 
 
 class EventStream(Response):
-    """Sends events as they come; closes their generator when the client disconnects."""
+    """Streams events to the client, and closes their generator when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -98,10 +98,10 @@ class EventStream(Response):
 
 
 async def cancel_on_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:
-    """The result of the work, which is cancelled when the client disconnects.
+    """Await the work and return its result; cancel it if the client disconnects.
 
     Raises:
-        ClientDisconnectedError: it did.
+        ClientDisconnectedError: the client disconnected before the work was done.
     """
     working = asyncio.ensure_future(work)
     disconnecting = asyncio.ensure_future(_disconnect(receive))

@@ -1,4 +1,4 @@
-"""Bytes and texts of single tokens, and their places in a whole text."""
+"""The bytes and texts of single tokens, and their offsets in a text."""
 
 from codecs import getincrementaldecoder
 
@@ -10,9 +10,9 @@ _Utf8 = getincrementaldecoder("utf-8")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters with which byte-level vocabularies spell bytes.
+    """The byte that each character stands for in byte-level vocabularies.
 
-    Printable bytes stand for themselves, the others follow from U+0100.
+    Printable bytes are the characters of the same code; the others are mapped to U+0100 and up.
     """
     printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     letters = {chr(byte): byte for byte in printing}
@@ -25,10 +25,10 @@ _BYTES = _byte_alphabet()
 
 
 class TokenTexts:
-    """Bytes and texts of tokens; cached, since logprobs need the same ones again and again.
+    """The bytes and texts of tokens, with a cache, because logprobs repeat the same tokens.
 
     Args:
-        as_ids: logprobs name tokens by their ids, as token_id:5.
+        as_ids: whether `name` returns ids, such as token_id:5, instead of texts.
     """
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
@@ -51,15 +51,15 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
     def name(self, token_id: int) -> str:
-        """What logprobs call a token."""
+        """The name of a token in logprobs."""
         return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether `skip_special_tokens` leaves the token out."""
+        """Whether the token is left out if `skip_special_tokens` is set."""
         return token_id in self._tokenizer.special_token_ids
 
     def first_text(self, token_id: int) -> str:
-        """The text of a token at the start of a text: some tokenizers drop a space there."""
+        """The text of a token that begins a text: some tokenizers drop its leading space."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def _find(self, token_id: int) -> bytes:
@@ -80,7 +80,7 @@ class TokenReader:
     """Decodes the tokens of one text one by one.
 
     Args:
-        skip_special: special tokens are not part of the text.
+        skip_special: whether special tokens are left out of the text.
         offset: number of characters before the first token.
     """
 
@@ -91,7 +91,7 @@ class TokenReader:
         self.offset = offset
 
     def take(self, token_id: int) -> str:
-        """The text that a token adds; a character counts for the token that completes it."""
+        """The text that a token adds; a character is added by the token that completes it."""
         if self._skip_special and self._texts.is_special(token_id):
             return ""
         content = self._texts.content(token_id)

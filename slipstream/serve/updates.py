@@ -1,6 +1,6 @@
 """Incremental updates of a request: made on the engine's thread, read on the event loop.
 
-Updates hold what is new, not the whole output, so that the cost of streaming stays linear.
+An update holds only new output, so the cost of streaming is linear in the output's length.
 """
 
 import asyncio
@@ -15,19 +15,19 @@ from slipstream.engine.samples import Sample, Submission
 Candidates = Mapping[int, Logprob]
 
 
-# Created for every request in every step; frozen ones would take three times as long.
+# Not frozen: one is created per request and step, and frozen ones take three times as long.
 @dataclass(slots=True)
 class Delta:
     """New output of one sample.
 
     Attributes:
-        index: of the sample.
-        text: new text. It may be empty although there are tokens (part of a character, the possible
-            beginning of a stop string), and the other way round.
+        index: index of the sample in its request.
+        text: new text. May be empty although there are new tokens, if they end within a character
+            or may begin a stop string; a later delta may then have text without tokens.
         token_ids: new tokens.
-        logprobs: per new token, candidates by token id; None unless asked for.
-        origins: per new token, where it came from.
-        finish_reason, stop_reason: as in `CompletionOutput`; set in the last delta.
+        logprobs: for each new token, its candidates by token id; None if not requested.
+        origins: for each new token, its `TokenOrigin` (accepted, bonus, recovered or plain).
+        finish_reason, stop_reason: as in `CompletionOutput`; None before the last delta.
     """
 
     index: int
@@ -40,7 +40,7 @@ class Delta:
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:
-    """Successive deltas of one sample as one."""
+    """Join successive deltas (at least one) of the same sample."""
     last = deltas[-1]
     return Delta(
         index=last.index,
@@ -62,10 +62,10 @@ class RequestUpdate:
     """New output of one request.
 
     Attributes:
-        deltas: at most one for each sample.
-        finished: this is the last update.
-        metrics: the request's counts and times so far.
-        prompt_logprobs: as in `RequestOutput`; in the first update, if asked for.
+        deltas: at most one per sample.
+        finished: whether this is the last update.
+        metrics: a snapshot of the request's counts and times.
+        prompt_logprobs: as in `RequestOutput`; set in one update only, and if requested.
     """
 
     deltas: Sequence[Delta]
@@ -74,7 +74,7 @@ class RequestUpdate:
     prompt_logprobs: Sequence[Candidates | None] | None = None
 
     def then(self, later: "RequestUpdate") -> "RequestUpdate":
-        """This update and the next one as one."""
+        """Merge this update with the one that follows it."""
         deltas = {delta.index: delta for delta in self.deltas}
         for delta in later.deltas:
             earlier = deltas.get(delta.index)
@@ -89,7 +89,7 @@ class RequestUpdate:
 
 @dataclass(slots=True)
 class _SampleReader:
-    """Reads one sample's output; counts what was read."""
+    """Reads the output of one sample in increments."""
 
     sample: Sample
     tokens: int = 0
@@ -132,7 +132,7 @@ class UpdateReader:
         self._samples = [_SampleReader(sample) for sample in self.submission.samples]
 
     def read(self) -> RequestUpdate:
-        """What is new since the last call."""
+        """The new output since the last call; without deltas if there is none."""
         submission = self.submission
         deltas = [delta for sample in self._samples if (delta := sample.read()) is not None]
         prompt_logprobs = None
@@ -143,15 +143,16 @@ class UpdateReader:
 
 
 class UpdateBuffer:
-    """Updates of one request that were not read yet. Used on the event loop only.
+    """Buffers the unread updates of one request. Used on the event loop only.
 
     Args:
-        interval: new tokens of a sample that all updates but the first and the last wait for.
+        interval: an update is held back until a sample has this number of new tokens; the first
+            and the last update are not held back.
 
     Attributes:
-        abandoned: its reader is gone, so updates are dropped.
-        closed: no further update comes.
-        accepted: resolved when the engine has accepted the request, or with the error why not.
+        abandoned: the reader has gone, so updates are dropped.
+        closed: there will be no further update.
+        accepted: done when the engine has accepted the request; has the error if it was refused.
     """
 
     def __init__(
@@ -167,12 +168,12 @@ class UpdateBuffer:
         self._waiter: asyncio.Future[None] | None = None
 
     def accept(self) -> None:
-        """The engine has accepted the request."""
-        if not self.accepted.done():  # cancelled, if its sender left meanwhile
+        """Mark the request as accepted by the engine."""
+        if not self.accepted.done():  # it is cancelled if the client disconnected
             self.accepted.set_result(None)
 
     def put(self, update: RequestUpdate) -> None:
-        """Add an update; it is merged with one that was not read yet."""
+        """Add an update; it is merged with the unread one, if any."""
         if not self.abandoned:
             self._update = update if self._update is None else self._update.then(update)
         if update.finished:
@@ -180,7 +181,7 @@ class UpdateBuffer:
         self._wake()
 
     def close(self, error: Exception | None = None) -> None:
-        """No further update comes; the error is raised after the last unread one."""
+        """End the updates; `error` is raised to the reader after the last unread update."""
         self.closed = True
         if self.accepted.done():
             self._error = error
@@ -191,7 +192,7 @@ class UpdateBuffer:
         self._wake()
 
     async def get(self) -> RequestUpdate | None:
-        """Wait for an update; None at the end."""
+        """Wait for the next update; None at the end. Raises the error that `close` was given."""
         while not self._ready():
             self._waiter = self._loop.create_future()
             try:
@@ -219,9 +220,9 @@ class UpdateBuffer:
 class UpdateStream:
     """Iterates over the updates of one request, for one reader on the event loop.
 
-    Updates that come while the reader is busy are merged, so a slow reader costs memory for its own
-    text only. Leaving early (`aclose`, a cancelled read, dropping the stream) ends the request
-    within one step.
+    Updates that arrive while the reader is busy are merged, so a slow reader only needs memory for
+    its own output. If the reader stops early (calls `aclose`, is cancelled while it reads, or drops
+    the stream), the request is aborted within one step.
     """
 
     def __init__(self, buffer: UpdateBuffer, abort: Callable[[UpdateBuffer], None]) -> None:
@@ -241,7 +242,7 @@ class UpdateStream:
         return update
 
     async def aclose(self) -> None:
-        """End the request, unless it has ended."""
+        """Abort the request if it is still running."""
         self._abandon()
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""Harmony, the format in which gpt-oss models write whole answers: its grammars, and its parser."""
+"""Harmony, the output format of gpt-oss models: grammars and parser."""
 
 import json
 import re
@@ -26,11 +26,11 @@ _PREFIX = "functions."
 
 
 class Header:
-    """The header of a message, as it comes.
+    """The header of a message, read token by token.
 
     Attributes:
-        role, channel: their texts, either perhaps with a recipient; a channel that has not begun is
-            None.
+        role, channel: the texts so far, either of which may include a recipient; `channel` is None
+            until it begins.
     """
 
     def __init__(self, channel: str | None = None) -> None:
@@ -46,9 +46,9 @@ class Header:
             self.channel += text
 
     def text(self) -> str | None:
-        """What is no header but text whose marks the model forgot; None as long as it may be one.
+        """The text read so far, if it cannot be a header but is content without marks; else None.
 
-        Models that were not trained well answer without any marks, or never end a header.
+        Poorly trained models answer without any marks, or never end a header.
         """
         if self.channel is not None:
             return self.channel if len(self.channel) > _MOST_CHARACTERS else None
@@ -63,7 +63,7 @@ class Header:
         return rest
 
     def part(self) -> Part:
-        """What the text behind it is, calls aside."""
+        """The part that the message's text is, if it is not a call."""
         named = _ROLE.match(self.role)
         role = (named[1] if named else None) or "assistant"
         channel = _RECIPIENT.sub(" ", self.channel or "").split()
@@ -75,8 +75,8 @@ class Header:
         """The function that the message calls, if it calls one.
 
         Args:
-            functions: that may be called; None if there may be no calls. A name that is none of
-                them is told all the same where the model says that it is a function.
+            functions: functions that may be called; None if calls are not allowed. An unknown name
+                is returned, too, if the recipient is marked as a function.
         """
         recipient = self._recipient()
         if functions is None or recipient is None:
@@ -92,11 +92,11 @@ class Header:
 
 
 class HarmonyParser(TokenParser):
-    """A parser of messages, whose marks are tokens, so that no text can pass for one.
+    """Parses harmony messages. Marks are special tokens, so text cannot be mistaken for a mark.
 
-    Messages in the channel analysis are reasoning, and so is what is addressed to neither the user
-    nor a function. Calls are what is addressed to a function. All else is content, also where marks
-    are missing. Texts of several messages stand on lines of their own.
+    Messages to a function are calls. Messages in the channel analysis, or to any other recipient
+    but user and assistant, are reasoning. All else is content, also if marks are missing. The texts
+    of several messages are joined by line breaks.
     """
 
     def __init__(self, tokens: HarmonyTokens, texts: TokenTexts, reading: Reading) -> None:
@@ -118,7 +118,7 @@ class HarmonyParser(TokenParser):
 
     @property
     def begins_anew(self) -> bool:
-        """Whether a message's role is all that there is of it."""
+        """Whether only the role of the current message has been read."""
         return self._part is None and self._header.channel is None and self._header.role != ""
 
     def _take(self, token: int) -> Part:
@@ -188,7 +188,7 @@ class HarmonyParser(TokenParser):
 
 
 def _begun(prompt: Sequence[int], start: int) -> Sequence[int]:
-    """The tokens of a prompt's last message, behind its START."""
+    """The tokens of the prompt's last message, behind its start token."""
     for place in range(len(prompt) - 1, -1, -1):
         if prompt[place] == start:
             return prompt[place + 1 :]
@@ -200,10 +200,10 @@ _FREE = ["body: TEXT"]
 
 @dataclass(frozen=True)
 class Harmony:
-    """An `OutputFormat`, whose calls are messages to functions.
+    """The harmony `OutputFormat`, in which calls are messages to functions.
 
-    Its grammars hold for an answer that begins behind the assistant's role. Reasoning is free text
-    in all of them; the text of a grammar is that of the last message.
+    Grammars begin behind the assistant's role. They leave reasoning unconstrained, and constrain
+    the text of the last message.
     """
 
     tokens: HarmonyTokens
@@ -240,14 +240,14 @@ class Harmony:
             )
         if wanted.content is None:
             return StructuredOutput(grammar=wanted.calls)
-        # Text of the channel commentary would stand before what the structure asks for.
+        # A message in the channel commentary would put text before the structured content.
         answers = _answers(self.tokens, wanted.functions, asides='"analysis"', final=True)
         return replace(wanted.content, frame="\n".join(answers))
 
     def remember(self, message: dict[str, Any], reasoning: str) -> str:
         content = message.get("content")
         if content and message.get("tool_calls"):
-            # Templates of gpt-oss take content beside calls for reasoning, and refuse to have both.
+            # Templates of gpt-oss treat content beside calls as reasoning, and refuse both.
             if not isinstance(content, str):
                 content = "\n".join(part["text"] for part in content)
             reasoning, message["content"] = f"{reasoning}\n{content}", None
@@ -257,7 +257,7 @@ class Harmony:
 
 @dataclass(frozen=True)
 class HarmonyCalls:
-    """Calls in the harmony format, as a `CallFormat`: one ends the answer."""
+    """The `CallFormat` of harmony, in which a call ends the answer."""
 
     tokens: HarmonyTokens
     name = "openai"
@@ -276,7 +276,7 @@ _ANY_ASIDE = '("analysis" | "commentary")'
 
 
 def _answers(tokens: HarmonyTokens, functions: Schemas, asides: str, final: bool) -> list[str]:
-    """Lark rules of messages aside, and then a call or the final message, whose text is `body`."""
+    """Lark rules: asides, then a call or the final message, whose text is the rule `body`."""
     channel, message = f"<[{tokens.channel}]>", f"<[{tokens.message}]>"
     calls = [f"call_{index}" for index in range(len(functions))]
     rules = [

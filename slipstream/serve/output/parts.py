@@ -1,5 +1,5 @@
-"""What a format of answers has to offer, what parsers of whole answers tell, and what those that
-read token by token share."""
+"""The interfaces of output formats and answer parsers, and the base class of parsers that read
+token ids."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from slipstream.serve.updates import Delta
 
 
 class Part(Enum):
-    """The part of an answer that a token belongs to; MARKUP is shown to nobody."""
+    """The part of an answer that a token belongs to; MARKUP is never sent to the client."""
 
     REASONING = "reasoning"
     CONTENT = "content"
@@ -24,11 +24,12 @@ class Part(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What follows from further output.
+    """The result of parsing further output.
 
     Attributes:
-        parts: one for each token that was read; None where the format does not tell.
-        stop: a stop string that ended the content; the tokens behind it were not read.
+        events: new events.
+        parts: one for each token that was read; None if the format does not mark parts.
+        stop: the stop string that ended the content, if any; tokens behind it were not read.
     """
 
     events: Sequence[AnswerEvent]
@@ -37,10 +38,10 @@ class Piece:
 
 
 class AnswerParser(Protocol):
-    """Parses one answer incrementally; the text does not depend on how the output is split."""
+    """Parses one answer incrementally; the result does not depend on how output is split."""
 
     def feed(self, delta: Delta) -> Piece:
-        """What follows from further output."""
+        """Parse further output."""
 
     def finish(self) -> Sequence[AnswerEvent]:
         """The remaining events; the answer is complete."""
@@ -48,19 +49,19 @@ class AnswerParser(Protocol):
 
 @dataclass(frozen=True)
 class Reading:
-    """How one answer is to be read.
+    """The settings for parsing one answer.
 
     Attributes:
-        prompt: its token ids, which may have begun the answer.
-        continues: the prompt ends within a message that the answer continues.
-        functions: names of those that may be called; None if there may be no calls.
-        calls: finds calls in the content of formats that have none of their own.
-        call_marks: tokens that are marks around them.
-        keeps_special: `calls` takes special tokens out of the text, as its marks are some.
-        skip_special: special tokens are not part of the texts.
+        prompt: token ids of the prompt, which may contain the beginning of the answer.
+        continues: whether the prompt ends within a message that the answer continues.
+        functions: names of the functions that may be called; None if calls are not allowed.
+        calls: parses tool calls in the content, for formats without calls of their own.
+        call_marks: token ids of the marks around those calls.
+        keeps_special: whether `calls` removes special tokens itself, since its marks are such.
+        skip_special: whether special tokens are left out of the texts.
         stop: strings that end the content.
-        include_stop: keep the stop string in the content.
-        min_tokens: stop strings count only behind so many tokens.
+        include_stop: whether to keep the stop string in the content.
+        min_tokens: stop strings are ignored in the first `min_tokens` tokens.
     """
 
     prompt: Sequence[int] = ()
@@ -77,13 +78,13 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a request asks of the form of an answer.
+    """The constraints that a request puts on an answer.
 
     Attributes:
         content: a constraint on the content.
-        calls: a grammar of tool calls, which takes the place of `content`.
-        functions: that may be called instead of a constrained content.
-        budget: most tokens of reasoning; None if there is no limit.
+        calls: a grammar of tool calls; replaces `content`.
+        functions: functions that may be called instead of giving a constrained content.
+        budget: maximum number of reasoning tokens; None: no limit.
     """
 
     content: StructuredOutput | None = None
@@ -93,12 +94,12 @@ class Wanted:
 
 
 class OutputFormat(Protocol):
-    """How a family of models writes whole answers.
+    """The output format of a family of models: reasoning, content and tool calls.
 
     Attributes:
-        name: in --reasoning-parser.
-        calls: its tool calls; None if they stand in the text of the content.
-        marks: tokens that no text of a request may become.
+        name: its name in --reasoning-parser.
+        calls: the format of its tool calls; None if they are written in the content's text.
+        marks: ids of its special tokens, which texts of a request must not be encoded to.
     """
 
     @property
@@ -109,27 +110,27 @@ class OutputFormat(Protocol):
     def marks(self) -> Sequence[int]: ...
 
     def parser(self, texts: TokenTexts, reading: Reading) -> AnswerParser:
-        """A parser for one answer."""
+        """Create a parser for one answer."""
 
     def framed(
         self, wanted: Wanted, prompt: Sequence[int], continues: bool
     ) -> StructuredOutput | None:
-        """What the output must be, reasoning and marks included; None if it may be anything.
+        """The constraint on the whole output, with reasoning and marks; None if there is none.
 
         Args:
-            prompt, continues: as of `Reading`.
+            prompt, continues: see `Reading`.
 
         Raises:
-            ApiError: an output of this format cannot be constrained so.
+            ApiError: this format does not support the constraint.
         """
 
     def remember(self, message: dict[str, Any], reasoning: str) -> str:
-        """Put the reasoning of an earlier answer into its message as chat templates read it; the
-        key that they read."""
+        """Add the reasoning of an earlier answer to its message, in the form that chat templates
+        expect; returns the key that they read."""
 
 
 class CallsInText:
-    """An `AnswerParser` of answers whose text holds content and calls."""
+    """An `AnswerParser` for answers that are plain text with tool calls in it."""
 
     def __init__(self, parser: ToolParser) -> None:
         self._parser = parser
@@ -145,7 +146,7 @@ class TokenParser:
     """An `AnswerParser` that reads token ids and finds the stop strings of the content itself.
 
     Args:
-        ends: end tokens of the model that are text, so that the one that ends an output has to be
+        ends: end tokens of the model that would be decoded as text; one that ends an output is
             left out.
     """
 
@@ -157,7 +158,7 @@ class TokenParser:
         self._num_tokens = 0
 
     def feed(self, delta: Delta) -> Piece:
-        """What follows from further tokens; a token that ended the output is no text of it."""
+        """Parse further tokens; a stop token that ended the output is not part of the text."""
         tokens = delta.token_ids
         if delta.finish_reason != "stop" or self._reading.include_stop or not tokens:
             return self.read(tokens)
@@ -167,7 +168,7 @@ class TokenParser:
         return Piece(piece.events, [*(piece.parts or ()), Part.MARKUP], piece.stop)
 
     def read(self, token_ids: Sequence[int]) -> Piece:
-        """What follows from further tokens."""
+        """Parse further tokens, up to the one that completes a stop string."""
         parts: list[Part] = []
         for token in token_ids:
             if self._stop is not None:
@@ -177,16 +178,16 @@ class TokenParser:
         return Piece(self._told(), parts, self._stop)
 
     def finish(self) -> Sequence[AnswerEvent]:
-        """What a possible stop string held back; a call that was cut off stays open."""
+        """The text held back as a possible stop string; an incomplete call stays open."""
         self._let_out()
         return self._told()
 
     def _take(self, token: int) -> Part:
-        """Read a token: write what follows from it, and tell what it is part of."""
+        """Read one token: add its events, and return the part that it belongs to."""
         raise NotImplementedError
 
     def _say(self, text: str) -> None:
-        """Take in text of the content in which no stop string is left."""
+        """Add content text that was already searched for stop strings."""
         self._events.append(Content(text))
 
     def _write_content(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Answers that begin with a thought between two marks, as Qwen3, GLM and DeepSeek R1 write them."""
+"""Output formats with reasoning between two marks, as of Qwen3, GLM and DeepSeek R1."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -26,7 +26,7 @@ _BREAK = "\n"
 
 
 class Place(Enum):
-    """Where an output stands: before or within its thought, or behind it."""
+    """The parser's state: before the thought, within it, or behind it."""
 
     START = "start"
     THOUGHT = "thought"
@@ -34,10 +34,10 @@ class Place(Enum):
 
 
 class ThinkingParser(TokenParser):
-    """A parser of one thought, if there is any, and of what follows.
+    """Parses an answer that may begin with a thought (reasoning), followed by content and calls.
 
-    Marks that are tokens of the vocabulary are found by their ids, so that no other text passes for
-    one; else they are found in the text. Line breaks around a thought belong to neither text.
+    If both marks are single tokens, they are found by token id, so that text cannot be mistaken for
+    a mark; otherwise they are found in the text. Line breaks around a thought are dropped.
 
     Args:
         marks: texts that open and close a thought.
@@ -67,7 +67,7 @@ class ThinkingParser(TokenParser):
         self._at_edge = True  # of a text: line breaks are not part of it
 
     def finish(self) -> list[AnswerEvent]:
-        """What was held back; a call that was cut off stays open."""
+        """The events of held-back text; an incomplete call stays open."""
         if self._place is Place.START:
             self._leave_start()
         elif self._place is Place.THOUGHT:
@@ -111,7 +111,7 @@ class ThinkingParser(TokenParser):
         return self._leave_start()
 
     def _leave_start(self) -> Part:
-        """There is no mark where the output begins."""
+        """Leave the start: the output does not begin with a mark."""
         text, self._held = self._held, ""
         if self._thinks:
             self._place = Place.THOUGHT
@@ -120,7 +120,7 @@ class ThinkingParser(TokenParser):
         return self._answer(text)
 
     def _pass(self, opens: bool) -> None:
-        """A mark ends the text before it."""
+        """Handle a mark, which ends the text before it."""
         self._thinks, self._at_edge, self._held = opens, True, ""
         self._place = Place.THOUGHT if opens else Place.CONTENT
         self._reader = self._new_reader()
@@ -157,7 +157,7 @@ class ThinkingParser(TokenParser):
         self._events += [Content(text)] if self._calls is None else self._calls.feed(text)
 
     def _new_reader(self) -> TokenReader:
-        # The parser of calls takes special tokens out of the content.
+        # The parser of calls needs special tokens, and removes them from the content.
         keeps = self._reading.keeps_special and not self._thinks
         return TokenReader(self._texts, self._reading.skip_special and not keeps)
 
@@ -168,10 +168,10 @@ _KEY = "reasoning_content"
 
 @dataclass(frozen=True)
 class ThinkingStyle:
-    """What families that write thoughts between marks differ in.
+    """The marks and the name of one thinking format.
 
     Attributes:
-        name: in --reasoning-parser.
+        name: its name in --reasoning-parser.
         opening, closing: the marks.
         unopened: an answer begins with a thought even where neither it nor the prompt opens one.
     """
@@ -187,7 +187,7 @@ STYLES: Final = (
     ThinkingStyle("glm45"),
     ThinkingStyle("deepseek_r1", unopened=True),
     ThinkingStyle("mistral", "[THINK]", "[/THINK]"),
-    # Names that vLLM has for models which write as the first does.
+    # vLLM's names for other models in the format of the first.
     *map(ThinkingStyle, ("deepseek_v3", "glm47", "mimo")),
 )
 
@@ -215,7 +215,7 @@ class Thinking:
 
     @cached_property
     def tokens(self) -> tuple[int, int] | None:
-        """The marks as tokens; None if the vocabulary lacks one, so that they are text."""
+        """The token ids of the marks; None if one is not in the vocabulary."""
         opening = self.tokenizer.token_to_id(self.style.opening)
         closing = self.tokenizer.token_to_id(self.style.closing)
         return None if opening is None or closing is None else (opening, closing)
@@ -272,9 +272,9 @@ class Thinking:
         return style.closing
 
     def _place(self, prompt: Sequence[int], continues: bool) -> Place:
-        """Where the answer to a prompt begins."""
+        """The state in which the answer to a prompt begins."""
         opening, closing = self.style.opening, self.style.closing
-        if continues:  # earlier messages may hold thoughts, but none that is open
+        if continues:  # thoughts of earlier messages are closed
             return Place.THOUGHT if self._is_open(prompt) else Place.CONTENT
         text = self.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
         if text.endswith(closing):

@@ -19,10 +19,10 @@ class ToolUse:
 
     Attributes:
         in_prompt: the tools that the chat template writes into the prompt.
-        format: of the tool calls; None if the answer has none.
-        functions: schemas of the arguments of those that may be called.
-        single: the answer ends after its first call.
-        grammar: that the answer must follow; None if it may be any text.
+        format: the format of tool calls; None if the answer has none.
+        functions: the functions that may be called, with the schemas of their arguments.
+        single: whether the answer ends after its first call.
+        grammar: the grammar that constrains the answer; None if it may be any text.
     """
 
     in_prompt: Sequence[Tool] | None = None
@@ -53,7 +53,7 @@ class ToolUse:
 
 
 def choose_tools(body: ChatRequest, model: ModelService) -> ToolUse:
-    """The tools of a request; ApiError for a choice that is not possible."""
+    """The tools of a request; raises ApiError if `tool_choice` is not possible."""
     choice = body.tool_choice or ("auto" if body.tools else "none")
     if not body.tools:
         if choice != "none":
