@@ -1,11 +1,11 @@
-"""Products of low rank, for each row those of its own adapter; see `kernels/adapters.py`.
+"""LoRA products, with a different adapter for each row; see `kernels/adapters.py`.
 
-Two launches: inner numbers, split along K into parts of a fixed size so that a single row keeps
-many programs busy, and then what they add to y. Programs of rows without an adapter end at once.
-Bits of a row follow from the shapes alone.
+There are two launches. The first (shrink) computes x times A, split along K into parts of a fixed
+size so that even one row has many programs. The second (expand) adds the result times B to y.
+Programs of rows without an adapter end early. A row's bits depend only on the shapes.
 
-Slots and factors are read before the kernel in front has ended: nothing writes factors of a slot
-that a row names, and slots are written before an ordinary launch, that of the pass's embedding.
+Slots and factors are read before the previous kernel has ended. This is safe: factors in use are
+never written, and slots are written before an ordinary launch, the embedding of the pass.
 """
 
 import torch
@@ -17,8 +17,8 @@ from slipstream.kernels.adapters import Adapted
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
-_RANKS, _DEPTH = 8, 1024  # of inner numbers and of K, in a program of the first launch
-_WIDTH, _STEP = 256, 32  # of y and of inner numbers at a time, in one of the second
+_RANKS, _DEPTH = 8, 1024  # ranks and columns of x of a program of the shrink kernel
+_WIDTH, _STEP = 256, 32  # columns of y, and ranks at a time, of one of the expand kernel
 
 
 @triton.jit
@@ -26,7 +26,8 @@ def _shrink_kernel(
     x, down, slots, inner, row_stride, depth, width, block_r: tl.constexpr, block_k: tl.constexpr,
     pdl: tl.constexpr,
 ):  # fmt: skip
-    """`block_r` inner numbers of a row, summed over `block_k` of K: inner [splits, T, width]."""
+    """Programs (row, `block_r` ranks, split of `block_k` columns): partial sums of x times A, to
+    inner [splits, T, width] float32."""
     launch_dependents(pdl)
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) * block_r + tl.arange(0, block_r)
@@ -50,7 +51,7 @@ def _expand_kernel(
     y, inner, up, ends, slots, y_stride, rank, total, splits, parts: tl.constexpr,
     block_n: tl.constexpr, block_r: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """A row's `block_n` numbers of y, all of one part."""
+    """Programs (row, `block_n` columns of a part of y): adds the sum of `inner`, times B, to y."""
     launch_dependents(pdl)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part, start, stop, first = 0, 0, 0, 0
@@ -87,8 +88,8 @@ def _expand_kernel(
 
 
 def add_low_rank(y: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
-    """y, [T, N] or float32 [parts, T, N] that are still to be added up, with what the adapters of
-    its rows make of x [T, K], in place."""
+    """Add each row's LoRA product of x [T, K] to y in place, and return y: [T, N], or partial sums
+    [parts, T, N] float32, of which the first is changed."""
     factors, slots = adapted.factors, adapted.slots
     made = y if y.ndim == 2 else y[0]
     assert x.stride(-1) == made.stride(-1) == 1
@@ -116,7 +117,7 @@ def _lengths(ends: tuple[int, ...]) -> list[int]:
 
 
 def _on_device(adapted: Adapted) -> Tensor:
-    """[P] int32, where parts end; made once, before anything is captured."""
+    """[P] int32, the end of each part; created once, before CUDA graphs are captured."""
     factors = adapted.factors
     found = factors.packed.get("triton")
     if not isinstance(found, Tensor):

@@ -1,14 +1,14 @@
 """Paged attention over ragged rows: prompt chunks, plain decode and verification of 1+k rows.
 
-The query heads that share a KV head and the rows of one request are folded into one axis, line
-m = row * groups + head, so that keys are read once for all of them and meet the tensor cores.
+The rows of a request and the query heads that share a KV head are packed into one axis, line
+m = row * groups + head, so that keys are read once for all of them and tensor cores can be used.
 
-A request of at most `SHORT_ROWS` rows is read in splits of its context at fixed tokens
-(`attention_parts.py`), and its queries and keys are normed and rotated by the same kernel; a longer
-one (a prompt chunk) in one go by larger tiles, behind a kernel that rotates and stores. Which of
-the two follows from the request's own rows, so a row of a decoding request has the same bits alone,
-in any batch, and with any number of draft rows beside it (up to that limit). The host looks at
-shapes only.
+For a request of at most `SHORT_ROWS` rows, the context is split at fixed tokens
+(`attention_parts.py`), and the same kernel norms and rotates queries and keys. A longer request (a
+prompt chunk) is computed with larger tiles and without splits, after a kernel that rotates and
+stores. The choice depends only on the request's own number of rows, so a row of a decoding request
+has the same bits alone, in any batch, and with any number of draft rows up to that limit. The host
+reads shapes only, and never waits for the device.
 """
 
 from dataclasses import dataclass, replace
@@ -30,19 +30,19 @@ from slipstream.kernels.triton.launch import empty_rows, options
 from slipstream.kernels.triton.rope import pages_of, rotate_and_store
 
 SHORT_ROWS = 16
-COMBINING = 1024  # programs
+COMBINING = 1024  # programs of the combine kernel, about
 COMBINED_AT_ONCE = 16
-NARROW_WINDOW = 256  # tokens, that one program reads sooner than it and others are added up
+NARROW_WINDOW = 256  # tokens; up to here one program is faster than several and a combine kernel
 MULTIPROCESSORS = 132
-# With dependent launch, tables, positions and the tokens of earlier passes are read before the
-# kernel in front has ended. All of that must have been written before an ordinary launch (one
-# without dependent launch, such as torch's) that stands between: the embedding of a pass does.
+# With dependent launch, block tables, positions and cached tokens of earlier passes are read before
+# the previous kernel has ended. So between the kernels that write them and this one there must be
+# an ordinary launch (without dependent launch, as torch's are): the embedding of each pass is one.
 EARLY = True
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Lines and cached tokens of one tile, and how its kernel is built."""
+    """Lines and cached tokens of one tile, and the options that its kernel is compiled with."""
 
     lines: int
     tokens: int
@@ -53,7 +53,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Layer:
-    """Shapes of a layer, and what its scores go through.
+    """Shapes of an attention layer, and how its scores are masked and scaled.
 
     Attributes:
         sinks: see `Heads`.
@@ -74,25 +74,25 @@ class Layer:
 
     @property
     def block_d(self) -> int:
-        """The tensor cores take 16 columns of either half at a time."""
+        """Columns of a tile: a power of two, at least 32, as tensor cores take 16 of each half."""
         return int(max(32, triton.next_power_of_2(self.head_dim)))
 
 
 def short_lines(lines: int) -> int:
-    """Lines of a tile, for requests of at most so many lines.
+    """Lines of a tile, for requests of at most `lines` lines: 16 or 32.
 
-    A line's bits do not follow from how many there are: up to 32 lines the tensor cores are used in
-    one way (from 64 on in another).
+    A line's bits do not depend on the choice: tensor cores add in the same order up to 32 lines,
+    but not from 64 on.
     """
     return int(min(32, max(16, triton.next_power_of_2(lines))))
 
 
 def short_tiles(lines: int, pairs: int, block_d: int, dtype: torch.dtype) -> tuple[Tiles, int]:
-    """Tiles of so many lines, and how many programs to divide `pairs` of a tile and a head among.
+    """(tiles of `lines` lines, number of programs for `pairs` pairs of a tile and a KV head).
 
-    Only `tokens` has to do with a line's bits; splits are multiples of it. With dependent launch,
-    programs crowd on the multiprocessors that are free first, where there is room for several: the
-    stages are as many as leave room for as many programs as each is to have.
+    A line's bits depend only on `Tiles.tokens`, of which splits are multiples. With dependent
+    launch, programs gather on the multiprocessors that become free first. The number of stages
+    prevents that: it leaves shared memory only for the programs that each one should run.
     """
     if dtype == torch.float32:
         return Tiles(lines, 32 if block_d <= 256 else 16, 4, 1), 3 * MULTIPROCESSORS
@@ -100,7 +100,7 @@ def short_tiles(lines: int, pairs: int, block_d: int, dtype: torch.dtype) -> tup
         return Tiles(lines, 32, 8, 2), MULTIPROCESSORS
     if block_d > 128:
         return Tiles(lines, 64, 8, 2), 2 * MULTIPROCESSORS
-    # A product of 32 lines is work enough; for 16, more and shorter programs are faster.
+    # For 32 lines one program a multiprocessor is enough; for 16, more and shorter ones are faster.
     if pairs * 3 <= MULTIPROCESSORS or (lines > 16 and pairs <= MULTIPROCESSORS):
         return Tiles(lines, 64, 4, 5), MULTIPROCESSORS
     if pairs * 2 <= 3 * MULTIPROCESSORS:
@@ -115,7 +115,7 @@ def chunk_tiles(block_d: int, dtype: torch.dtype) -> Tiles:
         return Tiles(64, 32, 8, 1)
     if block_d > 128:
         return Tiles(64, 64, 4, 2)
-    # Two programs share a multiprocessor: one multiplies while the other weighs.
+    # Two programs share a multiprocessor: one multiplies while the other computes the softmax.
     return Tiles(128, 64, 8, 2, 128)
 
 
@@ -132,7 +132,7 @@ def attend(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, T
     )
     query = None
     if most_rows_of(qkv, inputs) > SHORT_ROWS:
-        # Rows of short requests are stored once more, by their own kernel.
+        # This stores the rows of short requests as well; `short_kernel` stores them once more.
         norms = query_key_norms(heads)
         query = rotate_and_store(*split_heads(qkv, heads), norms, heads.cos_sin, inputs, cache)
         query = query.flatten(-2)
@@ -149,7 +149,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of rotated queries [T, Hq, D] over keys and values that have been stored."""
+    """Attention of rotated queries [T, Hq, D] over keys and values in the cache: [T, Hq, D]."""
     heads, head_dim = query.shape[1:]
     layer = Layer(heads, cache[0].shape[2], head_dim, scale, window, sinks, softcap)
     assert query[0].is_contiguous()
@@ -165,7 +165,11 @@ def _attention(
     inputs: PassInputs,
     cache: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Requests of few rows from `source`, to be turned by `turn`, the others from `query`."""
+    """Attention of all requests: [T, Hq * D].
+
+    Short requests read `source`, which the kernel rotates as `turn` says (None: it is rotated);
+    requests of more than `SHORT_ROWS` rows read the rotated `query`.
+    """
     out = empty_rows(len(source), layer.heads * layer.head_dim, source.dtype, source.device)
     if not out.numel():
         return out
@@ -190,7 +194,7 @@ def _short(
     cache: tuple[Tensor, Tensor],
     out: Tensor,
 ) -> None:
-    """Requests of at most `SHORT_ROWS` rows: folds of splits, then their sums."""
+    """Compute requests of at most `SHORT_ROWS` rows: sums of splits, then their total."""
     rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
     most_rows = min(most_rows_of(source, inputs), SHORT_ROWS)
     block_size, requests = cache[0].shape[1], len(paging.context_lens)
@@ -233,12 +237,12 @@ def _short(
 def _chunks(
     query: Tensor, layer: Layer, inputs: PassInputs, cache: tuple[Tensor, Tensor], out: Tensor
 ) -> None:
-    """Requests of more than `SHORT_ROWS` rows."""
+    """Write `out` for requests of more than `SHORT_ROWS` rows."""
     rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
     count, requests = len(query), len(paging.context_lens)
     tiles = chunk_tiles(layer.block_d, query.dtype)
     if sees.tree is not None:
-        tiles = replace(tiles, registers=None)  # many would be spilled
+        tiles = replace(tiles, registers=None)  # with the limit, many would spill
     most = triton.cdiv(count * layer.groups, tiles.lines) + min(requests, count // SHORT_ROWS)
     chunk_kernel[(layer.kv_heads, most)](
         query, *pages_of(cache), out, rows.query_start, paging.context_lens, paging.block_tables,
@@ -255,19 +259,19 @@ def most_rows_of(source: Tensor, inputs: PassInputs) -> int:
 
 
 def most_splits_of(inputs: PassInputs, block_size: int, window: int | None, most_rows: int) -> int:
-    """Splits that the rows of any request see."""
+    """The largest number of splits that the rows of one request may see."""
     tokens = int(inputs.paging.block_tables.shape[1]) * block_size
     if inputs.paging.max_context is not None:
         tokens = min(tokens, inputs.paging.max_context)
     splits = most_splits(tokens)
     if window is None:
         return splits
-    # Rows together see window + rows - 1 tokens, and no two cuts are nearer than `SMALLEST`.
+    # The rows together see window + rows - 1 tokens, and a split has at least `SMALLEST` tokens.
     return min(splits, 1 + int(triton.cdiv(window + most_rows - 2, SMALLEST)))
 
 
 def _built(layer: Layer, cache: tuple[Tensor, Tensor], tiles: Tiles) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+    """The compile-time arguments and compiler options that both kernels share."""
     built = {
         "kv_heads": layer.kv_heads,
         "groups": layer.groups,
@@ -286,7 +290,7 @@ def _built(layer: Layer, cache: tuple[Tensor, Tensor], tiles: Tiles) -> dict[str
 
 
 def _turn(heads: Heads | None) -> tuple[Tensor | None, Tensor | None, float, Tensor | None]:
-    """(weight of the query norm, of the key norm, what they add to the mean, cos_sin)."""
+    """(weight of the query norm, weight of the key norm, their epsilon, cos_sin)."""
     if heads is None:
         return None, None, 0.0, None
     query, key, eps = query_key_norms(heads) or (None, None, 0.0)
@@ -294,7 +298,7 @@ def _turn(heads: Heads | None) -> tuple[Tensor | None, Tensor | None, float, Ten
 
 
 def tree_of(sees: Visibility) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(token of each row, its ancestors, where the trees begin)."""
+    """(index of each row's token, bits of its ancestors, first token of each tree), or Nones."""
     tree = sees.tree
     if tree is None:
         return None, None, None

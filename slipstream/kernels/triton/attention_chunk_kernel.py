@@ -1,4 +1,4 @@
-"""The kernel of attention for requests of many rows (prompt chunks): see `attention.py`."""
+"""The attention kernel for requests of many rows (prompt chunks); `attention.py` launches it."""
 
 import triton
 import triton.language as tl
@@ -28,8 +28,8 @@ def _fold(
 ):  # fmt: skip
     """Online softmax (Milakov and Gimelshein 2018) over the cached tokens [begin, end).
 
-    Returns (largest score, sum of weights, sum of weighted values [block_m, block_d]). Without
-    `masked` every row is known to see all of [begin, end), a whole number of tiles.
+    Returns (largest score, sum of weights, sum of weighted values [block_m, block_d]). If `masked`
+    is false, every row must see all of [begin, end), which must be a whole number of tiles.
     """
     entries = entries_of(table, begin, end, block_size, block_n)
     for start in range(begin, end, block_n):
@@ -71,9 +71,10 @@ def _fold(
 
 @triton.jit
 def tile_of_program(query_start, requests, short_rows, groups, block_m, block_r: tl.constexpr):
-    """(request, tile of the request) of this program, the last tile first; request -1: none.
+    """(request, tile of the request) that this program computes; request -1: none.
 
-    Tiles belong to the requests with more than `short_rows` rows, in their order.
+    Only requests with more than `short_rows` rows have tiles. Programs go through the requests and
+    their tiles in reverse order.
     """
     number = tl.arange(0, block_r)
     inside = number < requests
@@ -96,9 +97,9 @@ def chunk_kernel(
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_r: tl.constexpr,
     pdl: tl.constexpr, first_seen: tl.constexpr, causal: tl.constexpr,
 ):  # fmt: skip
-    """Programs (KV head, tile): a tile of a prompt chunk over all that it sees, without splits.
+    """Programs (KV head, tile): attention of a tile of a prompt chunk, without splits.
 
-    The tiles that see most come first, of all heads.
+    A chunk's tiles are launched last tile first, for all heads, as later tiles see more tokens.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
@@ -120,20 +121,20 @@ def chunk_kernel(
     begin = tl.min(tl.where(inside, begins, newest), axis=0) // block_n * block_n
     largest = tl.full((block_m,), float("-inf"), tl.float32)
     total = tl.zeros((block_m,), tl.float32)
-    if sinks is not None:  # a score without a value
+    if sinks is not None:  # a sink adds to the sum of weights, but has no value
         largest = tl.load(sinks + head).to(tl.float32) * LOG2_E
         total += 1.0
     mixed = tl.zeros((block_m, block_d), tl.float32)
     keys += kv_head * head_dim
     values += kv_head * head_dim
-    if key_scales is not None:  # behind all heads of a token
+    if key_scales is not None:  # a token's scales are stored behind all of its heads
         key_scales += kv_heads * head_dim // 4 + kv_head
         value_scales += kv_heads * head_dim // 4 + kv_head
     table = tables + request.to(tl.int64) * table_stride
     words = ancestors if ancestors is None else ancestors + first
     tree_start = 0 if ancestors is None else tl.load(tree_starts + request).to(tl.int32)
     if ancestors is None and window is None and first_seen == 0:
-        # Most tiles of keys lie wholly before the first row.
+        # All rows see the tokens before the first row, so these tiles need no mask.
         common = tl.min(tl.where(inside, ends, newest), axis=0) // block_n * block_n
         largest, total, mixed = _fold(
             loaded, largest, total, mixed, begin, common, begins, ends, row, rows, None, 0,

@@ -1,33 +1,33 @@
-"""What the kernels of attention share: queries, cached tokens and what a row sees of them.
+"""Functions that the attention kernels share: loads of queries and cached tokens, and masks.
 
-Scores are in units of log 2 throughout: weights are powers of two.
+Scores are in units of log 2, so that softmax weights are computed with exp2.
 """
 
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-MOST_LEVELS = tl.constexpr(10)  # of a tree over half a head
+MOST_LEVELS = tl.constexpr(10)  # of `tree_sum` over half a head
 
 
 @triton.jit
 def finite(largest):
-    """Where nothing has been seen, any number will do."""
+    """`largest`, with 0 for minus infinity (no token seen yet), so that differences are no NaN."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
 @triton.jit
 def power_of_two(exponent):
-    """2 ** exponent for integers up to 0, exactly; zero below the normal numbers."""
+    """2 ** exponent, exact, for integers up to 0; zero below the normal float32 numbers."""
     bounded = tl.maximum(exponent, -127.0).to(tl.int32)
     return ((bounded + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def columns(head_dim: tl.constexpr, block_d: tl.constexpr):
-    """Which number of a head stands in each column of a tile, -1 for none.
+    """[block_d]: the index within a head that each column of a tile holds, -1 for padding.
 
-    Either half of the head has half of the columns.
+    Each half of the head has half of the columns.
     """
     column = tl.arange(0, block_d)
     if head_dim != block_d:
@@ -40,7 +40,8 @@ def columns(head_dim: tl.constexpr, block_d: tl.constexpr):
 
 @triton.jit
 def tree_sum(value):
-    """[L, C] -> [L], C a power of two: neighbours first, so that no layout changes the bits."""
+    """Sum over columns, [L, C] -> [L], C a power of two. It adds neighbours first, so that the bits
+    do not depend on the layout."""
     lines: tl.constexpr = value.shape[0]
     for _ in tl.static_range(MOST_LEVELS):
         if value.shape[1] > 1:
@@ -50,7 +51,7 @@ def tree_sum(value):
 
 @triton.jit
 def _partner(number, rotary_dim: tl.constexpr):
-    """The numbers of a head that turn with `number`; those that do not turn are their own."""
+    """The index that each index of a head is rotated with; itself where it is not rotated."""
     half: tl.constexpr = rotary_dim // 2
     partner = tl.where(number < half, number + half, number - half)
     return tl.where(number < rotary_dim, partner, number)
@@ -58,7 +59,8 @@ def _partner(number, rotary_dim: tl.constexpr):
 
 @triton.jit
 def _turns_of(cos_sin, position, inside, number, rotary_dim: tl.constexpr):
-    """(cosines, signed sines) [L, C] by which numbers [C] and their partners are multiplied."""
+    """(cosines, signed sines) [L, C]: the factors of the elements at indices `number` [C] and of
+    their partners."""
     half: tl.constexpr = rotary_dim // 2
     turn = cos_sin + position[:, None] * rotary_dim + (number % half)[None, :]
     loaded = inside[:, None] & (number < rotary_dim)[None, :]
@@ -72,8 +74,8 @@ def turns(
     cos_sin, position, inside, rotary_dim: tl.constexpr, head_dim: tl.constexpr,
     block_d: tl.constexpr,
 ):  # fmt: skip
-    """What `rotated` takes: (cosines, sines [L, block_d / 2]) of rows at `position` [L], of either
-    half of a head."""
+    """The `turn` argument of `rotated` for rows at `position` [L]: (cosines, sines) of the first
+    half of a head, then of the second, each [L, block_d / 2]."""
     half: tl.constexpr = head_dim // 2
     pair = tl.arange(0, block_d // 2)
     if rotary_dim == head_dim:
@@ -102,7 +104,7 @@ def halves(source, place, inside, head_dim: tl.constexpr, block_d: tl.constexpr)
 
 @triton.jit
 def _rotated(first, second, cos, sin, weight, eps, head_dim: tl.constexpr):
-    """`rotated` for heads that turn as a whole."""
+    """`rotated` where rotary_dim is head_dim."""
     dtype: tl.constexpr = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
     if weight is not None:
@@ -119,7 +121,7 @@ def _rotated(first, second, cos, sin, weight, eps, head_dim: tl.constexpr):
 
 @triton.jit
 def _normed(x, scale, weight, number, inside):
-    """x [L, C], numbers [C] of heads: in its dtype."""
+    """x [L, C] times `scale` and the norm's weights at indices `number` [C], in x's dtype."""
     weights = tl.load(weight + number, mask=inside, other=0.0).to(tl.float32)
     return (x.to(tl.float32) * scale * weights[None, :]).to(x.dtype)
 
@@ -129,7 +131,7 @@ def _partly_rotated(
     source, place, inside, first, second, turn, weight, eps, rotary_dim: tl.constexpr,
     head_dim: tl.constexpr,
 ):  # fmt: skip
-    """`rotated` where pairs do not stand in the two halves: partners are read from `source`."""
+    """`rotated` where rotary_dim is less than head_dim: partners are read from `source`."""
     cos, sin, more_cos, more_sin = turn
     dtype: tl.constexpr = first.dtype
     half: tl.constexpr = head_dim // 2
@@ -156,9 +158,10 @@ def rotated(
     source, place, inside, first, second, turn, weight, eps, rotary_dim: tl.constexpr,
     head_dim: tl.constexpr,
 ):  # fmt: skip
-    """Two halves of heads, normed where there is a weight, and turned: in their own dtype.
+    """RMS norm (if `weight` is not None) and rotary embedding of both halves of heads.
 
-    They are those at `place` [L] of `source`; what they turn by is made by `turns`.
+    `first` and `second` [L, block_d / 2] are the halves of the heads at `place` [L] of `source`,
+    and `turn` comes from `turns`. Returns both halves in their dtype.
     """
     if rotary_dim == head_dim:
         first, second = _rotated(first, second, turn[0], turn[1], weight, eps, head_dim)
@@ -171,8 +174,8 @@ def rotated(
 
 @triton.jit
 def store_heads(pages, scales, place, scale_at, inside, first, second, head_dim: tl.constexpr):
-    """Two halves of heads [L, C] go to `place` [L] of pages; where those have scales, as e4m3 whose
-    largest number is 448, and their float32 scale to `scale_at` [L]."""
+    """Store both halves of heads [L, C] at `place` [L] of `pages`. With `scales` they are quantized
+    to e4m3 (maximum 448), with a float32 scale for each head, stored at `scale_at` [L]."""
     half: tl.constexpr = head_dim // 2
     pair = tl.arange(0, first.shape[1])
     stored = inside[:, None] & (pair < half)[None, :]
@@ -190,13 +193,13 @@ def store_heads(pages, scales, place, scale_at, inside, first, second, head_dim:
 
 @triton.jit
 def scales_at(scales, places, inside):
-    """[block_n] float32: the scales of one head of the tokens that begin at these bytes."""
+    """[block_n] float32: the scales of one head for the tokens whose bytes begin at `places`."""
     return tl.load(scales + places // 4, mask=inside, other=0.0)
 
 
 @triton.jit
 def queries(source, place, inside, head_dim: tl.constexpr, block_d: tl.constexpr):
-    """[L, block_d]: heads at `place` [L] of `source`."""
+    """[L, block_d]: load the heads at `place` [L] of `source`, zero in padding columns."""
     number = columns(head_dim, block_d)
     loaded = inside[:, None] & (number >= 0)[None, :]
     return tl.load(source + place[:, None] + number[None, :], mask=loaded, other=0.0)
@@ -209,9 +212,9 @@ def sight(
 ):  # fmt: skip
     """(row, query head, position, first token seen, end of the tokens seen) of a tile's lines.
 
-    Line m of a request and KV head is its row m // groups and its query head m % groups. Which
-    token a row is stands in `tokens`, where that is not its position, or in `places`. A row of an
-    image also sees the tokens behind its own up to `last_seen`.
+    Line m of a request and KV head is row m // groups and query head m % groups. A row's index in
+    the context is its position, unless `tokens` or `places` gives another. A row of an image also
+    sees later tokens, up to `last_seen`.
     """
     line = tile * block_m + tl.arange(0, block_m)
     row = line // groups
@@ -219,7 +222,7 @@ def sight(
     place = position
     if places is not None:
         place = tl.load(places + first + row, mask=row < rows, other=0)
-    own = tl.maximum(place.to(tl.int32), context - rows)  # one that means nothing may be lower
+    own = tl.maximum(place.to(tl.int32), context - rows)  # a padding row may have less
     token = own
     if tokens is not None:
         token = tl.load(tokens + first + row, mask=row < rows, other=0).to(tl.int32)
@@ -235,7 +238,7 @@ def sight(
 
 @triton.jit
 def oldest_token(context, rows, window):
-    """No row of a request sees a token before this one."""
+    """The first token that any row of the request sees."""
     oldest = context * 0
     if window is not None:
         oldest = tl.maximum(context - rows - window + 1, 0)
@@ -244,9 +247,9 @@ def oldest_token(context, rows, window):
 
 @triton.jit
 def entries_of(table, start, end, block_size: tl.constexpr, block_n: tl.constexpr):
-    """[block_n]: the blocks of the tokens from `start` on, a multiple of block_n, below `end`."""
+    """[block_n]: block table entries of tokens from `start`, a multiple of block_n, up to `end`."""
     token = tl.arange(0, block_n)
-    if block_n % block_size == 0:  # most of it is the same for every tile
+    if block_n % block_size == 0:  # token // block_size is the same for all tiles
         place = start // block_size + token // block_size
     else:
         place = (start + token) // block_size
@@ -257,7 +260,7 @@ def entries_of(table, start, end, block_size: tl.constexpr, block_n: tl.constexp
 def places_of(
     entries, start, place_stride: tl.constexpr, block_size: tl.constexpr, block_n: tl.constexpr
 ):
-    """[block_n]: where the tokens from `start` on stand in the cache."""
+    """[block_n] int64: offsets in the cache of the tokens from `start` on."""
     token = tl.arange(0, block_n)
     within = token % block_size if block_n % block_size == 0 else (start + token) % block_size
     return entries.to(tl.int64) * (block_size * place_stride) + within * place_stride
@@ -281,10 +284,10 @@ def tokens_at(
 
 @triton.jit
 def capped(score, scale, softcap):
-    """(scores, the factor that they lack)."""
+    """(scores after the softcap, the factor that turns them into units of log 2)."""
     factor = scale * LOG2_E
     if softcap is not None:
-        # tanh by an exponential that may overflow to infinity and then still gives 1.
+        # tanh from exp2, which may overflow to infinity: the result is then 1, as it should be.
         power = tl.exp2(score * (scale * 2.0 * LOG2_E / softcap))
         score = 1.0 - 2.0 / (power + 1.0)
         factor = softcap * LOG2_E
@@ -296,10 +299,10 @@ def hidden(
     score, token, row_begins, row_ends, row, rows, ancestors, tree_start, window,
     first_seen: tl.constexpr,
 ):  # fmt: skip
-    """Scores [L, N], minus infinity where a row does not see a token.
+    """Mask scores [L, N] with minus infinity where a row does not see a token.
 
-    A row sees the tokens [row_begins, row_ends), of those from `tree_start` on the ones that its
-    word of `ancestors` names, where there are words; none before `first_seen`.
+    A row sees the tokens [row_begins, row_ends), but none before `first_seen`. With `ancestors`, it
+    sees a token from `tree_start` on only if the token's bit in the row's word is set.
     """
     seen = token[None, :] < row_ends[:, None]
     if window is not None:
@@ -314,22 +317,22 @@ def hidden(
     return tl.where(seen, score, float("-inf"))
 
 
-# Where a context is cut so that many programs can read it at once. The cuts stand at fixed tokens,
-# whatever the batch: a row's numbers are added up in one order only. Splits grow with the context,
-# so that a short one still keeps the machine busy and a long one does not leave too many parts to
-# add up: 8 of 128 tokens, 8 of 256, 16 of 512, then 1024 each.
-SMALLEST = 128  # every cut is a multiple of it
+# A context is split so that several programs can read it at once. Splits begin at fixed tokens,
+# whatever the batch, so that a row's sums always have the same order. They grow with the context:
+# short contexts still fill the device, and long ones do not have too many partial sums to combine.
+# 8 splits have 128 tokens, 8 have 256, 16 have 512, all others 1024.
+SMALLEST = 128  # tokens; every split begins at a multiple
 
 
 @triton.jit
 def split_start(split: tl.tensor) -> tl.tensor:
-    """The first token of a split: the largest of four lines, one for each length."""
+    """The first token of a split: the maximum of four linear functions, one for each length."""
     return max(max(split * 128, split * 256 - 1024), max(split * 512 - 5120, split * 1024 - 21504))
 
 
 @triton.jit
 def split_of(token: tl.tensor) -> tl.tensor:
-    """The split that holds a token: the inverse of `split_start`."""
+    """The split that contains a token: the inverse of `split_start`."""
     return min(
         min(token // 128, (token + 1024) // 256),
         min((token + 5120) // 512, (token + 21504) // 1024),
@@ -338,19 +341,19 @@ def split_of(token: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def split_of_each(token):
-    """`split_of` of several tokens at once."""
+    """`split_of` for a tensor of tokens."""
     short = tl.minimum(token // 128, (token + 1024) // 256)
     return tl.minimum(short, tl.minimum((token + 5120) // 512, (token + 21504) // 1024))
 
 
 @triton.jit
 def split_of_lane(lane, lanes, begin, end):
-    """The first split of a lane: the first one to begin in its share of the tokens [begin, end)."""
+    """The first split of a lane: the first that begins in the lane's share of [begin, end)."""
     token = begin + tl.cdiv(lane * (end - begin), lanes)
     return tl.where(token == 0, 0, split_of(tl.maximum(token, 1) - 1) + 1)
 
 
 def most_splits(tokens: int) -> int:
-    """How many splits a context of at most `tokens` has."""
+    """The number of splits of a context of `tokens` tokens, at least 1."""
     last: int = split_of.fn(max(tokens, 1) - 1)
     return last + 1

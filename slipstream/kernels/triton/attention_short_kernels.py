@@ -1,12 +1,13 @@
-"""The kernels of attention for requests of few rows. How programs meet the work: `attention.py`.
+"""The attention kernels for requests of few rows; `attention.py` launches them.
 
-The cached tokens of a request are folded split by split (`attention_parts.py`), and the splits are
-added up in their order: by the one program that does them all, or by `combine_kernel`.
+Each split of a request's context (`attention_parts.py`) is reduced by online softmax. The partial
+sums of the splits are then added in order: by the program itself if it has all splits, or else by
+`combine_kernel`.
 
-Weights stand against an exponent: the largest score seen, in units of log 2, rounded up to an
-integer. So a sum is moved from one exponent to another without rounding, and its bits follow from
-what is added in which order, not from where the exponent changed. A row that sees nothing of a
-tile is left as it was, bit for bit, which makes it independent of the rows beside it.
+Weights are relative to 2 ** exponent, where the exponent is the largest score so far, in units of
+log 2, rounded up to an integer. Rescaling to another exponent is then exact, so the bits of a sum
+depend on the order of its terms, but not on where the exponent changed. A tile of which a row sees
+no token leaves that row's sums unchanged, so they do not depend on the other rows.
 """
 
 import triton
@@ -33,16 +34,17 @@ from slipstream.kernels.triton.attention_parts import (
 )
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
-SUM_COLUMNS = tl.constexpr(16)  # the fewest of a tile
+SUM_COLUMNS = tl.constexpr(16)  # the fewest columns that `tl.dot` takes
 
 
 @triton.jit
 def _new_tokens(
     positions, places, tokens, slots, first, rows, begin, end, new_rows: tl.constexpr
 ):  # fmt: skip
-    """(row, position, slot, whether it is stored) of the request's rows.
+    """(row, position, slot, whether this program stores it), each [new_rows], of a request's rows.
 
-    The new tokens are the last `rows` of the context; those in [begin, end) are stored.
+    New tokens are the last `rows` of the context. A program stores those in [begin, end) that have
+    a slot.
     """
     row = tl.arange(0, new_rows)
     position = tl.load(positions + first + row, mask=row < rows, other=0)
@@ -57,7 +59,7 @@ def _new_tokens(
 
 @triton.jit
 def _store(pages, place, inside, first, second, head_dim: tl.constexpr):
-    """Two halves of heads [L, C] go to `place` [L]."""
+    """Store both halves of heads [L, C] at `place` [L]."""
     half: tl.constexpr = head_dim // 2
     pair = tl.arange(0, first.shape[1])
     target = pages + place[:, None] + pair[None, :]
@@ -72,7 +74,7 @@ def _store_new(
     rotary_dim: tl.constexpr, head_dim: tl.constexpr, kv_heads: tl.constexpr,
     block_d: tl.constexpr,
 ):  # fmt: skip
-    """Keys, to be turned, from `source` [L] of `qkv`, and the values behind them, to `place`."""
+    """Rotate the keys at `source` [L] of `qkv`, and store them and their values at `place` [L]."""
     one, two = halves(qkv, source, stored, head_dim, block_d)
     value_one, value_two = halves(qkv, source + kv_heads * head_dim, stored, head_dim, block_d)
     one, two = rotated(qkv, source, stored, one, two, turn, key_weight, eps, rotary_dim, head_dim)
@@ -87,13 +89,14 @@ def _fold(
     two, token, row_begins, row_ends, row, rows, ancestors, tree_start, scale, softcap, window,
     first_seen: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of tokens: (exponent, sums of weights, all alike, sums of weighted values).
+    """Add one tile of tokens by online softmax.
 
-    Heads come in halves: queries and sums of values are [block_m, block_d / 2], keys and values
-    [block_n, block_d / 2].
+    Queries and sums of values are halves of heads, [block_m, block_d / 2]; keys and values are
+    [block_n, block_d / 2]. Returns (exponent [block_m], sums of weights [block_m, SUM_COLUMNS] with
+    equal columns, sums of weighted values of the first half, of the second half).
     """
-    # Halves are not joined: the compiler takes a join for the unpacking of smaller numbers, and
-    # would read the factors of the product in smaller pieces.
+    # Halves are not joined: the compiler would mistake the join for unpacking of smaller numbers,
+    # and load the operands of the product in smaller pieces.
     score = tl.dot(query_one, tl.trans(key_one), input_precision="ieee")
     score = tl.dot(query_two, tl.trans(key_two), score, input_precision="ieee")
     if key_scale is not None:
@@ -105,10 +108,10 @@ def _fold(
     highest = tl.maximum(exponent, tl.ceil(tl.max(score, axis=1) * factor))
     base = finite(highest)
     negative = tl.zeros_like(score) - base[:, None]
-    # Fused, as the compiler might do here and not there.
+    # An explicit fma: otherwise the compiler might fuse in one variant of the kernel only.
     weight = tl.exp2(tl.fma(score, tl.zeros_like(score) + factor, negative)).to(value_one.dtype)
     kept = power_of_two(exponent - base)[:, None]
-    # The tensor cores add in one order, however many warps there are.
+    # Tensor cores add in the same order for any number of warps; `tl.sum` would not.
     ones = tl.full((value_one.shape[0], SUM_COLUMNS), 1.0, value_one.dtype)
     total = tl.dot(weight, ones, total * kept, input_precision="ieee")
     one = tl.dot(weight, value_one, one * kept, input_precision="ieee")
@@ -118,7 +121,7 @@ def _fold(
 
 @triton.jit
 def _added(exponent, total, one, two, more_exponent, more_total, more_one, more_two):
-    """The sum of two folds."""
+    """Add the partial sums of two ranges of tokens: (exponent, total, first half, second half)."""
     highest = tl.maximum(exponent, more_exponent)
     kept = power_of_two(exponent - finite(highest))[:, None]
     moved = power_of_two(more_exponent - finite(highest))[:, None]
@@ -133,9 +136,10 @@ def _fold_splits(
     part_total, place, split, first_seen: tl.constexpr, place_stride: tl.constexpr,
     block_size: tl.constexpr, head_dim: tl.constexpr, block_n: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the folds of the tokens [begin, end), split by split from `split` on.
+    """Reduce the tokens [begin, end), split by split from `split` on, and return their sums.
 
-    Where there is a `part`, the folds go there instead, from `place` [block_m] on.
+    If `part` is not None, the partial sums of each split are stored there instead, from index
+    `place` [block_m] on.
     """
     block_m: tl.constexpr = query_one.shape[0]
     block_d: tl.constexpr = 2 * query_one.shape[1]
@@ -189,8 +193,8 @@ def _ask_for(
     keys, values, table, begin, end, place_stride: tl.constexpr, block_size: tl.constexpr,
     head_dim: tl.constexpr, tokens: tl.constexpr,
 ):  # fmt: skip
-    """Asks for so many tokens from `begin` on, of those before `end`, without waiting for them."""
-    numbers: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth  # of 128 bytes
+    """Prefetch keys and values of the first `tokens` tokens of [begin, end), without waiting."""
+    numbers: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth  # in 128 bytes
     lines: tl.constexpr = (head_dim + numbers - 1) // numbers
     for line in tl.static_range(lines):
         token = begin + tl.arange(0, tokens)
@@ -208,9 +212,9 @@ def _ask_for(
 
 @triton.jit
 def _with_sink(exponent, total, sink):
-    """(sum of weights, factor of the sums of values) with a score that has no value.
+    """(sum of weights with the sink, factor for the sums of values).
 
-    Its exponent is that of a fold.
+    The sink is a score without a value. The exponent is raised to it as for any other score.
     """
     highest = tl.maximum(exponent, tl.ceil(sink))
     kept = power_of_two(exponent - highest)
@@ -223,7 +227,7 @@ def _write(exponent, total, one, two, out, place, head, inside, sinks, head_dim:
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)[:, None] * LOG2_E
         total, kept = _with_sink(exponent[:, None], total, sink)
-    total = tl.where(total == 0.0, 1.0, total)  # zero, if nothing was seen
+    total = tl.where(total == 0.0, 1.0, total)  # a row that sees no token: output 0
     one, two = one * kept / total, two * kept / total
     dtype: tl.constexpr = out.dtype.element_ty
     _store(out, place * head_dim, inside, one.to(dtype), two.to(dtype), head_dim)
@@ -231,7 +235,7 @@ def _write(exponent, total, one, two, out, place, head, inside, sinks, head_dim:
 
 @triton.jit
 def _splits(context, rows, window):
-    """(the first split that rows of a request see, how many they see)."""
+    """(first split that the rows of a request see, number of splits that they see)."""
     first_split = split_of(oldest_token(context, rows, window))
     return first_split, split_of(tl.maximum(context, 1) - 1) + 1 - first_split
 
@@ -247,11 +251,11 @@ def short_kernel(
     early: tl.constexpr, first_seen: tl.constexpr, causal: tl.constexpr, new_rows: tl.constexpr,
     rotary_dim: tl.constexpr,
 ):  # fmt: skip
-    """Programs (KV head and tile, request, lane): a lane folds its share of a tile's splits.
+    """Programs (KV head and tile, request, lane): each lane reduces its share of a tile's splits.
 
-    The folds go to part [T, Hq, most_splits, head_dim], part_exponent and part_total. Without
-    them one lane adds them up. With `cos_sin`, queries and keys are as the matmul left them: rows
-    of a lane's own tokens are stored by the program before it reads them, by several tiles alike.
+    Partial sums go to part [T, Hq, most_splits, head_dim], part_exponent and part_total; without
+    them one lane writes `out`. With `cos_sin`, `qkv` is not rotated: a program rotates and stores
+    the new tokens of its splits before it reads them (tiles of a request store the same values).
     """
     launch_dependents(pdl)
     if not early:
@@ -273,7 +277,7 @@ def short_kernel(
     begin = tl.maximum(split_start(split), oldest // block_n * block_n)
     end = tl.minimum(split_start(after), context)
     keys, values = keys + kv_head * head_dim, values + kv_head * head_dim
-    if key_scales is not None:  # behind all heads of a token
+    if key_scales is not None:  # stored behind all heads of a token
         key_scales += kv_heads * head_dim // 4 + kv_head
         value_scales += kv_heads * head_dim // 4 + kv_head
     table = tables + request.to(tl.int64) * table_stride
@@ -282,7 +286,7 @@ def short_kernel(
         groups, block_m,
     )  # fmt: skip
     if early:
-        known = context if cos_sin is None else context - rows  # tokens that are stored already
+        known = context if cos_sin is None else context - rows  # tokens that the cache has already
         _ask_for(
             keys, values, table, begin, tl.minimum(end, known), place_stride, block_size, head_dim,
             block_n,
@@ -305,7 +309,7 @@ def short_kernel(
         one, two = rotated(
             qkv, source, row < rows, one, two, turn, query_weight, eps, rotary_dim, head_dim
         )
-        tl.debug_barrier()  # the other threads of this program read the new tokens next
+        tl.debug_barrier()  # other threads of this program read the stored tokens next
     words = ancestors if ancestors is None else ancestors + first
     tree_start = 0 if ancestors is None else tl.load(tree_starts + request).to(tl.int32)
     place = (first + row).to(tl.int64) * kv_heads * groups + head
@@ -325,9 +329,10 @@ def combine_kernel(
     most_splits, heads: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr,
     block_s: tl.constexpr, at_once: tl.constexpr, pdl: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """Programs (lane, request): sums over splits; a lane does every so-manieth row and head.
+    """Programs (lane, request): add up the partial sums of all splits, in order, into `out`.
 
-    Splits that a row does not see add nothing to it.
+    The lanes of a request take turns at its pairs of row and head. Splits that a row does not see
+    contribute nothing.
     """
     launch_dependents(pdl)
     if not early:
@@ -351,7 +356,7 @@ def combine_kernel(
         total = tl.zeros((), tl.float32)
         mixed = tl.zeros((block_d,), tl.float32)
         for start in range(0, splits, at_once):
-            for split in tl.static_range(at_once):  # loaded at once, added one after the other
+            for split in tl.static_range(at_once):  # loads overlap; sums are in order
                 there = place + start + split
                 inside = (column < head_dim) & (start + split + 0 * column < splits)
                 known = tl.load(

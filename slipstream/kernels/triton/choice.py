@@ -1,4 +1,5 @@
-"""Launches what chooses each row's experts, and sorts rows by expert (`routing_kernels.py`)."""
+"""Launches the kernels that choose each row's experts and sort rows by expert
+(`routing_kernels.py`)."""
 
 import torch
 import triton
@@ -20,8 +21,8 @@ from slipstream.kernels.triton.routing_kernels import (
     sort_kernel,
 )
 
-SPAN = 64  # rows that a program sorts
-UNSORTED_ROWS = 8  # at most as many as the smallest tile has
+SPAN = 64  # rows of a program that sorts
+UNSORTED_ROWS = 8  # up to here pairs are not sorted; at most the rows of the smallest tile
 _KINDS = {
     Scores.SOFTMAX: SOFTMAX.value,
     Scores.CHOSEN_SOFTMAX: CHOSEN_SOFTMAX.value,
@@ -30,7 +31,14 @@ _KINDS = {
 
 
 def choose(logits: Tensor, router: Router, tile: int, shared: bool = False) -> Choice:
-    """logits [parts, T, E] float32, whose sum is meant, or one more of a `shared` expert's gate."""
+    """Choose the experts of each row, and sort the pairs by expert if there are many rows.
+
+    Args:
+        logits: [parts, T, E] float32, partial sums; [parts, T, E + 1] if a shared expert has a
+            gate, whose logit is the last.
+        tile: rows of a tile of the grouped product.
+        shared: whether each row also has the shared expert, as expert E.
+    """
     parts, rows, width = logits.shape
     routing, device = router.routing, logits.device
     experts, places = routing.num_experts, routing.num_chosen + shared

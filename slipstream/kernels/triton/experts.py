@@ -1,6 +1,6 @@
-"""Mixtures of experts: norm and router, choice, one product for gate and up, one for down, a sum.
+"""Mixture of experts: norm and router, choice, grouped products for gate-up and down, and a sum.
 
-A shared expert is one more expert of both products, where it is like the others and rows are few.
+For few rows, a shared expert of the same form as the others is one more expert of both products.
 """
 
 import torch
@@ -20,7 +20,7 @@ from slipstream.kernels.triton.routing_kernels import sum_kernel
 
 
 class Experts:
-    """What `kernels/table.py` calls experts. No number of rows is awaited by the host."""
+    """The `experts` op of `kernels/table.py`. The host never waits for the routing's results."""
 
     def __init__(self, linears: Linears) -> None:
         self._linears = linears
@@ -58,7 +58,7 @@ class Experts:
             shared=None if beside is None else operand(beside.down[0]),
         )  # fmt: skip
         if shared is beside:
-            return outputs, total  # what norms the stream next adds them up
+            return outputs, total  # the next norm adds them up
         assert shared is not None
         return self._with_shared(outputs, x, shared), total
 
@@ -84,7 +84,7 @@ def _rows(x: Tensor, weight: Operand) -> Rows:
 
 
 def _is_expert(parts: ExpertsParts, shared: SharedExpert) -> bool:
-    """Whether the shared expert is like those that are chosen."""
+    """Whether the grouped products can compute the shared expert as one more expert."""
     biases = parts.gate_up_bias, parts.down_bias, shared.gate_up[1], shared.down[1], parts.norm.bias
     if parts.clamp is not None or parts.activation is not Activation.SILU:
         return False

@@ -42,21 +42,21 @@ try:
 except ImportError:  # Gluon is still an experiment of Triton's
     grouped_stream_kernel = None
 
-FEW_PROGRAMS = 256  # of a sum that may be split
-SHORTEST = 1024  # columns of a part of one
-EARLY_PAIRS = 8  # at most so many, unsorted, ask for weights before their rows are there
-MEMORY = 221 * 1024  # bytes of a multiprocessor, for tiles on their way
+FEW_PROGRAMS = 256  # with fewer programs a sum over K is split, where that is allowed
+SHORTEST = 1024  # fewest columns of a part of a split sum
+EARLY_PAIRS = 8  # up to so many unsorted pairs, weights are loaded before the rows are ready
+MEMORY = 221 * 1024  # bytes of shared memory of a multiprocessor, for tiles in flight
 
 
 def pack(weight: Weight) -> Weight:
-    """`weight` in fragments, where there is a kernel for them."""
+    """`weight` rearranged into fragments if its format has a kernel for them, else unchanged."""
     packed: Weight = _packed(weight)
     return packed
 
 
 @singledispatch
 def _packed(weight: Any) -> Any:
-    """A format without fragments stays as it is."""
+    """The default, for formats without fragments: the weight unchanged."""
     return weight
 
 
@@ -98,8 +98,8 @@ def stream_multiply(
     scatters: bool,
     part: int,
 ) -> None:
-    """As `multiply`, into `out` [splits, .., N], a view whose rows are whole, by `slots`
-    tiles of `count` rows.
+    """Like `multiply`, for weights in fragments: writes `out` [splits, .., N], a view with
+    contiguous rows, in `slots` tiles of `count` rows.
 
     Raises:
         UsageError: an expert's rows are not whole fragments.
@@ -145,8 +145,8 @@ def stream_multiply(
 
 
 def splits_of(width: int, depth: int) -> tuple[int, int]:
-    """(splits of the sum, columns of each) for experts of `width` rows: two programs at least for
-    each multiprocessor and chosen expert of few."""
+    """(splits of the sum, columns of each) for experts of `width` rows, such that even one chosen
+    expert has about two programs for each multiprocessor."""
     splits = 1
     while splits * triton.cdiv(width, 64) < FEW_PROGRAMS and 2 * splits * SHORTEST <= depth:
         splits *= 2
@@ -155,15 +155,15 @@ def splits_of(width: int, depth: int) -> tuple[int, int]:
 
 
 def _stream_tiles(count: int, columns: int, words: int, programs: float) -> tuple[int, int]:
-    """(chunks, stages) of tiles for so many rows of x: so many that memory is always asked for
-    enough, by as many programs as fit together: two, of one kernel and the next, always do.
+    """(chunks, stages) of tiles for `count` rows of x, with enough loads in flight to saturate the
+    memory. At least two programs fit into a multiprocessor, one of this kernel and one of the next.
 
-    A chunk has so many columns, and so many words of scales for every 16 rows.
+    A chunk has `columns` columns, and `words` words of scales for every 16 rows.
     """
     chunks = 4 if count * columns <= 1024 else 2
     size = chunks * (2048 + 2 * columns * count + max(256, 128 * words))
     together = min(4 if count <= 32 else 3 if count <= 64 else 2, int(programs) // 132 + 1)
-    # As measured of Llama 8B's qkv: four stages are faster than more, but for one word of scales.
+    # Measured for Llama 8B's qkv: four stages are faster than more, except with one word of scales.
     most = 4 if count == 8 and programs < 132 and words != 1 else 12
     return chunks, max(3, min(most, MEMORY // max(2, together) // size))
 
@@ -172,7 +172,8 @@ FEW_ROWS = 64
 
 
 def tile_rows(rows: int, mean: float, *weights: Operand) -> int:
-    """Rows of x in a tile, where an expert has `mean` of `rows`: mostly all of them."""
+    """Rows of x in a tile, if experts have `mean` of the `rows` rows on average: mostly one tile
+    holds all rows of an expert."""
     small = all(weight.form == FRAGMENTS for weight in weights)
     sizes = (8, 16, 32, 64, 128) if small else (16, 32, 64, 128)
     for size in sizes:
@@ -194,21 +195,21 @@ def multiply(
     splitting: bool = False,
     shared: Operand | None = None,
 ) -> Tensor:
-    """The rows' pairs, or without a choice the rows, times the matrices of their experts.
+    """Multiply each pair's row by its expert's matrix; without a choice, each row by the matrix.
 
     Args:
-        x: [T, K]; where it `scatters`, [T k, K] in the order of what was gathered.
+        x: [T, K]; if `scatters`, [T k, K] in the order of the output without `scatters`.
         weight: [experts * N, K].
         bias: [experts * N].
-        gated: the rows of an expert's matrix are gates, which go through this activation, and then
-            what they multiply.
-        scatters: what comes out is weighted, and left to be added up row by row.
-        splitting: sums of fragments may be left to be added up.
-        shared: one more expert, alike, which lies elsewhere.
+        gated: the first half of an expert's matrix is the gate, which goes through this activation,
+            the second half is up.
+        scatters: outputs are multiplied by the pairs' weights and stored by row, not yet summed.
+        splitting: for weights in fragments, the sum over K may be returned in parts.
+        shared: one more expert of the same form, which is stored separately.
 
     Returns:
-        [T k, N], or [T, N] without a choice; N / 2 where `gated`. Where it `scatters` or the sum is
-        split, what is left to be added up in this order: [parts, T, N] in `dtype` or float32.
+        [T k, N], or [T, N] without a choice; N / 2 if `gated`. With `scatters` or a split sum:
+        [parts, T, N], to be added up in this order, in `dtype` or float32.
     """
     rows = len(x.values)
     height, depth = weight.shape
@@ -223,7 +224,7 @@ def multiply(
     if splitting and weight.form == FRAGMENTS:
         splits, part = splits_of(width, depth)
     device = x.values.device
-    if scatters:  # a row's experts, and of each the parts of its sum, one behind the other
+    if scatters:  # for each row: its experts, and for each expert its splits
         addends = torch.empty(pairs // chosen, chosen * splits, width, dtype=dtype, device=device)
         out, result = addends.view(pairs, splits, width).transpose(0, 1), addends.transpose(0, 1)
     elif splits > 1:
@@ -235,7 +236,7 @@ def multiply(
         return result
     assert x.values.stride(-1) == 1
     if weight.form == FRAGMENTS:
-        # Tiles of 128 rows are slower than 64 rows and then the rest of them.
+        # One launch with tiles of 128 rows is slower than two, of 64 rows and of the rest.
         cut = FEW_ROWS if choice is None and rows <= 2 * FEW_ROWS else rows
         for first in range(0, rows, cut):
             own = x.values[first : first + cut]
@@ -268,7 +269,7 @@ def _multiply(
     width: int,
     shared: Operand | None,
 ) -> None:
-    """As `multiply`, for weights that are not in fragments."""
+    """Like `multiply`, for weights that are not in fragments: writes `out`."""
     rows = len(x.values) if choice is None else len(choice.weights)
     experts += shared is not None
     block_n, block_k, warps, stages = _tiles(weight, x.values.dtype, tile)
@@ -287,7 +288,7 @@ def _multiply(
 
 
 def could_join(stacked: Operand, one: Operand, experts: int) -> bool:
-    """Whether `one` could be another of the stacked matrices."""
+    """Whether `one` has the format, dtype and shape of each of the `experts` stacked matrices."""
     return (
         stacked.form == one.form == PLAIN.value
         and stacked.shape == (one.shape[0] * experts, one.shape[1])
@@ -297,12 +298,12 @@ def could_join(stacked: Operand, one: Operand, experts: int) -> bool:
 
 
 def _tiles(weight: Operand, dtype: torch.dtype, tile: int) -> tuple[int, int, int, int]:
-    """(rows of weights, columns, warps) of a tile, and how many of them shared memory holds."""
+    """(rows of weights, columns, warps, stages) of a tile."""
     if dtype == torch.float32:
         return 64, 64, 4, 2
     if weight.form == FLOAT8_BLOCKS.value:
         return 64, min(128, triton.next_power_of_2(weight.block_columns)), 4, 4
     if weight.form == PLAIN.value:
-        # Triton lets a sum of a single step begin with its bias: all tiles have one, or none has.
+        # Triton starts a sum of one step with its bias, so either all tiles have one step or none.
         return (128, 64, 8, 4) if tile > 32 else (64, 128 if weight.shape[1] > 128 else 64, 4, 4)
     return 64, 64, 4, 4

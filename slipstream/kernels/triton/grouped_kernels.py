@@ -1,14 +1,14 @@
-"""The product of rows that are sorted by expert, for weights in every format.
+"""The grouped matmul: rows sorted by expert times the experts' weights, in any format.
 
     out[pair, n] = sum of x[row, k] * weight[expert, n, k]
 
-As in `matmul_kernels.py`, weights are the large side of the tensor cores' steps, and a sum runs
-through all of k in one chain. Numbers of few bits become floats in registers. With one expert, and
-no pairs, it is the matmul of a weight of few bits.
+As in `matmul_kernels.py`, weights are the first operand of the tensor cores, and a sum over k is
+one chain of steps. Quantized weights are dequantized in registers. With one expert and no pairs,
+this is the ordinary matmul of a quantized weight.
 
-The second product of a choice reads the choice before it waits for its rows: the first product
-starts it behind its own wait (`launch.py`). The choice is read past the cache of a multiprocessor,
-which may still hold that of another layer.
+The second product of a layer's experts reads the routing before it waits for its rows. It may do
+so because the first product starts it only after its own wait (`launch.py`). These loads bypass the
+L1 cache, which may still hold the routing of another layer.
 """
 
 import triton
@@ -27,7 +27,7 @@ PLAIN, MXFP4, NVFP4, FLOAT8_BLOCKS, INT4, INT8 = (
 
 @triton.jit
 def clamped_gated_value(gate, up, limit: tl.constexpr, alpha: tl.constexpr):
-    """gpt-oss's activation, in float32."""
+    """The activation of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), clamped, in float32."""
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
     return (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
@@ -35,9 +35,10 @@ def clamped_gated_value(gate, up, limit: tl.constexpr, alpha: tl.constexpr):
 
 @triton.jit
 def expert_tile(starts, ends, slot, experts: tl.constexpr, block: tl.constexpr):
-    """(expert of a tile of rows, its first pair, the pair behind the expert's last).
+    """(expert of tile `slot`, start of the expert's pairs, tile's number within the expert, end of
+    the expert's pairs).
 
-    Behind the last tile the expert is `experts`, and no memory is read for it.
+    Past the last tile the expert is `experts`, and nothing more is loaded.
     """
     each = tl.arange(0, block)
     after = tl.load(ends + each, mask=each < experts, other=2147483647, cache_modifier=".cg")
@@ -51,9 +52,9 @@ def expert_tile(starts, ends, slot, experts: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def expert_pairs(choices, slot, line, rows, experts: tl.constexpr, chosen: tl.constexpr):
-    """(expert of a pair, the pair of it of each `line`, whether there is one).
+    """(expert of pair `slot`, each row's pair with that expert, whether the row has one).
 
-    Where an earlier pair has the expert, it is `experts`: that one's tile has them all.
+    If an earlier pair has the same expert, the result is `experts`: that pair's tile has all rows.
     """
     many: tl.constexpr = triton.next_power_of_2(chosen)
     place = tl.arange(0, many)
@@ -69,14 +70,14 @@ def expert_pairs(choices, slot, line, rows, experts: tl.constexpr, chosen: tl.co
 
 @triton.jit
 def _e2m1(codes):
-    """Four bits as float32: exponent and mantissa to their places, then the bias made good."""
+    """e2m1 codes as float32: moves exponent and mantissa in place, then corrects the bias."""
     bits = ((codes & 7) << 22) | ((codes & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
 
 
 @triton.jit
 def _power_of_two(scales):
-    """e8m0 as float32."""
+    """e8m0 scales as float32."""
     scales = scales.to(tl.int32)
     bits = tl.where(scales == 0, 0x400000, scales << 23)
     return bits.to(tl.float32, bitcast=True)
@@ -84,7 +85,7 @@ def _power_of_two(scales):
 
 @triton.jit
 def _four_bit_scales(scales, zeros, at, inside, form: tl.constexpr):
-    """Scales of numbers as float32, and what is taken off numbers before: nothing of floats."""
+    """(scales, zero points) of groups as float32; e2m1 formats ignore the zero points."""
     zero = 8.0
     if form == MXFP4:
         scale = _power_of_two(tl.load(scales + at, mask=inside, other=0))
@@ -105,9 +106,10 @@ def _four_bits(
     sums, values, scales, zeros, x, row, x_at, valid, depth: tl.constexpr, form: tl.constexpr,
     group: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """Even columns and odd ones by a product each: they are the halves of bytes."""
+    """Add the products with 4-bit weights: one for even and one for odd columns, which are the low
+    and high halves of bytes."""
     byte = tl.arange(0, block_k // 2)
-    # float16 has too few powers of two for MXFP4.
+    # The range of float16 is too small for the scales of MXFP4.
     halved: tl.constexpr = form == MXFP4 and x.dtype.element_ty == tl.float16
     wide: tl.constexpr = tl.float32 if halved else x.dtype.element_ty
     for k in range(0, depth, block_k):
@@ -130,7 +132,8 @@ def _eight_bit_blocks(
     sums, values, scales, row, x_at, column, valid, depth: tl.constexpr, block_rows: tl.constexpr,
     block_columns: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """A block's products are added up before they are scaled, since scales are float32."""
+    """Add the products with e4m3 blocks. Each block is summed before it is scaled, since scales are
+    float32."""
     blocks: tl.constexpr = (depth + block_columns - 1) // block_columns
     for block in range(0, blocks):
         own = tl.zeros_like(sums)
@@ -154,7 +157,7 @@ def _plain(
         at = values + row[:, None] * depth + (k + column)[None, :]
         weight = tl.load(at, mask=inside, other=0.0)
         tile_x = tl.load(x_at + k + column[None, :], mask=valid & inside, other=0.0)
-        if weight.dtype.is_fp8():  # exact in float16, whose products are added up in float32
+        if weight.dtype.is_fp8():  # e4m3 is exact in float16; sums are float32
             weight = weight.to(tl.float16)
             tile_x = tile_x.to(tl.float16)
         elif weight.dtype == tl.int8:
@@ -168,7 +171,7 @@ def _finished(
     sums, x_scales, row_scales, bias, row, source, valid, gated: tl.constexpr,
     limit: tl.constexpr, alpha: tl.constexpr,
 ):  # fmt: skip
-    """Scales of rows on both sides, bias and activation."""
+    """Apply the scales of rows of x and of weights, bias and activation to `sums`."""
     if x_scales is not None:
         sums *= tl.load(x_scales + source, mask=valid, other=0.0)[None, :]
     if row_scales is not None:
@@ -189,7 +192,7 @@ def _tile_of(
     choices, pairs, starts, ends, slot, line, rows, experts: tl.constexpr, block: tl.constexpr,
     chosen: tl.constexpr,
 ):  # fmt: skip
-    """(expert of a tile, place and pair of each `line`, which of them there are)."""
+    """(expert of a tile, place and pair of each of its lines, which lines are valid)."""
     expert = 0
     if choices is not None:
         expert, pair, valid = expert_pairs(choices, slot, line, rows, experts, chosen)
@@ -208,7 +211,8 @@ def _tile_of(
 
 @triton.jit
 def _begin(gathers: tl.constexpr, chosen: tl.constexpr, pdl: tl.constexpr):
-    """What gathers waits; the next kernel starts before, or where rows are `chosen` behind it."""
+    """Start the next kernel, and if the kernel `gathers`, wait for its inputs. The first product of
+    a choice waits before it starts the second, which reads the choice early."""
     if not (gathers and chosen):
         launch_dependents(pdl)
     if gathers:
@@ -226,15 +230,16 @@ def grouped_kernel(
     limit: tl.constexpr, alpha: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
     block_k: tl.constexpr, stages: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tile of n, tile of rows). values [experts * width, depth], twice as many rows where
-    `gated`; row_scales [as many rows] float32, bias likewise. A `shared` expert is the last one.
+    """Programs (tile of n, tile of rows). values [experts * width, depth], twice the rows if
+    `gated`; row_scales (float32) and bias: one number for each of these rows. `shared` is the last
+    expert.
 
-    Pairs lie sorted by expert, or with `choices` as they are, and a tile is of a pair. Where it
-    `gathers`, a pair's row of x is pair // chosen, and its row of `out` its place in that order;
-    otherwise its row of x is its place, and its row of `out` the pair, which is multiplied by its
-    factor. Without `pairs` and `choices` there is one expert, and rows of x and `out` are the same.
-    What reads a choice early need not wait where it has no tile. Some program waits, since the
-    first pair always has one: so this kernel ends behind the one before it, as later ones rely on.
+    Pairs are sorted by expert; with `choices` they are not, and each tile belongs to a pair. If it
+    `gathers`, a pair's row of x is pair // chosen, and its row of `out` its place in that order.
+    Otherwise its row of x is its place, and its row of `out` is the pair, multiplied by the pair's
+    factor. Without `pairs` and `choices` there is one expert, and row i of x gives row i of `out`.
+    A program without a tile may end without waiting. At least the first pair's program waits, so
+    this kernel ends after the previous one, which later kernels rely on.
     """
     tile = tl.program_id(0)
     row = weight_rows(tile, width, block_n, gated)

@@ -1,14 +1,14 @@
-"""The grouped product of numbers of few bits, with Hopper's own instructions.
+"""The grouped matmul of quantized weights on Hopper, with TMA and wgmma.
 
     out[pair, n] = sum of x[row, k] * weight[expert, n, k]
 
-Weights lie in the order in which the tensor cores take them (`fragments.py`), so that a thread
-makes its part of them from 16 bytes in a row, and they never return to shared memory. The copy
-engine brings them through a ring of `stages` tiles; rows of x, which are gathered, and scales come
-beside them. A sum runs through all of k in one chain of steps, whatever the number of rows.
+Weights are stored in the order of the tensor cores' operands (`fragments.py`), so that a thread
+dequantizes its part from 16 contiguous bytes, in registers, without going through shared memory
+again. TMA loads them into a ring buffer of `stages` tiles, and gathered rows of x and scales are
+loaded beside them. A sum over k is one chain of steps for any number of rows.
 
-The second product of few pairs has weights on their way before it waits for its rows. As in
-`grouped_kernels.py`, the first product starts it behind its own wait.
+For few pairs, the second product loads its first weights before it waits for its rows. As in
+`grouped_kernels.py`, the first product starts it only after its own wait.
 """
 
 from triton.experimental import gluon
@@ -43,9 +43,9 @@ def _fetch_weights(
     weight, ring, barrier, slot, group, beside, chunk, of_group, chunks: gl.constexpr,
     more: gl.constexpr, wanted,
 ):  # fmt: skip
-    """Both halves of a tile: 32 rows each, of which the second are those `beside` the first.
+    """Load both halves of a tile of weights, 32 rows each; the second is `beside` groups further.
 
-    The barrier waits for `more` bytes of x as well."""
+    The barrier also expects `more` bytes, of x."""
     mbarrier.expect(barrier, 2048 * chunks + more, wanted)
     place = ring.index(slot)
     per_row: gl.constexpr = 8 * chunks
@@ -60,7 +60,7 @@ def _fetch_rest(
     x_tiles, barrier, place0, x_rows, there, scales, ring_x, ring_scales, slot, group, beside,
     chunk, end, of_group, chunks: gl.constexpr, words: gl.constexpr, span: gl.constexpr, wanted,
 ):  # fmt: skip
-    """Rows of x and scales of the columns from `chunk` on; zeros from column `end` on."""
+    """Load rows of x, and scales, of the columns from `chunk` on; zeros from column `end` on."""
     width: gl.constexpr = ring_x.shape[2]
     column0 = chunk * (width // chunks)
     if x_tiles is None:
@@ -86,7 +86,7 @@ def _fetch_rest(
 
 @gluon.jit
 def _gated(sums, gated: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr):
-    """[64, rows]: 32 gates, then what they multiply -> [32, rows]."""
+    """activation(gate) * up: sums [64, rows], 32 of gate and then 32 of up -> [32, rows]."""
     count: gl.constexpr = sums.shape[1]
     pairs: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, 4, 1], [2, 0, 1])
     apart = gl.permute(gl.reshape(sums, (2, 32, count)), (1, 2, 0))
@@ -138,7 +138,7 @@ def _store(
 
 @gluon.jit
 def _pairs(choices, pairs, expert, place0, end, line, reads: gl.constexpr, chosen: gl.constexpr):
-    """(places, pairs, which there are) of a tile's lines; pairs where it `reads` them."""
+    """(places, pairs, which are valid) of a tile's lines; pairs are loaded only if it `reads`."""
     if choices is None:
         place = place0 + line
         valid = place < end
@@ -161,9 +161,9 @@ def _expert_of_pair(
     choices, slot, rows, experts: gl.constexpr, chosen: gl.constexpr, count: gl.constexpr,
     late: gl.constexpr,
 ):  # fmt: skip
-    """The expert of a pair, or `experts` where an earlier pair has it and the tile.
+    """The expert of pair `slot`, or `experts` if an earlier pair has the same expert.
 
-    What waits `late` reads past the cache of a multiprocessor, which may hold another choice."""
+    A kernel that waits `late` bypasses the L1 cache, which may hold the choice of another layer."""
     cache: gl.constexpr = ".cg" if late else ""
     across: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     each = gl.arange(0, _power(count * chosen), layout=across)
@@ -180,7 +180,7 @@ def _power(size):
 
 @gluon.jit
 def _expert_tile(starts, ends, slot, experts: gl.constexpr, block: gl.constexpr):
-    """As `expert_tile` of `grouped_kernels.py`."""
+    """Like `expert_tile` of `grouped_kernels.py`."""
     across: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     each = gl.arange(0, block, layout=across)
     after = gl.load(ends + each, mask=each < experts, other=2147483647)
@@ -200,7 +200,7 @@ def _sum(
     span: gl.constexpr, shift: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr,
     pdl: gl.constexpr,
 ):  # fmt: skip
-    """[64, count]: the tile's products over all of k."""
+    """[64, count]: the tile's sums over the split's part of k."""
     count: gl.constexpr = ring_x.shape[1]
     chunks: gl.constexpr = ring_x.shape[2] // columns
     of_x: gl.constexpr = 0 if x_tiles is None else 2 * columns * count * chunks
@@ -238,7 +238,7 @@ def _sum(
         async_copy.wait_group(stages - 2)
         mbarrier.wait(full.index(now), turn)
         fence_async_shared()
-        _barrier()  # all of the tile is there, and the step before is done in every warp
+        _barrier()  # the tile is complete, and all warps are done with the last step
         raw = gl.reshape(ring.index(now).load(_bytes(chunks)), (2, chunks, 2, 4, 2, 4, 2, 2, 4))
         of_codes = (None, None)
         if words:
@@ -260,7 +260,7 @@ def _sum(
         begun = warpgroup_mma(
             taken, tile_x.slice(0, 2 * columns, dim=1).permute((1, 0)), sums, is_async=True
         )
-        if chunks == 4:  # the tensor cores work while more becomes ready for them
+        if chunks == 4:  # dequantize the rest while the tensor cores work
             more = _weights(codes[1], of_codes[1], sums_layout, coding, words, shift, lift)
             rest = tile_x.slice(2 * columns, 2 * columns, dim=1)
             begun = warpgroup_mma(more, rest.permute((1, 0)), begun, is_async=True)
@@ -286,15 +286,15 @@ def grouped_stream_kernel(
 ):  # fmt: skip
     """Programs (tile of n, tile of `count` rows, split); arguments as of `grouped_kernel`.
 
-    A split adds up `part` columns, and its `out` is that of the split before it plus `size`; rows
-    of `out` begin every `pitch` numbers.
+    A split adds up `part` columns. In `out`, splits are `size` elements apart, and rows `pitch`
+    elements.
 
-    x_tiles describes x by tiles, where its rows follow one another and the copy engine reads them.
-    weight describes the fragments [.., 128] bytes by the 32 rows and `chunks` chunks of `columns`
-    fetched at once; scales: `words` words of every 16 rows and `span` chunks, in their order.
+    x_tiles is a TMA descriptor of x if its rows are contiguous, else None. weight is a descriptor
+    of the fragments [.., 128] bytes, in tiles of 32 rows and `chunks` chunks of `columns` columns;
+    scales has `words` words for every 16 rows and `span` chunks, in order.
 
-    It waits `late`, behind asking for the first weights, where it is known early which: without a
-    choice, or where a second product reads choices early.
+    With `late`, the kernel waits for its inputs after it has started to load the first weights.
+    That needs the expert early: there is no choice, or a second product reads the choice early.
     """
     chooses: gl.constexpr = choices is not None or pairs is not None
     if not gathers:

@@ -1,10 +1,10 @@
-"""Latent attention: queries are absorbed, rows stored, then read once for all heads and rows.
+"""Multi-head latent attention in absorbed form: latents are read once for all heads and rows.
 
-A layer is three launches for requests of few rows (`latent_kernels.py`): queries are brought into
-the space of the latents, and new latents into the cache; splits of the context are folded; their
-folds are added up and brought back into the space of the heads. The rows of longer requests, prompt
-chunks, take `latent_chunk_kernel.py` in the place of the last two. Which of the two follows from
-the request's own rows, as in `attention.py`. The host looks at shapes only.
+For requests of few rows a layer has three launches (`latent_kernels.py`). The first projects
+queries into the latent space and stores the new latents. The second computes partial sums over
+splits of the context. The third adds them up and projects them to the values of the heads. Longer
+requests (prompt chunks) use `latent_chunk_kernel.py` and a batched matmul in place of the last two.
+As in `attention.py`, this depends only on a request's own rows, and the host reads shapes only.
 """
 
 import torch
@@ -43,7 +43,7 @@ def latent_attention(
     assert cache.is_contiguous()
     absorbed = _absorbed(queries, latents, heads, inputs, cache)
     if most_rows_of(absorbed, inputs) > SHORT_ROWS:
-        _chunks(absorbed, heads, inputs, cache, out)  # rows of short requests are written after
+        _chunks(absorbed, heads, inputs, cache, out)  # `_short` overwrites rows of short requests
     _short(absorbed, heads, inputs, cache, out)
     return out
 
@@ -51,7 +51,8 @@ def latent_attention(
 def _absorbed(
     queries: Tensor, latents: Tensor, heads: LatentHeads, inputs: PassInputs, cache: Tensor
 ) -> Tensor:
-    """Queries [T, H, R + P] as the latents meet them; the latents of the rows are stored."""
+    """Queries [T, H, R + P] in the latent space, to be multiplied by cached latents; also stores
+    the latents of the rows in the cache."""
     rows, rank, rotary_dim = len(queries), heads.rank, heads.rotary_dim
     assert heads.keys.stride()[1:] == (rank, 1)
     absorbed = torch.empty(
@@ -78,7 +79,7 @@ def _absorbed(
 def _short(
     absorbed: Tensor, heads: LatentHeads, inputs: PassInputs, cache: Tensor, out: Tensor
 ) -> None:
-    """Requests of at most `SHORT_ROWS` rows."""
+    """Write `out` for requests of at most `SHORT_ROWS` rows."""
     rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
     most_rows = min(most_rows_of(absorbed, inputs), SHORT_ROWS)
     requests, block_size, rank = len(paging.context_lens), cache.shape[1], heads.rank
@@ -120,7 +121,7 @@ def _short(
 def _chunks(
     absorbed: Tensor, heads: LatentHeads, inputs: PassInputs, cache: Tensor, out: Tensor
 ) -> None:
-    """Requests of more than `SHORT_ROWS` rows; other rows become anything."""
+    """Write `out` for requests of more than `SHORT_ROWS` rows; other rows become undefined."""
     rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
     count, requests = len(absorbed), len(paging.context_lens)
     floats = absorbed.dtype == torch.float32
@@ -140,8 +141,8 @@ def _chunks(
 
 
 def _short_lines(count: int, requests: int) -> int:
-    """Lines of a tile of requests of so many lines: their queries are read from shared memory for
-    every tile of tokens, which takes longest, so small tiles are faster where programs are few."""
+    """Lines of a tile, for requests of `count` lines. Queries are read from shared memory for every
+    tile of tokens, which takes most of the time, so with few programs small tiles are faster."""
     few = 2 * requests * triton.cdiv(count, FEWEST_LINES) <= PROGRAMS
     return FEWEST_LINES if few else short_lines(count)
 

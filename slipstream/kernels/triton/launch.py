@@ -1,10 +1,10 @@
-"""Programmatic dependent launch: a kernel starts while the one before it in the stream still runs.
+"""Programmatic dependent launch: a kernel starts while the previous one in the stream still runs.
 
-Such a kernel may touch constants (weights) at once, and calls `wait_for_inputs` before it reads or
-writes anything else. That returns when the kernel before it has ended, which waited likewise: so
-everything older in the stream has ended too, and it is safe to call `launch_dependents` first. A
-kernel that calls it behind its wait starts the next one when everything older than itself has
-ended: so the next may read what that wrote before it waits, though not what the kernel itself does.
+Such a kernel may read constants (weights) at once, but must call `wait_for_inputs` before it reads
+or writes anything else. The wait ends when the previous kernel has ended; as that one waited too,
+all older kernels have ended by then. So a kernel may call `launch_dependents` before its wait. If
+it calls it after its wait, the next kernel starts when all kernels before this one have ended, and
+may read their results before its own wait, but not the results of this kernel.
 """
 
 import functools
@@ -24,22 +24,22 @@ def overlaps(device: torch.device) -> bool:
 
 @triton.jit
 def launch_dependents(pdl: tl.constexpr):
-    """Lets the next kernel start as soon as every program of this one has come here."""
+    """Let the next kernel start as soon as all programs of this one have called this."""
     if pdl:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_inputs(pdl: tl.constexpr):
-    """Returns when all that earlier kernels wrote can be read."""
+    """Wait until the results of all earlier kernels can be read."""
     if pdl:
         tl.extra.cuda.gdc_wait()
 
 
 def dense(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Contiguous tensors, for kernels that are told no strides.
+    """Contiguous copies where needed, for kernels that do not take strides.
 
-    Even a tensor [n] need not be: `expand` repeats one number with stride 0.
+    Even a tensor [n] may need one: `expand` repeats a number with stride 0.
     """
     return tuple(tensor.contiguous() for tensor in tensors)
 
@@ -47,8 +47,8 @@ def dense(*tensors: Tensor) -> tuple[Tensor, ...]:
 def options(device: torch.device) -> dict[str, Any]:
     """Launch options of a kernel with a `pdl` flag.
 
-    Products and sums are not contracted to one rounding: whether they were would follow from the
-    layout of a tile, and with it the bits of a row from the number of rows.
+    Products and sums are not fused to fma: whether the compiler does so depends on a tile's layout,
+    and so a row's bits would depend on the number of rows.
     """
     pdl = overlaps(device)
     chosen: dict[str, Any] = {"pdl": pdl, "enable_fp_fusion": False}
@@ -57,18 +57,17 @@ def options(device: torch.device) -> dict[str, Any]:
     return chosen
 
 
-# Memory behind the rows that a matmul reads. The copy engine is slow where a tile reaches past the
-# end of what it reads: 40 rows in tiles of 64 took longer than 64 (8B on an H200: 118 us a layer,
-# not 109). So whoever makes what a matmul reads leaves memory behind it, and the tiles read numbers
-# there that nobody uses.
+# Tensors that a matmul reads are allocated with spare rows. TMA is slow where a tile reaches past
+# the end of a matrix: 40 rows in tiles of 64 took longer than 64 rows (8B on an H200: 118 us a
+# layer instead of 109). With spare rows no tile does; the results of these rows are discarded.
 def empty_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[rows, width], unset, with room for whole tiles behind it."""
+    """[rows, width], uninitialized, with memory behind it for the rest of the last tile."""
     room = max(8, triton.next_power_of_2(rows)) if rows <= 64 else triton.cdiv(rows, 64) * 64
     return torch.empty(room, width, dtype=dtype, device=device)[:rows]
 
 
 def with_spare(x: Tensor, rows: int) -> Tensor:
-    """x [T, K] with what lies behind it in its memory, `rows` rows at most."""
+    """x [T, K] extended to `rows` rows, as far as there is memory behind it."""
     memory = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
     if len(x) >= rows or x.stride(0) < x.shape[1]:
         return x

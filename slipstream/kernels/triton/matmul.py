@@ -1,7 +1,7 @@
-"""The matmuls of few rows: which of two kernels multiplies, and how it is launched.
+"""Launches the matmuls for few rows. There are two kernels:
 
-- `matmul_stream_kernels.py`: what Hopper's copy engine and tensor cores take;
-- `matmul_kernels.py`: all else, and any number of rows without dependence on it.
+- `matmul_stream_kernels.py`: 16-bit matrices on Hopper, loaded by its copy engine (TMA);
+- `matmul_kernels.py`: everything else; it also serves many rows with batch-invariant results.
 """
 
 import functools
@@ -38,17 +38,18 @@ try:
 except ImportError:  # Gluon is still an experiment of Triton's
     stream_kernel = None
 
-ALIGNMENT = 16  # bytes: of what the copy engine reads, and of its rows
+ALIGNMENT = 16  # bytes; the copy engine needs it of a matrix and of each of its rows
 
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """No chip before or after has its matrix instructions."""
+    """Whether the device has compute capability 9.x; only these have the wgmma instructions."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def streams(x: Tensor, weight: Tensor) -> bool:
-    """Numbers of 16 bits whose rows the copy engine can read."""
+    """Whether `stream_kernel` can compute x times weight: both bfloat16 or float16, on Hopper, with
+    weights whose rows the copy engine can read."""
     return (
         stream_kernel is not None
         and is_hopper(x.device)
@@ -68,7 +69,8 @@ def stream_multiply(
     part: int,
     gated: Activation | None,
 ) -> None:
-    """out [splits, T, N] = parts of x [T, K] times weight [N, K], or [2N, K] where `gated`."""
+    """Write the partial sums of x [T, K] times weight [N, K] ([2N, K] if `gated`) to
+    out [splits, T, N]; each split adds up `part` columns."""
     splits, rows, width = out.shape
     own = tiles.blocks * tiles.high // (1 if gated is None else 2)
     grid = (max(1, triton.cdiv(rows - tiles.more, tiles.rows)), triton.cdiv(width, own), splits)
@@ -96,16 +98,16 @@ def _described(matrix: Tensor, rows: int, columns: int) -> "TensorDescriptor":
     )
 
 
-SPLIT_ROWS = 64  # with more rows, a program adds up all splits itself: sums take much memory
+SPLIT_ROWS = 64  # with more rows, a program adds up all splits itself, to save memory
 
 _SERVED = (DenseMatrix, Float8Matrix)
 
 
 def operand(weight: Weight) -> RowScaled:
-    """The weight as these kernels read it.
+    """The weight in the form that these kernels read.
 
     Raises:
-        UsageError: they have no product for its format.
+        UsageError: the kernels do not support its format.
     """
     if type(weight) not in _SERVED:
         raise UsageError(
@@ -120,7 +122,7 @@ def product(
 ) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`.
 
-    `loose`, here and below: beyond 64 rows, a row's bits may depend on their number.
+    `loose`, here and below: with more than 64 rows, a row's bits may depend on their number.
     """
     return _multiply(x, weight, bias, dtype, splitting=False, gated=None, loose=loose)[0]
 
@@ -140,7 +142,7 @@ def gated_product(
 def addends(
     x: Rows, weight: RowScaled, bias: Tensor | None, dtype: torch.dtype, loose: bool = False
 ) -> Tensor:
-    """As `product`, or what is left to be added up: [parts, T, N] float32."""
+    """Like `product`, or if the sum over K is split, the partial sums [parts, T, N] float32."""
     out = _multiply(x, weight, bias, dtype, splitting=True, gated=None, loose=loose)
     return out if out.dtype == torch.float32 else out[0]
 
@@ -154,7 +156,7 @@ def _multiply(
     gated: Activation | None,
     loose: bool,
 ) -> Tensor:
-    """[parts, T, N]: in `dtype`, or in float32 where the sum was split."""
+    """[parts, T, N] ([1, T, N / 2] if `gated`), in `dtype`, or in float32 if the sum is split."""
     values, scales = weight.values, weight.scales
     assert x.values.stride(-1) == 1
     assert values.is_contiguous()
@@ -189,7 +191,8 @@ def _plan(x: Tensor, weight: Tensor, splitting: bool, gated: bool, loose: bool) 
 
 
 def serves_many(x: Tensor, weight: RowScaled, splitting: bool, gated: bool) -> bool:
-    """Whether more than 64 rows are worth a kernel of ours, where bits may follow from them."""
+    """Whether our kernel is faster than the library for these more than 64 rows of x, if a row's
+    bits may depend on their number."""
     if weight.scales is not None or not streams(x, weight.values):
         return False
     width, depth = weight.shape

@@ -1,10 +1,10 @@
-"""The matmul of few rows: weights stream past once, as the large side of every product.
+"""The matmul for few rows, which reads weights once, as the first operand of the tensor cores.
 
     out[split, m, n] = sum of x[m, k] * weight[n, k] over the split's part of k
 
-A tile of weights [block_n, block_k] meets the rows [block_k, block_m]. A sum runs through its part
-of k in one chain of the tensor cores' steps, so its bits follow from the splits alone: neither
-from the tile's sizes nor from the number of rows.
+A tile of weights [block_n, block_k] is multiplied by rows [block_k, block_m]. The tensor cores add
+up a split's part of k in one chain of steps, so the bits of a sum depend only on the splits, and
+neither on tile sizes nor on the number of rows.
 """
 
 import triton
@@ -18,10 +18,10 @@ PREFETCHED_BYTES = tl.constexpr(256)
 
 @triton.jit
 def weight_rows(tile, width, block_n: tl.constexpr, gated: tl.constexpr):
-    """The rows of a tile of weights; behind the last one, the last one again.
+    """[block_n] int64: the rows of a tile of weights; past the last row, the last row again.
 
-    A gated tile holds 8 gates, the 8 rows that they multiply, 8 gates and so on: a thread of the
-    tensor cores owns numbers that stand 8 rows apart.
+    A gated tile alternates between 8 rows of the gate and the 8 rows of up that they multiply: a
+    thread's accumulators of the tensor cores are 8 rows apart, so it has both of a pair.
     """
     line = tl.arange(0, block_n)
     if gated:
@@ -34,7 +34,7 @@ def weight_rows(tile, width, block_n: tl.constexpr, gated: tl.constexpr):
 
 @triton.jit
 def halves(total):
-    """[block_n, block_m] of a gated tile -> gates and what they multiply."""
+    """Sums [block_n, block_m] of a gated tile -> (gate, up), each [block_n / 2, block_m]."""
     block_n: tl.constexpr = total.shape[0]
     block_m: tl.constexpr = total.shape[1]
     apart = tl.permute(tl.reshape(total, (block_n // 16, 2, 8, block_m)), (0, 2, 3, 1))
@@ -44,7 +44,7 @@ def halves(total):
 
 @triton.jit
 def _prefetch(weight, row, first, depth: tl.constexpr, columns: tl.constexpr):
-    """Asks for `columns` of the rows from `first` on to be brought into the L2 cache."""
+    """Prefetch `columns` columns of the given rows, from column `first` on, into the L2 cache."""
     size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     piece = tl.arange(0, columns * size // PREFETCHED_BYTES) * (PREFETCHED_BYTES // size)
     address = (weight + row[:, None] * depth + first + piece[None, :]).to(tl.int64)
@@ -56,7 +56,7 @@ def _prefetch(weight, row, first, depth: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 def _product(tile_w, tile_x, total):
-    if tile_w.dtype.is_fp8():  # exact in float16, whose products are added up in float32
+    if tile_w.dtype.is_fp8():  # e4m3 is exact in float16; sums are float32
         tile_w = tile_w.to(tl.float16)
         tile_x = tile_x.to(tl.float16)
     return tl.dot(tile_w, tl.trans(tile_x), total, input_precision="ieee")
@@ -67,7 +67,7 @@ def _chain(
     total, weight_at, x_at, column, valid, begin, end, ragged: tl.constexpr, block_k: tl.constexpr,
     stages: tl.constexpr,
 ):  # fmt: skip
-    """`total` plus the products over [begin, end)."""
+    """`total` plus the product over the columns [begin, end)."""
     for k in tl.range(begin, end, block_k, num_stages=stages):
         if ragged:
             inside = (column + k < end)[None, :]
@@ -108,10 +108,10 @@ def matmul_kernel(
     block_n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr, ahead: tl.constexpr,
     pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tile of rows, tile of n, splits). x [rows, depth]; weight [width, depth], twice
-    that where `gated`; out [splits, rows, width]: a program adds up `joined` splits in order.
+    """Programs (tile of rows, tile of n, part of `out`). x [rows, depth]; weight [width, depth], or
+    [2 * width, depth] if `gated`; out [parts, rows, width]: each has the sum of `joined` splits.
 
-    Before it may read x, a program asks for `ahead` columns of its weights.
+    Before it waits for x, a program prefetches `ahead` columns of its weights.
     """
     launch_dependents(pdl)
     tile, split = tl.program_id(1), tl.program_id(2)
@@ -135,7 +135,7 @@ def matmul_kernel(
     end = tl.minimum(first + part, depth)
     sums = _chain(sums, weight_at, x_at, column, valid, first, end, ragged, block_k, stages)
     sums = _scaled(sums, by_line, by_row)
-    # As where others add the splits up: each is scaled by itself, and the first has the bias.
+    # As when splits are separate: each is scaled by itself, and the first one has the bias.
     if bias is not None:
         added = tl.load(bias + row).to(tl.float32)
         sums += tl.where(split == 0, added, 0.0)[:, None]

@@ -1,14 +1,14 @@
-"""The matmul of few rows by tiles that the copy engine brings, with Hopper's own instructions.
+"""The matmul for few rows on Hopper: tiles are loaded by TMA and multiplied by wgmma.
 
     out[split, m, n] = sum of x[m, k] * weight[n, k] over the split's part of k
 
-Plain Triton fetches its first tile when a kernel's inputs are there. This kernel fills its shared
-memory with weights while the kernel before still runs, and then waits for nothing but x. Gluon,
-Triton's lower layer, can say so, but has no interpreter.
+A kernel in plain Triton loads its first tile only when its inputs are ready. This one fills its
+shared memory with weights while the previous kernel still runs, so that afterwards it waits for x
+alone. That can be written in Gluon, Triton's lower level, which has no interpreter.
 
-Tiles of weights and of x pass through a ring of `stages`. Weights are the large side of the tensor
-cores' steps, in one block of `high` rows or in several that share the tile of x. A sum runs through
-its part of k in one chain of steps, so its bits are those of `matmul_kernels.py`.
+Tiles of weights and of x go through a ring buffer of `stages` slots. Weights are the first operand
+of the tensor cores, in one block of `high` rows or in several that share the tile of x. A split's
+part of k is added up in one chain of steps, so sums have the bits of `matmul_kernels.py`.
 """
 
 from triton.experimental import gluon
@@ -30,14 +30,14 @@ GELU_TANH = gl.constexpr(2)  # as in `activation.py`
 
 @gluon.jit
 def gated_value(gate, up, gated: gl.constexpr):
-    """As in `activation.py`."""
+    """activation(gate) * up, as in `activation.py`."""
     power = gate
     if gated == GELU_TANH:
         power = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1.0 + gl.exp(-power)) * up
 
 
-# As in `launch.py`, in Gluon, whose language has no words for it.
+# As in `launch.py`. Gluon has no functions for dependent launch, so this is inline PTX.
 @gluon.jit
 def launch_dependents(pdl: gl.constexpr):
     if pdl:
@@ -60,7 +60,8 @@ def wait_for_inputs(pdl: gl.constexpr):
 def _fetch_weights(
     weight, ring, slot, barrier, tile, k, width, blocks: gl.constexpr, gated: gl.constexpr, wanted
 ):
-    """Column tile `k` of the tile's blocks; a gated block holds gates, then what they multiply."""
+    """Load the tile's blocks of weights from column `k` on. The first half of a gated block is rows
+    of gate, the second the rows of up that they multiply."""
     high: gl.constexpr = ring.shape[1]
     half: gl.constexpr = high // 2
     for block in gl.static_range(blocks):
@@ -86,7 +87,7 @@ def _zeros(count: gl.constexpr, high: gl.constexpr, width: gl.constexpr, warps: 
 
 @gluon.jit
 def _step(ring, slot, ring_x, ring_y, sums, blocks: gl.constexpr):
-    """Begins the next step of each chain, and returns when those before it are done."""
+    """Start the next step of every chain, and wait until the previous steps are done."""
     chains: gl.constexpr = len(sums)
     begun = ()
     for chain in gl.static_range(chains):
@@ -99,7 +100,7 @@ def _step(ring, slot, ring_x, ring_y, sums, blocks: gl.constexpr):
 
 @gluon.jit
 def _settled(sums, begun: gl.constexpr):
-    """Returns when all steps but the last `begun` are done."""
+    """Wait until at most the last `begun` steps are still running; returns the sums."""
     done = warpgroup_mma_wait(num_outstanding=begun, deps=sums)
     return (done,) if len(sums) == 1 else done
 
@@ -108,7 +109,7 @@ def _settled(sums, begun: gl.constexpr):
 def _store(
     out, sums, bias, block, split, m0, rows, width, gated: gl.constexpr, warps: gl.constexpr
 ):
-    """`sums` [high, rows of x] of a block: bias, activation, and rows side by side in memory."""
+    """Store `sums` [high, rows of x] of a block, after bias and activation, transposed to `out`."""
     high: gl.constexpr = sums.shape[0]
     count: gl.constexpr = sums.shape[1]
     half: gl.constexpr = high // 2
@@ -151,7 +152,7 @@ def _multiply(
     gated: gl.constexpr, blocks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
     warps: gl.constexpr,
 ):  # fmt: skip
-    """All of a program's work."""
+    """The body of `stream_kernel`, with its buffers as arguments."""
     high: gl.constexpr = ring.shape[1]
     step_k: gl.constexpr = ring.shape[2]
     first_rows: gl.constexpr = x.block_shape[0]
@@ -177,7 +178,7 @@ def _multiply(
     for step in range(steps):
         mbarrier.wait(full.index(slot), turn)
         sums = _step(ring, slot, ring_x, ring_y, sums, blocks)
-        _barrier()  # the step before is done in every warp: its tiles make room for new ones
+        _barrier()  # all warps are done with the previous step, so its slot can be filled
         barrier, k = full.index(last), first + (step - 1 + stages) * step_k
         wanted = (step > 0) & (step - 1 + stages < steps)
         mbarrier.expect(barrier, size, wanted)
@@ -202,9 +203,10 @@ def stream_kernel(
 ):  # fmt: skip
     """Programs (tile of rows, tile of n, split).
 
-    x describes x [rows, depth] by tiles of so many rows and k; more_x, or None, by the tile that
-    the last program's rows go on by. weight describes [width, depth], twice that where `gated`, by
-    the rows fetched at once and k. bias [width] or None; out [splits, rows, width].
+    x, more_x and weight are TMA descriptors: x of [rows, depth] in tiles; more_x, or None, of the
+    same matrix, in the smaller tiles for the rows behind the last tile of x; weight of
+    [width, depth], or [2 * width, depth] if `gated`. bias [width] or None;
+    out [splits, rows, width].
     """
     launch_dependents(pdl)
     first_rows: gl.constexpr = x.block_shape[0]

@@ -1,10 +1,10 @@
-"""How the matmul of few rows is cut, by the shape of its weights.
+"""Tile sizes and numbers of splits of the matmul for few rows, by the shape of the weights.
 
-What bits depend on, the number of splits, follows from the shape alone; the rest may also follow
-from the number of rows.
+The number of splits, which determines a sum's bits, depends only on the shape. Everything else may
+also depend on the number of rows.
 
-Where the copy engine brings the tiles (`Stream`), the figures behind the rules are an H200's. For
-up to 64 rows the splits of the sum are those of the other matmul; with more rows they are free.
+The rules for `Stream` were measured on an H200. Up to 64 rows it has the splits of the other
+kernel, so that the bits agree; with more rows it chooses its own.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-# Enough programs to keep the memory of a large GPU busy, and the least work worth a program.
+# Programs that saturate the memory bandwidth of a large GPU; fewest columns of a split.
 PROGRAMS = 128
 SMALLEST_PART = 256
 MULTIPROCESSORS = 132  # of an H200
@@ -21,13 +21,15 @@ FEW = 16  # rows of the narrow tiles
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of a tile, how a kernel is built for it, and what it reads before its inputs are there.
+    """Tile sizes and compiler options of `matmul_kernel`.
 
     Attributes:
-        rows, width, depth: of a tile: of x, of weights (64 at least: the tensor cores take as many
-            at once), and of both.
-        warps, stages: of a program; tiles on their way, the one at work included.
-        ahead: columns of each row of weights brought into the L2 cache beforehand.
+        rows: rows of x in a tile.
+        width: rows of weights in a tile, at least 64, which the tensor cores take at once.
+        depth: columns of both.
+        warps: number of warps of a program.
+        stages: number of tiles in flight, with the one that is multiplied.
+        ahead: columns of each row of weights that are prefetched into the L2 cache.
     """
 
     rows: int
@@ -40,14 +42,16 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Stream:
-    """Tiles that the copy engine brings (`matmul_stream_kernels.py`).
+    """Tile sizes of `stream_kernel`, whose tiles are loaded by TMA (`matmul_stream_kernels.py`).
 
     Attributes:
-        rows: of a tile of x.
-        more: what the last tile of x goes on by, so that a small remainder needs no tile.
-        blocks, high: blocks of weights that share a tile of x, and rows of a block.
+        rows: rows of x in a tile.
+        more: rows that the last tile of x has in addition, so that a small remainder does not need
+            a tile of its own.
+        blocks: blocks of weights that share a tile of x.
+        high: rows of weights in a block.
         depth: columns of a tile.
-        stages: tiles on their way, the one at work included.
+        stages: number of tiles in flight, with the one that is multiplied.
     """
 
     rows: int
@@ -59,20 +63,20 @@ class Stream:
 
     @property
     def warps(self) -> int:
-        """Four for 64 rows of weights: the tensor cores take 16 from each."""
+        """Number of warps: each of them multiplies 16 rows of weights."""
         return self.high // 16
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Splits of the sum, the columns of each, and the tiles."""
+    """Number of splits of the sum over K, columns of each split (`part`), and tile sizes."""
 
     splits: int
     part: int
     tiles: Tiles | Stream
 
 
-# Where the rule for splits falls short, by (rows of weights, columns).
+# Numbers of splits for shapes where the rule is slow, by (rows of weights, columns).
 SPLITS: dict[tuple[int, int], int] = {
     (1024, 2048): 4,  # Qwen3-0.6B: output, down
     (1024, 3072): 4,
@@ -80,8 +84,8 @@ SPLITS: dict[tuple[int, int], int] = {
     (5120, 25600): 3,
 }
 
-# What an H200 does best where the rule falls short, by (rows of weights, columns): for up to 16
-# rows of x, and for more.
+# The fastest tiles on an H200 for shapes where the rule is slow, by (rows of weights, columns):
+# for up to 16 rows of x, and for more.
 TUNED: dict[tuple[int, int], tuple[Tiles, Tiles]] = {
     # Qwen3-8B: down
     (4096, 12288): (Tiles(16, stages=6, ahead=256), Tiles(64, ahead=256)),
@@ -97,7 +101,7 @@ TUNED: dict[tuple[int, int], tuple[Tiles, Tiles]] = {
 
 
 def plan(width: int, depth: int, rows: int, dtype: torch.dtype, splitting: bool) -> Plan:
-    """The plan for weights [width, depth] in `dtype` and so many rows."""
+    """The plan of `matmul_kernel` for weights [width, depth] in `dtype` and `rows` rows of x."""
     splits = _splits(width, depth) if splitting else 1
     tiles = _tiles(width, depth, rows, dtype, splits)
     part = depth
@@ -127,7 +131,8 @@ def _tiles(width: int, depth: int, rows: int, dtype: torch.dtype, splits: int) -
 
 
 def _by_rule(width: int, splits: int) -> tuple[Tiles, Tiles]:
-    """As many programs as a multiprocessor gets share its memory for tiles on their way."""
+    """(tiles for up to 16 rows of x, for more), by the number of programs a multiprocessor gets:
+    these share its memory for tiles in flight."""
     programs = triton.cdiv(width, 64) * splits
     if programs <= MULTIPROCESSORS:
         few = Tiles(16, stages=6, ahead=256)
@@ -143,7 +148,8 @@ def _by_rule(width: int, splits: int) -> tuple[Tiles, Tiles]:
 
 
 def _fitting(tiles: Tiles, depth: int, part: int) -> Tiles:
-    """Tiles that start in the middle of a line of the cache cannot be asked for beforehand."""
+    """`tiles`, less deep or without prefetching where a part's columns are no multiple of what a
+    tile or a prefetch takes."""
     if depth % tiles.depth or part % tiles.depth:
         tiles = replace(tiles, depth=min(tiles.depth, 128), ahead=0)
     if tiles.ahead and (part % tiles.ahead or depth % part):
@@ -152,22 +158,22 @@ def _fitting(tiles: Tiles, depth: int, part: int) -> Tiles:
 
 
 STEP = 128  # columns: every part is a multiple of it
-SHORTEST = 512  # columns of a part, where the sum may be split at will
-MEMORY = 221 * 1024  # bytes of a multiprocessor, for tiles on their way
-DEEPEST = {64: 12, 128: 6, 256: 4}  # stages: more gain nothing, by a tile's columns
+SHORTEST = 512  # fewest columns of a part where the splits may be chosen freely
+MEMORY = 221 * 1024  # bytes of shared memory of a multiprocessor, for tiles in flight
+DEEPEST = {64: 12, 128: 6, 256: 4}  # most stages that are of use, by a tile's columns
 
-# With more rows than these of x the library is as fast: for sums that the next norm adds up, and
-# for gated products of so many programs that one multiprocessor gets several.
+# With more rows of x than these, the library is as fast: for products whose splits the next norm
+# adds up, and for gated products with several programs for each multiprocessor.
 SPLIT_MANY = 320
 GATED_MANY = 80
-GATED_MOST = range(289, 513)  # but not for these
+GATED_MOST = range(289, 513)  # numbers of rows beyond `GATED_MANY` for which ours is faster
 
 
 def few_rows(width: int, depth: int, rows: int, chosen: Plan) -> Plan:
-    """`chosen`, of up to 64 rows of x, by other tiles.
+    """`chosen` with tiles for `stream_kernel` instead, for up to 64 rows of x.
 
-    A multiprocessor takes one program that fills its memory, or several that are in each other's
-    way less when one ends and the next begins.
+    A multiprocessor runs one program that fills its shared memory, or several smaller ones, with
+    which less time is lost when one ends and the next begins.
     """
     height, more = cover(rows)
     lines = height + more
@@ -184,14 +190,14 @@ def few_rows(width: int, depth: int, rows: int, chosen: Plan) -> Plan:
 
 
 def cover(rows: int) -> tuple[int, int]:
-    """(rows of a tile, more that it goes on by) for so many rows of x, with few to spare."""
+    """(`Stream.rows`, `Stream.more`) of a tile that holds `rows` rows of x with little padding."""
     whole = max(8, triton.next_power_of_2(rows))
     more = max(8, triton.next_power_of_2(rows - whole // 2))
     return (whole // 2, more) if more <= whole // 4 else (whole, 0)
 
 
 def many_rows(width: int, depth: int, rows: int, splitting: bool, gated: bool) -> Plan | None:
-    """For more than 64 rows of x; None where the library is as fast."""
+    """The plan of `stream_kernel` for more than 64 rows of x; None if the library is as fast."""
     if gated:
         return _many_gated(width, depth, rows)
     if not splitting or rows > SPLIT_MANY or depth < SHORTEST:
@@ -213,13 +219,13 @@ def _many_gated(width: int, depth: int, rows: int) -> Plan | None:
     if rows > GATED_MANY and rows not in GATED_MOST:
         return None
     if rows > 128 and (more > 16 or 0 < rows % 128 - more < 96):
-        return None  # too slow with so many more, or too much of a tile would be in vain
+        return None  # slow with more than 16 rows added, or the last tile is mostly padding
     stages = _stages(128 + height + more, 64, 2)
     return Plan(1, depth, Stream(height, more, blocks=2, depth=64, stages=stages))
 
 
 def _tall(rows: int) -> tuple[int, int]:
-    """`cover`, by several tiles of 128 where there are more rows."""
+    """Like `cover`; more than 128 rows of x have several tiles of 128."""
     if rows <= 128:
         return cover(rows)
     rest = rows % 128
@@ -232,7 +238,7 @@ def _row_tiles(rows: int) -> int:
 
 
 def _filling(width: int, depth: int, row_tiles: int) -> tuple[int, int]:
-    """(blocks, splits) that give each multiprocessor one program, or nearly."""
+    """(blocks, splits) for which the number of programs is closest below the multiprocessors'."""
 
     def programs(choice: tuple[int, int]) -> tuple[int, int]:
         blocks, splits = choice
@@ -244,5 +250,5 @@ def _filling(width: int, depth: int, row_tiles: int) -> tuple[int, int]:
 
 
 def _stages(lines: int, columns: int, together: int) -> int:
-    """As many tiles as a multiprocessor holds for so many programs at once."""
+    """The number of stages for which `together` programs fit into a multiprocessor's memory."""
     return min(DEEPEST[columns], MEMORY // together // (lines * columns * 2))

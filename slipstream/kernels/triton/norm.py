@@ -1,7 +1,7 @@
-"""Root mean square norms: one program per row, float32 inside, one rounding at the end.
+"""RMS norms: one program per row, computed in float32 and rounded once at the end.
 
-The sum with the residual is rounded to the model's dtype before it is normed: what the next layer
-adds to and what this one sees are the same numbers.
+The sum with the residual is rounded to the model's dtype before it is normed, so that the norm is
+computed from the same numbers that are stored as the next residual.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import empty_rows, launch_dependents, wait_for_inputs
 
 FLOAT8_MAX = tl.constexpr(448.0)  # of e4m3
-# The smallest normal number: a row of zeros has a scale too.
+# The smallest normal number, so that a row of zeros has a scale that is not zero.
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -26,7 +26,7 @@ AS_IT_IS = Behind()
 
 @dataclass(frozen=True)
 class Rows:
-    """What a matmul multiplies: values [T, K] and by how much each row is scaled, [T] float32."""
+    """The left operand of a matmul: values [T, K], and scales of rows [T] float32 or None."""
 
     values: Tensor
     scales: Tensor | None
@@ -34,10 +34,10 @@ class Rows:
 
 @triton.jit
 def _to_e4m3(value):
-    """To the nearest of at most 448, ties to even.
+    """Convert float32, at most 448 in magnitude, to e4m3; rounds to nearest, ties to even.
 
-    Three bits behind the leading one, or multiples of 2^-9 below 2^-6; the conversion is then
-    exact. (Triton's interpreter loses a carry where it has to round.)
+    The value is rounded to 3 mantissa bits, or below 2^-6 to multiples of 2^-9, so that the
+    conversion itself is exact. (Triton's interpreter loses a carry when it rounds.)
     """
     bits = value.to(tl.int32, bitcast=True)
     bits += 0x7FFFF + ((bits >> 20) & 1)
@@ -48,7 +48,7 @@ def _to_e4m3(value):
 
 @triton.jit
 def _rounded(value):
-    """(a row in e4m3, its scale): its largest number becomes 448."""
+    """(row in e4m3, its scale), where the largest magnitude of the row becomes 448."""
     largest = tl.maximum(tl.max(tl.abs(value), axis=0), TINY * FLOAT8_MAX)
     scale = tl.div_rn(largest, FLOAT8_MAX)
     return _to_e4m3(tl.div_rn(value, scale + tl.zeros_like(value))), scale
@@ -59,14 +59,14 @@ def joined_row(
     addend, at, part_stride, behind, behind_gain, behind_eps, residual, place, factor, total,
     inside, width, parts: tl.constexpr,
 ):  # fmt: skip
-    """A row's stream in float32: `parts` addends, normed by `behind`, plus `residual`, times
-    `factor`, where there are such; rounded to the dtype of a `total` that is given."""
+    """A row of the residual stream in float32: the sum of `parts` addends, normed by `behind`, plus
+    `residual`, times `factor` (each unless None), rounded to the dtype of `total` unless None."""
     value = tl.load(addend + at, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, parts):  # in their order
         other = tl.load(addend + at + part * part_stride, mask=inside, other=0.0)
         value += other.to(tl.float32)
     if behind is not None:
-        value = value.to(behind.dtype.element_ty).to(tl.float32)  # as if a product had rounded it
+        value = value.to(behind.dtype.element_ty).to(tl.float32)  # rounded as a matmul would
         value = normed_row(value, behind_gain, width, behind_eps)
         value = value.to(behind.dtype.element_ty).to(tl.float32)
     if residual is not None:
@@ -89,11 +89,10 @@ def _norm_kernel(
     addend, behind, behind_eps, residual, factor, weight, eps, out, scales, total, part_stride,
     row_stride, width, parts: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """A row of `parts` addends, normed by `behind`, plus `residual`, times `factor`, where there
-    are such; kept in registers.
+    """Programs (row). Computes `joined_row`, and keeps the row in registers.
 
-    Writes the sum to `total` where that is asked for, and its norm, where there is a weight, to
-    `out`: in the model's dtype, or with `scales` in e4m3 after that.
+    Writes it to `total` unless None, and, if there is a `weight`, its norm to `out`: in the model's
+    dtype, or with `scales` quantized from that to e4m3.
     """
     launch_dependents(pdl)
     row = tl.program_id(0).to(tl.int64)
@@ -113,7 +112,7 @@ def _norm_kernel(
     )  # fmt: skip
     if total is not None:
         tl.store(total + place, value.to(total.dtype.element_ty), mask=inside)
-    if weight is not None:  # a return would not end the compilation
+    if weight is not None:  # an early return would still compile the rest
         normed = normed_row(value, gain, width, eps).to(weight.dtype.element_ty)
         if scales is None:
             tl.store(out + place, normed, mask=inside)
@@ -151,9 +150,10 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[T
 def normed_rows(
     addend: Addend, residual: Tensor | None, norm: Norm | None, float8: bool = False
 ) -> tuple[Rows, Tensor]:
-    """(the norm of residual + addend, residual + addend); addend [T, H] or parts of it.
+    """(norm of residual + addend, residual + addend), both [T, H]; addend [T, H] or
+    [parts, T, H].
 
-    With `float8` the norm is rounded as `round_rows` would.
+    With `float8` the norm is quantized as by `round_rows`.
     """
     if norm is not None and norm.bias is not None:
         total = normed_rows(addend, residual, None)[1]
@@ -178,11 +178,11 @@ def normed_rows(
 
 @dataclass(frozen=True)
 class Joining:
-    """What becomes the stream.
+    """The tensors of a sum with the residual stream.
 
     Attributes:
-        values: addends [T, H], or parts of them.
-        total: [T, H], where their sum goes; `values` themselves where there is nothing to add.
+        values: addends [T, H] or [parts, T, H].
+        total: [T, H], the output; `values` itself if there is nothing to add.
     """
 
     values: Tensor
@@ -192,7 +192,7 @@ class Joining:
 
     @staticmethod
     def of(addend: Addend, residual: Tensor | None, norm: Norm | None) -> "Joining":
-        """Makes room for the sum."""
+        """The tensors for `addend` and `residual`; allocates `total` if there is a sum."""
         behind = addend.behind if isinstance(addend, JoiningAddend) else AS_IT_IS
         values = addend.values if isinstance(addend, JoiningAddend) else addend
         total = values
@@ -205,7 +205,7 @@ class Joining:
 
 
 def _dtype(addend: Tensor, residual: Tensor | None, norm: Norm | None) -> torch.dtype:
-    """What a sum is rounded to."""
+    """The dtype of the sum."""
     if norm is not None:
         return norm.weight.dtype
     return addend.dtype if residual is None else residual.dtype
@@ -217,7 +217,7 @@ def _float8_rows(shape: torch.Size, device: torch.device) -> Rows:
 
 
 def round_rows(x: Tensor) -> Rows:
-    """As the reference's: e4m3, and the scale of each row."""
+    """Quantize x [T, K] to e4m3 with a scale for each row, like the reference backend."""
     assert x.stride(-1) == 1
     out, width = _float8_rows(x.shape, x.device), x.shape[1]
     if x.numel():
@@ -252,10 +252,10 @@ def _launch(
 
 
 def weight_of(norm: Norm | None) -> tuple[Tensor | None, float]:
-    """As kernels take it."""
+    """(weight, epsilon) as kernel arguments; (None, 0.0) without a norm."""
     return (None, 0.0) if norm is None else (norm.weight, norm.eps)
 
 
 def _warps(block: int) -> int:
-    """16 numbers a thread: what one thread can load in two wide loads."""
+    """Number of warps of a program: 16 elements for each thread, which are two wide loads."""
     return min(16, max(1, block // 512))

@@ -1,4 +1,4 @@
-"""Weights of every format, and choices of experts, as the grouped product reads them."""
+"""Weights of all formats, and choices of experts, in the form that the grouped matmul reads."""
 
 from dataclasses import dataclass
 from functools import singledispatch
@@ -21,16 +21,17 @@ FRAGMENTS = -1  # for `grouped_stream_kernels.py`
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix [N, K].
+    """A weight matrix [N, K].
 
     Attributes:
-        values: numbers, or bytes of two numbers.
-        scales: of groups or blocks of numbers.
-        zeros: of the groups of INT4; None: 8 everywhere.
-        row_scales: [N] float32, what sums are multiplied by at the end.
-        rounds_rows: whether rows of activations are rounded to e4m3, too.
-        block_rows, block_columns: that share a scale; as many rows in FLOAT8_BLOCKS alone.
-        fragments: of FRAGMENTS, all else that is known of them.
+        values: the elements; 4-bit formats have two in a byte.
+        scales: scales of groups or blocks of elements.
+        zeros: zero points of the groups of INT4; None: all are 8.
+        row_scales: [N] float32, factors of the sums.
+        rounds_rows: whether rows of activations are quantized to e4m3 as well.
+        block_rows: rows that share a scale, for FLOAT8_BLOCKS.
+        block_columns: columns that share a scale.
+        fragments: the layout of FRAGMENTS.
     """
 
     form: int
@@ -47,12 +48,12 @@ class Operand:
 
 @dataclass(frozen=True)
 class Order:
-    """The pairs of rows by expert.
+    """Pairs of a row and one of its experts, sorted by expert.
 
     Attributes:
-        pairs: [T k] int32, sorted by expert.
-        starts: [E + 1] int32: where each expert's pairs start, and how many there are.
-        ends: [E] int32: tiles of `Choice.tile` pairs that each expert and those before it need.
+        pairs: [T k] int32, the sorted pairs.
+        starts: [E + 1] int32, the start of each expert's pairs, and last the number of pairs.
+        ends: [E] int32, how many tiles of `Choice.tile` pairs each expert and all before it need.
     """
 
     pairs: Tensor

@@ -1,7 +1,8 @@
-"""A norm and the router's product behind it, in one kernel, with the gate of a shared expert.
+"""A norm and the router's product in one kernel, with the gate of a shared expert.
 
-Every program norms its row anew, which is less than a kernel of its own takes to start, and has its
-experts' rows in registers before the stream is there. A sum over k depends on the width alone.
+All programs of a row compute the norm, which takes less time than the launch of a separate kernel.
+They load the router's weights before their inputs are ready. The order of a sum over k depends only
+on the width.
 """
 
 import torch
@@ -15,7 +16,7 @@ from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import empty_rows, launch_dependents, wait_for_inputs
 from slipstream.kernels.triton.norm import Joining, Rows, joined_row, normed_row, weight_of
 
-EXPERTS = 8  # of a program
+EXPERTS = 8  # experts of a program
 
 
 @triton.jit
@@ -24,8 +25,9 @@ def router_kernel(
     logits, part_stride, row_stride, width, parts: tl.constexpr, experts: tl.constexpr,
     own: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row, `own` experts); arguments as of `_norm_kernel`. router [experts, width], and
-    gate [1, width] as one more; writes logits [rows, experts, or one more] float32."""
+    """Programs (row, `own` experts). Arguments like those of `_norm_kernel`; router
+    [experts, width], gate [1, width] or None. Writes logits [rows, experts] float32, or
+    [rows, experts + 1] with a gate."""
     launch_dependents(pdl)
     expert = tl.program_id(1) * own + tl.arange(0, own)
     row = tl.program_id(0).to(tl.int64)
@@ -50,7 +52,7 @@ def router_kernel(
         addend, row * row_stride + column, part_stride, behind, behind_gain, behind_eps, residual,
         place, factor, total, inside, width, parts,
     )  # fmt: skip
-    writes = column < tl.where(tl.program_id(1) == 0, width, 0)  # one program of a row
+    writes = column < tl.where(tl.program_id(1) == 0, width, 0)  # only a row's first program
     if total is not None:
         tl.store(total + place, value.to(total.dtype.element_ty), mask=writes)
     normed = normed_row(value, gain, width, eps).to(weight.dtype.element_ty)
@@ -66,9 +68,9 @@ def normed_logits(
     router: Router,
     gate: Tensor | None = None,
 ) -> tuple[Rows, Tensor, Tensor]:
-    """(the norm of residual + addend, residual + addend, logits of it [1, T, E] float32).
+    """(norm of residual + addend, residual + addend, router logits [1, T, E] float32).
 
-    With a gate [1, H] of a shared expert there is one more logit, its own.
+    With `gate` [1, H] of a shared expert the logits are [1, T, E + 1], and the gate's is the last.
     """
     assert norm.bias is None
     joining = Joining.of(addend, residual, norm)

@@ -1,8 +1,8 @@
-"""How rows choose their experts, and which rows each expert then has, all on the device.
+"""Kernels that choose each row's experts, sort the rows by expert, and add a shared expert.
 
-Every row has a program to choose in, whatever their number, so that sums over experts have one
-order. A pair is a row and the place of one of its experts in the order of choice, behind which a
-shared expert stands, the last one of all: row * places + place.
+One program chooses for one row, whatever the number of rows, so that sums over experts always have
+the same order. A pair is a row and one of its experts, numbered row * places + place, where place
+is the expert's rank in the row's choice. A shared expert has the last place and the last number.
 """
 
 import triton
@@ -10,16 +10,16 @@ import triton.language as tl
 
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
-ROWS = tl.constexpr(16)  # that are sorted at once
-_LOWEST = tl.constexpr(-3.0e38)  # above what can no longer be chosen
-# Whether all rows pass one more expert, and whether a logit behind the others weighs it.
+ROWS = tl.constexpr(16)  # rows that a program sorts at once
+_LOWEST = tl.constexpr(-3.0e38)  # above minus infinity, which marks experts that may not be chosen
+# Whether there is a shared expert, and whether the last logit is that of its gate.
 NOT_SHARED, SHARED, WEIGHED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SOFTMAX, CHOSEN_SOFTMAX, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
 def _first_of_largest(values, index, beyond: tl.constexpr):
-    """[R]: the lowest `index` of the largest of each row of `values` [R, E]."""
+    """[R]: the `index` of the maximum of each row of `values` [R, E]; of equal ones the lowest."""
     largest = tl.max(values, axis=1)
     return tl.min(tl.where(values == largest[:, None], index[None, :], beyond), axis=1)
 
@@ -28,7 +28,8 @@ def _first_of_largest(values, index, beyond: tl.constexpr):
 def _within_groups(
     preferred, expert, experts: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr
 ):
-    """`preferred` [R, E], lowest outside of the groups whose two largest sums are largest."""
+    """`preferred` [R, E] with experts masked that are not in the `kept` best groups. A group is
+    rated by the sum of its two largest values."""
     width: tl.constexpr = preferred.shape[1]
     group = expert // (experts // groups)
     best = tl.full(preferred.shape, float("-inf"), tl.float32)  # of each expert's group
@@ -61,11 +62,11 @@ def _scores(logits, inside, kind: tl.constexpr):
 
 @triton.jit
 def _places(preferred, expert, chosen: tl.constexpr):
-    """[1, E]: places of the `chosen` largest of `preferred` [1, E], of equals the lower index
-    first; `chosen` of the others.
+    """[1, E]: the rank of each of the `chosen` largest values of `preferred` [1, E], the lower
+    index first among equals; `chosen` for all others.
 
-    Round by round, since all pairs at once are too many for registers. As whole numbers in the same
-    order, a warp finds its largest with one instruction.
+    One maximum is taken at a time, since comparing all pairs needs too many registers. The values
+    are mapped to integers of the same order, whose maximum takes a warp one instruction.
     """
     bits = tl.where(preferred == 0.0, 0.0, preferred).to(tl.int32, bitcast=True)  # zeros are equal
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -83,13 +84,13 @@ def _choose(
     logits, expert, correction, experts: tl.constexpr, chosen: tl.constexpr, kind: tl.constexpr,
     normalised: tl.constexpr, scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr,
 ):  # fmt: skip
-    """logits [1, E], correction [E] or None -> (places as of `_places`, weights if chosen)."""
+    """logits [1, E], correction [E] or None -> (ranks as in `_places`, weights), both [1, E]."""
     inside = (expert < experts)[None, :]
     scores = _scores(logits, inside, kind)
     preferred = scores
     if correction is not None:
         preferred += correction[None, :]
-    # What is not a number must still choose an expert that there is.
+    # Even if scores are NaN, the chosen experts must exist.
     preferred = tl.where(preferred > _LOWEST, preferred, _LOWEST)
     preferred = tl.where(inside, preferred, float("-inf"))
     if groups > 1:
@@ -110,7 +111,7 @@ def _choose(
 
 @triton.jit
 def _tile_ends(counts, tile: tl.constexpr):
-    """[E]: tiles of so many rows of an expert and of all before it."""
+    """[E]: number of tiles of `tile` rows that each expert and all experts before it need."""
     return tl.cumsum((counts + tile - 1) // tile, 0)
 
 
@@ -126,7 +127,7 @@ def _store_starts(counts, expert, starts, ends, experts: tl.constexpr, tile: tl.
 def _place_pairs(
     choices, ranks, starts, before, pairs, first, rows, span: tl.constexpr, chosen: tl.constexpr
 ):
-    """Pairs of the `span` rows from `first` on to where their experts' pairs lie."""
+    """Store the pairs of `span` rows, from row `first` on, at their places in the sorted order."""
     many: tl.constexpr = triton.next_power_of_2(chosen)
     line = first + tl.arange(0, span)
     place = tl.arange(0, many)
@@ -141,7 +142,7 @@ def _place_pairs(
 
 @triton.jit
 def _logits(at, inside, part_stride, parts: tl.constexpr):
-    """Those at `at`, added up."""
+    """Load the logits at `at` and add up their parts."""
     values = tl.load(at, mask=inside, other=0.0)
     for part in tl.static_range(1, parts):
         values += tl.load(at + part * part_stride, mask=inside, other=0.0)
@@ -155,10 +156,10 @@ def choose_kernel(
     scale: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr, shared: tl.constexpr,
     block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row. logits [parts, rows, experts] float32, or one more where that weighs
-    a shared expert, to be added up.
+    """Programs (row). logits [parts, rows, experts] float32, partial sums; [parts, rows,
+    experts + 1] with the gate of a shared expert.
 
-    Writes of every pair its expert to `choices` and its weight to `weights`.
+    Writes the expert of each pair to `choices`, and its weight to `weights`.
     """
     launch_dependents(pdl)
     places: tl.constexpr = chosen if shared == NOT_SHARED else chosen + 1
@@ -197,12 +198,12 @@ def rank_kernel(
     chosen: tl.constexpr, block: tl.constexpr, span: tl.constexpr, tile: tl.constexpr,
     pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs of `span` rows each, behind `choose_kernel`.
+    """Programs (`span` rows each); runs after `choose_kernel`.
 
-    Writes to `ranks` how many pairs of the program's rows before a pair have its expert. A program
-    that has all rows also sorts the pairs by expert (`pairs`, `starts` [experts + 1], `ends`: see
-    `_tile_ends`); otherwise it leaves `counts` [programs, experts] to `sort_kernel` and
-    `place_kernel`.
+    Writes to `ranks`, for each pair, how many earlier pairs of the program's rows have the same
+    expert. If one program has all rows, it also sorts the pairs by expert (`pairs`, `starts`
+    [experts + 1], `ends` as in `_tile_ends`). Otherwise it writes `counts` [programs, experts], and
+    `sort_kernel` and `place_kernel` do the rest.
     """
     launch_dependents(pdl)
     expert = tl.arange(0, block)
@@ -224,7 +225,7 @@ def rank_kernel(
         tl.store(counts + tl.program_id(0) * experts + expert, seen, mask=expert < experts)
     else:
         _store_starts(seen, expert, starts, ends, experts, tile)
-        tl.debug_barrier()  # the program reads what it wrote
+        tl.debug_barrier()  # other threads of this program read `starts` next
         for begin in range(first, rows, ROWS):
             _place_pairs(choices, ranks, starts, None, pairs, begin, rows, ROWS, chosen)
 
@@ -234,7 +235,8 @@ def sort_kernel(
     counts, starts, ends, programs, experts: tl.constexpr, block: tl.constexpr,
     span: tl.constexpr, tile: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """One program. `counts` [programs, experts] become those of all programs before each."""
+    """One program. Replaces `counts` [programs, experts] by their exclusive sums over programs, and
+    writes `starts` and `ends`."""
     launch_dependents(pdl)
     expert = tl.arange(0, block)
     seen = tl.zeros((block,), tl.int32)
@@ -254,7 +256,7 @@ def place_kernel(
     choices, ranks, starts, counts, pairs, rows, experts: tl.constexpr, chosen: tl.constexpr,
     span: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs of `span` rows each, as in `rank_kernel`, behind `sort_kernel`."""
+    """Programs (`span` rows each, as in `rank_kernel`); writes `pairs`, after `sort_kernel`."""
     launch_dependents(pdl)
     first = tl.program_id(0) * span
     wait_for_inputs(pdl)
@@ -267,8 +269,8 @@ def sum_kernel(
     outputs, shared, gate, x, out, row_stride, part_stride, x_stride, width, parts: tl.constexpr,
     block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: `outputs` [parts, rows, width] float32 in their order, then `shared`
-    [rows, width] float32, times sigmoid(x . gate) where there is a gate [width]."""
+    """Programs (row). Adds up `outputs` [parts, rows, width] float32 in order, then `shared`
+    [rows, width] float32, which is multiplied by sigmoid(x . gate) if there is a gate [width]."""
     launch_dependents(pdl)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
