@@ -32,24 +32,23 @@ class AttentionSpec:
 
     Attributes:
         rope: how queries and keys are rotated.
-        window: tokens that a row sees, itself included; None sees all.
-        qkv_bias: of the query, key and value projections.
-        output_bias: of the output projection.
-        qk_norm: query and key heads are normed, each with a weight [head_dim], before they are
-            rotated.
-        joint_norms: all query heads of a token are normed as one vector instead, with a weight
-            [num_heads * head_dim], and all key heads.
-        sinks: a score per query head takes part in the softmax and has no value.
-        gated: the query projection has a gate for each number of a head, behind the head's own
-            rows; what comes out is multiplied by their sigmoid.
-        paired: numbers of a head that are rotated together are neighbours in a checkpoint.
-        scale: of scores; None: head_dim^-0.5.
-        softcap: of scaled scores; see `Heads`.
-        keys_as_values: the keys' projection makes the values, too.
-        value_norm: value heads are normed, by norms without a weight.
-        lender: the layer whose keys and values are read, of those with a mixer; there are no
-            others. None: the layer has its own.
-        name: of the module within its layer, in a checkpoint.
+        window: sliding window in tokens, the token itself included; None: full attention.
+        qkv_bias: whether the query, key and value projections have biases.
+        output_bias: whether the output projection has a bias.
+        qk_norm: each query and key head is normed before RoPE, with a weight [head_dim].
+        joint_norms: all query heads of a token are normed as one vector before RoPE, with a weight
+            [num_heads * head_dim]; likewise all key heads.
+        sinks: attention sinks: one learned logit for each query head in the softmax's denominator.
+        gated: the output is multiplied by the sigmoid of a gate; its projection is interleaved with
+            the query projection, the gate's rows of each head behind the query's.
+        paired: checkpoints have RoPE's rotated pairs interleaved, see `PairedRows`.
+        scale: factor of attention scores; None: head_dim^-0.5.
+        softcap: softcap of scaled scores; see `Heads`.
+        keys_as_values: values are the output of the key projection (before norm and RoPE).
+        value_norm: value heads are normed, without a weight.
+        lender: index, among layers with a mixer, of the layer whose KV cache this layer reads
+            instead of computing keys and values; None: the layer has its own.
+        name: name of the module within its layer, in a checkpoint.
     """
 
     num_heads: int
@@ -102,11 +101,12 @@ class AttentionSpec:
 
     @property
     def kv_rows(self) -> int:
-        """Rows of the keys' projection; the values' has as many."""
+        """Number of rows of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
     def projections(self, name: str) -> list[Part]:
-        """What makes queries, keys and values, then gates, which lie beside a head's queries."""
+        """The parts of the stacked projection: queries, keys and values, then gates if there are
+        some."""
         paired: PairedRows | None = None
         if self.paired:
             assert not self.qk_norm, "weights of norms would have to be put in order as well"
@@ -142,7 +142,7 @@ class AttentionSpec:
 
 
 class Attention:
-    """Query, key and value projections stacked into one matrix, attention, output projection."""
+    """The attention half: norm, stacked query, key and value projection, attention, output."""
 
     def __init__(
         self, spec: AttentionSpec, context: BuildContext, layer: str, norms: LayerNorms
@@ -212,7 +212,8 @@ class Attention:
         cache: LayerCache,
         beside: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `Mixer`; keys and values of the rows are written into `cache`."""
+        """See `Mixer`; writes the rows' keys and values into `cache`, unless the layer has a
+        lender."""
         if residual is None and self._parts.needs_sources:
             assert isinstance(addend, Tensor), "where the stream begins nothing joins it"
             assert self.qkv.adapters is None, "drafting heads have no adapters"
@@ -230,7 +231,7 @@ class Attention:
         return self.output.apply(ops, mixed, inputs), stream
 
     def store(self, ops: Ops, x: Tensor, inputs: PassInputs, cache: LayerCache) -> None:
-        """Store keys and values of rows x [T, columns] in their slots of `cache`."""
+        """Compute keys and values of x [T, columns], without a norm, and write them to `cache`."""
         assert self._parts.feeds_attention, "keys and values are as the projection makes them"
         heads = self.heads
         rows = heads.num_heads * heads.head_dim  # of the queries
@@ -241,7 +242,7 @@ class Attention:
         ops.store(kv, self.heads, inputs.seen_through(self.heads.window), cache)
 
     def _before_turning(self, ops: Ops, qkv: Tensor, inputs: PassInputs) -> Tensor:
-        """Queries, keys and values with what is no part of the backends' attention."""
+        """Apply joint norms, query scales and value norms, which the attention op does not do."""
         if self._parts.feeds_attention:
             return qkv
         heads, parts = self.heads, self._parts
@@ -262,7 +263,11 @@ class Attention:
         return torch.cat((query, key, value), -1)
 
     def _first_qkv(self, ops: Ops, stream: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Queries, keys and values where the stream begins, and the stream that is kept."""
+        """The qkv projection of a layer at which the residual stream starts, and that stream.
+
+        Args:
+            beside: second input, concatenated in front of the stream (EAGLE-3).
+        """
         norm = self.norm
         if norm is not None and self._parts.keeps_normed:
             stream, norm = ops.norm(stream, None, norm)[0], None
@@ -273,7 +278,7 @@ class Attention:
 
 
 def _kv_heads(spec: AttentionSpec, share: Share) -> int:
-    """How many heads of keys a rank has: at least one."""
+    """Number of KV heads on this rank: at least one."""
     count = spec.num_kv_heads
     return share.of(count, "num_key_value_heads", count)
 
@@ -281,7 +286,7 @@ def _kv_heads(spec: AttentionSpec, share: Share) -> int:
 def _head_norms(
     spec: AttentionSpec, source: ParameterSource, name: str, norms: LayerNorms
 ) -> tuple[Norm, Norm] | None:
-    """Those of query and key heads; where there are no keys, the one of queries is both."""
+    """The norms of query and key heads; with a lender, which has the keys, the first twice."""
     if not spec.qk_norm or spec.joint_norms:
         return None
     query = norms.of(source, f"{name}.q_norm", spec.head_dim)

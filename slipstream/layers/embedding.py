@@ -1,4 +1,4 @@
-"""Token embedding and the head that shares its shape."""
+"""The token embedding and the LM head."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -13,7 +13,7 @@ from slipstream.layers.parameters import ROWS, WHOLE, ParameterSource, Part, Sha
 
 
 class Embedding:
-    """A table of rows by token; ranks share the tokens."""
+    """The token embedding, split over ranks by the vocabulary."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class Embedding:
         width: int,
         share: Share = WHOLE,
     ) -> None:
-        # An odd vocabulary cannot be shared; then each rank has all of it.
+        # The table is replicated if the vocabulary is not divisible by the number of ranks.
         self.vocab_size, self.ranks = vocab_size, WHOLE if vocab_size % share.size else share
         split = None if vocab_size % share.size else ROWS
         self.weight = source.embedding([Part(f"{name}.weight", vocab_size, split)], width)
@@ -31,12 +31,11 @@ class Embedding:
         self.dtype, self.device = self.weight.table_dtype, self.weight.table_device
 
     def renumber(self, token_ids: Tensor) -> None:
-        """Give id i the row that token_ids[i] had; token_ids [n] int64. The weight is a copy."""
+        """Give token i the old row of token_ids[i], [n] int64; the table is copied."""
         self.weight = self.weight.select(token_ids)
 
     def share(self, packed: Weight) -> None:
-        """Look rows up in a head's weight with the same numbers, where it has them unrounded: then
-        the table is not kept twice."""
+        """Look rows up in the tied head's weight, if it is unquantised, to keep only one table."""
         if packed.table_dtype is not None:
             self.weight = packed
 
@@ -53,18 +52,18 @@ class Embedding:
 
 @dataclass(frozen=True)
 class LogitCurve:
-    """What becomes of a product with the head's weight.
+    """Scale and softcap of logits.
 
     Attributes:
-        scale: it is multiplied by it.
-        softcap: then logits become softcap * tanh(logit / softcap); None leaves them.
+        scale: factor of the logits, applied first.
+        softcap: logits become softcap * tanh(logit / softcap); None: no softcap.
     """
 
     scale: float = 1.0
     softcap: float | None = None
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Logits from products, in place."""
+        """Scale and cap logits in place, and return them."""
         if self.scale != 1.0:
             logits.mul_(self.scale)
         return (
@@ -76,16 +75,16 @@ _STRAIGHT: Final = LogitCurve()
 
 
 class LanguageModelHead:
-    """Hidden states to float32 logits; the weight may be the embedding's own.
+    """The LM head: computes float32 logits from hidden states; its weight may be the embedding's.
 
     Args:
-        ranks: that share the tokens.
-        curve: what becomes of a product.
+        ranks: this rank's share of the vocabulary.
+        curve: scale and softcap of the logits.
 
     Attributes:
-        columns: that its logits have, of all its tokens: this rank's share of the weight gives
-            them.
-        tokens: [n] int64, those tokens, where they are chosen ones; None: from 0 on.
+        columns: which columns of the full logits this rank computes.
+        tokens: [n] int64, token ids of the columns of all ranks, for a reduced vocabulary; None:
+            column i is token i.
     """
 
     def __init__(
@@ -99,22 +98,22 @@ class LanguageModelHead:
 
     @property
     def width(self) -> int:
-        """Numbers of a hidden state that it takes."""
+        """Size of the hidden states."""
         return self.weight.shape[1]
 
     @property
     def num_tokens(self) -> int:
-        """That all columns together stand for."""
+        """Number of columns over all ranks."""
         if self.tokens is not None:
             return len(self.tokens)
         return self.weight.shape[0] * self.columns.num_ranks
 
     def over(self, token_ids: Tensor) -> "LanguageModelHead":
-        """A head for these tokens alone, [n] int64, in this order; its weight is a copy.
+        """A head for only these tokens, [n] int64, in this order; the weight is copied.
 
-        Ranks that share the tokens want them to rise, and keep those of their own rows. Then
-        `tokens` still rise, but behind those of a rank that has fewer than another its last one
-        stands again, or one of its own that is not drafted: such columns have no chance.
+        On several ranks `token_ids` must rise, and each rank keeps the rows that it holds. Ranks
+        with fewer tokens than others pad theirs: with their last token, or if they have none, with
+        the first of their rows. `tokens` includes the padding, whose logits are -inf.
         """
         ranks, own, num_own = self._ranks, token_ids, len(token_ids)
         if ranks.size > 1:
@@ -131,7 +130,7 @@ class LanguageModelHead:
         return head
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [T, width] -> [T, v] float32, the logits that `columns` says."""
+        """hidden [T, width] -> [T, v] float32, the logits of this rank's `columns`."""
         logits = self._curve.apply(self._logits(hidden, self.weight))
         if self._num_own < logits.shape[-1]:
             logits[:, self._num_own :] = -torch.inf
@@ -139,8 +138,8 @@ class LanguageModelHead:
 
 
 class WholeRows(LanguageModelHead):
-    """A head whose ranks exchange whole rows of logits, for tokens that other ranks have in another
-    model."""
+    """An LM head that gathers the full logits on every rank, for a drafter whose vocabulary is
+    split over ranks differently from the target's."""
 
     def __init__(self, shares: LanguageModelHead) -> None:
         super().__init__(shares._ops, shares.weight, shares._ranks, shares._curve)
@@ -161,7 +160,7 @@ class WholeRows(LanguageModelHead):
 def own_head(
     ops: Ops, source: ParameterSource, name: str, like: Embedding, curve: LogitCurve = _STRAIGHT
 ) -> LanguageModelHead:
-    """A head with a matrix of its own, of the embedding's shape."""
+    """An LM head with its own weight, of the embedding's shape."""
     split = ROWS if like.ranks.size > 1 else None
     part = Part(f"{name}.weight", like.vocab_size, split)
     weight = source.head([part], like.weight.shape[1])
@@ -171,7 +170,7 @@ def own_head(
 def tied_head(
     ops: Ops, source: ParameterSource, embedding: Embedding, curve: LogitCurve = _STRAIGHT
 ) -> LanguageModelHead:
-    """A head with the embedding's numbers."""
+    """An LM head with the embedding's weight."""
     head = LanguageModelHead(ops, source.tied(embedding.weight), embedding.ranks, curve)
     embedding.share(head.weight)
     return head

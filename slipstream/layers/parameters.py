@@ -1,4 +1,4 @@
-"""Where layers get their weights from."""
+"""The interface from which layers get their weights, and tensor parallel shares of weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
 
 ROWS, COLUMNS = 0, 1
-MOST_RANKS = 16  # that an error message names
+MOST_RANKS = 16  # the largest number of ranks that error messages suggest
 
 
 @dataclass(frozen=True)
 class Fused:
-    """One tensor in which a checkpoint may have all parts of a parameter, one below the other."""
+    """A tensor of a checkpoint that has all parts of a parameter, stacked along the rows."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class FusedExperts(Fused):
-    """One tensor in which a checkpoint may have what all experts of a layer have.
+    """A tensor of a checkpoint that has the matrices of all experts of a layer.
 
     Attributes:
-        experts: how many, which its first dimension counts.
-        alternating: an expert's rows are one row of each of its parts in turn, and not all rows of
-            one part before those of the next.
-        transposed: matrices of floats are [experts, columns, rows].
+        experts: number of experts, the first dimension of the tensor.
+        alternating: the rows of an expert's parts are interleaved (a row of gate, a row of up, and
+            so on) instead of stacked.
+        transposed: unquantised tensors are [experts, columns, rows].
     """
 
     experts: int
@@ -41,12 +41,12 @@ class FusedExperts(Fused):
 
 @dataclass(frozen=True)
 class Within:
-    """Where a tensor has the rows of a part, between those of others.
+    """The place of a part's rows in a tensor that interleaves them with rows of other parts.
 
     Attributes:
-        rows: of the tensor, which are groups of one size.
-        group: rows of a group, some of which, as many in each, are the part's.
-        start: the first of them in a group.
+        rows: number of rows of the tensor, which is a sequence of groups of equal size.
+        group: number of rows of a group; every group has equally many rows of the part.
+        start: index within a group of the part's first row.
     """
 
     rows: int
@@ -56,21 +56,21 @@ class Within:
 
 @dataclass(frozen=True)
 class PairedRows:
-    """Rows of heads whose rotated pairs are neighbours, (0, 1), (2, 3) and so on, in a checkpoint.
+    """Rows of heads for interleaved RoPE, which rotates the pairs (0, 1), (2, 3) and so on.
 
-    They are put in order as they are read: the first of every pair, then the second, as all ops
-    have it. Scores stay the same where queries and keys are put in order alike.
+    The ops rotate the two halves of a head instead, so loading permutes the rows: first the even
+    ones, then the odd ones. Attention scores are unchanged if queries and keys are both permuted.
 
     Attributes:
-        head_dim: rows of a head.
-        rotary_dim: how many of them are rotated, the first ones.
+        head_dim: number of rows of a head.
+        rotary_dim: number of rows that are rotated, the first of each head.
     """
 
     head_dim: int
     rotary_dim: int
 
     def order(self, rows: int) -> Tensor:
-        """[rows] int64: where each row of so many stands in the checkpoint."""
+        """[rows] int64, the permutation: the index in the checkpoint of each row."""
         turned = torch.arange(self.rotary_dim).view(-1, 2).T.flatten()
         head = torch.cat((turned, torch.arange(self.rotary_dim, self.head_dim)))
         starts = torch.arange(0, rows, self.head_dim)
@@ -79,21 +79,21 @@ class PairedRows:
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a parameter, as a checkpoint has them.
+    """A block of rows of a parameter, and how a checkpoint stores them.
 
     Attributes:
-        rows: how many, before they are split.
-        split: the dimension, `ROWS` or `COLUMNS`, that ranks share; None: each rank has all of it.
-        fused: where else the rows may be, together with all other parts of the parameter, which
-            are in its order.
-        dtype: that checkpoints are read in; None: the model's.
-        offset: what is added to the numbers of a checkpoint, of vectors whose parts all have it.
-        within: where its tensor has the rows of other parts as well; None: it has these alone.
-        exact: a matrix of such parts is not rounded where others are on request.
-        paired: None: the rows stand in the order in which they are used.
-        heads: of keys or values, in the rows; see `Share.span`. None: the rows may be cut anywhere.
-        unit: of the dimension that ranks share, so many go together; see `Share.span`. None: it is
-            1, and the last rank has no fewer than others.
+        name: name of the checkpoint's tensor.
+        rows: number of rows over all ranks.
+        split: dimension that is split over ranks, `ROWS` or `COLUMNS`; None: replicated.
+        fused: alternative tensor, which has all parts of the parameter in the same order.
+        dtype: dtype to load the tensor in; None: the model's.
+        offset: added to the checkpoint's numbers (vectors only; the same for all parts of one).
+        within: place of the rows in a tensor that has rows of other parts, too; None: it has not.
+        exact: a matrix of such parts is not quantised when `quantization` is set.
+        paired: permutation of the rows for interleaved RoPE; None: rows are used in stored order.
+        heads: number of key or value heads in the rows, see `Share.span`; None: no head boundaries.
+        unit: number of adjacent rows or columns that must stay on one rank, see `Share.span`; None:
+            1, and all ranks have equally many.
     """
 
     name: str
@@ -110,12 +110,12 @@ class Part:
 
     @property
     def tensor_rows(self) -> int:
-        """Rows of its tensor."""
+        """Number of rows of the checkpoint's tensor."""
         return self.rows if self.within is None else self.within.rows
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """From where to before where its tensor has its rows, group by group."""
+        """Ranges (start, stop) of the part's rows in its tensor, one for each group."""
         within = self.within
         if within is None:
             return [(0, self.rows)]
@@ -126,10 +126,10 @@ class Part:
 
 
 class UnequalSharesError(UsageError):
-    """Ranks cannot have equal shares of something.
+    """A dimension cannot be split equally over the ranks.
 
     Attributes:
-        problem: of what, in words.
+        problem: the message without the advice.
     """
 
     def __init__(self, problem: str, numbers: Sequence[int]) -> None:
@@ -140,17 +140,19 @@ class UnequalSharesError(UsageError):
 
 @dataclass(frozen=True)
 class Share:
-    """Which of `size` equal shares of a network this process holds.
+    """This rank's share of a tensor parallel network, and the collectives of its ranks.
 
     Attributes:
-        reduce: sums a tensor over the ranks, in their order: all get the same bits.
-        stack: what is to be summed, [T, n] of each rank -> [size, T, n].
-        gather: joins the last dimension of a tensor [T, n], rank by rank -> [T, size n].
-        least: the least of the numbers that the ranks have. Where ranks measure (free memory), they
-            must not conclude different things.
-        within: gives a rank's share of a network that each group of so many neighbours has all of;
-            all ranks ask for it, at the same point. None: there are no others.
-        unit: of feed-forward parts, columns that a checkpoint stores so that they cannot be parted.
+        rank: index of this rank.
+        size: number of ranks.
+        reduce: all-reduce (sum) in rank order, so that all ranks get the same bits.
+        stack: all-gather along a new first dimension, [T, n] -> [size, T, n].
+        gather: all-gather along the last dimension, [T, n] -> [T, size * n].
+        least: minimum of a number over the ranks, so that decisions from measurements (free memory)
+            are the same on all ranks.
+        within: number of ranks n -> the share of a second network that is split over groups of n
+            adjacent ranks; a collective call. None: the process has no other ranks.
+        unit: columns of feed-forward parts that must stay on one rank, by the checkpoint's format.
     """
 
     rank: int = 0
@@ -163,34 +165,36 @@ class Share:
     stack: Callable[[Tensor], Tensor] | None = None
 
     def addend(self, made: Tensor, sums_addends: bool) -> Tensor:
-        """What all ranks together have made [T, n], of which this is a part, as an addend.
+        """The sum over ranks of their partial results `made` [T, n], as an addend of the stream.
 
         Args:
-            sums_addends: of the ops that take it (`Ops`), which then add the parts up themselves.
+            sums_addends: see `Ops`; if set, the result is the stack of partial results, which the
+                next op sums.
         """
         if self.reduce is None:
             return made
         return self.stack(made) if sums_addends and self.stack is not None else self.reduce(made)
 
     def copies(self, heads: int | None) -> int:
-        """How many ranks in a row have the same of so many heads of keys: one, unless there are
-        fewer heads than ranks."""
+        """Number of adjacent ranks that hold the same KV head: 1, or more if ranks are a multiple
+        of `heads`."""
         fewer = heads is not None and heads < self.size and self.size % heads == 0
         return self.size // heads if heads is not None and fewer else 1
 
     def span(
         self, count: int, what: str, heads: int | None = None, unit: int = 1
     ) -> tuple[int, int]:
-        """From where to before where this rank's share of `count` things lies.
+        """The range (start, stop) of this rank's share of `count` rows or columns.
 
         Args:
-            heads: of keys, in them; where there are fewer than ranks, several ranks have the same
-                one, which serves the query heads of each of them.
-            unit: so many of them go together. If it is above 1 the last rank may have fewer than
-                others: its share then ends behind the last of them, and is filled up there.
+            what: name of the dimension, for the error.
+            heads: number of KV heads in them; if lower than the number of ranks, heads are
+                replicated, each on adjacent ranks.
+            unit: number of adjacent ones that must stay on one rank. If above 1, the last share may
+                be smaller; its range then ends behind `count`, and `cut` pads it with zeros.
 
         Raises:
-            UsageError: there is no equal share of `what`.
+            UnequalSharesError: `count` cannot be split equally.
         """
         if self.size == 1:
             return 0, count
@@ -208,16 +212,16 @@ class Share:
         return self.rank // copies * each, (self.rank // copies + 1) * each
 
     def of(self, count: int, what: str, heads: int | None = None) -> int:
-        """This rank's number of `count` things; arguments and errors as `span`."""
+        """The size of this rank's share of `count`; arguments and errors as `span`."""
         start, stop = self.span(count, what, heads)
         return stop - start
 
     def span_of(self, part: Part, count: int) -> tuple[int, int]:
-        """Where its share of a part lies, of which `count` rows or columns are split."""
+        """The range of this rank's share of a part whose split dimension has size `count`."""
         return self.span(count, part.name, part.heads, part.unit or 1)
 
     def cut(self, stacked: Tensor, parts: Sequence[Part]) -> Tensor:
-        """What this rank keeps of whole parts that are stacked along the rows."""
+        """This rank's shares of `parts`, given all parts in full, stacked along the rows."""
         if self.size == 1:
             return stacked
         kept = []
@@ -242,42 +246,41 @@ WHOLE: Final = Share()
 
 
 class ParameterSource(Protocol):
-    """Makes parameters, already filled: from a checkpoint, or at random.
+    """Creates parameters with their values, from a checkpoint or at random.
 
-    A parameter may be several tensors of the checkpoint stacked along the first axis, each read
-    straight into its place. Of parts that ranks share, the source gives what its own rank holds,
-    cut before anything is rounded or packed: the shapes below are then smaller in that dimension.
+    A parameter may stack several tensors of the checkpoint along the first dimension. The split
+    dimension of a part is cut to this rank's share before anything is quantised or packed, so on
+    several ranks the shapes below are smaller in that dimension.
     """
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Weight:
-        """[sum of rows, columns], a factor of products, in the precision that they work in."""
+        """[sum of rows, columns], the weight of a linear layer, which may be quantised."""
 
     def alike(self, parts: Sequence[Part]) -> bool:
-        """Whether matrices of these parts have one precision, so that they may be one matrix."""
+        """Whether these parts have the same precision, so that they can be stacked."""
 
     def head(self, parts: Sequence[Part], columns: int) -> Weight:
-        """A matrix whose products are logits: four bits would be too few for it."""
+        """[sum of rows, columns], the weight of an LM head; loading does not round it to 4 bits."""
 
     def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
-        """[sum of rows, columns] in the model's dtype, however it is stored: an op takes parts of
-        it."""
+        """[sum of rows, columns], always dense in the model's dtype, for ops that slice it."""
 
     def embedding(self, parts: Sequence[Part], columns: int) -> Weight:
-        """[sum of rows, columns] whose rows are looked up, in the model's dtype."""
+        """[sum of rows, columns], an embedding table; rows are looked up in the model's dtype."""
 
     def tied(self, table: Weight) -> Weight:
-        """The factor of products that has the numbers of a table; the table itself if it can be."""
+        """The weight of a tied LM head: the embedding `table` itself, or a quantised copy of it."""
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
         """[sum of rows] in the model's dtype."""
 
 
 class InvalidSizesError(ValueError):
-    """Numbers of a config that no network can have; callers that know the file name it."""
+    """Invalid sizes in a config; callers that know the config's file add its name."""
 
 
 def require_positive(**values: float) -> None:
-    """Raise InvalidSizesError naming the first key whose value is not above 0 and finite."""
+    """Raise InvalidSizesError, naming the first key whose value is not positive and finite."""
     for key, value in values.items():
         if not (value > 0 and isfinite(value)):
             raise InvalidSizesError(f'"{key}" must be above 0, not {value}')

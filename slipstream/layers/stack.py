@@ -1,4 +1,4 @@
-"""A sequence of decoder layers, with what is in front of them and the norm behind them."""
+"""A sequence of decoder layers, with an optional entry projection and final norm."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +15,11 @@ from slipstream.layers.layer import Layer
 
 @dataclass(frozen=True, eq=False)
 class StreamAddends:
-    """What is added to the stream of some rows behind each of the first layers (DeepStack).
+    """Image features that are added to the residual stream after the first layers (DeepStack).
 
     Attributes:
-        rows: [n] int64.
-        values: [L, n, H], for each of the first L layers.
+        rows: [n] int64, the rows that they are added to.
+        values: [L, n, H], the features for each of the first L layers.
     """
 
     rows: Tensor
@@ -28,7 +28,7 @@ class StreamAddends:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Layers `start` to before `stop`, which run by one `StackOp`."""
+    """The layers from `start` to before `stop`, which one `StackOp` runs."""
 
     op: StackOp
     start: int
@@ -36,15 +36,15 @@ class _Segment:
 
 
 class Stack:
-    """Runs layers of any kinds: fused ones where the backend has an op for them, others op by op.
+    """Runs decoder layers, fused where the backend has a fused op for them, else op by op.
 
     Args:
         layers: at least one.
         last, entry: see `StackParts`.
-        num_apart: number of first layers that each run by themselves, so that something may be
-            added behind them; less than the number of layers.
-        windows: the windows of all layers, if rows see tokens behind their own (`last_seen`) only
-            in layers with a window; empty: they do in all layers.
+        num_apart: number of first layers that are never fused with the next one, so that
+            `StreamAddends` can be added to their output; less than the number of layers.
+        windows: the sliding windows of all layers, if rows attend to later tokens (`last_seen`)
+            only in layers with a window; empty if they do so in all layers.
     """
 
     def __init__(
@@ -101,16 +101,16 @@ class Stack:
 
     @cached_property
     def _segments_by_sight(self) -> list[_Segment]:
-        """Segments that also end between a layer with a window and one without."""
+        """Segments whose layers either all have a window or all have none."""
         pairs = enumerate(pairwise(self._windows), 1)
         meet = [layer for layer, (one, two) in pairs if (one is None) != (two is None)]
         return self._cut({*self._apart, *meet})
 
     def _cut(self, ends: Collection[int]) -> list[_Segment]:
-        """Cut the layers into segments that the backend fuses, and segments that it does not.
+        """Cut the layers into segments that the backend fuses, and segments that run op by op.
 
         Args:
-            ends: layers in front of which a segment has to end.
+            ends: indices of layers at which a new segment must start.
         """
         segments: list[_Segment] = []
         start, count = 0, len(self._layers)

@@ -1,4 +1,4 @@
-"""Which architectures there are, and reading the config of any of them."""
+"""The supported architectures, and the function that reads a config of any of them."""
 
 import importlib
 from collections.abc import Callable, Collection, Mapping
@@ -13,8 +13,8 @@ from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.modules_beside import OWN_DRAFTER_KEYS
 from slipstream.models.quantized.catalogue import QUANTIZATION_KEYS, read_quantization
 
-# A new architecture is a function, `decoder_config` in a file of its own or one of another name in
-# the file of its family, and one line here.
+# To add an architecture, write a function (`decoder_config` in its own file, or any name in its
+# family's file) and add one line here.
 ARCHITECTURES: Final = {
     "DeepseekV3ForCausalLM": "slipstream.models.deepseek_v3",
     "Exaone4ForCausalLM": "slipstream.models.exaone4",
@@ -58,13 +58,14 @@ ARCHITECTURES: Final = {
 def read_decoder_config(
     source: Checkpoint | Mapping[str, Any], read_elsewhere: Collection[str] = ()
 ) -> DecoderConfig:
-    """The network that a checkpoint, or the content of a config.json, describes.
-
-    Raises CheckpointError for an architecture that is not supported and for every key that is
-    missing, of the wrong type, not supported or unknown.
+    """Read the decoder config of a checkpoint, or of the content of a config.json.
 
     Args:
-        read_elsewhere: keys that leave the network as it is and that somebody else heeds.
+        read_elsewhere: keys that do not affect the network and are read by the caller.
+
+    Raises:
+        CheckpointError: an unsupported architecture, or a key that is missing, of the wrong type,
+            unsupported or unknown.
     """
     harmless = HARMLESS_KEYS.union(read_elsewhere, OWN_DRAFTER_KEYS, QUANTIZATION_KEYS)
     if isinstance(source, Checkpoint):
@@ -80,8 +81,8 @@ def read_decoder_config(
 
 
 def decoder_config(reader: ConfigReader) -> DecoderConfig:
-    """The network that a reader's keys describe; the caller finishes the reader, and may take keys
-    of its own before."""
+    """Read a decoder config from the reader's keys; the caller calls `finish`, and may take more
+    keys before."""
     architecture = _architecture(reader)
     module, _, function = ARCHITECTURES[architecture].partition(":")
     found = getattr(importlib.import_module(module), function or "decoder_config")
@@ -103,7 +104,7 @@ def _architecture(reader: ConfigReader) -> str:
 
 
 def _with_dtype(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The config, completed by the dtype of the weights when it does not name one."""
+    """The config; if it names no dtype, the dtype of the stored weights is added."""
     config = checkpoint.config
     if config.get("dtype") or config.get("torch_dtype") or checkpoint.weights_dtype is None:
         return config

@@ -1,4 +1,4 @@
-"""The decoder network: an embedding, layers of any kind, a norm and a head."""
+"""The decoder network: embedding, layers, final norm and LM head."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,12 +20,13 @@ from slipstream.models.decoder_config import DecoderConfig
 
 
 class Decoder:
-    """Token ids to hidden states (after the final norm), and hidden states to logits.
+    """A decoder: computes hidden states (after the final norm) from token ids; `head` has logits.
 
     Args:
-        share: this rank's share of the network; `source` has it as well.
-        adapters: receives slots for LoRA adapters of its layers; None: there are no adapters.
-        num_composed: most rows of a pass with M-RoPE positions; see `RopeTables`.
+        max_positions: number of rows of the rotary embedding tables.
+        share: this rank's share of the network; `source` must have the same.
+        adapters: is given slots for LoRA adapters of the layers; None: no adapters.
+        num_composed: maximum of rows of a pass with M-RoPE positions; see `RopeTables`.
     """
 
     def __init__(
@@ -68,14 +69,14 @@ class Decoder:
         )
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids [T] -> the input of the first layer, [T, hidden_size]."""
+        """token_ids [T] -> [T, hidden_size], the scaled embeddings that enter the first layer."""
         x, scale = self.embedding(token_ids), self.config.embedding_scale
         if scale is not None and self.config.embedding_scale_rounded:
             scale = torch.tensor(scale, dtype=x.dtype).item()
         return x if scale is None else x * scale
 
     def renumber(self, token_ids: Tensor) -> None:
-        """Give token i the embedding of token_ids[i]; token_ids [n] int64."""
+        """Give token i the embedding of token_ids[i], [n] int64."""
         self.embedding.renumber(token_ids)
         if self._layer_inputs is not None:
             self._layer_inputs.table.renumber(token_ids)
@@ -89,16 +90,16 @@ class Decoder:
         embedded: Tensor | None = None,
         added: StreamAddends | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """One pass.
+        """Run one forward pass.
 
         Args:
             token_ids: [T].
             caches: one for each layer with a mixer.
             stream_layers: layers (from 0) whose incoming residual stream is returned, too; the
                 number of layers means the stream that enters the final norm.
-            embedded: [T, hidden_size], used in place of the embeddings of the tokens.
-            added: what is added to the stream behind the first `config.num_added_layers` layers;
-                None: nothing.
+            embedded: [T, hidden_size], used instead of the embeddings of the tokens.
+            added: image features, added to the stream behind the first `config.num_added_layers`
+                layers, or None.
 
         Returns:
             [T, hidden_size] after the final norm, and the streams in the order asked for, each

@@ -1,4 +1,4 @@
-"""What a decoder is made of."""
+"""The configuration of a decoder network."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,25 +22,27 @@ from slipstream.layers.rope import NO_ROPE, RopeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Everything that a decoder's network is built from, checked when it is made.
+    """The full description of a decoder network; sizes are checked on construction.
 
-    Sizes of heads and feed-forward parts are those of the first layer that has such a part: where
-    layers differ, `layers` tells.
+    Properties such as `head_dim` and `intermediate_size` are those of the first layer with such a
+    part; if layers differ, read `layers`.
 
     Attributes:
-        architecture: its Hugging Face name.
-        layers: in order, at least one.
-        rms_norm_eps: of the norm behind the layers.
-        embedding_scale: embeddings are multiplied by it; None: by nothing.
-        embedding_scale_rounded: whether it is rounded to the dtype of the embeddings.
-        layer_inputs: what layers are given beside the stream; None: nothing.
-        stream_scale: what the residual stream stands for is the stream times this; None: itself.
-        logit_scale: logits are multiplied by it, before they are capped.
-        logit_softcap: logits become softcap * tanh(logit / softcap); None leaves them.
-        num_added_layers: behind so many layers something of an image may be added to the stream.
-        image_token: what the tokens of images have as their ids; None: there are no images.
-        windowed_sight: tokens of an image that see each other do so in layers with a window alone.
-        dtype: that the checkpoint is meant to run in.
+        architecture: name of the Hugging Face architecture.
+        layers: specs of the layers in order, at least one.
+        rms_norm_eps: epsilon of the final norm.
+        embedding_scale: factor of the embeddings, or None.
+        embedding_scale_rounded: whether this factor is rounded to the dtype of the embeddings.
+        layer_inputs: spec of the per-layer inputs (Gemma 4), or None.
+        stream_scale: factor from the network's residual stream to the one that drafters are given;
+            None: 1.
+        logit_scale: factor of the logits, applied before the softcap.
+        logit_softcap: logits become softcap * tanh(logit / softcap); None: no softcap.
+        num_added_layers: number of first layers whose output image features may be added to
+            (DeepStack).
+        image_token: id of image placeholder tokens; None: the model takes no images.
+        windowed_sight: tokens of an image attend to each other only in layers with a window.
+        dtype: the dtype that the checkpoint's config names.
     """
 
     architecture: str
@@ -78,7 +80,7 @@ class DecoderConfig:
 
     @property
     def attention(self) -> AttentionSpec:
-        """The first layer's that has attention; UsageError where none has."""
+        """The attention of the first layer that has one; UsageError if no layer has."""
         for layer in self.layers:
             if isinstance(layer.mixer, AttentionSpec):
                 return layer.mixer
@@ -89,7 +91,7 @@ class DecoderConfig:
 
     @property
     def latent_attention(self) -> LatentAttentionSpec | None:
-        """The first layer's that has it; None where none has."""
+        """The latent attention of the first layer that has one; None if no layer has."""
         mixers = (layer.mixer for layer in self.layers)
         return next((mixer for mixer in mixers if isinstance(mixer, LatentAttentionSpec)), None)
 
@@ -111,13 +113,13 @@ class DecoderConfig:
 
     @property
     def usual_context(self) -> int:
-        """The most tokens of a request where nobody asks for another number."""
+        """The default `max_model_len`, in tokens."""
         most = self.max_position_embeddings
         return min((rope.usual(most) for rope in self._ropes), default=most)
 
     @property
     def longest_context(self) -> int:
-        """The most tokens of a request that the rotations are made for."""
+        """The largest `max_model_len` that the rotary embeddings support, in tokens."""
         most = self.max_position_embeddings
         return min((rope.longest(most) for rope in self._ropes), default=most)
 
@@ -130,7 +132,7 @@ class DecoderConfig:
 
     @property
     def _feed_forwards(self) -> list[FeedForwardSpec]:
-        """Those of all layers, each before those within it."""
+        """The feed-forward parts of all layers, in order; nested parts follow their parent."""
         waiting = [each.feed_forward for each in reversed(self.layers) if each.feed_forward]
         found = []
         while waiting:
@@ -142,8 +144,8 @@ class DecoderConfig:
 
     @property
     def intermediate_size(self) -> int:
-        """That of the first dense part; without one, of a dense part that costs a row as much as
-        its experts. UsageError where there is neither."""
+        """Size of the first dense feed-forward part; in models without one, the total size of the
+        experts that a token uses. UsageError if there is neither."""
         for part in self._feed_forwards:
             if isinstance(part, GatedMLPSpec | PlainMLPSpec):
                 return part.intermediate_size
@@ -156,19 +158,19 @@ class DecoderConfig:
 
     @property
     def experts(self) -> ExpertsSpec | None:
-        """The first layer's that has experts; None where none has."""
+        """The experts of the first layer that has some; None if no layer has."""
         parts = self._feed_forwards
         return next((part for part in parts if isinstance(part, ExpertsSpec)), None)
 
     @property
     def routing(self) -> Routing | None:
-        """How the rows of these layers choose; None as `experts`."""
+        """The routing of `experts`; None if no layer has experts."""
         return None if self.experts is None else self.experts.routing
 
     @property
     def num_active_parameters(self) -> int:
-        """Those of `num_matrix_parameters` that one token passes, the head but not the table of
-        embeddings included."""
+        """Number of matrix parameters that one token uses: the active experts and the head are
+        counted, the embedding table is not."""
         total = self.vocab_size * self.hidden_size
         for layer in self.layers:
             total += sum(rows * columns for rows, columns in layer.matrices(self.hidden_size))
@@ -181,18 +183,18 @@ class DecoderConfig:
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """How many tokens a row sees in each layer, itself included; None: all."""
+        """Sliding window of each layer in tokens, the token itself included; None: no window."""
         mixers = (layer.mixer for layer in self.layers)
         return tuple(mixer.window if isinstance(mixer, AttentionSpec) else None for mixer in mixers)
 
     def cache_layout(self, dtype: torch.dtype, share: Share = WHOLE) -> CacheLayout:
-        """What the layers of a process with this share keep of the past, in this dtype."""
+        """The layout of this rank's KV cache and recurrent state, in this dtype."""
         mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
         return CacheLayout(tuple(mixer.cache(dtype, share) for mixer in mixers), dtype)
 
     @property
     def unread_tensors(self) -> tuple[str, ...]:
-        """Tensors that a checkpoint may hold though the network has no use for them."""
+        """Names of tensors that a checkpoint may have but the network does not use."""
         names = ["lm_head.weight"] if self.tie_word_embeddings else []
         for index, layer in enumerate(self.layers):
             if isinstance(layer.mixer, AttentionSpec) and layer.mixer.lender is not None:
@@ -202,13 +204,13 @@ class DecoderConfig:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Parameters of the layers' matrices."""
+        """Number of parameters of the layers' matrices."""
         shapes = [shape for layer in self.layers for shape in layer.matrices(self.hidden_size)]
         return sum(rows * columns for rows, columns in shapes)
 
     @property
     def num_matrix_parameters(self) -> int:
-        """Parameters of all matrices and tables, which are all but a few."""
+        """Number of parameters of all matrices and tables, without norms and biases."""
         vocabulary = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         inputs = self.layer_inputs
         tables = inputs.num_parameters(self.vocab_size, self.hidden_size) if inputs else 0
@@ -217,7 +219,7 @@ class DecoderConfig:
     def with_fields(
         self, attention: Mapping[str, Any], mlp: Mapping[str, Any] | None = None
     ) -> "DecoderConfig":
-        """With other values of these fields in all attention and dense feed-forward parts."""
+        """A copy with these fields replaced in all attention parts, and all gated MLPs."""
         layers = []
         for layer in self.layers:
             mixer, feed_forward = layer.mixer, layer.feed_forward

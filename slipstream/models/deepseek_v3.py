@@ -1,4 +1,4 @@
-"""DeepSeek-V3, R1 and V3.1, and Kimi-K2: latent attention, and experts in groups."""
+"""DeepSeek-V3, R1 and V3.1, and Kimi-K2: latent attention (MLA) and group-limited experts."""
 
 from slipstream.models.config_keys import Defaults, read_common
 from slipstream.models.config_reader import ConfigReader
@@ -7,7 +7,7 @@ from slipstream.models.expert_keys import latent_decoder, read_corrected_experts
 
 
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """The part of a head that turns is called the head's size, where that is said at all."""
+    """`head_dim`, if the config has it, is the size of a head's rotary part."""
     defaults = Defaults(max_position_embeddings=4096, head_dim=64, rotated=1.0)
     common = read_common(reader, architecture, defaults)
     experts = read_corrected_experts(reader, scale=2.5, groups=(8, 4))

@@ -1,5 +1,5 @@
-"""EXAONE 4: norms behind the halves only; where there are windows, layers without one do not rotate
-queries and keys.
+"""EXAONE 4: norms only behind attention and MLP. In models with sliding windows, full attention
+layers have no RoPE.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from slipstream.models.decoder_config import DecoderConfig
 
 
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """The pattern is a number, or letters that `layer_types` spell out."""
+    """`sliding_window_pattern` is a number, or letters, which then need `layer_types`."""
     reader.expect("model_type", "exaone4")
     reader.expect("attention_bias", False)
     reader.expect("mlp_bias", False)

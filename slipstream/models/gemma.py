@@ -20,9 +20,9 @@ from slipstream.models.rope_keys import read_rope
 
 
 def gemma2(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Gemma 2: windows in every other layer, and capped scores.
+    """Gemma 2: sliding windows in every other layer, and softcapped attention scores.
 
-    The first layer slides, the next one does not, and so on where the config does not say.
+    Without `layer_types`, layers 0, 2, 4 and so on have the window.
     """
     reader.expect("model_type", "gemma2")
     reader.expect("use_bidirectional_attention", False)
@@ -37,9 +37,9 @@ def gemma2(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def gemma3(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Gemma 3: five layers with a window to one without, which turn by different angles.
+    """The language model of Gemma 3: one full attention layer after every five with a window.
 
-    The language model alone; what reads pictures is left out.
+    The two types of layers have different RoPE. The vision tower is in `models/vision`.
     """
     reader.expect("model_type", "gemma3_text")
     reader.expect("use_bidirectional_attention", False)
@@ -48,7 +48,7 @@ def gemma3(reader: ConfigReader, architecture: str) -> DecoderConfig:
     positions = reader.take("max_position_embeddings", int, defaults.max_position_embeddings)
     ropes = _read_ropes(reader, positions)
     common = read_gemma(reader, architecture, defaults, ropes[FULL])
-    if reader.take("zero_centred_norms", bool, True):  # files in GGUF have added 1 to them
+    if reader.take("zero_centred_norms", bool, True):  # in GGUF files 1 is already added
         common = zero_centred(common)
     attention = replace(common.attention, scale=read_scale(reader), qk_norm=True)
     window = reader.take("sliding_window", int, 4096)
@@ -62,7 +62,7 @@ def gemma3(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def _read_ropes(reader: ConfigReader, positions: int) -> dict[str, RopeConfig]:
-    """Both, by type; older files stretch the layers without a window alone."""
+    """RoPE by layer type; in older configs `rope_scaling` is only for full attention layers."""
     local = RopeConfig(reader.take("rope_local_base_freq", float, 10_000.0))
     if reader.take("rope_parameters", dict, {}):
         full = RopeConfig(reader.take("rope_theta", float, 1e6))

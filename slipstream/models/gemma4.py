@@ -1,5 +1,5 @@
-"""Gemma 4: two sizes of heads, keys that are values, layers that read another's cache, and in some
-sizes experts beside a dense part (26B-A4B) or inputs of single layers (E2B, E4B)."""
+"""Gemma 4: two head sizes, values shared with keys, layers that read another layer's KV cache, and
+in some models experts beside a dense MLP (26B-A4B) or per-layer inputs (E2B, E4B)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ _EXPERT_NAMES = ExpertNames(router="router.proj", experts="experts")
 
 
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """The language model alone; `models/vision` reads pictures, and nobody hears sounds."""
+    """The language model. The vision tower is in `models/vision`; audio is not supported."""
     reader.expect("model_type", "gemma4_text")
     if reader.take("use_bidirectional_attention", str, "vision") != "vision":  # of pictures alone
         raise reader.error(
@@ -87,7 +87,8 @@ def _beside(experts: ExpertsSpec | None, dense: GatedMLPSpec) -> FeedForwardSpec
 
 
 def _with_inputs(reader: ConfigReader, decoder: DecoderConfig) -> DecoderConfig:
-    """The norm behind the feed-forward part goes into the half, which ends with the input's."""
+    """Add the per-layer inputs; the feed-forward's post-norm becomes a part of their spec, since
+    the layer now ends with the per-layer input's own post-norm."""
     size = reader.take("hidden_size_per_layer_input", int, 256)
     vocab_size = reader.take("vocab_size_per_layer_input", int, 262144)
     if not size:
@@ -113,8 +114,8 @@ def _with_inputs(reader: ConfigReader, decoder: DecoderConfig) -> DecoderConfig:
 
 
 def _read_lenders(reader: ConfigReader, slides: Sequence[bool]) -> list[int | None]:
-    """Whose keys and values each layer reads: the last layers read those of the last layer of
-    their type before them that has its own; None: its own."""
+    """For each layer, the layer whose keys and values it reads: for the last
+    `num_kv_shared_layers` the last layer of their type with its own; None: its own."""
     key, count = "num_kv_shared_layers", len(slides)
     shared = reader.take(key, int, 0)
     own = slides[: count - shared]

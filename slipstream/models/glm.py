@@ -11,10 +11,10 @@ _MODEL_TYPES = {"Glm4ForCausalLM": "glm4", "GlmForCausalLM": "glm"}
 
 
 def glm(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """GLM-4 (dense): a part of a head is rotated, in pairs of neighbours; gate and up in one
-    tensor; in newer ones norms stand before the halves and behind them.
+    """GLM-4 (dense), with partial, interleaved RoPE and a fused gate_up_proj.
 
-    The switch of biases is for query, key and value: the output projection has none.
+    Newer models (Glm4ForCausalLM) have norms both before and behind attention and MLP.
+    `attention_bias` is for query, key and value; the output projection has no bias.
     """
     reader.expect("model_type", _MODEL_TYPES[architecture])
     reader.expect("mlp_bias", False)
@@ -38,9 +38,9 @@ def glm(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def glm4_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """GLM-4.5 and its kin: experts chosen by corrected scores, and a part that takes every token.
+    """GLM-4.5 and relatives: experts with a score correction bias, and a shared expert.
 
-    The output projection never has a bias; the first layers are dense; half of a head turns.
+    The first layers are dense; RoPE rotates half of a head; the output projection has no bias.
     """
     reader.expect("model_type", "glm4_moe")
     reader.expect("mlp_bias", False)
@@ -65,7 +65,7 @@ def glm4_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def glm4_moe_lite(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """GLM-4.7-Flash: latent attention, and experts chosen by corrected scores.
+    """GLM-4.7-Flash: latent attention (MLA), and experts with a score correction bias.
 
     The first layer is dense.
     """

@@ -1,4 +1,4 @@
-"""gpt-oss: experts with a clamped gate, windows in every other layer, and attention sinks."""
+"""gpt-oss: experts with clamped SwiGLU, sliding windows in every other layer, attention sinks."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from slipstream.models.config_keys import CommonKeys, Defaults, read_common, rea
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 
-# Checkpoints of floats have an expert's gate and up as columns in turn; packed ones as rows.
+# Unquantised checkpoints interleave gate and up of an expert as columns, MXFP4 ones as rows.
 _NAMES = ExpertNames(router="mlp.router", alternating=True, transposed=True)
 
 _PUBLISHED_ROPE = RopeConfig(
@@ -25,10 +25,10 @@ _PUBLISHED_ROPE = RopeConfig(
 
 
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """`intermediate_size` is that of an expert; `hidden_act` is the sigmoid's part of its gate."""
+    """`intermediate_size` is the size of one expert; `hidden_act` must be silu."""
     reader.expect("model_type", "gpt_oss")
     reader.expect("mlp_bias", False)
-    # OpenAI's own names, which nobody reads beside the others.
+    # OpenAI's own names for values that other keys have as well.
     reader.take("initial_context_length", int, 0)
     defaults = Defaults(
         max_position_embeddings=131072,
@@ -65,14 +65,14 @@ def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def _rope(reader: ConfigReader, read: RopeConfig) -> RopeConfig:
-    """A config that says nothing of rotations but theta means the published ones."""
+    """RoPE as configured, or gpt-oss's published YaRN if the config only has theta."""
     if any(reader.take(key, dict, {}) for key in ("rope_scaling", "rope_parameters")):
         return read
     return replace(_PUBLISHED_ROPE, theta=read.theta)
 
 
 def _windows(reader: ConfigReader, common: CommonKeys) -> Sequence[int | None]:
-    """The first layer slides, the next one does not, and so on where the config does not say."""
+    """Sliding windows; without `layer_types`, layers 0, 2, 4 and so on have one."""
     window = reader.take_optional("sliding_window", int, 128)
     slides = read_layer_types(reader, common.num_layers)
     if slides is None:

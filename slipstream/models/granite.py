@@ -1,4 +1,4 @@
-"""Granite (dense): embeddings, what halves add, scores and logits have multipliers."""
+"""Granite (dense), which scales embeddings, residual additions, attention scores and logits."""
 
 from dataclasses import replace
 
@@ -9,8 +9,8 @@ from slipstream.models.decoder_config import DecoderConfig
 
 
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """The stream is kept divided by the multiplier m of what is added to it: then nothing of that
-    is multiplied. A norm of it is the same where its eps is divided by m^2.
+    """The network's residual stream is the original one divided by the residual multiplier m, so
+    that layers need no multiplication; norms are unchanged if their eps is divided by m^2.
     """
     reader.expect("model_type", "granite")
     common = read_common(reader, architecture, Defaults(max_position_embeddings=2048))

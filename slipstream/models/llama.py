@@ -8,7 +8,7 @@ from slipstream.models.decoder_config import DecoderConfig
 
 
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """One switch gives all four attention projections a bias, another all three of the MLP."""
+    """One key turns on the biases of all attention projections, another those of the MLP."""
     reader.expect("model_type", "llama")
     reader.expect("sliding_window", None)
     common = read_common(reader, architecture, Defaults(max_position_embeddings=2048))

@@ -1,4 +1,4 @@
-"""Building a network with its weights."""
+"""Builds a decoder and loads its weights."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -62,17 +62,17 @@ __all__ = [
 logger = logging.getLogger("slipstream")
 
 RANDOM_FORMATS = ("dummy", "twin")  # of `load_format`
-# Classes of the matrices that C++ and plain torch multiply as they are stored.
+# Weight classes that the C++ and plain torch backends multiply without dequantising them first.
 KEPT_FORMATS: Final[frozenset[type[Weight]]] = frozenset(
     {Int8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix, BlockMatrix}
 )
 
-# (name, size, unit) -> a context whose function is called with each amount that is done.
+# (name, size, unit) -> a context manager; call its value with each amount that has been loaded.
 ProgressBar = Callable[[str, int, str], AbstractContextManager[Progress]]
-# (name, bytes, bytes by name of `quantization`): called before weights are allocated; raises
-# UsageError when there is no room. The last is empty where the weights are quantised already.
+# (model name, bytes of its weights, bytes with each value of `quantization`): called before weights
+# are allocated; raises UsageError if they do not fit. The mapping is empty for quantised weights.
 MemoryCheck = Callable[[str, int, Mapping[str, int]], None]
-# (name, how its matrices are stored): raises an error where they cannot be used.
+# (model name, the checkpoint's quantization): raises an error if the format cannot be used.
 StoredCheck = Callable[[str, StoredQuantization], None]
 
 
@@ -95,21 +95,21 @@ class LoadOptions:
     """How a model's weights are loaded.
 
     Attributes:
-        dtype: of the parameters; stored numbers are converted to it.
+        dtype: dtype of the parameters; the checkpoint's numbers are converted to it.
         device: where the parameters are allocated.
         load_format: "auto" and "safetensors" read the checkpoint; "dummy" makes random weights from
-            its config, and "twin" such that a draft of fewer layers is accepted (`twin.py`).
-        max_positions: rows of the tables of rotary embeddings.
-        seed: for random weights.
-        quantization: what matrices are rounded to, a key of `PRECISIONS`; None: nothing is rounded.
-        kept: classes of the matrices that stay what a checkpoint stores, for the device; others
-            become floats. Matrices of e4m3 with a scale a row also stay where such are asked for.
+            the config; "twin" makes random weights whose drafts get accepted (`twin.py`).
+        max_positions: number of rows of the rotary embedding tables.
+        seed: seed of random weights.
+        quantization: key of `PRECISIONS` to quantise matrices to while loading, or None.
+        kept: weight classes that the device multiplies in the checkpoint's format; matrices of
+            other formats are dequantised. "fp8" also keeps e4m3 matrices with one scale a row.
         stored_check: called before a quantised checkpoint is read.
-        batch_invariant: whether a row of a result must not depend on the rows beside it.
-        twin_of: the target whose first layers, or all of them, a twin has.
+        batch_invariant: whether a row's result must not depend on the other rows of the batch.
+        twin_of: config of the target whose first layers (or all layers) a twin copies.
         num_composed: see `Decoder`.
-        share: this process's part of a network that several processes hold together.
-        adapters: (slots, largest rank) for adapters of the layers; None: there are none.
+        share: this rank's share under tensor parallelism.
+        adapters: (number of slots, largest LoRA rank); None: no adapters can be loaded.
         progress_bar: reports the bytes that have been read.
         memory_check: called before anything is allocated.
     """
@@ -137,11 +137,11 @@ def load_decoder(
     config: DecoderConfig | None = None,
     ops: Ops | None = None,
 ) -> Decoder:
-    """Build the network that `checkpoint` describes, with its weights.
+    """Build the decoder that `checkpoint` describes and load its weights.
 
     Args:
-        config: the checkpoint's, where a caller has read it already; None: it is read here.
-        ops: None: those that serve the device.
+        config: the checkpoint's config, if the caller has already read it; None: read it here.
+        ops: kernels to run the network with; None: the device's default kernels.
     """
     if ops is None:
         ops = kernels_for(options.device, options.dtype, options.batch_invariant).network
@@ -154,7 +154,7 @@ def load_decoder(
     size, rounded = decoder_bytes(checkpoint, config, options), {}
     if options.quantization is None and stored is None:
         rounded = {name: weight_bytes(config, options.dtype, name) for name in PRECISIONS}
-    # What ranks do not share is little beside what they do.
+    # Replicated parameters (norms, biases) are small enough to ignore.
     options.memory_check(checkpoint.path.name, size // options.share.size, rounded)
     if stored is not None:
         _tell_stored(checkpoint, stored, options)
@@ -166,7 +166,7 @@ def load_decoder(
             random = RandomQuantizedSource(random, stored, _kept(options))
         return _build(ops, config, random, options)
     name = f"loading {checkpoint.path.name}"
-    beside = own_drafter_tensors(checkpoint.entries)  # which only a drafter reads
+    beside = own_drafter_tensors(checkpoint.entries)  # only an MTP drafter reads them
     total = checkpoint.size_bytes - sum(checkpoint.entries[tensor].nbytes for tensor in beside)
     if stored is not None:
         modules = {tensor.rpartition(".")[0] for tensor in checkpoint.entries}
@@ -179,7 +179,7 @@ def load_decoder(
 
 
 def _in_units(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> LoadOptions:
-    """With the unit of its feed-forward parts, where ranks share them."""
+    """The options with `Share.unit` set, under tensor parallelism."""
     if options.share.size == 1:
         return options
     unit = shared_unit(checkpoint, config, options.load_format in RANDOM_FORMATS)
@@ -189,7 +189,7 @@ def _in_units(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOption
 def _random_weights(
     checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions
 ) -> TensorSource | None:
-    """Where random weights come from; None for those of the checkpoint."""
+    """The source of random weights; None if weights are read from the checkpoint."""
     if options.load_format == "dummy":
         return DummySource(options.dtype, options.device, options.seed, options.share)
     if options.load_format != "twin":
@@ -212,7 +212,7 @@ def _build(ops: Ops, config: DecoderConfig, tensors: TensorSource, options: Load
 
 
 def decoder_bytes(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> int:
-    """Bytes of a language model's weights once they are loaded."""
+    """Memory in bytes of a language model's weights after loading, over all ranks."""
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
     if stored is None:
         return weight_bytes(config, options.dtype, options.quantization)
@@ -225,24 +225,24 @@ def decoder_bytes(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOp
     size = tensor_bytes(own, stored, options)
     precision = PRECISIONS[options.quantization] if options.quantization else None
     if precision is not None and precision.head is not None and config.tie_word_embeddings:
-        size += int(head_bytes(config, options.dtype, options.quantization))  # a rounded copy
+        size += int(head_bytes(config, options.dtype, options.quantization))  # a quantised copy
     return size
 
 
 def tensor_bytes(
     entries: Mapping[str, TensorEntry], stored: StoredQuantization, options: LoadOptions
 ) -> int:
-    """Bytes of these tensors of a quantised checkpoint once they are loaded."""
+    """Memory in bytes of these tensors of a quantised checkpoint after loading, over all ranks."""
     kept = _kept(options)
     if options.quantization is not None:
-        kept |= {Float8Matrix, Float8BlockMatrix}  # of as many bits as what they are rounded to
+        kept |= {Float8Matrix, Float8BlockMatrix}  # 8 bits, as after quantising to `quantization`
     return stored_bytes(entries, stored, options.dtype.itemsize, kept)
 
 
 def _kept(options: LoadOptions) -> frozenset[type[Weight]]:
     if options.quantization is None:
         return options.kept
-    # Blocks are rounded further where that is asked for.
+    # GGUF's blocks are dequantised and quantised again to the requested precision.
     return (options.kept - {BlockMatrix}) | (
         {Float8Matrix} if options.quantization == "fp8" else set()
     )
@@ -251,7 +251,7 @@ def _kept(options: LoadOptions) -> frozenset[type[Weight]]:
 def _kept_rounding(
     stored: StoredQuantization, kept: Collection[type[Weight]], tensor: str, columns: int
 ) -> Rounding | None:
-    """What a random matrix is rounded to and stays; None: it becomes floats, or is not rounded."""
+    """The format that a random matrix is stored in; None: it is kept as floats."""
     form = stored_rounding(stored, tensor, columns)
     return form if stored.kind(tensor.removesuffix(".weight")) in kept else None
 
@@ -272,7 +272,7 @@ def _open(
 def open_quantized(
     checkpoint: Checkpoint, stored: StoredQuantization, options: LoadOptions, progress: Progress
 ) -> QuantizedSource:
-    """The tensors of a quantised checkpoint, whose entries may be some of its directory's."""
+    """A source of the tensors of a quantised checkpoint; `checkpoint.entries` may be a subset."""
     return QuantizedSource(
         checkpoint,
         stored,
@@ -280,7 +280,7 @@ def open_quantized(
         options.device,
         progress,
         _kept(options),
-        # What is rounded once more should not be rounded in between.
+        # Dequantise to float32 if the matrices are quantised again, to round only once.
         options.dtype if options.quantization is None else torch.float32,
         options.share,
     )
@@ -322,7 +322,11 @@ _OTHER_DTYPES = {
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The torch dtype that a user calls `name`; UsageError for an unknown name."""
+    """The torch dtype of this name, short forms like "bf16" included.
+
+    Raises:
+        UsageError: the name is unknown.
+    """
     dtype = DTYPES.get(_OTHER_DTYPES.get(name, name))
     if dtype is None:
         raise UsageError(f"dtype must be one of auto, {', '.join(DTYPES)}, not {name!r}")

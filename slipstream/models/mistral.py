@@ -17,9 +17,9 @@ _NAMES = ExpertNames(
 
 
 def mistral(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Mistral: no biases, and one sliding window for every layer or none.
+    """Mistral: no biases, and either all layers have the same sliding window or none has.
 
-    A missing `sliding_window` is one of 4096 tokens; null is none.
+    A missing `sliding_window` means 4096 tokens; null means no window.
     """
     reader.expect("model_type", "mistral")
     reader.expect("attention_bias", False)
@@ -32,12 +32,12 @@ def mistral(reader: ConfigReader, architecture: str) -> DecoderConfig:
 def mixtral(reader: ConfigReader, architecture: str) -> DecoderConfig:
     """Mixtral: Mistral with experts in every layer.
 
-    `intermediate_size` is that of an expert; a row's weights always add up to 1.
+    `intermediate_size` is the size of one expert; a token's routing weights always sum to 1.
     """
     reader.expect("model_type", "mixtral")
     reader.expect("attention_bias", False)
     reader.expect("mlp_bias", False)
-    reader.take("router_jitter_noise", float, 0.0)  # of training
+    reader.take("router_jitter_noise", float, 0.0)  # only used in training
     defaults = Defaults(
         max_position_embeddings=131072, num_kv_heads=8, rms_norm_eps=1e-5, rope_theta=1e6
     )
@@ -59,9 +59,9 @@ def mixtral(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def ministral3(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Ministral 3: Mistral with YaRN and queries that grow with their position.
+    """Ministral 3: Mistral with YaRN and position-dependent query scaling (from Llama 4).
 
-    The growth of queries stands among the rope parameters.
+    The scaling is configured in the RoPE parameters.
     """
     reader.expect("model_type", "ministral3")
     reader.expect("attention_bias", False)
@@ -79,19 +79,16 @@ def ministral3(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def mistral3(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Mistral Small 3.1 and Ministral 3 with pictures, whose language models are served.
-
-    The language model alone; what reads pictures is left out.
-    """
+    """The language model of multimodal Mistral Small 3.1 and Ministral 3, without vision tower."""
     if reader.take("model_type", str) == "ministral3":
         return ministral3(reader, architecture)
     return mistral(reader, architecture)
 
 
 def mistral4(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Mistral Small 4: latent attention whose queries grow with their position, and experts.
+    """Mistral Small 4: latent attention (MLA) with position-dependent query scaling, and experts.
 
-    The growth of queries stands among the rope parameters.
+    The scaling is configured in the RoPE parameters.
     """
     reader.expect("model_type", "mistral4")
     reader.expect("n_group", 1)

@@ -1,12 +1,11 @@
-"""Which tensors and keys of a checkpoint belong to MTP modules, by the names that they publish.
+"""Which tensors and config keys of a checkpoint belong to MTP modules, by their published names.
 
     mtp.fc, mtp.norm, mtp.layers.{i}.*          Qwen3-Next and Qwen3.5
     model.mtp_layers.{i}.*                      MiMo
     model.layers.{n}.eh_proj and its layer      DeepSeek-V3 and GLM, n behind the model's last layer
     mtp_layers.{i}.*                            the speculators library
 
-A language model's checkpoint may hold them beside its own tensors; the model itself does not
-read them.
+A language model's checkpoint may include them; the model itself does not use them.
 """
 
 import re
@@ -29,13 +28,13 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def appended_layers(names: Iterable[str]) -> tuple[int, ...]:
-    """The numbers of the layers that are modules, rising."""
+    """The indices of the layers that are MTP modules, rising."""
     found = (_PROJECTION.fullmatch(name.removeprefix("model.")) for name in names)
     return tuple(sorted(int(match[1]) for match in found if match))
 
 
 def own_drafter_tensors(names: Iterable[str]) -> frozenset[str]:
-    """Those of the names, as stored or canonical, that belong to modules."""
+    """The subset of tensor names, stored or canonical, that belong to MTP modules."""
     names = list(names)
     layers = set(appended_layers(names))
     found = set()

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind the halves only, and over all query heads and all key heads."""
+"""OLMo 2 and 3: norms only behind attention and MLP; query and key norms span all heads."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from slipstream.models.rope_keys import read_ropes_by_type
 
 
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """OLMo 3 has windows in three of four layers, with rotations of their own."""
+    """OLMo 3 has a sliding window in three of four layers, with separate RoPE parameters."""
     is_third = architecture == "Olmo3ForCausalLM"
     reader.expect("model_type", "olmo3" if is_third else "olmo2")
     reader.expect("mlp_bias", False)

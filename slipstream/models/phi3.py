@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: query, key and value projections in one tensor, and gate and up in another."""
+"""Phi-3 and Phi-4, whose checkpoints have fused qkv_proj and gate_up_proj tensors."""
 
 from slipstream.models.config_keys import Defaults, read_common, read_single_window
 from slipstream.models.config_reader import ConfigReader
@@ -6,7 +6,7 @@ from slipstream.models.decoder_config import DecoderConfig
 
 
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """A part of each head may be rotated; longrope has its original context beside its keys."""
+    """RoPE may be partial; longrope's original context length is a key outside its parameters."""
     reader.expect("model_type", "phi3")
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         reader.expect(key, False)

@@ -18,15 +18,14 @@ _MODEL_TYPES = {"MiMoForCausalLM": "mimo", "Qwen2ForCausalLM": "qwen2"}
 
 
 def qwen2(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Qwen2 and Qwen2.5, and MiMo, which is Qwen2 with MTP modules beside it: biases on query, key
-    and value.
+    """Qwen2 and Qwen2.5, and MiMo, which is Qwen2 with MTP modules.
 
-    The biases are part of the architecture: no key switches them.
+    Query, key and value always have biases; no config key turns them off.
     """
     reader.expect("model_type", _MODEL_TYPES[architecture])
     reader.expect("mlp_bias", False)
     reader.expect("use_mrope", False)
-    reader.take("attention_bias", bool, True)  # some exporters write it; nobody reads it
+    reader.take("attention_bias", bool, True)  # some exporters write it; it has no effect
     defaults = Defaults(max_position_embeddings=32768, num_kv_heads=32)
     common = read_common(reader, architecture, defaults)
     windows = read_switched_windows(reader, common.num_layers)
@@ -34,10 +33,10 @@ def qwen2(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def qwen2_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Qwen2 with mixtures of experts, beside which one expert with a gate takes every token.
+    """Qwen2 MoE, with a gated shared expert.
 
-    Biases of query, key and value are there unless switched off. Where no types of layers are
-    given, every other one of the first `max_window_layers` slides, not those behind them.
+    Query, key and value have biases unless `qkv_bias` is false. Without `layer_types`, every other
+    one of the first `max_window_layers` layers has a sliding window, and later layers have none.
     """
     reader.expect("model_type", "qwen2_moe")
     reader.expect("mlp_bias", False)
@@ -63,9 +62,9 @@ def qwen2_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def qwen3(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Qwen3 (dense): query and key heads are normalised before they are rotated.
+    """Qwen3 (dense), with norms of query and key heads before RoPE.
 
-    `head_dim` is 128 unless given, whatever the hidden size; biases only on request.
+    `head_dim` defaults to 128, whatever the hidden size; `attention_bias` defaults to false.
     """
     reader.expect("model_type", "qwen3")
     reader.expect("mlp_bias", False)
@@ -78,9 +77,9 @@ def qwen3(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def qwen3_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Qwen3 with mixtures of experts in most or all layers.
+    """Qwen3 MoE, with experts in most or all layers.
 
-    Attention is that of Qwen3 but for its defaults; a window counts for all layers.
+    Attention is as in Qwen3 with other defaults; a sliding window applies to all layers.
     """
     reader.expect("model_type", "qwen3_moe")
     reader.expect("mlp_bias", False)
@@ -88,7 +87,7 @@ def qwen3_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
     common = read_common(reader, architecture, defaults)
     bias = reader.take("attention_bias", bool, False)
     switched_on = reader.take("use_sliding_window", bool, False)
-    reader.take("max_window_layers", int, 0)  # files have it, and nobody reads it
+    reader.take("max_window_layers", int, 0)  # configs have it, but it has no effect
     experts = ExpertsSpec(
         routing=read_softmax_routing(reader, "num_experts", normalised=False),
         intermediate_size=reader.take("moe_intermediate_size", int),
@@ -102,10 +101,7 @@ def qwen3_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def qwen3_vl(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """The language model of Qwen3-VL: that of Qwen3, at positions with several axes.
-
-    What reads images is in `models/vision`.
-    """
+    """The language model of Qwen3-VL: Qwen3 with M-RoPE. Its vision tower is in `models/vision`."""
     reader.expect("model_type", "qwen3_vl_text")
     defaults = Defaults(
         max_position_embeddings=128000,
@@ -120,9 +116,9 @@ def qwen3_vl(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def qwen3_next(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Qwen3-Next: three gated delta nets to one layer of attention, and mixtures of experts.
+    """Qwen3-Next: one attention layer after every three gated delta nets, and experts.
 
-    Its projections into the delta nets are packed by key head.
+    Checkpoints interleave the input projections of the delta nets by key head.
     """
     reader.expect("model_type", "qwen3_next")
     common = read_common(reader, architecture, DELTA_DEFAULTS)
@@ -133,9 +129,9 @@ def qwen3_next(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def qwen3_5(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Qwen3.5, 3.6 and 3.8, dense: three gated delta nets to one layer of attention.
+    """The language model of dense Qwen3.5, 3.6 and 3.8, without the vision tower.
 
-    The language model alone; what reads pictures is left out.
+    There is one attention layer after every three gated delta nets.
     """
     reader.expect("model_type", "qwen3_5_text")
     common = read_common(reader, architecture, replace(DELTA_DEFAULTS, num_kv_heads=4))
@@ -143,13 +139,13 @@ def qwen3_5(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def qwen3_5_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Qwen3.5, 3.6 and 3.8 with mixtures of experts in all layers.
+    """The language model of Qwen3.5, 3.6 and 3.8 MoE, without the vision tower.
 
-    The language model alone; weights of the chosen experts add up to one.
+    All layers have experts; the weights of a token's chosen experts sum to 1.
     """
     reader.expect("model_type", "qwen3_5_moe_text")
     reader.expect("norm_topk_prob", True)
-    defaults = replace(DELTA_DEFAULTS, intermediate_size=1)  # of dense parts, of which none is used
+    defaults = replace(DELTA_DEFAULTS, intermediate_size=1)  # unused: there are no dense parts
     common = read_common(reader, architecture, defaults)
     experts = read_experts(reader, read_softmax_routing(reader, "num_experts", normalised=True))
     return read_hybrid(reader, common, [experts] * common.num_layers)

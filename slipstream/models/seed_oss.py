@@ -1,4 +1,4 @@
-"""Seed-OSS: biases on query, key and value, and of the output projection only on request."""
+"""Seed-OSS: query, key and value have biases; the output projection has one only if configured."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from slipstream.models.decoder_config import DecoderConfig
 
 
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """Three switches give biases to parts of the layers."""
+    """Three config keys turn biases on: for qkv, the output projection, and the MLP."""
     reader.expect("model_type", "seed_oss")
     defaults = Defaults(max_position_embeddings=524288, num_kv_heads=8, head_dim=128)
     common = read_common(reader, architecture, defaults)

@@ -1,4 +1,4 @@
-"""Whether ranks can share a model, which its config and the names of its tensors tell."""
+"""Checks, without loading weights, whether tensor parallel ranks can share a model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,14 +22,14 @@ from slipstream.models.precision import NOWHERE, Shapes
 from slipstream.models.quantized.catalogue import read_quantization
 from slipstream.models.quantized.source import stored_unit
 
-Unit = Callable[[Part, int], int]  # of a part's matrix with so many columns: `stored_unit`
+Unit = Callable[[Part, int], int]  # (part, columns of its matrix) -> see `stored_unit`
 
 
 class _Shares(Shapes):
-    """A source without numbers, which wants equal shares of every matrix.
+    """A source without data, which raises UnequalSharesError if a matrix cannot be split equally.
 
     Attributes:
-        unit: the largest of matrices of feed-forward parts whose columns ranks share.
+        unit: the largest unit of the feed-forward matrices that are split by columns.
     """
 
     def __init__(self, share: Share, unit: Unit) -> None:
@@ -57,10 +57,10 @@ class _Shares(Shapes):
 def require_equal_shares(
     checkpoint: Checkpoint, config: DecoderConfig, num_ranks: int, random: bool
 ) -> None:
-    """Raise UsageError, with the numbers of ranks that could, where so many cannot share a model.
+    """Raise UsageError, naming the numbers of ranks that fit, if `num_ranks` cannot share a model.
 
     Args:
-        random: no numbers of the checkpoint are read.
+        random: weights are random, so the checkpoint's tensors are not looked at.
     """
     unit = _unit_of(checkpoint, random)
     share = replace(WHOLE, unit=shared_unit(checkpoint, config, random))

@@ -1,4 +1,4 @@
-"""SmolLM3: every fourth layer does not rotate queries and keys."""
+"""SmolLM3: every fourth layer has no RoPE (NoPE)."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from slipstream.models.decoder_config import DecoderConfig
 
 
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """`no_rope_layers` has a 1 for each layer that rotates, whatever its name says."""
+    """`no_rope_layers` has a 1 for each layer that does use RoPE, despite its name."""
     reader.expect("model_type", "smollm3")
     reader.expect("use_sliding_window", False)
     defaults = Defaults(

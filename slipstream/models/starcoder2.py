@@ -11,11 +11,11 @@ from slipstream.models.decoder_config import DecoderConfig
 
 
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """One switch gives all projections a bias."""
+    """One config key turns on the biases of all projections."""
     reader.expect("model_type", "starcoder2")
     reader.expect("mlp_type", "default")
     reader.expect("norm_type", "layer_norm")
-    reader.take("activation_function", str, "")  # an older name's value, which nobody reads
+    reader.take("activation_function", str, "")  # an older key, which has no effect
     defaults = Defaults(
         max_position_embeddings=4096,
         num_kv_heads=2,

@@ -1,7 +1,7 @@
-"""The language model within a checkpoint of a model that also sees or hears.
+"""Finds the language model in the checkpoint of a multimodal model.
 
-Such a checkpoint has the language model's config as an object within its own, and its tensors under
-a longer prefix, beside those of towers and projectors, which nobody reads here.
+There, `text_config` in config.json is the language model's config, and its tensors have a longer
+prefix. Tensors of towers and projectors are ignored here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,11 +9,11 @@ from typing import Any, Final
 
 _INNER = "text_config"
 _WRAPPED = "ForConditionalGeneration"
-# Of the whole: these count before those of the language model, then those where it has none.
+# Keys of the outer config that override `text_config`; `_OF_EITHER` only fill in missing ones.
 _OF_THE_WHOLE: Final = ("architectures", "quantization_config", "compression_config")
 _TIED = "tie_word_embeddings"
 _OF_EITHER: Final = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id")
-# Where tensors of the language model stand, and what they are called without the rest.
+# Prefixes of the language model's tensors, and those that replace them.
 _PREFIXES: Final = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -26,7 +26,7 @@ _BESIDE: Final = (
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's config: `config` itself unless it wraps one."""
+    """The language model's config: taken from `text_config`, or `config` itself without one."""
     inner, names = config.get(_INNER), config.get("architectures")
     wraps = isinstance(names, list) and len(names) == 1 and str(names[0]).endswith(_WRAPPED)
     if not wraps or not isinstance(inner, Mapping):
@@ -38,8 +38,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def text_names(names: Iterable[str]) -> dict[str, str]:
-    """What each tensor of the language model is called without the rest, by its stored name; all
-    names are as they are where no tensor has such a prefix."""
+    """Map the stored names of the language model's tensors to canonical names; if no tensor has a
+    multimodal prefix, all names are unchanged."""
     names = list(names)
     if not any(name.startswith(tuple(_PREFIXES)) for name in names):
         return {name: name for name in names}

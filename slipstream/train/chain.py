@@ -1,8 +1,8 @@
-"""Drafts whose positions are predicted in order, each with its own loss.
+"""Recipes that compute a loss for each draft position, in order.
 
-A head that drafts token by token reads its own hidden states from the second position on, so it is
-trained on them too: training-time test (EAGLE-3, Li et al. 2025, arXiv 2503.01840, section 3.2;
-FastMTP trains the same way).
+An autoregressive head reads its own hidden states from the second draft position on, so it is also
+trained on them: training-time test (EAGLE-3, Li et al. 2025, arXiv 2503.01840, section 3.2;
+FastMTP does likewise).
 """
 
 from abc import abstractmethod
@@ -24,27 +24,28 @@ from slipstream.train.target import TargetDistribution
 
 
 class ChainNetwork(Protocol):
-    """The network of a head that drafts token by token."""
+    """The network of an autoregressive head."""
 
     @property
     def head(self) -> LanguageModelHead: ...
 
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
-        """[T, H] features of the target's pass."""
+        """Features [T, H] from the target's hidden states and residual streams."""
 
     def __call__(
         self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """(what enters the lm_head, next features), [T, H]."""
+        """Returns (input of the lm_head, features for the next position), each [T, H]."""
 
 
 @dataclass(frozen=True, eq=False)
 class DraftPosition:
-    """One position of the drafts of a batch, [N] rows.
+    """One draft position of a batch with N rows.
 
     Attributes:
-        logits: [N, Vd] float32, the drafter's.
-        weight: [N] float32, 0 where the sequence ends before it or nothing is to be learned.
+        logits: [N, Vd] float32, the drafter's logits.
+        target: the target's predictions for the same tokens.
+        weight: [N] float32, 0 for rows behind the sequence's end or not to be learned.
     """
 
     logits: Tensor
@@ -53,14 +54,14 @@ class DraftPosition:
 
 
 class ChainRecipe(Recipe[Config]):
-    """Trains draft positions in order; the loss of position k counts decay^k."""
+    """Trains draft positions in order; the loss of position k has the weight decay^k."""
 
     @abstractmethod
     def positions(self, batch: Batch) -> Iterable[DraftPosition]:
         """The draft positions in order."""
 
     def random_positions(self, batch: Batch, generator: torch.Generator) -> Iterable[DraftPosition]:
-        """The positions to train, for kinds that draw them at random."""
+        """The draft positions to train; kinds that sample them override this."""
         del generator
         return self.positions(batch)
 
@@ -76,7 +77,7 @@ class ChainRecipe(Recipe[Config]):
         return BatchLoss(total / weights, torch.stack(accuracy))
 
     def evaluate(self, batch: Batch) -> tuple[list[Agreement], Tensor]:
-        """A draft counts if all of its positions do."""
+        """See `Recipe`; the weight of a draft is the product of its positions' weights."""
         found, weight = [], torch.ones((), device=batch.token_ids.device)
         for one in self.positions(batch):
             found.append(agreement(one.logits, one.target))
@@ -87,7 +88,7 @@ class ChainRecipe(Recipe[Config]):
 def unroll(
     network: ChainNetwork, num_layers: int, batch: Batch, count: int
 ) -> Iterator[DraftPosition]:
-    """The first `count` positions of drafts after all tokens, over the text's own tokens."""
+    """The first `count` positions of drafts after all tokens, with teacher forcing."""
     size, length = batch.shape
     device = batch.token_ids.device
 
@@ -98,7 +99,7 @@ def unroll(
     features = network.project(but_last(states.hidden), [*map(but_last, states.streams)])
     context = DenseContext(size, num_layers, is_chain=True)
     for position in range(count):
-        # The row of token t takes the feature of t - 1; at position k it has moved on by k tokens.
+        # A row has token t and the feature of t - 1; at position k both are k tokens later.
         token = torch.arange(1, length, device=device) + position
         exists = token < length
         token = token.clamp_max(length - 1)

@@ -39,15 +39,15 @@ def generate_answers(
     source: str,
     progress: Callable[[int], None],
 ) -> list[Document]:
-    """Every prompt with the target's answer; texts are continued from their beginning.
+    """Let the target answer all prompts, and continue texts from their first tokens.
 
-    Where the settings limit the time, only the prompts that were answered.
+    If the settings limit the time, only the prompts that were answered are returned.
 
     Args:
-        length: of a sequence.
-        file: keeps the answers, so that an interrupted run continues with the rest.
-        source: identifies data and settings; kept answers to others are dropped.
-        progress: is called with the number of prompts just done.
+        length: maximum number of tokens of a sequence.
+        file: the answers are saved here, so that an interrupted run can be resumed.
+        source: identifies data and settings; saved answers from other ones are dropped.
+        progress: called with the number of newly answered prompts.
 
     Raises UsageError if no answer ended in time.
     """
@@ -66,7 +66,7 @@ def generate_answers(
             f"no answer ended within --generate-minutes {settings.generate_minutes:g}; give more"
         )
     return [
-        # The prompt is learned if it is text too, and not somebody's message.
+        # Prompts that are text, not messages, are learned, too.
         Document([*prompt, *answer], [not entry.messages] * len(prompt) + [True] * len(answer))
         for entry, prompt, answer in zip(entries, prompts, answers, strict=False)
     ]

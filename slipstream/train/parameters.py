@@ -1,4 +1,4 @@
-"""The parameters of a drafter in training, by their names in its checkpoint."""
+"""The trainable parameters of a drafter, by their names in its checkpoint."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _STD = 0.02
 
 
 class RandomSource:
-    """Random matrices, and vectors that change nothing: norms of ones, biases of zeros."""
+    """Random matrices, norm weights of ones, biases of zeros."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._device = device
@@ -23,7 +23,7 @@ class RandomSource:
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
         rows = sum(part.rows for part in parts)
-        # Drawn on the host, so that a seed gives equal numbers on every device.
+        # Drawn on the host, so that a seed gives the same numbers on all devices.
         drawn = torch.empty(rows, columns).normal_(std=_STD, generator=self._generator)
         return drawn.to(self._device)
 
@@ -35,7 +35,7 @@ class RandomSource:
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """One tensor that is trained: several of the checkpoint, stacked."""
+    """One trained tensor, which may stack several tensors of the checkpoint."""
 
     parts: tuple[Part, ...]
     tensor: Tensor
@@ -47,10 +47,10 @@ class Parameter:
 
 
 class Trainable:
-    """A parameter source that collects what it gives as parameters to train.
+    """A parameter source that registers all parameters it creates as trainable.
 
     Args:
-        tensors: the initial numbers, in float32.
+        tensors: source of the initial values, in float32.
     """
 
     def __init__(self, tensors: TensorSource) -> None:
@@ -83,7 +83,7 @@ class Trainable:
         return sum(parameter.tensor.numel() for parameter in self.parameters)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the checkpoint by its name, detached: a view of its parameter."""
+        """All tensors of the checkpoint with their names, as detached views of the parameters."""
         for parameter in self.parameters:
             start = 0
             for part in parameter.parts:
@@ -91,7 +91,7 @@ class Trainable:
                 start += part.rows
 
     def put(self, name: str, values: Tensor) -> None:
-        """Initialise one tensor of the checkpoint."""
+        """Set the values of one tensor of the checkpoint."""
         dict(self.named())[name].copy_(values)
 
     def add_identity(self, name: str, start: int) -> None:

@@ -1,4 +1,4 @@
-"""What every kind of drafter defines for training, and which kinds there are."""
+"""The interface of training recipes, one for each kind of drafter, and their list."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from slipstream.train.sequences import Sequences
 from slipstream.train.target import Target
 from slipstream.train.vocabulary import DraftVocabulary, most_frequent
 
-# A new kind is one file and one line here.
+# To add a kind of drafter, write its file and add one line here.
 RECIPES = {
     "dflash": "recipe_dflash.DFlashRecipe",
     "draft": "recipe_draft.DraftRecipe",
@@ -47,8 +47,8 @@ class BatchLoss:
     """The loss of one batch.
 
     Attributes:
-        loss: scalar, to be differentiated.
-        accuracy: [K] float32, for each draft position the share of rows whose top token is the
+        loss: scalar with gradient.
+        accuracy: [K] float32, for each draft position the fraction of rows whose argmax equals the
             target's.
     """
 
@@ -60,18 +60,18 @@ class Recipe(ABC, Generic[Config]):
     """A drafter in training.
 
     Args:
-        sequences: to be trained on.
-        initial: the tensors to start from; None: random ones.
+        sequences: the training data.
+        initial: initial weights; None: random.
 
     Attributes:
-        OPTIONS: the fields of `DrafterOptions` and `LOSS_OPTIONS` that the kind reads.
-        METHOD: its name in `speculative_config`.
+        OPTIONS: the fields of `DrafterOptions` and `LOSS_OPTIONS` that this kind uses.
+        METHOD: the method's name in `speculative_config`.
         NUM_DRAFT_TOKENS, LEARNING_RATE, DECAY: defaults of the settings.
-        config_json: the content of its config.json.
-        config: what is read from that.
-        trained: its parameters.
-        vocabulary: what it drafts.
-        stream_layers: layers of the target whose streams it reads; see `Decoder`.
+        config_json: content of the drafter's config.json.
+        config: the parsed config.
+        trained: the drafter's parameters.
+        vocabulary: the draft vocabulary.
+        stream_layers: layers of the target whose residual streams are inputs; see `Decoder`.
     """
 
     OPTIONS: ClassVar[frozenset[str]]
@@ -103,38 +103,43 @@ class Recipe(ABC, Generic[Config]):
     @classmethod
     @abstractmethod
     def configure(cls, plan: RunPlan) -> tuple[dict[str, Any], Config]:
-        """config.json, and what the network is built from.
+        """Make config.json and the parsed config.
 
-        Raises UsageError for settings that no drafter of this kind can have.
+        Raises:
+            UsageError: invalid settings for this kind.
         """
 
     @classmethod
     def draft_vocab_size(cls, plan: RunPlan) -> int | None:
-        """The number of tokens that it drafts; None for all."""
+        """Size of the draft vocabulary; None for the target's."""
         return plan.settings.options.draft_vocab_size
 
     @abstractmethod
     def training_loss(self, batch: Batch, generator: torch.Generator) -> BatchLoss:
-        """One pass over a batch. All randomness comes from the generator, on the host."""
+        """The loss of a batch. All random numbers are drawn from `generator`, on the host."""
 
     @abstractmethod
     def evaluate(self, batch: Batch) -> tuple[list[Agreement], Tensor]:
-        """The positions of drafts that start after every token, and the drafts' weights [N]."""
+        """Draft after every token, without training.
+
+        Returns:
+            The agreement with the target at each draft position, and the weights of the drafts [N].
+        """
 
     def published(self) -> dict[str, Tensor]:
-        """The tensors of the export by their published names."""
+        """The tensors to export, by their published names."""
         named = {name.removeprefix("model."): tensor for name, tensor in self.trained.named()}
         return named | self.vocabulary.published()
 
     def export(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write config.json and weights as the engine, and others, load them."""
+        """Write config.json and weights in the published layout of this kind."""
         adapter = self.plan.settings.lora
         made_for = {} if adapter is None else {TARGET_ADAPTER: str(adapter)}
         write_checkpoint(folder, {**self.config_json, **made_for}, self.published(), dtype)
 
 
 def recipe_class(kind: str) -> type[Recipe[Any]]:
-    """Raises UsageError for an unknown kind."""
+    """The recipe of a kind of drafter; UsageError for an unknown one."""
     name = RECIPES.get(kind.replace("_", "-"))
     if name is None:
         raise UsageError(f"there is no recipe for {kind!r}; there are {', '.join(RECIPES)}")
@@ -143,15 +148,15 @@ def recipe_class(kind: str) -> type[Recipe[Any]]:
 
 
 def planned_checkpoint(kind: type[AnyCheckpoint], config: dict[str, Any]) -> AnyCheckpoint:
-    """A checkpoint with a config and no files yet."""
+    """A checkpoint with this config but without files."""
     checkpoint = kind(Path("drafter in training"))
     vars(checkpoint)["config"] = config  # where the cached property keeps its value
     return checkpoint
 
 
 def dense_config(plan: RunPlan) -> dict[str, Any]:
-    """config.json of a target with experts as if all its layers were dense ones of Qwen3's kind,
-    which other engines read as well; of a dense target its own, without what is quantised."""
+    """config.json for a dense draft model: the target's own without quantization, or for a target
+    with experts a Qwen3 of its sizes, which other engines can load, too."""
     if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in plan.shape.layers):
         config = plan.target.config
         return {key: config[key] for key in config if key not in QUANTIZATION_KEYS}
@@ -166,7 +171,7 @@ def dense_config(plan: RunPlan) -> dict[str, Any]:
 
 
 def layer_config(plan: RunPlan) -> dict[str, Any]:
-    """Keys of config.json for a head whose layers by default have the shape of the target's."""
+    """Keys of config.json for a drafter's layers; sizes default to the target's."""
     options, shape = plan.settings.options, plan.shape
     return {
         "hidden_act": "silu",

@@ -1,8 +1,8 @@
-"""DFlash (Chen et al. 2026): draft blocks that are filled in one pass over features of the target.
+"""DFlash (Chen et al. 2026): drafts a block of tokens in one pass, from features of the target.
 
-Blocks begin at random tokens of a sequence. The rows of a block see the features of the tokens
-before it and each other, and slot j learns the token at its own position. It counts
-exp(-(j - 1) / g).
+Blocks start at random tokens of a sequence. The rows of a block attend to the features of the
+tokens before it and to each other; slot j predicts the token at its own position, with the weight
+exp(-(j - 1) / g) in the loss.
 """
 
 import math
@@ -67,7 +67,7 @@ class DFlashRecipe(ChainRecipe[DFlashConfig]):
         return self.blocks(batch, drawn.sort().values)
 
     def blocks(self, batch: Batch, anchors: Tensor) -> Iterator[DraftPosition]:
-        """Slots 1 on of the blocks that begin at these tokens [A] of every sequence."""
+        """Slots 1, 2, ... of the blocks that start at tokens `anchors` [A] of each sequence."""
         size, length = batch.shape
         device, width = batch.token_ids.device, self.num_draft_tokens + 1
         anchors = anchors.to(device)
@@ -86,13 +86,13 @@ class DFlashRecipe(ChainRecipe[DFlashConfig]):
         hidden = hidden.view(size, len(anchors), width, -1)
         for position in range(1, width):
             logits = self.network.head(hidden[:, :, position].flatten(0, 1))
-            index = batch.index(anchors + position - 1)  # of the tokens before
+            index = batch.index(anchors + position - 1)  # rows of the previous tokens
             weight = batch.weight.flatten()[index]
             yield DraftPosition(logits, batch.predictions.rows(index), weight)
 
 
 def _drafter_config(plan: RunPlan) -> dict[str, Any]:
-    """config.json as the authors publish it, with layers of Qwen3's kind."""
+    """config.json in the authors' layout, with Qwen3 layers."""
     options, shape = plan.settings.options, plan.shape
     entered = options.aux_layers or usual_layers(shape.num_layers)
     layers = options.num_layers or _LAYERS

@@ -1,4 +1,4 @@
-"""Every number that a training run depends on."""
+"""The settings of training runs."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -28,7 +28,7 @@ _ANSWERING = (
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOptions:
-    """What a drafter is made of; None lets its recipe choose."""
+    """Architecture options of a drafter; None means the recipe's default."""
 
     draft_vocab_size: int | None = flag(
         None,
@@ -88,9 +88,9 @@ class Answers:
     """How the target answers prompts and continues texts.
 
     Attributes:
-        tokens: the most in an answer.
-        prompt_tokens: the beginning of a text that is continued.
-        temperatures: used in turn.
+        tokens: maximum number of tokens of an answer.
+        prompt_tokens: number of first tokens of a text that are given as the prompt.
+        temperatures: sampling temperatures, used in turn.
     """
 
     tokens: int = 192
@@ -100,7 +100,7 @@ class Answers:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """The sequences to train on; None is the default of whoever needs the value."""
+    """Settings of the training data; None means the default."""
 
     target: str = flag(
         REQUIRED,

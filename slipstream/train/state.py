@@ -1,4 +1,4 @@
-"""The checkpoint that an interrupted run continues from."""
+"""The training checkpoint, from which an interrupted run is resumed."""
 
 import json
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class RunProgress:
     """How far a run is.
 
     Attributes:
-        step: steps done.
-        seconds: spent in them.
+        step: number of finished steps.
+        seconds: time that they took.
     """
 
     step: int = 0
@@ -30,9 +30,9 @@ class RunProgress:
 
 
 class StateFile:
-    """The newest checkpoint of a run: parameters, the optimizer's moments, and steps done.
+    """The latest checkpoint of a run: parameters, the optimizer's moments, and the progress.
 
-    The order of the data and all random numbers follow from seed and step, so they are not stored.
+    Data order and random numbers are functions of seed and step, so they are not stored.
 
     Args:
         fingerprint: the settings that must not change within a run, by flag.

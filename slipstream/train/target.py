@@ -1,4 +1,4 @@
-"""The target in training: hidden states and distributions over whole sequences."""
+"""The target during training: computes hidden states and predictions of whole sequences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ from slipstream.train.vocabulary import DraftVocabulary
 
 SMALL_TARGET = 200_000_000
 """Parameters up to which features are computed with every batch rather than kept."""
-# Rows whose logits over the whole vocabulary are in memory at once.
+# Maximum number of rows whose full logits are in memory at a time.
 _ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class TargetStates:
-    """What a drafter may read of the target's pass over sequences [B, S].
+    """The target's hidden states of sequences [B, S], which are inputs of drafters.
 
     Attributes:
         hidden: [B, S, H], after the final norm.
-        streams: the residual streams that were asked for, each [B, S, H].
+        streams: the requested residual streams, each [B, S, H].
     """
 
     hidden: Tensor
@@ -43,7 +43,7 @@ class TargetDistribution:
     """The target's prediction of the next token after each of N rows, in the draft vocabulary.
 
     Attributes:
-        top: [N] int64, the column of the likeliest of all tokens; -1 if the vocabulary lacks it.
+        top: [N] int64, column of the argmax over all tokens; -1 if it is not in the vocabulary.
         logits: [N, Vd] in the target's dtype.
         logsumexp: [N] float32, over the logits of all tokens.
     """
@@ -57,12 +57,12 @@ class TargetDistribution:
 
 
 class Target:
-    """A language model whose weights stay as they are.
+    """The target, whose weights are frozen.
 
     Attributes:
-        path: its directory.
-        network: over the dense backend of ops.
-        adapter: the directory of that which all rows pass; None: there is none.
+        path: directory of its checkpoint.
+        network: the decoder, built with the ops of `dense.py`.
+        adapter: directory of the LoRA adapter that is applied to all rows, or None.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Target:
 
     @torch.no_grad()
     def states(self, token_ids: Tensor, stream_layers: Sequence[int]) -> TargetStates:
-        """One pass over sequences [B, S], as it is served; see `Decoder` for `stream_layers`."""
+        """Run the target on sequences [B, S]; see `Decoder` for `stream_layers`."""
         batch, length = token_ids.shape
         context = DenseContext(batch, self.config.num_layers, adapted=self.adapter is not None)
         rows, ids = context.rows(torch.arange(length, device=token_ids.device)), token_ids.flatten()
@@ -93,7 +93,7 @@ class Target:
 
     @torch.no_grad()
     def distribution(self, hidden: Tensor, vocabulary: DraftVocabulary) -> TargetDistribution:
-        """Predictions from hidden states [N, H]."""
+        """Compute the predictions from hidden states [N, H]."""
         top, kept, totals = [], [], []
         head, token_ids = self.network.head, vocabulary.token_ids
         for rows in torch.split(hidden, _ROWS_AT_ONCE):
@@ -116,16 +116,15 @@ def load_target(
     max_positions: int,
     adapter: Path | None = None,
 ) -> Target:
-    """The network with its weights, which may be quantised.
+    """Load the target, which may be quantised.
 
-    Those of a small target become floats, since it runs over every batch.
+    Small targets are dequantised, because they run on every batch.
 
     Args:
-        adapter: the directory of a LoRA adapter, through which all rows pass beside the weights, as
-            they do where it is served.
+        adapter: directory of a LoRA adapter that is applied to all rows, unmerged as in serving.
 
     Raises:
-        CheckpointError: target or adapter are broken, or do not fit each other.
+        CheckpointError: target or adapter are invalid, or do not fit each other.
     """
     small = config.num_matrix_parameters <= SMALL_TARGET
     kept = frozenset[type[Weight]]() if small else KEPT_FORMATS
@@ -140,8 +139,8 @@ def load_target(
 
 
 def require_trainable(checkpoint: Checkpoint, config: DecoderConfig) -> None:
-    """Raise UsageError for a target with other layers than drafters are trained beside, and for one
-    whose features depend on how long requests may be."""
+    """Raise UsageError for targets with unsupported layers (only attention with its own KV cache
+    is), or with RoPE that depends on the maximum length of requests."""
     mixers = [layer.mixer for layer in config.layers if layer.mixer is not None]
     if not all(isinstance(mixer, AttentionSpec) for mixer in mixers):
         raise UsageError(

@@ -1,7 +1,7 @@
-"""The types that tensors in GGUF files have: blocks of numbers in a row, and what they stand for.
+"""The tensor types of GGUF files: block formats, and how blocks are dequantised.
 
 Every row is a whole number of blocks. Source: https://github.com/ggml-org/llama.cpp, the structs
-`block_*` of `ggml/src/ggml-common.h`, whose names and order of bytes are these, little endian.
+`block_*` of `ggml/src/ggml-common.h`, from which names and layouts are taken; little endian.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,23 +19,23 @@ from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.module import StoredModule, StoredQuantization
 
-_NIBBLES = 16  # bytes of 32 numbers in four bits
-_K = 256  # numbers of a block of the K types
-_HALF_EXPONENT = 0x7C  # in the upper byte of float16, all bits set in NaN and infinity
-_SLICE = 1 << 22  # numbers that are in float32 at a time, with a few copies
+_NIBBLES = 16  # bytes of 32 numbers with 4 bits each
+_K = 256  # numbers in a block of the K types
+_HALF_EXPONENT = 0x7C  # exponent bits in a float16's upper byte; all set for NaN and infinity
+_SLICE = 1 << 22  # how many numbers are dequantised to float32 at a time
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """One type.
+    """A tensor type.
 
     Attributes:
-        number: of the type in files.
-        numbers: in a block.
-        nbytes: of a block.
-        decode: blocks [B, nbytes] uint8 -> [B, numbers] float32, rounded in the order of llama.cpp.
-        floats: the dtype of types that store plain floats, one a block; None of those that round.
-        scales: bytes at which a block has numbers in float16.
+        number: id of the type in files.
+        numbers: how many numbers a block has.
+        nbytes: size of a block in bytes.
+        decode: blocks [B, nbytes] uint8 -> [B, numbers] float32, bit for bit as llama.cpp does.
+        floats: dtype of an unquantised type, whose blocks have one number; None if quantised.
+        scales: byte offsets of float16 numbers in a block.
     """
 
     name: str
@@ -48,28 +48,27 @@ class BlockType:
 
     @property
     def bits(self) -> float:
-        """Bits of a number, its share of the scales included."""
+        """Bits per number, scales included."""
         return 8 * self.nbytes / self.numbers
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of so many columns, which are whole blocks."""
+        """Size in bytes of a row of `columns` numbers, which must be whole blocks."""
         return columns // self.numbers * self.nbytes
 
     def columns(self, row_bytes: int) -> int:
-        """Columns of a row of so many bytes."""
+        """Number of columns of a row of `row_bytes`."""
         return row_bytes // self.nbytes * self.numbers
 
     def is_finite(self, raw: Tensor) -> bool:
-        """Whether raw [N, bytes of a row] uint8, of a type that rounds, has no scale that is NaN or
-        infinite."""
+        """Whether all scales in raw [N, bytes of a row] uint8, of a quantised type, are finite."""
         blocks = raw.view(-1, self.nbytes)
-        if not self.scales:  # a power of two, of which 255 is NaN
+        if not self.scales:  # MXFP4: an e8m0 scale, in which 255 is NaN
             return not bool((blocks[:, 0] == 255).any())
         ends = (blocks[:, place + 1] & _HALF_EXPONENT for place in self.scales)
         return not any(bool((end == _HALF_EXPONENT).any()) for end in ends)
 
     def dequantised(self, raw: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """raw [N, bytes of a row] uint8 -> [N, K] in `dtype`, rounded to it once."""
+        """Dequantise raw [N, bytes of a row] uint8 -> [N, K] in `dtype`, rounded only once."""
         rows, row_bytes = raw.shape
         out = torch.empty((rows, self.columns(row_bytes)), dtype=dtype, device=raw.device)
         step = max(1, _SLICE // max(1, out.shape[1]))
@@ -82,17 +81,17 @@ class BlockType:
 
 
 def _halves(blocks: Tensor, place: int, count: int = 1) -> Tensor:
-    """[B, count] float32, float16 numbers from byte `place` on."""
+    """Read `count` float16 numbers of each block from byte `place` on, [B, count] float32."""
     return blocks[:, place : place + 2 * count].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """[..., n] uint8 -> [..., 2 n] uint8: all lower halves, then all upper ones."""
+    """[..., n] uint8 -> [..., 2 n] uint8: the lower halves of all bytes, then the upper halves."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _fifth_bits(blocks: Tensor, place: int) -> Tensor:
-    """[B, 32] uint8: bit i of a word of four bytes, as 16 or 0."""
+    """[B, 32] uint8: bit i of the 32-bit word at byte `place`, times 16."""
     bits = blocks[:, place : place + 4].unsqueeze(-1) >> torch.arange(8, device=blocks.device)
     return (bits & 1).flatten(1).to(torch.uint8) << 4
 
@@ -120,8 +119,8 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """packed [B, 12] uint8 of Q4_K and Q5_K -> the scales and the minima of eight groups of 32,
-    each [B, 8] uint8 of six bits."""
+    """Unpack [B, 12] uint8 of Q4_K or Q5_K to (scales, minima) of the eight groups of 32, each
+    [B, 8] uint8 with 6 bits."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), 1)
     minima = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), 1)
@@ -129,7 +128,7 @@ def k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled_with_minima(blocks: Tensor, values: Tensor) -> Tensor:
-    """values [B, 8, 32] of Q4_K or Q5_K, with what their first 16 bytes say."""
+    """Apply the scales and minima in the first 16 bytes of Q4_K or Q5_K to values [B, 8, 32]."""
     scales, minima = k_scales(blocks[:, 4:16])
     scale, minimum = _halves(blocks, 0) * scales.float(), _halves(blocks, 2) * minima.float()
     numbers = scale.unsqueeze(-1) * values.float() - minimum.unsqueeze(-1)
@@ -148,7 +147,7 @@ def _q5_k(blocks: Tensor) -> Tensor:
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    # In each half of 128: numbers 0-31 and 32-63 are lower halves of bytes, the others upper ones.
+    # In each half of 128, numbers 0 to 63 are in the lower halves of bytes, others in the upper.
     lower = _nibbles(blocks[:, :128].view(-1, 2, 64)).view(-1, 2, 4, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(4, 1)
     upper = (blocks[:, 128:192].view(-1, 2, 1, 32) >> shifts) & 3
@@ -221,11 +220,12 @@ OTHER_TYPES: Final = {
 
 
 HARMLESS = {"quant_method"}
-_TABLE = "model.embed_tokens"  # whose rows are looked up
+_TABLE = "model.embed_tokens"
 
 
 def _pairs(halves: Tensor) -> Tensor:
-    """halves [N, G, 16] uint8, columns i and i + 16 of a group a byte -> [N, 16 G], neighbours."""
+    """Repack nibbles: halves [N, G, 16] uint8, in which a byte has columns i and i + 16 of a group,
+    -> [N, 16 G], in which it has neighbouring columns."""
     columns = torch.cat((halves & 15, halves >> 4), -1)
     return (columns[..., 0::2] | (columns[..., 1::2] << 4)).flatten(1)
 
@@ -236,18 +236,18 @@ def _as_mxfp4(raw: Tensor) -> Mxfp4Matrix:
 
 
 def form_of(kind: BlockType, is_table: bool) -> type[Weight]:
-    """The class of the matrices that a type's blocks become where a device keeps such."""
-    if kind is MXFP4:  # whose rows no class looks up
+    """The weight class that keeps this type quantised; `is_table`: rows must be looked up."""
+    if kind is MXFP4:  # no class supports looking up its rows
         return DenseMatrix if is_table else Mxfp4Matrix
     return BlockMatrix if kind.floats is None else DenseMatrix
 
 
 @dataclass(frozen=True)
 class BlockTypes(StoredQuantization):
-    """The types of the modules of one file.
+    """The types of a file's quantised modules.
 
     Attributes:
-        types: by the module's name.
+        types: types by module name.
     """
 
     types: Mapping[str, BlockType]
@@ -276,7 +276,7 @@ class BlockTypes(StoredQuantization):
         return self.types[module].numbers if module in self.types else 1
 
     def rounding(self, module: str) -> Rounding | None:
-        """None: random weights are not rounded."""
+        """None: random weights are not quantised."""
         del module
         return None
 
@@ -294,5 +294,5 @@ class BlockTypes(StoredQuantization):
 
 
 def read_settings(reader: ConfigReader) -> BlockTypes:
-    """Read what `config.py` makes of a file's tensors."""
+    """Read the types that `config.py` collects from a file's tensors."""
     return BlockTypes({name: BY_NAME[kind] for name, kind in reader.take("types", dict).items()})

@@ -1,4 +1,4 @@
-"""What config.json would say of the model in a GGUF file, from its metadata."""
+"""Translates the metadata of a GGUF file to the keys of config.json."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -16,12 +16,12 @@ from slipstream.models.safetensors_file import read_into
 QUANTIZATION_METHOD: Final = "gguf"
 _ROPE_FREQS = "rope_freqs.weight"
 _HARMLESS = {
-    "vocab_size",  # the table of embeddings tells
+    "vocab_size",  # taken from the embedding's shape
     "attention.causal",
     "rope.scaling.finetuned",
     "tensor_data_layout",
 }
-# Llama 3's own way to stretch frequencies; files have the factors that come of it.
+# Llama 3's RoPE scaling; GGUF files have the resulting factors instead.
 _LLAMA3: Final = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -30,7 +30,7 @@ _LLAMA3: Final = {
 
 
 def family_of(container: Container) -> Family:
-    """The family of the model in a file; CheckpointError for one that is not read."""
+    """The family of the model in a file; CheckpointError if it is not supported."""
     kind = container.metadata.get("general.type", "model")
     if kind != "model":
         raise CheckpointError(
@@ -49,11 +49,11 @@ def family_of(container: Container) -> Family:
 
 
 def read_config(container: Container) -> Config:
-    """The keys of config.json, under its names.
+    """Translate the metadata to the keys of config.json.
 
     Raises:
-        CheckpointError: for another family, for keys that are missing or of a wrong type, and for
-            any that is not known and might change what the model computes.
+        CheckpointError: an unsupported family, or a key that is missing, of a wrong type, or
+            unknown, so that it might affect the results.
     """
     family = family_of(container)
     prefix = f"{container.metadata['general.architecture']}."
@@ -81,7 +81,7 @@ def read_config(container: Container) -> Config:
 
 
 def _read_common(reader: ConfigReader, container: Container) -> Config:
-    """What all families have."""
+    """Read the keys that all families have."""
     tensors = container.tensors
     width, heads = reader.take("embedding_length", int), _of_layers(reader, "attention.head_count")
     if heads is None:
@@ -115,7 +115,7 @@ def _read_common(reader: ConfigReader, container: Container) -> Config:
 
 
 def _of_layers(reader: ConfigReader, key: str, default: int | None = None) -> int | None:
-    """A number of all layers, or a list with one for each, which must be alike."""
+    """Read a number for all layers, which may be a list of equal numbers, one for each layer."""
     value = reader.take_any(key)
     if not isinstance(value, list):
         return reader.take_optional(key, int, default)
@@ -125,7 +125,7 @@ def _of_layers(reader: ConfigReader, key: str, default: int | None = None) -> in
 
 
 def _short(value: float) -> float:
-    """A float32 number as it was written in decimals, most likely."""
+    """A float32 number rounded to 7 digits, most likely the decimal number that was written."""
     return float(f"{value:.7g}")
 
 
@@ -158,7 +158,8 @@ def _rope_scaling(reader: ConfigReader, container: Container, positions: int) ->
 
 
 def _from_factors(freqs: GgufTensor, reader: ConfigReader, positions: int) -> Config:
-    """What frequencies are divided by, one number each, as Llama 3's rule if it is that."""
+    """RoPE parameters from `rope_freqs`, the divisors of frequencies: Llama 3's rule if they follow
+    it, else longrope with these factors."""
     if freqs.kind != F32 or len(freqs.shape) != 1:
         raise CheckpointError(f"{reader.file}: {_ROPE_FREQS} must be a list of F32 numbers")
     factors = torch.empty(freqs.shape)
@@ -183,8 +184,8 @@ def _from_factors(freqs: GgufTensor, reader: ConfigReader, positions: int) -> Co
 
 
 def _dtype(tensors: Sequence[GgufTensor] | Any) -> str:
-    """What the model computes in unless somebody asks for another: the dtype of most numbers of
-    its matrices, bfloat16 for blocks."""
+    """The model's default dtype: that of most numbers of its matrices; quantised types count as
+    bfloat16."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors:
         if len(tensor.shape) > 1:
@@ -195,7 +196,7 @@ def _dtype(tensors: Sequence[GgufTensor] | Any) -> str:
 
 
 def sampling_defaults(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What generation_config.json would say, of the keys that somebody reads."""
+    """Sampling defaults from the metadata, by the keys of generation_config.json."""
     names = {
         "temp": "temperature",
         "top_k": "top_k",

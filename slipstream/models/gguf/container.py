@@ -1,8 +1,7 @@
-"""Reading GGUF files: strictly, their headers alone, and never more memory than they fill.
+"""Reads and strictly checks the headers of GGUF files; counts in a header are not trusted.
 
-A file has a magic word, a version, counts, pairs of metadata, descriptions of tensors, and the
-tensors' bytes, each beginning at a multiple of the alignment. Source:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+A file has a magic number, a version, counts, metadata pairs, tensor descriptions, and the tensors'
+bytes, each aligned. Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import re
@@ -24,22 +23,22 @@ from slipstream.models.safetensors_file import TensorEntry, require_content
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 _ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 16
-_BIG_ENDIAN = 1 << 24  # versions are below it, unless their bytes are turned round
+_BIG_ENDIAN = 1 << 24  # a version is only this large if its byte order is swapped
 _SPLIT_NAME: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
-_KEPT = 8  # headers of files that were read last
-# Of a tensor, at least: the length of its name, its dimensions and one size, type and offset.
+_KEPT = 8  # number of cached headers
+# Minimum for a tensor: the length of its name, number of dimensions, one size, type and offset.
 _LEAST_TENSOR_BYTES = 32
-_LEAST_PAIR_BYTES = 13  # of metadata: the length of a key, a type and a value
+_LEAST_PAIR_BYTES = 13  # minimum for a metadata pair: the length of the key, type and value
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor, as a file describes it.
+    """The description of a tensor.
 
     Attributes:
-        kind: of its numbers.
-        shape: the slowest dimension first, so that a matrix is [rows, columns].
-        offset: of its first byte from the start of the file.
+        kind: type of its blocks.
+        shape: slowest dimension first, so that a matrix is [rows, columns].
+        offset: offset in bytes of its first byte from the start of the file.
     """
 
     name: str
@@ -50,8 +49,8 @@ class GgufTensor:
     nbytes: int
 
     def entry(self, name: str) -> TensorEntry:
-        """Where its bytes lie, under another name: plain floats of `shape`, or bytes, as many in
-        the last dimension as a row has."""
+        """The tensor's entry under another name: floats of `shape`, or for quantised types uint8,
+        whose last dimension is the bytes of a row."""
         dtype, shape = self.kind.floats, self.shape
         if dtype is None:
             dtype, shape = torch.uint8, (*shape[:-1], self.kind.row_bytes(shape[-1]))
@@ -60,12 +59,12 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class Container:
-    """What the header of a GGUF file says, or those of all parts of a split one.
+    """The header of a GGUF file, or the headers of all parts of a split one.
 
     Attributes:
-        path: of the file, the first one where it is split.
-        metadata: of that file.
-        tensors: by name, of all files.
+        path: path of the file, or of the first part.
+        metadata: metadata of that file.
+        tensors: tensors of all parts, by name.
     """
 
     path: Path
@@ -74,13 +73,13 @@ class Container:
 
 
 def read_container(path: Path) -> Container:
-    """The header of a GGUF file, and those of the other parts of a split one.
+    """Read the header of a GGUF file, and of the other parts if it is split.
 
-    What has been read is not read again while the files stay as they are.
+    Headers are cached until a file changes.
 
     Raises:
-        CheckpointError: for all that is not as the format has it, for types of numbers that are
-            not read, and for parts that are missing.
+        CheckpointError: a header violates the format, a tensor type is not supported, or a part is
+            missing.
     """
     first, *others = split_paths(path)
     container = _read(first)
@@ -104,7 +103,7 @@ def read_container(path: Path) -> Container:
 
 
 def split_paths(path: Path) -> list[Path]:
-    """All parts of a split file, by the name of any of them; of another file itself."""
+    """The paths of all parts of a split file, given any of them; of other files only `path`."""
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None or int(match[3]) < 2:
         return [path]
@@ -122,7 +121,7 @@ def _read(file: Path) -> Container:
 
 @lru_cache(_KEPT)
 def _read_as_it_is(file: Path, size: int, changed: int) -> Container:
-    """The header of one file of so many bytes, last changed then."""
+    """Read the header of one file; size and time of its last change are the cache's key."""
     del changed
     require_content(file)
     with HeaderReader(file, size) as header:
@@ -173,7 +172,7 @@ def _padded(position: int, alignment: int) -> int:
 
 
 def _tensor(file: Path, header: HeaderReader) -> GgufTensor:
-    """A tensor whose offset is still that in the data."""
+    """Read the description of a tensor; its offset is relative to the start of the data."""
     name = header.text("the name of a tensor")
     where = f"tensor {name} in {file}"
     dimensions = header.integer("I", where)
@@ -208,7 +207,7 @@ def _kind(where: str, number: int) -> BlockType:
 def _check_layout(
     file: Path, tensors: list[GgufTensor], start: int, size: int, alignment: int
 ) -> None:
-    """The tensors must follow each other, but for alignment, up to the end of the file."""
+    """Raise CheckpointError unless tensors are contiguous, but for alignment, and fill the file."""
     position, previous = start, "the header"
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         if tensor.offset != position:
@@ -230,17 +229,17 @@ def _check_layout(
         )
 
 
-_TABLE = "token_embd.weight"  # whose rows are looked up
+_TABLE = "token_embd.weight"
 
 
 @dataclass(frozen=True)
 class TypeBytes:
-    """All tensors of one type that become the same.
+    """The tensors of one type that are loaded in the same way.
 
     Attributes:
-        num_bytes: in the file.
-        becomes: None: they stay what is stored; else the dtype that they get.
-        rounded: whether that dtype has other numbers than the file.
+        num_bytes: their bytes in the file.
+        becomes: dtype that they are converted to; None: they are kept as stored.
+        rounded: whether the conversion may change numbers.
     """
 
     type: str
@@ -252,11 +251,11 @@ class TypeBytes:
 def types_by_bytes(
     container: Container, dtype: torch.dtype, kept: Collection[type[Weight]]
 ) -> list[TypeBytes]:
-    """The types of a file, those of most bytes first.
+    """The types of a file and how they are loaded, sorted by bytes, largest first.
 
     Args:
-        dtype: of the model's parameters.
-        kept: classes of the matrices that stay what is stored on the device.
+        dtype: dtype of the model's parameters.
+        kept: weight classes that the device multiplies without dequantising.
     """
     sizes: dict[tuple[BlockType, bool], int] = {}
     for tensor in container.tensors.values():
@@ -272,7 +271,7 @@ def types_by_bytes(
 
 
 def _loses(kind: BlockType, dtype: torch.dtype) -> bool:
-    """Whether numbers of a type may change where they become a dtype."""
+    """Whether conversion of a type to `dtype` may change numbers."""
     if dtype == torch.float32 or kind.floats == dtype:
         return False
     # Powers of two times four bits; everything else has scales of eleven bits or more.

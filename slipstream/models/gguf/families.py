@@ -1,5 +1,4 @@
-"""Families of models in GGUF files: what their keys and tensors are called in config.json and in
-safetensors.
+"""Model families in GGUF files: the names of their keys and tensors in config.json and safetensors.
 
 Sources: https://github.com/ggml-org/llama.cpp, `convert_hf_to_gguf.py` and `src/models`.
 """
@@ -45,14 +44,14 @@ _EXPERTS: Final = {
 
 @dataclass(frozen=True)
 class Family:
-    """One `general.architecture`.
+    """How one `general.architecture` is translated.
 
     Attributes:
-        architecture, model_type: of config.json.
-        read: takes the keys that the family has of its own; gives those of config.json, of which
-            some may stand in the place of common ones.
-        layer: modules of a layer, the numbers of experts in the place of braces.
-        rename: whole tensors of a layer, where the ending changes.
+        architecture, model_type: values of these keys in config.json.
+        read: reads the family's own keys; returns keys of config.json, which are added to the
+            common ones or replace them.
+        layer: names of a layer's modules; braces stand for the expert's number.
+        rename: names of a layer's tensors whose ending differs, too.
     """
 
     architecture: str
@@ -63,7 +62,7 @@ class Family:
 
 
 def _llama(reader: ConfigReader, common: Config) -> Config:
-    """Rows of queries and keys stand in pairs, which its rotation takes."""
+    """The rows of queries and keys are in the order of interleaved RoPE."""
     del common
     reader.expect("expert_count", 0)
     reader.take("expert_used_count", int, 0)
@@ -100,7 +99,7 @@ def _gpt_oss(reader: ConfigReader, common: Config) -> Config:
     }
 
 
-_LAYERS_OF_27B = 62  # whose scores alone are not scaled by the size of a head
+_LAYERS_OF_27B = 62  # only the 27B model scales scores by something else than the head size
 
 
 def _gemma3(reader: ConfigReader, common: Config) -> Config:
@@ -113,12 +112,12 @@ def _gemma3(reader: ConfigReader, common: Config) -> Config:
         "rope_local_base_freq": reader.take("rope.freq_base_swa", float, 10_000.0),
         "query_pre_attn_scalar": width // heads if largest and heads else common["head_dim"],
         "final_logit_softcapping": reader.take("final_logit_softcapping", float, 0.0) or None,
-        "zero_centred_norms": False,  # 1 has been added to them
+        "zero_centred_norms": False,  # the file's norms include the 1
     }
 
 
 def _slides(reader: ConfigReader, common: Config, usual: int) -> Config:
-    """The types of layers: all but every n-th have a window, or as a list tells."""
+    """The layer types: from a list, or all but every n-th layer have a sliding window."""
     key = "attention.sliding_window_pattern"
     given = reader.take_any(key)
     count = common["num_hidden_layers"]
@@ -167,15 +166,15 @@ FAMILIES: Final = {
 
 _IN_LAYER = re.compile(r"blk\.(\d+)\.((\w+)\.(weight|bias))")
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.")
-_MOST_EXPERTS = 4096  # several times those of any model: each gets a name
-# What the metadata's reader takes, and no layer.
+_MOST_EXPERTS = 4096  # a limit for broken files, since each expert gets a name
+# Tensors that are read with the metadata, not by layers.
 _OF_CONFIG = ("rope_freqs.weight",)
 
 
 def renamed_entries(container: Container) -> dict[str, TensorEntry]:
-    """Every tensor as its bytes lie, those of experts one by one.
+    """All tensors by their names in safetensors; stacked experts are split into separate entries.
 
-    A tensor that has no name but its own keeps that: whoever loads refuses it.
+    A tensor without a translation keeps its name, so that loading rejects it as unknown.
     """
     return {
         entry.name: entry
@@ -185,7 +184,7 @@ def renamed_entries(container: Container) -> dict[str, TensorEntry]:
 
 
 def stored_types(container: Container) -> dict[str, str]:
-    """The type of each module that is stored in blocks, by the module's name."""
+    """The types of the quantised modules, by module name."""
     return {
         name.removesuffix(".weight"): tensor.kind.name
         for tensor, names in _renamed(container)
@@ -195,7 +194,7 @@ def stored_types(container: Container) -> dict[str, str]:
 
 
 def _renamed(container: Container) -> Iterator[tuple[GgufTensor, list[str]]]:
-    """Every tensor that layers may read, and its names: several for experts."""
+    """All tensors that layers may read, with their names: several for stacked experts."""
     family = FAMILIES[str(container.metadata["general.architecture"])]
     for tensor in container.tensors.values():
         if tensor.name not in _OF_CONFIG:
@@ -221,7 +220,7 @@ def _names(tensor: GgufTensor, family: Family) -> list[str]:
 
 
 def _split(tensor: GgufTensor, names: list[str]) -> Iterator[TensorEntry]:
-    """A tensor, or one for each name, of which the first dimension has one."""
+    """The tensor's entry, or for several names one entry for each index of the first dimension."""
     if _OF_EXPERT.search(names[0]) is None:
         yield tensor.entry(names[0])
         return

@@ -1,4 +1,4 @@
-"""Where GGUF files lie: named by themselves, in a directory, or in a repository of the hub."""
+"""Finds GGUF files: by path, in a directory, or in a repository of the hub."""
 
 import re
 from pathlib import Path
@@ -15,17 +15,17 @@ USUAL: Final = "Q4_K_M"
 _TAGGED = re.compile(r"(?P<name>[^:]+):(?P<tag>[\w.-]+)")
 _REPOSITORY = re.compile(r".+-gguf", re.IGNORECASE)
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
-_PROJECTOR = "mmproj"  # of models that see: a file beside that of the model
+_PROJECTOR = "mmproj"  # in the names of files with a vision tower
 _SHOWN = 12
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is meant to be that of a GGUF file."""
+    """Whether a path has the name of a GGUF file."""
     return path.name.lower().endswith(EXTENSION)
 
 
 def split_tag(name: str) -> tuple[str, str | None] | None:
-    """The hub name and the tag of what a user names; None where no GGUF file is meant."""
+    """Split a model name into hub name and tag (None without one); None if it is not GGUF."""
     match = _TAGGED.fullmatch(name)
     if match is not None:
         return match["name"], match["tag"]
@@ -33,7 +33,7 @@ def split_tag(name: str) -> tuple[str, str | None] | None:
 
 
 def patterns(tag: str) -> list[str]:
-    """Patterns for the files of a repository that a tag means, in the spellings that there are."""
+    """Patterns of the names of a repository's files with a tag, in all usual spellings."""
     return [
         pattern
         for spelling in dict.fromkeys((tag, tag.lower(), tag.upper()))
@@ -48,7 +48,7 @@ def patterns(tag: str) -> list[str]:
 
 
 def models_among(files: list[Path], tag: str | None = None) -> list[Path]:
-    """The models among files, the first part of each: those that a tag means, or all."""
+    """The models among files, with a tag or all; of a split model only the first part."""
     found = [file for file in files if is_gguf(file) and _PROJECTOR not in file.name.lower()]
     if tag is not None:
         found = [file for file in found if any(map(file.match, patterns(tag)))]
@@ -59,7 +59,7 @@ def model_in(folder: Path, tag: str | None = None) -> Path | None:
     """The one GGUF model in a directory; None if there is none, or a checkpoint of another kind.
 
     Raises:
-        CheckpointError: there are several.
+        CheckpointError: there is more than one.
     """
     if tag is None and any(folder.glob("*.safetensors")):
         return None
@@ -70,7 +70,7 @@ def model_in(folder: Path, tag: str | None = None) -> Path | None:
 
 
 def split_stem(path: Path) -> str:
-    """A model's file name without its ending and the number of a part; a tag that means it."""
+    """A model's file name without extension and part number, which may be used as a tag."""
     return _NUMBER.sub("", path.name[: -len(EXTENSION)])
 
 
@@ -90,13 +90,13 @@ def listed(files: list[Path]) -> str:
 
 
 def fetch_model(name: str, tag: str | None, revision: str | None) -> Path:
-    """The path of a model of a repository, fetched where needed.
+    """The path of a GGUF model of a hub repository, which is downloaded if necessary.
 
     Args:
-        tag: what the file's name says of its types, "Q8_0"; None: the usual one, or the only one.
+        tag: quantization in the file's name, such as "Q8_0"; None: `USUAL`, or the only model.
 
     Raises:
-        CheckpointError: there is none, or several, or the hub does not give it.
+        CheckpointError: no model or several match, or the download fails.
     """
     wanted = tag or USUAL
     found = model_in(download(name, revision, patterns(wanted)), wanted)

@@ -1,4 +1,4 @@
-"""The numbers, texts and lists that a GGUF header is made of, little endian."""
+"""Parses the numbers, texts and lists of a GGUF header (little endian)."""
 
 import struct
 from pathlib import Path
@@ -14,12 +14,12 @@ Value = bool | int | float | str | list[int] | list[float] | list[str]
 
 DAMAGED: Final = "copy or download the file again"
 
-_MAX_BYTES = 64 << 20  # of a header: several times those of the largest vocabularies
-_STEP = 1 << 20  # bytes that are read at once
+_MAX_BYTES = 64 << 20  # maximum size of a header; the largest vocabularies need far less
+_STEP = 1 << 20  # number of bytes that are read at a time
 _MAX_KEY = 1 << 16
 _STRING, _LIST = 8, 9
 _LENGTH = struct.Struct("<Q")
-# Letters of `struct` and of numpy's dtypes, by the numbers of the types.
+# Format letters of `struct` and of numpy by type id.
 _SCALARS: Final = {
     **{0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B"},
     **{10: "Q", 11: "q", 12: "d"},
@@ -28,16 +28,15 @@ _BOOL = 7
 
 
 class HeaderReader:
-    """Reads a header from the front to the back, no more of the file than is asked for.
+    """Reads a header sequentially, without reading much beyond it.
+
+    All methods raise CheckpointError if the file ends too early or violates the format.
 
     Args:
-        size: of the file.
-
-    Raises:
-        CheckpointError: what is asked for is not there, or not as the format has it.
+        size: size of the file in bytes.
 
     Attributes:
-        position: of the byte that comes next.
+        position: offset of the next byte.
     """
 
     def __init__(self, file: Path, size: int) -> None:
@@ -61,24 +60,25 @@ class HeaderReader:
         self._file.close()
 
     def take(self, count: int, what: str) -> bytes:
-        """The next bytes, so many of them."""
+        """Read the next `count` bytes."""
         start = self._pass(count, what)
         return bytes(self._bytes[start : start + count])
 
     def integer(self, letter: str, what: str) -> int:
-        """An integer of a type by its letter of `struct`."""
+        """Read an integer; `letter` is its format in `struct`."""
         form = struct.Struct("<" + letter)
         start = self._pass(form.size, what)
         return int(form.unpack_from(self._bytes, start)[0])
 
     def count(self, least: int, what: str) -> int:
-        """How many there are of something that takes at least so many bytes of the header."""
+        """Read the number of items whose size is at least `least` bytes each; checks that they fit
+        into the header."""
         number = self.integer("Q", f"the number of {what}")
         self._require(number * least, f"{number} {what}")
         return number
 
     def text(self, what: str, most: int = _MAX_BYTES) -> str:
-        """A text of at most so many bytes."""
+        """Read a text of at most `most` bytes."""
         length = self.integer("Q", what)
         if length > most:
             raise CheckpointError(f"{self._path}: {what} has {length} bytes; {DAMAGED}")
@@ -86,7 +86,7 @@ class HeaderReader:
         return self._decoded(start, start + length, what)
 
     def metadata(self, count: int) -> dict[str, Value]:
-        """So many pairs of a key and a value."""
+        """Read `count` pairs of a key and a value."""
         found: dict[str, Value] = {}
         for _ in range(count):
             key = self.text("a key of its metadata", _MAX_KEY)
@@ -123,7 +123,7 @@ class HeaderReader:
         position, held = self.position, len(self._bytes)
         length_at, header = _LENGTH.unpack_from, self._bytes
         try:
-            for _ in range(count):  # hundreds of thousands: what can be is done here in place
+            for _ in range(count):  # hundreds of thousands, so this loop avoids method calls
                 start = position + 8
                 if start > held:
                     self._require(start - self.position, key)
@@ -159,14 +159,14 @@ class HeaderReader:
         )
 
     def _pass(self, count: int, what: str) -> int:
-        """Where the next so many bytes begin, which are there, and are passed by."""
+        """Skip the next `count` bytes, and return the index in memory of the first."""
         start = self.position
         self._require(count, what)
         self.position = start + count
         return start
 
     def _require(self, count: int, what: str) -> None:
-        """Have so many bytes from the position on in memory."""
+        """Read until `count` bytes from `position` on are in memory."""
         end = self.position + count
         if end > self._size:
             raise CheckpointError(

@@ -1,11 +1,10 @@
 """The tokenizer and the chat templates of a GGUF file, from its metadata.
 
-A text gets the tokens that llama.cpp gives it, where it reads special tokens in a text as such.
+Texts get the same tokens as in llama.cpp with parsing of special tokens.
 
-Byte-level vocabularies split a text before anything is merged, by `tokenizer.ggml.pre`. Each name
-of that stands for expressions, of which the second splits what the first has left together, and
-so on. Source: https://github.com/ggml-org/llama.cpp, `src/llama-vocab.cpp`: its expressions, since
-its tokens are those that users of a file expect.
+Byte-level vocabularies split a text before merges, as `tokenizer.ggml.pre` says. Each of its values
+stands for a list of regular expressions; each one splits the pieces that the previous one left. The
+expressions are those of https://github.com/ggml-org/llama.cpp, `src/llama-vocab.cpp`.
 """
 
 import re
@@ -28,22 +27,22 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 _PREFIX = "tokenizer.ggml."
 _ENDS: Final = ("eos", "eot", "eom")
-# Texts of control tokens that end an answer, which files do not name by a key of their own.
+# Texts of control tokens that end an answer but have no metadata key.
 _END_TEXTS: Final = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
     *("<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_utterance>", "<EOT>", "[EOT]"),
 )
-# In the harmony format a message ends so, and the answer goes on.
+# In the harmony format <|end|> only ends a message, and the answer goes on.
 _HARMONY = ("<|return|>", "<|call|>", "<|end|>")
 
 
 def key(name: str) -> str:
-    """The whole name of a key of the tokenizer."""
+    """The full name of one of the tokenizer's metadata keys."""
     return _PREFIX + name
 
 
 def take(container: Container, name: str, kind: type[T], default: T) -> T:
-    """The value of a key of the tokenizer; CheckpointError if it is of another type."""
+    """The value of a tokenizer key, or the default; CheckpointError if it has another type."""
     value = container.metadata.get(key(name), default)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise CheckpointError(
@@ -53,7 +52,7 @@ def take(container: Container, name: str, kind: type[T], default: T) -> T:
 
 
 def texts(container: Container) -> list[str]:
-    """The text of every token; empty without a vocabulary."""
+    """The texts of all tokens; empty without a vocabulary."""
     found = take(container, "tokens", list, [])
     if not all(isinstance(text, str) for text in found[:1]):
         raise CheckpointError(f"{container.path}: {key('tokens')} must be texts")
@@ -61,7 +60,7 @@ def texts(container: Container) -> list[str]:
 
 
 def numbers(container: Container, name: str, default: float) -> list[float]:
-    """A number for every token."""
+    """One number for each token, the default for all if the key is missing."""
     count = len(texts(container))
     found = take(container, name, list, [])
     if not found:
@@ -85,8 +84,7 @@ def token_id(container: Container, role: str) -> int | None:
 
 
 def end_ids(container: Container) -> list[int]:
-    """The tokens that end an output: those with such a role, and control tokens that by their texts
-    do the same."""
+    """The ids that end an output: tokens with an end role, and control tokens with an end text."""
     named = [token_id(container, role) for role in _ENDS]
     return list(dict.fromkeys([*(it for it in named if it is not None), *_by_text(container)]))
 

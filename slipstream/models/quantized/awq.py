@@ -4,8 +4,8 @@
     qzeros  [G, N / 8] int32        the same
     scales  [G, N]
 
-weight = (q - zero) * scale. The eight rows of a word stand in the order 0 2 4 6 1 3 5 7 from its
-lowest bits up.
+weight = (q - zero) * scale. A word packs eight rows in the order 0 2 4 6 1 3 5 7, lowest bits
+first.
 """
 
 from dataclasses import dataclass
@@ -31,16 +31,16 @@ HARMLESS = {
     "exllama_config",
     "fuse_max_seq_len",
     "modules_to_fuse",
-    "modules_to_not_convert",  # what is stored tells the same
+    "modules_to_not_convert",  # the stored tensors show which modules are quantised
     "pre_quantized",
     "quant_method",
 }
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the rows 0 to 7 in a word
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of rows 0 to 7
 
 
 @dataclass(frozen=True)
 class Awq(StoredQuantization):
-    """The settings of one checkpoint; `group` None: all columns."""
+    """AWQ settings of a checkpoint; `group` is in columns, None: one group a row."""
 
     group: int | None
 
@@ -77,7 +77,7 @@ def _rows(words: Tensor) -> Tensor:
 
 
 def read_settings(reader: ConfigReader) -> Awq:
-    """Read a quantization_config; keys that could change the numbers are read or refused."""
+    """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     reader.expect("bits", 4)
     reader.expect("zero_point", True)
     for key in ("version", "format"):

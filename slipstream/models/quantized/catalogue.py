@@ -1,4 +1,4 @@
-"""Which quantised formats there are, and reading a checkpoint's own description of it."""
+"""The supported quantised formats, and the function that reads a quantization_config."""
 
 import importlib
 from collections.abc import Callable, Collection, Mapping
@@ -11,7 +11,7 @@ from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.module import StoredQuantization
 
 _MODELOPT = "slipstream.models.quantized.modelopt"
-# A new format is one file and one line here.
+# To add a format, write its file and add one line here.
 FORMATS: Final = {
     "awq": "slipstream.models.quantized.awq",
     "compressed-tensors": "slipstream.models.quantized.compressed_tensors",
@@ -36,10 +36,10 @@ _FOR_HEADS = (
 
 
 def refuse_quantized(config: Mapping[str, Any], file: str | Path, why: str = _FOR_HEADS) -> None:
-    """Raise CheckpointError where a config.json asks for quantised weights.
+    """Raise CheckpointError if a config.json has a quantization_config.
 
     Args:
-        why: who does not read them, and what to do.
+        why: reason and advice, for the message.
     """
     for key in QUANTIZATION_KEYS:
         settings = config.get(key)
@@ -53,10 +53,11 @@ def refuse_quantized(config: Mapping[str, Any], file: str | Path, why: str = _FO
 def read_quantization(
     config: Mapping[str, Any], file: str | Path = "config.json"
 ) -> StoredQuantization | None:
-    """How the matrices of a checkpoint with this config.json are stored; None: unquantised.
+    """Read the quantization settings from a config.json; None: unquantised.
 
-    Raises CheckpointError for a format that is not supported, and for each of its settings that
-    is missing, unknown or not supported.
+    Raises:
+        CheckpointError: an unsupported format, or a setting that is missing, unknown or
+            unsupported.
     """
     found = [key for key in QUANTIZATION_KEYS if config.get(key)]
     if not found:
@@ -73,8 +74,8 @@ def read_quantization(
 
 
 def require_format(checkpoint: Checkpoint, name: str) -> None:
-    """Raise UsageError unless a checkpoint is stored in the format that a user names, which may be
-    the name of one of vLLM's kernels for it."""
+    """Raise UsageError unless the checkpoint has the quantised format `name`, which may also be a
+    name of one of vLLM's kernels for it."""
     settings = next((checkpoint.config.get(key) for key in QUANTIZATION_KEYS), None)
     beside = checkpoint.config_file.with_name(_BESIDE).is_file()
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None

@@ -2,15 +2,15 @@
 
     pack-quantized     weight_packed [N, K b / 32] int32, packed along K, the first column lowest
                        weight_scale [N, G]; weight_zero_point [N b / 32, G] int32, packed along N
-                       weight_shape [2]; weight_g_idx [K] where columns were reordered
+                       weight_shape [2]; weight_g_idx [K] if columns were reordered
     int-quantized      weight [N, K] int8, weight_scale [N, 1] or one number
     float-quantized    weight [N, K] e4m3, weight_scale the same, or of blocks
     nvfp4-pack-quantized, mxfp4-pack-quantized
-                       weight_packed [N, K / 2] uint8, weight_scale of groups (`float4.py`), and of
-                       NVFP4 weight_global_scale, one number that the others are divided by
+                       weight_packed [N, K / 2] uint8, weight_scale of groups (`float4.py`); NVFP4
+                       also weight_global_scale, one number that weight_scale is divided by
 
-Which modules have which scheme is told by groups of settings, each with names, patterns of names
-("re:...") or the class Linear.
+config_groups gives each scheme its targets: module names, regular expressions ("re:...") or the
+class Linear.
 """
 
 from dataclasses import dataclass
@@ -55,14 +55,15 @@ _SHARED_SCALES: Final = {  # floats: how scales are shared, and by how many colu
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the modules of a group are stored.
+    """The quantization scheme of the modules of one config group.
 
     Attributes:
         format: one of `FORMATS`.
-        group: columns of a group; None: all of them.
-        block: rows and columns of a block, of floats; None: a scale a row or matrix.
-        ordered: columns of a group may stand anywhere.
-        rounds_input: activations are to be rounded; those beside integers row by row.
+        group: number of columns that share a scale; None: all columns.
+        block: (rows, columns) of a block that shares a scale, for FP8; None: a scale for each row
+            or for the matrix.
+        ordered: weights have an activation order (g_idx), so a group's columns may be scattered.
+        rounds_input: activations are quantised at run time; next to integer weights, per row.
     """
 
     format: str
@@ -76,7 +77,7 @@ class Scheme:
 
 
 def read_scheme(group: ConfigReader, format: str) -> Scheme:
-    """Read one group of settings; CheckpointError names a key that is not supported."""
+    """Read one config group; CheckpointError names a key that is not supported."""
     weights = group.nested("weights")
     is_float, bits = _is_float(weights), weights.take("num_bits", int, 8)
     _require_kind(weights, format, is_float, bits)
@@ -113,7 +114,7 @@ def _require_kind(weights: ConfigReader, format: str, is_float: bool, bits: int)
 def _read_strategy(
     weights: ConfigReader, format: str, is_float: bool
 ) -> tuple[int | None, tuple[int, int] | None]:
-    """(columns of a group, block), None of each for a scale a row or matrix."""
+    """(columns of a group, block); both None for a scale for each row or for the matrix."""
     size = weights.take_optional("group_size", int)
     block = weights.take_optional("block_structure", list)
     implied = "tensor" if size is None else "channel" if size == -1 else "group"
@@ -135,7 +136,7 @@ def _read_strategy(
 
 
 def _read_order(weights: ConfigReader) -> bool:
-    """Whether the columns of a group may stand anywhere; other orders change nothing here."""
+    """Whether weights need g_idx; other values of `actorder` do not affect how they are read."""
     order = weights.take_any("actorder")
     if order not in (None, True, False, "group", "dynamic", "weight", "static"):
         raise weights.error("actorder", f"is {order!r}, but must be group, weight or null")
@@ -143,13 +144,13 @@ def _read_order(weights: ConfigReader) -> bool:
 
 
 def _read_activations(group: ConfigReader, format: str, is_float: bool) -> bool:
-    """Whether activations are rounded at run time.
+    """Whether activations are quantised at run time.
 
-    Rounding of FP8 activations by stored scales or in groups is for kernels that need it: here the
-    numbers of such a checkpoint's weights are used and activations stay as they are.
+    Static scales and groups of FP8 activations are not applied: such checkpoints run with their
+    quantised weights and unquantised activations.
     """
     if not group.take("input_activations", dict, {}) or format in _SHARED_SCALES:
-        return False  # beside four-bit floats activations keep their dtype
+        return False  # activations keep their dtype next to MXFP4 and NVFP4 weights
     inputs = group.nested("input_activations")
     floats, bits = _is_float(inputs), inputs.take("num_bits", int, 8)
     if format == _PACKED or floats != is_float or bits != 8:
@@ -173,7 +174,7 @@ def _read_activations(group: ConfigReader, format: str, is_float: bool) -> bool:
 
 
 def _pass_over_search(settings: ConfigReader) -> None:
-    """Accept keys about how scales were found and stored."""
+    """Accept keys about how scales were calibrated and stored."""
     for key in ("observer", "observer_kwargs", "scale_dtype", "zp_dtype"):
         settings.take_any(key)
 
@@ -195,11 +196,11 @@ _OF_SPARSITY = (
 
 @dataclass(frozen=True)
 class CompressedTensors(StoredQuantization):
-    """The settings of one checkpoint.
+    """Compressed-tensors settings of a checkpoint.
 
     Attributes:
-        groups: (targets, scheme) of each group of settings.
-        unquantised: modules that are not stored so.
+        groups: (targets, scheme) of each config group.
+        unquantised: modules that are not quantised.
     """
 
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]
@@ -242,8 +243,8 @@ class CompressedTensors(StoredQuantization):
         return _rounding(scheme) or super().rounding(module)
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """The scheme of a module of this name; targets that name it come before those that name
-        its class. None: no group of settings is about it."""
+        """The scheme of a module; targets by name take precedence over targets by class. None: no
+        config group matches it."""
         by_class: Scheme | None = None
         for targets, scheme in self.groups:
             if any(matches(target, module) for target in targets):
@@ -335,7 +336,7 @@ def _read_int8(module: StoredModule, rows: int, columns: int, scheme: Scheme) ->
 
 
 def read_settings(reader: ConfigReader) -> CompressedTensors:
-    """Read a quantization_config; keys that could change the numbers are read or refused."""
+    """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     status = reader.take("quantization_status", str, "compressed")
     if status not in ("compressed", "frozen"):
         raise reader.error("quantization_status", f"is {status!r}; finish the quantization first")

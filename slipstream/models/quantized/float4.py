@@ -1,7 +1,7 @@
-"""Matrices of four-bit floats as checkpoints store them, two columns a byte, the even one below.
+"""Reads MXFP4 and NVFP4 matrices. A byte has two columns, the even one in the lower half.
 
-MXFP4  scales [N, K / 32] e8m0, as such or as bytes
-NVFP4  scales [N, K / 16] e4m3, and one float32 for the whole
+MXFP4  scales [N, K / 32], e8m0 or uint8 with the same bits
+NVFP4  scales [N, K / 16] e4m3, and one float32 global scale
 """
 
 import torch
@@ -13,14 +13,14 @@ from slipstream.models.quantized.module import StoredModule
 
 BYTES = (torch.uint8,)
 POWERS = (torch.uint8, torch.float8_e8m0fnu)
-_NAN = 255  # of e8m0
+_NAN = 255  # NaN in e8m0
 _SCALARS = (), (1,), (1, 1)
 
 
 def read_mxfp4(
     module: StoredModule, rows: int, columns: int, values: str, scales: str
 ) -> Mxfp4Matrix:
-    """A matrix whose tensors have these endings."""
+    """Read an MXFP4 matrix [rows, columns]; `values` and `scales` are tensor name endings."""
     group = Mxfp4Matrix.group
     module.require_groups(columns, group)
     found = module.take(values, BYTES, (rows, columns // 2), stays=True)
@@ -30,7 +30,7 @@ def read_mxfp4(
 
 
 def require_powers(module: StoredModule, scales: str, powers: Tensor) -> None:
-    """Raise CheckpointError where a scale of e8m0 is no number."""
+    """Raise CheckpointError if an e8m0 scale is NaN."""
     if bool((powers == _NAN).any()):
         raise module.error(
             f"holds {_NAN}, which is NaN, in the scales {module.full_name(scales)}; copy or "
@@ -41,10 +41,11 @@ def require_powers(module: StoredModule, scales: str, powers: Tensor) -> None:
 def read_nvfp4(
     module: StoredModule, rows: int, columns: int, values: str, whole: str, divides: bool
 ) -> Nvfp4Matrix:
-    """A matrix whose values and global scale have these endings.
+    """Read an NVFP4 matrix [rows, columns].
 
     Args:
-        divides: the global scale is what numbers are divided by, and else a factor.
+        values, whole: name endings of the packed values and the global scale.
+        divides: weights are divided by the global scale instead of multiplied.
     """
     group = Nvfp4Matrix.group
     module.require_groups(columns, group)

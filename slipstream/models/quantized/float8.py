@@ -1,10 +1,10 @@
-"""FP8 checkpoints of DeepSeek's and Qwen's kind, and those of one scale a matrix.
+"""FP8 checkpoints (DeepSeek, Qwen) with a scale for each block, each row or each matrix.
 
     weight           [N, K] e4m3
     weight_scale_inv [N / b, K / b], rounded up, or weight_scale, one number or one a row
 
-weight = stored * scale, whatever the scale is called. Kernels for FP8 round activations too, at run
-time ("dynamic") or by input_scale ("static").
+weight = stored * scale in all cases, despite the name weight_scale_inv. FP8 kernels also quantise
+activations, with scales computed at run time ("dynamic") or with input_scale ("static").
 """
 
 from dataclasses import dataclass
@@ -28,10 +28,10 @@ _SQUARE = (BLOCK, BLOCK)
 
 @dataclass(frozen=True)
 class Float8(StoredQuantization):
-    """The settings of one checkpoint; `block` None: a scale for all of a matrix, or for each row.
+    """FP8 settings of a checkpoint; `block` None: a scale for the matrix or for each row.
 
     Attributes:
-        unquantised: modules that are not stored so.
+        unquantised: modules that are not quantised.
     """
 
     block: tuple[int, int] | None
@@ -59,25 +59,25 @@ class Float8(StoredQuantization):
 
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
         names = ("weight_scale_inv", "weight_scale")
-        usual = names[1 if self.block is None else 0]  # is named where neither is there
+        usual = names[1 if self.block is None else 0]  # the name in the error if both are missing
         name = next((it for it in names if it in module), usual)
         return read_float8(module, rows, columns, name, self.block)
 
 
 def block_words(block: tuple[int, int] | None) -> str:
-    """A description of what shares a scale."""
+    """A description of the block size for the log."""
     return "a scale a row or matrix" if block is None else f"blocks of {block[0]} x {block[1]}"
 
 
 def float8_kind(block: tuple[int, int] | None) -> type[Weight]:
-    """The class of `read_float8`; kernels for blocks have those of 128 x 128."""
+    """The class that `read_float8` returns; block kernels support only 128 x 128."""
     if block is None:
         return Float8Matrix
     return Float8BlockMatrix if block == _SQUARE else DenseMatrix
 
 
 def float8_rounding(block: tuple[int, int] | None) -> Rounding | None:
-    """What gives matrices like those of `read_float8`; None for blocks without a kernel."""
+    """The rounding to the format of `read_float8`; None for blocks without a kernel."""
     if block is None:
         return ToFloat8()
     return ToFloat8Blocks() if block == _SQUARE else None
@@ -86,13 +86,13 @@ def float8_rounding(block: tuple[int, int] | None) -> Rounding | None:
 def read_float8(
     module: StoredModule, rows: int, columns: int, scale: str, block: tuple[int, int] | None
 ) -> Weight:
-    """`weight` of a module with the scales that it has under that name."""
+    """Read `weight` [rows, columns] of a module; `scale` is the name ending of its scales."""
     values = module.take("weight", (torch.float8_e4m3fn,), (rows, columns), stays=True)
     module.pass_over(*STATIC_SCALES)
     if block is None:
         return Float8Matrix(values, module.take_row_scales(scale, rows, _SCALES))
     down, across = -(-rows // block[0]), -(-columns // block[1])
-    # ModelOpt keeps the dimensions within a block, of one scale each.
+    # ModelOpt keeps the dimensions within a block, with size 1.
     shapes = (down, across), (down, 1, across, 1)
     scales = module.take_scales(scale, *shapes, dtypes=_SCALES).view(down, across)
     matrix = Float8BlockMatrix(values, scales, *block)
@@ -100,7 +100,7 @@ def read_float8(
 
 
 def read_settings(reader: ConfigReader) -> Float8:
-    """Read a quantization_config; keys that could change the numbers are read or refused."""
+    """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     reader.expect("fmt", "e4m3")
     scale_format = reader.take("scale_fmt", str, "float")
     if scale_format not in ("float", "ue8m0"):

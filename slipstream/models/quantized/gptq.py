@@ -1,12 +1,12 @@
 """GPTQ (Frantar et al. 2022, arXiv 2210.17323) as AutoGPTQ and GPTQModel store it.
 
     qweight [K b / 32, N] int32     packed along K, the first column lowest
-    qzeros  [G, N b / 32] int32     packed along N; version 1 stores them less one
+    qzeros  [G, N b / 32] int32     packed along N; version 1 stores zero - 1
     scales  [G, N]
     g_idx   [K] int32               the group of each column
 
-weight = (q - zero) * scale. With desc_act, columns were quantised in an order of their own and
-those of a group do not stand together.
+weight = (q - zero) * scale. With desc_act, columns were quantised in the order of activation sizes,
+so the columns of a group are scattered.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from slipstream.models.quantized.grouped import (
 )
 from slipstream.models.quantized.module import StoredModule, StoredQuantization
 
-# How the integers were found, and how others run them.
+# Keys about calibration, and hints for other engines' kernels.
 HARMLESS = set(
     """
     act_group_aware autoround_version backend batch_size block_name_to_quantize
@@ -38,13 +38,13 @@ HARMLESS = set(
 
 @dataclass(frozen=True)
 class Gptq(StoredQuantization):
-    """The settings of one checkpoint.
+    """GPTQ settings of a checkpoint.
 
     Attributes:
-        group: columns of a group; None: all of them.
-        ordered: the columns of a group may stand anywhere.
-        zero_offset: what is added to stored zeros.
-        symmetric: zeros are in the middle of the range.
+        group: number of columns that share a scale; None: all columns.
+        ordered: desc_act: a group's columns may be scattered.
+        zero_offset: added to stored zeros (1 in version 1).
+        symmetric: all zeros are the middle of the range.
     """
 
     num_bits: int
@@ -81,7 +81,7 @@ class Gptq(StoredQuantization):
         zeros = as_bytes(stored)
         if self.num_bits == 4:
             zeros = unpacked(zeros)
-        # Zeros of 0 are stored as the largest number, to which one is added modulo their bits.
+        # Version 1 stores a zero of 0 as the largest integer, so the addition must wrap around.
         zeros = (zeros + self.zero_offset) & ((1 << self.num_bits) - 1)
         if self.symmetric and bool((zeros != 1 << (self.num_bits - 1)).any()):
             raise module.error(
@@ -99,13 +99,13 @@ class Gptq(StoredQuantization):
 
 
 def described(bits: int, group: int | None, symmetric: bool) -> str:
-    """A description of integers for the log."""
+    """A description of the integer format for the log."""
     size = "a scale a row" if group is None else f"groups of {group}"
     return f"{bits} bits, {size}{'' if symmetric else ' with zeros'}"
 
 
 def read_settings(reader: ConfigReader) -> Gptq:
-    """Read a quantization_config; keys that could change the numbers are read or refused."""
+    """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     bits = reader.take("bits", int)
     if bits not in (4, 8):
         raise reader.error("bits", f"is {bits}, but 4 and 8 are supported; use another checkpoint")
@@ -130,7 +130,7 @@ def read_settings(reader: ConfigReader) -> Gptq:
 
 
 def read_group(reader: ConfigReader) -> int | None:
-    """group_size, of which -1 stands for a whole row (None)."""
+    """`group_size` in columns; None for -1, which means one group a row."""
     group = reader.take("group_size", int)
     if group < 1 and group != -1:
         raise reader.error("group_size", f"is {group}, but must be positive, or -1 for whole rows")

@@ -1,4 +1,4 @@
-"""Integers with a scale for every group of columns, as matrices that ops take."""
+"""Converts integers with group-wise scales to the weight classes that ops take."""
 
 import torch
 from torch import Tensor
@@ -19,19 +19,19 @@ def grouped_matrix(
     group: int,
     group_of: Tensor | None = None,
 ) -> Weight:
-    """(value - zero) * scale.
+    """Make the weight (value - zero) * scale, [N, K].
 
     Args:
-        values: [N, K bits / 8] uint8: of four bits two columns a byte, the even one below.
+        values: [N, K * bits / 8] uint8; with 4 bits the even column is in a byte's lower half.
         bits: 4 or 8.
         scales: [N, G] float32.
-        zeros: [N, G] uint8; None: the middle of all values.
-        group: columns of a group, the last of which may be shorter.
-        group_of: [K] the group of each column, where they do not follow each other.
+        zeros: [N, G] uint8; None: the middle of the range.
+        group: number of columns of a group; the last one may be shorter.
+        group_of: [K], the group of each column; None: groups are contiguous.
 
     Returns:
-        An `Int4Matrix` or `Int8Matrix` with these numbers, or where neither can have them a
-        float32 matrix. A scale of 32 bits is rounded to those that an `Int4Matrix` may have.
+        An `Int4Matrix` or `Int8Matrix`, or a float32 matrix if neither supports this layout. An
+        `Int4Matrix` rounds its scales to the dtypes that it supports.
     """
     columns = values.shape[1] * 8 // bits
     in_order = torch.arange(columns, device=values.device) // group
@@ -52,21 +52,21 @@ def grouped_matrix(
 
 
 def integer_kind(bits: int, group: int | None, ordered: bool, symmetric: bool) -> type[Weight]:
-    """The class of `grouped_matrix`; a group of None has all columns."""
+    """The class that `grouped_matrix` returns; `group` None: one group a row."""
     if bits == 8:
         return Int8Matrix if group is None and symmetric else DenseMatrix
     return Int4Matrix if group is None or not (ordered or group % GROUPS[-1]) else DenseMatrix
 
 
 def whole_group(group: int, columns: int) -> int | None:
-    """The largest group of an `Int4Matrix` that these groups consist of; None without one."""
+    """The largest group of `Int4Matrix` that divides `group` and `columns`; None without one."""
     group = min(group, columns)
     fitting = [unit for unit in GROUPS if group % unit == 0 and columns % unit == 0]
     return fitting[0] if fitting else None
 
 
 def grouped_unit(kind: type[Weight], group: int | None, columns: int) -> int:
-    """`StoredQuantization.unit` of such a class (`integer_kind`)."""
+    """`StoredQuantization.unit` for a class from `integer_kind`."""
     unit = whole_group(group or columns, columns) if kind is Int4Matrix else None
     return unit or 1
 
@@ -79,7 +79,7 @@ def _per_unit(of_groups: Tensor, group: int, unit: int, columns: int) -> Tensor:
 def _whole(
     values: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, group_of: Tensor
 ) -> Tensor:
-    """[N, K] float32."""
+    """The dequantised matrix, [N, K] float32."""
     out = torch.empty(len(values), len(group_of), device=values.device)
     for start in range(0, len(values), _ROWS_AT_ONCE):
         part = slice(start, start + _ROWS_AT_ONCE)
@@ -93,5 +93,5 @@ def _whole(
 
 
 def as_bytes(words: Tensor) -> Tensor:
-    """int32 [..., n] -> uint8 [..., 4 n], each word from its lowest byte up."""
+    """int32 [..., n] -> uint8 [..., 4 n], little endian."""
     return words.contiguous().view(torch.uint8)

@@ -1,14 +1,14 @@
-"""ModelOpt's checkpoints, described by their config.json or by a hf_quant_config.json beside it.
+"""ModelOpt's checkpoints, with settings in config.json or in hf_quant_config.json.
 
     NVFP4, W4A16_NVFP4   weight [N, K / 2] uint8, weight_scale [N, K / 16] e4m3, weight_scale_2, one
                          number: weight = stored * weight_scale * weight_scale_2
     FP8                  weight [N, K] e4m3, weight_scale, one number
-    FP8_PER_CHANNEL_...  the same with a scale a row
+    FP8_PER_CHANNEL_...  the same with a scale for each row
     FP8_PB_WO            the same with a scale for blocks of 128 x 128
-    MIXED_PRECISION      a table of modules, each with one of these
+    MIXED_PRECISION      a table that gives each module one of these
 
-Scales of activations (input_scale) and of caches change nothing here: activations keep their dtype,
-or are rounded row by row, and so do caches.
+Static scales of activations (input_scale) and of KV caches are ignored: activations and caches keep
+their dtype, or are quantised per row.
 """
 
 from collections.abc import Collection, Mapping
@@ -44,7 +44,7 @@ _ROWS, _BLOCKS = None, (BLOCK, BLOCK)
 
 @dataclass(frozen=True)
 class _Algorithm:
-    """How a module is stored: in FP8 with a scale for each block, or in NVFP4."""
+    """The format of a module: FP8, maybe with a scale for each block, or NVFP4."""
 
     block: tuple[int, int] | None = None
     is_nvfp4: bool = False
@@ -74,12 +74,12 @@ _ALGORITHMS: Final = {
 
 @dataclass(frozen=True)
 class ModelOpt(StoredQuantization):
-    """The settings of one checkpoint.
+    """ModelOpt settings of a checkpoint.
 
     Attributes:
-        whole: of all modules; None where each has its own.
-        layers: of modules that have their own, by their names without `model.`; may be patterns.
-        unquantised: modules that are not stored so.
+        whole: algorithm of all modules; None for MIXED_PRECISION.
+        layers: algorithms by module name or pattern, without `model.`, for MIXED_PRECISION.
+        unquantised: modules that are not quantised.
     """
 
     whole: _Algorithm | None
@@ -99,7 +99,7 @@ class ModelOpt(StoredQuantization):
         return [*self.layers.values(), *(() if self.whole is None else (self.whole,))]
 
     def algorithm(self, module: str) -> _Algorithm | None:
-        """The algorithm of a module of this name; None where the table has none for it."""
+        """The algorithm of a module; None if the table has none for it."""
         own = self.layers.get(bare(module))
         if own is not None or self.whole is not None:
             return own or self.whole
@@ -142,8 +142,8 @@ class ModelOpt(StoredQuantization):
 
 
 def read_settings(reader: ConfigReader) -> ModelOpt:
-    """Read a quantization_config; keys that could change the numbers are read or refused."""
-    if reader.take_optional("quantization", dict):  # as hf_quant_config.json has it
+    """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
+    if reader.take_optional("quantization", dict):  # the layout of hf_quant_config.json
         reader = reader.nested("quantization")
         settings = read_settings(reader)
         reader.finish()
@@ -166,7 +166,7 @@ def read_settings(reader: ConfigReader) -> ModelOpt:
 
 
 def _read_layers(reader: ConfigReader) -> dict[str, _Algorithm]:
-    for key in ("config_groups", "group_size"):  # the table has them too
+    for key in ("config_groups", "group_size"):  # the table has the same information
         reader.take_any(key)
     layers, table = {}, reader.nested("quantized_layers")
     named = reader.take("quantized_layers", dict)

@@ -1,4 +1,4 @@
-"""The tensors that a quantised matrix is stored as, and the protocol of the formats."""
+"""Reads the tensors of a quantised module, and defines the interface of quantised formats."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -13,10 +13,10 @@ from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_
 
 
 class Room:
-    """Memory for tensors of modules that become one matrix, so that they lie in a row in it.
+    """Allocates tensors of modules that are stacked into one matrix next to each other.
 
     Args:
-        count: of modules, whose tensors of one ending have one shape; 1 where shapes may differ.
+        count: number of modules, if their tensors have equal shapes; 1 if shapes may differ.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class Room:
         self._given: dict[str, int] = {}
 
     def place(self, ending: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The next module's place for its tensor of this ending."""
+        """Memory for the next module's tensor with this name ending."""
         if self._count == 1:
             return torch.empty(shape, dtype=dtype, device=self.device)
         whole = self._tensors.get(ending)
@@ -39,15 +39,15 @@ class Room:
 
 
 class StoredModule:
-    """The tensors of one quantised matrix, each to be taken once.
+    """The tensors of one quantised matrix; each can be taken once.
 
     Args:
         name: the module's name in the checkpoint.
         path: the checkpoint's directory.
-        entries: the module's tensors, by the last part of their names.
-        taken: called with each entry that is read, behind its name in the checkpoint's entries.
-        room: where tensors are read to.
-        separator: what stands between the module's name and an ending.
+        entries: the module's tensors by the endings of their names.
+        taken: called with (tensor name, entry) for each tensor that is read.
+        room: memory that tensors are read into.
+        separator: text between the module's name and an ending.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StoredModule:
         return ending in self._entries
 
     def full_name(self, ending: str) -> str:
-        """What the checkpoint calls the tensor of this ending."""
+        """The checkpoint's full name of the tensor with this ending."""
         return f"{self.name}{self._separator}{ending}"
 
     def take(
@@ -78,13 +78,14 @@ class StoredModule:
         *shapes: tuple[int, ...],
         stays: bool = False,
     ) -> Tensor:
-        """A tensor as it is stored.
+        """Read a tensor as stored.
 
         Args:
-            stays: it becomes a part of the matrix as it is.
+            dtypes, shapes: the dtypes and shapes that the format allows.
+            stays: the matrix uses the tensor's memory, so it is read into `room`.
 
         Raises:
-            CheckpointError: it is not there, or of no dtype or shape that the format has.
+            CheckpointError: the tensor is missing, or has another dtype or shape.
         """
         entry = self._entry(ending, dtypes, shapes)
         if stays:
@@ -98,8 +99,8 @@ class StoredModule:
     def take_in_turns(
         self, ending: str, dtypes: Collection[torch.dtype], shape: tuple[int, ...], turns: int
     ) -> Tensor:
-        """A tensor [E, turns * R, ...] whose rows belong to so many matrices in turn, as
-        [E * turns * R, ...]: for each of E all rows of the first matrix, then of the next.
+        """Read a tensor [E, turns * R, ...] that interleaves the rows of `turns` matrices, and
+        stack them: [E * turns * R, ...], for each of E all rows of a matrix before the next.
 
         Raises:
             CheckpointError: as `take`.
@@ -137,13 +138,13 @@ class StoredModule:
     def take_scales(
         self, ending: str, *shapes: tuple[int, ...], dtypes: Collection[torch.dtype] = WEIGHT_DTYPES
     ) -> Tensor:
-        """Scales in float32, in one of these shapes; errors as `take`."""
+        """Read scales of one of these shapes as float32; errors as `take`."""
         return self.take(ending, dtypes, *shapes).float()
 
     def take_row_scales(
         self, ending: str, rows: int, dtypes: Collection[torch.dtype] = WEIGHT_DTYPES
     ) -> Tensor:
-        """[rows] float32, stored for each row or once for all of them; errors as `take`."""
+        """Read scales [rows] float32, stored per row or as one number; errors as `take`."""
         scales = self.take_scales(ending, *row_scale_shapes(rows), dtypes=dtypes)
         return scales.flatten().expand(rows).contiguous()
 
@@ -151,7 +152,7 @@ class StoredModule:
         """[columns] int64, the group of each column.
 
         Raises:
-            CheckpointError: as `take`, and where there is no such group.
+            CheckpointError: as `take`, or a group is out of range.
         """
         group_of = self.take(ending, (torch.int32, torch.int64), (columns,)).long()
         if bool((group_of < 0).any()) or bool((group_of >= num_groups).any()):
@@ -159,13 +160,13 @@ class StoredModule:
         return group_of
 
     def pass_over(self, *endings: str) -> None:
-        """Accept tensors that may be there and do not change the matrix."""
+        """Ignore tensors, if present, that do not affect the matrix."""
         for ending in endings:
             if ending in self._entries:
                 self._taken(self.full_name(ending), self._entries[ending])
 
     def require_groups(self, columns: int, group: int) -> None:
-        """Raise CheckpointError unless so many columns are whole groups."""
+        """Raise CheckpointError unless `columns` is a multiple of `group`."""
         if columns % group:
             raise self.error(
                 f"has {columns} columns in {self.name}, which are no whole groups of {group}; use "
@@ -173,7 +174,7 @@ class StoredModule:
             )
 
     def require_words(self, size: int, in_word: int, what: str) -> None:
-        """Raise CheckpointError unless so many rows or columns fill whole words."""
+        """Raise CheckpointError unless `size` rows or columns fill whole words."""
         if size % in_word:
             raise self.error(
                 f"has {size} {what} in {self.name}, which do not fill words of {in_word}; use a "
@@ -181,18 +182,18 @@ class StoredModule:
             )
 
     def error(self, what: str) -> CheckpointError:
-        """An error about the checkpoint: its path, then `what`."""
+        """An error whose message is the checkpoint's path, then `what`."""
         return CheckpointError(f"{self._path} {what}")
 
 
 class StoredQuantization(ABC):
-    """How a checkpoint stores its matrices, from its quantization_config.
+    """The quantised format of a checkpoint, from its quantization_config.
 
     Attributes:
-        fused_endings: of the tensors that hold the matrices of all experts of a layer: each has the
-            name of the unquantised one, `_` and an ending. Empty: experts are stored one by one.
-        becomes_floats: any matrices that a device has no kernels for become floats there;
-            otherwise those that have a class of their own are refused on a GPU.
+        fused_endings: name endings of tensors that stack all experts of a layer; such a tensor is
+            named as the unquantised one, `_` and the ending. Empty: experts are stored separately.
+        becomes_floats: matrices without a kernel on the device are dequantised; if False, a GPU
+            refuses formats that have a weight class but no kernel there.
     """
 
     fused_endings: tuple[str, ...] = ()
@@ -205,51 +206,49 @@ class StoredQuantization(ABC):
 
     @property
     def kinds(self) -> frozenset[type[Weight]]:
-        """The classes of what `read` gives, over all modules."""
+        """All classes that `read` may return."""
         return frozenset({self.kind("")})
 
     @property
     def rounds_activations(self) -> bool:
-        """Whether products of matrices of e4m3 with a scale a row are meant to round the other
-        factor too."""
+        """Whether activations are to be quantised next to e4m3 matrices with row scales."""
         return True
 
     @abstractmethod
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        """The matrix [rows, columns] with the numbers that are stored.
+        """Read the matrix [rows, columns] without changing its values.
 
-        Numbers that no format of fewer bits can have are a float32 matrix.
+        A layout that no quantised weight class supports is dequantised to float32.
         """
 
     def read_fused(
         self, module: StoredModule, experts: int, rows: int, columns: int, turns: int
     ) -> Weight:
-        """[experts * rows, columns], of a module with the `fused_endings`.
+        """Read all experts of a layer, [experts * rows, columns], from `fused_endings` tensors.
 
         Args:
-            turns: an expert's rows belong in turn to so many matrices, of which one is to be above
-                the other.
+            turns: number of matrices whose rows are interleaved in an expert; they are returned
+                stacked.
         """
         raise AssertionError(f"{module.name}: {type(self).__name__} has no fused experts")
 
     @abstractmethod
     def bits(self, module: str) -> int:
-        """Bits of a stored number in a module of this name."""
+        """Bits of a stored number in this module."""
 
     def count(self, module: str, nbytes: int) -> int:
-        """Numbers that so many bytes of values hold, in a module of this name."""
+        """How many numbers `nbytes` of this module's values hold."""
         return nbytes * 8 // self.bits(module)
 
     @abstractmethod
     def kind(self, module: str) -> type[Weight]:
-        """The class of what `read` gives for a module of this name."""
+        """The class that `read` returns for this module."""
 
     def rounding(self, module: str) -> Rounding | None:
-        """What makes random weights into what a module of this name is stored as; None: it is not
-        quantised.
+        """The rounding of random weights to this module's format; None: it is not quantised.
 
         Raises:
-            UsageError: nothing does, for this format.
+            UsageError: the format does not support random weights.
         """
         raise UsageError(
             f"random weights cannot be rounded to {self.description}, which the "
@@ -258,17 +257,17 @@ class StoredQuantization(ABC):
         )
 
     def unit(self, module: str, columns: int) -> int:
-        """Columns of a matrix of this name that cannot be parted; 1: it can be cut anywhere."""
+        """Number of adjacent columns that must stay on one rank; 1: it can be split anywhere."""
         del columns
         return int(getattr(self.kind(module), "group", 1))
 
     def require_modules(self, modules: Collection[str], path: Path) -> None:
-        """Raise CheckpointError where the settings do not fit modules of these names at all."""
+        """Raise CheckpointError if the settings do not match these module names at all."""
         del modules, path
 
 
 def row_scale_shapes(rows: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes in which checkpoints store one number for a matrix, or one for each row."""
+    """Shapes in which checkpoints store a scale for the matrix or for each row."""
     return (), (1,), (1, 1), (rows,), (rows, 1)
 
 

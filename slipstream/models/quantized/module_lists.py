@@ -1,8 +1,8 @@
 """Lists of modules in a quantization_config, such as those that are not quantised.
 
-An entry is the name of a module, which stands for the modules within it too, may have the wildcards
-of file names (`*`, `?`), or is a regular expression behind "re:". Names may lack or have the
-`model.` and `language_model.` that they begin with in other exports.
+An entry is a module name, which also matches the module's submodules and may have the wildcards `*`
+and `?`, or a regular expression behind "re:". The prefixes `model.` and `language_model.` are
+optional.
 """
 
 import re
@@ -16,22 +16,22 @@ from slipstream.models.config_reader import ConfigReader
 
 _PREFIXES = ("model.", "language_model.")
 _EXPRESSION = "re:"
-_HEAD = "lm_head"  # named by most lists, also where it is tied and not stored
+_HEAD = "lm_head"  # in most lists, even if it is tied and not stored
 
 
 @dataclass(frozen=True)
 class ModuleList:
-    """The entries of one list, and the key that it stands under."""
+    """The entries of one list, and its key in the config."""
 
     key: str
     entries: tuple[str, ...]
 
     def names(self, module: str) -> bool:
-        """Whether an entry stands for the module of this name."""
+        """Whether an entry matches this module."""
         return any(matches(entry, module) for entry in self.entries)
 
     def require_named(self, modules: Collection[str], path: Path) -> None:
-        """Raise CheckpointError where no entry at all stands for one of these modules."""
+        """Raise CheckpointError if the list has entries but none matches any of these modules."""
         if not self.entries or self.names(_HEAD) or any(map(self.names, modules)):
             return
         raise CheckpointError(
@@ -42,7 +42,7 @@ class ModuleList:
 
 
 def read_list(reader: ConfigReader, key: str) -> ModuleList:
-    """The list under this key, empty without one."""
+    """Read the list at this key; empty if it is missing."""
     entries = reader.take(key, list, [])
     if not all(isinstance(entry, str) and entry for entry in entries):
         raise reader.error(key, f"must be names of modules, not {entries}")
@@ -51,7 +51,7 @@ def read_list(reader: ConfigReader, key: str) -> ModuleList:
 
 
 def require_expressions(reader: ConfigReader, key: str, entries: Collection[str]) -> None:
-    """Raise CheckpointError where what stands behind "re:" is no regular expression."""
+    """Raise CheckpointError for an invalid regular expression behind "re:"."""
     for entry in entries:
         try:
             re.compile(entry.removeprefix(_EXPRESSION) if entry.startswith(_EXPRESSION) else "")
@@ -62,7 +62,7 @@ def require_expressions(reader: ConfigReader, key: str, entries: Collection[str]
 
 
 def matches(entry: str, module: str) -> bool:
-    """Whether an entry of a list stands for the module of this name."""
+    """Whether an entry of a list matches this module."""
     if entry.startswith(_EXPRESSION):
         pattern = entry.removeprefix(_EXPRESSION)
         return any(re.match(pattern, name) is not None for name in (module, bare(module)))
@@ -73,7 +73,7 @@ def matches(entry: str, module: str) -> bool:
 
 
 def bare(name: str) -> str:
-    """A module's name without what exports differ in at its beginning."""
+    """A module's name without the prefixes that differ between exports."""
     while name.startswith(_PREFIXES):
         name = name.partition(".")[2]
     return name

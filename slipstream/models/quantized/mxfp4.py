@@ -1,8 +1,8 @@
-"""MXFP4 as gpt-oss stores it: only experts, those of a layer in one tensor.
+"""MXFP4 as gpt-oss stores it: only experts are quantised, and a tensor has all experts of a layer.
 
-gate_up_proj_blocks [E, 2 I, K / 32, 16] uint8, rows of gate and up in turn
+gate_up_proj_blocks [E, 2 I, K / 32, 16] uint8, rows of gate and up interleaved
 gate_up_proj_scales [E, 2 I, K / 32] uint8, e8m0
-down_proj_blocks, down_proj_scales, the same with their own rows
+down_proj_blocks, down_proj_scales: the same for the down projection
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ _EXPERTS = ".experts."
 
 @dataclass(frozen=True)
 class Mxfp4(StoredQuantization):
-    """The settings of one checkpoint.
+    """MXFP4 settings of a checkpoint.
 
     Attributes:
-        unquantised: modules that are not stored so.
+        unquantised: modules that are not quantised.
     """
 
     unquantised: ModuleList
@@ -61,5 +61,5 @@ class Mxfp4(StoredQuantization):
 
 
 def read_settings(reader: ConfigReader) -> Mxfp4:
-    """Read a quantization_config; keys that could change the numbers are read or refused."""
+    """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     return Mxfp4(read_list(reader, "modules_to_not_convert"))

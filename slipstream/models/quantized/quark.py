@@ -9,7 +9,7 @@ from slipstream.models.quantized.float4 import read_mxfp4
 from slipstream.models.quantized.module import StoredModule, StoredQuantization
 from slipstream.models.quantized.module_lists import ModuleList, read_list
 
-# How scales were found, and what is stored beside the weights.
+# Keys about calibration and the export.
 HARMLESS = {"algo_config", "export", "quant_method", "quant_mode", "version"}
 _FOUND = tuple(
     """
@@ -21,10 +21,10 @@ _FOUND = tuple(
 
 @dataclass(frozen=True)
 class Quark(StoredQuantization):
-    """The settings of one checkpoint.
+    """Quark settings of a checkpoint.
 
     Attributes:
-        unquantised: modules that are not stored so.
+        unquantised: modules that are not quantised.
     """
 
     unquantised: ModuleList
@@ -50,11 +50,11 @@ class Quark(StoredQuantization):
 
 
 def read_settings(reader: ConfigReader) -> Quark:
-    """Read a quantization_config; keys that could change the numbers are read or refused."""
+    """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     for key in ("layer_quant_config", "layer_type_quant_config", "softmax_quant_spec"):
         if reader.take_optional(key, dict):
             raise reader.error(key, "has settings of its own for some layers, which are not read")
-    reader.take_any("kv_cache_quant_config")  # of caches, which keep their own dtype here
+    reader.take_any("kv_cache_quant_config")  # KV caches have the dtype that users choose
     whole = reader.nested("global_quant_config")
     weight = whole.nested("weight")
     weight.expect("dtype", "fp4", default="")
@@ -65,7 +65,7 @@ def read_settings(reader: ConfigReader) -> Quark:
     for key in _FOUND:
         weight.take_any(key)
     weight.finish()
-    whole.take_any("input_tensors")  # activations stay as they are
+    whole.take_any("input_tensors")  # activations are not quantised
     whole.take_any("target_device")
     for key in ("bias", "output_tensors"):
         if whole.take_any(key):

@@ -1,4 +1,4 @@
-"""The matrices of a quantised checkpoint, with the numbers that it stores, or with random ones."""
+"""Sources of quantised matrices: from a quantised checkpoint, or random in its format."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -20,18 +20,18 @@ logger = logging.getLogger("slipstream")
 
 _WEIGHT, _BIAS = ".weight", ".bias"
 _VALUES = ("qweight", "weight_packed", "weight", "blocks")
-# Scales of a cache in eight bits, which the caches here do not need.
+# Scales of an FP8 KV cache, which are not used.
 _OF_CACHES = (".k_scale", ".v_scale", ".kv_scale")
 
-_WHOLE_SLICE = 1 << 24  # numbers that are in float32 at once
+_WHOLE_SLICE = 1 << 24  # how many numbers are dequantised to float32 at a time
 
 
 class QuantizedSource(CheckpointSource):
-    """Reads matrices as they are stored, and what is not quantised like `CheckpointSource`.
+    """Reads quantised matrices in their format, and other tensors like `CheckpointSource`.
 
     Args:
-        kept: classes of the matrices that stay what they are; others become floats.
-        whole_dtype: of matrices that become floats.
+        kept: weight classes that are kept; matrices of other classes are dequantised.
+        whole_dtype: dtype of dequantised matrices.
     """
 
     def __init__(
@@ -47,27 +47,28 @@ class QuantizedSource(CheckpointSource):
     ) -> None:
         super().__init__(checkpoint, dtype, device, progress, share=share)
         self._stored, self._kept, self._whole_dtype = stored, kept, whole_dtype
-        self._modules: set[str] = set()  # whose matrices are quantised
+        self._modules: set[str] = set()  # modules whose quantised matrix has been read
         self._by_module: dict[str, dict[str, TensorEntry]] = {}
         for name, entry in checkpoint.entries.items():
             module, _, ending = name.rpartition(".")
             self._by_module.setdefault(module, {})[ending] = entry
 
     def floats(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
-        """[sum of rows, columns], floats whatever is stored."""
+        """[sum of rows, columns], dequantised if necessary."""
         weight = self.weight(parts, columns)
         return DenseMatrix(whole_numbers(weight, self._dtype, self._device))
 
     def embedding(self, parts: Sequence[Part], columns: int) -> Weight:
-        """[sum of rows, columns] whose rows are looked up: blocks if they are kept, else floats."""
+        """[sum of rows, columns], an embedding table: kept as stored if rows of its class can be
+        looked up, else dequantised."""
         found = self.weight(parts, columns)
         table = found.as_table(self._dtype)
         return table or DenseMatrix(whole_numbers(found, self._dtype, self._device))
 
     def weight(self, parts: Sequence[Part], columns: int) -> Weight:
-        """[sum of rows, columns], a factor of products, as few bits as are stored.
+        """[sum of rows, columns], the weight of a linear layer, in the stored format if it is kept.
 
-        Parts that are stored in ways that do not go together become one matrix of floats.
+        Parts whose formats cannot be stacked are all dequantised.
         """
         fused = parts[0].fused
         whole: Weight | None = None
@@ -116,7 +117,7 @@ class QuantizedSource(CheckpointSource):
         return joined
 
     def _read_stacked(self, fused: Fused, parts: Sequence[Part], columns: int) -> Weight | None:
-        """A matrix that the checkpoint has as one module; None where it has its parts."""
+        """Read a matrix from the fused module; None if the checkpoint has separate parts."""
         if fused.name.removesuffix(_WEIGHT) not in self._by_module:
             return None
         if not self._is_quantised(fused.name):
@@ -127,8 +128,8 @@ class QuantizedSource(CheckpointSource):
     def _read_experts(
         self, fused: FusedExperts, parts: Sequence[Part], columns: int
     ) -> Weight | None:
-        """The matrices of all experts, where the checkpoint has one tensor of them, or of each
-        kind of their tensors; None where it has them one by one."""
+        """Read all experts of a layer from stacked tensors; None if the checkpoint has separate
+        experts."""
         if fused.name in self._checkpoint.entries:
             return DenseMatrix(self.matrix(parts, columns))
         names = {ending: f"{fused.name}_{ending}" for ending in self._stored.fused_endings}
@@ -175,7 +176,7 @@ class QuantizedSource(CheckpointSource):
         return StoredModule(name, self._checkpoint.path, entries, self._take, room, separator)
 
     def _shared_out(self, whole: Weight, parts: Sequence[Part]) -> Weight:
-        """This rank's share of each part of a matrix."""
+        """This rank's shares of the parts of a full matrix, stacked."""
         if self._share.size == 1:
             return whole
         starts = [sum(part.rows for part in parts[:index]) for index in range(len(parts))]
@@ -186,12 +187,12 @@ class QuantizedSource(CheckpointSource):
         return self._joined(own, parts)
 
     def _cut(self, weight: Weight, part: Part) -> Weight:
-        """This rank's share of a matrix."""
+        """This rank's share of the full matrix of a part."""
         if self._share.size == 1 or part.split is None:
             return weight
         count = weight.shape[part.split]
         start, stop = self._share.span_of(part, count)
-        if part.split == ROWS and stop > count:  # what these give is multiplied by zeros
+        if part.split == ROWS and stop > count:  # outputs of padded rows meet zero columns
             index = torch.arange(start, stop, device=self._device)
             return weight.select(index.clamp_max(count - 1))
         if part.split == ROWS:
@@ -217,7 +218,7 @@ class QuantizedSource(CheckpointSource):
 
 
 def whole_numbers(weight: Weight, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[N, K] in `dtype`, the numbers that a weight stands for, some rows in float32 at a time."""
+    """Dequantise a weight to [N, K] in `dtype`, some rows in float32 at a time."""
     if weight.floats is not None:
         return weight.floats.to(device=device, dtype=dtype)
     out = torch.empty(weight.shape, dtype=dtype, device=device)
@@ -232,11 +233,11 @@ def stored_bytes(
     itemsize: int,
     kept: Collection[type[Weight]],
 ) -> int:
-    """What these tensors of a quantised checkpoint take in memory.
+    """Memory in bytes of these tensors of a quantised checkpoint after loading.
 
     Args:
-        itemsize: bytes of a number that is not quantised, or cannot stay so.
-        kept: classes of the matrices that stay what they are.
+        itemsize: bytes of an unquantised or dequantised number.
+        kept: weight classes that are not dequantised.
     """
     total = 0
     for name, entry in entries.items():
@@ -256,10 +257,10 @@ def stored_bytes(
 def stored_unit(
     entries: Mapping[str, TensorEntry], stored: StoredQuantization, part: Part, columns: int
 ) -> int:
-    """How many columns of a part's matrix cannot be parted as a checkpoint stores them.
+    """Number of adjacent columns of a part's matrix that must stay on one rank.
 
     Args:
-        entries: of the checkpoint; empty where weights are random.
+        entries: tensors of the checkpoint; empty for random weights.
     """
     names = [part.name] if part.fused is None else [part.name, part.fused.name]
     found = (entries.get(name) for name in names)
@@ -271,11 +272,11 @@ def stored_unit(
 
 
 class RandomQuantizedSource:
-    """A `TensorSource` whose matrices have the forms of a quantised checkpoint.
+    """A `TensorSource` of random weights in the formats of a quantised checkpoint.
 
     Args:
-        tensors: makes the numbers that are rounded.
-        kept: classes of the matrices that stay what they are rounded to; others become floats.
+        tensors: source of the random floats.
+        kept: weight classes that are kept; matrices of other classes are dequantised again.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ class RandomQuantizedSource:
         return self._tensors.vector(parts)
 
     def weight(self, parts: Sequence[Part], columns: int) -> Weight:
-        """[sum of rows, columns], a factor of products."""
+        """[sum of rows, columns], the weight of a linear layer."""
         numbers = self._tensors.matrix(parts, columns)
         form = stored_rounding(self._stored, parts[0].name, numbers.shape[1])
         if form is None:
@@ -306,7 +307,7 @@ class RandomQuantizedSource:
 
 
 def stored_rounding(stored: StoredQuantization, tensor: str, columns: int) -> Rounding | None:
-    """What random numbers of a tensor of this name are rounded to; None: they stay."""
+    """The rounding of random weights to this tensor's stored format; None: none."""
     form = stored.rounding(_module(tensor))
     return None if form is None else form.for_columns(columns)
 

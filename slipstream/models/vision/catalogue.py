@@ -1,4 +1,4 @@
-"""Which models see images."""
+"""The models with image input."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -19,7 +19,7 @@ VISION: Final = "vision_config"
 
 
 def image_family(checkpoint: Checkpoint) -> ImageFamily | None:
-    """What the checkpoint says of images; None where it sees none that are read here."""
+    """The image family of a checkpoint; None if the model has no supported image input."""
     config = checkpoint.whole_config
     family = _FAMILIES.get(str((config.get("architectures") or [None])[0]))
     if family is None or not isinstance(config.get(VISION), dict):

@@ -1,4 +1,4 @@
-"""Images of Gemma 3: each is brought to one size, and its tokens see each other."""
+"""Images of Gemma 3: all are resized to one size; attention within an image is bidirectional."""
 
 from collections.abc import Mapping
 from math import isqrt
@@ -19,7 +19,7 @@ from slipstream.models.vision.tower import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# As older files have it, and as transformers 5 writes it.
+# Prefixes in older checkpoints, and as transformers 5 writes them.
 _TOWER = (
     *("model.vision_tower.vision_model.", "vision_tower.vision_model."),
     *("model.vision_tower.", "vision_tower."),
@@ -28,7 +28,7 @@ _PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
 
 
 class Gemma3Family:
-    """Tokens around an image tell where it begins and ends."""
+    """Gemma 3, with tokens for the beginning and the end of an image."""
 
     several_axes, num_added_layers = False, 0
 
@@ -48,7 +48,7 @@ class Gemma3Family:
         return has_tensors(self._checkpoint, _PROJECTOR)
 
     def most_whole(self, options: Mapping[str, Any]) -> int:
-        """See `ImageFamily`: all images have as many."""
+        """See `ImageFamily`: all images have equally many tokens."""
         _refuse(options)
         return self._num_tokens
 

@@ -1,5 +1,5 @@
-"""Images of Gemma 4: patches in a grid of the image's own shape, as many as a budget allows, of
-which the tower joins those of a square to one token."""
+"""Images of Gemma 4: patches in a grid of the image's aspect ratio, within a budget; the tower
+pools each square of patches into one token."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -26,8 +26,8 @@ _BUDGETS = (70, 140, 280, 560, 1120)
 
 
 class Gemma4Family:
-    """In the large sizes an image's tokens see each other, in layers with a window; in E2B and E4B
-    they see those before them. The library's processor puts two tokens around each image."""
+    """In large models attention within an image is bidirectional, in layers with a window; in E2B
+    and E4B it is causal. The library's processor puts two tokens around each image."""
 
     several_axes, num_added_layers = False, 0
 
@@ -100,7 +100,7 @@ class _Tower:
 
 
 def _budget(processor: Any, options: Mapping[str, Any]) -> int:
-    """The most tokens of an image."""
+    """The maximum number of tokens of an image."""
     given = dict(options)
     budget = given.pop(_BUDGET, None) or processor.max_soft_tokens
     if given or budget not in _BUDGETS:

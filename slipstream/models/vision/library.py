@@ -1,4 +1,4 @@
-"""Towers and processors of transformers, loaded from a checkpoint's own files."""
+"""Loads vision towers and image processors of transformers from a checkpoint's files."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -14,7 +14,7 @@ _FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def missing_packages() -> list[str]:
-    """What of the extra `vision` is not installed."""
+    """The packages of the extra `vision` that are not installed."""
     missing = []
     for module, name in (("transformers", "transformers"), ("PIL", "pillow")):
         try:
@@ -25,10 +25,10 @@ def missing_packages() -> list[str]:
 
 
 def require_class(name: str, module: str = "") -> Any:
-    """A class of transformers; UsageError where this version has none of the name.
+    """A class of transformers; UsageError if the installed version does not have it.
 
     Args:
-        module: within transformers, for what is not offered by transformers itself.
+        module: submodule of transformers, for classes that transformers does not export.
     """
     import transformers
 
@@ -49,10 +49,10 @@ def tower_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
-    """A tower with the checkpoint's tensors.
+    """Load a vision tower from the checkpoint.
 
     Args:
-        names: of its class and of the class of its config.
+        names: names of its class and of its config's class.
         prefixes: see `load_tensors`.
     """
     model, config = map(require_class, names)
@@ -67,7 +67,7 @@ def tower_of(
 
 
 def image_processor(checkpoint: Checkpoint, name: str, sizes: Mapping[str, Any]) -> Any:
-    """A processor over PIL with the checkpoint's settings; without such, with these sizes."""
+    """A PIL image processor with the checkpoint's settings, or with `sizes` if it has none."""
     processor = require_class(name)
     if not any((checkpoint.path / file).is_file() for file in _FILES):
         return processor(**sizes)

@@ -1,4 +1,4 @@
-"""Images of Qwen3-VL and its kin: patches in a grid, as many as the image is large."""
+"""Images of Qwen3-VL and Qwen3.5: the number of patches grows with the image's size."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,13 +17,13 @@ _PREFIXES = ("model.visual.", "visual.")
 
 
 class Qwen3VLFamily:
-    """M-RoPE, and of Qwen3-VL features of several of the tower's layers for as many of the
-    decoder's.
+    """Qwen's vision models: M-RoPE, and in Qwen3-VL features from several layers of the tower,
+    which are added to the first layers of the decoder (DeepStack).
 
     Args:
-        names: of the tower's class and of the class of its config.
-        token: the placeholder, where the config does not say.
-        deep: the tower's layers, where the config does not say.
+        names: names of the tower's class and of its config's class.
+        token: default id of the image placeholder.
+        deep: default layers of the tower whose features are added.
     """
 
     several_axes = True
@@ -46,7 +46,7 @@ class Qwen3VLFamily:
         return has_tensors(self._checkpoint, _PREFIXES)
 
     def most_whole(self, options: Mapping[str, Any]) -> int:
-        """See `ImageFamily`: tokens see those before them."""
+        """See `ImageFamily`: attention within an image is causal."""
         del options
         return 0
 
@@ -56,7 +56,7 @@ class Qwen3VLFamily:
 
 
 def qwen3_5_family(checkpoint: Checkpoint) -> Qwen3VLFamily:
-    """As Qwen3-VL, without features of single layers."""
+    """The family of Qwen3.5: like Qwen3-VL, but without DeepStack."""
     names = "Qwen3_5VisionModel", "Qwen3_5VisionConfig"
     return Qwen3VLFamily(checkpoint, names, 248056, ())
 
@@ -91,7 +91,7 @@ class _Tower:
         return rows // side, columns // side
 
     def _size(self, options: Mapping[str, Any]) -> dict[str, int]:
-        """The fewest and the most pixels of an image."""
+        """The minimum and the maximum number of pixels of an image."""
         known = self._processor.size
         size = {name: known[name] for name in ("shortest_edge", "longest_edge")}
         given = dict(options)

@@ -1,4 +1,4 @@
-"""What the engine knows of the part of a model that reads images."""
+"""The interface of vision towers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SpanEmbeddings:
-    """What takes the place of the embeddings of a span's tokens, on the host.
+    """Embeddings, in host memory, that replace those of a span of placeholder tokens.
 
     Attributes:
-        rows: [n, hidden_size].
+        rows: [n, hidden_size], the embeddings.
         added: [L, n, hidden_size], see `StreamAddends`; L may be 0.
     """
 
@@ -34,15 +34,15 @@ class SpanEmbeddings:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """How an image stands in a prompt.
+    """How an image is represented in a prompt.
 
     Attributes:
-        marker: the token that stands for an image in the text of a template.
-        token: what an image's tokens have as their ids.
-        end: where the marker is another, it stands before these tokens and this one behind them.
-        begin: where the marker is the same, this one and `end` stand around these tokens, and are
-            put there unless they are there already; None: nothing stands around them.
-        around: the text in front of all that and behind it.
+        marker: token for an image in the output of a chat template.
+        token: id of the placeholder tokens that the marker is expanded to.
+        end: token behind the placeholders; if the marker is another token, it stays before them.
+        begin: token before the placeholders if the marker is the same token as they; it and `end`
+            are added unless the prompt has them. None: no tokens around them.
+        around: text before and behind all of these.
     """
 
     marker: int
@@ -53,12 +53,12 @@ class Placeholder:
 
 
 class ImageFamily(Protocol):
-    """What a checkpoint says of images, before its tower is loaded.
+    """What is known about a model's image input before its tower is loaded.
 
     Attributes:
         num_added_layers: see `DecoderConfig`.
-        several_axes: whether positions of the language model have axes for an image.
-        has_tower: whether the checkpoint holds one.
+        several_axes: whether the language model uses M-RoPE positions.
+        has_tower: whether the checkpoint includes the tower's tensors.
     """
 
     @property
@@ -74,45 +74,45 @@ class ImageFamily(Protocol):
     def has_tower(self) -> bool: ...
 
     def most_whole(self, options: Mapping[str, Any]) -> int:
-        """Tokens of the largest image, where an image's tokens see each other; 0 where not.
+        """Number of tokens of the largest image if attention within it is bidirectional, else 0.
 
         Args:
-            options: in place of settings of the image processor.
+            options: overrides of the image processor's settings.
 
         Raises:
-            ValueError: there is no such option.
+            ValueError: an option is unknown.
         """
 
     def load(self, dtype: torch.dtype, device: torch.device) -> "ImageTower":
-        """Load the tower; CheckpointError where tensors are missing or do not fit."""
+        """Load the tower; CheckpointError if tensors are missing or do not fit."""
 
 
 class ImageTower(Protocol):
     """A loaded tower. One thread calls it at a time."""
 
     def grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
-        """Rows and columns of the tokens of an image of so many pixels.
+        """(rows, columns) of the token grid of an image; `width` and `height` are in pixels.
 
         Raises:
-            ValueError, TypeError: there is no such image, or no such option.
+            ValueError, TypeError: an invalid size or option.
         """
 
     def encode(self, image: "Image", options: Mapping[str, Any]) -> SpanEmbeddings:
-        """The embeddings of an image in RGB, row by row; `options` change the processor's."""
+        """Compute the embeddings of an RGB image, row by row; `options` as in `most_whole`."""
 
 
 def has_tensors(checkpoint: Checkpoint, prefixes: Sequence[str]) -> bool:
-    """Whether a checkpoint holds tensors with one of these prefixes."""
+    """Whether a checkpoint has tensors with one of these prefixes."""
     return checkpoint.has_weights and any(
         name.startswith(tuple(prefixes)) for name in checkpoint.all_entries
     )
 
 
 def load_tensors(module: torch.nn.Module, checkpoint: Checkpoint, prefixes: Sequence[str]) -> None:
-    """Fill all parameters and kept buffers of a module.
+    """Load all parameters and persistent buffers of a module.
 
     Args:
-        prefixes: of their names in the checkpoint; the first under which there is something counts.
+        prefixes: possible prefixes of their names in the checkpoint; the first that occurs is used.
     """
     entries = checkpoint.all_entries
     held = (it for it in prefixes if any(name.startswith(it) for name in entries))
