@@ -1,1 +1,1 @@
-"""Measuring an engine on a workload: what is run, how often, and how it is reported."""
+"""Benchmarks: workloads, load generators, measurements and reports."""

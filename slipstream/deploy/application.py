@@ -1,4 +1,4 @@
-"""The deployment as Ray Serve takes it."""
+"""Builds the Ray Serve application of a deployment."""
 
 from typing import Any
 
@@ -9,24 +9,24 @@ from slipstream.deploy.plan import Plan
 from slipstream.deploy.replica import EngineReplica
 
 NAME = "slipstream"
-_DRAINING = 3600.0  # seconds, where the server's own limits do not end requests earlier
-_MARGIN = 15.0  # for what is left to do when the last answer is complete
+_DRAINING = 3600.0  # seconds, unless the server's own limits end requests earlier
+_MARGIN = 15.0  # for shutting down after the last answer is complete
 
 
 def build(plan: Plan) -> Application:
-    """The application of a plan."""
+    """Build the Ray Serve application of a plan."""
     made = serve.deployment(EngineReplica).options(name=NAME, **deployment_options(plan))
     return made.bind(plan)
 
 
 def deployment_options(plan: Plan) -> dict[str, Any]:
-    """Ray Serve's options of the deployment, by the names that its files have for them."""
+    """Ray Serve's options of the deployment, keyed as in Ray Serve's config files."""
     options, limits = plan.replicas, plan.server.limits
     cpus, gpus = options.replica_cpus, options.replica_gpus or 0
     draining = limits.drain_timeout or limits.request_timeout or _DRAINING
     found: dict[str, Any] = {
         "ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus},
-        "max_ongoing_requests": 1 << 20,  # the server has limits of its own
+        "max_ongoing_requests": 1 << 20,  # the server applies its own limits
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 20.0,
         "graceful_shutdown_wait_loop_s": 0.1,

@@ -42,12 +42,12 @@ _GATHERING_SECONDS = 10.0
 
 @dataclass
 class Counts:
-    """What the front has seen.
+    """Counters of the front's requests.
 
     Attributes:
-        retried: requests that were sent to another replica after the first had died.
-        refused: those that went elsewhere because their replica was about to stop or full.
-        lost: answers that broke off.
+        retried: requests that were sent to another replica because the first had died.
+        refused: requests sent to another replica because the first was full or about to stop.
+        lost: answers that ended early.
     """
 
     retried: int = 0

@@ -1,4 +1,4 @@
-"""How many replicas there are, as users give it."""
+"""The user's options for the number of replicas and for routing."""
 
 from dataclasses import dataclass
 
@@ -49,5 +49,5 @@ class ReplicaOptions:
 
     @property
     def most(self) -> int:
-        """Replicas that there may be at once."""
+        """The maximum number of replicas at a time."""
         return self.max_replicas or self.replicas

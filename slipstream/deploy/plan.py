@@ -1,4 +1,4 @@
-"""What is to be deployed: the server's options, and how many of it there are."""
+"""The plan of a deployment: the server's options, and those of its replicas."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from slipstream.serve.run import ServerOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A whole deployment; it travels to the replicas.
+    """The plan of a deployment, which is sent to every replica.
 
     Args:
-        local: all replicas are on this machine, and listen on its loopback address.
+        local: all replicas run on this machine and listen on its loopback address.
     """
 
     config: EngineConfig

@@ -18,14 +18,14 @@ _STORED = re.compile(r"resp_(?P<replica>[0-9a-f]{12})[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Prompt:
-    """What routing knows of a request.
+    """The properties of a request that routing uses.
 
     Attributes:
-        keys: a hash for each beginning of the prompt, the shortest first.
-        common: number of keys of what many prompts begin with: instructions, tools.
-        opening: number of keys up to the end of the first message of the user; 0 for what is no
-            conversation, or only begins one.
-        replica: the one that stores what the request refers to, by the beginning of its id.
+        keys: a hash for each prefix of the prompt, the shortest first.
+        common: number of keys of the prefix that many prompts share: instructions and tools.
+        opening: number of keys up to the end of the user's first message; 0 if the request is no
+            conversation, or is a conversation's first turn.
+        replica: beginning of the id of the replica that stores an object the request refers to.
     """
 
     keys: tuple[int, ...] = ()
@@ -35,7 +35,7 @@ class Prompt:
 
 
 def read_prompt(path: str, body: bytes) -> Prompt:
-    """What a request asks; nothing for a body that no replica could read either."""
+    """Read a request's prompt; returns an empty `Prompt` if the body cannot be parsed."""
     if path.startswith("/v1/responses/"):
         return Prompt(replica=_stored_at(path.split("/")[3]))
     try:
@@ -89,7 +89,7 @@ def _parts(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: object) -> str:
-    """A text alone, or the texts within whatever it is."""
+    """The text of a content: a string, the joined texts of a list of parts, or else JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(it, dict) and "text" in it for it in value):

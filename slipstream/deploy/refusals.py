@@ -1,4 +1,4 @@
-"""What the front tells its clients where replicas do not answer."""
+"""The errors that the front returns to clients when replicas do not answer."""
 
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -7,30 +7,30 @@ from slipstream.serve.limits import RequestError
 
 
 class NoReplicaError(RequestError):
-    """There is no replica."""
+    """No replica is running."""
 
     status, code = HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"
     message = "no replica is ready; try again in a while"
 
 
 class ReplicaLostError(RequestError):
-    """Replicas died while they answered."""
+    """The replicas died while they answered a request."""
 
     status, code = HTTPStatus.SERVICE_UNAVAILABLE, "replica_lost"
     message = "the replica that was answering has died; send the request again"
 
 
 class NotAllDoneError(RequestError):
-    """Some replicas did not do what all were asked for."""
+    """Some replicas failed a request that was sent to all of them."""
 
     status, code = HTTPStatus.BAD_GATEWAY, "partly_done"
 
 
 def require_done(results: Sequence[tuple[str, int, bytes]]) -> None:
-    """Raise NotAllDoneError, which tells every replica's result, unless all did what they should.
+    """Raise NotAllDoneError with every replica's result unless all replicas succeeded.
 
     Args:
-        results: of each replica its name, and the status (0: none) and the body of its answer.
+        results: per replica its name, the HTTP status (0 if there was no answer) and the body.
     """
     done = [name for name, status, _ in results if 0 < status < HTTPStatus.BAD_REQUEST]
     if len(done) == len(results):

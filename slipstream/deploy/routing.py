@@ -1,4 +1,4 @@
-"""Which replica answers a request: pure logic over what was sent where."""
+"""Chooses the replica for each request, from the requests that were sent to each before."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from slipstream.deploy.prompts import BLOCK, Prompt
 
 _CHARACTERS_PER_TOKEN = 4
-# A replica may have so many requests more than the least busy one before it loses requests whose
-# beginning it has, and so many times as many.
+# Prefix affinity ends when a replica's number of requests exceeds that of the least busy replica by
+# this number and by this factor.
 _MORE, _TIMES = 4, 1.5
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica that runs.
+    """A running replica.
 
     Attributes:
-        id: begins with 12 hexadecimal digits that are its own.
-        host, port: where its server listens.
-        cache_tokens: that its prefix cache holds.
-        num_open: requests that it last reported, whoever sent them.
+        id: begins with 12 hexadecimal digits that are unique to the replica.
+        host, port: address of its server.
+        cache_tokens: capacity of its prefix cache in tokens.
+        num_open: number of open requests that it last reported, from all clients.
     """
 
     id: str
@@ -32,12 +32,12 @@ class Replica:
 
 @dataclass
 class _Sent:
-    """What was sent to one replica.
+    """The requests that were sent to one replica.
 
     Attributes:
-        keys: of prompts, the least recent first: about what its cache holds.
-        open: requests that are being answered.
-        total: requests so far, less those that the others had before it came.
+        keys: keys of prompts, least recently used first; an estimate of its cache's content.
+        open: number of requests that are being answered.
+        total: number of requests so far, with an offset for replicas that joined later.
     """
 
     keys: OrderedDict[int, None] = field(default_factory=OrderedDict)

@@ -1,12 +1,12 @@
-"""How many replicas there should be, by the time that requests wait in the engines."""
+"""Autoscaling: the number of replicas, from the time that requests wait in the engines."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
 QUEUE_TIME, BUSY = "queue_time", "busy"
-_IDLE = 0.5  # share of places in use below which the rest can do the work of all
-_MOST_AT_ONCE = 2.0  # times as many replicas
+_IDLE = 0.5  # a replica is removed if the others would be less utilised than this
+_MOST_AT_ONCE = 2.0  # the largest factor of a single scale-up
 
 
 def wanted_replicas(
@@ -15,10 +15,10 @@ def wanted_replicas(
     """How many replicas should run.
 
     Args:
-        current: that run.
-        queue_times: seconds that requests wait for a place, by replica.
-        busy: share of places in use, by replica.
-        target: the longest mean wait in seconds that is left alone.
+        current: number of running replicas.
+        queue_times: seconds that requests wait for a place in the engine, per replica.
+        busy: fraction of places in use, per replica.
+        target: mean wait in seconds above which replicas are added.
     """
     if not queue_times or not current:
         return max(current, 1)
@@ -35,14 +35,14 @@ class QueueTimePolicy:
     """Ray Serve's autoscaling policy; Ray applies its bounds and delays.
 
     Args:
-        target: as of `wanted_replicas`.
+        target: see `wanted_replicas`.
     """
 
     def __init__(self, target: float) -> None:
         self._target = target
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """The number of replicas, and no state."""
+        """Return the wanted number of replicas, and an empty policy state."""
         seen = context.aggregated_metrics or {}
         number = wanted_replicas(
             context.current_num_replicas, seen.get(QUEUE_TIME, {}), seen.get(BUSY, {}), self._target

@@ -106,8 +106,8 @@ def build_engine(
     """Load the models and size the cache.
 
     Args:
-        ranks: of which this process is one; None: it leads those that the options ask for, which
-            are started here.
+        ranks: the ranks to which this process belongs; None: this process leads, and starts the
+            other ranks that the options ask for.
 
     Raises:
         UsageError: options that contradict each other or ask for what is not there.

@@ -227,8 +227,8 @@ class Grammars:
 
 
 def _one_of(texts: Sequence[str]) -> str:
-    """A grammar of these texts. They are one terminal: a parser's row holds 2,000 items at most,
-    of which each alternative of a rule would be one, while a terminal has no such limit."""
+    """A grammar of these texts. They form one terminal, since alternatives of a rule would be
+    items of a parser's row, which holds 2,000 at most."""
     return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, texts))
 
 
@@ -241,7 +241,7 @@ def _body(structured: StructuredOutput) -> str:
         spaced = {"x-guidance": {"whitespace_pattern": WHITESPACE}, **own}
         return f"body: %json {json.dumps(spaced)}"
     if kind == "regex":
-        # Within slashes a slash and a line break are escaped; what is escaped already stays.
+        # Between slashes, a slash and a line break are escaped, unless they already are.
         inner = _ESCAPED.sub(lambda found: _IN_SLASHES.get(found[0], found[0]), text)
         return f"body: /{inner}/"
     if kind == "choice":

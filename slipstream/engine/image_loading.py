@@ -50,8 +50,8 @@ def _require_rows(config: EngineConfig, family: ImageFamily) -> None:
 
 
 def least_rows(config: EngineConfig, family: ImageFamily) -> int:
-    """Rows of a pass in which an image that is read whole finds room: every request may have one
-    before, and drafts half of what is left. 0 where none is read whole."""
+    """The least rows of a pass that leave room for an image that must be read whole, beside one row
+    of every request, if drafts take half of the other rows. 0 if images may be split."""
     most = _most_whole(config, family)
     return config.max_num_seqs + 2 * most + 1 if most else 0
 

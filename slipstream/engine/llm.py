@@ -61,7 +61,7 @@ class LLM:
         self._numbers = count()
         # Outputs of live requests that their stream has not yielded: streams may be interleaved.
         self._mail: dict[str, deque[RequestOutput | Exception]] = {}
-        # What was asked for by each number, and what that is.
+        # For each number of an adapter: the request for it, and the loaded adapter.
         self._adapters: dict[int, tuple[LoRARequest, NamedAdapter]] = {}
         self._whole: set[str] = set()  # live requests of which snapshots are not wanted
 

@@ -1,1 +1,1 @@
-"""From a batch to flat tensors and one forward pass."""
+"""Lays out batches as flat tensors and runs forward passes."""

@@ -1,4 +1,4 @@
-"""Reading adapters, and bringing them to their slots beside running steps."""
+"""Reads LoRA adapters and copies them to their slots while steps run."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,10 +14,10 @@ from slipstream.runner.graphs import CAPTURING
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """An adapter in the host's memory.
+    """A LoRA adapter in the host's memory.
 
     Attributes:
-        draft: for the drafter; None: it drafts as it is.
+        draft: the adapter of the drafter; None: the drafter runs without one.
     """
 
     target: Adapter
@@ -25,21 +25,21 @@ class Loaded:
 
 
 class AdapterLoader:
-    """What a thread beside the engine does with adapters.
+    """Loads adapters, on a thread beside the engine's.
 
     Args:
-        drafter: its slots, of which one belongs to each of the target's; None: it has none.
+        drafter: the drafter's slots, numbered like the target's; None if it takes no adapters.
     """
 
     def __init__(self, slots: AdapterSlots, drafter: AdapterSlots | None = None) -> None:
         self._slots, self._drafter = slots, drafter
 
     def read(self, path: str, draft_path: str | None = None) -> Loaded:
-        """The adapter in a directory, in the host's memory, and that of the drafter in another.
+        """Read the target's adapter from one directory and the drafter's, if any, from another.
 
         Raises:
-            CheckpointError: one of them cannot be used.
-            UsageError: the drafter takes none.
+            CheckpointError: an adapter cannot be used.
+            UsageError: the drafter takes no adapters.
         """
         if draft_path is None:
             return Loaded(_read(path, self._slots))
@@ -51,7 +51,7 @@ class AdapterLoader:
         return Loaded(_read(path, self._slots), _read(draft_path, self._drafter))
 
     def write(self, slot: int, adapter: object) -> None:
-        """Fill a slot that no row of a coming step names; returns when its numbers are there."""
+        """Copy a `Loaded` to a slot that no coming step uses; returns when the copy is complete."""
         if self._slots.device.type != "cuda":
             self.fill(slot, adapter)
             return
@@ -60,7 +60,7 @@ class AdapterLoader:
             self._stream.synchronize()
 
     def fill(self, slot: int, adapter: object) -> None:
-        """As `write`, in the stream of the caller."""
+        """Copy a `Loaded` to a slot in the caller's stream, without waiting for it."""
         assert isinstance(adapter, Loaded)
         self._slots.write(slot, adapter.target.factors)
         if adapter.draft is not None:

@@ -1,4 +1,4 @@
-"""Capabilities of devices, and the meaning of the engine's options on them."""
+"""Capabilities of devices, and the effect of the engine's options on them."""
 
 import platform
 from pathlib import Path
@@ -19,15 +19,15 @@ from slipstream.kernels.registry import runs_cpp
 from slipstream.models.loading import KEPT_FORMATS
 from slipstream.models.quantized.module import StoredQuantization
 
-# Of NVIDIA's GPUs: the kernels multiply bf16 in tensor cores, and convert e4m3 in hardware.
+# Compute capability: the kernels need bf16 tensor cores, and e4m3 conversion in hardware.
 LEAST_CAPABILITY = (8, 0)
 LEAST_FLOAT8_CAPABILITY = (8, 9)
 _FLOAT8 = "fp8"
 _ON_CPUS = "int8-dynamic"
-_WITH_FLOAT8 = (_FLOAT8, "nvfp4")  # whose scales are e4m3
+_WITH_FLOAT8 = (_FLOAT8, "nvfp4")  # nvfp4 has e4m3 scales
 
 _Kinds = frozenset[type[Weight]]
-# What is multiplied as it is stored; anything else becomes floats, or is refused.
+# Formats that are multiplied in stored form; others are dequantised at load, or refused.
 _KEPT_ON_GPU: Final[_Kinds] = frozenset(
     {Float8Matrix, Float8BlockMatrix, Mxfp4Matrix, Nvfp4Matrix, Int4Matrix, Int8Matrix}
 )
@@ -64,7 +64,7 @@ def choose_device(name: str) -> tuple[torch.device, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """What the manufacturer calls a device: others of this name are as fast."""
+    """The manufacturer's name of a device; measured costs are shared by devices of one name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -76,7 +76,7 @@ def device_name(device: torch.device) -> str:
 
 
 def require_quantization(device: torch.device, option: str, quantization: str) -> None:
-    """Raise UsageError where the device cannot multiply by such matrices; `option` asked for it."""
+    """Raise UsageError, which names `option`, if the device has no kernels for `quantization`."""
     if device.type != "cuda":
         return
     if quantization == _ON_CPUS:
@@ -89,7 +89,7 @@ def require_quantization(device: torch.device, option: str, quantization: str) -
 
 
 def require_float8_cache(device: torch.device, option: str) -> None:
-    """Raise UsageError where no attention reads keys and values in e4m3; `option` asked for it."""
+    """Raise UsageError, which names `option`, if the device's attention cannot read e4m3 caches."""
     if device.type == "cuda":
         _require_float8(device, option)
     elif runs_cpp(device):
@@ -108,17 +108,17 @@ def _require_float8(device: torch.device, what: str) -> None:
 
 
 def kept_formats(device: torch.device) -> _Kinds:
-    """Classes of the matrices that a device multiplies as a checkpoint stores them."""
+    """The classes of quantised matrices that a device multiplies in stored form."""
     return _KEPT_ON_GPU if device.type == "cuda" else KEPT_FORMATS
 
 
 def sums_float8(device: torch.device, stored: StoredQuantization) -> bool:
-    """Whether products with matrices of a checkpoint are sums of products of e4m3."""
+    """Whether the device multiplies a checkpoint's matrices by e4m3 activations."""
     return device.type == "cuda" and Float8Matrix in stored.kinds
 
 
 def require_stored(device: torch.device, name: str, stored: StoredQuantization) -> None:
-    """Raise UsageError where the device has no kernels for the matrices of a checkpoint."""
+    """Raise UsageError if the device has no kernels for a checkpoint's quantised matrices."""
     if device.type != "cuda" or stored.becomes_floats:
         return
     kinds = stored.kinds
@@ -133,7 +133,7 @@ def require_stored(device: torch.device, name: str, stored: StoredQuantization) 
 
 
 def stored_note(device: torch.device) -> str:
-    """What becomes of the matrices of a quantised checkpoint on this device."""
+    """Tell, for the user, how a quantised checkpoint's matrices are held on this device."""
     if device.type == "cuda":
         return (
             "matrices stay as they are where there are kernels for them, or become the model's "
@@ -146,7 +146,7 @@ def stored_note(device: torch.device) -> str:
 
 
 def quantization_note(device: torch.device, quantization: str) -> str:
-    """What it means to multiply by such matrices on this device."""
+    """Tell, for the user, how `quantization` is computed on this device."""
     if quantization != _FLOAT8:
         return f"matrices rounded at load time: {_ROUNDED[quantization.partition('-')[0]]}"
     if device.type == "cuda":
@@ -158,7 +158,7 @@ def quantization_note(device: torch.device, quantization: str) -> str:
 
 
 def invariance_note(device: torch.device) -> str:
-    """What `batch_invariant` promises on this device."""
+    """Tell, for the user, what `batch_invariant` guarantees on this device."""
     if device.type == "cuda":
         return "rows do not depend on the rows beside them, in every matmul; slower"
     return (
@@ -168,14 +168,14 @@ def invariance_note(device: torch.device) -> str:
 
 
 def default_batched_tokens(device: torch.device) -> tuple[int, str]:
-    """The most rows of a target pass when the user names no number, and why."""
+    """The default of max_num_batched_tokens, and the reason for it."""
     if device.type == "cuda":
         return 8192, "a GPU's default"
     return 2048, "a CPU's default: a longer step would hold up the other requests"
 
 
 def training_dtype(device: torch.device) -> torch.dtype:
-    """What networks are trained in: bfloat16 where the device multiplies in it faster."""
+    """The dtype of training: bfloat16 on devices that multiply it faster than float32."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

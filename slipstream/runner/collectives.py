@@ -1,8 +1,8 @@
-"""What the ranks of a network exchange: gloo between processes of a CPU, NCCL between GPUs.
+"""Collective operations between ranks: gloo between processes on a CPU, NCCL between GPUs.
 
-All of it is one operation, to gather what every rank has. A sum is a gather and then additions in
-the order of the ranks, so that all ranks hold equal bits; whatever follows from them is equal too,
-and no rank has to be told what another has found.
+The only operation is all-gather. All-reduce is an all-gather followed by additions in the order of
+the ranks, so that all ranks hold bitwise equal sums. Everything computed from them is then equal as
+well, and results need not be sent from one rank to another.
 """
 
 import hashlib
@@ -18,28 +18,28 @@ from torch import Tensor
 from slipstream.core.errors import RanksLostError
 from slipstream.layers.parameters import Share
 
-_C10D: Any = dist  # most of what is used of it has no types
+_C10D: Any = dist  # torch.distributed, most of which has no types
 LOOPBACK: Final = "127.0.0.1"
 _CONNECT = timedelta(seconds=120)
-_TIMEOUT = timedelta(seconds=600)  # a rank that waits so long for another takes it for lost
+_TIMEOUT = timedelta(seconds=600)  # after waiting this long a rank treats the other one as lost
 
 
 class CollectiveError(RuntimeError):
-    """An exchange failed, so another rank has ended, or hangs."""
+    """An exchange failed because another rank has ended or hangs."""
 
 
 def open_store(port: int, size: int, leads: bool) -> Any:
-    """Where ranks find each other. The leader opens it at port 0, and tells the others which port
-    it got."""
+    """The TCP store through which ranks connect. The leader opens it with port 0 and passes the
+    port that it got to the others."""
     return _C10D.TCPStore(LOOPBACK, port, size, leads, _CONNECT, wait_for_workers=False)
 
 
 class Collectives:
-    """Connects this process with the other ranks; returns when all are there.
+    """Connects this process with the other ranks; the constructor waits until all have joined.
 
     Args:
-        device: where the tensors are that will be exchanged.
-        name: of these ranks, in the store.
+        device: the device of the exchanged tensors.
+        name: the name of this group of ranks in the store.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Collectives:
         return replace(self._neighbours[size].share(), least=self.least)
 
     def all_of(self, mine: Tensor) -> Tensor:
-        """[...] of each rank -> [size, ...], on every rank; waits for nothing but its stream."""
+        """All-gather: [...] of each rank -> [size, ...] on every rank; only its stream waits."""
         mine = mine.contiguous()
         found = mine.new_empty((self.size, *mine.shape))
         try:
-            # As bytes: not all libraries know all dtypes.
+            # Sent as bytes, since not all libraries support all dtypes.
             work = self._group._allgather_base(_bytes(found), _bytes(mine))
             work.wait()
         except RuntimeError as error:
@@ -77,7 +77,7 @@ class Collectives:
         return found
 
     def reduce(self, mine: Tensor) -> Tensor:
-        """The sum over the ranks, in their order, in float32, rounded once."""
+        """All-reduce: the sum in the order of the ranks, in float32, rounded once."""
         found = self.all_of(mine)
         total = found[0].float()
         for other in found[1:]:
@@ -89,7 +89,7 @@ class Collectives:
         return torch.cat(self.all_of(mine).unbind(0), -1)
 
     def least(self, number: int) -> int:
-        """The least of the ranks' numbers; the host waits for it."""
+        """The minimum of the ranks' numbers; the host waits for it."""
         return int(self.all_of(torch.tensor([number], device=self._device)).min())
 
     def require_equal(self, tensors: Sequence[Tensor]) -> None:
@@ -107,9 +107,9 @@ class Collectives:
             )
 
     def abort(self) -> None:
-        """Give up: whoever waits in an exchange gets an error. May be called from any thread."""
+        """Abort: threads that wait in an exchange get an error. May be called from any thread."""
         abort = getattr(self._group, "abort", None)
-        if abort is not None and self._device.type == "cuda":  # gloo notices by itself
+        if abort is not None and self._device.type == "cuda":  # gloo detects lost peers
             abort()
         for neighbours in self._neighbours.values():
             neighbours.abort()
@@ -120,7 +120,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _connected(store: Any, rank: int, size: int, device: torch.device) -> Any:
-    """A group of its own, so that a process may hold several engines."""
+    """Create a separate process group, so that one process may hold several engines."""
     if device.type == "cuda":
         nccl = _C10D.ProcessGroupNCCL.Options()
         nccl._timeout = _TIMEOUT

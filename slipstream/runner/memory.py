@@ -1,4 +1,4 @@
-"""How much memory there is, what a step takes of it, and what is left for the KV cache."""
+"""Available memory, the memory that steps need, and the size that this leaves for the KV cache."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,26 +12,26 @@ from slipstream.models.decoder_config import DecoderConfig
 CPU_CACHE_BYTES = 2 << 30
 GPU_MEMORY_UTILIZATION = 0.9
 
-# float32 copies of the target's logits: as computed, processed, and one while it is sampled from.
+# float32 copies of the target's logits: raw, processed, and a temporary one during sampling.
 LOGITS_COPIES = 3
-# Captured graphs of the default buckets, which share one pool, beside logits of their own.
+# CUDA graphs of the default buckets, which share one memory pool, without their own logits.
 GRAPH_BYTES = 768 << 20
-# Splits of long contexts and matmuls, libraries' workspaces, and what the allocator cannot join:
-# with GRAPH_BYTES, what an H200 took beyond the other items at 64 requests of Qwen3-8B's geometry.
+# Split-KV and split-K buffers, libraries' workspaces and fragmentation: with GRAPH_BYTES, what an
+# H200 used beyond the other items at 64 requests of Qwen3-8B's geometry.
 WORKSPACE_BYTES = 1 << 30
 _FLOAT32, _TOKEN_ID = 4, 4
-# Of a request that penalties, logit_bias or allowed_token_ids act on, per token of the vocabulary.
+# Per token of the vocabulary, for a request with penalties, logit_bias or allowed_token_ids.
 _SAMPLING_STATE = 4 + 1 + 4
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a device.
+    """The memory of a device, in bytes.
 
     Attributes:
-        free: that could be allocated now.
-        total: of the device.
-        is_gpu: whether they are a GPU's own.
+        free: bytes that could be allocated now.
+        total: bytes of the device.
+        is_gpu: whether this is a GPU's own memory.
     """
 
     free: int
@@ -44,35 +44,35 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """The memory of `device` as it is now."""
+    """Measure the memory of `device`."""
     if uses_gpu_memory(device):
-        torch.cuda.empty_cache()  # what is only kept for later allocations is free
+        torch.cuda.empty_cache()  # count cached blocks of the allocator as free
         free, total = torch.cuda.mem_get_info(device)
         return DeviceMemory(free, total, is_gpu=True)
     return DeviceMemory(_available_bytes(), _meminfo("MemTotal") or 0, is_gpu=False)
 
 
 def uses_gpu_memory(device: torch.device) -> bool:
-    """Whether a share of a GPU's memory means anything for this device."""
+    """Whether this device has memory of its own, to which gpu_memory_utilization applies."""
     return device.type == "cuda"
 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What the tensors of the largest step are as large as.
+    """The parameters that determine the sizes of the largest step's tensors.
 
     Attributes:
-        network: the target.
-        itemsize: bytes of a number of its activations.
+        network: the target's config.
+        itemsize: bytes of an element of its activations.
         max_num_batched_tokens: rows of the largest target pass.
-        max_draft_rows: of a request, in the largest pass of a drafter that gives all its draft
-            tokens at once; 0 for others. Such a pass may have more rows than any of the target's.
-        max_num_seqs, max_model_len: requests, and the tokens of each.
+        max_draft_rows: rows per request of the largest pass of a parallel drafter, which may have
+            more rows than any target pass; 0 for other drafters.
+        max_num_seqs, max_model_len: maximum of requests, and of tokens of each.
         num_speculative_tokens: K.
-        draft_probabilities: whether the drafter says what it sampled from.
+        draft_probabilities: whether the drafter returns the distributions that it sampled from.
         graphs: whether steps are captured.
-        layer_state: bytes that layers keep of each request, however long it is; 0 where all caches
-            are paged.
+        layer_state: bytes of a request's recurrent state, whatever its length; 0 if all caches are
+            paged.
     """
 
     network: DecoderConfig
@@ -88,18 +88,18 @@ class StepSizes:
 
     @property
     def request_state(self) -> int:
-        """Bytes of the tokens and of the layers' states of all requests."""
+        """Bytes of all requests' token ids and recurrent layer states."""
         return self.max_num_seqs * (self.max_model_len * _TOKEN_ID + self.layer_state)
 
     @property
     def most_rows(self) -> int:
-        """Rows of the largest pass."""
+        """Rows of the largest pass of the target or the drafter."""
         return max(self.max_num_batched_tokens, self.max_num_seqs * self.max_draft_rows)
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes that something takes: its name, how they come about, and what makes them fewer."""
+    """A use of memory: its name, its bytes, how they are computed, and how to reduce them."""
 
     name: str
     size: int
@@ -108,7 +108,7 @@ class Item:
 
 
 def step_items(sizes: StepSizes) -> tuple[Item, ...]:
-    """What a GPU must hold beside weights and KV cache."""
+    """The memory that steps need on a GPU besides weights and KV cache."""
     vocabulary, requests = sizes.network.vocab_size, sizes.max_num_seqs
     judged = requests * (sizes.num_speculative_tokens + 1)
     logits = LOGITS_COPIES * judged * vocabulary * _FLOAT32
@@ -149,16 +149,16 @@ def step_items(sizes: StepSizes) -> tuple[Item, ...]:
 
 
 def _numbers_per_row(network: DecoderConfig) -> int:
-    """Numbers of one layer, whose tensors may all live at once, and of the residual stream."""
+    """Elements per row of one layer's tensors, which may all be alive at once, and of its input."""
     width = network.hidden_size
     return max(layer.numbers_per_row(width) for layer in network.layers) + 4 * width
 
 
 def usable_bytes(memory: DeviceMemory, utilization: float | None) -> int:
-    """What of a GPU's free memory may be taken when only a share of the whole may be.
+    """The free bytes of a GPU that may be used within gpu_memory_utilization.
 
     Args:
-        utilization: the share; None takes the default.
+        utilization: the usable share of the GPU's total memory; None takes the default.
     """
     share = utilization or GPU_MEMORY_UTILIZATION
     return max(0, memory.free - int(memory.total * (1 - share)))
@@ -167,12 +167,12 @@ def usable_bytes(memory: DeviceMemory, utilization: float | None) -> int:
 def default_cache_bytes(
     memory: DeviceMemory, utilization: float | None, reserved: int = 0
 ) -> tuple[int, str]:
-    """Bytes for the cache when the user names none, and why.
+    """The default size of the KV cache in bytes, and the reason for it.
 
     Args:
-        memory: when the weights are in it.
-        utilization: share of a GPU that may be used in all; None takes the default.
-        reserved: what steps need of a GPU beside weights and cache.
+        memory: measured after the weights were loaded.
+        utilization: the usable share of a GPU's total memory; None takes the default.
+        reserved: bytes that steps need on a GPU besides weights and cache.
     """
     if memory.is_gpu:
         share = utilization or GPU_MEMORY_UTILIZATION
@@ -185,7 +185,7 @@ def default_cache_bytes(
 
 
 def require_memory(memory: DeviceMemory, needed: int, what: str, remedy: str) -> None:
-    """Raise UsageError when `needed` bytes are not there, before anything is allocated."""
+    """Raise UsageError if less than `needed` bytes are free, before anything is allocated."""
     if needed > memory.free:
         raise UsageError(
             f"{what} needs {gigabytes(needed)}, but {gigabytes(memory.free)} of {memory.name} are "
@@ -196,12 +196,12 @@ def require_memory(memory: DeviceMemory, needed: int, what: str, remedy: str) ->
 def no_room_error(
     memory: DeviceMemory, utilization: float | None, items: Sequence[Item], remedies: Sequence[str]
 ) -> UsageError:
-    """The error when steps leave no room for a KV cache.
+    """The error for steps that leave no room for a KV cache.
 
     Args:
-        utilization: share of the GPU that may be used in all; None is the default.
-        items: what steps take; the largest ones' remedies come first.
-        remedies: what else would help.
+        utilization: the usable share of the GPU's total memory; None is the default.
+        items: the memory that steps need; remedies of the largest items are named first.
+        remedies: further remedies.
     """
     largest = sorted(items, key=lambda item: -item.size)
     ways = dict.fromkeys((*remedies, *(item.remedy for item in largest if item.remedy)))
@@ -218,11 +218,11 @@ def no_room_error(
 def require_weights(
     memory: DeviceMemory, name: str, size: int, rounded: Mapping[str, int], pending: int = 0
 ) -> None:
-    """Raise UsageError when a model's weights are larger than what is free.
+    """Raise UsageError if a model's weights are larger than the free memory.
 
     Args:
-        rounded: what they would take, by `quantization`; nothing when they have one.
-        pending: bytes of another model that is to be loaded afterwards.
+        rounded: the weights' bytes by `quantization` method; empty if they are quantised already.
+        pending: bytes of another model that will be loaded afterwards.
     """
     needed = size + pending
     if needed <= memory.free:
@@ -243,12 +243,12 @@ def require_weights(
 
 
 def gigabytes(size: int) -> str:
-    """As it is shown."""
+    """Format bytes in GB for messages."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e9:.3f} GB"
 
 
 def _available_bytes() -> int:
-    """Memory that this process could still take: the machine's, or its control group's limit."""
+    """Bytes that this process could still allocate, by the machine's memory and its cgroup."""
     available = _meminfo("MemAvailable") or 4 * CPU_CACHE_BYTES
     limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:
@@ -257,7 +257,7 @@ def _available_bytes() -> int:
 
 
 def _reclaimable(group: str) -> int:
-    """Cached file contents, which count as used and go when memory is needed."""
+    """Bytes of the cgroup's page cache, which count as used but are freed when needed."""
     try:
         lines = Path(group, "memory.stat").read_text().splitlines()
     except OSError:
@@ -280,5 +280,5 @@ def _meminfo(key: str) -> int | None:
 def _number(path: str) -> int | None:
     try:
         return int(Path(path).read_text())
-    except (OSError, ValueError):  # no control group, or no limit ("max")
+    except (OSError, ValueError):  # no cgroup, or no limit ("max")
         return None

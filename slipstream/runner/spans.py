@@ -1,4 +1,4 @@
-"""Rows of a pass that stand for images: their embeddings and their positions."""
+"""Embeddings, positions and masks of the rows of a pass that belong to images."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,11 +15,11 @@ from slipstream.runner.rows import PromptRows, RowLayout
 
 
 def with_offsets(layout: RowLayout, offsets: Tensor) -> RowLayout:
-    """Rows at the positions of texts behind images; offsets [R] int64 are added to their places."""
+    """Shift the position ids of rows behind images by each request's offset, [R] int64."""
     rows = layout.inputs.rows
     positions = rows.positions + layout.of_requests(offsets)
     places = rows.in_context
-    # Those before images mean nothing, and are mended where these are.
+    # Wrong for rows before the end of an image; `with_axes` replaces these.
     rows = replace(rows, positions=positions, places=places)
     return replace(layout, inputs=replace(layout.inputs, rows=rows))
 
@@ -27,7 +27,7 @@ def with_offsets(layout: RowLayout, offsets: Tensor) -> RowLayout:
 def with_axes(
     network: Decoder, layout: RowLayout, prompts: Sequence[PromptRows | None]
 ) -> RowLayout:
-    """Rows up to the last image of each request at positions that have several axes."""
+    """Set the M-RoPE positions of each request's rows up to the end of its last image."""
     found: list[Tensor] = []
     index: list[Tensor] = []
     for first_row, prompt in zip(layout.row_starts, prompts, strict=False):
@@ -43,7 +43,7 @@ def with_axes(
 
 
 def with_sight(layout: RowLayout, prompts: Sequence[PromptRows | None]) -> RowLayout:
-    """Rows of images that see each other."""
+    """Let all rows of an image attend to each other, for spans with bidirectional attention."""
     ends: list[Tensor] = []
     index: list[Tensor] = []
     for first_row, prompt in zip(layout.row_starts, prompts, strict=False):
@@ -65,8 +65,8 @@ def with_sight(layout: RowLayout, prompts: Sequence[PromptRows | None]) -> RowLa
 def embed(
     network: Decoder, layout: RowLayout, prompts: Sequence[PromptRows | None]
 ) -> tuple[Tensor, Tensor | None, StreamAddends | None]:
-    """The tokens [T] that the network is given; what enters its first layer, [T, hidden_size], and
-    what is added behind its first layers, both None where no image is among the rows."""
+    """The network's token ids [T], its input embeddings [T, hidden_size], and addends to the
+    outputs of its first layers. The latter two are None if no row belongs to an image."""
     token_ids = layout.token_ids
     if not prompts:
         return token_ids, None, None
@@ -97,15 +97,15 @@ def embed(
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """As `torch.cat`, without a copy of a single one: an image may have tens of megabytes."""
+    """`torch.cat` that does not copy a single part, which may have tens of megabytes."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def rope_axes(spans: Sequence[Span], first: int, end: int) -> Tensor:
-    """[3, end - first] int64: where tokens of a prompt stand in time, rows and columns (M-RoPE).
+    """M-RoPE positions of a prompt's tokens, [3, end - first] int64: time, row and column.
 
-    A text moves on along all axes at once. An image begins where the text before it has ended, is
-    one moment, and the text goes on behind its longer side.
+    Text tokens advance all three axes by one. All tokens of an image have one time position; text
+    continues at the image's start plus its longer side.
     """
     axes = torch.arange(first, end).repeat(3, 1)
     offset = 0

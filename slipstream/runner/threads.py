@@ -1,4 +1,4 @@
-"""How many threads the CPU's ops use."""
+"""The number of threads that CPU ops use."""
 
 import logging
 import os
@@ -11,13 +11,12 @@ from slipstream.kernels.registry import use_threads
 
 logger = logging.getLogger("slipstream")
 
-MOST_THREADS = 1024  # beyond what any machine has a use for
-# A target whose weights take less than this is computed from a core's cache: its matmuls last
-# microseconds, and threads would spend longer waiting for each other, all the more when other
-# programs share the cores.
+MOST_THREADS = 1024  # more than any machine can use
+# Smaller targets fit into a core's cache: their matmuls last microseconds, and threads would spend
+# longer waiting for each other, above all if other programs share the cores.
 SMALL_MODEL_BYTES = 64 << 20
 _TOPOLOGY = Path("/sys/devices/system/cpu")
-_QUOTAS = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu")  # of version 2, and of 1
+_QUOTAS = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu")  # of cgroup v2 and v1
 
 
 def set_threads(
@@ -27,16 +26,16 @@ def set_threads(
     weight_bytes: int,
     num_ranks: int = 1,
 ) -> tuple[int, str]:
-    """Fix the thread count of this process; the count and why it is that.
+    """Set the thread count of this process; returns the count and the reason for it.
 
     Args:
-        dtype: of the activations.
-        requested: the user's wish; None leaves the choice here.
-        weight_bytes: of the target.
-        num_ranks: processes of this engine, which share the cores.
+        dtype: dtype of the activations.
+        requested: the user's choice; None for the default.
+        weight_bytes: bytes of the target's weights.
+        num_ranks: number of this engine's processes, which share the cores.
 
     Raises:
-        UsageError: more are asked for than any machine has a use for.
+        UsageError: more than `MOST_THREADS` are requested.
     """
     count, why = _choose(device, requested, weight_bytes, num_ranks)
     if count > MOST_THREADS:
@@ -70,10 +69,10 @@ def _choose(
 def usable_cores(
     topology: Path = _TOPOLOGY, quotas: tuple[Path, Path] = _QUOTAS
 ) -> tuple[int, str]:
-    """Cores that this process may use, and what limits them.
+    """The number of cores that this process may use, and what limits it.
 
-    Hardware threads of one core count once, for they share what a stream of weights needs; a
-    container's quota of processor time counts as so many cores.
+    Hardware threads of one core count once, since they share its memory bandwidth. A container's
+    quota of CPU time limits the number too.
     """
     if hasattr(os, "sched_getaffinity"):
         allowed = os.sched_getaffinity(0)
@@ -87,7 +86,7 @@ def usable_cores(
 
 
 def _siblings(topology: Path, processor: int) -> str:
-    """A name of the core that a processor belongs to."""
+    """An identifier of the core that a logical processor belongs to."""
     try:
         path = topology / f"cpu{processor}" / "topology" / "thread_siblings_list"
         return path.read_text().strip()
@@ -96,7 +95,7 @@ def _siblings(topology: Path, processor: int) -> str:
 
 
 def _quota(unified: Path, legacy: Path) -> float | None:
-    """Processors' worth of time; None for no limit."""
+    """The cgroup's quota of CPU time, in processors; None if there is no limit."""
     try:
         quota, period = unified.read_text().split()
     except (OSError, ValueError):

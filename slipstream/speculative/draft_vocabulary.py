@@ -1,7 +1,7 @@
-"""Drafting over a part of the vocabulary (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
+"""Reduced draft vocabularies (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
 
-A draft model's head can be most of what a draft pass reads. Over a subset of the vocabulary it
-reads less, and the output stays exact: q is what was sampled from, and is 0 elsewhere.
+The lm_head can be most of the memory traffic of a draft pass; a subset of its rows makes the pass
+faster. Verification stays lossless, since q is 0 for all tokens outside the subset.
 """
 
 from collections import Counter
@@ -17,10 +17,10 @@ from slipstream.speculative.options import Options
 
 @dataclass(frozen=True)
 class DraftVocabularyConfig:
-    """How many tokens to draft over, and the text whose commonest tokens they are.
+    """The size of the draft vocabulary, and a text from whose token frequencies it is chosen.
 
-    Without a text the tokens that the tokenizer learned first are taken: byte-level BPE numbers
-    its tokens in the order of its merges, the commonest first.
+    Without a text the smallest token ids are chosen: byte-level BPE numbers tokens in the order of
+    merges, so that frequent ones come first.
     """
 
     size: int
@@ -28,7 +28,7 @@ class DraftVocabularyConfig:
 
 
 def read_draft_vocabulary(options: Options) -> DraftVocabularyConfig | None:
-    """`draft_vocab_size`, and with it `draft_vocab_text`."""
+    """Read `draft_vocab_size` and `draft_vocab_text`; None if the former is not given."""
     size = options.take_int("draft_vocab_size", None)
     text = options.take_str("draft_vocab_text", None)
     if size is None:
@@ -46,10 +46,11 @@ def choose_draft_vocabulary(
     num_legal_tokens: int,
     shared: Collection[int] | None = None,
 ) -> list[int]:
-    """The chosen token ids, rising; the target's end tokens are among them where they can be.
+    """Choose the draft vocabulary; returns rising token ids, which include the target's end tokens
+    if the drafter has them.
 
     Args:
-        shared: the only ones that the drafter has; None is all.
+        shared: the token ids that the drafter has; None if it has all.
 
     Raises:
         UsageError: the text cannot be read, or the size is larger than the vocabulary.

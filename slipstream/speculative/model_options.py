@@ -1,4 +1,4 @@
-"""The keys of a `speculative_config` that say how a drafter's network is loaded and sampled."""
+"""The keys of `speculative_config` that control how a drafter's network is loaded and sampled."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,7 @@ from slipstream.models.loading import LoadOptions, dtype_named
 from slipstream.speculative.draft_vocabulary import DraftVocabularyConfig, read_draft_vocabulary
 from slipstream.speculative.options import Options, TargetModel
 
-# Where requests may have so many tokens an adaptive drafter has a window (docs/drafters.md).
+# From this maximum length on, adaptive drafters get a window by default (docs/drafters.md).
 LONG_TEXT, LONG_TEXT_WINDOW = 8192, 1024
 _WHOLE_HEAD = "every rank runs the few layers of a head by itself; use 1"
 _ONE_WAY = "this method has one way to draft; leave it out"
@@ -16,17 +16,17 @@ _ONE_WAY = "this method has one way to draft; leave it out"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelKeys:
-    """How a method's keys differ from those that every network takes.
+    """The keys that a method supports beyond those common to all networks.
 
     Attributes:
-        parallel: whether all draft tokens come from one pass: the one value of `parallel_drafting`.
-        remedy: what to do instead of giving the other.
+        parallel: whether it drafts all tokens in one pass, the only value allowed for
+            `parallel_drafting`; `remedy` completes the error message for the other value.
         mask_token, vocabulary, other_tokenizer: whether `pard_token`, `draft_vocab_size` and
-            `use_heterogeneous_vocab` are taken.
-        window: whether `draft_window` is.
-        in_target: without `model` the target's own checkpoint is read.
-        splits: ranks may share the network, as they share the target.
-        whole_target: it reads all that a target has, of which a rank has its share.
+            `use_heterogeneous_vocab` are supported.
+        window: whether `draft_window` is supported.
+        in_target: without `model`, the head is read from the target's own checkpoint.
+        splits: the network supports tensor parallelism.
+        whole_target: it needs the whole target, and so cannot run beside a share of it.
     """
 
     parallel: bool = False
@@ -49,11 +49,11 @@ class ModelOptions:
         greedy_only: `draft_sample_method` is greedy.
         mask_token: `pard_token`; None leaves it to the checkpoint.
         vocabulary: the tokens to draft over; None is all.
-        maps_tokens: `use_heterogeneous_vocab`: its tokenizer may be another one.
-        draft_window: how many of the last tokens it attends to, besides the first few; None: all,
-            or as many as suit long texts, if it is `adaptive`.
-        adaptive: the engine chooses how much it drafts.
-        num_ranks: `draft_tensor_parallel_size`: so many neighbours share one of the network.
+        maps_tokens: `use_heterogeneous_vocab`: its tokenizer may differ from the target's.
+        draft_window: attention is limited to the last `draft_window` tokens and the first few;
+            None: no limit, or the default for long texts if the engine is `adaptive`.
+        adaptive: the engine chooses how many tokens are drafted.
+        num_ranks: `draft_tensor_parallel_size`, the ranks over which the network is split.
         whole_target: see `ModelKeys`.
     """
 
@@ -72,14 +72,14 @@ class ModelOptions:
     whole_target: bool = False
 
     def window_within(self, longest: int) -> int | None:
-        """The window where requests may have `longest` tokens; None: they are not longer."""
+        """The window for requests of up to `longest` tokens; None if it is not smaller."""
         window = self.draft_window
         if window is None and self.adaptive and longest >= LONG_TEXT:
             window = LONG_TEXT_WINDOW
         return window if window is not None and window < longest else None
 
     def require_ranks(self, num_ranks: int) -> None:
-        """Raise UsageError where so many ranks, more than one, cannot have it beside the target."""
+        """Raise UsageError if the drafter cannot run with a target on `num_ranks` > 1 ranks."""
         if self.whole_target:
             raise UsageError(
                 "an assistant reads all keys and values of its target, of which each process of "
@@ -93,7 +93,7 @@ class ModelOptions:
         self.require_num_ranks(num_ranks)
 
     def require_num_ranks(self, num_ranks: int) -> None:
-        """Raise UsageError where some of the target's ranks would have it, and others not."""
+        """Raise UsageError if `draft_tensor_parallel_size` does not fit the target's ranks."""
         if num_ranks % self.num_ranks:
             fitting = [str(it) for it in range(1, num_ranks + 1) if num_ranks % it == 0]
             raise UsageError(
@@ -103,7 +103,7 @@ class ModelOptions:
             )
 
     def load_options(self, target: TargetModel) -> LoadOptions:
-        """As the target is loaded, unless asked otherwise."""
+        """The load options: those of the target, except where the user has set others."""
         dtype = dtype_named(self.dtype) if self.dtype else target.load.dtype
         self.require_num_ranks(target.load.share.size)
         share = WHOLE
@@ -114,7 +114,7 @@ class ModelOptions:
 
 
 def read_model_options(options: Options, method: str, keys: ModelKeys) -> ModelOptions:
-    """Honour or refuse every key that other engines know for such a drafter."""
+    """Read the keys of a network drafter; keys that other engines support are read or refused."""
     options.take_only("parallel_drafting", keys.parallel, keys.remedy)
     num_ranks = 1
     if keys.splits:

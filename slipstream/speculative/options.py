@@ -1,11 +1,11 @@
-"""Reading `speculative_config` strictly: every key is honoured or refused.
+"""Reads `speculative_config` strictly: every key takes effect or is refused.
 
-Where no way of verification is given, requests with a seed are coupled, so that the seed gives the
-text of plain decoding, and all others are verified by rejection, which accepts more.
+By default, requests with a seed are verified by coupling, so that the seed gives the same text as
+plain decoding; all others are verified by rejection sampling, which accepts more tokens.
 
-Synthetic verification forces acceptance, for benchmarks alone: with random weights no draft is ever
-accepted, so the verdict is drawn. All other work of the step is done as always; the output means
-nothing.
+Synthetic verification, for benchmarks only, draws the number of accepted tokens at random, since
+with random weights no draft would be accepted. The rest of the step is unchanged; the output is
+meaningless.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ from slipstream.models.loading import LoadOptions
 
 @dataclass(frozen=True)
 class TargetModel:
-    """What a drafter may want to know of the model that it drafts for.
+    """The target model, as the methods see it when they load a drafter.
 
     Attributes:
-        replaced: what is read in place of its directory's files.
+        replaced: contents that replace files of the target's directory.
     """
 
     path: Path
@@ -39,12 +39,12 @@ class TargetModel:
 
     @property
     def shape(self) -> DecoderConfig:
-        """As its config.json has it; its network is not loaded yet."""
+        """The config of the target's network, read from config.json."""
         return read_decoder_config(Checkpoint(self.path, self.replaced))
 
 
 class Options:
-    """The keys of a `speculative_config`, each to be taken once; hyphens equal underscores."""
+    """The keys of a `speculative_config`, each read once; hyphens are read as underscores."""
 
     def __init__(self, mapping: Mapping[str, Any]) -> None:
         self._left: dict[str, Any] = {}
@@ -64,7 +64,7 @@ class Options:
         return self._left.get(key)
 
     def fill(self, key: str, value: Any) -> None:
-        """Set a key that was not given."""
+        """Set a key if it was not given."""
         if self._left.get(key) is None:
             self._left[key] = value
 
@@ -83,21 +83,21 @@ class Options:
         return value
 
     def take_bool(self, key: str) -> bool:
-        """False where it is not given."""
+        """Read a boolean; False if it is not given."""
         value = self.take(key, False)
         if not isinstance(value, bool):
             raise UsageError(f"speculative_config: {key} must be true or false, not {value!r}")
         return value
 
     def take_quantization(self) -> str | None:
-        """The precision of the drafter's matrices; None leaves them as they are."""
+        """Read `quantization`, the drafter's quantisation method; None if it is not given."""
         value = self.take("quantization")
         if value is None:
             return None
         return known_quantization("speculative_config: quantization", value)
 
     def take_greedy_only(self) -> bool:
-        """Whether drafts are to be one-hot: `draft_sample_method` is greedy."""
+        """Read `draft_sample_method`; True if it is greedy, so that q is one-hot."""
         sampling = self.take_str("draft_sample_method", "probabilistic")
         if sampling not in ("probabilistic", "greedy"):
             raise UsageError(
@@ -107,14 +107,14 @@ class Options:
         return sampling == "greedy"
 
     def take_positive(self, key: str) -> int | None:
-        """A number of tokens; None where it is not given."""
+        """Read a positive integer; None if it is not given."""
         count = self.take_int(key, None)
         if count is not None and count < 1:
             raise UsageError(f"speculative_config: {key} must be positive, not {count}")
         return count
 
     def take_only(self, key: str, supported: Any, remedy: str) -> None:
-        """A key of other engines that is honoured for one value only."""
+        """Read a key of other engines; any value but `supported` is refused."""
         value = self.take(key, supported)
         if value != supported:
             raise UsageError(f"speculative_config: {key}={value!r} is not supported; {remedy}")
@@ -140,8 +140,8 @@ _SYNTHETIC = "synthetic"
 def read_verification(
     options: Options, count: int
 ) -> tuple[Verification | None, tuple[tuple[float, ...], ...]]:
-    """How all requests are verified, None where it is by their seeds; and a benchmark's lists of
-    conditional rates for `count` positions, none for lossless verification."""
+    """Read how requests are verified (None: depends on their seeds), and for synthetic verification
+    the lists of conditional acceptance rates of `count` positions."""
     method = options.take_str("rejection_sample_method", None)
     length = options.take("synthetic_acceptance_length")
     rates = options.take("synthetic_acceptance_rates")
@@ -200,17 +200,17 @@ def _is_number(value: Any) -> bool:
 def rates_for_length(acceptance_length: float, num_speculative_tokens: int) -> tuple[float, ...]:
     """Unconditional acceptance rates per position whose sum is acceptance_length - 1.
 
-    The schedule of least variance: the first positions always, one now and then, the rest never.
-    `acceptance_length` lies between 1 and num_speculative_tokens + 1.
+    The schedule has least variance: first positions have rate 1, one a fraction, the rest 0.
+    `acceptance_length` must be between 1 and num_speculative_tokens + 1.
     """
     left = acceptance_length - 1
     return tuple(min(1.0, max(0.0, left - place)) for place in range(num_speculative_tokens))
 
 
 def conditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """The chance that each position is accepted when all before it were.
+    """The probability that each position is accepted, given that all earlier ones are.
 
     Args:
-        rates: unconditional, so they never rise.
+        rates: unconditional acceptance rates, which must not rise.
     """
     return tuple(rate / before if before > 0 else 0.0 for before, rate in pairwise((1.0, *rates)))

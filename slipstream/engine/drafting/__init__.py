@@ -1,1 +1,1 @@
-"""How much is drafted: what a step costs, what is accepted, and the choice that follows."""
+"""Chooses the number of draft tokens, from the costs of steps and acceptance rates."""

@@ -1,1 +1,1 @@
-"""The processes that hold a model together: one leads, the others follow its steps."""
+"""Tensor parallelism over processes: rank 0 leads and the other ranks follow its steps."""

@@ -1,8 +1,8 @@
-"""A process that holds a share of a model and follows the leader's steps.
+"""The process of a rank other than 0, which holds a share of the model and follows the leader.
 
-Started by `processes.py` with its rank, their number, the port of the store, two descriptors and
-the kind of device. It ends when the leader does, whatever it is doing then, and with exit code 1
-when it cannot follow.
+`processes.py` starts it with its rank, the number of ranks, the port of the store, two file
+descriptors and the type of the device. It exits as soon as the leader does, and with exit code 1 if
+it fails.
 """
 
 import logging
@@ -27,15 +27,15 @@ from slipstream.runner.collectives import CollectiveError, Collectives, open_sto
 from slipstream.runner.memory import uses_gpu_memory
 
 T = TypeVar("T")
-_SETTLE_SECONDS = 5.0  # within which a leader that failed in the same place says so
+_SETTLE_SECONDS = 5.0  # for a leader that failed at the same call to report it
 
 
 class _AbandonedError(Exception):
-    """The leader has broken off what it had told the followers to do."""
+    """The leader has aborted a call that it had sent to the followers."""
 
 
 class Follower:
-    """One of the ranks behind the first; see `Ranks`."""
+    """The `Ranks` of a rank other than 0."""
 
     leads = False
 
@@ -45,10 +45,10 @@ class Follower:
         self.share = collectives.share()
 
     def check(self) -> None:
-        """It ends with the leader, who looks after the others."""
+        """Does nothing: the leader checks the ranks, and this process exits when it does."""
 
     def tell(self, name: str, *arguments: Any) -> None:
-        """It is told the same."""
+        """Does nothing: every follower receives the leader's calls itself."""
 
     def agree(self, make: Callable[[], T]) -> T:
         agreed: Any = self._hear()
@@ -67,19 +67,19 @@ class Follower:
         self._collectives.require_equal(tensors)
 
     def settle(self) -> None:
-        """The leader waits for it."""
+        """Does nothing: only the leader waits for followers."""
 
     def watch(self, call: Callable[[str], None]) -> None:
-        """The leader does."""
+        """Does nothing: only the leader watches the ranks."""
 
     def close(self) -> None:
-        """The leader does."""
+        """Does nothing: only the leader ends followers."""
 
     def follow(self, functions: Mapping[str, Callable[..., Any]]) -> None:
-        """Call what the leader says, until it has no use for this engine any more.
+        """Run the functions that the leader calls, until it closes this engine.
 
-        A function may fail here as it does there: then the leader breaks off as well and says so.
-        If it does not, this rank has come to differ, and ends.
+        If a function fails here, it is expected to fail on the leader as well, which then sends
+        `SETTLED`. Otherwise this rank's state has diverged, and RuntimeError ends the process.
         """
         while (call := self._hear()).name != LEAVE:
             try:
@@ -108,14 +108,14 @@ class Follower:
 
 
 def _end_with(life: int) -> None:
-    """End this process when the leader's end of a pipe is closed, by itself or by its death."""
+    """Exit when the leader's end of a pipe is closed, by the leader or because it has died."""
     with suppress(OSError):
         os.read(life, 1)
     os._exit(0)
 
 
 def main(arguments: list[str]) -> None:
-    """Load this rank's share and follow."""
+    """Load this rank's share of the model and follow the leader."""
     rank, size, port, channel, life = map(int, arguments[:-1])
     Thread(target=_end_with, args=(life,), daemon=True).start()
     connection = Connection(channel)
@@ -135,7 +135,7 @@ def main(arguments: list[str]) -> None:
 def _run(rank: int, size: int, port: int, kind: str, connection: Connection) -> NoReturn:
     from slipstream.engine.build import build_engine
 
-    logging.getLogger("slipstream").setLevel(logging.ERROR)  # the leader says the same
+    logging.getLogger("slipstream").setLevel(logging.ERROR)  # the leader logs the same messages
     device = torch.device(kind)
     if uses_gpu_memory(device):
         torch.cuda.set_device(rank)

@@ -1,4 +1,4 @@
-"""The process that plans steps for all ranks, and tells the others."""
+"""Rank 0, which plans the steps and sends its calls to the other ranks."""
 
 import pickle
 import signal
@@ -19,16 +19,16 @@ from slipstream.runner.collectives import CollectiveError
 from slipstream.runner.memory import uses_gpu_memory
 
 T = TypeVar("T")
-LEAVE = "leave"  # a follower's function
+LEAVE = "leave"  # the call that ends `Follower.follow`
 _SETTLE_SECONDS = 8.0
 
 
 def start_ranks(config: EngineConfig, device: torch.device) -> Ranks:
-    """Start the other ranks, which load their shares at once.
+    """Start the other ranks, which begin to load their shares of the model immediately.
 
     Raises:
-        UsageError: there are not as many devices.
-        RanksLostError: one of them did not come up.
+        UsageError: there are fewer GPUs than ranks.
+        RanksLostError: a rank failed to start.
     """
     size = config.tensor_parallel_size
     if size == 1:
@@ -46,7 +46,7 @@ class Leader:
     """Rank 0; see `Ranks`.
 
     Args:
-        close: what becomes of the followers in the end.
+        close: called by `close` to end the followers.
     """
 
     leads = True
@@ -64,7 +64,7 @@ class Leader:
         self._followers.check()
 
     def tell(self, name: str, *arguments: Any) -> None:
-        with _late_interrupts():  # which would leave half of a message, and adapters are long ones
+        with _late_interrupts():  # an interrupt would cut off the message
             self._followers.send(self._writer.write(Call(name, arguments)))
 
     def call(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
@@ -87,7 +87,7 @@ class Leader:
             self.check()
         except RanksLostError as found:
             return found
-        return RanksLostError(str(error))  # it is being closed
+        return RanksLostError(str(error))  # the engine is being closed
 
     def require_equal(self, *tensors: Tensor) -> None:
         self._collectives.require_equal(tensors)
@@ -107,7 +107,7 @@ class Leader:
 
 @contextmanager
 def _late_interrupts() -> Iterator[None]:
-    """Let Ctrl-C wait: a rank that leaves between two exchanges leaves the others behind."""
+    """Delay Ctrl-C: if a rank left between two exchanges, the others would wait for it."""
     if current_thread() is not main_thread():
         yield
         return

@@ -1,8 +1,8 @@
-"""What the leader tells the other ranks, as bytes.
+"""Messages from the leader to the other ranks, as bytes.
 
-Anything that can be pickled can be told. Requests and their tables of blocks grow from step to step
-and would be most of a message, so of these only what is new since the last message is written: each
-follower has a request of its own for each of the leader's, with the tokens that it is told.
+Messages are pickled. Requests and block tables grow with every step and would be most of a message,
+so only their changes since the last message are written. Each follower keeps its own copy of every
+request and appends the new tokens to it.
 """
 
 import pickle
@@ -17,7 +17,7 @@ from slipstream.core.request import Request
 from slipstream.core.structured import Advance
 from slipstream.runner.device_state import num_equal
 
-# What changes of a request besides its tokens.
+# The fields of a request that change, besides its tokens.
 _COUNTERS = (
     *("status", "slot", "num_computed", "num_cached_tokens", "num_steps", "num_preemptions"),
     *("drafter_computed", "steps_in_flight"),
@@ -31,14 +31,14 @@ _GIVEN = (
 
 @dataclass(frozen=True)
 class Call:
-    """A follower's function by its name, and what it is called with."""
+    """A call of a follower's function: its name and its arguments."""
 
     name: str
     arguments: tuple[Any, ...] = ()
 
 
 class GuideElsewhere:
-    """In the place of a grammar: the leader alone walks it."""
+    """Replaces a request's grammar on followers, since only the leader advances grammars."""
 
     problem = ""
 
@@ -47,10 +47,10 @@ class GuideElsewhere:
 
 
 class Writer:
-    """Writes messages for readers that have read all messages before."""
+    """Writes messages as differences, for readers that have read all earlier messages."""
 
     def __init__(self) -> None:
-        self._num_told: dict[str, int] = {}  # tokens, by request
+        self._num_told: dict[str, int] = {}  # number of tokens sent, by request id
         self._tables: dict[int, tuple[list[int], list[int]]] = {}  # by slot
 
     def write(self, message: Any) -> bytes:
@@ -65,7 +65,7 @@ class Writer:
         return buffer.getvalue()
 
     def begin_anew(self) -> None:
-        """Requests may have lost tokens: write all of them again."""
+        """Write the next requests and tables in full, since requests may have lost tokens."""
         self._num_told.clear()
         self._tables.clear()
 
@@ -100,7 +100,7 @@ class Writer:
 
 
 class Reader:
-    """Reads what a `Writer` has written, message by message."""
+    """Reads all messages of a `Writer`, in order."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
@@ -128,7 +128,7 @@ class Reader:
         gained: Sequence[list[int]],
     ) -> ScheduledRequest:
         old = self._tables.get(slot, [[], []])
-        # New lists: a step may still look at the ones that it was given.
+        # New lists, since an earlier step may still use the old ones.
         tables = [
             [*table[:count], *more] for table, count, more in zip(old, kept, gained, strict=True)
         ]
@@ -144,7 +144,7 @@ class Reader:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Has a reader's methods in the place of the functions that a `Writer` names."""
+    """Resolves the functions that a `Writer` names to methods of the reader."""
 
     def __init__(self, file: BytesIO, reader: Reader) -> None:
         super().__init__(file)
@@ -159,7 +159,7 @@ class _Unpickler(pickle.Unpickler):
 def _without_factors(
     adapter: NamedAdapter,
 ) -> tuple[Callable[..., NamedAdapter], tuple[Any, ...]]:
-    """Who has it needs no numbers: those are in its slot."""
+    """Pickle an adapter without its weights, which followers have in the adapter's slot."""
     return NamedAdapter, (adapter.name, adapter.serial, None, adapter.adapts_drafts)
 
 

@@ -1,4 +1,4 @@
-"""The processes of the ranks behind the first: their start, their end, and word of either."""
+"""Starts, watches and ends the processes of the ranks other than 0."""
 
 import fcntl
 import os
@@ -19,21 +19,21 @@ from slipstream.core.errors import RanksLostError
 from slipstream.runner.collectives import Collectives, open_store
 
 FOLLOWER = "slipstream.engine.ranks.follower"
-READY, SETTLED = "ready", "settled"  # what followers say
+READY, SETTLED = "ready", "settled"  # messages of followers
 _START_SECONDS = 120.0
-_LOSS_SECONDS = 2.0  # until it is known which rank has ended
-_END_SECONDS = 3.0  # for a follower to end by itself
-_STOPPED_SECONDS = 2.0  # after which one that a signal has stopped is taken for lost
+_LOSS_SECONDS = 2.0  # to find out which rank has ended
+_END_SECONDS = 3.0  # for followers to exit by themselves
+_STOPPED_SECONDS = 2.0  # a rank that a signal has stopped for longer is lost
 
 
 _GONE_ON = os.WEXITED | os.WCONTINUED | os.WNOHANG
 
 
 class Process:
-    """A follower in a fresh interpreter: nothing is inherited, and no main module is run again.
+    """A follower in a fresh interpreter: it inherits no state and does not run the main module.
 
-    It ends when its end of either pipe finds the other one closed, which this process's death
-    closes as well.
+    The follower exits when this process closes its end of either pipe; the system closes both when
+    this process dies.
     """
 
     def __init__(self, rank: int, size: int, port: int, device: torch.device) -> None:
@@ -46,11 +46,11 @@ class Process:
                 [sys.executable, "-m", FOLLOWER, *arguments],
                 pass_fds=(theirs.fileno(), ends),
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a library prints is no output of this program
+                stdout=2,  # libraries' prints are no output of this program
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # Ctrl-C is for the leader, which ends the others
+                start_new_session=True,  # only the leader gets Ctrl-C, and ends the others
             )
-        # As soon as nobody holds the other end the system ends it, even while it imports.
+        # SIGIO kills the follower once the pipe's other end is closed, even during its imports.
         fcntl.fcntl(ends, fcntl.F_SETOWN, self.pid)
         fcntl.fcntl(ends, fcntl.F_SETFL, fcntl.fcntl(ends, fcntl.F_GETFL) | os.O_ASYNC)
         os.close(ends)
@@ -65,7 +65,7 @@ class Process:
         return self._process.poll() is None
 
     def wait(self) -> str:
-        """Wait until it is lost, by its end or because a signal has stopped it; how, in words."""
+        """Wait until the process has ended or a signal has stopped it; tell which, in words."""
         while self._is_stopped():
             sleep(_STOPPED_SECONDS)
             with suppress(ChildProcessError):
@@ -75,8 +75,8 @@ class Process:
         return f"ended with exit code {self._process.wait()}"
 
     def _is_stopped(self) -> bool:
-        """Wait until a signal stops it, or until it ends."""
-        with suppress(ChildProcessError):  # its exit code was taken already
+        """Wait until the process stops or ends; True if a signal has stopped it."""
+        with suppress(ChildProcessError):  # its exit code was read already
             seen = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
             if seen is not None and seen.si_code == os.CLD_STOPPED:
                 os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG)
@@ -84,12 +84,12 @@ class Process:
         return False
 
     def let_go(self) -> None:
-        """Tell it to end."""
+        """Close both pipes, on which the process exits."""
         self.connection.close()
         os.close(self._life)
 
     def end(self, seconds: float) -> None:
-        """Kill it if it has not ended in time, or where Ctrl-C says that this takes too long."""
+        """Wait for the process to exit; kill it after `seconds`, or on Ctrl-C."""
         try:
             self._process.wait(max(0.1, seconds))
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
@@ -97,7 +97,7 @@ class Process:
             self._process.wait()
 
     def last_words(self) -> str:
-        """The reason that it gave for its end."""
+        """The error message that the process sent before it exited, or an empty string."""
         said: list[str] = []
         with suppress(OSError, EOFError):
             while self.connection.poll(0):
@@ -106,20 +106,20 @@ class Process:
 
 
 class Followers:
-    """All of them, connected with this process.
+    """The processes of all ranks other than 0, connected with this process.
 
     Attributes:
-        loss: what is known of one that was lost; empty as long as none was.
+        loss: why a rank was lost, in words; empty while all ranks are there.
 
     Raises:
-        RanksLostError: one of them did not come up.
+        RanksLostError: a rank failed to start.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size, self.loss, self._closing = size, "", Event()
         self._watchers: list[Callable[[str], None]] = []
         self.processes: list[Process] = []
-        # At the end of this process as well, before its threads are taken down.
+        # Also called when this process exits, before its threads are stopped.
         self._end = weakref.finalize(self, _end_all, self.processes, self._closing)
         self.collectives: Collectives | None = None
         try:
@@ -136,25 +136,25 @@ class Followers:
             raise
 
     def check(self) -> None:
-        """Raise RanksLostError if one was lost."""
+        """Raise RanksLostError if a rank was lost."""
         if self.loss:
             reasons = [it for it in (process.last_words() for process in self.processes) if it]
             told = "; ".join([self.loss, *reasons])
             raise RanksLostError(f"{told}; the engine has ended: start it again")
 
     def send(self, written: bytes) -> None:
-        """To all of them; nothing where one was lost."""
+        """Send a message to all followers; does nothing once a rank was lost."""
         for process in self.processes:
             if self.loss:
                 return
             try:
                 process.connection.send_bytes(written)
             except OSError as error:
-                # Its exit code says more, where it has ended.
+                # If the process has ended, its exit code tells more.
                 self.wait_for_loss(f"rank {process.rank} of {self.size} does not listen ({error})")
 
     def hear(self, expected: str, seconds: float) -> None:
-        """Wait until all have said this; RanksLostError where one does not."""
+        """Wait until all followers have sent `expected`; RanksLostError if one does not in time."""
         deadline = monotonic() + seconds
         for process in self.processes:
             with suppress(OSError, EOFError):
@@ -171,20 +171,20 @@ class Followers:
         self.check()
 
     def watch(self, call: Callable[[str], None]) -> None:
-        """Call this with the loss, from any thread, when one is lost; at once if one was."""
+        """Call `call` with `loss`, from any thread, when a rank is lost, or now if one was."""
         self._watchers.append(call)
         if self.loss:
             call(self.loss)
 
     def wait_for_loss(self, what: str) -> None:
-        """One must have been lost, as `what` shows: wait a little until it is known which."""
+        """Wait briefly for `_wait_for` to report the lost rank; else `what` is the reason."""
         deadline = monotonic() + _LOSS_SECONDS
         while not self.loss and monotonic() < deadline:
             sleep(0.01)
         self.lose(what)
 
     def lose(self, what: str) -> None:
-        """One has ended, or does not answer: the first reason counts."""
+        """Record that a rank was lost, abort exchanges and notify watchers; only once."""
         if self.loss or self._closing.is_set():
             return
         self.loss = what
@@ -194,7 +194,7 @@ class Followers:
             call(what)
 
     def close(self) -> None:
-        """End all of them."""
+        """End all followers."""
         self._end()
 
 
@@ -203,7 +203,7 @@ def _wait_for(followers: "weakref.ref[Followers]", process: Process) -> None:
     alive = followers()
     if alive is not None:
         alive.lose(f"rank {process.rank} of {alive.size} {how}")
-    # One that is stopped would keep the others waiting in an exchange.
+    # A stopped process would keep the others waiting in an exchange.
     process.end(0)
 
 

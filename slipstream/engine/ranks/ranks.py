@@ -1,7 +1,7 @@
-"""The other ranks, as a step sees them.
+"""The interface through which a step communicates with the other ranks.
 
-Every rank runs the same code over the same numbers. What only one of them can know (the schedule,
-what a drafter on the host guesses, what a grammar allows) the leader makes, and all agree on it.
+Every rank runs the same code on the same inputs. What must be decided in one place (the schedule,
+the drafts of host drafters, the masks of grammars) is decided by the leader and sent to all ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +26,8 @@ class Ranks(Protocol):
     """The ranks of one engine.
 
     Attributes:
-        share: of the network, of this process.
-        leads: whether requests come here; the others do what they are told.
+        share: this process's share of the network.
+        leads: whether this is rank 0, which receives requests and directs the other ranks.
     """
 
     share: Share
@@ -37,47 +37,47 @@ class Ranks(Protocol):
         """Raise RanksLostError if a rank has ended."""
 
     def tell(self, name: str, *arguments: Any) -> None:
-        """Have the followers call their function of this name, in the order of all that they are
-        told; whoever is no leader tells nobody. Nothing happens where a rank was lost."""
+        """Have the followers call their function `name`, in the order of these calls. Does nothing
+        on followers, and once a rank was lost."""
 
     def call(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function on all ranks, in which they exchange tensors; what it gives here.
+        """Call on all ranks a function that exchanges tensors; returns this rank's result.
 
         Raises:
             RanksLostError: a rank has ended.
         """
 
     def agree(self, make: Callable[[], T]) -> T:
-        """What the leader makes, on every rank; within a function that followers were told to
-        call."""
+        """Return on every rank what `make` returns on the leader; used only within functions that
+        all ranks run."""
 
     def lost(self, error: Exception) -> RanksLostError:
-        """The error of a rank that was lost in an exchange that failed like this."""
+        """The error to raise after an exchange failed with `error`, since a rank was lost."""
 
     def require_equal(self, *tensors: Tensor) -> None:
-        """Raise RanksLostError where these differ from rank to rank."""
+        """Raise RanksLostError if these tensors are not equal on all ranks."""
 
     def settle(self) -> None:
-        """Wait until the followers have done all that they were told; RanksLostError if they do
-        not."""
+        """Wait until the followers have finished all calls; RanksLostError if they do not in
+        time."""
 
     def watch(self, call: Callable[[str], None]) -> None:
-        """Call this from another thread when a rank ends, with what is known of it."""
+        """Have `call` called with the reason, from another thread, when a rank is lost."""
 
     def close(self) -> None:
         """End the followers."""
 
 
 class Alone:
-    """One process has the whole network."""
+    """The only rank, which has the whole network."""
 
     share, leads = WHOLE, True
 
     def check(self) -> None:
-        """Nobody can be lost."""
+        """Does nothing: there are no other ranks."""
 
     def tell(self, name: str, *arguments: Any) -> None:
-        """Nobody listens."""
+        """Does nothing: there are no followers."""
 
     def call(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
         return function(*arguments)
@@ -89,24 +89,24 @@ class Alone:
         return RanksLostError(str(error))
 
     def require_equal(self, *tensors: Tensor) -> None:
-        """Nobody differs."""
+        """Does nothing: there are no other ranks."""
 
     def settle(self) -> None:
-        """Nobody is waited for."""
+        """Does nothing: there are no followers."""
 
     def watch(self, call: Callable[[str], None]) -> None:
-        """Nobody can end."""
+        """Does nothing: no rank can be lost."""
 
     def close(self) -> None:
-        """Nobody is there."""
+        """Does nothing: there are no followers."""
 
 
 ALONE = Alone()
 
 
 def breaking_off(progress_bar: ProgressBar, ranks: Ranks) -> ProgressBar:
-    """A progress bar of a load that breaks off, with RanksLostError, when a rank ends: the next
-    exchange may be minutes away."""
+    """Wrap the progress bar of a load so that it raises RanksLostError when a rank is lost, since
+    the next exchange may be minutes away."""
 
     @contextmanager
     def opened(name: str, size: int, unit: str) -> Iterator[Progress]:
@@ -124,8 +124,8 @@ def breaking_off(progress_bar: ProgressBar, ranks: Ranks) -> ProgressBar:
 def require_agreement(
     ranks: Ranks, state: DeviceState, sampling: SamplingState, slots: Sequence[int]
 ) -> None:
-    """Raise RanksLostError where ranks differ in what is committed of the requests in these
-    slots. The host waits for the device."""
+    """Raise RanksLostError if the ranks' committed tokens of the requests in these slots differ.
+    The host waits for the device."""
     rows = upload(slots, state.device)
     counts = state.num_tokens[rows], state.num_computed[rows], sampling.ints[rows]
     known = torch.arange(state.token_ids.shape[1], device=state.device) < counts[0].unsqueeze(1)

@@ -1,4 +1,4 @@
-"""`combination`: several drafters in one step."""
+"""`combination`: runs several drafters in one step."""
 
 from slipstream.speculative.method import Method
 

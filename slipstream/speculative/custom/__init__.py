@@ -1,4 +1,4 @@
-"""`custom`: a class of the user's own."""
+"""`custom`: drafts with a Python class of the user."""
 
 from slipstream.speculative.method import Method
 

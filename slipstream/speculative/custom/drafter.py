@@ -1,15 +1,15 @@
-"""`custom`: a class of the user's own, which guesses on the host.
+"""`custom`: drafts on the host with a Python class of the user.
 
     {"method": "custom", "model": "package.module:Class", "options": {"any": "keyword"}}
 
-The class is made once, with `options` as keyword arguments, and has one method:
+The class is instantiated once, with `options` as keyword arguments, and must have one method:
 
     def guess(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]: ...
 
-It is called in every step with the requests that can use guesses, and returns for each, in their
-order, the token ids that it expects next: at most `most_tokens` (what is beyond is cut off), none
-where it has no idea. Wrong guesses cost time and never change the output. A class that also has
-`forget(request_ids: Sequence[str])` is called, before the next guess, with the requests that ended.
+`guess` is called in every step with the requests that may draft. It returns, for each request in
+order, the token ids that it expects next: at most `most_tokens` (further ones are ignored), or
+none. Wrong guesses cost time but never change the output. If the class also has a method
+`forget(request_ids: Sequence[str])`, it is called before the next `guess` with finished requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,13 +32,13 @@ _FORM = "give the class as package.module:Class"
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What a user's class sees of a request.
+    """A request as the user's class sees it.
 
     Attributes:
-        request_id: the same in every step of this request, and no other's until it ends.
-        token_ids: its known tokens, prompt and output; copied, as tuples are.
-        num_prompt_tokens: how many of them are the prompt.
-        most_tokens: guesses that can be of use in this step; 1 or more.
+        request_id: constant for the life of the request, and unique among live requests.
+        token_ids: the known tokens, prompt and output; a copy.
+        num_prompt_tokens: number of prompt tokens among them.
+        most_tokens: maximum number of guesses that this step can use; at least 1.
     """
 
     request_id: str
@@ -49,7 +49,7 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class CustomConfig:
-    """Where the class is, and its keyword arguments."""
+    """The import path of the class, and its keyword arguments."""
 
     path: str
     options: Mapping[str, Any]
@@ -86,7 +86,7 @@ def load(config: CustomConfig, target: TargetModel) -> LoadedDrafter:
 
 
 class CustomDrafter(HostDrafter):
-    """Asks the user's object, and checks its answers."""
+    """Calls the user's object and checks the guesses that it returns."""
 
     def __init__(self, path: str, user: Any, target: TargetModel, state: DeviceState) -> None:
         super().__init__(state)
@@ -94,10 +94,10 @@ class CustomDrafter(HostDrafter):
         self._ended: list[str] = []
 
     def prepare(self, batch: Batch) -> Guesses:
-        """The guesses of the user's object.
+        """Get the guesses of the user's object.
 
         Raises:
-            UsageError: it failed, or returned what are no guesses.
+            UsageError: the object raised an error, or did not return valid guesses.
         """
         ended, self._ended = self._ended, []
         if ended and hasattr(self._user, "forget"):
@@ -120,7 +120,7 @@ class CustomDrafter(HostDrafter):
         return [self._checked(row, item) for row, item in zip(rows, items, strict=True)]
 
     def _checked(self, row: Any, item: ScheduledRequest) -> list[int]:
-        """The guesses for one request, as many as can be used."""
+        """Check the guesses for one request and cut them to its `most_tokens`."""
         tokens = _listed(row, item.num_draft_tokens)
         try:
             ids = None if tokens is None else [index(token) for token in tokens]
@@ -150,7 +150,7 @@ class CustomDrafter(HostDrafter):
 
 
 def _find_class(path: str) -> type[Any]:
-    """The class at `package.module:Class`, or `package.module.Class`."""
+    """Import the class `package.module:Class` or `package.module.Class`."""
     name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if not name or not attribute:
         raise UsageError(f"speculative_config: {path!r} names no class; {_FORM}")

@@ -1,4 +1,4 @@
-"""`dflash`: draft blocks from one pass over features of the target."""
+"""`dflash`: drafts a block of tokens in one pass, from the target's hidden states (DFlash)."""
 
 from slipstream.speculative.method import CheckpointSigns, Method
 

@@ -1,10 +1,10 @@
-"""`dflash`: a draft block from one pass over features of the target (DFlash).
+"""`dflash`: drafts a block of tokens in one pass, from the target's hidden states (DFlash).
 
-The keys and values of the context come from the features of a token alone, so `observe` writes them
-into the slots of the tokens that the target has just computed, and there is nothing to catch up
-with: not behind a prefix hit, nor after a while without drafts. The rows of a draft block write the
-slots of the tokens that they stand for, which the request's blocks have room for; the context of
-what is committed is written over them before it is read.
+The keys and values of a context token depend only on the target's features of that token. `observe`
+writes them to the slots of all tokens that the target has just computed, so the drafter never has
+to catch up, neither after a prefix hit nor after steps without drafts. The rows of a draft block
+write their keys and values to the slots of the draft tokens; for accepted tokens, `observe`
+overwrites them with those of the context before they are read.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ from slipstream.speculative.parallel.rows import parallel_draft
 
 
 class DFlashDrafter(Drafter):
-    """Drafts with one pass a round, whatever K."""
+    """Drafts all K tokens in one pass."""
 
     def __init__(
         self, head: Head[DFlashConfig, DFlashNetwork], resources: DrafterResources
@@ -44,7 +44,7 @@ class DFlashDrafter(Drafter):
         self._cache = ModelCache(layout, resources.cache_sizes)
 
     def propose(self, batch: DeviceBatch) -> Draft:
-        """One pass over the draft blocks."""
+        """Run one pass over the draft blocks of all requests."""
         wanted = batch.num_draft_tokens
         known = self._state.num_tokens[batch.slots]
         hidden = self._hidden(batch, (known - 1).clamp_min(0), wanted)
@@ -52,15 +52,15 @@ class DFlashDrafter(Drafter):
         return parallel_draft(self._state, batch, wanted, logits, self._drafting, self._resources)
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
-        """The context of what was computed; that of refused tokens will be written anew before it
-        is read, and is left out where rows can be picked."""
+        """Write the context of the computed tokens. Rejected tokens are left out if rows can be
+        selected; otherwise their entries are overwritten before they are read."""
         inputs = forward.layout.inputs
         rows = forward.layout.leading(batch.num_new_tokens + verdict.num_accepted)
         inputs = replace(
             inputs,
             rows=replace(inputs.rows, positions=inputs.rows.positions[rows]),
             paging=replace(inputs.paging, slots=inputs.paging.slots[rows]),
-            window_paging=None,  # of the target's layers
+            window_paging=None,  # only the target's layers have it
         )
         context = self._network.context(
             [stream[rows].to(self._dtype) for stream in forward.streams]
@@ -68,7 +68,7 @@ class DFlashDrafter(Drafter):
         self._network.store(context, inputs, self._cache.layers)
 
     def _hidden(self, batch: DeviceBatch, starts: Tensor, wanted: Tensor) -> Tensor:
-        """[R, K, H], what enters the head: the rows that predict."""
+        """Run the pass; returns [R, K, H], the lm_head's input of the rows that predict tokens."""
         known_rows = 0 if self._config.from_anchor else 1
         lengths = torch.where(wanted > 0, wanted + known_rows, 0)
         most, mask = batch.width + known_rows, self._config.mask_token
@@ -90,14 +90,14 @@ HEAD = HeadMethod(
 
 
 class BlockChooser(Protocol):
-    """A network of draft blocks that has a say in each place once the one before is settled."""
+    """A network of draft blocks whose logits of each position depend on the token before it."""
 
     def places(self, hidden: Tensor) -> Places:
-        """hidden [R, K, H], the rows of the blocks that predict."""
+        """Begin a round; hidden [R, K, H] is the final hidden state of the rows that predict."""
 
 
 class BlockChainDrafter(DFlashDrafter):
-    """Drafts with one pass of the layers a round, and a small step for each token."""
+    """Drafts with one pass of the layers, followed by a cheap sequential step for each token."""
 
     def __init__(self, head: Head[Any, Any], resources: DrafterResources) -> None:
         super().__init__(head, resources)

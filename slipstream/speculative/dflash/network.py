@@ -1,13 +1,13 @@
-"""DFlash (Chen et al. 2026): a draft block from one pass, over features of the target.
+"""DFlash (Chen et al. 2026): drafts a block in one pass, from the target's hidden states.
 
     c_p = norm(fc[streams of some layers of the target at token p])        the context
     layer: keys and values of c_p at position p, for all p before the draft block
-    draft block: embeddings of the last known token and of mask tokens, at the
-           positions that follow; its rows see the context and each other
-    logits = lm_head(norm(x)), of a mask for its own position
+    draft block: embeddings of the last known token and of mask tokens at the next
+           positions; its rows attend to the context and to each other
+    logits = lm_head(norm(x)); a mask token predicts the token of its own position
 
-The context enters every layer as it is: it has no queries, no feed-forward part and no norm of the
-layer.
+Every layer reads the same context vectors c_p, without its input norm; the context has no queries
+and no feed-forward part.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,8 +39,8 @@ from slipstream.speculative.model_options import ModelOptions
 T = TypeVar("T")
 _BLOCK, _MASK = "block_size", "mask_token_id"
 _LAYERS, _ENTERED = "target_layer_ids", "aux_hidden_state_layer_ids"
-_USUAL_BLOCK = 8  # of the speculators library
-# Of training, and of a correction head that plain checkpoints only have defaults for.
+_USUAL_BLOCK = 8  # the default of the speculators library
+# Keys of training, and of a correction head that plain checkpoints leave at its defaults.
 _NOT_READ = {
     "auf": bool,
     "emb_dim": int,
@@ -54,14 +54,14 @@ _NOT_READ = {
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(StreamHeadConfig):
-    """Everything that the network is built from.
+    """The config of a DFlash network.
 
     Attributes:
-        mask_token: the id that stands for a token of the draft block that is not known.
-        block_size: rows of a draft block, the known token's included.
-        causal: per layer, whether a row of the draft block sees those before it only.
-        from_anchor: a row predicts the token behind its own, as in a language model.
-        target_layers: of the target that it was trained for; None when it does not say.
+        mask_token: token id of the mask, the input of unknown tokens of the draft block.
+        block_size: rows of a draft block, including the last known token's row.
+        causal: per layer, whether attention within the draft block is causal.
+        from_anchor: a row predicts the token behind its own position, as in a language model.
+        target_layers: number of layers of the target it was trained for; None if not stated.
     """
 
     mask_token: int
@@ -72,7 +72,7 @@ class DFlashConfig(StreamHeadConfig):
 
     @property
     def max_drafts(self) -> int:
-        """Tokens that a draft block guesses."""
+        """Number of tokens that a draft block predicts."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
     @property
@@ -98,7 +98,7 @@ class DFlashConfig(StreamHeadConfig):
         count = self.num_read
         if count == 1:
             return (target_layers // 2 + 1,)
-        # From the output of layer 1 to that of the third last, evenly.
+        # Evenly spaced, from the output of layer 1 to that of the third last layer.
         step = (target_layers - 4) / (count - 1)
         return tuple(round(1 + index * step) + 1 for index in range(count))
 
@@ -119,7 +119,7 @@ class DFlashConfig(StreamHeadConfig):
         return problems
 
     def needs(self, target: DecoderConfig) -> Needs:
-        """What is read of a token is kept in the cache, so none is computed again for it."""
+        """Features are cached as keys and values, so no token is ever recomputed for them."""
         return replace(super().needs(target), features=False)
 
     def limits(self, options: ModelOptions, longest: int, identity: str) -> DrafterLimits:
@@ -128,31 +128,31 @@ class DFlashConfig(StreamHeadConfig):
 
 
 class BlockKeys:
-    """The keys of a drafter of draft blocks, which stand in its config or in `dflash_config` within
-    it; the latter count first."""
+    """The config keys of a block drafter. They may be at the top level or in `dflash_config`, which
+    has precedence."""
 
     def __init__(self, reader: HeadReader) -> None:
         self.outer: ConfigReader = reader
         self.inner = reader.nested("dflash_config")
 
     def take(self, key: str, kind: type[T]) -> T | None:
-        """The value of `key`, wherever it stands; None where it is missing."""
+        """The value of `key` at either level; None if it is missing."""
         outer, inner = (it.take_optional(key, kind) for it in (self.outer, self.inner))
         return outer if inner is None else inner
 
     def take_or(self, key: str, kind: type[T], default: T) -> T:
-        """The value of `key`, or a default where it is missing."""
+        """The value of `key` at either level, or `default` if it is missing."""
         value = self.take(key, kind)
         return default if value is None else value
 
     def expect(self, key: str, value: object) -> None:
-        """Refuse another value of `key`, wherever it stands."""
+        """Raise CheckpointError if `key` has another value than `value`, at either level."""
         self.outer.expect(key, value)
         self.inner.expect(key, value)
 
 
 def read_dflash_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
-    """Keys stand in the config, in `dflash_config` within it, or in a speculators wrapper."""
+    """Read a DFlash config: plain, with a nested `dflash_config`, or wrapped by speculators."""
     return read_block_config(checkpoint, lambda keys: keys.expect("projector_type", "dflash"))
 
 
@@ -162,12 +162,12 @@ def read_block_config(
     from_anchor: bool = False,
     free_windows: bool | None = None,
 ) -> DFlashConfig:
-    """What DFlash and the methods that are built upon it have in common.
+    """Read the keys that DFlash has in common with the methods built on it.
 
     Args:
-        read_own: takes the keys that only one method has.
-        from_anchor: what a config means that does not say where a row's token stands.
-        free_windows: whether windows look ahead within a block where the config does not say.
+        read_own: reads the keys that are specific to the method.
+        from_anchor: the default of `DFlashConfig.from_anchor`.
+        free_windows: whether sliding windows are not causal within a block by default.
     """
     _refuse_beside(checkpoint)
     reader = head_reader(checkpoint)
@@ -185,7 +185,7 @@ def read_block_config(
     draft_vocab_size = reader.take_optional("draft_vocab_size", int)
     target_hidden_size = keys.take("target_hidden_size", int)
     target_layers = reader.take_optional("num_target_layers", int)
-    reader.take("bias", bool, False)  # the tensors say whether fc has one
+    reader.take("bias", bool, False)  # whether fc has a bias is read from the tensors
     keys.inner.finish()
     layers = read_layers(reader, checkpoint.tensor_names)
     if block is None and not wrapped:
@@ -215,7 +215,7 @@ _SHIFTED = ("sample_from_anchor", "shift_label")
 
 
 def _refuse_beside(checkpoint: HeadCheckpoint) -> None:
-    """Raise CheckpointError for weights in a file that is not read."""
+    """Raise CheckpointError if there is a file of weights that is not supported."""
     file = checkpoint.path / "mask_embedding.pt"
     if file.exists():
         raise CheckpointError(
@@ -225,7 +225,8 @@ def _refuse_beside(checkpoint: HeadCheckpoint) -> None:
 
 
 def _entered_layers(keys: BlockKeys) -> tuple[int, ...] | None:
-    """`target_layer_ids` name layers whose output is read; the library's list, those entered."""
+    """The target layers whose inputs are read. `target_layer_ids` names layers by their outputs,
+    the speculators library's key by their inputs."""
     reader = keys.outer
     outputs = keys.take(_LAYERS, list)
     entered = reader.take_optional(_ENTERED, list)
@@ -239,7 +240,7 @@ def _entered_layers(keys: BlockKeys) -> tuple[int, ...] | None:
 
 
 def _causal_flag(keys: BlockKeys, free_windows: bool | None) -> bool | None:
-    """Whether all layers are causal, if the config says it; None: those with a window are."""
+    """Whether all layers are causal; None: only layers with a sliding window are."""
     stated_free = keys.take("sliding_window_non_causal", bool)
     stated = [keys.take(key, bool) for key in ("is_causal", "causal")]
     found = next((value for value in stated if value is not None), None)
@@ -252,7 +253,7 @@ def _causal_layers(stated: bool | None, windows: Sequence[int | None]) -> tuple[
 
 
 class DFlashNetwork(HeadNetwork):
-    """Features to keys and values of a context, and draft blocks to what enters the head."""
+    """Maps features to the context's keys and values, and draft blocks to the lm_head's input."""
 
     def __init__(
         self,
@@ -274,13 +275,13 @@ class DFlashNetwork(HeadNetwork):
         self._norm = rms_norm(source, "norm", width, layers.rms_norm_eps)
 
     def context(self, streams: Sequence[Tensor]) -> Tensor:
-        """[T, target width] each -> [T, H]."""
+        """Project the streams of the target's layers, [T, target width] each, to c_p [T, H]."""
         sides = [(stream, None) for stream in streams]
         fused = self._ops.joined_linear(sides, self._fc.weight, self._fc.bias)
         return self._ops.norm(fused, None, self._context_norm)[0]
 
     def store(self, context: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]) -> None:
-        """Keys and values of context rows [T, H] go to their slots, in every layer."""
+        """Write the keys and values of context rows [T, H] to their slots, in every layer."""
         for layer, cache in zip(self._layers, caches, strict=True):
             assert isinstance(layer.mixer, Attention), "the context is keys and values"
             layer.mixer.store(self._ops, context, inputs, cache)
@@ -288,10 +289,10 @@ class DFlashNetwork(HeadNetwork):
     def __call__(
         self, token_ids: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> Tensor:
-        """token_ids [T], draft blocks of several requests -> [T, H], behind the final norm.
+        """Compute draft blocks of several requests: token_ids [T] -> [T, H], after the final norm.
 
-        The context stands in `caches` already. The draft blocks' keys and values go to the slots
-        of `inputs`, where they mean something until this pass ends.
+        `caches` must already hold the context. The draft blocks' keys and values are written to
+        the slots of `inputs`, and are valid during this pass only.
         """
         addend: Addend = self.embedded(token_ids)
         residual: Tensor | None = None

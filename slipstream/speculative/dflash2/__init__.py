@@ -1,4 +1,4 @@
-"""`dflash2`: draft blocks with local convolutions, whose tokens are chosen among candidates."""
+"""`dflash2`: DFlash with local convolutions, which selects each token among a few candidates."""
 
 from slipstream.speculative.method import CheckpointSigns, Method
 

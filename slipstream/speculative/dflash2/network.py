@@ -1,11 +1,11 @@
-"""DFlash2: DFlash with convolutions around the halves of its layers, and a selector of candidates.
+"""DFlash2: DFlash with convolutions around each half of a layer, and a selector of candidates.
 
     half of a layer: h = norm(x);  x += conv_1(half(conv_0(h)))
-    conv_s(y)_r = sum over t of (base_s[t] + delta_s,t(h_r)) * y_(r - t), of rows of r's own block
-    candidates of place i: the k likeliest tokens c by u_i = logits of row i
+    conv_s(y)_r = sum over t of (base_s[t] + delta_s,t(h_r)) * y_(r - t), over rows of r's block
+    candidates of position i: the k likeliest tokens c by u_i = logits of row i
     score_i(c) = u_i(c) + sum of P[token before] * (W h_i) * S[c]
 
-A token is drawn from the scores of its place's candidates; others have no chance.
+The scores are the logits of the candidates; all other tokens have probability 0.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ from slipstream.speculative.heads.loading import load_network
 from slipstream.speculative.heads.method import HeadMethod
 from slipstream.speculative.model_options import ModelKeys
 
-# Key: field, type, and what a config means that does not have it.
+# Key: field, type, and default.
 _OWN: dict[str, tuple[str, type[Any], float]] = {
     "conv_kernel_size": ("taps", int, 2),
     "conv_group_size": ("group_size", int, 16),
@@ -56,11 +56,11 @@ _OWN: dict[str, tuple[str, type[Any], float]] = {
 
 
 class DFlash2Checkpoint(HeadCheckpoint):
-    """The base kernels are [2, taps, H] in files; they are read as [2 taps, H]."""
+    """A DFlash2 checkpoint. Base kernels are stored as [2, taps, H] and read as [2 taps, H]."""
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        """The tensors by canonical names."""
+        """The tensors by their canonical names."""
         return {
             name: replace(entry, shape=(prod(entry.shape[:-1]), entry.shape[-1]))
             if name.endswith(".base_kernel") and len(entry.shape) == 3
@@ -71,15 +71,15 @@ class DFlash2Checkpoint(HeadCheckpoint):
 
 @dataclass(frozen=True, kw_only=True)
 class DFlash2Config(DFlashConfig):
-    """Everything that the network is built from.
+    """The config of a DFlash2 network.
 
     Attributes:
-        taps: of each convolution, the row's own included.
-        group_size: channels that share what a row adds to a kernel.
-        rank: of the scores of pairs of tokens.
-        num_candidates: tokens that are chosen among in each place, the likeliest ones.
+        taps: kernel size of each convolution, including the tap of the row itself.
+        group_size: number of channels that share a row's addend to the kernel.
+        rank: rank of the scores of token pairs.
+        num_candidates: number of candidates of each position, k.
         embedding_scale, logit_scale: factors of embeddings and logits.
-        softcap: logits stay between it and its negative; 0: they are not capped.
+        softcap: soft cap of the logits; 0 for none.
     """
 
     taps: int
@@ -98,7 +98,7 @@ class DFlash2Config(DFlashConfig):
 
 
 def read_dflash2_config(checkpoint: HeadCheckpoint) -> DFlash2Config:
-    """The keys of DFlash, those of the convolutions and those of the selector."""
+    """Read the keys of DFlash, of the convolutions and of the selector."""
     own: dict[str, Any] = {}
 
     def read_own(keys: BlockKeys) -> None:
@@ -124,8 +124,8 @@ class BlockConvolutions:
     """The two convolutions around one half of a layer.
 
     Attributes:
-        base: [2, taps, H], of the one before it and the one behind it.
-        deltas: H -> 2 * taps * groups, what a row adds to both.
+        base: [2, taps, H], the kernels of the convolutions before and behind the half.
+        deltas: H -> 2 * taps * groups, a row's addends to both kernels.
     """
 
     base: Tensor
@@ -133,7 +133,7 @@ class BlockConvolutions:
 
     @classmethod
     def read(cls, source: ParameterSource, name: str, config: DFlash2Config) -> "BlockConvolutions":
-        """Those that a checkpoint has under `name`."""
+        """Read the convolutions named `name` from a checkpoint."""
         width, taps = config.layers.hidden_size, config.taps
         base = source.table([Part(f"{name}.base_kernel", 2 * taps)], width).values
         groups = width // config.group_size
@@ -142,7 +142,7 @@ class BlockConvolutions:
         return cls(base.view(2, taps, width), deltas)
 
     def kernels(self, ops: Ops, normed: Tensor) -> Tensor:
-        """normed [T, H] -> [2, taps, T, groups, H / groups], of every row."""
+        """The kernels of every row: normed [T, H] -> [2, taps, T, groups, H / groups]."""
         _, taps, width = self.base.shape
         deltas = ops.joined_linear([(normed, None)], *self.deltas.product)
         deltas = deltas.view(len(normed), 2, taps, -1).permute(1, 2, 0, 3)
@@ -152,26 +152,26 @@ class BlockConvolutions:
 
 
 def convolve(rows: Tensor, kernels: Tensor, offsets: Tensor) -> Tensor:
-    """rows [T, H] of several blocks, kernels [taps, T, groups, H / groups], offsets [T] int64, each
-    row's place in its block -> [T, H]."""
+    """Convolve rows [T, H] of several blocks with kernels [taps, T, groups, H / groups]; offsets
+    [T] int64 are the rows' positions in their blocks. Returns [T, H]."""
     grouped = rows.view(kernels.shape[1:])
     total = torch.zeros_like(grouped)
     for tap, kernel in enumerate(kernels):
-        # What comes round from the end stands before the first row, and counts for nothing.
+        # Rows that wrapped around would be before the block's first row, and are masked out.
         before = grouped.roll(tap, 0).masked_fill((offsets < tap).view(-1, 1, 1), 0.0)
         total = total + kernel * before
     return total.view_as(rows)
 
 
 def block_offsets(rows: RowPlaces) -> Tensor:
-    """[T] int64, each row's place among the rows of its request."""
+    """[T] int64, each row's index among the rows of its request."""
     index = torch.arange(len(rows.positions), device=rows.positions.device)
     request = torch.searchsorted(rows.query_start[1:], index, right=True)
     return index - rows.query_start[:-1][request.clamp_max(len(rows.query_start) - 2)]
 
 
 class DFlash2Network(DFlashNetwork):
-    """Features to draft blocks, and the rows of a block to its tokens."""
+    """A DFlash network with convolutions, whose tokens a selector chooses in turn."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class DFlash2Network(DFlashNetwork):
     def _entered(
         self, stream: Tensor, norm: Norm, around: BlockConvolutions, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The kernels of the convolution behind a half, and what enters the half [T, H]."""
+        """The kernels of the convolution behind a half, and the half's input [T, H]."""
         normed = self._ops.norm(stream, None, norm)[0]
         entering, leaving = around.kernels(self._ops, normed)
         return leaving, convolve(normed, entering, offsets)
@@ -244,7 +244,7 @@ class DFlash2Network(DFlashNetwork):
         return self._ops.joined_linear([(F.silu(gate) * up, None)], *mlp.down.product)
 
     def places(self, hidden: Tensor) -> Places:
-        """hidden [R, K, H], the rows of the blocks that predict."""
+        """Begin a round; hidden [R, K, H] is the final hidden state of the rows that predict."""
         config, shape = self._config, hidden.shape[:2]
         logits = self.head(hidden.flatten(0, 1)) * config.logit_scale
         if config.softcap:

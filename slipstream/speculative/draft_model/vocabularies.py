@@ -1,9 +1,9 @@
-"""Whether two checkpoints have the same vocabulary, and drafting where they have not.
+"""Compares the vocabularies of two checkpoints, and maps token ids between different ones.
 
-Across tokenizers the tokens that both have are drafted (TLI, Timor et al. 2025, 2502.05202).
-Token-level intersection: the draft model proposes only tokens that the target has as well, and what
-the target committed is shown to it token for token, so that positions stay one to one. That is
-lossless: q is 0 for every token that is not shared.
+Drafting across tokenizers uses token-level intersection (TLI, Timor et al. 2025, arXiv 2502.05202):
+the draft model proposes only tokens that the target's vocabulary has too, and reads the target's
+tokens translated one by one, so that positions stay equal. This is lossless, since q is 0 for every
+token that is not shared.
 """
 
 import json
@@ -19,21 +19,21 @@ from slipstream.models.tokenizer import Tokenizer, has_tokenizer
 
 logger = logging.getLogger("slipstream")
 
-# A token as the bytes that it stands for, apart from the special ones, which stand for themselves.
+# The bytes of a token's text; a special token is represented by itself.
 _Meaning = tuple[bool, bytes]
 
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # of SentencePiece
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 _FEW = 100
-_SHOWN = 3  # differing tokens named in the message
+_SHOWN = 3  # maximum of differing tokens that a message names
 
 
 @dataclass(frozen=True)
 class TokenMap:
-    """Tokens of a target in the ids of a draft model.
+    """Maps token ids of a target to those of a draft model.
 
     Attributes:
-        draft_ids: by the target's id, of the tokens that both have; one to one.
-        fallback: the draft's id that stands for any other.
+        draft_ids: the draft model's id of each shared token, by the target's id; one to one.
+        fallback: the draft model's id that replaces tokens which are not shared.
     """
 
     draft_ids: dict[int, int]
@@ -41,14 +41,14 @@ class TokenMap:
 
 
 def map_tokens(target: Path, target_size: int, draft: Checkpoint, draft_size: int) -> TokenMap:
-    """Find the tokens that mean the same bytes; ids from the sizes on have no row in the models.
+    """Match tokens with equal bytes; ids not below the sizes have no row in the models.
 
-    What the draft model does not have is shown to it as its unknown token, or else as its first
-    end token.
+    Tokens that are not shared are mapped to the draft model's unknown token, or if it has none to
+    its first end token.
 
     Raises:
-        CheckpointError: a tokenizer.json is missing, no token is shared, or nothing can stand for
-            the others.
+        CheckpointError: a tokenizer.json is missing, no token is shared, or the draft model has
+            neither an unknown nor an end token.
     """
     for path in (target, draft.path):
         if not has_tokenizer(path):
@@ -88,9 +88,10 @@ def _fallback(draft: Checkpoint, draft_size: int) -> int:
 
 
 def _meanings(path: Path, size: int) -> dict[_Meaning, int]:
-    """Every token's id by what it stands for; of several that stand for the same, one.
+    """One token id for each meaning (bytes or special token).
 
-    Spelled-out tokens come before SentencePiece's bytes <0x..>, and smaller ids before larger.
+    If several tokens have the same meaning, plain tokens precede SentencePiece's byte tokens
+    <0x..>, and smaller ids larger ones.
     """
     tokenizer = Tokenizer(path)
     byte_level = _is_byte_level(tokenizer)
@@ -108,14 +109,14 @@ def _meanings(path: Path, size: int) -> dict[_Meaning, int]:
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    """Whether tokens are spelled in the alphabet of bytes that GPT-2 introduced."""
+    """Whether tokens are written in GPT-2's byte-level alphabet."""
     content = json.loads(tokenizer.to_json())
     parts = (content.get("pre_tokenizer"), content.get("decoder"))
     return any(kind == "ByteLevel" for part in parts for kind in _kinds(part))
 
 
 def _kinds(part: Any) -> Iterator[str]:
-    """The types of a pre-tokenizer or decoder and of those that it is a sequence of."""
+    """The types of a pre-tokenizer or decoder and, recursively, of its parts."""
     if isinstance(part, dict):
         yield str(part.get("type"))
         for key in ("pretokenizers", "decoders"):
@@ -128,7 +129,7 @@ def _is_byte(text: str) -> bool:
 
 
 def _plain_bytes(text: str) -> bytes:
-    """The bytes of a token without byte-level spelling: spaces and `<0x..>` are replaced."""
+    """The bytes of a SentencePiece token, with its space symbol and `<0x..>` decoded."""
     if _is_byte(text):
         try:
             return bytes([int(text[3:5], 16)])
@@ -138,7 +139,7 @@ def _plain_bytes(text: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character of each byte: itself where it is printable, else the next one from 256 on."""
+    """GPT-2's byte alphabet: printable bytes map to themselves, others to characters from 256."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in sorted(printable)}
@@ -149,7 +150,7 @@ _BYTES = _byte_alphabet()
 
 
 def _byte_level_bytes(text: str) -> bytes:
-    if any(letter not in _BYTES for letter in text):  # an added token, spelled as it is
+    if any(letter not in _BYTES for letter in text):  # an added token, stored as plain text
         return text.encode()
     return bytes(_BYTES[letter] for letter in text)
 
@@ -157,7 +158,7 @@ def _byte_level_bytes(text: str) -> bytes:
 def require_same_vocabulary(target: Path, target_size: int, draft: Path, draft_size: int) -> None:
     """Raise CheckpointError unless every token has the same id in both.
 
-    The vocabularies' sizes may differ by padding only: ids that no token has.
+    The sizes may differ only by padding, which are ids without a token.
     """
     if not has_tokenizer(target) or not has_tokenizer(draft):
         if target_size != draft_size:

@@ -1,4 +1,4 @@
-"""`dspark`: draft blocks whose tokens are chosen in turn, each by the one before it."""
+"""`dspark`: DFlash with heads that condition each token of a block on the tokens before it."""
 
 from slipstream.speculative.method import CheckpointSigns, Method
 

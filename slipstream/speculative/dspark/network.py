@@ -1,13 +1,13 @@
-"""DSpark: a DFlash block, and heads that choose its tokens one after the other.
+"""DSpark: a DFlash block with heads that choose its tokens one after the other.
 
     logits_i = lm_head(h_i) + W2 r_i        h_i: row i of the block, behind the final norm
-    r_i = e_i                               "vanilla"; e_i = W1[token before place i]
+    r_i = e_i                               "vanilla"; e_i = W1[token before position i]
     r_i = sigmoid(G [h_i, e_i]) * e_i       "gated"
     g, c, o = J [s_(i-1), e_i, h_i];  s_i = sigmoid(g) s_(i-1) + (1 - sigmoid(g)) tanh(c)
     r_i = tanh(o)                           "rnn", with s = 0 before the block
-    confidence_i = sigmoid(C [h_i, e_i])    the chance that the token of place i is accepted
+    confidence_i = sigmoid(C [h_i, e_i])    acceptance probability of the token at position i
 
-W1 has a row for each token of the target, W2 one for each token that is drafted.
+W1 has a row for each token of the target's vocabulary, W2 for each of the draft vocabulary.
 """
 
 from dataclasses import dataclass, fields
@@ -42,14 +42,14 @@ _USUAL_RANK = 256
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(DFlashConfig):
-    """Everything that the network is built from.
+    """The config of a DSpark network.
 
     Attributes:
-        rank: of the correction by the token before; 0: there is none.
-        head_type: "vanilla": the correction follows from that token alone; "gated": the hidden
-            state gates it; "rnn": it follows from all tokens of the block before.
-        tells_confidence: a head estimates whether a place's token will be accepted.
-        confidence_sees_token: that head reads the token before as well.
+        rank: rank of the correction head; 0 if there is none.
+        head_type: "vanilla": the correction depends on the previous token only; "gated": it is also
+            gated by the hidden state; "rnn": it depends on all previous tokens of the block.
+        tells_confidence: there is a head that estimates acceptance probabilities.
+        confidence_sees_token: the confidence head also reads the previous token's embedding.
     """
 
     rank: int
@@ -59,14 +59,14 @@ class DSparkConfig(DFlashConfig):
 
 
 def read_dspark_config(checkpoint: HeadCheckpoint) -> DSparkConfig:
-    """The keys of DFlash, and those of the two heads; tensors say which heads there are."""
+    """Read the keys of DFlash and of both heads; which heads exist is read from the tensors."""
     rank, head_type = _USUAL_RANK, "vanilla"
     confident, sees_token = True, True
 
     def read_own(keys: BlockKeys) -> None:
         nonlocal rank, head_type, confident, sees_token
         keys.expect("projector_type", "dspark")
-        # A way to compute the correction for the likeliest tokens only, which costs nothing here.
+        # Restricts the correction to the likeliest tokens in other engines; not needed here.
         keys.take("dspark_draft_topk", int)
         rank = keys.take_or("markov_rank", int, _USUAL_RANK)
         head_type = keys.take_or("markov_head_type", str, "vanilla")
@@ -95,7 +95,7 @@ def read_dspark_config(checkpoint: HeadCheckpoint) -> DSparkConfig:
 
 
 class DSparkNetwork(DFlashNetwork):
-    """Features to draft blocks, and the rows of a block to its tokens."""
+    """A DFlash network whose correction head adjusts each position's logits in turn."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class DSparkNetwork(DFlashNetwork):
             )
 
     def places(self, hidden: Tensor) -> Places:
-        """hidden [R, K, H], the rows of the blocks that predict."""
+        """Begin a round; hidden [R, K, H] is the final hidden state of the rows that predict."""
         base = self.head(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
         state = hidden.new_zeros((len(hidden), self._rank))
 
@@ -149,7 +149,7 @@ class DSparkNetwork(DFlashNetwork):
         return place
 
     def _read(self, row: Tensor, token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """(the next state, what W2 reads), [R, rank] each."""
+        """The next recurrent state and r_i, the input of W2; [R, rank] each."""
         if self._type == "vanilla":
             return state, token
         if self._type == "gated":
@@ -162,7 +162,7 @@ class DSparkNetwork(DFlashNetwork):
         return self._ops.joined_linear([(side, None) for side in sides], *self._mixing.product)
 
     def _chance(self, sides: list[Tensor]) -> Tensor | None:
-        """[R] float32."""
+        """The confidence, [R] float32; None without a confidence head."""
         if self._confidence is None:
             return None
         weight, bias = (values.float() for values in self._confidence)

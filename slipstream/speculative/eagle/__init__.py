@@ -1,4 +1,4 @@
-"""`eagle`: EAGLE-1 heads, and those of EAGLE-2, which are the same."""
+"""`eagle`: EAGLE-1 heads, which EAGLE-2 uses unchanged."""
 
 from slipstream.speculative.method import CheckpointSigns, Method
 

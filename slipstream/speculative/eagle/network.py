@@ -1,11 +1,11 @@
-"""EAGLE-1 (Li et al. 2024, arXiv 2401.15077), whose weights EAGLE-2 (2406.16858) uses as well.
+"""EAGLE-1 (Li et al. 2024, arXiv 2401.15077); EAGLE-2 (2406.16858) uses the same weights.
 
-    x = fc[embedding of token t, feature of token t - 1]      the feature behind the final norm
+    x = fc[embedding of token t, feature of token t - 1]      feature: after the final norm
     x = x + attention(x)                                      no norm before it in layer 0
     x = x + mlp(norm(x))
-    logits = lm_head(x)                                       the target's, without a norm
+    logits = lm_head(x)                                       the target's lm_head, no norm
 
-x takes the place of the feature in the next row of a chain.
+In a chain of draft tokens, x is the feature of the next row.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from slipstream.speculative.trees.drafter import TreeDrafter
 
 
 def read_eagle1_config(checkpoint: HeadCheckpoint) -> DecoderHeadConfig:
-    """Whether fc has a bias is read from the tensors: old heads have one and do not say so."""
+    """Read the config. Whether fc has a bias is read from the tensors, as old configs omit it."""
     reader = head_reader(checkpoint)
     for key in ("bias", "eagle_fc_bias", "fusion_bias"):
         reader.take(key, bool, False)
@@ -51,7 +51,7 @@ def read_eagle1_config(checkpoint: HeadCheckpoint) -> DecoderHeadConfig:
 
 
 class Eagle1Head(HeadNetwork):
-    """(tokens, features) to what enters the lm_head, which is the next feature too."""
+    """Maps token ids and features to the lm_head's input, which is also the next feature."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Eagle1Head(HeadNetwork):
     def __call__(
         self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """token_ids [T], features [T, H] -> twice [T, H]."""
+        """token_ids [T], features [T, H] -> the lm_head's input and the next features, [T, H]."""
         x, _ = self._stack([self.embedded(token_ids, inputs), features], inputs, caches)
         return x, x
 

@@ -12,7 +12,7 @@ _ARCHITECTURES = {
 
 
 def is_eagle3(signs: CheckpointSigns) -> bool:
-    """Whether a head has this network, however it drafts."""
+    """Whether a checkpoint has EAGLE-3's network, whether or not it drafts in parallel."""
     architectures, config = signs.architectures, signs.config
     if architectures & _ARCHITECTURES or any(it.startswith("Eagle3Qwen") for it in architectures):
         return True

@@ -1,4 +1,4 @@
-"""`gemma4_assistant`: small networks that read the target's cache."""
+"""`gemma4_assistant`: small networks that attend to the target's own KV cache."""
 
 from slipstream.speculative.method import CheckpointSigns, Method
 

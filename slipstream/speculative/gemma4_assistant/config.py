@@ -1,4 +1,4 @@
-"""What an assistant in the manner of Gemma 4's is made of, and whether it fits a target."""
+"""The config of Gemma 4's assistants, and whether an assistant fits a target."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,14 @@ from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.kinds import HeadConfig, vocabulary_problem, width_problem
 
-# Of images and sounds, which the assistant does not see, and of the tokens that stand for them.
+# Keys of images and audio, which the assistant does not read, and of their placeholder tokens.
 _HARMLESS = HARMLESS_KEYS | set(
     """
     audio_token_id boa_token_id boi_token_id eoa_token_id eoi_token_id image_token_id
     video_token_id vocab_size_per_layer_input
     """.split()
 )
-# What other members of the family have and no assistant has.
+# Features of other models of the family that no assistant has.
 _ABSENT: tuple[tuple[str, Any], ...] = (
     ("attention_bias", False),
     ("enable_moe_block", False),
@@ -38,11 +38,11 @@ _ABSENT: tuple[tuple[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Centroids:
-    """An lm_head over the likeliest parts of the vocabulary.
+    """Parameters of an lm_head that computes logits for the likeliest clusters of tokens only.
 
     Attributes:
-        count: parts of the vocabulary, as large as each other.
-        chosen: parts whose tokens get logits.
+        count: number of clusters of the vocabulary, all of one size.
+        chosen: number of clusters whose tokens get logits.
     """
 
     count: int
@@ -51,12 +51,12 @@ class Centroids:
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantConfig(HeadConfig):
-    """Everything that the network is built from.
+    """The config of an assistant.
 
     Attributes:
-        layers: of the network. Each layer reads the keys and values of the target's last layer
-            like it.
-        target_width: of the target's hidden states.
+        layers: the assistant's layers. Each reads the keys and values of the target's last layer
+            of its kind (sliding window or full attention).
+        target_width: hidden size of the target.
         softcap: logits become softcap * tanh(logits / softcap).
         suppressed: token ids that are never drafted.
     """
@@ -94,7 +94,7 @@ class AssistantConfig(HeadConfig):
 
 
 def read_assistant_config(checkpoint: HeadCheckpoint) -> AssistantConfig:
-    """The layers' keys stand in `text_config`."""
+    """Read an assistant's config, whose layers are described in `text_config`."""
     file = checkpoint.config_file
     reader = ConfigReader(checkpoint.config, file, harmless=_HARMLESS)
     values = reader.take("text_config", dict)
@@ -119,7 +119,7 @@ def read_assistant_config(checkpoint: HeadCheckpoint) -> AssistantConfig:
 
 
 def _layer_problem(layer: AttentionSpec, target: DecoderConfig) -> str | None:
-    """Why a layer cannot read the target's cache."""
+    """Why a layer cannot read the target's cache; None if it can."""
     index = target_layer(layer, target)
     if index is None:
         return "read the keys of such a layer of the target, which has none"
@@ -142,8 +142,8 @@ def _layer_problem(layer: AttentionSpec, target: DecoderConfig) -> str | None:
 
 
 def target_layer(layer: AttentionSpec, target: DecoderConfig) -> int | None:
-    """The layer of the target whose cache is read, its own or one that is lent to it; None: there
-    is none like it."""
+    """The index of the target's last attention layer of the same kind (sliding window or full),
+    whose cache is read; None if there is none."""
     alike = [
         index
         for index, other in enumerate(target.layers)

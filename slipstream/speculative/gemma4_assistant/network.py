@@ -1,18 +1,17 @@
-"""Gemma 4's assistant: a small network of queries over the target's own keys and values.
+"""Gemma 4's assistant: a small network whose queries attend to the target's keys and values.
 
-    x = pre_projection[embedding of the token (the target's) * sqrt(target width), hidden state]
-    layer: x = x + norm(attention(norm(x))), over the cache of the target's last layer like it
+    x = pre_projection[target's embedding of the token * sqrt(target width), hidden state]
+    layer: x = x + norm(attention(norm(x))), over the target's last layer of the same kind
            x = x + norm(mlp(norm(x))), then * layer_scalar
     y = norm(x); logits = lm_head(y); next hidden state = post_projection(y)
 
-Nothing is stored: all rows of a draft stand at one position, that of the newest token, and see what
-the target has computed. Some assistants look at a part of the vocabulary only: tokens are sorted
-into parts, a centroid for each says which parts are likely, and those alone get logits.
+Some assistants compute logits for a part of the vocabulary only: tokens are grouped into clusters,
+and only the tokens of the clusters with the likeliest centroids get logits.
 
-A draft begins with the target's hidden state of the last computed token and the token behind it;
-then it goes on with its own. All its rows stand at the position of that token and see what the
-target has computed, not each other. So it keeps nothing in the blocks, and a refused draft costs
-nothing.
+The first row of a draft reads the target's hidden state of the last computed token and the newest
+token; each further row reads the assistant's own hidden state and the draft token before it. All
+rows have the position of the newest token and attend to the target's cache, but not to each other.
+So the assistant has no cache of its own, and rejected drafts leave nothing behind.
 """
 
 from collections.abc import Sequence
@@ -48,7 +47,7 @@ from slipstream.speculative.heads.method import Head, HeadMethod
 from slipstream.speculative.model_options import ModelKeys
 
 _ORDERING = "masked_embedding.token_ordering"
-_TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"  # the same numbers
+_TABLE, _HEAD = "embed_tokens.weight", "lm_head.weight"  # tied weights
 
 
 def load_assistant(
@@ -67,7 +66,7 @@ def load_assistant(
 def _read_ordering(
     checkpoint: HeadCheckpoint, config: AssistantConfig, options: LoadOptions
 ) -> Tensor:
-    """[V] int64: the tokens of each part, part by part."""
+    """Read the token ids of all clusters, cluster by cluster, [V] int64."""
     vocab = config.layers.vocab_size
     entry = checkpoint.entries.get(_ORDERING) if checkpoint.has_weights else None
     if config.centroids is None or (entry is None and options.load_format == "dummy"):
@@ -87,7 +86,7 @@ def _read_ordering(
 
 
 class AssistantLayer:
-    """Sandwich norms around attention over another's keys, and around a gated feed-forward part."""
+    """A decoder layer with sandwich norms whose attention reads the cache of a target's layer."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class AssistantLayer:
             num_heads=own.num_heads,
             num_kv_heads=own.num_kv_heads,
             head_dim=own.head_dim,
-            norms=(norm, norm),  # there are no keys
+            norms=(norm, norm),  # no keys are computed
             cos_sin=rope_table(own.head_dim, own.rope, options.max_positions, options.device),
             scale=1.0,
             window=own.window,
@@ -123,7 +122,7 @@ class AssistantLayer:
         self._scalar = source.vector([Part(f"{name}.layer_scalar", 1)])
 
     def __call__(self, x: Tensor, inputs: PassInputs, cache: LayerCache) -> Tensor:
-        """x [T, H] -> [T, H]; `inputs` store nothing."""
+        """x [T, H] -> [T, H]; nothing is written to `cache`."""
         ops, heads = self._ops, self._heads
         query, _ = ops.norm_linear(x, None, self._before, self._query.weight, None)
         nothing = query.new_zeros((len(x), 2 * heads.num_kv_heads * heads.head_dim))
@@ -143,7 +142,7 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 class SomeLogits:
-    """Logits of the tokens of the likeliest parts of the vocabulary."""
+    """An lm_head that computes logits for the tokens of the likeliest clusters only."""
 
     def __init__(
         self,
@@ -172,7 +171,7 @@ class SomeLogits:
 
 
 class AssistantNetwork:
-    """(tokens, hidden states of the target) to what enters the lm_head and next hidden states."""
+    """Maps token ids and hidden states to the lm_head's input and the next hidden states."""
 
     vocabulary: Tensor | None = None
     num_ranks = 1
@@ -209,7 +208,7 @@ class AssistantNetwork:
         self._suppressed = torch.tensor(config.suppressed, dtype=torch.int64, device=options.device)
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Take the target's table of embeddings."""
+        """Use the target's embedding."""
         del head
         self._embedding = embedding
 
@@ -225,16 +224,16 @@ class AssistantNetwork:
     def __call__(
         self, token_ids: Tensor, hidden: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """One row for each of several requests.
+        """Run one row for each of several requests.
 
         Args:
-            token_ids: [T], of the target.
-            hidden: [T, target width], behind the target's final norm, or as this returned it.
-            inputs: where the rows stand; they store nothing.
-            caches: of all layers of the target.
+            token_ids: [T], the target's token ids.
+            hidden: [T, target width], the target's after its final norm, or returned by this call.
+            inputs: positions and paging of the rows, without slots to write to.
+            caches: the caches of all layers of the target.
 
         Returns:
-            [T, H], what `logits` takes, and [T, target width], the next hidden states.
+            [T, H], the input of `logits`, and [T, target width], the next hidden states.
         """
         assert self._embedding is not None, "share() comes first"
         embedded = self._embedding(token_ids) * self._embedding_scale
@@ -246,11 +245,11 @@ class AssistantNetwork:
         return normed, self._ops.joined_linear([(normed, None)], self._leave.weight, None)
 
 
-State = tuple[Tensor, PassInputs]  # hidden states [R, target width], and where the rows stand
+State = tuple[Tensor, PassInputs]  # hidden states [R, target width], and the rows' inputs
 
 
 class AssistantDrafter(LastHiddenDrafter):
-    """A chain of single rows over the target's cache."""
+    """Drafts a chain with one row per request and pass, over the target's cache."""
 
     def __init__(
         self, head: Head[AssistantConfig, AssistantNetwork], resources: DrafterResources
@@ -267,7 +266,7 @@ class AssistantDrafter(LastHiddenDrafter):
         return self._assistant.logits(normed), (hidden, inputs)
 
     def _rows(self, slots: Tensor, newest: Tensor) -> PassInputs:
-        """One row for each request at the position of its newest token, which is not computed."""
+        """The inputs of one row per request, at the position of its newest, uncomputed token."""
         tables = self._state.tables
         return tables.inputs(
             RowPlaces(torch.arange(len(slots) + 1, device=slots.device), newest, max_rows=1),

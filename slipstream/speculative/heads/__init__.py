@@ -1,1 +1,1 @@
-"""What drafting heads share: checkpoints, configs, loading, drafters over features."""
+"""Shared parts of drafting heads: checkpoints, configs, loading, and drafters over features."""

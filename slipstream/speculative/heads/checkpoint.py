@@ -1,13 +1,12 @@
-"""Checkpoints of drafting heads: under one set of names, from safetensors or from pickles.
+"""Reads checkpoints of drafting heads, from safetensors or pickles, under canonical names.
 
-The trainers of the field name the same tensors differently: `midlayer.` or `layers.0.` for the
-first layer, with or without `model.` in front (SafeAILab, SpecForge, speculators, NeMo). Here they
-all get the names of the last row:
+Trainers (SafeAILab, SpecForge, speculators, NeMo) name the same tensors differently: `midlayer.` or
+`layers.0.` for the first layer, with or without the prefix `model.`. The canonical names are:
 
-    fc  norm  lm_head  embed_tokens  d2t  input_norm  fc_norm.{i}     as they are
+    fc  norm  lm_head  embed_tokens  d2t  input_norm  fc_norm.{i}     without a prefix
     layers of the head                                               model.layers.{i}.*
 
-One vector is stored in several shapes ([1, 1, N] or [1, N]); here it is [N].
+Vectors that are stored as [1, 1, N] or [1, N] are read as [N].
 """
 
 import pickle
@@ -32,9 +31,9 @@ from slipstream.models.safetensors_file import (
 from slipstream.speculative.catalogue import METHODS
 
 _PICKLED = "pytorch_model*.bin"
-# Files that only one kind of head has, which come before all others.
+# Files that only one kind of head has; they take precedence over others.
 _OWN_NAMES = [name for method in METHODS.values() for name in method.weight_files]
-# Only training reads these; speculators' copies of the target are the target's own.
+# Tensors that only training uses, and copies of the target's weights by speculators.
 _NOT_READ = ("t2d", "verifier_lm_head.", "verifier_norm.")
 _FIRST_LAYER = ("midlayer.", "transformer.")
 
@@ -44,7 +43,7 @@ MASK_HIDDEN = "mask_hidden"
 
 @dataclass(frozen=True)
 class PickledEntry(TensorEntry):
-    """A tensor of a pickled file, which is in memory already."""
+    """A tensor of a pickled file, which has been loaded already."""
 
     tensor: Tensor
 
@@ -53,18 +52,18 @@ class PickledEntry(TensorEntry):
 
 
 class HeadCheckpoint(Checkpoint):
-    """The directory of a drafting head. Kinds that name tensors otherwise have subclasses."""
+    """The directory of a drafting head. Heads with other tensor names have subclasses."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The content of config.json; empty if the name of the weights' file says what they are."""
+        """The content of config.json; may be empty if the weights' file name tells their kind."""
         if self._own_files and not self.config_file.is_file():
             return {}
         return super().config
 
     @cached_property
     def stored(self) -> dict[str, TensorEntry]:
-        """The tensors as they are stored, from the first kind of file that is there."""
+        """The tensors by their stored names, from the first kind of file that exists."""
         if self._own_files:
             file = self._own_files[0]
             return read_entries(file) if file.suffix == ".safetensors" else read_pickled(file)
@@ -98,21 +97,21 @@ class HeadCheckpoint(Checkpoint):
 
     @property
     def has_weights(self) -> bool:
-        """Whether there are weights."""
+        """Whether the directory has weights."""
         return super().has_weights or bool(self._own_files or self._pickled_files)
 
     @property
     def may_be_head(self) -> bool:
-        """Whether this may be a head although its config is a language model's: without weights."""
+        """Whether this may be a head in spite of a language model's config: it has no weights."""
         return not self.has_weights
 
     @property
     def tensor_names(self) -> frozenset[str]:
-        """Canonical names; none without weights."""
+        """The tensors' canonical names; empty without weights."""
         return frozenset(self.entries) if self.has_weights else frozenset()
 
     def holds_copy(self, name: str, other: str) -> bool:
-        """Whether both tensors are there and hold the same numbers."""
+        """Whether both tensors exist and are equal."""
         entries = [self.entries[it] for it in (name, other) if it in self.entries]
         if len(entries) < 2 or entries[0].shape != entries[1].shape:
             return False
@@ -122,7 +121,7 @@ class HeadCheckpoint(Checkpoint):
         return torch.equal(*tensors)
 
     def integers(self, name: str) -> Tensor:
-        """A one-dimensional table of integers [n], as int64."""
+        """Read a one-dimensional tensor of integers, [n] int64."""
         entry = self.entries[name]
         if entry.dtype.is_floating_point or len(entry.shape) != 1:
             raise CheckpointError(
@@ -153,7 +152,7 @@ def canonical_name(name: str) -> str:
 
 
 def _flat(entry: TensorEntry) -> TensorEntry:
-    """The entry as a vector."""
+    """Drop leading dimensions of size 1 of a vector."""
     shape = (prod(entry.shape),)
     if isinstance(entry, PickledEntry):
         return replace(entry, shape=shape, tensor=entry.tensor.view(-1))
@@ -161,7 +160,7 @@ def _flat(entry: TensorEntry) -> TensorEntry:
 
 
 def read_pickled(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of a torch.save file, which is read without running any code in it."""
+    """Read the tensors of a torch.save file safely, without running code that it contains."""
     try:
         content = _loaded(file)
     except OSError as error:
@@ -179,7 +178,7 @@ def read_pickled(file: Path) -> dict[str, TensorEntry]:
 
 
 def _loaded(file: Path) -> Any:
-    """Memory-mapped where the format allows it, which files of old torch do not."""
+    """Load a file, memory-mapped if its format allows it; files of old torch versions do not."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError:
@@ -199,7 +198,7 @@ def _entry(file: Path, name: str, value: Any) -> PickledEntry:
 
 
 def fill(entry: TensorEntry, destination: Tensor) -> None:
-    """Read a tensor from either kind of file; integers stay integers."""
+    """Copy a tensor of either kind of file to `destination`; integers are not converted."""
     raw = not entry.dtype.is_floating_point
     if not isinstance(entry, PickledEntry):
         read_into(entry, destination, raw=raw)

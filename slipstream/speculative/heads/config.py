@@ -1,7 +1,7 @@
-"""Reading the config.json of a drafting head, in the shapes that trainers write it.
+"""Reads the config.json of a drafting head, in the formats of several trainers.
 
-A head's config is that of a small language model with keys of its own beside it; the speculators
-library wraps the former in `transformer_layer_config`, old vLLM conversions in `model`.
+A head's config has the keys of a small language model and keys of the head. The speculators library
+nests the former in `transformer_layer_config`, and old vLLM conversions in `model`.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,7 +22,7 @@ from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 WRAPPER_KEY = "speculators_model_type"
 _WRAPPED = "transformer_layer_config"
 
-# The layers of a head, whatever its own architecture is called.
+# The architecture of a head's layers, whatever the head's own architecture is called.
 DENSE = {
     "llama": "LlamaForCausalLM",
     "mimo": "MiMoForCausalLM",
@@ -30,7 +30,7 @@ DENSE = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# The layers of modules, which are of their target's own kind; other heads are dense for any target.
+# Architectures of MTP modules, whose layers are like their target's; other heads are dense.
 WITH_EXPERTS = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
@@ -43,13 +43,13 @@ WITH_EXPERTS = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 WITH_STATES = {"qwen3_5_text": "Qwen3_5ForCausalLM"}
-# The speculators library leaves out what equals a default of transformers.
+# The speculators library omits keys whose values equal transformers' defaults.
 _SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}
 _DEFAULT_SIZES = {
     "llama": {**_SIZES, "intermediate_size": 11008, "vocab_size": 32000},
     "qwen3": {**_SIZES, "intermediate_size": 22016, "vocab_size": 151936},
 }
-# About training or serving, or about parts of the target that a head does not have.
+# Keys of training or serving, or of parts of the target that a head does not have.
 _HARMLESS = HARMLESS_KEYS | {
     "embed_requires_grad",
     "max_window_layers",
@@ -73,8 +73,8 @@ def is_wrapped(config: Mapping[str, Any]) -> bool:
 
 
 def wrapped_target(config: Mapping[str, Any]) -> str | None:
-    """The model that a wrapped drafter was made for, as its trainer called it; None when it is no
-    wrapper, or does not say."""
+    """The name of the target that a speculators drafter was trained for; None if the config is no
+    wrapper or does not name it."""
     settings = config.get("speculators_config") if is_wrapped(config) else None
     verifier = settings.get("verifier") if isinstance(settings, Mapping) else None
     name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
@@ -82,7 +82,7 @@ def wrapped_target(config: Mapping[str, Any]) -> str | None:
 
 
 def wrapped_num_tokens(config: Mapping[str, Any]) -> int | None:
-    """How many draft tokens a step the wrapper proposes."""
+    """The number of draft tokens per step that the wrapper proposes; None if it has none."""
     settings = config.get("speculators_config")
     proposals = settings.get("proposal_methods") if isinstance(settings, Mapping) else None
     first = proposals[0] if isinstance(proposals, list) and proposals else None
@@ -91,10 +91,10 @@ def wrapped_num_tokens(config: Mapping[str, Any]) -> int | None:
 
 
 class HeadReader(ConfigReader):
-    """The keys of a head. Layers of the llama kind may have windows in heads, and nowhere else.
+    """The config keys of a head. In heads, unlike in models, llama layers may have windows.
 
     Attributes:
-        windows: keys about them that the architecture does not read.
+        windows: keys of sliding windows that the architecture does not read.
     """
 
     windows: ConfigReader | None = None
@@ -105,11 +105,11 @@ def head_reader(
     read_elsewhere: Collection[str] = (),
     architectures: Mapping[str, str] = DENSE,
 ) -> HeadReader:
-    """The keys of a head, unwrapped, under the architecture of its layers.
+    """Make a reader of a head's unwrapped keys, for the architecture of its layers.
 
     Args:
         read_elsewhere: keys that do not change the network and are read elsewhere.
-        architectures: of layers, by `model_type`; others are those of a llama.
+        architectures: architecture of the layers by `model_type`; llama for all others.
     """
     config = dict(checkpoint.config)
     inner_key = _WRAPPED if is_wrapped(config) else "model"
@@ -123,7 +123,7 @@ def head_reader(
     if inner_key == _WRAPPED and kind in _DEFAULT_SIZES:
         effective = {**_DEFAULT_SIZES[kind], **effective}
     effective.setdefault("num_hidden_layers", 1)
-    # Whether a head has an own lm_head is read from its tensors.
+    # Whether a head has its own lm_head is read from its tensors.
     effective["tie_word_embeddings"] = False
     refuse_quantized(effective, checkpoint.config_file)
     windows: ConfigReader | None = None
@@ -137,7 +137,7 @@ def head_reader(
 
 
 def read_layers(reader: HeadReader, names: Collection[str]) -> DecoderConfig:
-    """The layers of the head; q/k norms and biases are what its tensors say, beside its config."""
+    """Read the head's layers; whether they have q/k norms and biases depends on `names` too."""
     config = decoder_config(reader)
     reader.finish()
     if reader.windows is not None:
@@ -154,7 +154,7 @@ def _with_window(layer: LayerSpec, window: int | None) -> LayerSpec:
 def with_stored_parts(
     config: DecoderConfig, names: Collection[str], layer: str = "model.layers.0"
 ) -> DecoderConfig:
-    """The config with the norms and biases that the tensors of one layer say."""
+    """Return the config with the q/k norms and biases for which a layer has tensors."""
     attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
     stored = {
         "qk_norm": f"{attention}.q_norm.weight",

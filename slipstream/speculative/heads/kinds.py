@@ -1,4 +1,4 @@
-"""What drafting heads say of themselves: their sizes, what they read, and which targets fit."""
+"""Configs of drafting heads: their sizes, the features they read, and the targets they fit."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ EMBEDDING, HEAD, DRAFT_IDS = "embed_tokens", "lm_head", "d2t"
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """What a head is, from its config and the names and shapes of its tensors.
+    """A head's config, from its config.json and the names and shapes of its tensors.
 
-    The defaults are those of a head that keeps nothing in the blocks.
+    The defaults are those of a head without a KV cache.
 
     Attributes:
-        layers: their sizes; None where they are none of a language model.
-        num_tokens: draft tokens a step that the checkpoint proposes, if it does.
-        trained_tokens: as many as it has learned to give from one pass, if it says.
+        layers: the config of its decoder layers; None if it has none.
+        num_tokens: draft tokens per step that the checkpoint proposes; None if not stated.
+        trained_tokens: draft tokens per pass that it was trained for; None if not stated.
     """
 
     keeps_blocks: ClassVar[bool] = False
@@ -37,26 +37,26 @@ class HeadConfig:
 
     @property
     def features(self) -> str:
-        """What it reads of the target, in words."""
+        """The features of the target that the head reads, in words."""
         raise NotImplementedError
 
     @property
     def sizes(self) -> Mapping[str, int | None]:
-        """hidden_size and vocab_size, where `layers` does not say them."""
+        """hidden_size and vocab_size of heads without `layers`."""
         return {}
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of it."""
+        """Notes on this head for the user."""
         return ()
 
     @property
     def shared(self) -> str | None:
-        """What it takes from the target, which fixes its dtype; None: nothing."""
+        """Why the head must have the target's dtype (shared weights); None if it need not."""
         return None
 
     def problems(self, target: DecoderConfig) -> list[str]:
-        """Why it cannot draft for this target."""
+        """The reasons why the head cannot draft for this target; empty if it can."""
         raise NotImplementedError
 
     def with_options(self, options: ModelOptions, target: TargetModel) -> Self:
@@ -65,21 +65,21 @@ class HeadConfig:
         return self
 
     def needs(self, target: DecoderConfig) -> Needs:
-        """What it wants to see of the target's passes."""
+        """The parts of the target's passes that the head needs."""
         del target
         return Needs()
 
     def layout(self, dtype: torch.dtype) -> CacheLayout | None:
-        """What it adds to every block."""
+        """The cache that the head adds to every block; None if it has none."""
         del dtype
         return None
 
     def limits(self, options: ModelOptions, longest: int, identity: str) -> DrafterLimits:
-        """What it can do.
+        """The limits of drafting with this head.
 
         Args:
-            longest: tokens that the target reads.
-            identity: names the head and its precision.
+            longest: the target's maximum length in tokens.
+            identity: identifies the head and its precision.
         """
         del longest, identity
         return DrafterLimits(
@@ -92,7 +92,7 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class HeadParts:
-    """Which optional tensors a head has; without weights, the usual ones."""
+    """The optional tensors that a head has; without weights, the usual ones."""
 
     embedding: bool
     head: bool
@@ -112,12 +112,12 @@ class HeadParts:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderHeadConfig(HeadConfig):
-    """A head of decoder layers over the target's features, with keys and values in the blocks.
+    """A head of decoder layers over the target's features, with a KV cache in the blocks.
 
     Attributes:
-        layers: sizes of the head; its vocabulary is the target's.
+        layers: the config of its layers; the vocabulary is the target's.
         draft_vocab_size: rows of its lm_head.
-        has_draft_ids: whether a tensor says which tokens these are; true without weights.
+        has_draft_ids: whether a tensor maps these rows to token ids; true without weights.
     """
 
     keeps_blocks: ClassVar[bool] = True
@@ -147,7 +147,7 @@ class DecoderHeadConfig(HeadConfig):
         return self.layers.cache_layout(dtype)
 
     def limits(self, options: ModelOptions, longest: int, identity: str) -> DrafterLimits:
-        """A head drafts as far as the target reads, whatever length it was trained with."""
+        """A head drafts up to the target's maximum length, whatever length it was trained with."""
         return DrafterLimits(
             max_model_len=min(options.max_model_len or longest, longest), cache_identity=identity
         )
@@ -162,7 +162,7 @@ class DecoderHeadConfig(HeadConfig):
         ]
 
     def _sharing(self, target: DecoderConfig) -> list[str]:
-        """Why the target's embedding or lm_head cannot serve the head."""
+        """The reasons why the head cannot share the target's embedding or lm_head."""
         width, parts = self.layers.hidden_size, self.parts
         names = [(EMBEDDING, parts.embedding), (HEAD, parts.head)]
         if width != target.hidden_size:
@@ -185,9 +185,9 @@ class StreamHeadConfig(DecoderHeadConfig):
     """A head whose fc reads the residual streams that enter several layers of the target.
 
     Attributes:
-        entered_layers: these layers, in the order of fc's columns; None leaves them to the
-            target's number of layers.
-        fc_columns: of the stored fc; None without weights.
+        entered_layers: these layers, in the order of fc's columns; None for defaults that depend
+            on the target's number of layers.
+        fc_columns: number of columns of the stored fc; None without weights.
     """
 
     entered_layers: tuple[int, ...] | None
@@ -196,11 +196,11 @@ class StreamHeadConfig(DecoderHeadConfig):
 
     @property
     def num_read(self) -> int:
-        """How many streams fc reads."""
+        """Number of streams that fc reads."""
         raise NotImplementedError
 
     def stream_layers(self, target_layers: int) -> tuple[int, ...]:
-        """The layers of a target of so many whose incoming streams are read."""
+        """The layers whose input streams are read, for a target with `target_layers` layers."""
         raise NotImplementedError
 
     def problems(self, target: DecoderConfig) -> list[str]:
@@ -227,7 +227,7 @@ class StreamHeadConfig(DecoderHeadConfig):
 def stream_fields(
     checkpoint: HeadCheckpoint, layers: DecoderConfig, draft_vocab_size: int | None, own_head: bool
 ) -> dict[str, Any]:
-    """What configs of stream heads have in common; `own_head`: with an lm_head by default."""
+    """Read the common fields of stream heads; `own_head`: they have an lm_head by default."""
     fc = checkpoint.entries.get("fc.weight") if checkpoint.has_weights else None
     return {
         "layers": layers,
@@ -240,7 +240,7 @@ def stream_fields(
 
 
 def width_problem(width: int, target: DecoderConfig) -> str | None:
-    """Why a head that reads hidden states of this width cannot read the target's."""
+    """An error message if the target's hidden size is not `width`, which the head reads."""
     if width == target.hidden_size:
         return None
     return (
@@ -250,7 +250,7 @@ def width_problem(width: int, target: DecoderConfig) -> str | None:
 
 
 def vocabulary_problem(vocab_size: int, target: DecoderConfig) -> str | None:
-    """Why a head that reads token ids below `vocab_size` cannot read the target's."""
+    """An error message if the target's vocabulary size is not `vocab_size`, the head's."""
     if vocab_size == target.vocab_size:
         return None
     return (

@@ -1,8 +1,8 @@
-"""Drafters that read one hidden state: the target's, behind its final norm, at its last row.
+"""Drafters that read one hidden state per request: the target's last, after its final norm.
 
-The row whose logits gave a request its newest token is kept in a buffer by slot; with that token
-it is all that the network needs, so nothing is kept in the blocks, and a request whose drafts were
-refused, or that did without for a while, has nothing to catch up with.
+The hidden state from which a request's newest token was sampled is kept in a buffer by slot. The
+network needs only this state and that token. So the drafter has no KV cache, and never has to catch
+up after rejected drafts or steps without drafts.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ FEATURES = "the last hidden state of one token, behind the final norm"
 
 
 class LastHiddenNetwork(Protocol):
-    """What guesses from one hidden state, and perhaps the tokens guessed before."""
+    """A network that drafts from one hidden state, and possibly earlier draft tokens."""
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Take from the target what the checkpoint leaves to it."""
+        """Use the target's embedding or lm_head where the checkpoint has none."""
 
     def start(self, hidden: Tensor, count: int) -> Tensor:
         """hidden [R, H] -> the state before the first of `count` tokens."""
@@ -43,18 +43,18 @@ class LastHidden:
     def __init__(self, state: DeviceState, hidden_size: int, dtype: torch.dtype) -> None:
         self._state = state
         self._rows = torch.zeros((state.num_slots, hidden_size), dtype=dtype, device=state.device)
-        # How many tokens were computed with the row; -1: it is of a former request.
+        # Number of computed tokens including the row's; -1 if it belongs to an earlier request.
         self._computed = torch.full_like(state.num_computed, -1)
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Slots with new requests."""
+        """Invalidate the rows of slots that new requests have taken."""
         if slots:
             self._computed[torch.tensor(slots, device=self._state.device)] = -1
 
     def keep(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
-        """The row of the last token that is computed now, the committed drafts included."""
+        """Store the rows of the last computed tokens, which may be accepted draft tokens."""
         last_known = forward.layout.first_row + batch.num_known_rows - 1
-        row = (last_known + verdict.num_accepted).clamp_min(0)  # padding has no tokens
+        row = (last_known + verdict.num_accepted).clamp_min(0)  # padded requests have no tokens
         self._rows.index_copy_(0, batch.slots, forward.hidden[row].to(self._rows.dtype))
         self._computed.index_copy_(0, batch.slots, self._state.num_computed[batch.slots])
 
@@ -63,15 +63,15 @@ class LastHidden:
         return self._rows[slots]
 
     def is_there(self, slots: Tensor) -> Tensor:
-        """[R] bool: the row is the one before the last known token. Behind a prefix hit on all but
-        that token there is none yet."""
+        """[R] bool: whether the row is that of the token before the last known one. It is missing
+        after a prefix cache hit on all tokens but the last."""
         computed = self._computed[slots]
         state = self._state
         return (computed == state.num_computed[slots]) & (computed + 1 == state.num_tokens[slots])
 
 
 class LastHiddenDrafter(Drafter):
-    """A chain of draft tokens from the last hidden state; the network may read earlier ones."""
+    """Drafts a chain from the last hidden state; the network may read earlier draft tokens."""
 
     def __init__(self, head: Head[Any, Any], resources: DrafterResources) -> None:
         super().__init__(resources.state)
@@ -101,10 +101,10 @@ class LastHiddenDrafter(Drafter):
         self._last.keep(batch, verdict, forward)
 
     def _start(self, hidden: Tensor, batch: DeviceBatch, newest: Tensor) -> Any:
-        """hidden [R, H], of the tokens before the newest, at positions [R] -> the first state."""
+        """The first state, from hidden [R, H] of the tokens before those at `newest` [R]."""
         del newest
         return self._network.start(hidden, batch.width)
 
     def _next(self, index: int, state: Any, last: Tensor) -> tuple[Tensor, Any]:
-        """Logits [R, V] of draft token `index` behind the tokens `last` [R], and the next state."""
+        """Logits [R, V] of draft token `index`, after tokens `last` [R], and the next state."""
         return self._network.logits(index, state, last)

@@ -1,4 +1,4 @@
-"""Building a drafting head with its weights, and what heads share with their target."""
+"""Builds drafting heads with their weights, and shares the target's embedding and lm_head."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -24,16 +24,16 @@ from slipstream.speculative.heads.kinds import DRAFT_IDS, EMBEDDING, HEAD, Decod
 T = TypeVar("T")
 C = TypeVar("C", bound=DecoderHeadConfig)
 N = TypeVar("N", bound="HeadNetwork")
-_COMPARED = 1 << 14  # tokens at a time
+_COMPARED = 1 << 14  # tokens that are compared at a time
 
 
 class HeadNetwork:
-    """A drafting head, with the embedding and lm_head that it has of its own.
+    """A drafting head, with its own embedding and lm_head if the checkpoint has them.
 
     Attributes:
-        feature_size: F, of what is kept of a token of the target.
-        vocabulary: [num_legal_tokens] int64, rising: the target's token ids of the head's columns;
-            None when they are the ids from 0 on.
+        feature_size: F, the size of the features that are kept of each target token.
+        vocabulary: [num_legal_tokens] int64, rising: the token id of each column of the lm_head;
+            None if column i is token i.
     """
 
     vocabulary: Tensor | None = None
@@ -58,14 +58,14 @@ class HeadNetwork:
             self._head = LanguageModelHead(ops, weight)
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Take the target's for what is missing, and for an embedding with the same numbers."""
+        """Use the target's embedding and lm_head where the head has none, or an equal embedding."""
         own = self._embedding
         if own is None or _same(own.weight, embedding.weight):
             self._embedding = embedding
         self._head = self._head or head
 
     def embedded(self, token_ids: Tensor, inputs: PassInputs | None = None) -> Tensor:
-        """token_ids [T] -> [T, width]; those of images are what the target took, where it fits."""
+        """token_ids [T] -> [T, width]; images use the target's embeddings if the width is equal."""
         assert self._embedding is not None, "share() comes first"
         embedded: Tensor = self._embedding(token_ids)
         given = None if inputs is None else inputs.embedded
@@ -73,29 +73,29 @@ class HeadNetwork:
 
     @property
     def head(self) -> LanguageModelHead:
-        """Over the tokens that are drafted."""
+        """The lm_head over the draft vocabulary."""
         assert self._head is not None, "share() comes first"
         return self._head
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks that share the columns of `head`."""
+        """Number of ranks over which the columns of `head` are split."""
         return self.head.columns.num_ranks
 
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
-        """[T, F], the features of rows of the target's pass: hidden [T, target width] behind its
-        final norm, streams the same of the layers that this head reads."""
+        """The features [T, F] of rows of a target pass, from hidden [T, target width] after its
+        final norm, and the streams of the layers that this head reads, of equal shape."""
         del streams
         return hidden
 
 
 def _same(own: Weight, other: Weight) -> bool:
-    """Whether two tables have the same numbers, however they are stored."""
+    """Whether two embedding tables are equal, whatever their storage formats."""
     if own.shape != other.shape or own.table_dtype != other.table_dtype:
         return False
     if own.floats is not None and other.floats is not None:
         return torch.equal(own.floats, other.floats)
-    parts = torch.split(torch.arange(own.shape[0]), _COMPARED)  # tables are packed on CPUs only
+    parts = torch.split(torch.arange(own.shape[0]), _COMPARED)  # packed tables exist on CPUs only
     return all(torch.equal(own.look_up(part), other.look_up(part)) for part in parts)
 
 
@@ -106,21 +106,21 @@ def load_head(
     ignored: Sequence[str] = (),
     stored: StoredQuantization | None = None,
 ) -> T:
-    """The network that `build` makes of the checkpoint's tensors.
+    """Build a network with `build` from the checkpoint's tensors.
 
     Args:
-        ignored: tensors that may be there and are read elsewhere, or not at all.
-        stored: how matrices are stored that are no floats; None: all are floats.
+        ignored: tensors that may be present but are not read here.
+        stored: the format of quantised matrices; None if there are none.
 
     Raises:
-        CheckpointError: a tensor is missing, of another shape, or of no use to the network.
+        CheckpointError: a tensor is missing, has a wrong shape, or is unexpected.
     """
     ops = kernels_for(options.device, options.dtype, options.batch_invariant).network
 
     def built(tensors: TensorSource) -> T:
         return build(ops, in_precision(tensors, options.quantization, ops))
 
-    if options.load_format in RANDOM_FORMATS:  # a twin has no head that predicts it
+    if options.load_format in RANDOM_FORMATS:  # random weights of a head predict nothing
         return built(DummySource(options.dtype, options.device, options.seed))
     if stored is None:
         size = sum(
@@ -151,7 +151,7 @@ def load_network(
     target: DecoderConfig,
     options: LoadOptions,
 ) -> N:
-    """A network of decoder layers with its weights and its draft vocabulary."""
+    """Load a network of decoder layers with its weights and its draft vocabulary."""
 
     def build(ops: Ops, source: ParameterSource) -> N:
         return network(ops, source, config, target.hidden_size, options)
@@ -166,10 +166,10 @@ def load_network(
 def _read_draft_ids(
     checkpoint: HeadCheckpoint, draft_vocab_size: int, vocab_size: int, device: torch.device
 ) -> Tensor | None:
-    """[draft_vocab_size] int64, the target's token id of every column of the lm_head; None when
-    they are the ids from 0 on.
+    """Read the token id of each column of the lm_head, [draft_vocab_size] int64; None if column i
+    is token i.
 
-    `d2t` holds offsets: column i stands for token i + d2t[i].
+    `d2t` holds offsets: column i is token i + d2t[i].
     """
     entry = checkpoint.entries.get(DRAFT_IDS) if checkpoint.has_weights else None
     if entry is None:

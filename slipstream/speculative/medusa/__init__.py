@@ -1,6 +1,6 @@
-"""`medusa`: heads on the target's last hidden state, one for each place behind the next token.
+"""`medusa`: heads on the target's last hidden state, one for each position after the next token.
 
-One token of each head makes a chain of guesses; there is no tree.
+The likeliest or sampled tokens of the heads form a chain; candidate trees are not supported.
 """
 
 from slipstream.speculative.medusa.names import names_medusa

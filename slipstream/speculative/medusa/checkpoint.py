@@ -1,16 +1,16 @@
-"""Checkpoints of Medusa heads: three ways to name the same tensors.
+"""Reads checkpoints of Medusa heads, in three formats.
 
-Published by FasterDecoding (`medusa_lm_head.pt` or `.safetensors`), without the lm_head rows in
-the second version of that format, and converted for vLLM. Here they get the names of the last:
+These are FasterDecoding's (`medusa_lm_head.pt` or `.safetensors`), its second version without
+lm_heads, and the one converted for vLLM. The canonical names are those of the last:
 
     {head}.{j}.linear.weight, .bias      blocks.{head}.layers.{j}.weight, .bias
     {head}.{layers}.weight               lm_heads.{head}.weight
                                          lm_head.weight, one for all heads
                                          token_map, the ids of a reduced vocabulary
 
-The original trainer repeats one layer per head when it was asked for several, so a checkpoint
-without copies has the first layer alone. What the tensors say counts: configs of old heads give
-sizes that were never theirs.
+If the original trainer is asked for several layers per head, it applies one layer repeatedly; a
+checkpoint without copies then stores only the first layer. Sizes are read from the tensors, since
+configs of old heads have wrong ones.
 """
 
 from collections.abc import Mapping
@@ -34,8 +34,8 @@ SHARED_HEAD: Final = "lm_head"
 TOKEN_MAP: Final = "token_map"
 DEFAULT_NUM_HEADS: Final = 4
 
-# What trainers copy from the target's config or what only trees and other servers look at; sizes
-# are read from the tensors.
+# Keys that trainers copy from the target's config, or that only tree decoding and other servers
+# use; sizes are read from the tensors.
 _HARMLESS = HARMLESS_KEYS | set(
     """
     attention_bias base_model_name_or_path head_dim hidden_act hidden_size intermediate_size
@@ -49,17 +49,17 @@ _HARMLESS = HARMLESS_KEYS | set(
 
 @dataclass(frozen=True)
 class MedusaShape:
-    """What the heads are made of.
+    """The structure of Medusa heads.
 
     Attributes:
-        num_layers: of each head.
-        shares_layer: per head, whether it has its first layer only, which it then repeats.
-        bias: whether the layers have one.
-        heads: lm_heads of their "own", "one" for all, or the one of the "target".
-        num_rows: of an lm_head as it is stored.
-        num_legal_tokens: of the vocabulary that is drafted.
-        vocabulary: its token ids, rising [Vq] int64; None: those from 0 on.
-        head_rows: [Vq] int64, the rows of an lm_head for them; None: all in their order.
+        num_layers: layers of each head.
+        shares_layer: per head, whether only its first layer is stored, which is then repeated.
+        bias: whether the layers have biases.
+        heads: each head has its "own" lm_head, all share "one", or they use the "target"'s.
+        num_rows: rows of a stored lm_head.
+        num_legal_tokens: size of the draft vocabulary, Vq.
+        vocabulary: [Vq] int64, rising token ids of the draft vocabulary; None: 0 to Vq - 1.
+        head_rows: [Vq] int64, their rows of an lm_head; None: all rows in order.
     """
 
     num_heads: int
@@ -79,7 +79,7 @@ class MedusaShape:
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig(HeadConfig):
-    """What the heads are before a target is known; their shape depends on its vocabulary."""
+    """The config without the heads' shape, which depends on the target's vocabulary."""
 
     checkpoint: "MedusaCheckpoint"
 
@@ -106,13 +106,13 @@ class MedusaConfig(HeadConfig):
 
 
 def read_medusa_config(checkpoint: "MedusaCheckpoint") -> MedusaConfig:
-    """CheckpointError for what are no Medusa heads."""
+    """Read the config; raises CheckpointError if the checkpoint has no Medusa heads."""
     return MedusaConfig(layers=None, num_tokens=checkpoint.num_heads(), checkpoint=checkpoint)
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """Counts in the config; None if absent."""
+    """Sizes stated in the config; None if absent."""
 
     heads: int | None
     layers: int | None
@@ -120,31 +120,31 @@ class _Counts:
 
 
 class MedusaCheckpoint(HeadCheckpoint):
-    """Tensors under the names above."""
+    """A checkpoint of Medusa heads, under canonical tensor names."""
 
     def canonical(self, name: str) -> str:
         return canonical_name(name)
 
     @property
     def layers_before_head(self) -> int:
-        """Layers before the lm_head by the original names; else 0."""
+        """Layers before the lm_head, counted from the original tensor names; 0 if it has others."""
         heads = [HEAD.match(PREFIX.sub("", name)) for name in self.stored]
         return max((int(head[2]) for head in heads if head), default=0)
 
     def num_heads(self) -> int:
-        """The number of stored heads; without weights, what the config says."""
+        """The number of stored heads; without weights, the config's number."""
         if not self.has_weights:
             return _read_counts(self).heads or DEFAULT_NUM_HEADS
         return len(_blocks(self))
 
     def num_rows(self) -> int | None:
-        """Rows of an lm_head; None where it is the target's."""
+        """Rows of a stored lm_head; None if the target's is used."""
         name = _stored_head(self)
         return None if name is None else self.entries[name].shape[0]
 
 
 def dummy_shape(checkpoint: "MedusaCheckpoint", hidden_size: int, vocab_size: int) -> MedusaShape:
-    """The shape for random weights, from the config."""
+    """Derive the shape from the config, for random weights."""
     counts = _read_counts(checkpoint)
     heads = checkpoint.num_heads()
     layers = counts.layers or 1
@@ -154,13 +154,13 @@ def dummy_shape(checkpoint: "MedusaCheckpoint", hidden_size: int, vocab_size: in
 
 
 def read_shape(checkpoint: MedusaCheckpoint, hidden_size: int, vocab_size: int) -> MedusaShape:
-    """What the tensors (and the config) say.
+    """Derive the shape from the tensors and the config.
 
     Args:
-        hidden_size, vocab_size: of the target.
+        hidden_size, vocab_size: sizes of the target.
 
     Raises:
-        CheckpointError: the tensors are not Medusa heads, or not those of this target.
+        CheckpointError: the tensors are no Medusa heads, or do not fit this target.
     """
     counts, blocks = _read_counts(checkpoint), _blocks(checkpoint)
     heads = len(blocks)
@@ -186,7 +186,7 @@ def read_shape(checkpoint: MedusaCheckpoint, hidden_size: int, vocab_size: int) 
 
 
 def _blocks(checkpoint: MedusaCheckpoint) -> dict[int, set[int]]:
-    """The numbers of the layers of each head; CheckpointError unless heads count from 0."""
+    """The layer indices of each head; CheckpointError unless heads are numbered from 0."""
     blocks: dict[int, set[int]] = {}
     for name in checkpoint.entries:
         if found := BLOCK.match(name):
@@ -235,8 +235,8 @@ def _require_width(checkpoint: MedusaCheckpoint, hidden_size: int) -> None:
 
 
 def _num_layers(checkpoint: Checkpoint, least: int, blocks: Mapping[int, set[int]]) -> int:
-    """Layers of each head: as many as are stored, or more where config or names say so and
-    layers are stored once."""
+    """Layers per head: the stored number, or if config or names state a larger one and a single
+    layer is stored, that number."""
     layers = max(least, *(max(own) + 1 for own in blocks.values()))
     for head, own in blocks.items():
         if own not in ({0}, set(range(layers))):
@@ -255,7 +255,7 @@ def _whose_heads(checkpoint: MedusaCheckpoint) -> Literal["own", "one", "target"
 
 
 def _stored_head(checkpoint: MedusaCheckpoint) -> str | None:
-    """The name of the first lm_head of the checkpoint's own."""
+    """The name of the first stored lm_head; None if there is none."""
     stored = {"own": own_head(0), "one": SHARED_HEAD, "target": None}[_whose_heads(checkpoint)]
     return None if stored is None else f"{stored}.weight"
 
@@ -263,7 +263,7 @@ def _stored_head(checkpoint: MedusaCheckpoint) -> str | None:
 def _with_vocabulary(
     shape: MedusaShape, checkpoint: MedusaCheckpoint, counts: _Counts, vocab_size: int
 ) -> MedusaShape:
-    """Which tokens are drafted, and which rows of an lm_head are theirs."""
+    """Add the draft vocabulary and the corresponding rows of an lm_head to the shape."""
     rows = checkpoint.num_rows() or vocab_size
     shape = replace(shape, num_rows=rows)
     if TOKEN_MAP in checkpoint.entries:
@@ -279,7 +279,7 @@ def _with_vocabulary(
 def _with_token_map(
     shape: MedusaShape, checkpoint: MedusaCheckpoint, vocab_size: int
 ) -> MedusaShape:
-    """`token_map` [n] holds token ids; an lm_head has a row for each of them, or for all tokens."""
+    """Apply `token_map` [n] of token ids; an lm_head has rows for these or for all tokens."""
     ids, order = checkpoint.integers(TOKEN_MAP).sort()
     in_range = len(ids) > 0 and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size
     if not in_range or bool((ids.diff() == 0).any()):

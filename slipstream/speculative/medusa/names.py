@@ -1,4 +1,4 @@
-"""What the tensors of Medusa heads are called; see `checkpoint.py`."""
+"""Canonical tensor names of Medusa heads; see `checkpoint.py`."""
 
 import re
 from collections.abc import Collection, Mapping

@@ -1,11 +1,11 @@
 """Medusa heads (Cai et al. 2024, arXiv 2401.10774).
 
-Head i guesses the token i + 2 places behind the one whose hidden state h (the target's, behind its
-final norm) it reads; the target's own head gives the token between. No head sees another's guess.
+All heads read h, the target's hidden state of a token after the final norm. The target's lm_head
+predicts the next token; head i predicts the token i + 2 positions after h's. Heads are independent.
 
     x = h;  x = x + silu(W x + b) for every layer;  logits = lm_head(x)
 
-Every head has layers of its own. The lm_head is its own, one for all heads, or the target's.
+Every head has its own layers. The lm_head is its own, shared by all heads, or the target's.
 """
 
 from collections.abc import Sequence
@@ -50,11 +50,11 @@ def load_medusa(
 
 
 class MedusaHeads:
-    """One hidden state to the logits of several tokens.
+    """Computes the logits of several tokens from one hidden state.
 
     Attributes:
-        vocabulary: [Vq] int64, rising, the token id of each logit; None: they are those from 0 on.
-        num_legal_tokens: Vq.
+        vocabulary: [Vq] int64, rising: the token id of each logit; None if logit i is token i.
+        num_legal_tokens: size of the draft vocabulary, Vq.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MedusaHeads:
         self._heads = [self._chosen(self._read_head(source, name)) for name in names]
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Take the target's head where the checkpoint has none."""
+        """Use the target's lm_head if the checkpoint has none."""
         del embedding
         if self._shape.heads == "target":
             head = self._chosen(head)
@@ -83,28 +83,28 @@ class MedusaHeads:
 
     @property
     def num_ranks(self) -> int:
-        """That share the columns of its lm_heads."""
+        """Number of ranks over which the columns of the lm_heads are split."""
         return self._heads[0].columns.num_ranks
 
     def start(self, hidden: Tensor, count: int) -> Tensor:
-        """hidden [R, H] -> what the first `count` heads' logits are made of; all in one pass."""
+        """hidden [R, H] -> the lm_head inputs of the first `count` heads, computed in one pass."""
         states = self._states(hidden.to(self._dtype), count)
         if self._shape.heads == "target":
-            states = states.to(hidden.dtype)  # which its head takes
+            states = states.to(hidden.dtype)  # the dtype of the target's lm_head
         if self._shape.heads == "own":
             return states
         logits = self._heads[0](states.flatten(0, 1))
         return logits.view(count, len(hidden), -1)
 
     def logits(self, index: int, state: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [R, Vq] float32 of draft token `index`, and the state again."""
+        """Logits [R, Vq] float32 of draft token `index`, and the unchanged state."""
         del last_tokens
         if self._shape.heads == "own":
             return self._heads[index](state[index]), state
         return state[index], state
 
     def _states(self, hidden: Tensor, count: int) -> Tensor:
-        """hidden [R, H] -> [count, R, H]: behind the layers of every head."""
+        """hidden [R, H] -> [count, R, H], the outputs of each head's layers."""
         width = hidden.shape[1]
         x = hidden.float().expand(count, -1, -1)
         for index, (weight, bias) in enumerate(self._layers):
@@ -121,7 +121,7 @@ class MedusaHeads:
         return x.to(self._dtype).contiguous()
 
     def _read_layers(self, source: ParameterSource) -> list[tuple[Weight, Tensor | None]]:
-        """Per layer the heads' matrices stacked, [heads * H, H], and biases [heads, H] float32."""
+        """Per layer: stacked matrices of all heads [heads * H, H], biases [heads, H] float32."""
         shape, width = self._shape, self._shape.hidden_size
         read: dict[tuple[str, ...], tuple[Weight, Tensor | None]] = {}
         layers = []
@@ -142,7 +142,7 @@ class MedusaHeads:
         return LanguageModelHead(self._ops, source.head([part], self._shape.hidden_size))
 
     def _chosen(self, head: LanguageModelHead) -> LanguageModelHead:
-        """Over the rows of the tokens that are drafted, in their order."""
+        """An lm_head with only the rows of the draft vocabulary, in its order."""
         return head if self._head_rows is None else head.over(self._head_rows)
 
 

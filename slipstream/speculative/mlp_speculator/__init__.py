@@ -1,4 +1,4 @@
-"""`mlp_speculator`: small recurrent networks on the target's last hidden state."""
+"""`mlp_speculator`: a small recurrent network on the target's last hidden state."""
 
 from slipstream.speculative.method import CheckpointSigns, Method
 

@@ -1,14 +1,14 @@
-"""MLPSpeculator (Wertheimer et al. 2024, arXiv 2404.19124), IBM's accelerators.
+"""MLPSpeculator (Wertheimer et al. 2024, arXiv 2404.19124), used by IBM's accelerators.
 
-A small recurrent network: its state begins as h, the target's hidden state behind its final norm,
-and takes in one token a step, the last known one first.
+A small recurrent network. Its state starts as h, the target's hidden state after the final norm,
+and is updated with one token per step, starting with the last known token.
 
     s = a proj_i(s) + b emb_i(token)       a = 0.5 ** (0.5 / n),  b = sqrt((1 - a^2) inner / 2)
     s = gelu(w rms_norm(s) + c)
     logits_i = head_i(s)
 
-Step i guesses the token i + 2 places behind the one of h. Tied checkpoints use one emb, head and
-norm for all steps, and one proj from the second step on.
+Step i predicts the token i + 2 positions after that of h. Tied checkpoints share emb, head and norm
+among all steps, and proj among all steps but the first.
 """
 
 from collections.abc import Mapping
@@ -35,15 +35,15 @@ from slipstream.speculative.heads.last_hidden import FEATURES, LastHiddenDrafter
 from slipstream.speculative.heads.loading import load_head
 from slipstream.speculative.heads.method import HeadMethod
 
-EPS = 1e-6  # of every norm; no config names it
+EPS = 1e-6  # epsilon of all norms, which configs do not state
 
-# Of trees of candidates, of which a chain is the first.
+# Keys of candidate trees; only chains are drafted here.
 _HARMLESS = HARMLESS_KEYS | {"n_candidates", "num_lookahead_tokens", "top_k_tokens_per_head"}
 _PREFIX = "speculator."
 
 
 class MLPSpeculatorCheckpoint(HeadCheckpoint):
-    """Tensors without the prefix that all of them have."""
+    """A checkpoint whose tensor names are read without their common prefix."""
 
     def canonical(self, name: str) -> str:
         return name.removeprefix(_PREFIX)
@@ -51,14 +51,14 @@ class MLPSpeculatorCheckpoint(HeadCheckpoint):
 
 @dataclass(frozen=True, kw_only=True)
 class MLPSpeculatorConfig(HeadConfig):
-    """What the network is made of.
+    """The config of an MLPSpeculator.
 
     Attributes:
         emb_dim: the target's hidden size.
-        inner_dim: of the state.
-        num_tokens: steps, each a token.
-        tie_weights: steps share what they can.
-        scale_input: h is normed and divided by the root of 2 before the first step.
+        inner_dim: size of the state.
+        num_tokens: number of steps, each of which drafts a token.
+        tie_weights: whether steps share their weights.
+        scale_input: h is normalised and divided by sqrt(2) before the first step.
     """
 
     vocab_size: int
@@ -87,14 +87,14 @@ class MLPSpeculatorConfig(HeadConfig):
         return [*problems, problem] if problem else problems
 
     def place(self, index: int, kind: str) -> int:
-        """The number in a tensor's name for step `index`."""
+        """The index in the name of the tensor of this kind for step `index`."""
         if not self.tie_weights:
             return index
         return min(index, 1) if kind == "proj" else 0
 
 
 def read_mlp_speculator_config(checkpoint: Checkpoint) -> MLPSpeculatorConfig:
-    """Strictly: every key that could change the maths is read or refused."""
+    """Read the config; raises CheckpointError for unknown keys and unsupported values."""
     reader = ConfigReader(checkpoint.config, checkpoint.config_file, harmless=_HARMLESS)
     refuse_quantized(checkpoint.config, checkpoint.config_file)
     sizes = {key: reader.take(key, int) for key in ("vocab_size", "emb_dim", "n_predict")}
@@ -132,7 +132,7 @@ def load_mlp_speculator(
 
 
 def _copies(config: MLPSpeculatorConfig, checkpoint: MLPSpeculatorCheckpoint) -> list[str]:
-    """Tensors that a tied checkpoint may store again; CheckpointError if they are no copies."""
+    """The redundant tensors of a tied checkpoint; CheckpointError if they are not equal copies."""
     found: list[str] = []
     for index in range(1, config.num_tokens if config.tie_weights else 1):
         for kind in (
@@ -156,11 +156,11 @@ def _copies(config: MLPSpeculatorConfig, checkpoint: MLPSpeculatorCheckpoint) ->
 
 
 class MLPSpeculator:
-    """One hidden state and the last token to the logits of several tokens, one after the other.
+    """Computes the logits of several tokens in turn, from one hidden state and the last token.
 
     Attributes:
-        vocabulary: None: logits belong to the token ids from 0 on.
-        num_legal_tokens: how many.
+        vocabulary: None, as logit i is token i.
+        num_legal_tokens: number of logits.
     """
 
     vocabulary: Tensor | None = None
@@ -176,7 +176,7 @@ class MLPSpeculator:
         self._steps = _read_steps(ops, source, config)
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Nothing: it has embeddings and lm_heads of its own."""
+        """Does nothing: the network has its own embeddings and lm_heads."""
 
     def start(self, hidden: Tensor, count: int) -> Tensor:
         """hidden [R, emb_dim] -> the first state."""
@@ -187,7 +187,7 @@ class MLPSpeculator:
         return scaled.to(self._dtype)
 
     def logits(self, index: int, state: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [R, V] float32 of draft token `index` behind `last_tokens` [R]; the next state."""
+        """Logits [R, V] float32 of draft token `index`, after `last_tokens` [R]; the next state."""
         step = self._steps[index]
         mixed = self._ops.logits(state, step.projection) * self._state_weight
         mixed = mixed + step.embedding(last_tokens).float() * self._token_weight
@@ -198,7 +198,7 @@ class MLPSpeculator:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """projection [inner, emb_dim or inner]; scale and shift of the norm [inner] float32."""
+    """A step: projection [inner, emb_dim or inner]; the norm's scale and shift [inner] float32."""
 
     projection: Weight
     embedding: Embedding
@@ -208,7 +208,7 @@ class _Step:
 
 
 def _read_steps(ops: Ops, source: ParameterSource, config: MLPSpeculatorConfig) -> list[_Step]:
-    """One for each draft token; tied tensors are read once."""
+    """Read the weights of each step; tied tensors are read only once."""
     inner, vocab_size, steps = config.inner_dim, config.vocab_size, range(config.num_tokens)
 
     def places(kind: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""`mtp`: modules that a target was trained with to predict further, mostly stored beside it."""
+"""`mtp`: multi-token prediction modules, trained with the target and mostly stored beside it."""
 
 from collections.abc import Collection, Mapping
 
@@ -7,13 +7,13 @@ from slipstream.speculative.method import CheckpointSigns, Method
 
 
 def holds_language_model(names: Collection[str]) -> bool:
-    """Whether there are layers that are no modules."""
+    """Whether the tensors include a language model's layers besides the modules'."""
     rest = set(names) - own_drafter_tensors(names)
     return any(name.removeprefix("model.").startswith("layers.") for name in rest)
 
 
 def is_module_config(config: Mapping[str, object]) -> bool:
-    """Whether a config.json is that of modules alone, as engines and trainers write it."""
+    """Whether a config.json describes MTP modules only, as engines and trainers write it."""
     architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
     return str(config.get("model_type")).endswith("_mtp") or any(

@@ -1,4 +1,4 @@
-"""What MTP modules are made of, what their tensors are called, and whether they fit a target."""
+"""The config and tensor names of MTP modules, and whether the modules fit a target."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass, replace
@@ -36,14 +36,14 @@ from slipstream.speculative.model_options import ModelOptions
 from slipstream.speculative.mtp import holds_language_model, is_module_config
 from slipstream.speculative.options import TargetModel
 
-_ZERO_CENTRED = ("qwen3_next", "qwen3_5")  # families whose every norm multiplies by 1 + weight
+_ZERO_CENTRED = ("qwen3_next", "qwen3_5")  # families whose norms all multiply by 1 + weight
 
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """What the tensors of one module are called, without `.weight`.
+    """The tensor names of one module, without `.weight`.
 
-    In a style they are templates: {i} is the module, {n} its layer's number in the model.
+    In an `MtpStyle` they are templates: {i} is the module, {n} its layer's index in the model.
     """
 
     embedding_norm: str
@@ -55,20 +55,20 @@ class ModuleNames:
     head: str = HEAD
 
     def filled(self, index: int | str, layer: int | str) -> "ModuleNames":
-        """The names of one module."""
+        """The tensor names of module `index`, whose layer has index `layer` in the model."""
         return ModuleNames(*(name.format(i=index, n=layer) for name in astuple(self)))
 
 
 @dataclass(frozen=True)
 class MtpStyle:
-    """How a publisher's module puts token and feature together.
+    """The conventions of a publisher's MTP modules.
 
     Attributes:
-        name: whose it is.
-        feature_first: the projection reads [feature, embedding] and not [embedding, feature].
-        blanks_first: the first row of a text is shown zeros in place of its token's embedding.
+        name: the publisher's model family.
+        feature_first: the projection reads [feature, embedding], not [embedding, feature].
+        blanks_first: the first row of a text reads zeros instead of its token's embedding.
         zero_centred: norms multiply by 1 + weight.
-        prefix: of names in files, before the canonical ones.
+        prefix: prefix of tensor names in files.
     """
 
     name: str
@@ -80,11 +80,11 @@ class MtpStyle:
 
     @property
     def plain(self) -> "MtpStyle":
-        """This style with norms that multiply by their weight, as networks in training have."""
+        """This style with norms that multiply by their weight, as in networks in training."""
         return replace(self, zero_centred=False)
 
     def published(self, name: str, values: Tensor) -> tuple[str, Tensor]:
-        """A tensor of a `plain` network as this publisher's files have it."""
+        """Convert a tensor of a `plain` network to the name and values of the publisher's files."""
         is_centred = self.zero_centred and values.dim() == 1 and name.endswith(".weight")
         return f"{self.prefix}{name}", values - 1 if is_centred else values
 
@@ -126,7 +126,7 @@ DEEPSEEK = MtpStyle(
 
 
 class MtpCheckpoint(HeadCheckpoint):
-    """The modules' part of a directory: what else a whole language model has is left out."""
+    """The MTP modules in a directory; other tensors of a language model are left out."""
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
@@ -139,15 +139,15 @@ class MtpCheckpoint(HeadCheckpoint):
 
     @cached_property
     def is_whole_model(self) -> bool:
-        """Whether it is a language model that may have modules beside it."""
+        """Whether the directory holds a whole language model, possibly with modules."""
         if self.has_weights:
             return holds_language_model(HeadCheckpoint(self.path).tensor_names)
         return not is_wrapped(self.config) and not is_module_config(self.config)
 
     @cached_property
     def quantization(self) -> StoredQuantization | None:
-        """How matrices of modules within a quantised model are stored, where they are no floats;
-        None for all others. CheckpointError for a format that is not supported."""
+        """The format of quantised matrices, for modules in a quantised model; otherwise None.
+        Raises CheckpointError for an unsupported format."""
         if not self.is_whole_model or not self.has_weights:
             return None
         if any(isinstance(entry, PickledEntry) for entry in self.entries.values()):
@@ -160,7 +160,7 @@ class MtpCheckpoint(HeadCheckpoint):
 
     @cached_property
     def style(self) -> MtpStyle:
-        """Read off the tensors; without weights, off what the config says of its model."""
+        """The publisher's style, from the tensors; without weights, from the config."""
         if is_wrapped(self.config):
             inner = self.config.get("transformer_layer_config")
             kind = str(inner.get("model_type")) if isinstance(inner, Mapping) else ""
@@ -211,7 +211,7 @@ def _style_of_tensors(names: Collection[str]) -> MtpStyle | None:
     return QWEN if any(name.startswith("mtp.") for name in names) else None
 
 
-# Parts of a decoder layer that give away one of a kind that cannot run yet.
+# Tensor names that identify unsupported kinds of decoder layers.
 # but for models that are known to have them
 _EXPERTS, _LATENT = "a mixture of experts", "latent attention (MLA)"
 _QUANTISED = "quantised weights"
@@ -227,12 +227,12 @@ _OTHER_KEYS = {"kv_lora_rank": _LATENT, "n_routed_experts": _EXPERTS, "num_exper
 
 @dataclass(frozen=True, kw_only=True)
 class MtpConfig(DecoderHeadConfig):
-    """Everything that the modules are built from.
+    """The config of MTP modules.
 
     Attributes:
-        layers: their sizes, with one layer for each module, of the kind of the target's last.
-        modules: the names of their tensors, in the order in which they draft.
-        drafted: the only tokens that are drafted, rising; None: all.
+        layers: their config, with one layer per module, of the same kind as the target's last.
+        modules: the modules' tensor names, in the order in which they draft.
+        drafted: rising token ids of the draft vocabulary; None for the whole vocabulary.
     """
 
     style: MtpStyle
@@ -246,7 +246,7 @@ class MtpConfig(DecoderHeadConfig):
 
     @property
     def norms(self) -> LayerNorms:
-        """Those of the modules' layers, like which the others are."""
+        """The norms of the modules' layers; the modules' other norms are of the same kind."""
         norms = self.layers.layers[0].norms
         return replace(norms, zero_centred=self.style.zero_centred)
 
@@ -257,13 +257,13 @@ class MtpConfig(DecoderHeadConfig):
         return replace(self, drafted=tuple(chosen))
 
     def layout(self, dtype: torch.dtype) -> CacheLayout:
-        """With the outputs of all modules but the last, which the next module reads."""
+        """The KV cache, and the outputs of all modules but the last, which the next ones read."""
         extra = (len(self.modules) - 1) * self.layers.hidden_size * dtype.itemsize
         return replace(super().layout(dtype), extra_bytes_per_token=extra)
 
 
 def read_mtp_config(checkpoint: MtpCheckpoint) -> MtpConfig:
-    """Raises CheckpointError for layers of a kind that cannot run, and for unknown keys."""
+    """Read the config; raises CheckpointError for unsupported layers and unknown keys."""
     style, modules, names = checkpoint.style, checkpoint.modules, checkpoint.tensor_names
     _require_known(checkpoint)
     _require_count(checkpoint)
@@ -273,7 +273,7 @@ def read_mtp_config(checkpoint: MtpCheckpoint) -> MtpConfig:
         kinds = DENSE | WITH_EXPERTS | WITH_STATES
         layers = read_layers(head_reader(checkpoint, architectures=kinds), ())
     layers = with_stored_parts(layers, names, modules[0].layer)
-    if len(set(layers.sliding_windows)) > 1:  # windows of some layers are not theirs
+    if len(set(layers.sliding_windows)) > 1:  # only the model's other layers have them
         layers = layers.with_fields({"window": None})
     # The first layers of a model may be dense where all others have experts; modules attend.
     attending = [it for it in layers.layers if isinstance(it.mixer, AttentionSpec)]
@@ -298,7 +298,7 @@ def _parts(names: Collection[str], first: ModuleNames) -> HeadParts:
 
 
 def _require_known(checkpoint: MtpCheckpoint) -> None:
-    """Raise CheckpointError for a layer of a kind that cannot run."""
+    """Raise CheckpointError for layers of an unsupported kind."""
     found = checkpoint.config.get("transformer_layer_config", checkpoint.config)
     inner = found if isinstance(found, Mapping) else {}
     what = [kind for key, kind in _OTHER_KEYS.items() if inner.get(key)]
@@ -318,8 +318,7 @@ def _require_known(checkpoint: MtpCheckpoint) -> None:
 
 
 def _require_count(checkpoint: MtpCheckpoint) -> None:
-    """Raise CheckpointError for a config.json that states another number of modules than there
-    are."""
+    """Raise CheckpointError if config.json states a different number of modules than is stored."""
     count = len(checkpoint.modules)
     for key in sorted(OWN_DRAFTER_KEYS) if checkpoint.has_weights else ():
         stated = checkpoint.config.get(key)
@@ -333,8 +332,7 @@ def _require_count(checkpoint: MtpCheckpoint) -> None:
 def _require_plain_queries(
     checkpoint: MtpCheckpoint, layers: DecoderConfig, modules: tuple[ModuleNames, ...]
 ) -> None:
-    """Raise CheckpointError for q_proj that gives a gate beside every query, where the target's
-    does not."""
+    """Raise CheckpointError if q_proj has output gates that the config does not state."""
     mixer = layers.layers[-1].mixer
     if not isinstance(mixer, AttentionSpec) or mixer.gated:
         return

@@ -1,19 +1,19 @@
-"""MTP modules (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2), which targets are trained with.
+"""MTP modules (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2), trained with their target.
 
     x = projection[norm(embedding of token t), norm(feature of token t - 1)]
-    x = layer(x)                                  a decoder layer of the target's own kind
+    x = layer(x)                                  a decoder layer of the target's kind
     y = norm(x)
-    logits = lm_head(y)                           the target's, mostly
+    logits = lm_head(y)                           mostly the target's lm_head
 
-The feature is the target's hidden state behind its final norm, and y takes its place in the next
-row of a chain. A second module predicts one token further: its row of token t takes what the first
-gave at t - 1. Publishers differ in names, order and norms (`config.py`).
+The feature is the target's hidden state after its final norm; in a chain, y is the feature of the
+next row. A second module predicts one token further: its feature for token t is the first module's
+output at t - 1. Publishers differ in names, order and norms (`config.py`).
 
-They lie in the target's own checkpoint, or in a folder of their own. One module drafts again and
-again, each time on what it gave before. Several take turns: the first gives draft token 1, the
-second draft token 2, and the last goes on alone. A row of a later module reads what the module
-before gave for the token before; so every pass also runs the later modules over its rows, and what
-they give is kept in the blocks, by slot, beside their keys and values.
+Modules are stored in the target's checkpoint or in their own directory. A single module drafts all
+tokens, each from its previous output. With several modules the first drafts token 1, the second
+token 2 and so on, and the last also all further tokens. Since a module reads the previous module's
+outputs of earlier tokens, every pass also runs the later modules over its rows, and their outputs
+are stored by slot in the blocks, beside their keys and values.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def load_mtp(
 
 
 def _copies(checkpoint: MtpCheckpoint, config: MtpConfig) -> list[str]:
-    """Embeddings and heads that later modules hold once more; CheckpointError if they differ."""
+    """Redundant embeddings and lm_heads of later modules; CheckpointError if they differ."""
     found, first = [], config.modules[0]
     for names in config.modules[1:] if checkpoint.has_weights else ():
         for name, other in ((names.embedding, first.embedding), (names.head, first.head)):
@@ -74,10 +74,10 @@ def _copies(checkpoint: MtpCheckpoint, config: MtpConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class MtpEnds:
-    """What stands before and behind a module's decoder layer.
+    """The norms and the projection before and after a module's decoder layer.
 
     Attributes:
-        norms: of the two inputs of the projection, in its order.
+        norms: the norms of the projection's two inputs, in its order.
     """
 
     norms: tuple[Norm, Norm]
@@ -97,7 +97,7 @@ class MtpEnds:
 
 
 class MtpHead(HeadNetwork):
-    """(tokens, features) to what enters the lm_head, which is the next feature too."""
+    """Maps token ids and features to the lm_head's input, which is also the next feature."""
 
     def __init__(
         self, ops: Ops, source: ParameterSource, config: MtpConfig, options: LoadOptions
@@ -131,17 +131,17 @@ class MtpHead(HeadNetwork):
     def __call__(
         self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """token_ids [T], features [T, H] -> twice [T, H], of the first module."""
+        """Run the first module: token_ids [T], features [T, H] -> its output [T, H], twice."""
         following = self.run(0, token_ids, features, inputs, caches[0])
         return following, following
 
     def run(
         self, index: int, token_ids: Tensor, features: Tensor, inputs: PassInputs, cache: LayerCache
     ) -> Tensor:
-        """Module `index` over rows: token_ids [T], features [T, H] of the tokens before -> [T, H].
+        """Run module `index`: token_ids [T], features [T, H] of the previous tokens -> [T, H].
 
-        Its first row of a text is that of token `FIRST_ROW + index`; of earlier rows what comes
-        out means nothing.
+        The module's first row of a text is that of token `FIRST_ROW + index`; outputs of earlier
+        rows are undefined.
         """
         embedded = self.embedded(token_ids, inputs)
         if self._blanks_first:
@@ -154,9 +154,9 @@ class MtpHead(HeadNetwork):
 class ModulesDrafter(FeatureRowsDrafter):
     """Drafts with several modules.
 
-    `_given[slot of a token, i]` is what module i gave for the row of that token, i counting from 0
-    and without the last module, which has none behind it. The last place is for rows without a
-    slot.
+    `_given[slot of a token, i]` is the output of module i (from 0) for that token's row. The last
+    module's outputs are not stored, as no module reads them. Rows without a slot write to the last
+    entry.
     """
 
     def __init__(self, head: Head[MtpConfig, MtpHead], resources: DrafterResources) -> None:
@@ -176,7 +176,7 @@ class ModulesDrafter(FeatureRowsDrafter):
         before = self._place_before(layout)
         result = features
         for index in range(first, last + 1):
-            # Rows before a module's first are computed with the others, and no row sees them.
+            # Rows before a module's first row are computed too, but masked out of attention.
             first_seen = FIRST_ROW + index
             sees = replace(layout.inputs.sees, first_seen=first_seen)
             inputs = replace(layout.inputs, sees=sees)
@@ -191,7 +191,7 @@ class ModulesDrafter(FeatureRowsDrafter):
         return result, result
 
     def _place_before(self, layout: RowLayout) -> Tensor:
-        """[T] int64, the slot of the token before each row's."""
+        """[T] int64, the slot of the token before that of each row."""
         inputs, size, request = layout.inputs, self._state.block_size, layout.request
         before = (inputs.rows.in_context - 1).clamp_min(0)
         return inputs.paging.block_tables[request, before // size].long() * size + before % size

@@ -1,4 +1,4 @@
-"""`p-eagle`: EAGLE-3 heads that give all draft tokens from one pass."""
+"""`p-eagle`: EAGLE-3 heads that draft all tokens in one pass."""
 
 from slipstream.speculative.eagle3 import is_eagle3
 from slipstream.speculative.method import CheckpointSigns, Method

@@ -1,7 +1,7 @@
-"""`p-eagle`: EAGLE-3 heads that give all K draft tokens from one pass (arXiv 2602.01469).
+"""`p-eagle`: EAGLE-3 heads that draft all K tokens in one pass (arXiv 2602.01469).
 
-Known tokens are rows of (feature, token) as in a chain (`heads/feature_rows.py`); the masks
-behind them have the mask token's embedding and the feature that the head has learned for them.
+Known tokens are rows of (feature, token) as in a chain (`heads/feature_rows.py`), followed by mask
+rows, which have the mask token's embedding and the learned mask feature.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ from slipstream.speculative.parallel.rows import (
 
 
 class PEagleDrafter(FeatureRowsDrafter):
-    """Drafts with one pass a round, whatever K."""
+    """Drafts all K tokens in one pass."""
 
     def __init__(self, head: Head[PEagleConfig, PEagleHead], resources: DrafterResources) -> None:
         warn_untrained(head.config.num_tokens, resources.num_speculative_tokens)
@@ -35,11 +35,11 @@ class PEagleDrafter(FeatureRowsDrafter):
         assert token is not None, "`with_options` chose one"
         self._mask_token = token
         self._most_rows = most_rows(resources.num_speculative_tokens)
-        with torch.no_grad():  # once: it never changes
+        with torch.no_grad():  # computed once, as it is constant
             self._mask_feature = head.network.mask_feature().to(self._features.dtype)
 
     def propose(self, batch: DeviceBatch) -> Draft:
-        """One ragged pass over the rows that wait and the masks."""
+        """Run one ragged pass over the pending rows and the mask rows."""
         state, slots = self._state, batch.slots
         # Behind a prefix hit the first feature comes with this step.
         wanted = batch.num_featured_drafts
@@ -58,7 +58,7 @@ class PEagleDrafter(FeatureRowsDrafter):
         return draft
 
     def _row_features(self, rows: PassRows, layout: RowLayout) -> Tensor:
-        """[T, F]: what waits for the rows of known tokens, the mask's for those behind them."""
+        """[T, F]: stored features for the rows of known tokens, the mask feature for mask rows."""
         slots = rows.slots[layout.request]
         waiting = self._features[slots, layout.offset.clamp_max(self._most - 1)]
         is_mask = layout.inputs.rows.positions >= self._state.num_tokens[slots]

@@ -1,9 +1,9 @@
-"""P-EAGLE (arXiv 2602.01469): an EAGLE-3 head that drafts behind tokens it does not know.
+"""P-EAGLE (arXiv 2602.01469): an EAGLE-3 head that drafts several tokens in parallel.
 
-A row whose token is not known yet takes a mask token in place of the token, and in place of what
-the target's streams would be a learned vector, `mask_hidden`, of their width: it goes through the
-same norms and the same fc. Everything else is EAGLE-3, mostly of several layers and with an
-embedding of its own. Trainers publish `mask_hidden` as [1, 1, N].
+Rows of unknown tokens read a mask token, and instead of the target's streams a learned vector of
+the same width, `mask_hidden`, which goes through the same norms and fc. Everything else is as in
+EAGLE-3; most heads have several layers and their own embedding. Trainers publish `mask_hidden` as
+[1, 1, N].
 """
 
 from dataclasses import dataclass, replace
@@ -33,13 +33,13 @@ from slipstream.speculative.parallel.rows import (
 
 @dataclass(frozen=True, kw_only=True)
 class PEagleConfig(Eagle3Config):
-    """Everything that the head is built from.
+    """The config of a P-EAGLE head.
 
     Attributes:
-        mask: what the checkpoint says of mask tokens.
-        config_file: its config.json.
-        has_weights: whether the numbers are there, or only their description.
-        mask_columns: of the stored mask_hidden; None where there is none.
+        mask: the mask token stated by the checkpoint.
+        config_file: path of its config.json.
+        has_weights: whether the checkpoint has weights, or only a config.
+        mask_columns: size of the stored mask_hidden; None if there is none.
     """
 
     mask: MaskToken
@@ -52,7 +52,7 @@ class PEagleConfig(Eagle3Config):
         return (parallel_note("p-eagle", self.mask),)
 
     def feature_columns(self, target_width: int) -> int:
-        """Numbers of the target that a row reads."""
+        """Number of the target's hidden values that a row reads."""
         return (self.num_read if self.use_aux_hidden_state else 1) * target_width
 
     def problems(self, target: DecoderConfig) -> list[str]:
@@ -83,7 +83,7 @@ class PEagleConfig(Eagle3Config):
 
 
 def read_p_eagle_config(checkpoint: HeadCheckpoint) -> PEagleConfig:
-    """As for EAGLE-3, with the keys of mask tokens."""
+    """Read the keys of EAGLE-3 and those of mask tokens."""
     head, mask = read_eagle3_config(checkpoint, MASK_HEAD_KEYS), read_mask_token(checkpoint)
     entry = checkpoint.entries.get(MASK_HIDDEN) if checkpoint.has_weights else None
     return PEagleConfig(
@@ -96,7 +96,7 @@ def read_p_eagle_config(checkpoint: HeadCheckpoint) -> PEagleConfig:
 
 
 class PEagleHead(Eagle3Head):
-    """(tokens, features) to what enters the lm_head, masks among them."""
+    """Maps token ids and features, including mask rows, to the lm_head's input."""
 
     def __init__(
         self,
@@ -112,6 +112,6 @@ class PEagleHead(Eagle3Head):
         self._mask_hidden = source.vector([Part(MASK_HIDDEN, columns)])
 
     def mask_feature(self) -> Tensor:
-        """[1, H], the feature of every row whose token is a mask."""
+        """The feature of mask rows, [1, H]."""
         streams = torch.split(self._mask_hidden.unsqueeze(0), self._target_width, -1)
         return self.project(streams[0], streams)

@@ -1,4 +1,4 @@
-"""What drafters share that give all their tokens from one pass over mask tokens."""
+"""Shared parts of drafters that predict all tokens in one pass over mask tokens."""
 
-# The id of the mask token in a config.json, in the order in which other engines look for it.
+# Config keys of the mask token's id, in the order in which other engines look them up.
 MASK_ID_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")

@@ -1,4 +1,4 @@
-"""`pard`: language models that give all draft tokens from one pass (PARD, PARD-2)."""
+"""`pard`: language models that draft all tokens in one pass (PARD, PARD-2)."""
 
 from slipstream.speculative.method import CheckpointSigns, Method
 

@@ -1,9 +1,8 @@
-"""`pard`: a language model that gives all K draft tokens from one pass (An et al. 2025, PARD).
+"""`pard`: a language model that drafts all K tokens in one pass (An et al. 2025, PARD).
 
-Its rows are the committed tokens that it has not seen and masks behind them (`parallel/rows.py`).
-
-PARD-2 is the same model with the target's features added to its inputs (`features.py`): each
-token is shown the feature of the token before it, and masks the last feature that there is.
+The pass has rows for committed tokens not computed yet, and for the mask tokens behind them
+(`parallel/rows.py`). PARD-2 adds the target's features to the inputs (`features.py`): each token
+gets the feature of the token before it, and mask tokens get the last known feature.
 """
 
 from dataclasses import replace
@@ -42,7 +41,7 @@ from slipstream.speculative.pard.features import (
 
 
 def read_options(options: Options) -> ModelOptions:
-    """The keys of a draft model, and `pard_token`."""
+    """Read the keys of a draft model, and `pard_token`."""
     keys = ModelKeys(
         parallel=True,
         remedy="use method draft_model to draft one by one",
@@ -74,7 +73,7 @@ def load(options: ModelOptions, target: TargetModel) -> LoadedDrafter:
         config = read_pard2_config(checkpoint, network.width, target.shape)
         load = replace(target.load, dtype=network.dtype)
         projection = load_projection(checkpoint, config, load)
-        # Features are kept in the blocks, so no token is computed again for them.
+        # Features are stored in the blocks, so no token is recomputed for them.
         needs = Needs(stream_layers=config.stream_layers)
         own = kept["layout"] or replace(network.layout, specs=())
         extra = network.width * network.dtype.itemsize
@@ -89,7 +88,7 @@ def load(options: ModelOptions, target: TargetModel) -> LoadedDrafter:
 
 
 class PardDrafter(Drafter):
-    """Drafts with one pass a round, whatever K."""
+    """Drafts all K tokens in one pass."""
 
     def __init__(
         self,
@@ -121,7 +120,7 @@ class PardDrafter(Drafter):
         self._context.prepare(batch, None)
 
     def propose(self, batch: DeviceBatch) -> Draft:
-        """One ragged pass over what is missing and the masks."""
+        """Run one ragged pass over the uncomputed committed tokens and the mask tokens."""
         state, slots, wanted = self._state, batch.slots, batch.num_draft_tokens
         starts = self._context.computed[slots]
         rows = parallel_rows(
@@ -136,7 +135,7 @@ class PardDrafter(Drafter):
         return parallel_draft(state, batch, wanted, logits, self._network.drafting, self._resources)
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
-        """Only committed tokens were counted as computed, so there is nothing to take back."""
+        """Store PARD-2's features; the count of computed tokens never includes draft tokens."""
         if self._features is not None:
             self._features.write(forward)
 

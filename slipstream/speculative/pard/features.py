@@ -1,13 +1,13 @@
-"""What PARD-2 adds to a language model: features of the target, projected onto its embeddings.
+"""PARD-2's features: hidden states of the target, projected and added to the embeddings.
 
 The input of token p is embedding(p) + pard2_scale * target_proj(feature of p - 1), where a feature
 is the target's hidden states of `pard2_target_layers`, one behind the other. The layers are indices
 into what transformers calls hidden_states: i is the residual stream that enters layer i, and the
 last one, n or -1, what leaves the final norm. `target_proj` lies in warp_model.bin.
 
-The projected feature of every computed token stands in a page of its own beside the drafter's keys
-and values, in the slot of that token: so whatever the drafter reads later, behind a prefix hit or
-after a rest, its features are there.
+The projected feature of every computed token is stored by slot, beside the drafter's keys and
+values. So the features of cached tokens are also available after a prefix cache hit and after steps
+without drafts.
 """
 
 from collections.abc import Sequence
@@ -45,13 +45,13 @@ _PROJECTION = "target_proj"
 
 @dataclass(frozen=True)
 class Pard2Config:
-    """Which features, and how they are added.
+    """The config of PARD-2's features.
 
     Attributes:
-        target_layers: from 0 to the target's number of layers, which stands for what leaves the
-            final norm.
-        target_width: of the target's hidden states.
-        width: of the drafter's.
+        target_layers: indices from 0 to the target's number of layers, which denotes the output of
+            the final norm.
+        target_width: hidden size of the target.
+        width: hidden size of the drafter.
     """
 
     target_layers: tuple[int, ...]
@@ -67,7 +67,7 @@ class Pard2Config:
 
 
 def read_pard2_config(checkpoint: Checkpoint, width: int, target: DecoderConfig) -> Pard2Config:
-    """Raises CheckpointError for a drafter of another target."""
+    """Read the config; raises CheckpointError if the drafter is for another target."""
     reader = ConfigReader(checkpoint.config, checkpoint.config_file)
     names = reader.take("pard2_target_layers", list)
     count = target.num_layers
@@ -121,7 +121,7 @@ class TargetProjection:
 def load_projection(
     checkpoint: Checkpoint, config: Pard2Config, options: LoadOptions
 ) -> TargetProjection:
-    """From warp_model.bin, or at random for dummy weights."""
+    """Load the projection from warp_model.bin, or initialise it at random for dummy weights."""
     columns = len(config.target_layers) * config.target_width
     shapes: dict[str, tuple[int, ...]] = {f"{_PROJECTION}.weight": (config.width, columns)}
     if config.bias:
@@ -162,7 +162,7 @@ def _read(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class FeaturePages:
-    """[num_blocks * block_size + 1, width]: features by slot; the last takes what has no slot."""
+    """Features by slot, [num_blocks * block_size + 1, width]; rows without a slot use the last."""
 
     pages: Tensor
     project: TargetProjection
@@ -174,15 +174,15 @@ class FeaturePages:
         return FeaturePages(torch.zeros(shape, dtype=project.dtype, device=state.device), project)
 
     def write(self, forward: Forward) -> None:
-        """Take in the features of a pass of the target; those of tokens that are refused will be
-        written anew before they are read, as their keys and values are."""
+        """Store the features of a target pass. Those of rejected tokens are overwritten before they
+        are read, like their keys and values."""
         slots = forward.layout.inputs.paging.slots
         places = torch.where(slots < 0, len(self.pages) - 1, slots)
         self.pages.index_copy_(0, places, self.project(forward.hidden, forward.streams))
 
     def read(self, state: DeviceState, slots: Tensor, positions: Tensor) -> Tensor:
-        """[T, width], what rows with these request slots [T] and positions [T] are shown: the
-        feature of the token before, or the last that there is; zeros for the first token."""
+        """The features [T, width] for rows with these request slots [T] and positions [T]: that of
+        the previous token, or the last computed one; zeros for a text's first token."""
         before = torch.minimum(positions, state.num_computed[slots]) - 1
         place = before.clamp_min(0)
         blocks = state.block_tables[slots, place // state.block_size].long()
@@ -191,7 +191,7 @@ class FeaturePages:
 
 
 class FeatureFedRunner(ModelRunner):
-    """Passes of a decoder whose embeddings get the features added."""
+    """Runs a decoder with the features added to its embeddings."""
 
     def __init__(
         self, network: Decoder, cache: ModelCache, state: DeviceState, features: FeaturePages

@@ -1,1 +1,1 @@
-"""Drafts that are trees of tokens."""
+"""Drafting in token trees."""

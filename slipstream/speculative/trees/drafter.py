@@ -1,10 +1,10 @@
 """Drafting in trees with a head over rows of (feature, next token): see `heads/feature_rows.py`.
 
-A round is the same pass over the rows of committed tokens, and then one pass for each further level
-of the tree, over the nodes that anything is to continue. A node's row takes what the network gave
-for its parent in place of a feature, sees the known tokens and its own ancestors, and is kept in a
-slot of the draft tokens. What is accepted is computed anew from the target's features, so nothing
-of the drafter's has to be moved.
+A round begins with a pass over the rows of committed tokens, followed by one pass for each further
+level of the tree, over the nodes that have children. A node's feature is the network's output for
+its parent. The node attends to the known tokens and its ancestors, and its keys and values are
+written to a draft token's slot. Accepted tokens are recomputed from the target's features, so no
+cache entries have to be moved.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from slipstream.speculative.trees.shapes import TokenTree
 
 
 class TreeDrafter(FeatureRowsDrafter):
-    """Drafts the likeliest tokens of every node, which are certain: q is 1."""
+    """Drafts the likeliest tokens after every node. They are not sampled, so q is 1 for each."""
 
     def __init__(self, head: Head[Any, Any], tree: TokenTree, resources: DrafterResources) -> None:
         super().__init__(head, resources, most_accepted=tree.depth)
@@ -34,7 +34,7 @@ class TreeDrafter(FeatureRowsDrafter):
         self._begin_growth = growth_of(tree, self._state.device)
 
     def propose(self, batch: DeviceBatch) -> Draft:
-        """One pass over the rows that wait, then one for each level that has children."""
+        """Run one pass over the pending rows, then one for each level whose nodes have children."""
         state, slots = self._state, batch.slots
         known = state.num_tokens[slots]
         wanted = batch.num_featured_drafts
@@ -76,8 +76,8 @@ class TreeDrafter(FeatureRowsDrafter):
         wanted: Tensor,
         features: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The pass over a level, features [R, W, F] of the level before -> what enters the head
-        [R, B, H] and the next features [R, B, F]."""
+        """Run the pass over a level with the features [R, W, F] of the previous level; returns the
+        lm_head's input [R, B, H] and the next features [R, B, F]."""
         width, first = level.token_ids.shape[1], level.first
         lengths = (wanted - (first - 1)).clamp(0, width)
         starts = tree.roots + first
@@ -91,19 +91,19 @@ class TreeDrafter(FeatureRowsDrafter):
         return layout.collect(hidden, width), layout.collect(following, width)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] -> [n, v], without the columns that are padding."""
+        """hidden [n, H] -> logits [n, v], without padded columns."""
         return self._network.head(hidden)[:, : self._drafting.num_legal_tokens]
 
     def _next_logits(self, hidden: Tensor, batch: DeviceBatch, known: Tensor) -> Tensor:
-        """Those of the roots [R, H], without what grammars forbid."""
+        """The logits of the roots, from hidden [R, H]; tokens that grammars forbid are masked."""
         sampling, vocabulary = self._resources.sampling, self._drafting.vocabulary
         logits = self._logits(hidden)
         given = batch.slots, known, sampling, batch.uses, vocabulary
         return allow_next(logits, *given, self._network.head.columns)
 
     def _likeliest(self, logits: Tensor, reach: int, scored: bool) -> tuple[Tensor, Tensor | None]:
-        """logits [R, B, v] -> the likeliest columns of each row [R, B, reach], and their log
-        probabilities if they are wanted."""
+        """logits [R, B, v] -> the likeliest columns of each row [R, B, reach], and if `scored`
+        their log probabilities."""
         columns, shape = self._network.head.columns, logits.shape[:2]
         logits = logits.flatten(0, 1)
         if reach == 1 and not scored:
@@ -117,7 +117,7 @@ class TreeDrafter(FeatureRowsDrafter):
     def _features_of(
         self, batch: DeviceBatch, verdict: Verdict, forward: Forward, width: int
     ) -> Tensor:
-        """[R, width, F], of the rows on the accepted path."""
+        """The features [R, width, F] of the rows on the accepted path."""
         if verdict.path is None:
             return super()._features_of(batch, verdict, forward, width)
         place = torch.arange(width, device=batch.slots.device)

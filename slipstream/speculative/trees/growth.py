@@ -1,8 +1,8 @@
-"""How a tree of draft tokens grows, level by level, from what a head says behind each node.
+"""Grows trees of draft tokens level by level, from a head's predictions at each node.
 
-Both kinds are work on tensors of fixed shapes. The nodes that the head reads are the *frontier*:
-they are numbered from 1, level by level, and while the tree grows the head keeps them in the slots
-of the draft tokens with the same numbers.
+Static and dynamic trees are computed with tensors of fixed shapes. The nodes that the head reads
+are the *frontier*. They are numbered from 1, level by level; while the tree grows, the head's cache
+entries of node i are in the slot of draft token i.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ ROOT = 1  # the word that holds node 0
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """Nodes that the head is to read next, all of one depth.
+    """The nodes that the head reads next, all of one depth.
 
     Attributes:
-        depth: from 1 on.
-        first: the number of the first.
-        token_ids: [R, B] int64, indices into the head's columns.
-        parents: [R, B] int64, which row of the level before each continues.
+        depth: depth of the nodes, at least 1.
+        first: number of the first node.
+        token_ids: [R, B] int64, column indices of the head.
+        parents: [R, B] int64, the index of each node's parent in the previous level.
     """
 
     depth: int
@@ -41,40 +41,40 @@ class Growth(Protocol):
     """The trees of one round.
 
     Attributes:
-        reach: how many of the likeliest tokens are wanted behind each node.
-        scored: whether their log probabilities are.
+        reach: number of likeliest tokens needed for each node.
+        scored: whether their log probabilities are needed.
     """
 
     reach: int
     scored: bool
 
     def add(self, token_ids: Tensor, scores: Tensor | None) -> Level | None:
-        """Take in the likeliest tokens behind the level before, which at first is the root.
+        """Add the likeliest tokens after each node of the last level, at first of the root.
 
         Args:
             token_ids: [R, B, reach] int64, the likeliest first.
-            scores: [R, B, reach] float32, their log probabilities, where they are wanted.
+            scores: [R, B, reach] float32, their log probabilities; None unless `scored`.
 
         Returns:
-            What the head is to read next; None when the tree is grown.
+            The level that the head reads next; None when the tree is complete.
         """
 
     def frontier(self) -> TreeNodes:
-        """The shape of what the head has read, and is to read next."""
+        """The structure of the nodes that the head has read or reads next."""
 
     def finish(self) -> tuple[Tensor, TreeNodes]:
-        """(token_ids [R, K], the trees), of which the first n draft tokens are trees as well."""
+        """(token_ids [R, K], trees); the first n draft tokens of each form a tree for every n."""
 
 
 def growth_of(tree: TokenTree, device: torch.device) -> Callable[[Tensor, int], Growth]:
-    """Begins the trees of a round, from the draft tokens of each request [R] int64 and K."""
+    """Return a function that starts a round's trees, given draft tokens per request [R] and K."""
     if isinstance(tree, StaticTree):
         return partial(StaticGrowth, StaticTable(tree, device))
     return partial(DynamicGrowth, tree)
 
 
 class StaticTable:
-    """The nodes of a static tree: each takes the rank that the tree names."""
+    """The nodes of a static tree as tensors; each node takes the token of the rank in its path."""
 
     def __init__(self, tree: StaticTree, device: torch.device) -> None:
         parents, depths, words = tree.parents, [0], [ROOT]
@@ -95,7 +95,7 @@ class StaticTable:
 
 
 class StaticGrowth:
-    """Node numbers are final while the tree grows."""
+    """Grows a static tree, whose node numbers are final from the beginning."""
 
     scored = False
 
@@ -130,11 +130,11 @@ class StaticGrowth:
 
 
 class DynamicGrowth:
-    """The likeliest of all candidates (EAGLE-2, arXiv 2406.16858, section 3).
+    """Grows a dynamic tree of the likeliest candidates (EAGLE-2, arXiv 2406.16858, section 3).
 
-    First every level's `top_k` likeliest nodes get candidates behind them; in the end the
-    candidates of all levels are ranked. A candidate's score is the log of the product of the
-    drafter's probabilities along its path, so none is before its parent.
+    On each level, the `top_k` likeliest nodes are expanded; finally the candidates of all levels
+    are ranked. A candidate's score is the log of the product of the drafter's probabilities along
+    its path, so that no candidate ranks before its parent.
     """
 
     scored = True
@@ -210,7 +210,7 @@ class DynamicGrowth:
 
 
 def _words(parents: Tensor, depth: int) -> Tensor:
-    """[R, K + 1]: the ancestors of every node."""
+    """The ancestor bit masks of every node, [R, K + 1]."""
     node = torch.arange(parents.shape[1], device=parents.device)
     own = (torch.ones_like(node) << node).expand_as(parents)
     words = own
