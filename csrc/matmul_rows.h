@@ -284,6 +284,8 @@ struct RoundedRows {
         }
     }
 
+    static int32_t wrapped(int64_t number) { return static_cast<int32_t>(static_cast<uint32_t>(number)); }
+
     template <int digits, typename Divide>
     void write_as(const MatmulCall& call, int64_t row, int64_t group, Divide&& divide) const {
         const int64_t in_group = lines.columns / groups;
@@ -299,9 +301,11 @@ struct RoundedRows {
         int32_t* total = sums + row * digits * groups + group;
         for (int digit = 0; digit < digits; ++digit) total[digit * groups] = sum(totals[digit]);
         if (!call.weight->group) return;
-        const int32_t joined = digits == 1 ? total[0] : total[0] * 128 + total[groups];
+        // Sums of a row that is not finite may be too large; what they give is NaN in any case.
+        const int32_t joined =
+            digits == 1 ? total[0] : wrapped(int64_t{total[0]} * 128 + total[groups]);
         const int64_t place = group * count + row;
-        if (!call.weight->has_minima) offsets[place] = zero_of_all * joined;
+        if (!call.weight->has_minima) offsets[place] = wrapped(int64_t{zero_of_all} * joined);
         else if (digits < 3) x_sums[place] = static_cast<float>(joined);
         else x_sums[place] = static_cast<float>(joined) * 128.0f + static_cast<float>(total[2 * groups]);
     }
