@@ -64,7 +64,7 @@ float draft_probability(const DraftedRows& rows, int64_t request, int64_t place,
         const int64_t* at = std::lower_bound(first, end, token);
         column = at < end && *at == token ? at - first : rows.probs_width;
     }
-    if (column >= rows.probs_width) return 0.0f;
+    if (column < 0 || column >= rows.probs_width) return 0.0f;
     return rows.draft_probs[request * rows.probs_stride + place * rows.probs_place_stride + column];
 }
 
