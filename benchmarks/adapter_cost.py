@@ -1,7 +1,7 @@
 """What adapters cost a decode step on this machine.
 
     python -m benchmarks.write_twins OUT --geometry qwen3-0.6b
-    python -m benchmarks.adapter_cost OUT/target [--dtype bfloat16] [--batches 1 8] [--rounds 5]
+    python -m benchmarks.adapter_cost OUT/target [--batches 1 8] [--rounds 5] [--steps 128]
     python -m benchmarks.adapter_cost qwen3-8b --batches 1 32 --adapters 8  # random weights
 
 Random adapters of --rank for all projections of attention and feed-forward layers. In turns, in one
@@ -27,13 +27,13 @@ from benchmarks.geometries import write_config
 from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.engine.prompts import TokensPrompt
 
-SHORT, LONG, PROMPT = 4, 36, 16  # tokens
+SHORT, PROMPT = 4, 16  # tokens
 
 
-def milliseconds(llm: LLM, adapters: list[LoRARequest | None]) -> float:
+def milliseconds(llm: LLM, adapters: list[LoRARequest | None], steps: int) -> float:
     """A decode step of one request for each adapter; None: of the model as it is."""
     seconds = []
-    for count in (SHORT, LONG):
+    for count in (SHORT, SHORT + steps):
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         prompts = [
             TokensPrompt(prompt_token_ids=[*range(place, place + PROMPT)])
@@ -42,7 +42,7 @@ def milliseconds(llm: LLM, adapters: list[LoRARequest | None]) -> float:
         began = perf_counter()
         llm.generate(prompts, params, lora_request=adapters)
         seconds.append(perf_counter() - began)
-    return 1e3 * (seconds[1] - seconds[0]) / (LONG - SHORT)
+    return 1e3 * (seconds[1] - seconds[0]) / steps
 
 
 Case = tuple[LLM, list[LoRARequest | None]]
@@ -61,12 +61,12 @@ def cases(plain: LLM, adapted: LLM, adapters: list[LoRARequest], batch: int) -> 
     }
 
 
-def in_turns(asked: dict[str, Case], rounds: int) -> dict[str, tuple[float, float]]:
+def in_turns(asked: dict[str, Case], rounds: int, steps: int) -> dict[str, tuple[float, float]]:
     """Milliseconds of a step and their ratio to the first case's, medians."""
     found: dict[str, list[float]] = {name: [] for name in asked}
     for turn in range(rounds + 1):
         for name, case in asked.items():
-            took = milliseconds(*case)
+            took = milliseconds(*case, steps)
             if turn:  # the first loads adapters and warms up
                 found[name].append(took)
     first = next(iter(found.values()))
@@ -127,21 +127,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=128, help="that a long run has more")
     given = parser.parse_args(arguments)
     most = max(given.batches)
-    options: dict[str, Any] = {"dtype": given.dtype, "max_num_seqs": most, "max_model_len": 64}
+    options: dict[str, Any] = {
+        "dtype": given.dtype,
+        "max_num_seqs": most,
+        "max_model_len": 64 + given.steps,
+    }
     options |= {"skip_tokenizer_init": True, "enable_prefix_caching": False}
     slots = {"enable_lora": True, "max_loras": given.adapters, "max_lora_rank": given.rank}
     with tempfile.TemporaryDirectory() as folder:
         target = Path(given.target)
         if not target.exists():
             target = write_config(Path(folder, "target"), given.target)
-            options |= {"load_format": "dummy", "num_kv_blocks": 16 * most}
+            options |= {"load_format": "dummy", "num_kv_blocks": (6 + given.steps // 16) * most}
         adapters = write(Path(folder), target, given.rank, given.adapters)
         engines = LLM(str(target), **options), LLM(str(target), **options, **slots)
         report = {}
         for batch in given.batches:
-            found = in_turns(cases(*engines, adapters, batch), given.rounds)
+            found = in_turns(cases(*engines, adapters, batch), given.rounds, given.steps)
             for name, (took, ratio) in found.items():
                 report[f"batch {batch}, {name}"] = took, ratio
                 print(f"batch {batch}, {name}: {took:.3f} ms, {ratio:.3f} times", flush=True)

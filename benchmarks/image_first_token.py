@@ -68,8 +68,9 @@ def write(folder: Path, layers: int) -> Path:
     content = {**config.to_dict(), "architectures": ["Qwen3VLForConditionalGeneration"]}
     (folder / "config.json").write_text(json.dumps(content, default=str))
     model: Any = transformers.Qwen3VLVisionModel
-    tower = model._from_config(config.vision_config, dtype=torch.bfloat16)
-    tensors = {f"model.visual.{name}": it for name, it in tower.state_dict().items()}
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU takes a minute
+        tower = model._from_config(config.vision_config, dtype=torch.bfloat16)
+    tensors = {f"model.visual.{name}": it.cpu() for name, it in tower.state_dict().items()}
     save_file(tensors, folder / "model.safetensors")
     return folder
 
