@@ -214,7 +214,8 @@ class Session:
                 with LiveView(self._console, self._llm.tokenizer, self._params, parser) as view:
                     status = self._conversation.ask(text, view)
             else:
-                status = self._conversation.ask(text, PlainView(self._params, parser))
+                with PlainView(self._params, parser) as view:
+                    status = self._conversation.ask(text, view)
         except UsageError as error:
             say(f"{error}; the last message is dropped (/clear starts a new conversation)")
             return
@@ -238,7 +239,8 @@ def _answer_lines(conversation: Conversation, params: SamplingParams) -> None:
         if not text:
             continue
         try:
-            status = conversation.ask(text, PlainView(params, conversation.parser))
+            with PlainView(params, conversation.parser) as view:
+                status = conversation.ask(text, view)
         except UsageError as error:
             say(f"{error}; the message is dropped")
             refused = True

@@ -122,7 +122,8 @@ def generate(
             player = _play(llm, prompts, params, view)
         console.print(f"\n{player.status().summary()}", style=QUIET_STYLE)
     else:
-        player = _play(llm, prompts, params, PlainView(params))
+        with PlainView(params) as view:
+            player = _play(llm, prompts, params, view)
         summary = player.status().summary()
         stderr_console().print(summary, style=QUIET_STYLE, soft_wrap=True)
     _require_sound(player.outputs)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from time import perf_counter
@@ -134,6 +135,19 @@ class PlainView:
         self._written, self._text = 0, ""
         self._first = True
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and self._written:  # an error message starts on a line of its own
+            with suppress(OSError):
+                print(flush=True)
+
     def begin(self, heading: str | None, prompt: str) -> None:
         if heading is not None:
             print("" if self._first else "\n", f"== {heading} ==", sep="")
@@ -152,6 +166,7 @@ class PlainView:
             self._spoken.finish()
             self._text = self._spoken.content
         self._write(len(self._text))
+        self._written = 0
         print(flush=True)
 
     def _write(self, end: int) -> None:

@@ -20,7 +20,12 @@ from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.guidance import Guidance
-from slipstream.engine.image_loading import choose_family, image_reader, least_rows
+from slipstream.engine.image_loading import (
+    choose_family,
+    image_reader,
+    least_rows,
+    require_images,
+)
 from slipstream.engine.images import ImageReader, NoImages
 from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.media import MediaReader
@@ -128,6 +133,7 @@ def _build_engine(config: EngineConfig, progress_bar: ProgressBar, ranks: Ranks 
     if defaults.values:
         reasons.add("defaults of requests", defaults, defaults.source)
     shape = _read_shape(checkpoint)
+    require_images(config, checkpoint)
     tokenizer = read_tokenizer(config, checkpoint)
     if tokenizer is not None:
         require_rows(tokenizer, shape)

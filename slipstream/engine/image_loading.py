@@ -14,6 +14,25 @@ from slipstream.models.vision.tower import ImageFamily, ImageTower
 _NAME = "images"
 
 
+def require_images(config: EngineConfig, checkpoint: Checkpoint) -> None:
+    """Raise UsageError for options that concern images, where the model reads text alone."""
+    if image_family(checkpoint) is not None:
+        return
+    default_cache = EngineConfig.mm_processor_cache_gb
+    given = {
+        "limit_mm_per_prompt": (config.limit_mm_per_prompt or {}).get("image"),
+        "mm_processor_kwargs": config.mm_processor_kwargs,
+        "mm_processor_cache_gb": config.mm_processor_cache_gb not in (0, default_cache),
+        "allowed_local_media_path": config.allowed_local_media_path,
+        "allowed_media_domains": config.allowed_media_domains,
+    }
+    if names := [name for name, value in given.items() if value]:
+        raise UsageError(
+            f"{' and '.join(names)} cannot take effect: {checkpoint.path.name} reads no images "
+            "here; leave out options of images, or give a model that reads them (docs/images.md)"
+        )
+
+
 def choose_family(
     config: EngineConfig, checkpoint: Checkpoint, reasons: Reasons
 ) -> ImageFamily | None:

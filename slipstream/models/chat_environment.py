@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import wraps
 from inspect import signature
+from itertools import chain
 from time import thread_time
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MOST_OF_A_PRODUCT = 1 << 16  # templates repeat a few spaces or dashes
 _MOST_OF_A_SUM = 1 << 26  # more characters than a request may have
+_CHARACTERS_PER_ENTRY = 64  # of a list in that sum: a million entries take about as long to write
 _MOST_SECONDS = 5.0  # of a thread's own time; published templates take milliseconds
 _WIDE_FORMAT = re.compile(r"%(?:\([^()]*\))?[-+ #0]*\d*\.?(\d{5,}|\*)|\{[^{}]*:[^{}]*(\d{5,}|\{)")
 
@@ -115,6 +117,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
             _require_short(left, right)
         elif operator == "%":
             _require_narrow(left)
+            _require_modest(right)
         elif _size(operator, left, right) > _MOST_OF_A_PRODUCT:
             raise TemplateError(f"a result of {operator} is too large for a chat template")
         return super().call_binop(context, operator, left, right)
@@ -123,6 +126,8 @@ class _Bounded(ImmutableSandboxedEnvironment):
         """Call a function of the template; TemplateError for a text that is padded too far."""
         method = getattr(called, "__wrapped__", called)  # jinja wraps str.format
         text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(text, str):
+            _require_modest(*args, *kwargs.values())
         if isinstance(text, str) and name == "join" and len(args) == 1:
             return _join(self, args[0], text)
         if isinstance(text, str) and name == "replace" and len(args) >= 2:
@@ -136,7 +141,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
     @staticmethod
     def joined(operands: tuple[Any, ...]) -> str:
         """The texts of the operands, one behind the other."""
-        texts = [*map(str, operands)]
+        texts = [*map(_text, operands)]
         _require_short(*texts)
         return "".join(texts)
 
@@ -144,12 +149,68 @@ class _Bounded(ImmutableSandboxedEnvironment):
 _NEVER = ("encode", "to_bytes", "translate")
 _PADDING = ("center", "format", "format_map", "ljust", "rjust", "zfill")
 _PADDING_FILTERS = ("batch", "center", "format", "round", "slice")
+_WRITING_FILTERS = (
+    *("capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "pprint"),
+    *(
+        "replace",
+        "string",
+        "striptags",
+        "title",
+        "tojson",
+        "trim",
+        "truncate",
+        "upper",
+        "urlencode",
+    ),
+    *("urlize", "wordcount", "wordwrap", "xmlattr"),
+)
+_CONTAINERS = (list, tuple, dict)
 
 
 def _require_short(*parts: Any) -> None:
     """Raise TemplateError where texts or lists are too long together."""
     if sum(len(it) for it in parts if isinstance(it, str | list | tuple)) > _MOST_OF_A_SUM:
         raise TemplateError("a text or list is too long for a chat template")
+
+
+def _require_modest(*values: Any) -> None:
+    """Raise TemplateError for lists or mappings that would be too long when written out. Nested
+    lists may hold one list many times: 25 doublings take 33 million entries."""
+    room = _MOST_OF_A_SUM
+    left = [it for it in values if isinstance(it, _CONTAINERS)]
+    while left:
+        container = left.pop()
+        entries: Iterable[Any] = container
+        if isinstance(container, dict):
+            entries = chain(container, container.values())
+        for entry in entries:
+            room -= len(entry) if isinstance(entry, str) else _CHARACTERS_PER_ENTRY
+            if room < 0:
+                raise TemplateError("a list is too long for a chat template to write")
+            if isinstance(entry, _CONTAINERS):
+                left.append(entry)
+
+
+def _modest(value: Any) -> Any:
+    """The value; TemplateError if it is too long to be written out."""
+    if isinstance(value, _CONTAINERS):
+        _require_modest(value)
+    return value
+
+
+def _text(value: Any) -> str:
+    return str(_modest(value))
+
+
+def _of_modest(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, which refuses values that are too long to be written out."""
+
+    @wraps(apply)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _require_modest(*args, *kwargs.values())
+        return apply(*args, **kwargs)
+
+    return checked
 
 
 def _require_narrow(text: Any, *widths: Any) -> None:
@@ -211,10 +272,10 @@ def _join(
     """The values' texts with `d` between them; TemplateError for a text that is too long."""
     if attribute is not None:
         value = map(make_attrgetter(environment, attribute), value)
-    texts = [*map(str, value)]
+    texts = [*map(_text, value)]
     _require_short(*texts)
-    _require_room(len(texts), str(d))
-    return str(d).join(texts)
+    _require_room(len(texts), _text(d))
+    return _text(d).join(texts)
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
@@ -231,12 +292,16 @@ def _size(operator: str, left: Any, right: Any) -> int:
 def make_environment() -> Environment:
     """An environment without access to files, to other templates or to Python's inside."""
     environment = _Bounded(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, loopcontrols],
+        finalize=_modest,
     )
     filters = environment.filters
     filters |= {"tojson": _to_json, "join": _join}
     filters |= {it: _roomy(filters[it], *named) for it, named in _REPEATING_FILTERS.items()}
     environment.filters |= {it: _narrow(environment.filters[it]) for it in _PADDING_FILTERS}
+    environment.filters |= {it: _of_modest(environment.filters[it]) for it in _WRITING_FILTERS}
     del environment.globals["lipsum"]  # as much text as it is asked for
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _strftime_now

@@ -17,6 +17,7 @@ _KEYS = {
         *("presence_penalty", "frequency_penalty", "skip_special_tokens"),
     )
 } | {_MOST_TOKENS: "max_tokens"}
+_SWITCHES = ("do_sample", "skip_special_tokens")
 
 
 def generation_folder(given: str) -> Path | None:
@@ -35,7 +36,7 @@ def generation_folder(given: str) -> Path | None:
 def read_sampling_defaults(
     checkpoint: Checkpoint, given: str, overrides: Mapping[str, Any] | None
 ) -> SamplingDefaults:
-    """The defaults of requests, as vLLM has them: `do_sample` is not heeded.
+    """The defaults of requests, as vLLM has them: `do_sample` has no effect.
 
     A number of new tokens is a default where the model's own file has it, and a limit of the
     server where the user names a directory or the number.
@@ -55,27 +56,26 @@ def read_sampling_defaults(
             f"{', '.join(_KEYS)}"
         )
     found = {} if given == NEUTRAL else checkpoint.generation_config
-    values, sources = _taken(found), []
+    values, sources = _taken(found, CheckpointError, f"{checkpoint.generation_file}: "), []
     if values:
         sources.append(str(checkpoint.generation_file))
-        _check(values, CheckpointError, f"{checkpoint.generation_file}: ")
-    own = _taken(overrides or {})
+    own = _taken(overrides or {}, UsageError, "override_generation_config: ")
     if own:
         sources.append("override_generation_config")
-        _check(own, UsageError, "override_generation_config: ")
     values |= own
     limits = given not in (AUTO, NEUTRAL) or "max_tokens" in own
     most = values.get("max_tokens") if limits else None
     return SamplingDefaults(values, most, " and ".join(sources))
 
 
-def _taken(content: Mapping[str, Any]) -> dict[str, Any]:
+def _taken(content: Mapping[str, Any], error: type[Exception], where: str) -> dict[str, Any]:
     given = {field: content.get(key) for key, field in _KEYS.items()}
-    return {field: value for field, value in given.items() if value is not None}
-
-
-def _check(values: Mapping[str, Any], error: type[Exception], where: str) -> None:
+    values = {field: value for field, value in given.items() if value is not None}
     try:
+        for key in _SWITCHES:
+            if not isinstance(content.get(key), bool | None):
+                raise UsageError(f"{key} must be true or false, not {content[key]!r}")
         SamplingParams(**values)
     except UsageError as problem:
         raise error(f"{where}{problem}; fix it, or give generation_config={NEUTRAL}") from None
+    return values

@@ -146,8 +146,33 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
         UsageError: an unknown key, method or value.
         CheckpointError: the drafter's checkpoint is broken or does not fit the target.
     """
-    if config is None or dict(config) == {"num_speculative_tokens": 0}:
+    plan = _read(config)
+    if plan is None:
         return Speculation(None, 0, PLAIN_DECODING)
+    choice, tree, count = plan.choice, plan.tree, plan.count
+    drafter = choice.load(target, tree)
+    if choice.adaptive:
+        count = min(count, drafter.limits.max_speculative_tokens or count)
+    verified = plan.verification, plan.rates
+    return Speculation(choice.name, count, drafter, choice.adaptive, *verified, plan.eager)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything that a `speculative_config` says; K is `count`, for "auto" the largest."""
+
+    choice: Choice
+    tree: TokenTree | None
+    count: int
+    verification: Verification | None
+    rates: tuple[tuple[float, ...], ...]
+    eager: bool
+
+
+def _read(config: Mapping[str, Any] | None) -> _Plan | None:
+    """Read all keys; None for plain decoding. Raises UsageError for an unknown key or value."""
+    if config is None or dict(config) == {"num_speculative_tokens": 0}:
+        return None
     options = Options(config)
     tree = read_tree(options)
     choice = choose(options)
@@ -161,23 +186,18 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
     eager = options.take_bool("enforce_eager")
     options.finish(choice.name)
     if count == 0:
-        return Speculation(None, 0, PLAIN_DECODING)
+        return None
     if tree is not None:
         require_count(tree, count)
-    drafter = choice.load(target, tree)
-    if choice.adaptive:
-        count = min(count, drafter.limits.max_speculative_tokens or count)
-    return Speculation(choice.name, count, drafter, choice.adaptive, verification, rates, eager)
+    return _Plan(choice, tree, count, verification, rates, eager)
 
 
 def require_ranks(config: Mapping[str, Any] | None, num_ranks: int, random: bool) -> None:
-    """Raise UsageError where so many ranks, more than one, cannot have the drafter that `config`
-    names; `random` as in `require_equal_shares`."""
-    if config is None or Options(config).peek("num_speculative_tokens") == 0:
-        return
-    options = Options(config)
-    read_tree(options)  # whose keys no method takes
-    choose(options).require_ranks(num_ranks, random)
+    """Raise UsageError if `config` is wrong, or if the drafter that it names cannot run on
+    `num_ranks` ranks, more than one; `random` as in `require_equal_shares`."""
+    plan = _read(config)
+    if plan is not None:
+        plan.choice.require_ranks(num_ranks, random)
 
 
 def _loader(method: Method) -> Loader:

@@ -4,11 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from slipstream.core.errors import CheckpointError
+from slipstream.core.errors import CheckpointError, RanksLostError
+from slipstream.core.outputs import RequestOutput
+from slipstream.core.sampling_params import SamplingParams
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
 
@@ -44,6 +47,26 @@ def test_errors_are_one_sentence_and_an_exit_code(
     break_with(monkeypatch, error)
     ran = slipstream("generate", "--prompt", "x")
     assert (ran.code, ran.out, ran.err) == (code, "", says)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_error_starts_on_a_line_of_its_own(
+    slipstream: CommandLine,
+    fake_llm: type[FakeLLM],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    usual = FakeLLM._run
+
+    def fail(llm: FakeLLM, prompts: list[str], params: SamplingParams) -> Iterator[RequestOutput]:
+        outputs = usual(llm, prompts, params)
+        yield next(outputs)
+        raise RanksLostError("rank 1 of 2 is lost")
+
+    monkeypatch.setattr(FakeLLM, "_run", fail)
+    asked = {"stdin": b"x\n"} if command == "chat" else {}
+    ran = slipstream(command, *([] if asked else ["--prompt", "x"]), **asked)
+    assert (ran.code, ran.out, ran.err) == (1, "Hello\n", "slipstream: rank 1 of 2 is lost\n")
 
 
 @pytest.mark.parametrize("command", ["generate", "generate --json", "chat"])

@@ -333,6 +333,21 @@ def test_the_sandbox_holds(folder: Path, source: str) -> None:
         "{% set x = 'x' * 65536 %}{{ ('\n' * 65536) | indent(x, blank=true) }}",
         "{{ ('\n' * 65536) | indent(65536) }}",
         "{% set x = 'x' * 65536 %}{{ x | wordwrap(1, wrapstring=x) }}",
+        *(
+            "{% set ns = namespace(x=['x' * 60000]) %}{% for _ in range(16) %}"
+            f"{{% set ns.x = [ns.x, {{'x': ns.x}}] %}}{{% endfor %}}{{{{ {written} }}}}"
+            for written in (
+                *(
+                    "ns.x",
+                    "ns.x ~ 1",
+                    "ns.x | upper",
+                    "ns.x | tojson",
+                    "[ns.x] | join",
+                    "'%s' % ns.x",
+                ),
+                *("'{}'.format(ns.x)", "[ns.x] | map('string') | list", "'%s' | format(ns.x)"),
+            )
+        ),
         "{% set x = 'x' * 65536 %}{{ [1] | tojson(separators=(x, x)) }}",
         "{% set x = 'x' * 65536 %}{% for _ in range(99999) %}{{ x }}{% endfor %}",
         "{% set x = 'x' * 65536 %}{% macro m() %}{% for _ in range(9999) %}{{ x }}{% endfor %}"

@@ -59,6 +59,15 @@ def test_overrides_count_before_the_file(tmp_path: Path) -> None:
     ("content", "given", "overrides", "error", "words"),
     [
         ({"top_p": 1.5}, "auto", None, CheckpointError, r"generation_config.json: top_p must be"),
+        (
+            {"do_sample": "yes"},
+            "auto",
+            None,
+            CheckpointError,
+            r"config.json: do_sample must be true",
+        ),
+        ({"top_k": "20"}, "auto", None, CheckpointError, r"config.json: top_k must be an integer"),
+        ({}, "auto", {"skip_special_tokens": 0}, UsageError, "config: skip_special_tokens must be"),
         ({}, "auto", {"top_p": 7}, UsageError, "override_generation_config: top_p must be"),
         ({}, "auto", {"beams": 7}, UsageError, "beams cannot be set; it takes temperature"),
         ({}, "missing", None, UsageError, "missing has no generation_config.json"),

@@ -234,3 +234,22 @@ def test_images_that_are_read_whole_need_room_in_a_pass(tmp_path: Path) -> None:
     folder = write(tmp_path, "Gemma3")
     with pytest.raises(UsageError, match="at least 37"):
         make(folder, max_num_batched_tokens=36, max_num_seqs=4)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"limit_mm_per_prompt": {"image": 2}},
+        {"mm_processor_kwargs": {"max_pixels": 100}},
+        {"mm_processor_cache_gb": 2.0},
+        {"allowed_local_media_path": "."},
+        {"allowed_media_domains": ["example.org"]},
+    ],
+)
+def test_options_of_images_are_refused_for_models_without_them(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(given))} cannot take effect: .*; leave out"):
+        LLM("demo", **given)
+
+
+def test_asking_for_no_images_is_no_error() -> None:
+    LLM("demo", num_kv_blocks=64, limit_mm_per_prompt={"image": 0}, mm_processor_cache_gb=0)

@@ -161,6 +161,12 @@ def test_what_ranks_cannot_share_is_refused(
         ranked(target, {"model": heads["assistant"]})
     with pytest.raises(UsageError, match=r"size=4 does not divide .* \(1, 2\)"):
         ranked(target, {"model": draft, "draft_tensor_parallel_size": 4})
+    with pytest.raises(UsageError, match="unknown key spin for method draft_model"):
+        ranked(target, {"model": draft, "spin": 3})
+    with pytest.raises(UsageError, match="enforce_eager must be true or false"):
+        ranked(target, {"model": draft, "enforce_eager": 3})
+    with pytest.raises(UsageError, match="limit_mm_per_prompt cannot take effect"):
+        ranked(target, limit_mm_per_prompt={"image": 1})
     problem = r"\(2\) cannot be split over 3 ranks; .* \(1, 2\)"
     with pytest.raises(UsageError, match=problem):
         ranked(target, tensor_parallel_size=3)

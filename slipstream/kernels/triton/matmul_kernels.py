@@ -67,7 +67,11 @@ def _chain(
     total, weight_at, x_at, column, valid, begin, end, ragged: tl.constexpr, block_k: tl.constexpr,
     stages: tl.constexpr,
 ):  # fmt: skip
-    """`total` plus the product over the columns [begin, end)."""
+    """`total` plus the product over the columns [begin, end).
+
+    The bounds must not be constants: Triton would unroll a loop of one step, and begin that step's
+    sum with the bias that is added after it, which changes last bits.
+    """
     for k in tl.range(begin, end, block_k, num_stages=stages):
         if ragged:
             inside = (column + k < end)[None, :]
