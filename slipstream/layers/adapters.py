@@ -1,4 +1,4 @@
-"""Where the factors of adapters lie: in slots beside the matrices of a network."""
+"""Slots for LoRA adapters: the memory that holds their factors, beside a network's matrices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,19 +9,19 @@ from torch import Tensor
 from slipstream.kernels.adapters import LowRank
 from slipstream.layers.parameters import COLUMNS, ROWS, WHOLE, Part, Share
 
-# Of a module [N, K], by its name: A [r, K] and B [N, r], scaled.
+# The factors of each module [N, K], by its name: A [r, K] and the scaled B [N, r].
 Factors = Mapping[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Rows of a module that are a part of a matrix.
+    """The place in a matrix of the rows of one part.
 
     Attributes:
-        rows: [n] int64, which rows of the module they are.
-        columns: of the module that are those of the matrix.
-        index: of the part.
-        start: their first row in the matrix.
+        rows: [n] int64, rows of the module.
+        columns: columns of the module that the matrix has.
+        index: index of the part.
+        start: first row in the matrix.
     """
 
     low_rank: LowRank
@@ -33,7 +33,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """A module of a checkpoint [rows, columns] that adapters may change, and where it is used."""
+    """A module [rows, columns] that adapters may change, and its places in matrices."""
 
     rows: int
     columns: int
@@ -41,18 +41,17 @@ class AdaptedModule:
 
 
 class AdapterSlots:
-    """The factors of as many adapters as there are slots, each of which one holds at a time.
+    """Slots that hold the factors of one adapter each.
 
     Args:
-        count: of slots.
-        rank: the largest of an adapter.
-        share: of each matrix, of which this rank has some rows or columns. Where ranks share the
-            rows, each has the whole first factors and its rows of the second ones; where they
-            share the columns, it has its columns of the first ones, and what the whole second
-            ones make of those is a summand of y like that of the matrix.
+        count: number of slots.
+        rank: the largest rank of an adapter.
+        share: this rank's share of each matrix. If rows are split over ranks, a rank has the
+            whole A and its rows of B. If columns are split, it has its columns of A and the whole
+            B; its product is a partial sum, like that of the matrix.
 
     Attributes:
-        modules: by their names in a checkpoint, without ".weight".
+        modules: modules by their names in a checkpoint, without ".weight".
     """
 
     def __init__(
@@ -70,12 +69,11 @@ class AdapterSlots:
 
     @property
     def nbytes(self) -> int:
-        """All slots together."""
+        """Bytes of all slots."""
         return sum(it.nbytes for it in self._all)
 
     def matrix(self, parts: Sequence[Part], columns: int) -> LowRank:
-        """Factors for this rank's share of the matrix [sum of rows, columns] that these parts
-        make."""
+        """Make the slots of this rank's share of a matrix, the stack of these parts."""
         share, whole_columns = self._share, columns
         own_columns = slice(0, columns)
         if parts[0].split == COLUMNS:
@@ -100,7 +98,7 @@ class AdapterSlots:
         return low_rank
 
     def _rows(self, part: Part) -> Tensor:
-        """[n] int64, which rows of a part this rank has, in the order in which it has them."""
+        """[n] int64: the rows of a part that this rank has, in its order."""
         rows = torch.arange(part.rows)
         if part.paired is not None:
             rows = rows[part.paired.order(part.rows)]
@@ -116,7 +114,7 @@ class AdapterSlots:
 
     @torch.inference_mode()
     def write(self, slot: int, factors: Factors) -> None:
-        """Put an adapter into a slot that no row names. On a GPU in the stream of the caller."""
+        """Write an adapter to a slot that no row uses. On a GPU, in the caller's stream."""
         for low_rank in self._all:
             low_rank.down[slot].zero_()
             low_rank.up[slot].zero_()
@@ -124,7 +122,7 @@ class AdapterSlots:
             rank = len(first)
             for place in self.modules[name].places:
                 down, start = place.index * self.rank, place.start
-                own = first[:, place.columns]  # fewer where a share of the matrix is filled up
+                own = first[:, place.columns]  # fewer if the share of the matrix is padded
                 target = place.low_rank.down[slot, down : down + rank, : own.shape[1]]
                 target.copy_(own, non_blocking=True)
                 rows = second[place.rows]

@@ -30,10 +30,10 @@ class DeltaNetSpec:
     """Sizes of a gated delta net.
 
     Attributes:
-        num_taps: rows that the convolution of a channel joins, the current one included.
-        packed: a checkpoint has queries, keys, values and z of a key head side by side, and so the
-            gates, and not all of each kind before those of the next.
-        name: of the module within its layer, in a checkpoint.
+        num_taps: width of the causal convolution, the current row included.
+        packed: the checkpoint's projection has the rows of a key head together (its queries, keys,
+            values and z), instead of all queries, then all keys and so on; likewise the gates.
+        name: name of the module within its layer, in a checkpoint.
     """
 
     num_key_heads: int
@@ -70,11 +70,11 @@ class DeltaNetSpec:
 
     @property
     def channels(self) -> tuple[int, int, int]:
-        """How many make queries, keys and values."""
+        """Number of channels of queries, keys and values together."""
         return self.key_rows, self.key_rows, self.value_rows
 
     def projections(self, name: str) -> list[Part]:
-        """What makes queries, keys, values and z of a row."""
+        """The parts of the stacked projection: queries, keys, values and z."""
         kinds = (*self.channels, self.value_rows)
         if self.packed:
             return self._packed(f"{name}.in_proj_qkvz", kinds)
@@ -82,7 +82,7 @@ class DeltaNetSpec:
         return [*own, Part(f"{name}.in_proj_z", self.value_rows)]
 
     def gates(self, name: str) -> list[Part]:
-        """What makes the gates of a row, of which so much depends that they are not rounded."""
+        """The parts of the gates' projection, which is never quantised, to keep outputs exact."""
         heads = self.num_value_heads
         parts = [Part(f"{name}.in_proj_{kind}", heads) for kind in "ba"]
         if self.packed:
@@ -90,7 +90,7 @@ class DeltaNetSpec:
         return [replace(part, exact=True) for part in parts]
 
     def _packed(self, name: str, kinds: tuple[int, ...]) -> list[Part]:
-        """Rows of several kinds in one tensor, in which those of a key head are a group."""
+        """Parts whose rows are interleaved in one tensor; the rows of a key head are a group."""
         total = sum(kinds)
         group, starts = total // self.num_key_heads, _starts(kinds)
         return [
@@ -127,7 +127,7 @@ class DeltaNetSpec:
 
 
 class DeltaNet:
-    """Input projections, stacked where they can be, the recurrence, output projection."""
+    """The mixer: input projections (stacked if possible), recurrence, output projection."""
 
     def __init__(
         self, spec: DeltaNetSpec, context: BuildContext, layer: str, norms: LayerNorms
@@ -176,7 +176,7 @@ class DeltaNet:
         cache: LayerCache,
         beside: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `Mixer`; the states of the requests in `cache` move on."""
+        """See `Mixer`; updates the requests' states in `cache`."""
         assert beside is None, "a gated delta net has one input"
         heads = self.heads
         if self.gates is None:
@@ -195,7 +195,7 @@ class DeltaNet:
 
 
 def _stacked(name: str, kinds: tuple[int, ...]) -> list[Part]:
-    """Rows of several kinds in one tensor, all of a kind before those of the next."""
+    """Parts that follow each other in one tensor."""
     total = sum(kinds)
     return [
         Part(name, rows, within=Within(total, total, start))

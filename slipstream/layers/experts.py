@@ -1,4 +1,4 @@
-"""Mixtures of experts: feed-forward parts of which a row passes those that a router chooses."""
+"""Mixtures of experts: a router chooses a few feed-forward parts for each row."""
 
 from dataclasses import dataclass, replace
 
@@ -24,18 +24,18 @@ from slipstream.layers.parameters import (
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a checkpoint calls the parts of a mixture, within its layer.
+    """The names of a mixture's parts in a checkpoint, within its layer.
 
     Attributes:
-        router: the module of the router.
-        router_scale: the tensor that the router's rows are multiplied by.
-        gains: the tensor that experts' weights are multiplied by.
-        correction: the tensor that is added to the router's scores.
-        experts: the module with one module for each expert, or with fused tensors.
-        projections: an expert's gate, up and down.
-        fused: tensors of all experts: gate and up together, and down.
-        alternating, transposed: how those lie; see `FusedExperts`.
-        shared, shared_gate: the shared expert, and its own gate.
+        router: module of the router.
+        router_scale: tensor that the router's input is multiplied by.
+        gains: tensor that the experts' routing weights are multiplied by.
+        correction: tensor that is added to the router's scores.
+        experts: module that has a module for each expert, or fused tensors.
+        projections: gate, up and down of an expert.
+        fused: tensors of all experts: gate and up stacked, and down.
+        alternating, transposed: layout of the fused tensors; see `FusedExperts`.
+        shared, shared_gate: modules of the shared expert and of its gate.
     """
 
     router: str = "mlp.gate"
@@ -56,15 +56,15 @@ class ExpertsSpec:
     """Gated experts of one size, the router that chooses among them, and a shared expert.
 
     Attributes:
-        intermediate_size: of one expert.
-        router_bias, expert_bias: whether the router and both projections of experts have one.
+        intermediate_size: intermediate size of one expert.
+        router_bias, expert_bias: whether the router, and both matrices of experts, have biases.
         corrected: whether scores are corrected before experts are chosen.
-        clamp: None: experts are gated by `activation`.
-        shared_size: of the shared expert; None without one.
+        clamp: gpt-oss's clamped gate; None: experts are gated by `activation`.
+        shared_size: intermediate size of the shared expert; None: there is none.
         shared_gate: whether the shared expert has a gate.
-        scaled_router: the router has a norm of its own, with no weight, whose rows are multiplied
-            by a vector and by width ** -0.5.
-        gained: whether each expert's weight is multiplied by a number of its own.
+        scaled_router: the router has its own norm, without a weight; its output is multiplied by a
+            vector and by width ** -0.5.
+        gained: whether each expert's routing weight is multiplied by a learned number.
     """
 
     routing: Routing
@@ -113,7 +113,7 @@ class ExpertsSpec:
 
     @property
     def active_size(self) -> int:
-        """The width of all experts together that a row passes."""
+        """The intermediate size of all experts that a row uses, together."""
         return self.routing.num_chosen * self.intermediate_size + (self.shared_size or 0)
 
     def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
@@ -125,13 +125,12 @@ class ExpertsSpec:
         return tuple(shapes)
 
     def idle_parameters(self, width: int) -> int:
-        """Parameters of the experts that one row does not pass, beside a stream of this width."""
+        """Number of parameters of experts that a row does not use, for a stream of this width."""
         idle = self.routing.num_experts - self.routing.num_chosen
         return idle * 3 * self.intermediate_size * width
 
     def numbers_per_row(self, width: int) -> int:
-        # Until they are added up, the outputs of all chosen experts are float32, as is the shared
-        # one's.
+        # Outputs of the chosen experts and of the shared one are float32 until they are summed.
         outputs = self.routing.num_chosen + (self.shared_size is not None)
         return 3 * self.active_size + 2 * outputs * width
 
@@ -140,7 +139,7 @@ class ExpertsSpec:
 
 
 class Experts:
-    """Router, the matrices of all experts stacked into two, and the shared expert."""
+    """The feed-forward half: router, two stacked matrices of all experts, and shared expert."""
 
     def __init__(
         self, spec: ExpertsSpec, context: BuildContext, layer: str, norms: LayerNorms
@@ -162,7 +161,7 @@ class Experts:
             gate_up=source.matrix(gate_up.weights(), width),
             gate_up_bias=biases[0],
             down=source.matrix(down.weights(), inner),
-            # What ranks make is summed: the first one adds the bias.
+            # Partial results of ranks are summed, so only the first rank adds the bias.
             down_bias=biases[1] if context.share.rank == 0 else None,
             clamp=spec.clamp,
             shared=_shared_expert(spec, context, layer),
@@ -186,12 +185,12 @@ class Experts:
 
 
 def summed(made: Tensor, stream: Tensor) -> Tensor:
-    """What an op leaves to be added up, added up: [T, H] in the dtype of the stream [T, H]."""
+    """Sum an op's addend to [T, H], in the dtype of the stream [T, H]."""
     return made if made.ndim == stream.ndim else made.sum(0).to(stream.dtype)
 
 
 def _without_zeros(weight: Tensor) -> Tensor:
-    """With the least numbers that make a difference, beside the largest, in the place of less."""
+    """Raise magnitudes below eps times the largest one to that bound, so that none is 0."""
     largest = weight.abs().max()
     least = torch.finfo(weight.dtype).eps * torch.where(largest > 0, largest, 1.0)
     return torch.where(weight.abs() < least, least, weight).to(weight.dtype)
@@ -209,7 +208,7 @@ def _router(spec: ExpertsSpec, context: BuildContext, layer: str, norm: Norm) ->
         context.width,
     )
     if spec.scaled_router:
-        # Its rows are those of the experts but for the factors, so its columns take these.
+        # The router reads the experts' rows, which lack these factors; so its columns get them.
         scale = source.vector([Part(f"{layer}.{names.router_scale}", width)]).float()
         weight = (weight.float() * scale / norm.weight.float() * width**-0.5).to(weight.dtype)
     gains = [Part(f"{layer}.{names.gains}", count)]
@@ -224,14 +223,14 @@ def _router(spec: ExpertsSpec, context: BuildContext, layer: str, norm: Norm) ->
 
 @dataclass(frozen=True)
 class _Stack:
-    """What all experts of a layer have under some names, expert by expert.
+    """A stacked matrix of all experts of a layer, expert by expert.
 
     Attributes:
-        singles: modules of an expert, with braces in the place of its number.
-        fused: the one tensor for all experts, without the ending of a bias.
-        rows: of each of an expert's modules.
-        split: of the matrices' parts.
-        unit: of what is split, so many go together.
+        singles: modules of an expert; braces stand for its number.
+        fused: tensor of all experts, without the ending of a bias.
+        rows: number of rows of each of an expert's modules.
+        split: split dimension of the parts; see `Part`.
+        unit: see `Part`.
     """
 
     singles: tuple[str, ...]
@@ -244,7 +243,7 @@ class _Stack:
         return self._parts("weight", self.fused, self.split)
 
     def biases(self) -> list[Part]:
-        """A bias is split with the rows that it belongs to, or not at all."""
+        """Biases are split like the rows that they belong to; if columns are split, not at all."""
         fused = replace(self.fused, name=f"{self.fused.name}_bias")
         return self._parts("bias", fused, ROWS if self.split == ROWS else None)
 
@@ -257,7 +256,7 @@ class _Stack:
 
 
 def _stacks(spec: ExpertsSpec, layer: str, width: int, unit: int) -> tuple[_Stack, _Stack]:
-    """Gate and up of all experts, and down."""
+    """The stack of gate and up, and the stack of down."""
     names, count = spec.names, spec.routing.num_experts
     module = f"{layer}.{names.experts}"
     gate, up, down = (f"{module}.{{}}.{projection}" for projection in names.projections)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values are made of one short row a token."""
+"""Multi-head latent attention (MLA): keys and values are computed from one latent row per token."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from slipstream.layers.parameters import (
 )
 from slipstream.layers.rope import RopeConfig
 
-_INNER_EPS = 1e-6  # of the norms of latent rows, whatever the model's other norms have
+_INNER_EPS = 1e-6  # eps of the norms of latent rows, whatever the model's other norms have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,14 @@ class LatentAttentionSpec:
     """Latent attention (DeepSeek-V2, arXiv:2405.04434).
 
     Attributes:
-        rank: numbers of a token's latent row that are normed.
-        plain_dim, rotary_dim: numbers of a query head, and of a key head, that are not rotated and
-            that are; all heads share the rotated part of a key.
-        value_dim: numbers of a value head.
-        rope: how those `rotary_dim` are rotated, in pairs of neighbours.
-        query_rank: numbers that queries are made of, normed; None: they are made of the stream.
-        name: of the module within its layer, in a checkpoint.
+        rank: size of a latent row, without its rotated part (`kv_lora_rank`).
+        plain_dim, rotary_dim: sizes of the parts of a query or key head without and with RoPE; all
+            heads share the rotated part of the key.
+        value_dim: size of a value head.
+        rope: RoPE of the rotated parts, in interleaved pairs.
+        query_rank: size of the normed latent row of queries (`q_lora_rank`); None: queries are
+            computed from the stream.
+        name: name of the module within its layer, in a checkpoint.
     """
 
     num_heads: int
@@ -69,12 +70,12 @@ class LatentAttentionSpec:
 
     @property
     def latent_rows(self) -> int:
-        """Numbers that a token has in the cache."""
+        """The numbers of a token in the cache."""
         return self.rank + self.rotary_dim
 
     @property
     def expanded_rows(self) -> int:
-        """Rows of the matrix that makes keys and values of latent rows."""
+        """Number of rows of the matrix that computes keys and values from latent rows."""
         return self.num_heads * (self.plain_dim + self.value_dim)
 
     def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
@@ -92,7 +93,7 @@ class LatentAttentionSpec:
         return first + self.query_rows + self.num_heads * of_heads
 
     def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> LatentSpec:
-        del share  # every rank has all of a row, for its own heads
+        del share  # replicated: every rank needs whole latent rows for its heads
         return LatentSpec(self.latent_rows, dtype)
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "LatentAttention":
@@ -100,7 +101,7 @@ class LatentAttentionSpec:
 
 
 class LatentAttention:
-    """One matrix makes latent rows and what queries are made of, or the queries themselves."""
+    """The mixer. One stacked matrix computes latent rows, and queries or their latent rows."""
 
     def __init__(
         self, spec: LatentAttentionSpec, context: BuildContext, layer: str, norms: LayerNorms
@@ -145,7 +146,7 @@ class LatentAttention:
         cache: LayerCache,
         beside: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `Mixer`; the latent rows of the tokens are written into `cache`."""
+        """See `Mixer`; writes the tokens' latent rows to `cache`."""
         assert beside is None, "only attention over keys and values has a second input"
         first, stream = ops.norm_linear(addend, residual, self.norm, self._first, None)
         queries, latents = first.split_with_sizes(self._columns, -1)
@@ -156,7 +157,7 @@ class LatentAttention:
 
 
 def _heads(spec: LatentAttentionSpec, context: BuildContext, name: str) -> LatentHeads:
-    """What the op takes of a layer, with this rank's heads."""
+    """The op's view of the layer, with this rank's heads."""
     num_heads = context.share.of(spec.num_heads, "num_attention_heads")
     part = Part(f"{name}.kv_b_proj.weight", spec.expanded_rows, ROWS)
     expanded = context.source.table([part], spec.rank).values.view(num_heads, -1, spec.rank)

@@ -1,13 +1,13 @@
-"""Decoder layers: their specs, which are data, and the layers that are built from these.
+"""Decoder layers: specs (data), and the layers that are built from them.
 
 A layer has two halves, whose outputs are added to the residual stream: a mixer (such as attention),
-in which rows see each other, and a feed-forward part. Either may be absent. A kind of half is a
+in which rows depend on each other, and a feed-forward part. One may be absent. A kind of half is a
 spec and the class that it builds; each kind has a file of its own beside this one.
 
 The stream passes from half to half as two tensors: the `residual`, and the `addend`, which is the
 output of the last half and is not added yet. So the addition can be fused with the norm that
-follows. A norm behind a half is part of that op as well; halves do not know of it. In front of the
-first half the addend is the stream, and there is no residual.
+follows. A norm after a half is also part of that op; halves do not know of it. Before the first
+half, the addend is the stream, and there is no residual.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class BuildContext:
     """What is needed to build halves.
 
     Attributes:
-        width: of the residual stream.
+        width: width of the residual stream.
         share: this rank's share of the network; `source` has it as well.
         adapters: receives slots for LoRA adapters of the matrices; None: there are no adapters.
     """
@@ -46,12 +46,12 @@ class BuildContext:
 
 
 class Half(Protocol):
-    """What mixers and feed-forward parts have in common.
+    """The common interface of mixers and feed-forward parts.
 
     Attributes:
-        norm: in front of it; None: it reads the stream without a norm.
-        parts: weights, in a class of `kernels/table.py` by which a backend knows what it can fuse;
-            any other object for a kind that no backend fuses.
+        norm: the norm before the half; None: it reads the stream without a norm.
+        parts: weights, in a class of `kernels/table.py` that tells backends what they can fuse; any
+            other object for kinds that no backend fuses.
     """
 
     @property
@@ -62,7 +62,7 @@ class Half(Protocol):
 
 
 class Mixer(Half, Protocol):
-    """A built half in which rows depend on others, through a cache."""
+    """A half in which rows depend on other rows, through a cache."""
 
     def apply(
         self,
@@ -81,7 +81,7 @@ class Mixer(Half, Protocol):
 
 
 class FeedForward(Half, Protocol):
-    """A built half whose rows do not depend on each other."""
+    """A half whose rows do not depend on each other."""
 
     def apply(
         self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
@@ -90,14 +90,14 @@ class FeedForward(Half, Protocol):
 
 
 class HalfSpec(Protocol):
-    """What specs of both kinds of halves tell for memory planning."""
+    """The common interface of both kinds of specs, for memory planning."""
 
     def matrices(self, norms: LayerNorms, width: int) -> Sequence[MatrixShape]:
         """The shapes of its matrices, for a stream of this width."""
 
     def numbers_per_row(self, width: int) -> int:
-        """The size of a row's own activations while the half runs, for a stream of this width, in
-        numbers of the activations' dtype: one of float32 counts as two."""
+        """The size of a row's activations while the half runs, for a stream of this width, in
+        numbers of the activations' dtype; a float32 number counts as two."""
 
 
 class MixerSpec(HalfSpec, Protocol):
@@ -119,7 +119,7 @@ class FeedForwardSpec(HalfSpec, Protocol):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer as data; a half that it lacks is None."""
+    """The spec of a decoder layer; None stands for a half that it lacks."""
 
     mixer: MixerSpec | None
     feed_forward: FeedForwardSpec | None
@@ -133,7 +133,7 @@ class LayerSpec:
         return tuple(half for half in (self.mixer, self.feed_forward) if half is not None)
 
     def matrices(self, width: int) -> list[MatrixShape]:
-        """The shapes of its matrices beside a stream of this width."""
+        """The shapes of all matrices, for a stream of this width."""
         return [shape for half in self._halves for shape in half.matrices(self.norms, width)]
 
     def numbers_per_row(self, width: int) -> int:
@@ -141,7 +141,7 @@ class LayerSpec:
         return sum(half.numbers_per_row(width) for half in self._halves)
 
     def build(self, context: BuildContext, name: str) -> "Layer":
-        """The layer with its weights, which a checkpoint has under `name`."""
+        """Build the layer; `name` is its name in a checkpoint."""
         mixer, feed_forward, norms = self.mixer, self.feed_forward, self.norms
         source, width = context.source, context.width
         return Layer(

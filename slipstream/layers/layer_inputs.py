@@ -1,7 +1,7 @@
-"""Inputs of single layers: what a layer is told of its tokens beside the stream (Gemma 4).
+"""Per-layer inputs: each layer gets its own vector for each token, beside the stream (Gemma 4).
 
-A table has some numbers of every token for each layer. They are added to what a projection of the
-embeddings has for the same layer, and enter the layer behind its feed-forward part:
+An embedding table has a vector for each token and layer. It is added to a projection of the
+token's embedding, and enters the layer after the feed-forward part:
 
     x = x + norm(projection(gelu(gate x) * input))
 """
@@ -25,7 +25,7 @@ class LayerInputsSpec:
     """`size` numbers of each token for each of `num_layers` layers.
 
     Attributes:
-        of_images: the token whose numbers rows of images take.
+        of_images: the token whose vectors are used for rows of images.
     """
 
     size: int
@@ -41,7 +41,7 @@ class LayerInputsSpec:
 
 
 class LayerInputs:
-    """The table, and the projection of the embeddings."""
+    """The embedding table, and the projection of embeddings."""
 
     def __init__(
         self, spec: LayerInputsSpec, context: BuildContext, vocab_size: int, eps: float
@@ -66,14 +66,14 @@ class LayerInputs:
 
 @dataclass(frozen=True)
 class LayerInputHalfSpec:
-    """A feed-forward part, and behind it the input of its layer.
+    """A feed-forward part, followed by the addition of the layer's input.
 
-    The layer's norm behind the half is that of the input.
+    The layer's norm after this half is the norm of the input.
 
     Attributes:
-        layer: the number of its layer, from 0.
-        size: of the input.
-        behind: the norm behind the feed-forward part; None: there is none.
+        layer: index of the layer.
+        size: size of the input.
+        behind: the norm after the feed-forward part; None: there is none.
     """
 
     feed_forward: FeedForwardSpec
@@ -97,7 +97,7 @@ class LayerInputHalfSpec:
 
 
 class LayerInputHalf:
-    """The feed-forward part, and the matrices in front of the input and behind it."""
+    """The feed-forward part, and the matrices before and after the input."""
 
     def __init__(
         self, spec: LayerInputHalfSpec, context: BuildContext, layer: str, norms: LayerNorms
@@ -127,5 +127,5 @@ class LayerInputHalf:
 
 
 def _whole(context: BuildContext, name: str, rows: int, columns: int) -> Product:
-    """A small matrix, which every rank has all of."""
+    """A small matrix, replicated on every rank."""
     return context.source.matrix([Part(f"{name}.weight", rows)], columns), None

@@ -1,4 +1,4 @@
-"""Matrix layers, named by how ranks share them."""
+"""Linear layers, and how they are split over ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +26,8 @@ class Linear:
     """y = x W^T + b, W [rows, columns].
 
     Attributes:
-        ranks: whose y are summed; `WHOLE` where y is whole.
-        adapters: what rows of a pass may add to y; None: nothing.
+        ranks: the ranks whose partial results are summed; `WHOLE` if y is complete on each rank.
+        adapters: slots for LoRA adapters; None: there are none.
     """
 
     weight: Weight
@@ -37,16 +37,16 @@ class Linear:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks have a part of y."""
+        """Whether y is a partial result, to be summed over ranks."""
         return self.ranks.reduce is not None
 
     @property
     def product(self) -> Product:
-        """As ops of several products take it; they know nothing of other ranks."""
+        """The form for ops that compute several products, which do not know of other ranks."""
         return self.weight, self.bias
 
     def adapted(self, inputs: PassInputs) -> Adapted | None:
-        """What the rows of a pass add to y, as ops take it."""
+        """The adapters of the rows of a pass, in the form that ops take."""
         if self.adapters is None or inputs.adapters is None:
             return None
         return Adapted(self.adapters, inputs.adapters)
@@ -68,12 +68,12 @@ def column_linear(
     fused: str = "",
     adapters: AdapterSlots | None = None,
 ) -> Linear:
-    """Several checkpoint tensors stacked into one W. Ranks share the rows of each; each rank keeps
-    its share of y.
+    """Make a layer whose W stacks several checkpoint tensors. The rows of each are split over
+    ranks, and each rank computes its share of y.
 
     Args:
-        fused: the module in which a checkpoint may have them stacked; "": there is none.
-        adapters: what gets slots for adapters of W; None: there are none.
+        fused: name of the module that has them stacked in some checkpoints; "": there is none.
+        adapters: receives slots for adapters of W; None: there are no adapters.
     """
     stacked = Fused(fused) if fused else None
     parts = [replace(part, split=ROWS, fused=stacked) for part in parts]
@@ -92,8 +92,8 @@ def row_linear(
     adapters: AdapterSlots | None = None,
     unit: int | None = None,
 ) -> Linear:
-    """Ranks share the columns of W, of which there are `columns` in all; their y are summed, and
-    the first rank adds the bias. `adapters`: see `column_linear`; `unit`: see `Part`."""
+    """Make a layer whose columns, `columns` in all, are split over ranks; the partial y are summed,
+    and the first rank adds the bias. `adapters`: see `column_linear`; `unit`: see `Part`."""
     parts = [Part(name, rows, COLUMNS, unit=unit)]
     weight = source.matrix(_named(parts, "weight"), columns)
     own_bias = source.vector(_named([Part(name, rows)], "bias")) if bias else None

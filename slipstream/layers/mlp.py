@@ -18,8 +18,8 @@ class GatedMLPSpec:
     """down(activation(gate x) * up x) of the normed stream x.
 
     Attributes:
-        bias: of all three projections.
-        name: of the module within its layer, in a checkpoint.
+        bias: whether the three projections have biases.
+        name: name of the module within its layer, in a checkpoint.
     """
 
     intermediate_size: int
@@ -82,8 +82,8 @@ class PlainMLPSpec:
     """down(activation(up x)) of the normed stream x.
 
     Attributes:
-        bias: of both projections.
-        up, down: their names within the module `name` of a layer, in a checkpoint.
+        bias: whether both projections have biases.
+        up, down: names of the projections within the module `name` of a layer, in a checkpoint.
     """
 
     intermediate_size: int

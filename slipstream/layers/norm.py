@@ -1,4 +1,4 @@
-"""Norms, and those of a layer."""
+"""Norms, and the norms of a decoder layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,17 +12,17 @@ from slipstream.layers.parameters import ParameterSource, Part, require_positive
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """The norms before and behind the halves of a layer, by their names in a checkpoint.
+    """The norms before and after the halves of a layer, by their names in a checkpoint.
 
     Attributes:
-        eps: of these and of the query and key heads.
-        mixer, feed_forward: before the halves; None: the half reads the stream as it is.
-        mixer_after, feed_forward_after: of what the halves make, before it is added to the stream.
+        eps: eps of these norms and of the norms of query and key heads.
+        mixer, feed_forward: before the halves; None: the half reads the stream without a norm.
+        mixer_after, feed_forward_after: of the halves' outputs, before these join the stream.
         layer_norms: all of them are layer norms with a bias.
-        zero_centred: checkpoints store what is to be added to 1, in norms of heads as well.
-        beside: of a second input of the mixer, as wide as the stream; None without such an input.
-        keeps_normed: what the mixer's norm gives takes the place of the stream.
-        scalar: a tensor [1] that the stream behind the layer is multiplied by; None: there is none.
+        zero_centred: checkpoints store the weight minus 1, also for norms of heads.
+        beside: of the mixer's second input, as wide as the stream; None: there is no such input.
+        keeps_normed: the output of the mixer's norm replaces the stream.
+        scalar: a tensor [1] that multiplies the layer's output stream; None: there is none.
     """
 
     eps: float
@@ -47,10 +47,10 @@ class LayerNorms:
         heads: int | None = None,
         split: int | None = None,
     ) -> Norm:
-        """A norm like these over `width` numbers.
+        """Load a norm of this kind over `width` numbers.
 
         Args:
-            heads, split: how ranks share its weight; see `Part`.
+            heads, split: how its weight is split over ranks; see `Part`.
         """
         part = Part(f"{name}.weight", width, split, heads=heads)
         norm = _rms_norm(source, part, self.eps, self.zero_centred)
@@ -65,12 +65,12 @@ class LayerNorms:
         return None if name is None else self.of(source, f"{layer}.{name}", width)
 
     def behind_mixer(self, source: ParameterSource, layer: str, width: int) -> Behind | None:
-        """How the mixer joins the stream; None: as it is."""
+        """How the mixer's output is added to the stream; None: unchanged."""
         norm = self.before(source, layer, self.mixer_after, width)
         return None if norm is None else Behind(norm)
 
     def behind_feed_forward(self, source: ParameterSource, layer: str, width: int) -> Behind | None:
-        """How the feed-forward part joins it."""
+        """How the feed-forward part's output is added to the stream; None: unchanged."""
         norm = self.before(source, layer, self.feed_forward_after, width)
         if self.scalar is None:
             return None if norm is None else Behind(norm)
@@ -80,10 +80,10 @@ class LayerNorms:
 def rms_norm(
     source: ParameterSource, name: str, width: int, eps: float, zero_centred: bool = False
 ) -> Norm:
-    """The norm over `width` numbers whose weight a checkpoint calls `name`.
+    """Load the norm over `width` numbers whose weight is called `name`.
 
     Args:
-        zero_centred: the checkpoint stores the weight less 1.
+        zero_centred: the checkpoint stores the weight minus 1.
     """
     return _rms_norm(source, Part(f"{name}.weight", width), eps, zero_centred)
 
@@ -95,12 +95,12 @@ def _rms_norm(source: ParameterSource, part: Part, eps: float, zero_centred: boo
 
 @dataclass(frozen=True)
 class JointNorms:
-    """Root mean square norms over all heads of queries, and of keys, of which a rank has some.
+    """RMS norms over all query heads, and over all key heads, which are split over ranks.
 
     Attributes:
-        norms: with this rank's share of their weights.
-        rows: that squares are summed over, of all ranks together.
-        reduce: sums over the ranks: two floats a token.
+        norms: the norms, with this rank's share of their weights.
+        rows: the number of rows that squares are summed over, on all ranks together.
+        reduce: all-reduce (sum) of two floats per token.
     """
 
     norms: tuple[Norm, Norm]
@@ -108,7 +108,7 @@ class JointNorms:
     reduce: Callable[[Tensor], Tensor]
 
     def __call__(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, n] each, in and out."""
+        """Norm queries and keys, [T, n] each."""
         given = query, key
         sums = self.reduce(torch.stack([it.float().square().sum(-1) for it in given], -1))
         query, key = (

@@ -13,11 +13,11 @@ from slipstream.layers.norm import LayerNorms
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelExpertsSpec:
-    """norm(dense(x)) + norm(experts(x)) of the stream x, which each norms for itself.
+    """norm(dense(x)) + norm(experts(x)) of the stream x; each part also has a norm before it.
 
     Attributes:
-        experts_norm: before the experts; the layer's own norm is the dense part's.
-        dense_after, experts_after: the norms behind them.
+        experts_norm: norm before the experts; the layer's norm is before the dense part.
+        dense_after, experts_after: norms of their outputs.
     """
 
     dense: FeedForwardSpec
@@ -41,7 +41,7 @@ class ParallelExpertsSpec:
 
 
 class ParallelExperts:
-    """Both parts, and how each joins their sum."""
+    """Both parts, and the norms of their outputs."""
 
     def __init__(
         self, spec: ParallelExpertsSpec, context: BuildContext, layer: str, norms: LayerNorms

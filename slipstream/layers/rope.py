@@ -13,31 +13,32 @@ from slipstream.layers.parameters import InvalidSizesError, require_positive
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The base of a rotary embedding and how its frequencies are stretched.
+    """The base of a rotary embedding and how its frequencies are scaled.
 
-    kind "default" leaves them; "linear" divides all by `factor`; "llama3" and "yarn" (Peng et al.
-    2023) divide the low ones by `factor`, keep the high ones and blend between; "proportional" does
-    as "linear" and turns the first `rotated` of all pairs only; "none" turns nothing.
+    kind "default" keeps them; "linear" divides all by `factor`; "llama3" and "yarn" (Peng et al.
+    2023) divide low ones by `factor`, keep high ones and blend between; "proportional" is like
+    "linear", but rotates only the first `rotated` of all pairs; "none" rotates nothing.
 
-    Two kinds depend on the length of texts, which is that of the table, the most tokens of any
-    request, so that a token has one angle whatever else runs. "dynamic" raises theta for a table
-    longer than the original context; "longrope" (Ding et al. 2024) divides each frequency by a
-    factor of its own, one of `long_factor` for such a table and of `short_factor` for others.
+    Two kinds depend on the length of the context. They use the length of the table (the maximum
+    length of a request), so that the angles of a token never depend on other tokens. "dynamic"
+    raises theta if the table is longer than the original context; "longrope" (Ding et al. 2024)
+    divides each frequency by a factor of its own, from `long_factor` for such a table, and from
+    `short_factor` for shorter ones.
 
     Attributes:
-        rotated: the share of a head's numbers that turn, which are its first ones, in pairs as if
-            they were the whole head; "proportional" has the pairs of the whole head.
-        beta_fast, beta_slow: of yarn; frequencies that turn so often within the original context,
-            or more often, are kept, and those that turn so rarely are divided.
-        truncate: of yarn; the blend begins and ends at whole pairs.
-        attention_factor: cosines and sines are multiplied by it.
-        score_factor: scores of latent attention are multiplied by it.
-        short_factor, long_factor: of longrope, one number a pair.
+        rotated: the share of a head's numbers that are rotated: the first ones, paired as if they
+            were the whole head; "proportional" pairs the numbers of the whole head.
+        beta_fast, beta_slow: for yarn: pairs with at least `beta_fast` turns within the original
+            context keep their frequency; pairs with at most `beta_slow` turns have it divided.
+        truncate: for yarn: the blend begins and ends at whole pairs.
+        attention_factor: factor of cosines and sines.
+        score_factor: factor of the scores of latent attention.
+        short_factor, long_factor: for longrope, one number per pair.
         query_growth: queries at position p are multiplied by
             1 + query_growth * ln(1 + floor(p / original_max_position_embeddings)).
-        sections: of positions with three axes (time, row, column), which are one for a text
-            (M-RoPE, Bai et al. 2025): pairs 3i + 1 below 3 sections[1] turn by the row, pairs
-            3i + 2 below 3 sections[2] by the column, and others by the time.
+        sections: for positions with three axes (time, row, column), which are equal for text
+            (M-RoPE, Bai et al. 2025): pairs 3i + 1 below 3 sections[1] are rotated by the row,
+            pairs 3i + 2 below 3 sections[2] by the column, and others by the time.
     """
 
     theta: float
@@ -90,13 +91,13 @@ class RopeConfig:
             )
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many numbers of a head have an angle, two of them each."""
+        """Number of rotated numbers of a head; two of them share an angle."""
         if self.kind == "none":
-            return 2  # a pair whose angle is 0, so that no backend needs to know
+            return 2  # one pair whose angle is 0, so that backends need no special case
         return head_dim if self.kind == "proportional" else int(head_dim * self.rotated)
 
     def axes(self, num_pairs: int) -> list[int]:
-        """Which axis of its position each pair turns by."""
+        """The axis of the position by which each pair is rotated."""
         return [
             pair % 3 if self.sections and pair < 3 * self.sections[pair % 3] else 0
             for pair in range(num_pairs)
@@ -104,11 +105,11 @@ class RopeConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether angles are others where requests may be longer."""
+        """Whether angles depend on the maximum length of requests."""
         return self.kind in ("dynamic", "longrope")
 
     def require_fit(self, head_dim: int) -> None:
-        """Raise InvalidSizesError for heads that cannot be rotated so."""
+        """Raise InvalidSizesError for heads that cannot be rotated in this way."""
         pairs = self.rotary_dim(head_dim) // 2
         for name, factors in (("short", self.short_factor), ("long", self.long_factor)):
             if self.kind == "longrope" and len(factors) != pairs:
@@ -119,7 +120,7 @@ class RopeConfig:
             raise InvalidSizesError('rope of the kind "dynamic" needs more than one pair a head')
 
     def longest(self, max_positions: int) -> int:
-        """The most positions that it is made for, where the config declares `max_positions`."""
+        """The maximum number of positions, if the config declares `max_positions`."""
         if self.kind in ("linear", "dynamic"):
             return int(max_positions * max(self.factor, 1.0))
         if self.kind == "yarn":
@@ -127,8 +128,8 @@ class RopeConfig:
         return max_positions
 
     def usual(self, max_positions: int) -> int:
-        """The positions of requests where nobody asks for more: longrope's short factors give
-        the better texts, for as long as they last."""
+        """The default number of positions: with longrope, as many as the short factors serve, since
+        these give better text."""
         if self.kind == "longrope":
             return min(max_positions, self.original_max_position_embeddings)
         return max_positions
@@ -139,12 +140,12 @@ NO_ROPE: Final = RopeConfig(theta=1.0, kind="none")
 
 
 class RopeTables:
-    """The tables of one network: layers that are rotated alike share one.
+    """The tables of a network; layers with equal settings share one.
 
     Args:
-        shifted: rows stand at the place of a token and belong, like their features, to the token
-            before: entry t turns by the angles of t - 1.
-        num_composed: entries behind those of positions, for what `compose` writes.
+        shifted: entry t has the angles of position t - 1, for drafting heads, whose row of a token
+            has the feature of the token before.
+        num_composed: number of additional entries, which `compose` writes.
     """
 
     def __init__(
@@ -166,14 +167,14 @@ class RopeTables:
         return self._tables[key]
 
     def compose(self, axes: Tensor) -> Tensor:
-        """Have an entry for each of some rows whose positions have three axes.
+        """Write entries for rows whose positions have three axes.
 
         Args:
-            axes: [3, n] int64, the place of each row in time, rows and columns, all of them
-                positions; n is at most `num_composed`.
+            axes: [3, n] int64, the positions of each row on the three axes; n is at most
+                `num_composed`.
 
         Returns:
-            [n] int64, where all tables have these entries, until the next call.
+            [n] int64, the indices of these entries in all tables, valid until the next call.
         """
         first, count = self._max_positions, axes.shape[1]
         assert count <= self.num_composed, "a pass has no more rows than that"
@@ -185,7 +186,7 @@ class RopeTables:
         return torch.arange(first, first + count, device=axes.device)
 
     def query_scales(self, config: RopeConfig) -> Tensor | None:
-        """[max_positions] float32, what queries are multiplied by; None: by nothing."""
+        """[max_positions] float32, factors of queries; None: all 1."""
         if not config.query_growth:
             return None
         if config not in self._query_scales:
@@ -209,7 +210,7 @@ def rope_table(
 
 
 def _raised_theta(size: int, config: RopeConfig, max_positions: int) -> float:
-    """Theta, which "dynamic" raises so that the slowest pair is stretched to the whole table."""
+    """Theta; "dynamic" raises it so that the lowest frequency fits the length of the table."""
     longer = max_positions / config.original_max_position_embeddings
     if config.kind != "dynamic" or longer <= 1.0:
         return config.theta
@@ -235,17 +236,17 @@ def _stretched(frequencies: Tensor, config: RopeConfig, max_positions: int) -> T
         return frequencies * (1.0 - divided) + frequencies / config.factor * divided
     assert config.kind == "llama3", config.kind
     original = config.original_max_position_embeddings
-    turns = original * frequencies / (2 * math.pi)  # turns within the original context
+    turns = original * frequencies / (2 * math.pi)  # number of turns within the original context
     low, high = config.low_freq_factor, config.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (kept + (1.0 - kept) / config.factor)
 
 
 def _divided_by_yarn(num_pairs: int, config: RopeConfig) -> Tensor:
-    """[num_pairs]: 0 where yarn keeps a frequency, 1 where it divides it, a ramp between."""
+    """[num_pairs]: 0 if yarn keeps a frequency, 1 if it divides it, and a ramp in between."""
 
     def pair_of(turns: float) -> float:
-        """The pair that turns so often within the original context."""
+        """The pair that has this number of turns within the original context."""
         wavelength = config.original_max_position_embeddings / (2 * math.pi * turns)
         return num_pairs * math.log(wavelength) / math.log(config.theta)
 

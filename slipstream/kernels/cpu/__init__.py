@@ -29,7 +29,7 @@ _PARTS = Parts(
 
 
 def cpu_backend() -> Ops:
-    """With the level of instructions that is active now in its name."""
+    """The backend; its name includes the active level of instructions."""
     composed = compose(f"cpu ({cpp.level()})", _PARTS)
     return replace(
         composed,

@@ -1,4 +1,4 @@
-"""Products of low rank in C++ (`csrc/low_rank.h`); see `kernels/adapters.py`."""
+"""Low-rank products of LoRA adapters in C++ (`csrc/low_rank.h`); see `kernels/adapters.py`."""
 
 import _slipstream_cpu as cpp
 from torch import Tensor
@@ -9,7 +9,7 @@ from slipstream.kernels.reference import adapters as plain
 
 
 def add_low_rank(y: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
-    """y [T, N] with what the adapters of its rows make of x [T, K], in place."""
+    """Add the low-rank products of x [T, K] to y [T, N], in place."""
     if x.dtype not in CPP_DTYPES:
         return plain.add_low_rank(y, x, adapted)
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -18,7 +18,7 @@ def add_low_rank(y: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
 
 
 def low_rank_of(factors: LowRank) -> "cpp.LowRank":
-    """The factors as C++ takes them, made once."""
+    """The C++ object for these factors, made once."""
     found = factors.packed.get("cpu")
     if not isinstance(found, cpp.LowRank):
         found = factors.packed["cpu"] = cpp.LowRank(factors.down, factors.up, list(factors.ends))

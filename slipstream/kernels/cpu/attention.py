@@ -1,8 +1,8 @@
 """Attention, latent attention and gated delta nets in C++ (`csrc/attention.h`, `latent.h`,
 `delta_net.h`). Meanings and shapes: `kernels/table.py`, `latent_attention.py`, `delta_net.py`.
 
-What stays the same is handed over once: a layer's sizes, norms and angles, and where the rows of a
-pass stand.
+C++ objects are made once for each layer (sizes, norms, rotary angles) and once for each pass (the
+places of its rows).
 """
 
 import _slipstream_cpu as cpp
@@ -20,7 +20,7 @@ MOST_HEAD_DIM = 512
 
 
 def attend(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]) -> Tensor:
-    """See `AttendOp`. A row's bits depend on nothing beside the row."""
+    """See `AttendOp`. The bits of a row do not depend on the other rows of the batch."""
     if not serves(heads):
         return REFERENCE.attend(qkv, heads, inputs, cache)
     out = torch.empty((len(qkv), heads.num_heads * heads.head_dim), dtype=qkv.dtype)
@@ -39,7 +39,7 @@ def store(kv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Ten
 
 
 def serves(heads: Heads) -> bool:
-    """Whether the kernels take heads of this size."""
+    """Whether the kernels support heads of this size."""
     return heads.head_dim % 4 == 0 and heads.head_dim <= MOST_HEAD_DIM
 
 
@@ -68,7 +68,7 @@ def layer_of(heads: Heads) -> cpp.AttentionLayer:
 
 
 def pass_of(inputs: PassInputs) -> cpp.AttentionPass:
-    """What C++ keeps of the rows of a pass, which all its layers share."""
+    """The C++ object for the rows of a pass, which all layers share."""
     found = inputs.prepared.get("cpu")
     if not isinstance(found, cpp.AttentionPass):
         found = inputs.prepared["cpu"] = _pass(inputs)
@@ -110,8 +110,8 @@ MOST_STORED_DIM = 576
 def latent_attention(
     queries: Tensor, latents: Tensor, heads: LatentHeads, inputs: PassInputs, cache: Tensor
 ) -> Tensor:
-    """See `LatentAttentionOp`; all rows are in the absorbed form, and a row's bits depend on
-    nothing beside the row."""
+    """See `LatentAttentionOp`. All rows use the absorbed form, and the bits of a row do not
+    depend on the other rows of the batch."""
     if not serves_latent(heads):
         return REFERENCE.latent_attention(queries, latents, heads, inputs, cache)
     out = torch.empty((len(queries), heads.num_heads * heads.value_dim), dtype=queries.dtype)
@@ -122,19 +122,19 @@ def latent_attention(
 
 
 def serves_latent(heads: LatentHeads) -> bool:
-    """Whether the kernels take rows of this size."""
+    """Whether the kernels support latent rows of this size."""
     stored = heads.rank + heads.rotary_dim
     return stored % 4 == 0 and stored <= MOST_STORED_DIM
 
 
 def as_pages(cache: Tensor) -> Tensor:
-    """Latent rows as pages of one head, [num_blocks, block_size, 1, R + P]."""
+    """View latent rows as pages of one head, [num_blocks, block_size, 1, R + P]."""
     return cache.unsqueeze(2)
 
 
 @kept
 def latent_layer_of(heads: LatentHeads) -> cpp.LatentLayer:
-    """What C++ keeps of a layer: its matrices packed, head by head."""
+    """The C++ object for a layer, with its matrices packed for each head."""
     scales = heads.query_scales
     return cpp.LatentLayer(
         heads.norm_weight.detach(),
@@ -155,8 +155,8 @@ def delta_net(
     inputs: PassInputs,
     cache: DeltaCache,
 ) -> Tensor:
-    """See `DeltaNetOp`. Rows are taken strictly one behind the other: a row's bits, and those of a
-    state, do not tell in how many passes they were made, nor beside which requests."""
+    """See `DeltaNetOp`. Rows are processed one by one, so the bits of rows and states do not
+    depend on how a prompt is split into passes, nor on the other requests of a batch."""
     out = torch.empty(z.shape, dtype=z.dtype)
     cpp.delta_net(delta_layer_of(heads), pass_of(inputs), mixed, gates, z, tensors_of(cache), out)
     return out

@@ -12,7 +12,7 @@ from slipstream.kernels.table import ExpertsParts, SharedExpert
 
 
 def experts(x: Tensor, parts: ExpertsParts) -> Tensor:
-    """See `Parts.experts`. A row's bits depend on nothing beside the row."""
+    """See `Parts.experts`. The bits of a row do not depend on the other rows of the batch."""
     if not serves(parts):
         return PLAIN.experts(x, parts)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -30,7 +30,7 @@ def serves(parts: ExpertsParts) -> bool:
 
 @kept
 def mixture_of(parts: ExpertsParts) -> cpp.Experts:
-    """What C++ keeps of a mixture."""
+    """The C++ object for a mixture of experts."""
     router, shared, clamp = parts.router, parts.shared, parts.clamp
     routing = router.routing
     return cpp.Experts(
@@ -56,7 +56,7 @@ def mixture_of(parts: ExpertsParts) -> cpp.Experts:
 
 
 def _router(router: Router, gate: Tensor | None) -> tuple[object, Tensor | None]:
-    """The router's product, with the gate of a shared expert as its last row."""
+    """The router's weight; its last row is the gate of the shared expert, if there is one."""
     weight, bias = router.weight, router.bias
     if gate is not None:
         weight = torch.cat([weight, gate])

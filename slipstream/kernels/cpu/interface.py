@@ -1,4 +1,4 @@
-"""Whether the C++ module was built from the sources that belong to this Python."""
+"""Checks that the C++ module was built from the sources beside this Python code."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _UNNAMED = re.compile(r"arg\d*")
 
 def require_current(module: ModuleType) -> None:
     """Raise UsageError unless the module has the functions that these sources call: their names and
-    parameters, not the types, which nanobind may spell otherwise another time."""
+    parameters. Types are not compared, since versions of nanobind spell them differently."""
     found = sha256("\n".join(_functions(module)).encode()).hexdigest()[:16]
     if found != INTERFACE:
         raise UsageError(
@@ -29,7 +29,7 @@ def require_current(module: ModuleType) -> None:
 
 
 def _functions(owner: Any, place: str = "") -> Iterator[str]:
-    """`name(parameters)` of all functions, and of the methods of classes, in order."""
+    """`name(parameters)` of all functions and methods, sorted."""
     for name, member in sorted(vars(owner).items()):
         if isinstance(member, type):
             yield from _functions(member, f"{name}.")

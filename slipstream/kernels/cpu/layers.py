@@ -1,4 +1,4 @@
-"""Decoder layers in a row in one call of C++."""
+"""Runs consecutive decoder layers in one call of C++."""
 
 from collections.abc import Sequence
 
@@ -36,11 +36,12 @@ from slipstream.kernels.table import (
     StackParts,
 )
 
-Cache = tuple[Tensor, Tensor] | Tensor | DeltaCache  # a tensor: latent rows
+Cache = tuple[Tensor, Tensor] | Tensor | DeltaCache  # a tensor holds latent rows
 
 
 class FusedStack:
-    """The first layers of a stack, whose halves are of kinds in C++ and whose weights are packed.
+    """The first layers of a stack, as many as C++ can run: their kinds exist there, and their
+    weights are packed.
 
     Args:
         num_layers: at least one.
@@ -101,7 +102,7 @@ def _tensors(cache: Cache) -> tuple[Tensor, ...]:
 
 
 def _add(stack: cpp.Stack, half: object) -> None:
-    """A kind that C++ runs is a class there, a case here and one in `_runs`."""
+    """To add a kind, add its class in C++, a case here, and one in `_runs`."""
     match half:
         case AttentionParts():
             stack.add_attention(
@@ -147,10 +148,10 @@ def _adapt(stack: cpp.Stack, adapters: Adapters) -> None:
 
 
 def _runs(half: object, begins: bool) -> bool:
-    """Whether C++ has this kind of half.
+    """Whether C++ can run this half.
 
     Args:
-        begins: whether it is the first of a stack.
+        begins: whether it is the first half of the stack.
     """
     match half:
         case AttentionParts():
@@ -172,7 +173,7 @@ def _runs(half: object, begins: bool) -> bool:
 
 
 def _any_norm(parts: StackParts, num_layers: int) -> Norm | None:
-    """A norm of the stream in these layers or behind the last one."""
+    """A norm of the stream, from these layers or after the last one."""
     halves = [pair for layer in parts.layers[:num_layers] for pair in layer.halves]
     kinds = AttentionParts | DeltaNetParts | LatentParts | GatedMLPParts | ExpertsParts
     norms = [half.norm for half, _ in halves if isinstance(half, kinds)]
@@ -192,7 +193,7 @@ def _product(product: Product) -> tuple[object, Tensor | None]:
 
 
 def fuse(parts: StackParts) -> FusedOp | None:
-    """One op of as many layers as there is one for; None where not even the first is fused."""
+    """Fuse as many of the first layers as possible; None if there are none."""
     if parts.entry is not None and handle_of(parts.entry.product[0]) is None:
         return None
     count, begins = 0, True
@@ -201,5 +202,5 @@ def fuse(parts: StackParts) -> FusedOp | None:
         if not all(_runs(half, begins and half is halves[0]) for half in halves):
             break
         count, begins = count + 1, False
-    # A norm tells the width of the stream and the dtype.
+    # A norm has the width of the stream and its dtype.
     return None if _any_norm(parts, count) is None else FusedStack(parts, count)

@@ -19,17 +19,17 @@ from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Rounding, Weight
 
 _LARGE = 1 << 21  # bytes
-BLOCK_ROWS = 64  # that lie together
-# Columns of which exact sums fit into 32 bits; of four bits, of two digits together.
+BLOCK_ROWS = 64  # rows of a block
+# Maximum columns for which exact sums fit into 32 bits; for four bits, sums of two digits together.
 MOST_INT8_COLUMNS, MOST_INT4_GROUP = 1 << 16, 1 << 13
 
 
 class CpuMatrix(Weight):
-    """A weight as the C++ kernels read it: one stream of blocks of 64 rows.
+    """A weight in the layout of the C++ kernels: one stream of blocks of 64 rows.
 
     Args:
-        table_dtype: that rows are looked up in: that of the numbers that were packed, or either for
-            the blocks of a GGUF file; None where they were rounded.
+        table_dtype: dtype of looked-up rows: that of the packed floats, or any for the blocks of a
+            GGUF file; None for quantised weights, whose rows cannot be looked up.
     """
 
     def __init__(self, handle: "cpp.Matrix", table_dtype: torch.dtype | None) -> None:
@@ -72,10 +72,10 @@ class CpuMatrix(Weight):
 
 
 class CpuMatrices(Weight):
-    """Weights one below the other that are no one stream, such as of types without a common form.
+    """Stacked weights that cannot be one stream, such as blocks of different types.
 
     Args:
-        parts: at least one, with as many columns.
+        parts: at least one; all have the same number of columns.
     """
 
     def __init__(self, parts: Sequence[Weight]) -> None:
@@ -113,19 +113,19 @@ class CpuMatrices(Weight):
 
 
 def handle_of(weight: Weight) -> "cpp.Matrix | None":
-    """The packed matrix, as C++ takes it; None for a weight that is not packed."""
+    """The C++ object of a packed matrix; None for a weight that is not packed."""
     return weight.handle if isinstance(weight, CpuMatrix) else None
 
 
 def pack(weight: Weight) -> Weight:
-    """`weight` as the kernels read it; what they do not serve stays as it is."""
+    """Pack `weight` for the kernels; formats that they do not support are returned unchanged."""
     _give_back_memory(weight.nbytes)
     return _packed(weight)
 
 
 @singledispatch
 def _packed(weight: Any) -> Weight:
-    """A format without a kernel here stays as it is."""
+    """Formats without a kernel are returned unchanged."""
     assert isinstance(weight, Weight)
     return weight
 
@@ -147,7 +147,7 @@ def _(weight: Int8Matrix) -> Weight:
 
 @_packed.register
 def _(weight: Int4Matrix) -> Weight:
-    """Larger groups are taken apart: all parts get the scale and the zero of the whole."""
+    """Larger groups are split; each part gets the scale and zero of the group."""
     units = weight.group // 32
     parts = next(
         parts
@@ -182,7 +182,7 @@ def _(weight: BlockMatrix) -> Weight:
 
 
 def rounded(matrix: Tensor, form: Rounding) -> Weight:
-    """`matrix` in fewer bits, packed; what the kernels do not serve is left to be packed."""
+    """Quantise `matrix`, packed if the kernels support the format."""
     if matrix.dtype not in CPP_DTYPES:
         return form.round(matrix)
     _give_back_memory(matrix.nbytes)
@@ -191,7 +191,7 @@ def rounded(matrix: Tensor, form: Rounding) -> Weight:
 
 @singledispatch
 def _rounded(form: Any, matrix: Tensor) -> Weight:
-    """A format without a kernel here is rounded by its own code."""
+    """Formats without a kernel are rounded by the reference."""
     assert isinstance(form, Rounding)
     return form.round(matrix)
 
@@ -209,6 +209,6 @@ def _(form: ToInt4, matrix: Tensor) -> Weight:
 
 
 def _give_back_memory(nbytes: int) -> None:
-    """Return what was packed before to the system, where a large weight comes."""
+    """Before a large weight is packed, return freed memory to the system."""
     if nbytes >= _LARGE:
         cpp.give_back_memory()

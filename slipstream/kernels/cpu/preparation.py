@@ -1,8 +1,8 @@
 """Batch preparation in C++ (`csrc/preparation.cpp`). Meanings and shapes: `kernels/preparation.py`.
 
-A call is a few microseconds, most of them for the tensors that it makes: so results of a call share
-memory, and what stays from call to call is looked at once. C++ checks dtypes (`TypeError`), shapes
-and strides (`ValueError`).
+A call takes a few microseconds, most of them for making tensors. So the results of a call share
+memory, and C++ objects are kept from call to call. C++ checks dtypes (`TypeError`), shapes and
+strides (`ValueError`).
 """
 
 from itertools import accumulate
@@ -29,7 +29,7 @@ def expand_rows(
     mask_token: int | None = None,
     num_rows: int | None = None,
 ) -> PlacedRows:
-    if num_rows is not None:  # of captured steps alone, which this device has in tests
+    if num_rows is not None:  # only in captured steps, which CPUs run in tests alone
         return reference.expand_rows(tables, slots, starts, lengths, most, mask_token, num_rows)
     requests = slots.shape[0]
     rows, num_blocks = requests * most, tables.block_tables.shape[1]
@@ -144,13 +144,13 @@ def keep_path(
 
 
 def _part(numbers: Tensor, start: int, size: int) -> Tensor:
-    """A view of some of them: of all ways to ask for one the cheapest."""
+    """A view of some of the numbers, made in the cheapest way that torch has."""
     return numbers.as_strided((size,), (1,), start)
 
 
 @kept
 def _handle(tables: RequestTables) -> cpp.Tables:
-    """The tables as C++ keeps them, for as long as they live."""
+    """The C++ object of the tables, which lives as long as they do."""
     return cpp.Tables(
         tables.token_ids, tables.num_tokens, tables.num_computed, tables.block_tables,
         tables.block_size, tables.window_column,
@@ -173,7 +173,7 @@ PREPARATION = PreparationOps(
     expand_rows,
     place_rows,
     advance_drafts,
-    trim_drafts,  # of captured steps, which there are none of here
+    trim_drafts,  # only captured steps use this, and CPUs capture none
     write_tokens,
     commit,
     keep_path,

@@ -1,7 +1,7 @@
 """Norms and activations in C++ (`csrc/rows.h`). Shapes: `kernels/composition.py`.
 
-Numbers are rounded where the reference rounds them: a sum before it is normed, and a gate before it
-is multiplied.
+Intermediate results are rounded as in the reference: a sum before its norm, and a gate before the
+multiplication.
 """
 
 import _slipstream_cpu as cpp
@@ -27,7 +27,7 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[T
 
 
 def activation(x: Tensor, kind: Activation) -> Tensor:
-    """As a gate of ones, so that a row's bits follow from the row alone."""
+    """Computed with a gate of ones, so that a row's bits depend only on the row."""
     return gated_activation(torch.cat((x, torch.ones_like(x)), -1), kind)
 
 

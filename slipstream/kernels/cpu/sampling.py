@@ -61,7 +61,7 @@ def commit(slots: Tensor, token_ids: Tensor, num_tokens: Tensor, state: Sampling
 
 
 def _lines(matrix: Tensor) -> Tensor:
-    """A matrix with contiguous rows, between which there may be gaps."""
+    """A matrix whose rows are contiguous; there may be gaps between rows."""
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 
 
@@ -83,7 +83,7 @@ def _rows(rows: SampleRows) -> cpp.RowTensors:
 
 @kept
 def _slots(state: SamplingSlots) -> cpp.SlotTensors:
-    """The state as C++ keeps it, for as long as it lives."""
+    """The C++ object of the state, which lives as long as the state does."""
     return cpp.SlotTensors(
         state.ints, state.floats, state.stop_ids, state.output_counts, state.prompt_mask,
         state.bias,

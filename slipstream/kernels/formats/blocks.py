@@ -1,4 +1,4 @@
-"""Weights in the blocks of GGUF files: they stay the bytes that they are."""
+"""Weights in the blocks of GGUF files, kept as stored and dequantised when they are used."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,11 +14,11 @@ from slipstream.kernels.formats.weight import Weight, chosen_rows, joined_rows
 
 
 class BlockType(Protocol):
-    """How a block stands for numbers.
+    """A block type of GGUF files.
 
     Attributes:
-        numbers: in a block.
-        nbytes: of a block.
+        numbers: how many numbers a block has.
+        nbytes: size of a block in bytes.
     """
 
     @property
@@ -28,12 +28,12 @@ class BlockType(Protocol):
     @property
     def nbytes(self) -> int: ...
     def dequantised(self, raw: Tensor) -> Tensor:
-        """raw [N, bytes of a row] uint8 -> [N, K] float32, rounded as the type is defined."""
+        """raw [N, bytes of a row] uint8 -> [N, K] float32, exactly as the type defines it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Rows of one type: raw [N, bytes of a row] uint8."""
+    """Rows whose blocks have one type: raw [N, bytes of a row] uint8."""
 
     raw: Tensor
     type: BlockType
@@ -44,8 +44,8 @@ class BlockMatrix(Weight):
     """A weight [N, K] of blocks, whose rows may be of several types.
 
     Attributes:
-        parts: one below the other, at least one, with as many columns.
-        table_dtype: that rows are looked up in; None: they are not.
+        parts: groups of consecutive rows, at least one, all with the same number of columns.
+        table_dtype: dtype of looked-up rows; None: rows cannot be looked up.
     """
 
     parts: tuple[Blocks, ...]
@@ -101,7 +101,7 @@ class BlockMatrix(Weight):
 
     @classmethod
     def stack(cls, weights: Sequence[Self]) -> Self:
-        """Neighbours of one type are joined; others stay beside each other."""
+        """Merge adjacent parts of one type; parts of other types stay separate."""
         parts: list[Blocks] = []
         for part in (part for weight in weights for part in weight.parts):
             if parts and parts[-1].type is part.type:
@@ -130,8 +130,8 @@ class BlockMatrix(Weight):
 
 
 def runs(lengths: Sequence[int], index: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """index [n] int64, of rows of parts that are one below the other -> neighbours of one part:
-    its place and the rows within it."""
+    """Split index [n] int64, of rows of stacked parts, into runs of rows of one part:
+    yields the number of the part, and the rows within it."""
     ends = torch.tensor(lengths, device=index.device).cumsum(0)
     places: list[int] = torch.searchsorted(ends, index, right=True).tolist()
     start = 0
@@ -142,5 +142,5 @@ def runs(lengths: Sequence[int], index: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _place(kind: BlockType, column: int) -> int:
-    """The byte of a row where a column's block begins."""
+    """The offset in bytes, within a row, of the block that begins at this column."""
     return column // kind.numbers * kind.nbytes

@@ -1,4 +1,4 @@
-"""Floating-point numbers as they are: float32, bfloat16, float16."""
+"""Unquantised weights: float32, bfloat16, float16."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,6 @@
-"""Four-bit floats, e2m1, with a scale for every few columns: what the formats of them share.
+"""Four-bit floats (e2m1) with a scale for each group of columns: the base of MXFP4 and NVFP4.
 
-The low three bits of a code are the index of a magnitude, the fourth is the sign.
+The low three bits of a code are the index of a magnitude, the highest bit is the sign.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +18,17 @@ from slipstream.kernels.formats.weight import Weight, chosen_rows, joined_rows, 
 
 MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FLOAT4_MAX = MAGNITUDES[-1]
-_ODD_ABOVE = (0.25, 1.25, 2.5, 5.0)  # the middles, of which each goes to the even code
+_ODD_ABOVE = (0.25, 1.25, 2.5, 5.0)  # midpoints between magnitudes; a tie goes to the even code
 _EVEN_FROM = (0.75, 1.75, 3.5)
 
 
 @dataclass(frozen=True, eq=False)
 class Float4Matrix(Weight):
-    """A weight [N, K] of e2m1 numbers with a scale for each `group` columns of a row.
+    """A weight [N, K] of e2m1 numbers; `group` columns of a row share a scale.
 
     Attributes:
         values: [N, K / 2] uint8, two columns a byte, the even one in the lower half.
-        scales: [N, K / group], one byte each; what it stands for is the format's own.
+        scales: [N, K / group], one byte each, which each format interprets in its own way.
     """
 
     values: Tensor
@@ -37,7 +37,7 @@ class Float4Matrix(Weight):
     group: ClassVar[int]
 
     def group_scales(self) -> Tensor:
-        """[N, K / group] float32, what the numbers of each group are multiplied by."""
+        """[N, K / group] float32: the factor of each group."""
         raise NotImplementedError
 
     @property
@@ -88,7 +88,7 @@ class Float4Matrix(Weight):
         return numbers.mul_(self.group_scales().unsqueeze(-1)).flatten(1)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """All fields, each with a first dimension of N."""
+        """All tensors; the first dimension of each is N."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -101,15 +101,15 @@ def round_groups(
     scale_dtype: torch.dtype,
     choose: Callable[[Tensor], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Round to the nearest e2m1 numbers, some rows in float32 at a time.
+    """Round to the nearest e2m1 numbers, a few rows at a time in float32.
 
     Args:
         matrix: [N, K] float.
-        choose: the largest magnitude of each group [n, K / group] float32 -> its scale as it is
-            stored, in `scale_dtype`, and what numbers are multiplied by to be rounded, float32.
+        choose: maps the largest magnitude of each group [n, K / group] float32 to the stored
+            scale, in `scale_dtype`, and the float32 factor that numbers have when they are rounded.
 
     Returns:
-        values and scales, as a `Float4Matrix` has them.
+        `values` and `scales` of a `Float4Matrix`.
     """
     rows, columns = matrix.shape
     values = torch.empty((rows, columns // 2), dtype=torch.uint8, device=matrix.device)
@@ -123,13 +123,13 @@ def round_groups(
 
 
 def _codes(scaled: Tensor) -> Tensor:
-    """[N, K] float32 -> [N, K] int8, the codes from 0 to 15 of the nearest e2m1 numbers.
+    """[N, K] float32 -> [N, K] int8: codes (0 to 15) of the nearest e2m1 numbers.
 
-    Numbers in the middle of two go to the even code, and those beyond the largest to the largest.
+    Ties go to the even code; numbers beyond the largest magnitude become the largest.
     """
     magnitudes = scaled.abs()
     codes = torch.signbit(scaled).view(torch.int8) * 8
-    # Seven comparisons take a fraction of the time of a search among seven numbers.
+    # Seven comparisons are several times faster than a binary search.
     for middle in _ODD_ABOVE:
         codes += (magnitudes > middle).view(torch.int8)
     for middle in _EVEN_FROM:

@@ -1,4 +1,4 @@
-"""Eight-bit floats, e4m3, with a scale for each row."""
+"""FP8 weights (e4m3) with a scale for each row."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from torch.nn import functional as F
 from slipstream.kernels.formats.weight import Rounding, RowScaled, row_slices
 
 FLOAT8_MAX = 448.0  # of e4m3
-_SLICE = 1 << 24  # numbers that are in float32 at once while they are rounded
+_SLICE = 1 << 24  # how many numbers are in float32 at a time during rounding
 
 
 @dataclass(frozen=True, eq=False)
 class Float8Matrix(RowScaled):
     """A weight [N, K] in e4m3 with a float32 scale for each of its rows [N].
 
-    Its products also round the other factor: each row of x is scaled so that its largest number
-    becomes the largest of e4m3.
+    Products also round activations to e4m3: each row of x is scaled so that its largest magnitude
+    becomes 448, the largest of e4m3.
     """
 
     values: Tensor
@@ -35,7 +35,7 @@ class Float8Matrix(RowScaled):
 
 @dataclass(frozen=True)
 class ToFloat8(Rounding):
-    """Rounding to a `Float8Matrix`, each row scaled by its largest number."""
+    """Rounds to a `Float8Matrix`, each row scaled by its largest magnitude."""
 
     bits = 8
 
@@ -48,7 +48,7 @@ class ToFloat8(Rounding):
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [N, K] as (e4m3 [N, K], scales [N] float32): the largest number of a row becomes 448."""
+    """Round x [N, K] to (e4m3 [N, K], scales [N] float32); each row's largest becomes 448."""
     largest = x.abs().amax(-1).float().clamp_min(torch.finfo(torch.float32).tiny * FLOAT8_MAX)
     scales = largest / FLOAT8_MAX
     return (x.float() / scales.unsqueeze(-1)).to(torch.float8_e4m3fn), scales

@@ -1,4 +1,4 @@
-"""Eight-bit floats, e4m3, with a scale for each block of rows and columns."""
+"""FP8 weights (e4m3) with a scale for each block of rows and columns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from slipstream.kernels.formats.weight import (
     row_slices,
 )
 
-BLOCK = 128  # rows and columns that share a scale, where nothing else is said
+BLOCK = 128  # default rows and columns of a block
 _TINY = torch.finfo(torch.float32).tiny * FLOAT8_MAX
 
 
@@ -30,9 +30,9 @@ _TINY = torch.finfo(torch.float32).tiny * FLOAT8_MAX
 class Float8BlockMatrix(Weight):
     """A weight [N, K] in e4m3 with a scale for each block.
 
-    Number (n, k) is values[n, k] * scales[n // block_rows, k // block_columns]. Matrices are
-    stacked, and cut between rows, where their blocks do not end: scales are then repeated for
-    blocks of fewer rows, which all parts consist of, down to one row.
+    Number (n, k) is values[n, k] * scales[n // block_rows, k // block_columns]. If matrices are
+    stacked or cut in the middle of a block, scales are repeated for blocks of fewer rows, possibly
+    of one row, such that all parts consist of whole blocks.
 
     Attributes:
         values: [N, K] float8_e4m3fn.
@@ -99,7 +99,7 @@ class Float8BlockMatrix(Weight):
         )
 
     def regrouped(self, block_rows: int) -> "Float8BlockMatrix":
-        """These numbers with a scale for fewer rows, a divisor of today's."""
+        """The same matrix with blocks of fewer rows, a divisor of `block_rows`."""
         if block_rows == self.block_rows:
             return self
         scales = self.scales.repeat_interleave(self.block_rows // block_rows, 0)
@@ -121,7 +121,7 @@ class Float8BlockMatrix(Weight):
 
 @dataclass(frozen=True)
 class ToFloat8Blocks(Rounding):
-    """Rounding to a `Float8BlockMatrix`, each block of 128 x 128 scaled by its largest number."""
+    """Rounds to a `Float8BlockMatrix`, scaling each block of 128 x 128 by its largest magnitude."""
 
     bits = 8
 
@@ -142,7 +142,7 @@ class ToFloat8Blocks(Rounding):
 
 
 def _in_blocks(numbers: Tensor) -> Tensor:
-    """[N, K] -> [N / 128, 128, K / 128, 128], with zeros where a block is not full."""
+    """[N, K] -> [N / 128, 128, K / 128, 128], incomplete blocks are padded with zeros."""
     rows, columns = numbers.shape
     padded = F.pad(numbers, (0, -columns % BLOCK, 0, -rows % BLOCK))
     return padded.view(-1, BLOCK, padded.shape[1] // BLOCK, BLOCK)

@@ -1,4 +1,4 @@
-"""Four-bit integers with a scale, and where asked for a zero, for each group of columns."""
+"""Four-bit integers with a scale, and optionally a zero, for each group of columns."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,29 +12,27 @@ from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.int8 import CACHED_SLICE, ToInt8, to_nearest
 from slipstream.kernels.formats.weight import Rounding, Weight, rounding_slices
 
-GROUPS = (128, 32)  # columns that may share a scale, the larger first
-_GROUPS_AT_ONCE = (
-    1 << 15
-) - 1  # that are rounded at a time on CPUs, for the reason of CACHED_SLICE
+GROUPS = (128, 32)  # supported group sizes, in columns, the larger first
+_GROUPS_AT_ONCE = (1 << 15) - 1  # numbers that are rounded at a time on CPUs; see CACHED_SLICE
 _LARGEST = 15  # of four bits
 _MIDDLE = 8
-# A group's scale makes its largest number representable, or is this much smaller: the others then
-# gain by finer steps what the largest loses. Chosen by the squared error.
+# Factors of a group's scale, chosen by the squared error. At 1 the largest number is representable;
+# a smaller scale clips it, but rounds the others in finer steps.
 _CLIPS = (1.0, 0.9)
-_HALF_EXPONENT, _HALF_MAX = 16, 65504.0  # where float16 ends
-_EXPONENTS = 126  # of float32, up and down
+_HALF_EXPONENT, _HALF_MAX = 16, 65504.0  # the largest float16
+_EXPONENTS = 126  # limits of float32 exponents
 _FINITE = 1e38
 
 
 @dataclass(frozen=True, eq=False)
 class Int4Matrix(Weight):
-    """A weight [N, K] of four-bit integers q: (q - zero) * scale, `group` columns a scale.
+    """A weight [N, K] of four-bit integers q: (q - zero) * scale, a scale for each group.
 
     Attributes:
         values: [N, K / 2] uint8, two columns a byte, the even one in the lower half.
-        scales: [N, K / group] float32. In a row they are float16 numbers times one power of two.
+        scales: [N, K / group] float32; in each row, float16 numbers times one power of two.
         zeros: [N, K / group] uint8, from 0 to 15; None: 8 everywhere.
-        group: a multiple of 32, and a divisor of K.
+        group: columns of a group: a multiple of 32 that divides K.
     """
 
     values: Tensor
@@ -97,7 +95,7 @@ class Int4Matrix(Weight):
         return Int4Matrix(values, torch.cat([part.scales for part in parts]), zeros, group)
 
     def regrouped(self, group: int) -> "Int4Matrix":
-        """These numbers with a scale for every `group` columns, a divisor of today's group."""
+        """The same matrix with smaller groups; `group` divides the present one."""
         times, zeros = self.group // group, self.zeros
         return Int4Matrix(
             self.values,
@@ -107,7 +105,7 @@ class Int4Matrix(Weight):
         )
 
     def own_zeros(self) -> Tensor:
-        """[N, K / group] uint8, written out where they are 8 everywhere."""
+        """The zeros [N, K / group] uint8, also if all of them are 8."""
         if self.zeros is None:
             return torch.full_like(self.scales, _MIDDLE, dtype=torch.uint8)
         return self.zeros
@@ -120,15 +118,14 @@ class Int4Matrix(Weight):
 
 @dataclass(frozen=True)
 class ToInt4(Rounding):
-    """Rounding to an `Int4Matrix`, each number to the nearest that its group's scale allows.
+    """Rounds to an `Int4Matrix`, each number to the nearest integer times its group's scale.
 
-    Columns of kernels that round in their own way give the same numbers, bit for bit: whatever is
-    summed has one order.
+    Backends that round with their own kernels give the same bits, since sums have a fixed order.
 
     Attributes:
-        group: columns that share a scale, 32 or 128; it must divide those of the matrix.
-        zeros: whether groups have zeros of their own, so that all 16 numbers are used where a group
-            is not centred.
+        group: columns that share a scale, 32 or 128; must divide the number of columns.
+        zeros: whether each group has a zero of its own (asymmetric), so that groups whose
+            numbers are not centred use all 16 integers.
     """
 
     group: int
@@ -140,7 +137,7 @@ class ToInt4(Rounding):
         return 0.5 + (torch.float32.itemsize + self.zeros) / self.group
 
     def for_columns(self, columns: int) -> Rounding:
-        """Four bits in the largest groups that divide the columns; eight where none does."""
+        """Four bits, with the largest group that divides the columns; eight bits if none does."""
         fitting = [size for size in GROUPS if size <= self.group and columns % size == 0]
         return ToInt4(fitting[0], self.zeros) if fitting else ToInt8()
 
@@ -162,12 +159,12 @@ class ToInt4(Rounding):
 def _some_rows_to_int4(
     matrix: Tensor, group: int, asymmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """matrix [N, K] -> values, scales and zeros as an `Int4Matrix` has them."""
+    """matrix [N, K] -> values, scales and zeros of an `Int4Matrix`."""
     rounding = _Groups(matrix, group)
     low, high = rounding.extremes()
     choices = _choices_with_zeros(low, high) if asymmetric else _choices(low, high)
     errors = rounding.errors(choices)
-    better = torch.lt(errors[1], errors[0]).float()  # 0 or 1, where lerp is exact
+    better = torch.lt(errors[1], errors[0]).float()  # 0 or 1, for which lerp is exact
     (first, first_zeros), (second, second_zeros) = choices
     scales, zeros = half_scales(torch.lerp(first, second, better)), None
     if first_zeros is not None and second_zeros is not None:
@@ -176,7 +173,7 @@ def _some_rows_to_int4(
 
 
 class _Groups:
-    """The groups of a matrix, some rows at a time in float32 and in one place to work in.
+    """The groups of a matrix, converted to float32 a few rows at a time, in a reused buffer.
 
     Args:
         matrix: [N, K].
@@ -188,12 +185,12 @@ class _Groups:
         self._shape = (rows, columns // group)
         self._matrix = matrix.view(*self._shape, group)
         self._slices = rounding_slices(rows, columns, matrix.device, CACHED_SLICE)
-        # Fresh memory for each slice would cost as much as what is done in it.
+        # Allocating memory for each slice would cost as much as the work itself.
         space = (3, self._slices[0].stop, columns // group, group)
         self._space = torch.empty(space, dtype=torch.float32, device=matrix.device)
 
     def extremes(self) -> tuple[Tensor, Tensor]:
-        """The lowest and the highest number of each group, [N, G]."""
+        """The smallest and the largest number of each group, [N, G]."""
         low, high = self._per_group(2)
         for part, groups, _, _ in self._pieces():
             torch.amin(groups, -1, out=low[part])
@@ -201,7 +198,7 @@ class _Groups:
         return low, high
 
     def errors(self, choices: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
-        """[choices, N, G]: the norms of what is lost by scales and zeros."""
+        """[choices, N, G]: the norm of the rounding error with each choice of scales and zeros."""
         errors = self._per_group(len(choices))
         inverses = [_inverse(scales) for scales, _ in choices]
         for part, groups, scaled, error in self._pieces():
@@ -215,7 +212,7 @@ class _Groups:
         return errors
 
     def values(self, scales: Tensor, zeros: Tensor | None) -> Tensor:
-        """[N, K / 2] uint8, of an `Int4Matrix`."""
+        """[N, K / 2] uint8: `values` of an `Int4Matrix`."""
         rows, count = self._shape
         shape = (rows, count * self._matrix.shape[-1] // 2)
         values = torch.empty(shape, dtype=torch.uint8, device=self._matrix.device)
@@ -223,7 +220,7 @@ class _Groups:
         for part, groups, scaled, _ in self._pieces():
             own = None if zeros is None else zeros[part]
             least = _divided(groups, inverse[part], own, scaled)
-            # Bytes by way of int8, which torch converts to several times as fast as to uint8.
+            # By way of int8: torch converts to it several times faster than to uint8.
             integers = (
                 to_nearest(scaled, out=scaled)
                 .clamp_(least, least + _LARGEST)
@@ -238,7 +235,7 @@ class _Groups:
         return torch.empty(shape, dtype=torch.float32, device=self._matrix.device)
 
     def _pieces(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Rows, their numbers [rows, G, group] float32, and two places like them."""
+        """Yields rows, their numbers [rows, G, group] float32, and two buffers of that shape."""
         for part in self._slices:
             stored = self._matrix[part]
             groups, scaled, error = self._space[:, : len(stored)]
@@ -246,7 +243,7 @@ class _Groups:
 
 
 def _sums(numbers: Tensor) -> Tensor:
-    """[..., a power of two] -> [...]: halves are added until one number is left. Works in place."""
+    """[..., a power of two] -> [...]: sums by adding halves repeatedly; overwrites its input."""
     while numbers.shape[-1] > 1:
         first, second = numbers.chunk(2, -1)
         numbers = first.add_(second)
@@ -254,14 +251,14 @@ def _sums(numbers: Tensor) -> Tensor:
 
 
 def _choices(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-    """(scales, no zeros) for each clip of groups with these extremes."""
-    # -8 has no counterpart: it stands for the larger extreme, whichever its sign is.
+    """(scales, None) for each clip factor, for groups with these extremes."""
+    # -8 has no positive counterpart: it represents the larger extreme, whatever its sign.
     extreme = torch.copysign(torch.maximum(-low, high), low + high)
     return [(extreme * (-clip / _MIDDLE), None) for clip in _CLIPS]
 
 
 def _choices_with_zeros(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-    """(scales, zeros) for each clip, of groups that lie anywhere around 0."""
+    """(scales, zeros) for each clip factor, for groups that need not be centred."""
     low, high = low.clamp_max(0), high.clamp_min(0)
     choices: list[tuple[Tensor, Tensor | None]] = []
     for clip in _CLIPS:
@@ -273,12 +270,12 @@ def _choices_with_zeros(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor 
 
 
 def _inverse(scales: Tensor) -> Tensor:
-    """Large and finite where a scale is 0, whose group has nothing but zeros."""
+    """1 / scales; large and finite for a scale of 0, whose group is all zeros."""
     return scales.reciprocal().clamp_(-_FINITE, _FINITE)
 
 
 def _divided(groups: Tensor, inverse: Tensor, zeros: Tensor | None, out: Tensor) -> int:
-    """groups / scales + zeros; returns the least of the 16 integers that are rounded to."""
+    """Compute groups / scales + zeros; returns the smallest of the 16 integers to round to."""
     torch.mul(groups, inverse.unsqueeze(-1), out=out)
     if zeros is None:
         return -_MIDDLE
@@ -287,16 +284,16 @@ def _divided(groups: Tensor, inverse: Tensor, zeros: Tensor | None, out: Tensor)
 
 
 def packed(values: Tensor) -> Tensor:
-    """[N, K], one integer of four bits a byte -> [N, K / 2] uint8, the even column below."""
+    """[N, K], a four-bit integer per byte -> [N, K / 2] uint8, even columns in the lower halves."""
     pairs = values.view(torch.int16)
     return torch.bitwise_or(pairs, pairs >> 4).to(torch.int8).view(torch.uint8)
 
 
 def half_scales(scales: Tensor) -> Tensor:
-    """[N, G] float32, each rounded so that a row is float16 numbers times one power of two.
+    """Round scales [N, G] float32 so that each row is float16 numbers times one power of two.
 
-    Scales that are float16 or bfloat16 already stay as they are, unless a row has some that are
-    more than 2 ** 30 times as large as others.
+    Float16 or bfloat16 scales are unchanged, unless the scales of a row differ by a factor of more
+    than 2 ** 30.
     """
     largest = scales.abs().amax(-1, keepdim=True)
     exponent = (_HALF_EXPONENT - torch.frexp(largest).exponent).clamp_(-_EXPONENTS, _EXPONENTS)
@@ -305,5 +302,5 @@ def half_scales(scales: Tensor) -> Tensor:
 
 
 def unpacked(values: Tensor) -> Tensor:
-    """[N, K / 2] uint8, two integers a byte -> [N, K] uint8, the lower half first."""
+    """[N, K / 2] uint8, two integers per byte -> [N, K] uint8, lower halves first."""
     return torch.stack((values & 15, values >> 4), -1).flatten(-2)

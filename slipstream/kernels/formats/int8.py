@@ -17,20 +17,20 @@ from slipstream.kernels.formats.weight import (
 )
 
 INT8_MAX = 127
-# Numbers that are rounded at a time on CPUs. Torch does not share so few among threads, which would
-# wait for each other far longer than they work where others keep the machine busy.
+# Numbers that are rounded at a time on CPUs: so few that torch uses one thread. On a busy machine
+# several threads would wait for each other far longer than they work.
 CACHED_SLICE = (1 << 15) - 1
-_WHOLE = 1.5 * 2.0**23  # from here to 2 ** 24 float32 has the integers and nothing between
+_WHOLE = 1.5 * 2.0**23  # from here to 2 ** 24, all float32 numbers are integers
 _TINY = torch.finfo(torch.float32).tiny * INT8_MAX
 
 
 @dataclass(frozen=True, eq=False)
 class Int8Matrix(RowScaled):
-    """A weight [N, K] of integers [N, K] int8, each row times its scale [N] float32.
+    """A weight [N, K]: int8 integers times a float32 scale [N] for each row.
 
     Attributes:
-        rounds_input: its products also round the other factor: each row of x becomes integers from
-            -127 to 127, scaled so that its largest number is one of them, and sums are exact.
+        rounds_input: products also round activations: each row of x becomes integers from -127
+            to 127, scaled by its largest magnitude; sums are exact.
     """
 
     values: Tensor
@@ -51,7 +51,7 @@ class Int8Matrix(RowScaled):
         return self._exact_product(x) if self.rounds_input else super().logits(x)
 
     def _exact_product(self, x: Tensor) -> Tensor:
-        """Integers on both sides; float64 holds every sum of such products exactly."""
+        """The product of two integer matrices, exact in float64."""
         values, scales = round_rows(x)
         values = values.double()
         out = torch.empty(x.shape[0], self.shape[0], device=x.device)
@@ -62,10 +62,10 @@ class Int8Matrix(RowScaled):
 
 @dataclass(frozen=True)
 class ToInt8(Rounding):
-    """Rounding to an `Int8Matrix`, each row scaled by its largest number.
+    """Rounds to an `Int8Matrix`, each row scaled by its largest magnitude.
 
     Attributes:
-        rounds_input: of that matrix.
+        rounds_input: see `Int8Matrix`.
     """
 
     rounds_input: bool = False
@@ -80,9 +80,9 @@ class ToInt8(Rounding):
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [N, K] as (int8 [N, K], scales [N] float32): the largest number of a row becomes 127.
+    """Round x [N, K] to (int8 [N, K], scales [N] float32); a row's largest magnitude becomes 127.
 
-    Halves go to the even neighbour.
+    Ties go to the even integer.
     """
     scales = x.abs().amax(-1).float().clamp_min(_TINY) / INT8_MAX
     scaled = x.float() / scales.unsqueeze(-1)
@@ -90,9 +90,9 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_nearest(x: Tensor, out: Tensor) -> Tensor:
-    """Float32 numbers below 2 ** 22 as integers in `out`, halves to the even neighbour.
+    """Round float32 numbers below 2 ** 22 to integers in `out`, ties to the even integer.
 
-    Torch's own function shares even a few thousand numbers among threads, which takes far longer
-    than the work where others keep the machine busy.
+    Torch's own function uses several threads even for a few thousand numbers, which on a busy
+    machine takes far longer than the work.
     """
     return torch.add(x, _WHOLE, out=out).sub_(_WHOLE)

@@ -1,4 +1,4 @@
-"""MXFP4: four-bit floats in groups of 32 columns, whose scale is a power of two.
+"""MXFP4: four-bit floats in groups of 32 columns; each group has a power of two as its scale.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3 and 6.3.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.kernels.formats.float4 import Float4Matrix, round_groups
 from slipstream.kernels.formats.weight import Rounding
 
-SCALE_BIAS = 127  # a stored scale s stands for 2 ** (s - 127)
+SCALE_BIAS = 127  # a stored scale s means 2 ** (s - 127)
 _LARGEST_EXPONENT = 2  # of e2m1
 
 
@@ -22,7 +22,7 @@ class Mxfp4Matrix(Float4Matrix):
 
     Attributes:
         values: [N, K / 2] uint8, two columns a byte, the even one in the lower half.
-        scales: [N, K / 32] uint8, e8m0: s stands for 2 ** (s - 127); never 255, which is NaN.
+        scales: [N, K / 32] uint8, e8m0: s means 2 ** (s - 127); never 255, which is NaN.
     """
 
     group: ClassVar[int] = 32
@@ -33,10 +33,10 @@ class Mxfp4Matrix(Float4Matrix):
 
 @dataclass(frozen=True)
 class ToMxfp4(Rounding):
-    """Rounding to an `Mxfp4Matrix`.
+    """Rounds to an `Mxfp4Matrix`.
 
-    The largest number of a group has the exponent of the largest e2m1 numbers, 4 and 6; what is
-    then beyond 6 becomes 6.
+    A group is scaled so that its largest magnitude has the exponent of 4 and 6, the largest e2m1
+    numbers; numbers that are then beyond 6 become 6.
     """
 
     bits = 4
@@ -53,6 +53,6 @@ class ToMxfp4(Rounding):
 
 
 def _power_of_two(largest: Tensor) -> tuple[Tensor, Tensor]:
-    # Above the least power, since that one is no normal float32 or bfloat16.
+    # Not the smallest power, which is subnormal in float32 and bfloat16.
     exponent = (torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT).clamp_min(1 - SCALE_BIAS)
     return exponent + SCALE_BIAS, torch.ldexp(torch.ones_like(largest), -exponent)

@@ -1,4 +1,4 @@
-"""NVFP4: four-bit floats in groups of 16 columns, whose scale is e4m3, and a scale of the whole."""
+"""NVFP4: four-bit floats in groups of 16 columns with e4m3 scales, and a global scale."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,15 +13,14 @@ from slipstream.kernels.formats.weight import Rounding, rounding_slices
 
 @dataclass(frozen=True, eq=False)
 class Nvfp4Matrix(Float4Matrix):
-    """A weight [N, K] of e2m1 numbers times scales of groups and of whole matrices.
+    """A weight [N, K] of e2m1 numbers times scales of groups and a global scale.
 
-    Matrices of a model that are multiplied as one have each its own global scale, so there is one
-    for every row.
+    The global scale is stored for each row, since stacked matrices have different ones.
 
     Attributes:
         values: [N, K / 2] uint8, two columns a byte, the even one in the lower half.
         scales: [N, K / 16] float8_e4m3fn.
-        global_scales: [N] float32; a group is multiplied by its scale times that of its row.
+        global_scales: [N] float32; a group is multiplied by its scale and the one of its row.
     """
 
     global_scales: Tensor
@@ -34,10 +33,10 @@ class Nvfp4Matrix(Float4Matrix):
 
 @dataclass(frozen=True)
 class ToNvfp4(Rounding):
-    """Rounding to an `Nvfp4Matrix` with one global scale.
+    """Rounds to an `Nvfp4Matrix` with one global scale.
 
-    The largest number of the matrix becomes the largest that there is, 6 * 448; the largest of each
-    group becomes about 6.
+    The largest magnitude of the matrix becomes 6 * 448, the largest number of the format; the
+    largest of each group becomes about 6.
     """
 
     bits = 4
@@ -64,6 +63,6 @@ class ToNvfp4(Rounding):
 
 
 def _largest(matrix: Tensor) -> Tensor:
-    """The largest magnitude, a float32 number."""
+    """The largest magnitude, as float32."""
     parts = [matrix[part] for part in rounding_slices(len(matrix), matrix.shape[1], matrix.device)]
     return torch.stack([part.abs().amax() for part in parts]).amax().float()

@@ -1,7 +1,7 @@
-"""What every weight format offers. A new format is one file beside this one.
+"""The interface of weight formats. To add a format, add a file to this directory.
 
-The products here are plain torch and define what is right. A backend that has its own packs the
-matrix (`Ops.pack`) or reads its tensors; nobody else asks what a weight is stored as.
+The products here are plain torch and define the correct result. A backend with its own kernels
+packs the matrix (`Ops.pack`) or reads its tensors; no other code depends on how a weight is stored.
 """
 
 from abc import ABC, abstractmethod
@@ -15,20 +15,20 @@ from torch.nn import functional as F
 
 from slipstream.core.errors import UsageError
 
-# Weights that become float32 or float64 at a time: few enough for a core's cache.
+# Weights that are converted to float32 or float64 at a time: few enough for a core's cache.
 PRODUCT_SLICE = 1 << 19
-# Numbers that are in float32 at once while they are rounded: on a CPU few enough for a core's
-# cache, on others many enough to keep them busy.
+# Numbers that are in float32 at a time during rounding: on a CPU few enough for a core's cache, on
+# other devices enough to keep them busy.
 _ROUNDED_ON_CPU, _ROUNDED = 1 << 17, 1 << 24
 
 
 class Weight(ABC):
-    """A matrix W [N, K] that rows of activations are multiplied by: y = x W^T.
+    """The weight W [N, K] of a linear layer y = x W^T.
 
     Attributes:
-        floats: W as it is stored where nothing was rounded; None for formats of fewer bits.
-        table_dtype: dtype of the rows that `look_up` gives; None where rows cannot be looked up.
-        table_device: where they lie.
+        floats: W, if it is unquantised; None for quantised formats.
+        table_dtype: dtype of the rows that `look_up` returns; None if rows cannot be looked up.
+        table_device: device of these rows.
     """
 
     floats: Tensor | None = None
@@ -47,14 +47,14 @@ class Weight(ABC):
 
     @abstractmethod
     def select(self, index: Tensor) -> "Weight":
-        """A copy of the rows `index` [n] int64, in this order."""
+        """Copy the rows `index` [n] int64, in this order."""
 
     @abstractmethod
     def rows(self, start: int, stop: int | None = None) -> "Weight":
-        """Rows from `start` to before `stop` (None: the last); a view where the layout allows."""
+        """Rows [start, stop), to the end if `stop` is None; a view if the layout allows it."""
 
     def columns(self, start: int, stop: int) -> "Weight":
-        """Columns from `start` to before `stop`.
+        """Columns [start, stop).
 
         Raises:
             UsageError: the format cannot be cut there.
@@ -62,24 +62,24 @@ class Weight(ABC):
         raise UsageError(f"{type(self).__name__} cannot be cut between columns {start} and {stop}")
 
     def widened(self, columns: int) -> "Weight":
-        """With columns of zeros behind its own, so many in all; as many more as can be cut off."""
+        """Append columns of zeros, to `columns` in all; `Weight.columns` must allow a cut there."""
         raise AssertionError(f"{type(self).__name__} can be cut anywhere")
 
     @classmethod
     def stack(cls, weights: Sequence[Self]) -> "Weight | None":
-        """The rows of all of them, one below the other; None where their settings differ."""
+        """Stack matrices vertically; None if their settings differ."""
         return None
 
     def dequantised(self) -> Tensor:
-        """[N, K] float32, the numbers that the weight stands for."""
+        """[N, K] float32."""
         raise TypeError(f"{type(self).__name__} does not give its numbers back")
 
     def to(self, device: torch.device) -> "Weight":
-        """The matrix on `device`."""
+        """Move the matrix to `device`."""
         raise TypeError(f"{type(self).__name__} stays on its device")
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [T, K] -> x W^T [T, N] in float32, never rounded below the accumulator."""
+        """x [T, K] -> x W^T [T, N] float32, without rounding the accumulator to a smaller dtype."""
         x = x.float()
         out = torch.empty(x.shape[0], self.shape[0], device=x.device)
         for part in row_slices(*self.shape, PRODUCT_SLICE):
@@ -92,12 +92,12 @@ class Weight(ABC):
         return product if bias is None else product + bias
 
     def as_table(self, dtype: torch.dtype) -> "Weight | None":
-        """This matrix as one whose rows are looked up in `dtype`; None for most rounded ones."""
+        """This matrix as a table of rows in `dtype`; None for most quantised formats."""
         del dtype
         return None
 
     def look_up(self, index: Tensor) -> Tensor:
-        """index [...] integers -> [..., K], rows in `table_dtype`."""
+        """index [...] integers -> rows [..., K] in `table_dtype`."""
         raise TypeError(f"{type(self).__name__} is no table of rows")
 
 
@@ -106,7 +106,7 @@ class RowScaled(Weight):
 
     Attributes:
         values: [N, K].
-        scales: [N] float32; None where there are none.
+        scales: [N] float32; None: all 1.
     """
 
     values: Tensor
@@ -114,7 +114,7 @@ class RowScaled(Weight):
 
     @abstractmethod
     def _like(self, values: Tensor, scales: Tensor | None) -> Self:
-        """This format with other numbers."""
+        """A matrix of this format with these values and scales."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -154,14 +154,14 @@ class RowScaled(Weight):
 
 
 def chosen_rows(tensor: Tensor, index: Tensor) -> Tensor:
-    """tensor [N, ...] of any dtype -> a copy of its rows `index` [n]."""
+    """Copy the rows `index` [n] of a tensor [N, ...] of any dtype."""
     return _bytes(tensor)[index].view(tensor.dtype)
 
 
 def joined_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dtype, each [N, ...], one below the other.
+    """Concatenate tensors [N, ...] of one dtype along their rows.
 
-    Where they lie so in memory already, the result is a view of them.
+    The result is a view if they are adjacent in memory.
     """
     first = tensors[0]
     if all(_follows(after, before) for before, after in pairwise(tensors)):
@@ -171,7 +171,7 @@ def joined_rows(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _follows(after: Tensor, before: Tensor) -> bool:
-    """Whether a contiguous tensor begins where another of its kind ends, in the same storage."""
+    """Whether a contiguous tensor begins where another one ends, in the same storage."""
     return (
         after.is_contiguous()
         and before.is_contiguous()
@@ -183,39 +183,39 @@ def _follows(after: Tensor, before: Tensor) -> bool:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """Float8 as bytes: not every device can index or join float8."""
+    """View float8 as bytes: not every device can index or concatenate float8."""
     return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
 
 
 class Rounding(ABC):
-    """What a matrix of floats is rounded to.
+    """A quantisation method for matrices of floats.
 
     Attributes:
-        bits: of a number.
+        bits: bits of a number.
     """
 
     bits: int
 
     @property
     def bytes_per_number(self) -> float:
-        """Bytes of a number, its share of the scales included where they are many."""
+        """Bytes of a number, including its share of group scales."""
         return self.bits / 8
 
     @abstractmethod
     def round(self, matrix: Tensor) -> Weight:
-        """matrix [N, K] float in this format."""
+        """Quantise a matrix [N, K] of floats."""
 
     def for_columns(self, columns: int) -> "Rounding | None":
-        """This rounding, or what serves in its place where it does not fit so many columns.
+        """The method for matrices with this number of columns: this one, or a fallback.
 
-        None: a matrix of so many columns stays as it is.
+        None: such matrices stay unquantised.
         """
         del columns
         return self
 
 
 def stacked(weights: Sequence[Weight]) -> Weight | None:
-    """The rows of all of them, one below the other; None where formats or settings differ."""
+    """Stack matrices vertically; None if formats or settings differ."""
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -225,7 +225,7 @@ def stacked(weights: Sequence[Weight]) -> Weight | None:
 
 
 def row_slices(num_rows: int, columns: int, size: int) -> list[slice]:
-    """Slices of rows that hold about `size` numbers each."""
+    """Slices of rows with about `size` numbers each."""
     step = max(1, size // columns)
     return [slice(start, start + step) for start in range(0, num_rows, step)]
 
@@ -233,15 +233,15 @@ def row_slices(num_rows: int, columns: int, size: int) -> list[slice]:
 def rounding_slices(
     num_rows: int, columns: int, device: torch.device, on_cpu: int = _ROUNDED_ON_CPU
 ) -> list[slice]:
-    """Slices of rows of a matrix that are rounded at a time, about `on_cpu` numbers on CPUs."""
+    """Slices of rows to round at a time; on CPUs with about `on_cpu` numbers each."""
     return row_slices(num_rows, columns, on_cpu if device.type == "cpu" else _ROUNDED)
 
 
 def as_it_is(weight: Weight) -> Weight:
-    """For backends that read weights as they are loaded."""
+    """`Ops.pack` of backends that read weights as loaded."""
     return weight
 
 
 def in_plain_torch(matrix: Tensor, form: Rounding) -> Weight:
-    """For backends that round as the reference does."""
+    """`Ops.round` of backends that round as the reference does."""
     return form.round(matrix)

@@ -1,4 +1,4 @@
-"""Products of low rank in plain torch; see `kernels/adapters.py`."""
+"""Low-rank products of LoRA adapters in plain torch; see `kernels/adapters.py`."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from slipstream.kernels.adapters import Adapted
 
 
 def add_low_rank(y: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
-    """y [T, N] with what the adapters of its rows make of x [T, K], in place.
+    """Add the low-rank products of x [T, K] to y [T, N], in place.
 
-    Sums are float32 (float64 where the rows are), and rounded once.
+    Sums are float32 (float64 for float64 rows), and rounded once.
     """
     factors, rank = adapted.factors, adapted.factors.rank
     wide = torch.promote_types(x.dtype, torch.float32)

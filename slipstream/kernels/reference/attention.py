@@ -12,7 +12,7 @@ from slipstream.kernels.latent_attention import LatentHeads
 from slipstream.kernels.pass_inputs import MOST_TREE_TOKENS, PassInputs, TreeInputs
 from slipstream.kernels.reference.dense import norm
 
-_LARGEST = {INTEGER_PAGES: 127.0, FLOAT8_PAGES: 448.0}  # of the numbers of pages
+_LARGEST = {INTEGER_PAGES: 127.0, FLOAT8_PAGES: 448.0}  # for each dtype of 8-bit pages
 
 
 def rotate_and_store(
@@ -39,7 +39,7 @@ def store(key: Tensor, value: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor
 
 
 def store_rows(rows: Tensor, slots: Tensor, pages: Tensor) -> None:
-    """Write rows [T, ...] to their slots of pages [blocks, block_size, ...], but for slot -1."""
+    """Write rows [T, ...] to their slots in pages [blocks, block_size, ...]; skip slot -1."""
     if bool((slots < 0).any()):
         written = slots >= 0
         slots, rows = slots[written], rows[written]
@@ -47,8 +47,8 @@ def store_rows(rows: Tensor, slots: Tensor, pages: Tensor) -> None:
 
 
 def _rounded(rows: Tensor, pages: torch.dtype) -> Tensor:
-    """Heads [T, Hk, D] as [T, Hk, D + SCALE_BYTES] in a dtype of pages of 8 bits, the largest
-    number of each as the largest there is."""
+    """Quantise heads [T, Hk, D] to [T, Hk, D + SCALE_BYTES] in an 8-bit dtype of pages; the largest
+    magnitude of a head becomes the largest of the dtype."""
     scales = rows.float().abs().amax(-1, keepdim=True) / _LARGEST[pages]
     numbers = rows.float() / torch.where(scales > 0, scales, 1.0)
     if pages == INTEGER_PAGES:
@@ -59,7 +59,7 @@ def _rounded(rows: Tensor, pages: torch.dtype) -> Tensor:
 
 
 def _as_floats(stored: Tensor) -> Tensor:
-    """stored [Hk, tokens, D + SCALE_BYTES] -> the heads again, float32 [Hk, tokens, D]."""
+    """Dequantise [Hk, tokens, D + SCALE_BYTES] to float32 [Hk, tokens, D]."""
     if stored.dtype == FLOAT8_PAGES:
         heads, tokens, _ = stored.shape
         whole = stored.transpose(0, 1).flatten(1)
@@ -75,7 +75,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, half-split layout (Su et al. 2021), in float32.
 
     Args:
-        x: heads [..., D], of which the first R numbers turn.
+        x: heads [..., D]; the first R numbers are rotated.
         cos, sin: [..., R/2].
     """
     half = cos.shape[-1]
@@ -133,9 +133,9 @@ def _mask(
     causal: bool,
     last_seen: Tensor | None = None,
 ) -> Tensor | None:
-    """[rows, length], true where a row may look; None where every row sees everything."""
+    """[rows, length], true where a row may attend; None if every row attends to everything."""
     if window is None and (not causal or positions.shape[0] == 1):
-        return None  # a single row is the last token, or stands behind it
+        return None  # a single row is the last token, or comes after it
     keys = torch.arange(length, device=positions.device)
     distance = positions.unsqueeze(1) - keys
     mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -147,7 +147,7 @@ def _mask(
 def _tree_mask(
     inputs: PassInputs, tree: TreeInputs, request: int, rows: slice, length: int, window: int | None
 ) -> Tensor:
-    """`_mask` where rows are nodes of trees."""
+    """`_mask` for rows that are nodes of trees."""
     keys = torch.arange(length, device=tree.tokens.device)
     behind = keys - tree.starts[request]
     words = tree.ancestors[rows].unsqueeze(1) >> behind.clamp(0, MOST_TREE_TOKENS)
@@ -167,7 +167,7 @@ def _attend(
 ) -> Tensor:
     """Query [rows, Hq, D] over keys and values [Hk, length, D].
 
-    The query heads that share a key head become extra rows, so keys are never repeated.
+    Query heads that share a key head become additional rows, so that keys are not repeated.
     """
     rows, heads, head_dim = query.shape
     kv_heads = keys.shape[0]
@@ -178,7 +178,7 @@ def _attend(
         .reshape(kv_heads, groups * rows, head_dim)
     )
     if sinks is not None:
-        # A key of zeros whose score the mask gives, and a value of zeros.
+        # A sink is a key of zeros, whose score is the mask's addend, with a value of zeros.
         keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
         mask = _mask_with_sinks(mask, sinks.view(kv_heads, groups), rows, keys.shape[1], query)
     elif mask is not None:
@@ -196,7 +196,7 @@ def _attend(
 def capped_attention(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float
 ) -> Tensor:
-    """As `_attend`, in float32, with scores softcap * tanh(score / softcap)."""
+    """Like `_attend`, in float32; scores become softcap * tanh(score / softcap)."""
     groups = query.shape[1] // keys.shape[0]
     own_keys, own_values = (x.float().repeat_interleave(groups, 0) for x in (keys, values))
     scores = query.float().transpose(0, 1) @ own_keys.transpose(1, 2) * scale
@@ -209,7 +209,7 @@ def capped_attention(
 def _mask_with_sinks(
     mask: Tensor | None, sinks: Tensor, rows: int, length: int, query: Tensor
 ) -> Tensor:
-    """Addends [Hk, groups * rows, length] of scores, the last of each row its sink [Hk, groups]."""
+    """Addends of scores, [Hk, groups * rows, length]; the last of each row is its sink."""
     addends = query.new_zeros(*sinks.shape, rows, length)
     if mask is not None:
         addends[..., :-1].masked_fill_(~mask, float("-inf"))
@@ -220,7 +220,7 @@ def _mask_with_sinks(
 def latent_attention(
     queries: Tensor, latents: Tensor, heads: LatentHeads, inputs: PassInputs, cache: Tensor
 ) -> Tensor:
-    """See `LatentAttentionOp`. What is handed from product to product has the queries' dtype."""
+    """See `LatentAttentionOp`. Intermediate results have the dtype of the queries."""
     positions = inputs.rows.positions
     cos, sin = heads.cos_sin[positions].chunk(2, dim=-1)
     normed = norm(latents[:, : heads.rank], heads.norm_weight, heads.eps)
@@ -233,14 +233,14 @@ def latent_attention(
     query = torch.cat((absorbed, turned), -1)
     if heads.query_scales is not None:
         query = (query.float() * heads.query_scales[positions, None, None]).to(query.dtype)
-    # All heads share one key of R + P numbers, and its first R are its value.
+    # All heads share one key of R + P numbers, whose first R are also the value.
     pages = cache.unsqueeze(2)
     mixed = paged_attention(query, (pages, pages), inputs, heads.scale, None)[..., : heads.rank]
     return torch.einsum("thr,hvr->thv", mixed, heads.values).flatten(1)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of neighbouring numbers, x [..., P], cos and sin [..., P/2], in float32."""
+    """Rotary embedding with interleaved pairs, in float32: x [..., P], cos and sin [..., P/2]."""
     even, odd = x[..., 0::2].float(), x[..., 1::2].float()
     turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1)
     return turned.flatten(-2).to(x.dtype)

@@ -46,13 +46,13 @@ def _of_request(
     request: int,
     start: int,
 ) -> Tensor:
-    """What one request's rows read, [rows, Hv, Dv] float32; its state moves on."""
+    """The outputs of one request's rows, [rows, Hv, Dv] float32; updates its state."""
     slot, pending = int(states.slots[request]), int(states.pending[request])
-    num_taken = pending + int(states.num_known[request])  # rows that are taken in for good
+    num_taken = pending + int(states.num_known[request])  # rows that are committed to the state
     save_after = int(states.save_at[request]) - (start - pending)
     mixed = torch.cat((cache.drafted[slot, :pending], mixed))
     gates = torch.cat((cache.drafted_gates[slot, :pending], gates))
-    before = torch.cat((cache.windows[slot], mixed))  # row i stands behind its W - 1 predecessors
+    before = torch.cat((cache.windows[slot], mixed))  # row i comes after its W - 1 predecessors
     width = heads.taps.shape[1]
     state = cache.states[slot]
     outputs = []
@@ -75,8 +75,8 @@ def _of_request(
 def _recur(
     state: Tensor, active: Tensor, gates: Tensor, heads: DeltaHeads
 ) -> tuple[Tensor, Tensor]:
-    """One row of the recurrence: active [C], gates [2 Hv], float32 -> the state behind it, and what
-    it reads, [Hv, Dv]."""
+    """One row of the recurrence: active [C], gates [2 Hv], float32 -> the state after the row, and
+    its output [Hv, Dv]."""
     keys = heads.num_key_heads * heads.key_dim
     query, key, value = active[:keys], active[keys : 2 * keys], active[2 * keys :]
     repeats = heads.num_value_heads // heads.num_key_heads

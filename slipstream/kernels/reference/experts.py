@@ -12,7 +12,7 @@ from slipstream.kernels.table import ExpertsParts, SharedExpert
 
 
 def experts(x: Tensor, parts: ExpertsParts) -> Tensor:
-    """x [T, H], normed -> the sum over each row's experts [T, H], rounded once at the end."""
+    """x [T, H], after the norm -> the weighted sum of each row's experts [T, H], rounded once."""
     chosen, weights = route(x, parts.router)
     outputs = x.new_zeros((*chosen.shape, x.shape[1]), dtype=torch.float32)
     for expert in sorted(set(chosen.flatten().tolist())):
@@ -37,7 +37,7 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
 
 
 def choose(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """logits [T, E] float32 -> as `route`. Of equal values the lower index comes first."""
+    """logits [T, E] float32 -> like `route`. Among equal values the lower index comes first."""
     scores = logits
     if routing.scores is Scores.SOFTMAX:
         scores = logits.softmax(-1)
@@ -57,7 +57,7 @@ def choose(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple
 
 
 def _within_groups(preferred: Tensor, routing: Routing) -> Tensor:
-    """[T, E], minus infinity for experts of groups that a row does not keep."""
+    """[T, E]: minus infinity for experts of groups that a row does not choose."""
     grouped = preferred.view(len(preferred), routing.num_groups, -1)
     best = grouped.topk(2, dim=-1).values.sum(-1)
     order = best.argsort(dim=-1, descending=True, stable=True)
@@ -79,7 +79,7 @@ def _expert(x: Tensor, parts: ExpertsParts, expert: int) -> Tensor:
 def gated(
     gate: Tensor, up: Tensor, clamp: ClampedGate | None, activation: Activation = Activation.SILU
 ) -> Tensor:
-    """What an expert's second matrix takes, in float32."""
+    """The input of an expert's second matrix, in float32."""
     if clamp is None:
         return activated(gate, activation) * up
     gate = gate.clamp(max=clamp.limit)
@@ -93,7 +93,7 @@ def _of_expert(stacked: Weight, expert: int, parts: ExpertsParts) -> Weight:
 
 
 def _product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """[n, N] float32, never rounded below it."""
+    """[n, N] float32, without rounding to a smaller dtype."""
     product = weight.logits(x)
     return product if bias is None else product + bias.float()
 

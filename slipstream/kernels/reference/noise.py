@@ -35,7 +35,7 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class NoiseKeys:
-    """Whose noise, and for which token.
+    """The keys of noise: the request's seed, and for which token.
 
     Attributes:
         seeds: [N] int64, the 64 bits of the seed.
@@ -72,15 +72,15 @@ def gumbel(
 ) -> Tensor:
     """Gumbel noise for each key and token: argmax(log w + noise) samples from the weights w.
 
-    The noise is -log(-log1p(-u)), in which the winning tail belongs to small u, where floats are
-    densest. It is always finite.
+    The noise is -log(-log1p(-u)). Large values come from small u, where floats are densest. It is
+    always finite.
 
     Args:
         keys: of N rows.
         purpose: one for all rows, or [N] int64.
         vocab_size: V.
         fp64: 63 random bits and float64 arithmetic instead of 32 bits and float32.
-        tokens: [V] int64, whose noise it is; None: of the tokens from 0 on.
+        tokens: [V] int64, the token ids; None: 0 to V - 1.
 
     Returns:
         [N, V] float32 (float64 with `fp64`).
@@ -104,7 +104,7 @@ def _words(keys: NoiseKeys, purpose: Purpose | Tensor, index: Tensor) -> Words4:
         kinds = purpose.unsqueeze(-1)
     else:
         kinds = torch.full((1, 1), int(purpose), dtype=torch.int64, device=index.device)
-    # The target's own noise depends on seed and position alone, so that plain decoding does not
+    # The target's own noise depends only on seed and position, so that plain decoding does not
     # depend on how many tokens earlier steps gave.
     steps = torch.where(kinds == Purpose.TARGET, 0, keys.steps.unsqueeze(-1))
     positions = keys.positions.unsqueeze(-1)
@@ -143,7 +143,7 @@ def philox(counter: Words4, key: Words2) -> Words4:
         high = c2 * MULTIPLIERS[1]
         c0 = ((high >> WORD_BITS) ^ c1 ^ k0) & WORD_MASK
         c2 = ((low >> WORD_BITS) ^ c3 ^ k1) & WORD_MASK
-        # Only their low words count. They are not cut yet: the next round's masks do that.
+        # Only the low words count; the masks of the next round cut them.
         c1, c3 = high, low
         k0 = (k0 + KEY_STEPS[0]) & WORD_MASK
         k1 = (k1 + KEY_STEPS[1]) & WORD_MASK

@@ -50,10 +50,10 @@ def expand_rows(
 
 
 def _packed_starts(lengths: Tensor, most: int, num_rows: int) -> Tensor:
-    """[R + 1] int64, the first row of each request and `num_rows`: what is left over behind the
-    `lengths` [R] fills the last requests up to `most` rows."""
+    """[R + 1] int64: the first row of each request, then `num_rows`. Rows beyond the sum of
+    `lengths` [R] fill up the last requests, to at most `most` rows each."""
     left = num_rows - lengths.sum()
-    room = (most - lengths).flip(0).cumsum(0).flip(0)  # of a request and those behind it
+    room = (most - lengths).flip(0).cumsum(0).flip(0)  # of a request and of those after it
     starts = lengths.cumsum(0) - lengths + (left - room).clamp_min(0)
     return torch.cat((starts, torch.full_like(starts[:1], num_rows)))
 
@@ -174,20 +174,20 @@ def keep_path(
 
 
 def _all_places(tables: RequestTables, slots: Tensor, tokens: Tensor) -> Tensor:
-    """[num_tables, n]: `_places` by each table."""
+    """[num_tables, n]: `_places` in each table."""
     columns = (0, tables.window_column)[: tables.num_tables]
     return torch.stack([_places(tables, slots, tokens, column) for column in columns])
 
 
 def _places(tables: RequestTables, slots: Tensor, tokens: Tensor, column: int) -> Tensor:
-    """[n]: where tokens [n] of the requests in slots [n] stand in the cache, by the table that
+    """[n]: cache slots of tokens [n] of the requests in slots [n], by the block table that
     begins at `column`."""
     blocks = tables.block_tables[slots, column + tokens // tables.block_size].long()
     return blocks * tables.block_size + tokens % tables.block_size
 
 
 def _write(tables: RequestTables, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-    """Write ids at positions; those beyond the last one land behind it, where nobody reads."""
+    """Write ids at positions; ids beyond the last position go to a column that is never read."""
     last = tables.last_position + 1
     tables.token_ids[slots, positions.clamp_max(last)] = tokens.to(torch.int32)
 
@@ -195,17 +195,17 @@ def _write(tables: RequestTables, slots: Tensor, positions: Tensor, tokens: Tens
 def suffix_lookup(
     token_ids: Tensor, slots: Tensor, known: Tensor, width: int, shortest: int, longest: int
 ) -> tuple[Tensor, Tensor]:
-    """Waits for the device to learn the longest text."""
+    """The host waits for the device, to get the length of the longest text."""
     length = max(1, int(known.max()))
     text = token_ids[slots, :length].to(torch.int64)
-    place = torch.arange(length, device=text.device)  # of the token behind an occurrence
+    place = torch.arange(length, device=text.device)  # of the token after an occurrence
     end = known.unsqueeze(1)
     matches = (place > 0) & (place < end)
     latest = torch.zeros_like(known)
     for size in range(1, longest + 1):
         if size >= length:
             break
-        # One token more agrees: `size` before the place, and `size` before the end.
+        # One more token matches: `size` before the place, and `size` before the end.
         matches[:, size:] &= text[:, :-size] == text.gather(1, (end - size).clamp_min(0))
         matches[:, :size] = False
         if size >= shortest:
@@ -221,7 +221,7 @@ def suffix_lookup(
 def timestamp(device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros((), dtype=torch.int64, device=device)
-    # A third of the time that `torch.tensor` takes.
+    # takes a third of the time of `torch.tensor`
     return torch.scalar_tensor(perf_counter_ns(), dtype=torch.int64)
 
 

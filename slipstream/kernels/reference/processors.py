@@ -7,7 +7,7 @@ from slipstream.kernels.columns import ALL_COLUMNS, Columns
 from slipstream.kernels.reference.thresholds import kth_largest, nucleus_threshold
 from slipstream.kernels.sampling import Needs, SampleRows, SamplingSlots
 
-# Below this a temperature is as good as greedy: a gap of 0.001 between logits becomes e^-100.
+# Smaller temperatures act like greedy: a gap of 0.001 between logits becomes e^-100.
 SMALLEST_TEMPERATURE = 1e-5
 TRUNCATIONS = Needs(top_k=True, top_p=True, min_p=True)
 
@@ -19,13 +19,13 @@ def process(
     needs: Needs,
     columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
-    """Apply every request's processors to every row, the row's drafted prefix considered.
+    """Apply each request's processors to its rows; drafted tokens before a row count as output.
 
-    In this order: penalties, logit_bias and allowed_token_ids, min_tokens; then what `rows.allowed`
-    forbids. The rows of requests that need none of them keep their bits.
+    The order is: penalties, logit_bias and allowed_token_ids, min_tokens, then the grammar's mask
+    (`rows.allowed`). Rows of requests without any of these keep their bits.
 
     Args:
-        logits: [N, v] float32, left as it is.
+        logits: [N, v] float32, not changed.
         state: of V tokens.
         columns: of logits, which are all V or some of them.
 
@@ -55,7 +55,7 @@ def probabilities(
 ) -> Tensor:
     """The distribution that each row is sampled from.
 
-    In this order: temperature; min_p keeps tokens of at least min_p times the largest
+    The order is: temperature; min_p keeps tokens of at least min_p times the largest
     probability; top_k keeps tokens not below the k-th largest; top_p keeps the smallest set,
     from the top, whose share of what is left reaches top_p. Each is a threshold: tokens of equal
     probability stay or go together. A row without a finite logit gives zeros.
@@ -64,11 +64,11 @@ def probabilities(
         logits: [N, v] float32; -inf gives exactly 0.
         temperature, top_p, min_p: [N] float32.
         top_k: [N] int64; V, 0 or less keeps all.
-        needs: truncations that are not among these keep everything in every row.
+        needs: which truncations are computed; the others must keep everything in every row.
         columns: of logits, which are all V or some of them.
 
     Returns:
-        [N, v] float32, each row a distribution, or what its columns have of one.
+        [N, v] float32: a distribution in each row, or its share of one if columns are split.
     """
     # The largest logit becomes 0 before the division, so no temperature can overflow.
     largest = columns.largest(logits)
@@ -78,17 +78,19 @@ def probabilities(
     if needs.min_p:
         weights.masked_fill_(weights < min_p.unsqueeze(-1), 0.0)
     if needs.top_k:
-        # Of logits and not of weights: a large temperature rounds different logits to one weight.
-        # It makes no difference that min_p came first: of two thresholds the higher one counts.
+        # Taken from logits, not weights: at a large temperature, different logits may have weights
+        # that round to the same number.
+        # The order of top_k and min_p makes no difference: the higher threshold counts.
         weights.masked_fill_(logits < kth_largest(logits, top_k, columns), 0.0)
     if needs.top_p:
         weights.masked_fill_(weights < nucleus_threshold(weights, top_p, columns), 0.0)
-    # The sum is at least 1, but for rows of zeros.
+    # The sum is at least 1, except for rows of zeros.
     return weights.div_(columns.total(weights).clamp_min_(1.0))
 
 
 def _penalise(logits: Tensor, rows: SampleRows, state: SamplingSlots, columns: Columns) -> Tensor:
-    """Repetition over prompt and output (Keskar et al. 2019); presence, frequency over output."""
+    """Repetition penalty over prompt and output (Keskar et al. 2019); presence and frequency
+    penalties over the output."""
     assert state.output_counts is not None
     assert state.prompt_mask is not None
     slots = rows.row_slots
@@ -104,7 +106,7 @@ def _penalise(logits: Tensor, rows: SampleRows, state: SamplingSlots, columns: C
 
 
 def _count_drafted_prefix(counts: Tensor, rows: SampleRows, columns: Columns) -> None:
-    """Add to counts [N, v] int32 the draft tokens before each row."""
+    """Add the draft tokens before each row to counts [N, v] int32."""
     drafted = rows.draft_tokens[rows.request]  # [N, K]
     place = torch.arange(rows.max_draft_tokens, device=drafted.device)
     column, legal = columns.places(drafted, counts)
@@ -113,17 +115,17 @@ def _count_drafted_prefix(counts: Tensor, rows: SampleRows, columns: Columns) ->
 
 
 def _add_bias(logits: Tensor, rows: SampleRows, state: SamplingSlots, columns: Columns) -> Tensor:
-    """logit_bias, and -inf outside allowed_token_ids."""
+    """Add logit_bias, and -inf outside allowed_token_ids."""
     assert state.bias is not None
     bias = columns.own(state.bias, logits)[rows.row_slots]
-    # Adding 0 would turn a -0 into a 0.
+    # adding 0 would turn -0 into 0
     return torch.where(bias == 0, logits, bias.add_(logits))
 
 
 def _withhold_stops(
     logits: Tensor, rows: SampleRows, state: SamplingSlots, columns: Columns
 ) -> Tensor:
-    """No stop token while there are fewer than min_tokens output tokens before the row's token."""
+    """Forbid stop tokens in rows with fewer than min_tokens output tokens before them."""
     slots = rows.row_slots
     num_output = state.int_column("num_output_tokens", slots) + rows.offset
     early = num_output < state.int_column("min_tokens", slots)
@@ -134,5 +136,5 @@ def _withhold_stops(
 
 
 def is_forbidden(allowed: Tensor, token: Tensor) -> Tensor:
-    """[N, n] bool, of tokens [n], in allowed [N, ceil(V / 32)] int32, a bit for each token."""
+    """[N, n] bool: whether tokens [n] are absent from the bit mask allowed [N, ceil(V / 32)]."""
     return ((allowed[:, token // 32] >> (token % 32)) & 1) == 0

@@ -1,15 +1,15 @@
-"""Sampling in plain torch: which draft tokens are accepted, and what is sampled.
+"""Sampling in plain torch: accepts draft tokens, and samples the bonus or recovered token.
 
 Speculative sampling (Leviathan et al. 2023; Chen et al. 2023): with p the target's distribution
 and q the one that the draft token x was sampled from, x is accepted with probability
 min(1, p(x) / q(x)); after the first refusal a token is sampled from max(p - q, 0), scaled to 1.
-What leaves has exactly the distribution p. Plain decoding is the verification of an empty draft.
+The output has exactly the distribution p. Plain decoding is the verification of an empty draft.
 `block_verification.py` judges the tokens of a draft together.
 
-Coupled requests (`Verification.COUPLED`; Daliri et al. 2024, arXiv 2408.07978) get in every place
-the target's own sample, with the noise that plain decoding has there, and a draft token is accepted
-where it is that sample. The drafter samples with the same noise, so that both choose the same token
-with probability (1 - d) / (1 + d) at least, d the total variation distance of p and q.
+Coupled requests (`Verification.COUPLED`; Daliri et al. 2024, arXiv 2408.07978) always output the
+target's own sample, with the noise of plain decoding at that position; a draft token is accepted if
+it equals that sample. The drafter samples with the same noise, so both choose the same token with
+probability at least (1 - d) / (1 + d), where d is the total variation distance of p and q.
 """
 
 from dataclasses import replace
@@ -139,7 +139,7 @@ def _distribution(
     needs: Needs,
     columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
-    """[n, v], what rows with these slots [n] are sampled from."""
+    """[n, v]: the distributions of rows with these slots [n]."""
     return probabilities(
         logits,
         state.float_column("temperature", slots),
@@ -152,7 +152,7 @@ def _distribution(
 
 
 def _odds(target: Tensor, rows: SampleRows, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
-    """[R, K], p and q of each draft token, and whether it is one."""
+    """[R, K] each: p and q of the draft tokens, and whether there is a valid token."""
     drafted = rows.draft_tokens
     legal = rows.draft_mask() & (drafted >= 0)
     legal &= drafted < target.shape[-1] * columns.num_ranks
@@ -167,8 +167,8 @@ def _accept_block(
     state: SamplingSlots,
     columns: Columns,
 ) -> tuple[Tensor, Tensor]:
-    """How many tokens of each draft are accepted [R], all of them judged together under target
-    [N, v], with these `_odds`, and the weight of that prefix [R]."""
+    """Block verification under target [N, v] with these `_odds`: how many tokens of each draft are
+    accepted [R], and the weight of that prefix [R]."""
     p, q, legal = odds
     weights = prefix_weights(torch.where(legal, p, 0.0), q)
     lengths = _accepted_prefix(rows.draft_mask() & (rows.draft_tokens >= 0))
@@ -184,7 +184,7 @@ def _accept_block(
 
 
 def _acceptance_noise(rows: SampleRows, state: SamplingSlots) -> Tensor:
-    """[R, K] float32, a uniform number for every draft token."""
+    """[R, K] float32: a uniform number for each draft token."""
     column = torch.arange(rows.max_draft_tokens, device=rows.slots.device)
     slots = rows.slots.repeat_interleave(rows.max_draft_tokens)
     keys = _keys(state, slots, (rows.positions.unsqueeze(-1) + column).view(-1))
@@ -192,7 +192,7 @@ def _acceptance_noise(rows: SampleRows, state: SamplingSlots) -> Tensor:
 
 
 def _accept_synthetic(rows: SampleRows, state: SamplingSlots, rates: Tensor) -> Tensor:
-    """[R, K] bool, drawn with the benchmark's rates."""
+    """[R, K] bool: accepted at random with the benchmark's rates."""
     return (_acceptance_noise(rows, state) < rates) & rows.draft_mask()
 
 
@@ -202,7 +202,7 @@ def _is_accepted(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 
 def _draft_probability(rows: SampleRows, drafted: Tensor) -> Tensor:
-    """[R, K] float32, the probability that each of `drafted` [R, K] had; 1 for one-hot drafts."""
+    """[R, K] float32: q of each of `drafted` [R, K]; 1 for one-hot drafts."""
     if rows.draft_probs is None or rows.max_draft_tokens == 0:
         return torch.ones_like(drafted, dtype=torch.float32)
     if rows.draft_chances is not None:
@@ -217,7 +217,7 @@ def _draft_probability(rows: SampleRows, drafted: Tensor) -> Tensor:
 
 
 def _certain_places(rows: SampleRows) -> Tensor:
-    """[R, K] or [R, 1] bool, which draft tokens were not sampled."""
+    """[R, K] or [R, 1] bool: which draft tokens were not sampled (one-hot)."""
     one_hot = rows.one_hot.unsqueeze(-1)
     return one_hot if rows.certain is None else one_hot | rows.certain
 
@@ -231,12 +231,12 @@ def _sample_last(
     fp64: bool,
     columns: Columns,
 ) -> Tensor:
-    """[R] int64: the recovered token where a draft token was refused, elsewhere the bonus token.
+    """[R] int64: the recovered token if a draft token was refused, else the bonus token.
 
-    Only here, on one row a request, is there noise over the vocabulary.
+    This is the only place with noise over the vocabulary, for one row per request.
 
     Args:
-        weight: [R], of the accepted prefixes in block verification; None: all 1.
+        weight: [R], weights of the accepted prefixes in block verification; None: all 1.
     """
     target = target[rows.first_row + num_accepted]  # [R, v]
     refused = _refused_token(rows, num_accepted)
@@ -246,7 +246,7 @@ def _sample_last(
         place = num_accepted.clamp_max(rows.max_draft_tokens - 1)
         weighted = target if weight is None else target * weight.unsqueeze(-1)
         residual = _beyond_draft(weighted, rows, place, columns)
-        # Where p and q are equal up to rounding nothing is left, and p is as good.
+        # If p and q are equal up to rounding, the residual is empty, and p is as good.
         usable = is_refused.unsqueeze(-1) & (columns.total(residual) > 0)
         weights = torch.where(usable, residual, target)
     keys = _keys(state, rows.slots, rows.positions + num_accepted)
@@ -255,7 +255,7 @@ def _sample_last(
 
 
 def _beyond_draft(target: Tensor, rows: SampleRows, place: Tensor, columns: Columns) -> Tensor:
-    """[R, v], what target [R, v] has beyond the draft's distribution in a place [R] of each."""
+    """[R, v]: the residual of target [R, v] beyond the draft's distribution at a place [R]."""
     at = place.unsqueeze(-1)
     certain = _certain_places(rows).expand(rows.draft_tokens.shape).gather(-1, at).squeeze(-1)
     token = rows.draft_tokens.gather(-1, at).squeeze(-1)
@@ -269,13 +269,13 @@ def _beyond_draft(target: Tensor, rows: SampleRows, place: Tensor, columns: Colu
 
 
 def _refused_token(rows: SampleRows, num_accepted: Tensor) -> Tensor:
-    """[R] int64, the first draft token that was not accepted; -1 where there was none."""
+    """[R] int64: the first draft token that was refused; -1 if none was."""
     drafted = torch.where(rows.draft_mask(), rows.draft_tokens, PADDING)
     return pad(drafted, (0, 1), value=PADDING).gather(-1, num_accepted.unsqueeze(-1)).squeeze(-1)
 
 
 def _last_draft_probs(rows: SampleRows, place: Tensor, certain: Tensor) -> Tensor | None:
-    """[R, Vq], what the draft token in this place was sampled from; zeros for certain ones."""
+    """[R, Vq]: the distribution of the draft token at this place; zeros if it was not sampled."""
     if rows.draft_probs is None:
         return None
     batch = torch.arange(rows.num_requests, device=place.device)
@@ -289,14 +289,14 @@ def _residual(
     one_hot_token: Tensor,
     columns: Columns,
 ) -> Tensor:
-    """max(p - q, 0), not scaled, [R, v].
+    """The residual max(p - q, 0), not normalised, [R, v].
 
     Args:
         target: [R, v], p.
-        draft: [R, Vq], q of sampled drafts, or None; where it has no column q is 0. Without a
-            vocabulary its columns are the target's.
-        vocabulary: [Vq], the token ids of its columns; None for those from 0 on.
-        one_hot_token: [R] int64, the token of one-hot drafts, -1 for others.
+        draft: [R, Vq], q of sampled drafts, or None; tokens without a column have q = 0. Without
+            a vocabulary its columns are those of the target.
+        vocabulary: [Vq], token ids of its columns; None: 0 to Vq - 1.
+        one_hot_token: [R] int64, the token of one-hot drafts; -1 for others.
     """
     residual = target.clone()
     if draft is not None and vocabulary is not None:
@@ -320,8 +320,8 @@ def _sample(
     tokens: Tensor | None = None,
     columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
-    """[n] int64, a token for each row of weights [n, v] (Gumbel-max); never one of weight 0. The
-    noise is that of `tokens` [v], where they are not those of the columns."""
+    """[n] int64: sample a token from each row of weights [n, v] (Gumbel-max); never of weight 0.
+    `tokens` [v] are the token ids for the noise, if they differ from the column numbers."""
     if tokens is None and columns.gather is not None:
         tokens = columns.tokens(weights)
     noise = gumbel(keys, purpose, weights.shape[-1], fp64, tokens)
@@ -329,7 +329,7 @@ def _sample(
 
 
 def _accepted_prefix(accepted: Tensor) -> Tensor:
-    """[R] int64, how many leading True there are in each row of [R, K]."""
+    """[R] int64: the number of leading True in each row of [R, K]."""
     return accepted.to(torch.int64).cumprod(-1).sum(-1)
 
 
@@ -347,8 +347,7 @@ FP64_SAMPLING = SamplingOps(partial(verify, fp64=True), partial(draft, fp64=True
 
 
 def over(columns: Columns, ops: SamplingOps) -> SamplingOps:
-    """Ops that verify by some columns of every row, can draft by them, and do all else as `ops`
-    do."""
+    """Replace verification and drafting of `ops` by versions for a share of the columns."""
     fp64 = ops is FP64_SAMPLING
     return replace(
         ops,

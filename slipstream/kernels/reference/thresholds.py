@@ -1,6 +1,6 @@
 """The thresholds of top_k and top_p, found exactly.
 
-On devices that work on their own the cost follows from shapes alone, and nothing waits for them.
+On asynchronous devices the cost depends only on shapes, and the host never waits.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ MASS_UNITS = 2.0**43
 DIGIT_BITS = 8
 DIGITS = 1 << DIGIT_BITS
 NUM_DIGITS = 4
-# How many of the largest values are looked at first where looking costs nothing.
+# How many of the largest values are tried first on synchronous devices.
 FEW_LARGEST = (128, 4096)
 
 
@@ -25,10 +25,10 @@ Mass = Callable[[Tensor], Tensor]
 
 
 def kth_largest(logits: Tensor, top_k: Tensor, columns: Columns = ALL_COLUMNS) -> Tensor:
-    """[N, 1], the k-th largest of each row of logits [N, v]; -inf where top_k [N] keeps all.
+    """[N, 1]: the k-th largest of each row of logits [N, v]; -inf if top_k [N] keeps all.
 
     Args:
-        columns: of logits, which are all of V tokens or some of them.
+        columns: columns of the logits: all V tokens, or this rank's share.
     """
     vocab_size = logits.shape[-1] * columns.num_ranks
     restricts = (top_k > 0) & (top_k < vocab_size)
@@ -38,9 +38,9 @@ def kth_largest(logits: Tensor, top_k: Tensor, columns: Columns = ALL_COLUMNS) -
 
 
 def nucleus_threshold(weights: Tensor, top_p: Tensor, columns: Columns = ALL_COLUMNS) -> Tensor:
-    """[N, 1], the largest threshold that keeps a share of at least top_p [N], 0 for top_p = 1.
+    """[N, 1]: the largest threshold that keeps a share of at least top_p [N]; 0 for top_p = 1.
 
-    For weights [N, v] in [0, 1], of all V tokens or of some of them.
+    Weights [N, v] are in [0, 1], for all V tokens or this rank's share.
     """
     restricts = top_p.unsqueeze(-1) < 1
     share = torch.where(restricts, top_p.unsqueeze(-1), 0.0).double()
@@ -49,33 +49,33 @@ def nucleus_threshold(weights: Tensor, top_p: Tensor, columns: Columns = ALL_COL
 
 
 def count_ones(values: Tensor) -> Tensor:
-    """The mass of values where they are counted, int64."""
+    """A mass of 1 for each value, int64."""
     return torch.ones_like(values, dtype=torch.int64)
 
 
 def mass_units(weights: Tensor) -> Tensor:
-    """The mass of weights in [0, 1], int64."""
+    """The mass of weights in [0, 1], in integer units, int64."""
     return (weights * MASS_UNITS).to(torch.int64)
 
 
 def _search(values: Tensor, mass: Mass, wanted: Tensor, columns: Columns) -> Tensor:
-    """The largest value of each row such that those not below it have the mass `wanted`.
+    """The largest value of each row such that all values not below it have the mass `wanted`.
 
     Args:
         values: [N, v] float32.
-        mass: that each value has, never negative: values [N, n] -> [N, n] int64.
+        mass: maps values [N, n] to their masses [N, n] int64, never negative.
         wanted: [N, 1] int64, at most the whole mass of the row.
 
     Returns:
-        [N, 1] float32, without meaning where nothing is wanted.
+        [N, 1] float32, undefined where `wanted` is 0.
     """
     if reads_are_free(values.device):
-        # Ranks exchange less for a histogram than for many candidates.
+        # Histograms are smaller than many candidates for ranks to exchange.
         for count in FEW_LARGEST if columns.gather is None else FEW_LARGEST[:1]:
             found = _search_largest(values, mass, wanted, count, columns)
             if found is not None:
                 return found
-    # Of few columns a histogram would be larger than what it counts.
+    # With few columns a histogram would be larger than the values.
     if values.shape[-1] <= DIGITS and columns.gather is None:
         return _search_order(values, mass, wanted)
     return _search_bits(values, mass, wanted, columns)
@@ -84,7 +84,7 @@ def _search(values: Tensor, mass: Mass, wanted: Tensor, columns: Columns) -> Ten
 def _search_order(values: Tensor, mass: Mass, wanted: Tensor) -> Tensor:
     ordered = values.sort(-1, descending=True).values
     reached = mass(ordered).cumsum_(-1) >= wanted
-    # The first that reaches it may stand among its equals: those before it have not reached it.
+    # Equal values may precede the first one that reaches it; the threshold is the same.
     place = (~reached).sum(-1, keepdim=True).clamp_max_(values.shape[-1] - 1)
     return ordered.gather(-1, place)
 
@@ -92,7 +92,7 @@ def _search_order(values: Tensor, mass: Mass, wanted: Tensor) -> Tensor:
 def _search_largest(
     values: Tensor, mass: Mass, wanted: Tensor, count: int, columns: Columns = ALL_COLUMNS
 ) -> Tensor | None:
-    """`_search` among the `count` largest; None where these lack the mass in some row."""
+    """`_search` among the `count` largest values; None if in some row their mass is too small."""
     ordered = columns.top_values(values, count)
     reached = mass(ordered).cumsum_(-1) >= wanted
     if not reached[:, -1].all():
@@ -105,9 +105,9 @@ def _search_bits(
 ) -> Tensor:
     """A radix search over the bits of floats.
 
-    The upper digit of the threshold is the largest one such that the values with that digit or a
-    higher one have the mass `wanted`; then the same for the next digit, among the values with that
-    upper digit; and so on.
+    The highest digit of the threshold is the largest one such that values with that digit or a
+    higher one have the mass `wanted`. The next digit is found in the same way among the values with
+    that highest digit, and so on.
     """
     keys, masses = _ordered_bits(values), mass(values)
     found = torch.zeros_like(wanted)
@@ -134,7 +134,7 @@ def _from_ordered_bits(keys: Tensor) -> Tensor:
 def _search_digit(
     digits: Tensor, mass: Tensor, wanted: Tensor, columns: Columns
 ) -> tuple[Tensor, Tensor]:
-    """The largest digit [N, 1] that reaches `wanted`, and the mass [N, 1] of the higher ones."""
+    """The largest digit [N, 1] that reaches `wanted`, and the mass [N, 1] of higher digits."""
     histogram = mass.new_zeros(mass.shape[0], DIGITS + 1)  # the last one stays empty
     histogram.scatter_add_(-1, digits, mass)
     at_least = columns.combined(histogram).flip(-1).cumsum(-1).flip(-1)  # falls as the digit grows
@@ -143,5 +143,5 @@ def _search_digit(
 
 
 def reads_are_free(device: torch.device) -> bool:
-    """Whether the host may look at numbers on `device` without waiting for it."""
+    """Whether the host can read numbers on `device` without waiting."""
     return device.type == "cpu"

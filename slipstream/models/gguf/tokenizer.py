@@ -99,7 +99,7 @@ def _by_text(container: Container) -> list[int]:
 
 
 def _places(words: list[str], wanted: Collection[str]) -> dict[str, int]:
-    """Where each of these texts stands, if it does."""
+    """The position of each of these texts, if it is there."""
     known = set(wanted)
     return {word: place for place, word in enumerate(words) if word in known}
 
@@ -110,7 +110,7 @@ _OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _LLAMA3 = rf"{_SHORT}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|{_OTHERS}"
 _QWEN2 = rf"{_SHORT}|{_BEFORE}\p{{L}}+|\p{{N}}|{_OTHERS}"
-# Letters that are no lower (upper) ones of ASCII stand for those in upper (lower) case.
+# Non-ASCII letters that are not lower (upper) case count as upper (lower) case.
 _UPPER, _LOWER = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
 _WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT4O = (
@@ -139,12 +139,12 @@ _MARKS = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001-\u3002]+"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """What a name means.
+    """The meaning of a value of `tokenizer.ggml.pre`.
 
     Attributes:
-        splits: expressions, one after the other.
-        whole_words: a word that is a token is one, whatever merges say.
-        begins: whether a text gets a first token where the file does not say.
+        splits: regular expressions, applied one after the other.
+        whole_words: a word that is in the vocabulary becomes that token, without merges.
+        begins: whether texts begin with the BOS token if the file does not say.
     """
 
     splits: tuple[str, ...]
@@ -178,7 +178,7 @@ PRE_TOKENIZERS: Final = {
 """The patterns, by name; "" where a file has none."""
 
 
-_SPACE = "\u2581"  # what SentencePiece writes for a space
+_SPACE = "\u2581"  # SentencePiece's character for a space
 _PADDING = re.compile(r"\[PAD\d+\]")
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _TEMPLATE = "tokenizer.chat_template"
@@ -190,7 +190,7 @@ def has_vocabulary(path: Path) -> bool:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """What tokenizer_config.json would say: named special tokens and chat templates."""
+    """The content of a tokenizer_config.json: named special tokens and chat templates."""
     container = read_container(path)
     words = texts(container)
     ids = {name: token_id(container, role) for name, role in _ROLES.items()}
@@ -211,7 +211,7 @@ def read_tokenizer(path: Path) -> "tokenizers.Tokenizer":
     """The tokenizer of a GGUF file.
 
     Raises:
-        CheckpointError: there is none, or none of a kind that is read.
+        CheckpointError: there is none, or its kind is not supported.
     """
     container = read_container(path)
     kind = take(container, "model", str, "none")
@@ -240,7 +240,7 @@ def read_tokenizer(path: Path) -> "tokenizers.Tokenizer":
 
 
 def _vocabulary(container: Container) -> dict[str, int]:
-    """Ids by text, without those that only fill up the table."""
+    """Ids by text, without padding tokens."""
     words, types = texts(container), numbers(container, "token_type", NORMAL)
     found = {word: index for index, word in enumerate(words)}
     if len(found) != len(words):
@@ -279,7 +279,7 @@ def _byte_level(container: Container) -> "tokenizers.Tokenizer":
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    """What is merged: two texts, the first of which may begin with a space."""
+    """The two texts of a merge; the first may begin with a space."""
     cut = merge.find(" ", 1)
     return merge[:cut], merge[cut + 1 :]
 
@@ -305,10 +305,10 @@ def _sentence_piece(container: Container) -> "tokenizers.Tokenizer":
 
 
 def _merges(words: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every pair of tokens that makes a token, the best of these first.
+    """All pairs of tokens that form a token, sorted by the token's score, best first.
 
-    Of several ways to make one token, that with the longer beginning comes first: where two of
-    them overlap in a text, it is most often the one further left, which llama.cpp takes.
+    Among several pairs that form one token, the pair with the longer first part comes first: where
+    two of them overlap in a text, it is usually the left one, which llama.cpp merges.
     """
     by_score = sorted(words, key=lambda word: (-scores[words[word]], words[word]))
     return [
@@ -324,7 +324,7 @@ _KINDS = {"gpt2": _byte_level, "llama": _sentence_piece}
 
 
 def _add_special(backend: "tokenizers.Tokenizer", container: Container) -> None:
-    """Tokens that are found in a text before anything else."""
+    """Add the tokens that are found in a text before it is split."""
     from tokenizers import AddedToken
 
     words, types = texts(container), numbers(container, "token_type", NORMAL)
@@ -340,7 +340,7 @@ def _add_special(backend: "tokenizers.Tokenizer", container: Container) -> None:
 
 
 def _add_ends(backend: "tokenizers.Tokenizer", container: Container, kind: str) -> None:
-    """The tokens that stand before and behind every text."""
+    """Add the tokens that begin and end every text."""
     from tokenizers import processors
 
     begins = kind == "llama" or _pre_tokenizer(container).begins

@@ -1,1 +1,1 @@
-"""The Messages protocol, translated to chats and their answers back."""
+"""The Messages protocol: requests are translated to chat requests, and answers back."""

@@ -100,7 +100,7 @@ class _MessagesAnswer(Answer[BlockWriter]):
             async with aclosing(self._updates()) as updates:
                 async for place, update in updates:
                     events: list[dict[str, Any]] = []
-                    if not begun:  # now the hits of the prefix cache are known
+                    if not begun:  # the hits in the prefix cache are known now
                         begun = True
                         events += [{"type": "message_start", "message": self._opening()}, _PING]
                     for _, delta in self._deltas(place, update):
@@ -133,7 +133,7 @@ class _MessagesAnswer(Answer[BlockWriter]):
         return {"stop_reason": reason, "stop_sequence": writer.stop_sequence}
 
     def _counts(self) -> dict[str, int]:
-        """Token counts so far; those found in the prefix cache are not among the input's."""
+        """Token counts so far; `input_tokens` excludes those found in the prefix cache."""
         usage = self._usage()
         details = usage.prompt_tokens_details
         cached = 0 if details is None else details.cached_tokens

@@ -1,4 +1,4 @@
-"""Requests of the Messages protocol as requests for chats."""
+"""Translates requests of the Messages protocol to chat requests, and answers back."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -37,23 +37,23 @@ from slipstream.serve.tools.events import (
 )
 from slipstream.serve.updates import Delta
 
-# Clients leave out thinking without a signature when they send it back.
+# When clients send thinking back, they leave out blocks without a signature.
 _SIGNATURE: Final = "unsigned"
 _STOP_REASONS: Final = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class BlockWriter:
-    """Writes one sample's answer events as blocks; a `SampleReader`.
+    """Writes one sample's answer events as content blocks; a `SampleReader`.
 
     Attributes:
-        stop_reason, stop_sequence: once it has ended.
+        stop_reason, stop_sequence: set when the sample has ended.
     """
 
     def __init__(self, reader: AnswerReader) -> None:
         self.stop_reason: str | None = None
         self.stop_sequence: str | None = None
         self._reader = reader
-        self._open: str | None = None  # type of the block that is being written
+        self._open: str | None = None  # type of the open block
         self._index = -1
         self._whole: list[tuple[dict[str, Any], list[str]]] = []
 
@@ -73,11 +73,11 @@ class BlockWriter:
                 )
 
     def whole(self) -> list[dict[str, Any]]:
-        """The blocks that were collected."""
+        """The collected blocks."""
         return [_filled(block, "".join(texts)) for block, texts in self._whole]
 
     def events(self, delta: Delta) -> list[dict[str, Any]]:
-        """The protocol's events that a delta becomes; may be none."""
+        """The protocol's events for a delta; may be empty."""
         if self.stop_reason is not None:
             return []
         increment = self._reader.take(delta)
@@ -143,7 +143,7 @@ def _filled(block: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """As much as there is of arguments that were cut off; what is no object is told as it is."""
+    """Parse arguments, which may be cut off; text that is not an object becomes `arguments`."""
     try:
         value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
     except ValueError:
@@ -151,12 +151,12 @@ def _input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"arguments": arguments}
 
 
-# Begins a block that coding agents put in front of their instructions. It differs from request to
-# request, so that no prefix would ever be found in the cache.
+# Start of a block that coding agents put before their instructions. It differs in every request, so
+# that prompts would never share a prefix in the cache.
 _BILLING: Final = "x-anthropic-billing-header"
 # Fields with the same name and meaning in both requests.
 _COMMON: Final = ("max_tokens", "stream", "temperature", "top_p", "top_k", "cache_salt")
-# Fields of a chat that have other names here.
+# Fields of a chat request that have other names here.
 NAMES: Final = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "reasoning_effort": "output_config.effort",
@@ -166,7 +166,7 @@ NAMES: Final = {
 
 
 def chat_request(body: CountTokensRequest, service: ModelService) -> chat.ChatRequest:
-    """The request for a chat that asks for the same; ApiError as of chats, when it is prepared."""
+    """Translate to a chat request; its contents are checked when it is prepared, like a chat's."""
     messages = [*_system(body.system), *_messages(body.messages, reads_reasoning(service))]
     continues = _takes_beginning(messages)
     fields: dict[str, Any] = {
@@ -185,7 +185,7 @@ def chat_request(body: CountTokensRequest, service: ModelService) -> chat.ChatRe
     if isinstance(body, MessagesRequest):
         fields |= {name: getattr(body, name) for name in _COMMON}
         fields["stop"] = body.stop_sequences
-    # All of it was validated already, in the other protocol.
+    # All values were validated by the other protocol.
     return chat.ChatRequest.model_construct(**fields)
 
 
@@ -197,7 +197,7 @@ def _system(system: Texts | None) -> Iterator[chat.Message]:
 
 
 def _messages(messages: Sequence[Message], keeps_thinking: bool) -> Iterator[chat.Message]:
-    """Messages of one role that follow each other are one turn."""
+    """Translate messages; adjacent messages of one role form one turn."""
     for role, turn in groupby(enumerate(messages), lambda placed: placed[1].role):
         blocks = [
             (f"messages[{place}].content[{number}]", block)
@@ -229,7 +229,7 @@ def _user(blocks: Sequence[tuple[str, UserBlock]]) -> Iterator[chat.Message]:
 
 
 def _assistant(blocks: Sequence[AssistantBlock], keeps_thinking: bool) -> chat.AssistantMessage:
-    """Texts are put together as they are: an answer has several where calls stood between them."""
+    """Join texts without separators: an answer has several if there were calls between them."""
     calls = [
         chat.MessageToolCall(
             id=block.id,
@@ -249,11 +249,10 @@ def _assistant(blocks: Sequence[AssistantBlock], keeps_thinking: bool) -> chat.A
 
 
 def _content(blocks: Sequence[tuple[str, Any]]) -> Any:
-    """Texts one under the other, as chats put the parts of a content together; parts if any of the
-    blocks is an image.
+    """Join texts with line breaks, as for the parts of a chat message; with images, return parts.
 
     Args:
-        blocks: with the fields that they came in.
+        blocks: (name of the block's field, block).
     """
     if not any(isinstance(block, ImageBlock) for _, block in blocks):
         return "\n".join(block.text for _, block in blocks)
@@ -272,7 +271,7 @@ def _url(source: Base64Source | UrlSource) -> str:
 
 
 def sees_images(body: CountTokensRequest) -> bool:
-    """Whether a conversation has images."""
+    """Whether the conversation has images."""
     for message in body.messages:
         for block in () if isinstance(message.content, str) else message.content:
             inner = block.content or () if isinstance(block, ToolResultBlock) else ()
@@ -282,7 +281,7 @@ def sees_images(body: CountTokensRequest) -> bool:
 
 
 def _takes_beginning(messages: list[chat.Message]) -> bool:
-    """Whether the last message begins the answer; one that says nothing is removed."""
+    """Whether the last message is the beginning of the answer; an empty one is removed."""
     last = messages[-1]
     if not isinstance(last, chat.AssistantMessage) or last.tool_calls:
         return False
@@ -310,7 +309,7 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
 
 
 def _tool(tool: Tool) -> chat.Tool:
-    function = chat.Function.model_construct(  # whose names are shorter there
+    function = chat.Function.model_construct(  # the limits on names are stricter there
         name=tool.name,
         description=tool.description,
         parameters=tool.input_schema,
@@ -320,7 +319,7 @@ def _tool(tool: Tool) -> chat.Tool:
 
 
 def _thinking(body: CountTokensRequest, service: ModelService) -> dict[str, Any]:
-    """Without `thinking` the model does what it does by default."""
+    """The fields for `thinking`; without it, the template's default applies."""
     fields: dict[str, Any] = {"chat_template_kwargs": body.chat_template_kwargs}
     thinking = body.thinking
     if thinking is None:

@@ -1,8 +1,8 @@
-"""Routes of the playground: one HTML document, and files that browsers may cache for ever.
+"""Routes of the playground: an HTML document, and files that browsers may cache forever.
 
 The page loads nothing from other origins; its Content-Security-Policy forbids it. The path of its
-files has a digest of all of them, so a new version has new paths; the document, which names the
-path, is revalidated every time. All addresses are relative, so that a reverse proxy may add a path.
+files contains a digest of all of them, so a new version has new paths; the document, which has the
+path, is revalidated every time. All URLs are relative, so that a reverse proxy may add a path.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 _DOCUMENT = "index.html"
-_VERSION = "{{version}}"  # in the document, where the digest goes
+_VERSION = "{{version}}"  # placeholder of the digest in the document
 _POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -37,7 +37,7 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
-# The system's table may have text/plain for modules, which browsers refuse.
+# The system's table may say text/plain for modules, which browsers refuse.
 _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -65,10 +65,10 @@ class _File:
 
 
 def page_routes() -> list[Route]:
-    """Routes of `GET /` and of each of the page's files; not in the OpenAPI document.
+    """Routes of `GET /` and of the page's files; not in the OpenAPI document.
 
-    The page holds no secrets, so these paths may be open on a server with API keys: requests of the
-    page need the key.
+    The page holds no secrets, so these paths may be open on a server with API keys: requests that
+    the page sends need a key.
     """
     contents = _read()
     version = _digest(contents)[:12]

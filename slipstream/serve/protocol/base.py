@@ -1,4 +1,4 @@
-"""Base classes and common types of bodies."""
+"""Base classes and common types of request and response bodies."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -23,7 +23,7 @@ Empty = Annotated[dict[str, Any], AtMost(0)]
 
 
 def _require_boolean(value: Any) -> Any:
-    """Python takes 0 for False, JSON does not."""
+    """Refuse 0 and 1, which Python accepts as booleans and JSON does not."""
     if not isinstance(value, bool):
         raise PydanticCustomError("bool_type", "input should be a boolean")
     return value
@@ -32,8 +32,8 @@ def _require_boolean(value: Any) -> Any:
 OnlyTrue = Annotated[Literal[True], BeforeValidator(_require_boolean)]
 OnlyFalse = Annotated[Literal[False], BeforeValidator(_require_boolean)]
 
-# Fields of the OpenAI protocol and of vLLM's that are refused, but for values that ask for nothing,
-# and what to do instead.
+# Fields of OpenAI's and vLLM's protocols that are refused, and what to do instead. Values that ask
+# for nothing are accepted.
 _IMAGES = (
     "images go into messages of the user and results of tools: as image_url in "
     "/v1/chat/completions, as input_image in /v1/responses, as image in /v1/messages"
@@ -84,11 +84,11 @@ REFUSALS: Final = {
 
 
 class RequestBody(BaseModel):
-    """Values are never converted; unknown fields are refused by name, unless they are null: clients
-    write null for what they do not ask for.
+    """Base of request bodies. Values are never converted. Unknown fields are refused by name unless
+    they are null, which clients send for fields that they do not use.
 
     Attributes:
-        forms: what fields of several types must be, as messages say it.
+        forms: descriptions, for error messages, of what fields with several types accept.
     """
 
     model_config = ConfigDict(
@@ -110,7 +110,7 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_unknown_fields(cls, value: Any) -> Any:
-        """Keep one unknown field: an error for each of a million would take seconds."""
+        """Keep only one unknown field, since an error for each of a million would take seconds."""
         if not isinstance(value, dict):
             return value
         known = cls.field_names()

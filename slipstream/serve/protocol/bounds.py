@@ -1,7 +1,7 @@
-"""Bounds of every list, every free JSON value and every text that is worked on in a request.
+"""Limits on the lists, free JSON values and texts of a request.
 
-Entries are counted before they are validated: a validator writes an error for each of a million
-wrong entries, and holds the interpreter's lock for seconds. docs/protocol.md lists the numbers.
+Entries are counted before they are validated, since a validator would write an error for each of a
+million wrong entries and hold the GIL for seconds. docs/protocol.md lists the limits.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def count_values(document: bytes) -> int:
     """The size of a JSON document: commas and strings count 1, colons and opening brackets 2.
 
     So a number in a list counts 1, a string 2, an object 3, and a field of an object at least 4.
-    Counting takes milliseconds for megabytes, for most of which it releases the interpreter's lock.
+    Counting takes milliseconds for megabytes, and mostly without the GIL.
     """
     unescaped = document.replace(rb"\\", b"").replace(rb"\"", b"")
     marks = np.frombuffer(unescaped.translate(None, _NO_MARKS), np.uint8)
@@ -65,12 +65,12 @@ FEW_VALUES: Final = BeforeValidator(_require_few_values)
 
 @dataclass(frozen=True)
 class AtMost:
-    """Annotation of a list or dict: its entries are counted before any of them is validated, and
-    the first wrong one ends the validation.
+    """Annotation that limits the size of a list or dict. Entries are counted before any of them is
+    validated, and validation of a list stops at the first wrong one.
 
     Attributes:
-        remedy: ends the message about too many of them.
-        entries: what they are called in it.
+        remedy: advice at the end of the error message.
+        entries: the word for entries in the error message.
     """
 
     most: int

@@ -1,1 +1,1 @@
-"""/v1/responses, as a translation onto the way chats are answered."""
+"""/v1/responses: requests are translated to chat requests, and answers back."""

@@ -28,7 +28,7 @@ _ITEMS: Final = TypeAdapter[list[Item]](list[Item])
 
 
 class Increments:
-    """A `SampleReader` that keeps what was read until it is taken."""
+    """A `SampleReader` that keeps increments until they are taken."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self.reader = reader
@@ -46,17 +46,17 @@ class Increments:
             self.finish_reason = self.reader.finish_reason(increment.delta)
 
     def taken(self) -> list[Increment]:
-        """What was read since the last call."""
+        """The increments since the last call."""
         taken, self._kept = self._kept, []
         return taken
 
 
 class ResponsesAnswer(Answer[Increments]):
-    """An answer in items.
+    """An answer as a list of items.
 
     Args:
-        conversation: that it continues.
-        store: keeps the answer, unless None.
+        conversation: the conversation before the answer.
+        store: where the answer is kept; None: it is not.
     """
 
     id_prefix = "resp_"
@@ -74,13 +74,13 @@ class ResponsesAnswer(Answer[Increments]):
     ) -> None:
         self._increments = Increments(reader)
         super().__init__(service, body, generation, [self._increments])
-        # Others must not guess it, nor give it again.
+        # a new id that others cannot guess
         self.id = f"{self.id_prefix}{service.replica}{uuid4().hex}"
         self._params, self._conversation = params, conversation
         self._store = store if store is not None and store.keeps else None
         num_top = MOST_INT if params.logprob_token_ids else params.logprobs
         self._writer = OutputWriter(reader, num_top)
-        self._tokens: list[Any] = []  # with their origins, if asked for
+        self._tokens: list[Any] = []  # with their origins, if requested
         self._num_events = 0
 
     def _document(self) -> bytes:
@@ -106,7 +106,7 @@ class ResponsesAnswer(Answer[Increments]):
             yield self._lifecycle("failed", self._response("failed", error=_failure(error)))
 
     def _write(self) -> list[Event]:
-        """Take what was read since the last call into the items."""
+        """Write the increments since the last call to the items."""
         events = []
         for increment in self._increments.taken():
             if self._body.return_speculation:
@@ -119,7 +119,7 @@ class ResponsesAnswer(Answer[Increments]):
         return "incomplete" if self._increments.finish_reason == "length" else "completed"
 
     def _completed(self) -> bytes:
-        """The response, which is stored."""
+        """The complete response, which is also stored."""
         status = self._status()
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         speculation = {"speculation": {"tokens": self._tokens}} if self._tokens else {}
@@ -138,7 +138,7 @@ class ResponsesAnswer(Answer[Increments]):
         return document
 
     def _response(self, status: str, **fields: Any) -> bytes:
-        """The response as it stands."""
+        """The response so far."""
         body = self._body
         response = {
             "id": self.id,
@@ -192,7 +192,7 @@ class ResponsesAnswer(Answer[Increments]):
         return told if usage.speculation is None else {**told, "speculation": usage.speculation}
 
     def _told(self, events: Sequence[Event]) -> bytes:
-        """Events as the stream has them."""
+        """Encode events for the stream."""
         return b"".join(
             self._numbered(event["type"], to_json(event, inf_nan_mode="null")) for event in events
         )
@@ -214,8 +214,8 @@ def _failure(error: Exception) -> dict[str, str]:
 
 
 def _remembered(items: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Items of an answer as they come back as input: a call that was cut off cannot be answered,
-    and logprobs do not count."""
+    """Convert items of an answer to input items, without logprobs and without calls that were cut
+    off, which cannot be answered."""
     kept: list[Mapping[str, Any]] = []
     for item in items:
         if item["type"] == "message":

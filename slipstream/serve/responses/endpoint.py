@@ -1,4 +1,4 @@
-"""/v1/responses: answer conversations in items, and keep the answers."""
+"""/v1/responses: answers conversations and keeps the answers."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ from slipstream.serve.sse import cancel_on_disconnect
 
 
 class ResponsesEndpoints:
-    """Handles /v1/responses and the paths below it."""
+    """Handles /v1/responses and its sub-paths."""
 
     def __init__(self, service: ModelService) -> None:
         limits = service.thread.limits
@@ -38,7 +38,7 @@ class ResponsesEndpoints:
         self._store = ResponseStore(limits.max_stored_responses, limits.max_stored_bytes)
 
     def routes(self, errors: Sequence[int]) -> list[Route]:
-        """The endpoints; `errors` are those of generating."""
+        """The routes; `errors` documents the errors of generating endpoints."""
         path = "/v1/responses/{response_id}"
         return [
             Route(
@@ -129,8 +129,8 @@ class ResponsesEndpoints:
     def _prepare_shorter(
         self, body: ResponsesRequest, messages: Sequence[Message], error: ApiError
     ) -> tuple[ChatRequest, PreparedChat]:
-        """Without as many of the oldest turns as it takes to fit; raises the error if one turn
-        alone does not."""
+        """Leave out the oldest turns until the prompt fits; raises the error if one turn alone does
+        not fit."""
         starts, fitting = later_turns(messages), None
         low, high = 0, len(starts)
         while low < high:

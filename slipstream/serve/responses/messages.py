@@ -1,4 +1,4 @@
-"""Messages of chats from items of responses."""
+"""Converts items of responses to chat messages."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -35,7 +35,7 @@ Parts = Sequence[InputText | InputImage | EarlierText]
 
 
 def parse_messages(document: bytes) -> list[Message]:
-    """Messages that `dump_messages` wrote; ApiError if they exceed the bounds of a request."""
+    """Parse what `dump_messages` wrote; ApiError if it exceeds the limits of a request."""
     try:
         messages = _MESSAGES.validate_json(document)
     except ValidationError:
@@ -50,26 +50,26 @@ def parse_messages(document: bytes) -> list[Message]:
 
 
 def dump_messages(messages: Sequence[Message]) -> bytes:
-    """Messages as JSON."""
+    """Write messages as JSON."""
     return to_json(messages, exclude_none=True)
 
 
 class Conversation:
-    """Puts items together as messages: reasoning, text and calls that follow each other are one
-    message of the assistant, as in the answer to a chat.
+    """Combines items to messages: adjacent reasoning, text and calls are one message of the
+    assistant, as in the answer to a chat request.
 
     Args:
         earlier: messages before the items; the last one is complete.
-        keeps_reasoning: whether the chat template writes it; it is dropped otherwise.
+        keeps_reasoning: whether the chat template renders reasoning; if not, it is dropped.
 
     Attributes:
-        messages: so far.
+        messages: the messages so far.
     """
 
     def __init__(self, earlier: Sequence[Message], keeps_reasoning: bool) -> None:
         self.messages = [*earlier]
         self._keeps_reasoning = keeps_reasoning
-        self._answer: AssistantMessage | None = None  # may be continued by the next item
+        self._answer: AssistantMessage | None = None  # the next item may continue it
         self._call_ids = {
             call.id
             for message in earlier
@@ -78,7 +78,7 @@ class Conversation:
         }
 
     def add(self, items: Sequence[Item]) -> None:
-        """Add items; ApiError names one that does not fit."""
+        """Add items; ApiError names an item that is not allowed in its place."""
         for place, item in enumerate(items):
             match item:
                 case MessageItem(role="assistant"):
@@ -97,7 +97,7 @@ class Conversation:
                     self._say(PlainMessage(role=role, content=content))
 
     def require_few(self) -> None:
-        """Raise ApiError for more messages, or calls in one of them, than a chat may have."""
+        """Raise ApiError for more messages, or calls in a message, than a chat may have."""
         num_calls = [
             len(message.tool_calls or ())
             for message in self.messages
@@ -115,7 +115,7 @@ class Conversation:
         self._answer = None
 
     def _open(self, fits: bool) -> AssistantMessage:
-        """The message that the assistant's next item belongs to."""
+        """The message that the assistant's next item is added to."""
         if self._answer is None or not fits:
             self._answer = AssistantMessage(role="assistant", content="")
             self.messages.append(self._answer)

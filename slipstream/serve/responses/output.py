@@ -1,4 +1,4 @@
-"""Items of a response, and the events that tell of them."""
+"""The output items of a response, and their events."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -9,30 +9,30 @@ from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, Conte
 
 Event = dict[str, Any]
 
-# By the type of an item: the prefix of its id, and the type of its text.
+# For each type of item: prefix of its id, type of its text.
 _TEXTS: Final = {"message": ("msg", "output_text"), "reasoning": ("rs", "reasoning_text")}
 
 
 class OutputWriter:
-    """Turns what was read of an answer into items and events, which lack a sequence number.
+    """Converts answer events to items and stream events, without sequence numbers.
 
     Args:
-        num_top: alternatives of each token; None without logprobs.
+        num_top: number of alternatives of each token; None: no logprobs.
 
     Attributes:
-        items: those that are complete.
+        items: the complete items.
     """
 
     def __init__(self, reader: AnswerReader, num_top: int | None) -> None:
         self.items: list[dict[str, Any]] = []
         self._reader, self._num_top = reader, num_top
         self._item: dict[str, Any] | None = None
-        self._texts: list[str] = []  # of the open item: text or arguments
+        self._texts: list[str] = []  # text or arguments of the open item
         self._logprobs: list[Any] = []
-        self._new_logprobs: list[Any] = []  # that no event has told
+        self._new_logprobs: list[Any] = []  # not sent in an event yet
 
     def write(self, increment: Increment) -> list[Event]:
-        """The events that follow from further output."""
+        """The events for further output."""
         if self._num_top is not None:
             delta, parts = increment.delta, increment.parts
             found = self._reader.logprobs(delta, parts, self._num_top) or {"content": []}
@@ -54,7 +54,7 @@ class OutputWriter:
         return events
 
     def finish(self, status: str) -> list[Event]:
-        """The last events; an answer without any item is an empty message."""
+        """The last events; an answer without items gets an empty message."""
         empty = self._say("message", "") if self._item is None and not self.items else []
         return [*empty, *self.close(status)]
 
@@ -86,7 +86,7 @@ class OutputWriter:
         return events
 
     def _say(self, kind: str, text: str) -> list[Event]:
-        """Further text of a message or of reasoning."""
+        """Add text to a message or to reasoning."""
         events: list[Event] = []
         if self._item is None or self._item["type"] != kind:
             role: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
@@ -111,7 +111,7 @@ class OutputWriter:
         return [self._item_event("response.output_item.added", {**self._item})]
 
     def _take_logprobs(self) -> list[Any]:
-        """Those that no event has told, which now belong to the open message."""
+        """Take the logprobs that were not sent yet; they belong to the open message."""
         told, self._new_logprobs = self._new_logprobs, []
         self._logprobs += told
         return told

@@ -1,4 +1,4 @@
-"""A request to /v1/responses as the request of a chat."""
+"""Translates a request to /v1/responses to a chat request."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -33,9 +33,9 @@ _COMMON: Final = (
     *(set(SamplingFields.model_fields) - {"store", "stream_options"}),
     *("chat_template_kwargs", "include_reasoning", "thinking_token_budget"),
 )
-# Fields whose effects no part of a response could show.
+# Chat fields whose effects a response has no place for.
 _OF_CHATS: Final = ("prompt_logprobs", "return_token_ids", "return_weight_versions")
-# Fields of a chat that have other names here.
+# Fields of a chat request that have other names here.
 NAMES: Final = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -58,12 +58,12 @@ def check(body: ResponsesRequest) -> None:
 
 
 def wants_logprobs(body: ResponsesRequest) -> bool:
-    """Whether the texts come with logprobs."""
+    """Whether logprobs are requested."""
     return LOGPROBS in (body.include or ())
 
 
 def sees_images(body: ResponsesRequest) -> bool:
-    """Whether there is an image in what a request says itself."""
+    """Whether the request itself has images (earlier responses aside)."""
     for item in () if isinstance(body.input, str) else body.input:
         parts = item.output if isinstance(item, FunctionOutputItem) else ()
         parts = item.content if isinstance(item, MessageItem) else parts
@@ -75,10 +75,10 @@ def sees_images(body: ResponsesRequest) -> bool:
 def conversation(
     service: ModelService, body: ResponsesRequest, earlier: bytes | None
 ) -> Conversation:
-    """The conversation that a response continues, without instructions.
+    """The conversation that the response continues, without instructions.
 
     Args:
-        earlier: messages of the response before it.
+        earlier: messages of the previous response.
     """
     found = Conversation(
         [] if earlier is None else parse_messages(earlier), reads_reasoning(service)
@@ -92,18 +92,18 @@ def conversation(
 
 
 def later_turns(messages: Sequence[Message]) -> list[int]:
-    """Where turns begin, the first left out: with a message of the user."""
+    """Indices at which turns begin (with a user message), except the first turn."""
     return [place for place, message in enumerate(messages) if message.role == "user"][1:]
 
 
 def from_turn(messages: Sequence[Message], start: int) -> list[Message]:
-    """A conversation without what was said before `start`; instructions among it stay."""
+    """The conversation from `start` on, and the instructions before it."""
     kept = [message for message in messages[:start] if message.role in ("system", "developer")]
     return [*kept, *messages[start:]]
 
 
 def chat_request(body: ResponsesRequest, messages: Sequence[Message]) -> ChatRequest:
-    """The request of a chat; its values are valid already."""
+    """Translate to a chat request; all values were validated already."""
     given = {name: getattr(body, name) for name in _COMMON}
     instructions: list[Message] = []
     if body.instructions is not None:

@@ -1,4 +1,4 @@
-"""Responses that were completed, kept in bounded memory."""
+"""Keeps complete responses, in bounded memory."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ class StoredResponse:
     """A response.
 
     Attributes:
-        document: as the client has it, in JSON.
-        messages: of the conversation up to and with this answer, without instructions, in JSON.
-        has_images: whether any of the messages has.
+        document: the response that was sent, in JSON.
+        messages: the conversation including this answer, without instructions, in JSON.
+        has_images: whether any of the messages has images.
     """
 
     document: bytes
@@ -29,11 +29,11 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by their ids; those that were used least recently make way. Safe across threads.
+    """Responses by id; the least recently used ones are evicted. Thread-safe.
 
     Args:
-        most: number of responses.
-        most_bytes: of all of them together; a response that is larger by itself is not kept.
+        most: maximum number of responses.
+        most_bytes: maximum size of all of them together; a larger response is not kept.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
@@ -44,11 +44,11 @@ class ResponseStore:
 
     @property
     def keeps(self) -> bool:
-        """Whether it keeps any response."""
+        """Whether responses are kept at all."""
         return self._most > 0
 
     def put(self, name: str, response: StoredResponse) -> None:
-        """Keep a response under an id that is new."""
+        """Keep a response under a new id."""
         if not self.keeps or response.size > self._most_bytes:
             return
         with self._lock:
@@ -59,7 +59,7 @@ class ResponseStore:
                 self._num_bytes -= oldest.size
 
     def get(self, name: str, param: str | None = None) -> StoredResponse:
-        """The response with this id; ApiError (404) names `param` if there is none."""
+        """The response with this id; ApiError (404), which names `param`, if there is none."""
         with self._lock:
             found = self._kept.get(name)
             if found is None:
@@ -68,7 +68,7 @@ class ResponseStore:
             return found
 
     def delete(self, name: str) -> None:
-        """Forget a response; ApiError (404) if there is none."""
+        """Delete a response; ApiError (404) if there is none."""
         with self._lock:
             found = self._kept.pop(name, None)
             if found is None:

@@ -1,4 +1,4 @@
-"""What a format of tool calls has to offer; formats whose calls stand in the text of an answer."""
+"""The interface of formats of tool calls, and formats whose calls are part of an answer's text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.tools.call_rules import Literals
 from slipstream.serve.tools.events import ToolParser
 
-Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by function name
+Schemas = Mapping[str, Mapping[str, Any]]  # schemas of the arguments, by function name
 
 
 class CallFormat(Protocol):
@@ -20,17 +20,17 @@ class CallFormat(Protocol):
     def name(self) -> str: ...
     @property
     def call_id(self) -> Callable[[], str]:
-        """Returns a new id."""
+        """Make a new id."""
 
     def only_calls(self, functions: Schemas, tokenizer: Tokenizer, several: bool) -> str:
-        """A Lark grammar (of llguidance) of nothing but calls of these functions.
+        """A Lark grammar (for llguidance) for only calls of these functions.
 
         Raises:
             UsageError: a schema says what the format cannot express.
         """
 
     def calls_amid_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
-        """A Lark grammar of any text, in which each call is one of these functions.
+        """A Lark grammar for any text whose calls are all of these functions.
 
         Raises:
             UsageError: a schema says what the format cannot express.
@@ -38,21 +38,21 @@ class CallFormat(Protocol):
 
 
 def long_id() -> str:
-    """An id of a call."""
+    """Make an id of a call."""
     return f"call_{uuid4().hex}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """A `CallFormat` whose calls stand in the text of an answer.
+    """A `CallFormat` whose calls are part of the text of an answer.
 
     Attributes:
         marks: texts around its calls; a mark that is a special token must be kept in the text.
         parser: (schemas of the functions, special tokens that are not content) -> parser.
         shown_by: whether a model's template and vocabulary show that it writes this format.
-        only: Lark rules, `start` among them, of nothing but `call`, once or several times.
-        amid: Lark rules of the text `TEXT`, in which each call is a `call`.
-        calls: Lark rules of `call`, which is a call of one of the functions.
+        only: Lark rules, including `start`, for one or more `call`.
+        amid: Lark rules for text (`TEXT`) in which each call is a `call`.
+        calls: Lark rules for `call`, a call of one of the functions.
     """
 
     name: str

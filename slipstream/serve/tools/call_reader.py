@@ -1,5 +1,4 @@
-"""Incremental readers of JSON: of an object's members, and of a tool call, which has a name and
-arguments."""
+"""Incremental readers of JSON objects and of tool calls, which have a name and arguments."""
 
 import json
 from collections.abc import Collection, Iterator
@@ -67,7 +66,7 @@ def ends_in_string(text: str) -> bool:
     return text.lstrip()[:1] in ("[", "{") and scanner.in_string
 
 
-# What follows a structural character: the state after it, by the state before it.
+# For each structural character: the next state, by the current state.
 _TRANSITIONS: Final[dict[str, dict[str, str]]] = {
     "start": {"{": "key"},
     "key": {'"': "key text", "}": "done"},
@@ -78,7 +77,7 @@ _TRANSITIONS: Final[dict[str, dict[str, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class MemberPiece:
-    """Further text of the value of an object's member."""
+    """More text of the value of a member."""
 
     key: str
     text: str
@@ -109,7 +108,7 @@ class ObjectScanner:
         return self._state == "broken"
 
     def feed(self, text: str) -> Iterator[MemberPiece]:
-        """The pieces of values in further text."""
+        """The pieces of values in new text."""
         place = 0
         while place < len(text) and not (self.done or self.broken):
             if self._state == "key text":

@@ -1,4 +1,4 @@
-"""Rules of llguidance's Lark grammars from which formats build the grammars of their calls."""
+"""Lark rules (for llguidance) from which formats build the grammars of their calls."""
 
 import json
 import re
@@ -20,10 +20,10 @@ _KINDS: Final[dict[str, type | tuple[type, ...]]] = {
 
 
 def require_well_formed(name: str, schema: Mapping[str, Any]) -> None:
-    """Raise UsageError for keywords whose values are not of the kind that JSON Schema wants.
+    """Raise UsageError for keywords whose values have types that JSON Schema does not allow.
 
     Args:
-        name: of the tool.
+        name: name of the tool.
     """
     waiting: list[Any] = [schema]
     while waiting:
@@ -51,14 +51,17 @@ def _error(name: str, problem: str) -> UsageError:
 
 
 ANY_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object"}
-# The way models write JSON; if any white space is allowed, small models may never stop writing it.
+# White space as models write it; with any white space, small models may never stop writing it.
 WRITING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _SLASHED: Final = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-DEFINITIONS: Final = ("$defs", "definitions")  # keys of what references in a schema mean
+DEFINITIONS: Final = (
+    "$defs",
+    "definitions",
+)  # keys of definitions that references in a schema point to
 
 
 class Literals:
-    """Spells texts in a grammar; a mark that is a special token is written as the token."""
+    """Writes texts as literals of a grammar; a mark that is a special token becomes the token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -72,18 +75,18 @@ class Literals:
         return self._tokenizer.token_to_id(mark) is not None
 
     def up_to_mark(self, rule: str, mark: str) -> str:
-        """A rule for any text up to the first occurrence of a mark, and the mark."""
+        """A rule for any text that ends with the first occurrence of a mark."""
         token = self._special(mark)
         if token is None:
             return f"{rule}[lazy]: /(.|\\n)*{_in_slashes(re.escape(mark))}/"
         return f"{rule}: /(.|\\n)*/ <[{token}]>"
 
     def limited(self, rule: str, mark: str, limits: Sequence[str], newline: bool) -> str:
-        """Rules for a text that matches regular expressions as a whole, and a mark behind it.
+        """Rules for a text that fully matches regular expressions, followed by a mark.
 
         Args:
-            rule: name of the first rule; that of the other begins with it.
-            newline: a line break stands between them.
+            rule: name of the first rule, and the beginning of the other's name.
+            newline: there is a line break before the mark.
         """
         token, name = self._special(mark), f"{rule.upper()}_TEXT"
         found = _in_slashes(re.escape(mark))
@@ -98,23 +101,23 @@ class Literals:
         token = self._tokenizer.token_to_id(text)
         if token in self._tokenizer.special_token_ids:
             return token
-        # llguidance takes added tokens in angle brackets (as of Qwen3) for special ones, too.
+        # llguidance also treats added tokens in angle brackets (such as Qwen3's) as special.
         tag = text.startswith("<") and text.endswith(">")
         return token if tag and token in self._tokenizer.added_token_ids else None
 
 
 def _in_slashes(pattern: str) -> str:
-    """A regular expression as it stands between slashes."""
+    """Escape a regular expression for use between slashes."""
     return re.sub(r"\\.|/|\n", lambda it: _SLASHED.get(it[0], it[0]), pattern, flags=re.DOTALL)
 
 
 def json_value(schema: Mapping[str, Any]) -> str:
-    """A Lark expression for JSON that follows a schema."""
+    """A Lark expression for JSON that satisfies a schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': WRITING})}"
 
 
 def json_calls(functions: Mapping[str, Mapping[str, Any]], arguments: str) -> list[str]:
-    """The rule `call` of a format that writes a call as one object.
+    """The rule `call` of a format that writes a call as one JSON object.
 
     Args:
         functions: schemas of the arguments, by function name.
@@ -133,7 +136,7 @@ def json_calls(functions: Mapping[str, Mapping[str, Any]], arguments: str) -> li
 
 
 def _lifted(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A schema of any of these, with their `$defs` at the top, where references look for them."""
+    """Combine schemas to an `anyOf`, with their `$defs` at the top, where references point."""
     definitions: dict[str, Any] = {}
     for call in calls:
         for name, arguments in call["properties"].items():

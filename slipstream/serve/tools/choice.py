@@ -32,11 +32,11 @@ class ToolUse:
     grammar: str | None = None
 
     def keeps_special(self, tokenizer: Tokenizer) -> bool:
-        """Whether the marks of calls are special tokens, which the text must then include."""
+        """Whether marks of calls are special tokens, so that the text must include these."""
         return not self.marks(tokenizer).isdisjoint(tokenizer.special_token_ids)
 
     def marks(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """The marks of calls that are tokens."""
+        """The marks of calls that are single tokens."""
         marks = self.format.marks if isinstance(self.format, ToolFormat) else ()
         found = (tokenizer.token_to_id(mark) for mark in marks)
         return frozenset(token for token in found if token is not None)
@@ -81,7 +81,7 @@ def choose_tools(body: ChatRequest, model: ModelService) -> ToolUse:
     if choice == "auto":
         grammar = None
         strict = [tool.function.name for tool in body.tools if tool.function.strict]
-        if strict:  # the others may have any arguments
+        if strict:  # other functions may have any arguments
             schemas = {name: functions[name] if name in strict else {} for name in functions}
             grammar = format.calls_amid_text(_well_formed(schemas), model.tokenizer)
         return ToolUse(body.tools, format, functions, single, grammar)

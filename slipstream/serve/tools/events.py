@@ -1,4 +1,4 @@
-"""Events of the parsers of answers, and how they find marks in a text."""
+"""The events of answer parsers, and the search for marks in a text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model thinks before it answers."""
+    """Reasoning before the answer."""
 
     text: str
 
@@ -28,7 +28,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Further text of the arguments of the current call."""
+    """More text of the current call's arguments."""
 
     text: str
 
@@ -45,22 +45,22 @@ AnswerEvent = ToolEvent | Reasoning
 class ToolParser(Protocol):
     """Parses one answer incrementally.
 
-    The events do not depend on how the text is split. Text that is not a call in the model's format
-    is returned as content: nothing is lost.
+    The joined events do not depend on how the text is split. Text that is not a call in the model's
+    format is returned as content, so nothing is lost.
     """
 
     def feed(self, text: str) -> Sequence[ToolEvent]:
-        """The events that follow from further text."""
+        """The events for new text."""
 
     def finish(self) -> Sequence[ToolEvent]:
-        """The remaining events; the answer is complete."""
+        """The remaining events, at the end of the answer."""
 
 
 class MarkFinder:
-    """Finds marks in a text that arrives in pieces; holds back its end while it may begin a mark.
+    """Finds marks in streamed text; holds back an end that may begin a mark.
 
     Args:
-        marks: none may be the beginning of another.
+        marks: no mark may be a prefix of another.
     """
 
     def __init__(self, marks: Sequence[str]) -> None:
@@ -68,7 +68,7 @@ class MarkFinder:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None, str]:
-        """The text before the first mark, the mark, and the text after it, to be fed again.
+        """Split new text: the text before the first mark, the mark, and the rest, to be fed again.
 
         Without a mark: the text that cannot begin a mark, None and "".
         """
@@ -87,7 +87,7 @@ class MarkFinder:
         return text
 
     def _beginning(self, text: str) -> int:
-        """Number of characters at the end that may begin a mark."""
+        """Number of characters at the end of the text that may begin a mark."""
         longest = max((len(mark) for mark in self._marks), default=1)
         for size in range(min(longest - 1, len(text)), 0, -1):
             if any(mark.startswith(text[-size:]) for mark in self._marks):
@@ -96,14 +96,14 @@ class MarkFinder:
 
 
 class ContentWriter:
-    """Removes white space that only separates calls."""
+    """Writes content without the white space that separates calls."""
 
     def __init__(self) -> None:
         self._space = ""
         self._after_call = False
 
     def write(self, text: str) -> list[Content]:
-        """Further text; white space at its end is held back."""
+        """Return new text; white space at its end is held back."""
         text = self._space + text
         kept = text.rstrip()
         self._space = text[len(kept) :]
@@ -113,10 +113,10 @@ class ContentWriter:
         return [Content(kept)]
 
     def break_off(self) -> None:
-        """A call follows."""
+        """Drop held-back white space, since a call follows."""
         self._space, self._after_call = "", True
 
     def flush(self) -> list[Content]:
-        """The rest; the answer is complete."""
+        """Return the rest, at the end of the answer."""
         space, self._space = self._space, ""
         return [Content(space)] if space and not self._after_call else []

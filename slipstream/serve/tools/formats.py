@@ -1,6 +1,6 @@
-"""The formats of tool calls by their names, and the one of a model.
+"""The formats of tool calls by name, and the search for a model's format.
 
-A new format is a file that holds its parser and its `ToolFormat`, and a line here.
+To add a format, write a file with its parser and its `ToolFormat`, and add a line here.
 """
 
 from typing import Final
@@ -11,13 +11,13 @@ from slipstream.serve.tools import hermes, llama3, mistral, pythonic
 from slipstream.serve.tools.call_format import ToolFormat
 from slipstream.serve.tools.tagged_formats import GLM45, QWEN3_CODER
 
-# In the order in which a model's checkpoint is asked for them.
+# in the order in which a checkpoint is checked for them
 FORMATS: Final = {
     it.name: it
     for it in (mistral.FORMAT, QWEN3_CODER, GLM45, hermes.FORMAT, pythonic.FORMAT, llama3.FORMAT)
 }
 
-# Names that vLLM has for a format, too.
+# vLLM's names of formats
 _ALIASES: Final = {
     "qwen3_xml": QWEN3_CODER,
     "qwen3_json": hermes.FORMAT,

@@ -66,7 +66,7 @@ class HermesParser:
 
 
 def _shown_by(template: ChatTemplate, _: Tokenizer) -> bool:
-    # Other formats use the same tags, with tags inside.
+    # Other formats use the same tags, but have more tags inside.
     return template.mentions(BEGIN) and not any(map(template.mentions, ("<function=", "<arg_key>")))
 
 

@@ -8,20 +8,20 @@ from slipstream.serve.tools.call_reader import CallReader
 from slipstream.serve.tools.call_rules import Literals, json_calls
 from slipstream.serve.tools.events import Content, ToolEvent
 
-TAG = "<|python_tag|>"  # may come first; a special token, so the text has it only if those are kept
+TAG = "<|python_tag|>"  # optional first token; in the text only if special tokens are kept
 _SPACE = " \t\r\n"
 
 
 class Llama3Parser:
-    """Parses answers that are calls; without marks, an object is a call if it names a function.
+    """Parses answers that are calls. There are no marks: an object that names a function is a call.
 
     Args:
-        names: of the functions.
+        names: names of the functions.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._held = ""  # text until it is clear whether it is a call
+        self._held = ""  # text that may turn out to be a call
         self._call: CallReader | None = None
         self._is_text = self._has_called = False
 
@@ -77,7 +77,7 @@ def _only(_: Literals, several: bool) -> list[str]:
 
 
 def _amid(_: Literals) -> list[str]:
-    """The whole answer is calls, or there are none."""
+    """Either the whole answer is calls, or it has none."""
     return ['start: call ("; " call)* | other', r"other: /([^{\s](.|\n)*)?/"]
 
 

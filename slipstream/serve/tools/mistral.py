@@ -42,7 +42,7 @@ class MistralParser:
         self._finder = MarkFinder([BEGIN, *(it for it in dropped if it != BEGIN)])
         self._content = ContentWriter()
         self._in_calls = self._in_list = False
-        self._held = ""  # text after the mark or a call, until it is clear what follows
+        self._held = ""  # text after the mark or a call, while it is unclear what follows
         self._call: CallReader | None = None
         self._value: ValueScanner | None = None
 
@@ -155,7 +155,7 @@ def _calls(literal: Literals, functions: Schemas) -> list[str]:
 
 
 def _short_id() -> str:
-    """Mistral's templates refuse ids of any other length."""
+    """Make an id of the only length that Mistral's templates accept."""
     return uuid4().hex[:9]
 
 

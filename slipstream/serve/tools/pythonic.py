@@ -33,7 +33,7 @@ _SPELLED: Final = {"(": "[", ")": "]", ",": ", ", ":": ": "}  # a tuple is a lis
 
 
 class LiteralScanner:
-    """Finds the `,` or the closing bracket behind a literal, without validating what is inside."""
+    """Finds the `,` or closing bracket after a literal, without validating the literal."""
 
     def __init__(self) -> None:
         self.done = False
@@ -75,7 +75,7 @@ class LiteralScanner:
 
 
 def literal_as_json(text: str) -> str:
-    """JSON of a literal; of what is none, as a string."""
+    """Convert a literal to JSON; text that is not a literal becomes a string."""
     parts: list[str] = []
     place = 0
     while found := _TOKEN.match(text, place):
@@ -99,7 +99,7 @@ def _unescaped(text: str) -> str:
     if "\\" not in text:
         return text
     text = _ESCAPE.sub(_meant, text)
-    # Two halves of a character become one; a single half is none.
+    # Surrogate pairs become one character; a lone surrogate is invalid.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -110,7 +110,7 @@ def _meant(escape: re.Match[str]) -> str:
     return chr(int(code, 16)) if int(code, 16) <= 0x10FFFF else "\N{REPLACEMENT CHARACTER}"
 
 
-BEGIN, END = "<|python_start|>", "<|python_end|>"  # may stand around the list
+BEGIN, END = "<|python_start|>", "<|python_end|>"  # optional marks around the list
 _NAME = re.compile(r"\s*([a-zA-Z0-9_.-]{1,64})\s*\(")
 _MAY_BE_NAME = re.compile(r"\s*[a-zA-Z0-9_.-]{0,64}\s*")
 _KEY = re.compile(r"([^\s=,:()'\"\[\]{}]{1,128})\s*=")
@@ -118,16 +118,16 @@ _MAY_BE_KEY = re.compile(r"[^\s=,:()'\"\[\]{}]{0,128}\s*")
 
 
 class PythonicParser:
-    """Parses answers that are calls; arguments come one by one.
+    """Parses answers that are calls; returns arguments one by one.
 
     Args:
-        names: of the functions; a list is text if it does not begin with one of them.
+        names: names of the functions; a list that does not begin with one of them is text.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._events: list[ToolEvent] = []
-        self._held = ""  # text until it is clear what it is
+        self._held = ""  # text that is not classified yet
         self._key, self._value = "", list[str]()
         self._scanner = LiteralScanner()
         self._num_arguments = 0
@@ -223,7 +223,7 @@ def _only(_: Literals, several: bool) -> list[str]:
 
 
 def _amid(_: Literals) -> list[str]:
-    """The whole answer is calls, or there are none."""
+    """Either the whole answer is calls, or it has none."""
     return ['start: "[" call (", " call)* "]" | other', r"other: /([^\[\s](.|\n)*)?/"]
 
 
@@ -255,7 +255,7 @@ def _value(arguments: SeparateArguments, schema: object) -> str:
 
 
 def _listed(rule: str, needed: Sequence[bool], rules: list[str]) -> str:
-    """The arguments, those that are needed first; adds the rules that this takes."""
+    """An expression for the arguments, required ones first; adds the rules that it needs."""
     first = [f"{rule}_{index}" for index, it in enumerate(needed) if it]
     others = [f"{rule}_{index}" for index, it in enumerate(needed) if not it]
     if first:
@@ -274,7 +274,7 @@ FORMAT: Final = ToolFormat(
     name="pythonic",
     marks=(),
     parser=lambda functions, _: PythonicParser(functions),
-    # An example in the prompt that Meta has for these models.
+    # an example from Meta's prompt for these models
     shown_by=lambda template, _: template.mentions("func_name1("),
     only=_only,
     amid=_amid,

@@ -1,4 +1,4 @@
-"""Calls whose name and arguments stand between tags, each argument as plain text."""
+"""Formats with tags around the name of a call and around each argument, which is plain text."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ class Tags:
     """The tags within a call.
 
     Attributes:
-        name: stands before the name; may be empty.
-        name_end: stands behind the name; may be empty, as the first argument or the end follows.
+        name: before the name; may be empty.
+        name_end: after the name; may be empty, since the first argument or the end follows.
         key, key_end: around the name of an argument.
-        value, value_end: around its text; the first may be empty.
-        end: of the call; `END` may still follow.
-        newlines: stand around the text of an argument, and do not belong to it.
+        value, value_end: around the text of an argument; `value` may be empty.
+        end: end of the call; `END` may still follow.
+        newlines: whether line breaks surround the text of an argument, without being part of it.
     """
 
     name: str
@@ -46,26 +46,26 @@ class Tags:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All of them, and those around calls."""
+        """All tags, and the marks around calls."""
         inner = (self.name, self.key, self.key_end, self.value, self.value_end, self.end)
         return (BEGIN, END, *(it for it in inner if len(it) > 1 and it != END))
 
 
 class TaggedParser:
-    """Parses calls between tags, with text around them; arguments come one by one.
+    """Parses calls between tags, with text around them; returns arguments one by one.
 
     Args:
-        functions: schemas of the arguments, which say of what type they are.
+        functions: schemas of the arguments, which determine their types.
         dropped: special tokens that are not part of the content.
     """
 
     def __init__(self, tags: Tags, functions: Schemas, dropped: Sequence[str] = ()) -> None:
         self._tags, self._functions = tags, functions
-        begins = [BEGIN, *([tags.name] if tags.name else [])]  # some models forget the first
+        begins = [BEGIN, *([tags.name] if tags.name else [])]  # some models omit the first one
         self._content_marks = [*begins, *(it for it in dropped if it not in tags.marks)]
         self._content = ContentWriter()
         self._events: list[ToolEvent] = []
-        self._held = ""  # text until it is clear whether it belongs to a call
+        self._held = ""  # text that may belong to a call
         self._name = self._key = ""
         self._num_arguments = 0
         self._text: list[str] = []  # since the last tag of the call
@@ -79,7 +79,7 @@ class TaggedParser:
         return events
 
     def finish(self) -> Sequence[ToolEvent]:
-        if self._read == self._read_call:  # cut off: the call stays open
+        if self._read == self._read_call:  # the call was cut off, so it stays open
             return []
         held = self._finder.finish() if self._read == self._read_content else self._held
         if self._read == self._read_end and END.startswith(held.strip()):
@@ -114,7 +114,7 @@ class TaggedParser:
         return "" if any(end.startswith(rest) for end in ends) else self._no_call()
 
     def _no_call(self) -> str:
-        """Returns the text behind the tag, which is content."""
+        """Treat the tag as content; returns the text after it."""
         tag = BEGIN if self._held.startswith(BEGIN) else self._tags.name
         self._events += self._content.write(tag)
         return self._to_content(self._held[len(tag) :])
@@ -148,7 +148,7 @@ class TaggedParser:
         return text
 
     def _write(self, value: str) -> bool:
-        """Write an argument; false if the tag behind it is part of a text within its JSON."""
+        """Write an argument; false if the tag after it is inside a string of its JSON."""
         if self._tags.newlines:
             value = value.removeprefix("\n").removesuffix("\n")
         function = self._functions.get(self._name, {})
@@ -164,7 +164,7 @@ class TaggedParser:
         return True
 
     def _read_end(self, text: str) -> str:
-        """Drop `END`, where it is not the end of the call itself."""
+        """Drop `END`, unless it is the end of the call itself."""
         self._held += text
         start = self._held.lstrip()
         if END.startswith(start) and start != END:

@@ -1,4 +1,4 @@
-"""Formats whose calls have their name and arguments between tags: each is its tags."""
+"""The formats of `tagged.py`, each given by its tags."""
 
 from typing import Final
 
@@ -8,7 +8,7 @@ from slipstream.serve.tools.tagged_rules import TaggedRules
 
 
 def _format(name: str, tags: Tags, *shown: str) -> ToolFormat:
-    """A format; `shown` are the tags that, with `BEGIN`, show it in a model's template."""
+    """Make a format; `shown` are the tags that, with `BEGIN`, identify it in a template."""
     rules = TaggedRules(name, tags)
     return ToolFormat(
         name=name,

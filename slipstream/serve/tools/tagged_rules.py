@@ -1,4 +1,4 @@
-"""Grammars of calls whose name and arguments stand between tags, each argument as plain text."""
+"""The grammars of formats of `tagged.py`."""
 
 import json
 import re
@@ -30,10 +30,10 @@ _MOST_BRANCHES = 64
 
 @dataclass(frozen=True)
 class TaggedRules:
-    """Writes the grammars; what a schema says that plain text cannot follow is a UsageError.
+    """Writes the grammars; UsageError for schemas that plain text cannot satisfy.
 
     Args:
-        format: its name, for errors.
+        format: name of the format, for errors.
     """
 
     format: str
@@ -44,7 +44,7 @@ class TaggedRules:
         return '"\\n"' if self.tags.newlines else '"\\n"?'
 
     def _marked(self, literal: Literals, call: str) -> str:
-        """What stands behind BEGIN."""
+        """An expression for the text after BEGIN."""
         end = "" if self.tags.end == END else f" {self._gap} {literal(END)}"
         return (f"{self._gap} " if self.tags.newlines else "") + call + end
 
@@ -106,7 +106,7 @@ class _Function:
         )
 
     def _value(self, rule: str, key: str, schema: object) -> list[str]:
-        """The rule of an argument's text and the tag behind it."""
+        """Add the rule of an argument's text and the tag after it."""
         newline = '"\\n" ' if self.format.tags.newlines else ""
         end = f"{newline}{self.literal(self.format.tags.value_end)}"
         texts, choices, rules = [], [], []
@@ -118,13 +118,13 @@ class _Function:
             else:
                 choices.append(f"{rule}_{index}")
                 rules.append(self._text(f"{rule}_{index}", branch))
-        if texts:  # as one terminal, since rules may have few alternatives
+        if texts:  # one terminal, since the number of a rule's alternatives is limited
             choices.append(f"{rule.upper()}_ONE {end}")
             rules.append(f"{rule.upper()}_ONE: {' | '.join(texts)}")
         return [f"{rule}: {' | '.join(choices)}", *rules]
 
     def _branches(self, what: str, schema: object) -> Iterator[str | Mapping[str, Any]]:
-        """Texts, schemas of texts, and schemas of JSON: the argument is one of them."""
+        """The alternatives of an argument: fixed texts, schemas of texts, and schemas of JSON."""
         arguments, function = self.arguments, self.arguments.schema
         waiting, num_branches = [schema], 0
         while waiting:
@@ -151,7 +151,7 @@ class _Function:
                 yield found
 
     def _text(self, rule: str, schema: Mapping[str, Any]) -> str:
-        """A text and the tag behind it, which the text does not hold."""
+        """A text that does not contain the tag after it, and the tag."""
         mark = self.format.tags.value_end
         limits = [_pattern(schema["pattern"])] if "pattern" in schema else []
         if "format" in schema:
@@ -169,7 +169,7 @@ class _Function:
 
 
 def _pattern(pattern: str) -> str:
-    """A schema's pattern as one of whole texts: it may be found anywhere, if it is not anchored."""
+    """Convert a schema's pattern, which may match anywhere in a text, to one for whole texts."""
     inner = pattern.removeprefix("^")
     end = "" if re.search(r"(?<!\\)(\\\\)*\$$", inner) else "(?s:.*)"
     start = "(?s:.*)" if inner == pattern else ""

@@ -1,4 +1,4 @@
-"""Tools for chat templates that know none: messages tell of them in the form of Hermes."""
+"""Tools for chat templates without support for them: messages describe them in Hermes format."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +27,14 @@ Several calls may follow each other. What they return comes between {_RESULT} ta
 def write_with_tools(
     write: Callable[[Messages], str], messages: Messages, tools: Sequence[Mapping[str, Any]] | None
 ) -> str:
-    """The text of a conversation by a chat template that reads neither tools nor calls.
+    """Render a conversation with a chat template that knows neither tools nor calls.
 
-    Tools are told at the end of the system message, or else in the first message of the user; calls
-    stand in the text of the answers that made them, and their results in messages of the user.
+    Tools are described at the end of the system message, or else in the first user message. Calls
+    become part of the text of their answers, and results become user messages.
 
     Args:
-        write: the template, which may refuse roles by UsageError.
-        tools: that may be called.
+        write: renders the template, which may refuse roles (UsageError).
+        tools: the tools that may be called.
 
     Raises:
         UsageError: the template refuses the messages, or leaves the tools out.
@@ -75,7 +75,7 @@ def _with_first_user(messages: Messages, told: str) -> Messages:
 
 
 def _as_text(messages: Messages) -> list[dict[str, Any]]:
-    """Calls and their results as texts; results of one answer's calls in one message."""
+    """Convert calls and their results to text; results of an answer's calls share a message."""
     plain: list[dict[str, Any]] = []
     in_results = False
     for message in messages:
@@ -98,7 +98,7 @@ def _as_text(messages: Messages) -> list[dict[str, Any]]:
 
 
 def _joined(*contents: str | list[dict[str, Any]]) -> Any:
-    """Contents as one: a text, or parts where there are images among them."""
+    """Join contents to a text, or to a list of parts if there are images."""
     if all(isinstance(it, str) or all("text" in part for part in it) for it in contents):
         texts = (it if isinstance(it, str) else "\n".join(x["text"] for x in it) for it in contents)
         return "".join(texts)

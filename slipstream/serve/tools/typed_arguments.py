@@ -1,5 +1,5 @@
-"""Arguments that a format writes one by one: which schema each has, and those that are plain text,
-whose types are those of the tool's schema."""
+"""Arguments that a format writes one by one: their schemas, and the types of plain-text ones,
+which follow from the tool's schema."""
 
 import json
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ _SUPPORTED: Final = NOTES | {"properties", "required", "additionalProperties", *
 
 @dataclass(frozen=True)
 class SeparateArguments:
-    """What each argument of one function may be.
+    """The schemas of one function's arguments.
 
     Args:
-        format: its name, for errors.
-        name: of the function.
-        schema: of all arguments.
+        format: name of the format, for errors.
+        name: name of the function.
+        schema: schema of all arguments.
     """
 
     format: str
@@ -31,10 +31,10 @@ class SeparateArguments:
     schema: Mapping[str, Any]
 
     def schemas(self) -> dict[str, object] | None:
-        """Schemas by the names of the arguments; None if they may have any names.
+        """Schemas by argument name; None if arguments may have any names.
 
         Raises:
-            UsageError: the schema says more than that.
+            UsageError: the schema has other constraints.
         """
         function = self._function
         self.require("its schema", function, _SUPPORTED)
@@ -49,22 +49,22 @@ class SeparateArguments:
 
     @property
     def required(self) -> list[str]:
-        """Names of the arguments that must be there."""
+        """Names of required arguments."""
         return [*self._function.get("required", ())]
 
     def whole(self, schema: object) -> dict[str, Any]:
-        """An argument's schema, with the definitions that it may refer to."""
+        """Add to an argument's schema the definitions that it may refer to."""
         definitions = {key: self.schema[key] for key in DEFINITIONS if key in self.schema}
         return {**resolved(schema, self.schema), **definitions}
 
     def require(self, what: str, schema: Mapping[str, Any], known: frozenset[str]) -> None:
-        """Raise UsageError for what a schema says beyond `known`."""
+        """Raise UsageError for keywords of a schema that are not in `known`."""
         for key in schema:
             if key not in known:
                 raise self.error(what, key)
 
     def error(self, what: str, problem: str) -> UsageError:
-        """An error that names the function."""
+        """Make an error that names the function."""
         return UsageError(
             f"calls in the format {self.format} cannot be made to follow the schema of the tool "
             f"{self.name!r}: {what} has {problem}; leave that out, or let the model choose "
@@ -76,7 +76,7 @@ class SeparateArguments:
         return resolved(self.schema, self.schema)
 
 
-_MOST_REFERENCES = 16  # that lead from one to the next
+_MOST_REFERENCES = 16  # maximum length of a chain of references
 _NAMES: Final = {
     type(None): "null",
     bool: "boolean",
@@ -90,7 +90,7 @@ _KNOWN: Final = frozenset(_NAMES.values())
 
 
 def resolved(schema: object, function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema in place of a reference to one of the function's definitions.
+    """Resolve a reference to one of the function's definitions; other schemas are unchanged.
 
     Args:
         function: schema of all arguments.
@@ -106,12 +106,12 @@ def resolved(schema: object, function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def types_of(schema: object, function: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a schema allows; a schema that does not tell stands for a string."""
+    """The JSON types that a schema allows; string if it does not say."""
     types: set[str] = set()
     waiting, seen = [schema], set[int]()
     while waiting:
         found = resolved(waiting.pop(), function)
-        if id(found) in seen:  # references may lead round in circles
+        if id(found) in seen:  # references may be circular
             continue
         seen.add(id(found))
         types.update(it for it in _listed(found.get("type")) if isinstance(it, str))
@@ -123,10 +123,10 @@ def types_of(schema: object, function: Mapping[str, Any]) -> frozenset[str]:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """JSON of an argument's text.
+    """Convert an argument's text to JSON.
 
-    Of several types the string comes last. What is of none of them is whatever JSON it is, and
-    otherwise a string.
+    Among several types, string is tried last. Text that matches none of the types is kept as is if
+    it is JSON, and becomes a string otherwise.
     """
     plain = text.strip()
     lowered = plain.lower()
@@ -143,12 +143,12 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 def _listed(value: object) -> list[Any]:
-    """The value itself if it is a list, and else a list of it."""
+    """Wrap a value in a list unless it is one; None gives an empty list."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def type_of_json(text: str) -> str | None:
-    """The type of the value that a JSON text stands for; None if the text is not JSON."""
+    """The type of the value in a JSON text; None if the text is not JSON."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
