@@ -36,7 +36,7 @@ _ROWS = (1, 5, 32)
 
 @dataclass(frozen=True)
 class TouchedBytes:
-    """What a pass of so many rows reads.
+    """The bytes that a pass with a given number of rows reads.
 
     Attributes:
         experts: distinct ones of a layer, expected if every row chose independently.

@@ -17,7 +17,7 @@ from slipstream.cli.terminal import QUIET_STYLE, stderr_console, stdout_console
 from slipstream.core.errors import SlipstreamError, counted
 from slipstream.core.flags import flag
 
-# A package of each optional part: where it is missing, so is the part.
+# One package of each optional part; without it, the part is not available.
 _EXTRAS = {
     "serve": ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"),
     "deploy": ("ray", "jsonschema"),

@@ -148,7 +148,7 @@ class ListenFlags:
         return None if self.chat_template is None else read_template(self.chat_template)
 
     def traces(self) -> Path | None:
-        """The folder of profiles, made where it is not there; UsageError for other profilers."""
+        """Make the folder of profiles; UsageError for other profilers."""
         config = dict(self.profiler_config or {})
         name, folder = "--enable-profiling", self.enable_profiling
         if config:

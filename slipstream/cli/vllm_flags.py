@@ -266,7 +266,7 @@ ENTRIES: Final = _entries()
 
 
 def arguments_for(name: str, value: str | None, off: bool = False) -> list[str]:
-    """The arguments in place of a flag of `ENTRIES`: none where it is already so.
+    """The arguments that replace a flag of `ENTRIES`; none if its value is the default here.
 
     Args:
         value: None for a switch.

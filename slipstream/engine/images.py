@@ -1,4 +1,4 @@
-"""Images of prompts: their embeddings, and the tokens that stand for them."""
+"""Images in prompts: their embeddings and placeholder tokens."""
 
 import json
 import math
@@ -25,51 +25,51 @@ _PERSON = b"slipstream.image"
 
 
 class ImageReader(Protocol):
-    """Makes prompts with images of prompts and images. Any thread may call it.
+    """Puts images into prompts. Thread-safe.
 
     Attributes:
-        most: images of a prompt.
+        most: maximum number of images of a prompt.
     """
 
     @property
     def most(self) -> int: ...
 
     def require(self, count: int) -> None:
-        """Raise UsageError where a prompt may not have so many images."""
+        """Raise UsageError if a prompt may not have this number of images."""
 
     def written(self, text: str) -> str:
-        """A text with what the model wants around the tokens of images."""
+        """Add to a text the tokens that the model expects around images."""
 
     def spread(
         self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
     ) -> list[int]:
-        """The tokens with a place for each token of each image, none of which is read.
+        """Repeat the placeholders for all tokens of the images; does not compute embeddings.
 
         Args:
-            options: in place of settings of the model's image processor.
+            options: override settings of the model's image processor.
 
         Raises:
-            UsageError: an image is of no size that is read, or there are more or fewer images than
-                places for them.
+            UsageError: the size of an image is not supported, or the number of images differs from
+                that of placeholders.
         """
 
     def place(
         self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
     ) -> tuple[list[int], tuple[Span, ...]]:
-        """The tokens as `spread` gives them, and the images; slow.
+        """The tokens as from `spread`, and the embeddings of the images; slow.
 
         Raises:
-            PromptTooLongError: no output would fit behind the prompt.
-            UsageError: as of `spread`, or an image cannot be read.
+            PromptTooLongError: there is no room for output after the prompt.
+            UsageError: as in `spread`, or an image cannot be read.
         """
 
 
 @dataclass(frozen=True)
 class NoImages:
-    """What an engine has that reads text alone.
+    """The `ImageReader` of an engine without images.
 
     Attributes:
-        why: and what to do.
+        why: the reason and the remedy.
     """
 
     why: str = "this model reads text only; leave images out, or use a model that sees"
@@ -99,18 +99,18 @@ class NoImages:
 
 
 class TowerReader:
-    """Reads images by a tower, one by one, and keeps what it gave for the latest of them.
+    """Computes embeddings with a vision tower, one image at a time, and caches recent ones.
 
-    On a GPU the tower works in a stream of its own, beside the engine's.
+    On a GPU the tower runs in a stream of its own.
 
     Args:
-        tokenizer: None when the engine was told to do without.
-        most: images of a prompt.
-        max_tokens: of a prompt.
-        options: of all prompts, before those of single ones.
-        cache_bytes: of embeddings on the host; the latest image stays in any case.
-        most_whole: tokens of the largest image that finds room in a pass, where each has to
-            (`Span.whole`); None where images may be cut.
+        tokenizer: None if the engine runs without one.
+        most: maximum number of images of a prompt.
+        max_tokens: maximum number of tokens of a prompt.
+        options: settings of the image processor; a prompt's own take precedence.
+        cache_bytes: size of the cache of embeddings on the host; the latest image is always kept.
+        most_whole: maximum tokens of an image that must fit into one pass (`Span.whole`); None:
+            images may be split.
     """
 
     def __init__(
@@ -245,12 +245,12 @@ class TowerReader:
         self.num_encoded += 1
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             try:
-                # Convolutions in float32 would otherwise round what they multiply to 10 bits.
+                # Otherwise float32 convolutions would use TF32, which rounds inputs to 10 bits.
                 with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
                     found = self._tower.encode(image, options)
             except (ValueError, TypeError) as error:
                 raise UsageError(f"an image cannot be read: {error}") from error
-            # Not pinned: to pin what is kept would take longer than the copy.
+            # Not pinned: pinning memory that is kept would take longer than the copy.
             return SpanEmbeddings(found.rows.cpu(), found.added.cpu())
 
     def _keep(self, key: bytes, embedded: SpanEmbeddings) -> None:
@@ -262,7 +262,7 @@ class TowerReader:
 
 
 def _enclosed(token_ids: Sequence[int], placeholder: Placeholder) -> list[int]:
-    """With what stands around each placeholder, where that is not there."""
+    """Add the tokens around each placeholder where they are missing."""
     assert placeholder.begin is not None
     assert placeholder.end is not None
     ends = [placeholder.begin, placeholder.end]

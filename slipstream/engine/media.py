@@ -1,4 +1,4 @@
-"""Images from where messages say that they are: in the message, in a file, or elsewhere."""
+"""Reads images from data URLs, files and web addresses."""
 
 import base64
 import http.client
@@ -18,12 +18,12 @@ from slipstream.core.errors import UsageError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MOST_BYTES: Final = 32 << 20  # of an image as it is stored
+MOST_BYTES: Final = 32 << 20  # bytes of an image as stored
 MOST_PIXELS: Final = 40_000_000
-MOST_PIXELS_TOGETHER: Final = 160_000_000  # of all images of a prompt, four bytes each
-SECONDS: Final = 10.0  # to fetch an image in
+MOST_PIXELS_TOGETHER: Final = 160_000_000  # pixels of all images of a prompt, four bytes each
+SECONDS: Final = 10.0  # time limit for fetching an image
 _MOST_REDIRECTS = 3
-# What PIL reads without other programs, by the names that data URLs have for it.
+# Formats that PIL reads without other programs, by their names in data URLs.
 _FORMATS: Final = {
     "PNG": ("image/png",),
     "JPEG": ("image/jpeg", "image/jpg"),
@@ -32,10 +32,10 @@ _FORMATS: Final = {
     "BMP": ("image/bmp", "image/x-ms-bmp"),
 }
 _KINDS = ("text", "image", "image_pil", "image_url")
-_MOST_SCANS: Final = 100  # of a JPEG, which has about ten; each takes as long as all its pixels
-_RUNS: Final = (1, 2)  # kinds of compressed BMPs, which a loop in Python would unpack
-_LONGEST_REASON: Final = 200  # characters; reasons of libraries may repeat the whole URL
-# Beside what Python knows of: IPv4 inside of IPv6, sites of old, documentation, protocols.
+_MOST_SCANS: Final = 100  # scans of a JPEG, usually about ten; each takes as long as a whole image
+_RUNS: Final = (1, 2)  # compressed BMPs, which PIL would unpack in a Python loop
+_LONGEST_REASON: Final = 200  # characters of a library's message, which may repeat the whole URL
+# Not covered by Python's checks: IPv4 within IPv6, site-local, documentation, protocols.
 _NOT_PUBLIC: Final = [
     ipaddress.ip_network(it)
     for it in (
@@ -50,7 +50,7 @@ class MediaReader:
     """Reads images by URL.
 
     Attributes:
-        folder: files below it may be read; None: none may.
+        folder: folder whose files may be read; None: no files.
         domains: hosts that images may be fetched from.
     """
 
@@ -58,13 +58,13 @@ class MediaReader:
     domains: Sequence[str] = ()
 
     def open(self, url: str, most_pixels: int = MOST_PIXELS) -> "Image":
-        """The image behind a data URL, or where the engine allows it a file or an address.
+        """Read the image at a data URL, or, if allowed, in a file or at a web address.
 
         Args:
             most_pixels: see `decode`.
 
         Raises:
-            UsageError: it is not there, not allowed, too large, or no image.
+            UsageError: there is no such image, it is not allowed, or it is too large.
         """
         scheme = url.partition(":")[0].lower()
         if scheme == "data":
@@ -91,7 +91,7 @@ class MediaReader:
             raise
         except (OSError, ValueError, RuntimeError):
             pass
-        # Nobody learns what else there is.
+        # One message for all cases, which does not reveal which files exist.
         raise UsageError("there is no such image below --allowed-local-media-path")
 
     def _fetch(self, url: str) -> bytes:
@@ -110,7 +110,7 @@ class MediaReader:
         raise UsageError("an image cannot be fetched: it is redirected too often")
 
     def _get(self, url: str, deadline: float) -> bytes | str:
-        """What is there, or where it is instead; each place is checked anew."""
+        """The content at an address, or the address it redirects to; each address is checked."""
         parts = urlsplit(url)
         host = (parts.hostname or "").lower()
         if parts.scheme not in ("http", "https") or host not in self.domains:
@@ -140,7 +140,7 @@ class MediaReader:
 
 
 class _Pinned(http.client.HTTPConnection):
-    """A connection to an address that was checked, whatever the name stands for by now."""
+    """A connection to the address that was checked, even if the name now resolves to another."""
 
     def __init__(self, host: str, port: int, address: str, deadline: float, scheme: str) -> None:
         super().__init__(host, port)
@@ -153,9 +153,9 @@ class _Pinned(http.client.HTTPConnection):
             self.sock = context.wrap_socket(self.sock, server_hostname=self.host)
 
     def wait(self) -> None:
-        """Let the next read take no longer than is left of all."""
+        """Limit the next read to the time that is left."""
         left = self._left()
-        if self.sock is not None:  # or all has been read
+        if self.sock is not None:  # or everything has been read
             self.sock.settimeout(left)
 
     def _left(self) -> float:
@@ -166,7 +166,7 @@ class _Pinned(http.client.HTTPConnection):
 
 
 def public_address(host: str, port: int) -> str:
-    """The address of a host; UsageError where any of its addresses is not of the public network."""
+    """The address of a host; UsageError if any of its addresses is not public."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [ipaddress.ip_address(str(it[4][0]).partition("%")[0]) for it in found]
     for address in addresses:
@@ -177,14 +177,14 @@ def public_address(host: str, port: int) -> str:
 
 
 def decode(content: bytes, kind: str | None = None, most_pixels: int = MOST_PIXELS) -> "Image":
-    """An image in RGB, turned as its camera was held.
+    """Decode an image to RGB, rotated as its EXIF data says.
 
     Args:
-        kind: what it is said to be, such as image/png; None: nothing is said.
-        most_pixels: what other images of the prompt leave of `MOST_PIXELS_TOGETHER`.
+        kind: the declared type, such as image/png; None: none is declared.
+        most_pixels: the rest of `MOST_PIXELS_TOGETHER` after the prompt's other images.
 
     Raises:
-        UsageError: it is no image, another kind of image, broken, or too large.
+        UsageError: it is not an image, has another type, or is broken or too large.
     """
     try:
         from PIL import Image
@@ -195,21 +195,23 @@ def decode(content: bytes, kind: str | None = None, most_pixels: int = MOST_PIXE
         ) from error
     try:
         with Image.open(io.BytesIO(content), formats=list(_FORMATS)) as image:
-            found = "JPEG" if image.format == "MPO" else image.format or ""  # several in one file
+            found = (
+                "JPEG" if image.format == "MPO" else image.format or ""
+            )  # several images in one file
             if kind is not None and kind not in _FORMATS[found]:
                 raise UsageError(f"an image that is said to be {kind[:50]} is {image.format}")
             _require_quick(image, content, min(most_pixels, MOST_PIXELS))
             return as_rgb(_upright(image))
     except (UsageError, MemoryError):
         raise
-    except Exception as error:  # whatever a broken file makes of its reader
+    except Exception as error:  # broken files may raise anything
         raise UsageError(
             f"an image cannot be read: it is broken, or not one of {', '.join(_FORMATS)}"
         ) from error
 
 
 def _require_quick(image: "Image", content: bytes, most_pixels: int) -> None:
-    """Raise UsageError for an image, not yet decoded, that would take long or much memory."""
+    """Before decoding, raise UsageError if an image would take too much time or memory."""
     width, height = image.size
     if width * height > most_pixels:
         raise UsageError(
@@ -226,7 +228,7 @@ def _require_quick(image: "Image", content: bytes, most_pixels: int) -> None:
 
 
 def _upright(image: "Image") -> "Image":
-    """An image turned as its camera was held, where it tells so in a way that can be read."""
+    """Rotate an image as its EXIF data says, if it has valid data."""
     from PIL import ImageOps
 
     image.load()
@@ -234,12 +236,12 @@ def _upright(image: "Image") -> "Image":
         return ImageOps.exif_transpose(image)
     except MemoryError:
         raise
-    except Exception:  # what is beside the pixels is broken
+    except Exception:  # broken metadata
         return image
 
 
 def as_rgb(image: "Image") -> "Image":
-    """An image in RGB: on white where it is transparent, the upper eight bits of sixteen."""
+    """Convert to RGB: transparent pixels become white, 16-bit values keep their upper 8 bits."""
     from PIL import Image
 
     if image.mode.startswith("I;16"):
@@ -253,11 +255,11 @@ def as_rgb(image: "Image") -> "Image":
 
 
 def take_images(messages: Sequence[Any], media: MediaReader) -> tuple[list[Any], list["Image"]]:
-    """Messages with marks in place of images, and the images in order.
+    """Replace images in messages by marks; returns the messages and the images in order.
 
     Args:
-        messages: whose contents may have parts of the types image_url (as OpenAI has it),
-            image_pil or image, beside those of text.
+        messages: their contents may have parts of type image_url (as in OpenAI's protocol),
+            image_pil or image, besides text.
     """
     images: list[Image] = []
     plain = []
@@ -293,7 +295,7 @@ def _marked(part: Any, media: MediaReader, images: list["Image"]) -> Any:
 
 
 def _data(url: str) -> tuple[bytes, str | None]:
-    """What a data URL holds, and what it says that it is."""
+    """The content of a data URL, and its declared type."""
     head, comma, content = url.partition(",")
     kind, *options = head[5:].split(";")
     if not comma or "base64" not in (it.strip().lower() for it in options):

@@ -1,4 +1,4 @@
-"""The profiler of an engine that runs on: begun and ended between two of its steps."""
+"""Profiles an engine while it serves requests."""
 
 import gzip
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity
 class StepProfiler:
     """Records steps from `start` to `stop`, both on the engine's own thread.
 
-    What it records is kept in memory, some megabytes a second of a small model, until `write`.
+    Records stay in memory until `write`: some megabytes per second for a small model.
     """
 
     def __init__(self) -> None:
@@ -19,17 +19,17 @@ class StepProfiler:
         self._profiler = torch.profiler.profile(activities=activities)
 
     def start(self) -> None:
-        """Begin."""
+        """Start recording."""
         self._profiler.start()
 
     def stop(self) -> None:
-        """End; what was launched is waited for."""
+        """Stop recording; waits for launched work."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._profiler.stop()
 
     def write(self, trace: Path) -> None:
-        """A trace for Chrome or Perfetto, into a file that ends in .json.gz; on any thread."""
+        """Write a trace for Chrome or Perfetto to a file ending in .json.gz; on any thread."""
         plain = trace.with_suffix("")
         self._profiler.export_chrome_trace(str(plain))
         trace.write_bytes(gzip.compress(plain.read_bytes(), compresslevel=3))

@@ -1,6 +1,6 @@
-"""The sandbox that chat templates run in, with what published templates expect of it.
+"""The Jinja sandbox of chat templates, with the extensions that published templates use.
 
-Apart from `chat_template` so that jinja2 is imported when a template is first rendered.
+This is a separate module so that jinja2 is imported only when a template is rendered.
 """
 
 import json
@@ -30,19 +30,19 @@ _WIDE_FORMAT = re.compile(r"%(?:\([^()]*\))?[-+ #0]*\d*\.?(\d{5,}|\*)|\{[^{}]*:[
 
 
 class _GenerationTag(Extension):
-    """{% generation %}: marks what the assistant said, for training; here its content alone."""
+    """{% generation %}: marks the assistant's text for training; here it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A scope of its own, as in transformers: what is set within does not leave it.
+        # As in transformers, it is a scope: variables set inside are not visible outside.
         return [nodes.Scope(body, lineno=line)]
 
 
 class _Code(CodeGenerator):
-    """`a ~ b` goes through the sandbox as `a + b` does, and every block looks at the clock."""
+    """Generates code in which `a ~ b` is checked like `a + b`, and every block checks the time."""
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Any) -> None:
         self.writeline("environment.go_on()")
@@ -57,10 +57,10 @@ class _Code(CodeGenerator):
 
 
 class _Timed(Template):
-    """A template that may take only so long."""
+    """A template with a time limit."""
 
     def render(self, *args: Any, **kwargs: Any) -> str:
-        """The text; TemplateError where it takes too long."""
+        """Render the template; TemplateError if it takes too long."""
         _clock.end = thread_time() + _MOST_SECONDS
         try:
             return super().render(*args, **kwargs)
@@ -68,12 +68,12 @@ class _Timed(Template):
             del _clock.end
 
 
-_clock = threading.local()  # `end`: of the thread's time, while it renders
+_clock = threading.local()  # `end`: the thread's time limit while it renders
 
 
 class _Bounded(ImmutableSandboxedEnvironment):
-    """A sandbox in which no single operation makes much, nor many take long; jinja bounds `range`
-    itself."""
+    """A sandbox that limits the size of each operation's result, and the total time. Jinja itself
+    limits `range`."""
 
     intercepted_binops = frozenset(("*", "**", "+", "%"))
     code_generator_class = _Code
@@ -81,13 +81,13 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def go_on() -> None:
-        """Raise TemplateError where the template has taken too long."""
+        """Raise TemplateError if the time limit is exceeded."""
         if thread_time() > getattr(_clock, "end", float("inf")):
             raise TemplateError("the chat template takes too long")
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """The text of a template, macro or block from what its statements wrote."""
+        """Join the output of the statements of a template, macro or block."""
         length, kept = 0, []
         for part in parts:
             length += len(part)
@@ -97,22 +97,21 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return "".join(kept)
 
     def call_filter(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply a filter, to one of many values perhaps (`map`)."""
+        """Apply a filter; `map` calls this for each value."""
         self.go_on()
         return super().call_filter(*args, **kwargs)
 
     def call_test(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply a test, to one of many values perhaps (`select`)."""
+        """Apply a test; `select` calls this for each value."""
         self.go_on()
         return super().call_test(*args, **kwargs)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may use it: not what makes bytes, which nothing bounds, or whole
-        tables of texts."""
+        """Whether a template may use an attribute; not methods whose results cannot be limited."""
         return attr not in _NEVER and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute by an operator; TemplateError if the result would be too large."""
+        """Apply an operator; TemplateError if the result would be too large."""
         if operator == "+":
             _require_short(left, right)
         elif operator == "%":
@@ -123,7 +122,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, called: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of the template; TemplateError for a text that is padded too far."""
+        """Call a function; TemplateError if a method of a text would make a result too large."""
         method = getattr(called, "__wrapped__", called)  # jinja wraps str.format
         text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(text, str):
@@ -140,7 +139,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def joined(operands: tuple[Any, ...]) -> str:
-        """The texts of the operands, one behind the other."""
+        """Concatenate the operands' texts."""
         texts = [*map(_text, operands)]
         _require_short(*texts)
         return "".join(texts)
@@ -168,7 +167,7 @@ _CONTAINERS = (list, tuple, dict)
 
 
 def _require_short(*parts: Any) -> None:
-    """Raise TemplateError where texts or lists are too long together."""
+    """Raise TemplateError if texts or lists are too long together."""
     if sum(len(it) for it in parts if isinstance(it, str | list | tuple)) > _MOST_OF_A_SUM:
         raise TemplateError("a text or list is too long for a chat template")
 
@@ -203,7 +202,7 @@ def _text(value: Any) -> str:
 
 
 def _of_modest(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, which refuses values that are too long to be written out."""
+    """Make a filter refuse values that are too long to be written out."""
 
     @wraps(apply)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -221,7 +220,7 @@ def _require_narrow(text: Any, *widths: Any) -> None:
 
 
 def _require_room(times: int, *parts: Any) -> None:
-    """Raise TemplateError where texts, or so many characters, are too long if repeated."""
+    """Raise TemplateError if texts, or numbers of characters, are too long when repeated."""
     for part in parts:
         length = part if isinstance(part, int) else len(part) if isinstance(part, str) else 0
         if times * length > _MOST_OF_A_SUM:
@@ -229,9 +228,9 @@ def _require_room(times: int, *parts: Any) -> None:
 
 
 def _narrow(pad: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, which refuses large widths."""
+    """Make a filter refuse large widths."""
 
-    @wraps(pad)  # with what jinja has marked it with
+    @wraps(pad)  # keeps jinja's marks on the function
     def checked(value: Any, *args: Any, **kwargs: Any) -> Any:
         formats = pad is do_format
         _require_narrow(value if formats else "", *() if formats else (*args, *kwargs.values()))
@@ -240,7 +239,8 @@ def _narrow(pad: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-# The text, what is repeated in it as often as the mark (None: as it is long), and the mark.
+# Names of the text, of what is repeated in it, and of the mark at which that is repeated; None: it
+# may be repeated for each character.
 _REPEATING_FILTERS: dict[str, tuple[str, str, str | None]] = {
     "indent": ("s", "width", "\n"),
     "replace": ("s", "new", "old"),
@@ -251,7 +251,7 @@ _REPEATING_FILTERS: dict[str, tuple[str, str, str | None]] = {
 def _roomy(
     repeat: Callable[..., Any], text: str, part: str, mark: str | None
 ) -> Callable[..., Any]:
-    """The filter, which refuses to write a long part many times."""
+    """Make a filter refuse to repeat a long part many times."""
     names = signature(repeat)
 
     @wraps(repeat)
@@ -269,7 +269,7 @@ def _roomy(
 def _join(
     environment: Environment, value: Iterable[Any], d: str = "", attribute: str | None = None
 ) -> str:
-    """The values' texts with `d` between them; TemplateError for a text that is too long."""
+    """Join the values' texts with `d`; TemplateError if the result is too long."""
     if attribute is not None:
         value = map(make_attrgetter(environment, attribute), value)
     texts = [*map(_text, value)]
@@ -279,7 +279,7 @@ def _join(
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
-    """Characters, entries or bits of what would come out, about."""
+    """The approximate size of the result in characters, entries or bits."""
     whole = isinstance(left, int) and isinstance(right, int)
     if operator == "**":
         return left.bit_length() * max(right, 0) if whole else 0
@@ -290,7 +290,7 @@ def _size(operator: str, left: Any, right: Any) -> int:
 
 
 def make_environment() -> Environment:
-    """An environment without access to files, to other templates or to Python's inside."""
+    """Make an environment without access to files, other templates or Python's internals."""
     environment = _Bounded(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -302,7 +302,7 @@ def make_environment() -> Environment:
     filters |= {it: _roomy(filters[it], *named) for it, named in _REPEATING_FILTERS.items()}
     environment.filters |= {it: _narrow(environment.filters[it]) for it in _PADDING_FILTERS}
     environment.filters |= {it: _of_modest(environment.filters[it]) for it in _WRITING_FILTERS}
-    del environment.globals["lipsum"]  # as much text as it is asked for
+    del environment.globals["lipsum"]  # makes text of any length
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _strftime_now
     return environment

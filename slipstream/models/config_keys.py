@@ -25,15 +25,15 @@ _LAYER_TYPES = {
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a missing key means to an architecture, as its Hugging Face config class has it.
+    """An architecture's defaults for missing keys, from its Hugging Face config class.
 
     Attributes:
-        num_kv_heads, head_dim: None stands for num_heads and hidden_size / num_heads.
-        rotated: the share of a head that is rotated; None: whole heads are, in every checkpoint.
-        queries_grow: whether queries are multiplied by what their position gives.
+        num_kv_heads, head_dim: None: num_heads and hidden_size / num_heads.
+        rotated: the share of a head that is rotated; None: always the whole head.
+        queries_grow: whether queries are scaled by their position.
         sections: see `read_rope`.
-        intermediate_size, num_heads, vocab_size: None: the config must tell.
-        hidden_act: the only one that the architecture has.
+        intermediate_size, num_heads, vocab_size: None: the key is required.
+        hidden_act: the only activation that the architecture has.
     """
 
     max_position_embeddings: int
@@ -51,16 +51,16 @@ class Defaults:
     hidden_act: str = "silu"
 
 
-_MOST_LAYERS = 4096  # far beyond any model: a spec is made of each before a tensor is looked at
+_MOST_LAYERS = 4096  # far more than any model has; specs of all are made before tensors are read
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonKeys:
-    """What the keys say that all architectures of the family share.
+    """The values of the keys that all architectures of the family share.
 
     Attributes:
-        attention: without biases, norms of heads and window.
-        feed_forward: without biases.
+        attention: spec without biases, head norms and window.
+        feed_forward: spec without biases.
     """
 
     architecture: str
@@ -81,12 +81,12 @@ class CommonKeys:
         feed_forwards: Sequence[FeedForwardSpec] | None = None,
         ropes: Sequence[RopeConfig] | None = None,
     ) -> DecoderConfig:
-        """A decoder whose layers differ in windows, feed-forward parts and rotations alone.
+        """A decoder whose layers differ only in windows, feed-forward parts and RoPE.
 
         Args:
-            windows: None: no layer has one.
-            feed_forwards: None: all are `feed_forward`.
-            ropes: None: all are that of `attention`.
+            windows: window of each layer; None: no layer has one.
+            feed_forwards: feed-forward part of each layer; None: all are `feed_forward`.
+            ropes: RoPE of each layer; None: all have that of `attention`.
         """
         windows = windows or [None] * self.num_layers
         ropes = ropes or [attention.rope] * self.num_layers
@@ -97,7 +97,7 @@ class CommonKeys:
     def of_mixers(
         self, mixers: Sequence[MixerSpec], feed_forwards: Sequence[FeedForwardSpec] | None = None
     ) -> DecoderConfig:
-        """A decoder of these mixers; `feed_forwards` as of `decoder`."""
+        """A decoder with these mixers; `feed_forwards` as in `decoder`."""
         feed_forwards = feed_forwards or [self.feed_forward] * self.num_layers
         layers = [
             LayerSpec(mixer, feed_forward, self.norms)
@@ -118,10 +118,10 @@ class CommonKeys:
 def read_common(
     reader: ConfigReader, architecture: str, defaults: Defaults, rope: RopeConfig | None = None
 ) -> CommonKeys:
-    """The keys that every architecture reads; each takes its own besides.
+    """Read the keys that all architectures share; each architecture reads its own keys.
 
     Args:
-        rope: None: it is read as well.
+        rope: the RoPE config; None: it is read, too.
     """
     reader.expect("hidden_act", defaults.hidden_act)
     reader.expect("is_encoder_decoder", False)
@@ -165,7 +165,7 @@ def read_common(
 
 
 def norms_behind(common: CommonKeys) -> CommonKeys:
-    """Keys with norms behind the halves, and none before them."""
+    """The values with norms after the halves instead of before them."""
     norms = LayerNorms(
         common.norms.eps,
         mixer=None,
@@ -177,7 +177,7 @@ def norms_behind(common: CommonKeys) -> CommonKeys:
 
 
 def read_layer_types(reader: ConfigReader, num_layers: int) -> list[bool] | None:
-    """Per layer whether it has a sliding window; None when the config does not say."""
+    """Whether each layer has a sliding window; None if the config does not say."""
     names = reader.take_optional("layer_types", list)
     if names is None:
         return None
@@ -197,11 +197,11 @@ def read_layer_types(reader: ConfigReader, num_layers: int) -> list[bool] | None
 def read_single_window(
     reader: ConfigReader, num_layers: int, default: int | None, switched_on: bool = True
 ) -> list[int | None]:
-    """One window for all layers, or none at all.
+    """Read one window for all layers; None if there is none.
 
     Args:
-        default: what a missing `sliding_window` means; null is no window.
-        switched_on: false: no layer slides, whatever the size.
+        default: value of a missing `sliding_window`; null means no window.
+        switched_on: False: no layer has a window, whatever the size.
     """
     window = reader.take_optional("sliding_window", int, default)
     if not switched_on:
@@ -219,7 +219,7 @@ def read_switched_windows(
     num_layers: int,
     slides_by_default: Callable[[int, int], bool] = lambda layer, first: layer >= first,
 ) -> tuple[int | None, ...]:
-    """Windows as Qwen has them: a switch, a size, and the types of layers.
+    """Read Qwen's windows: a switch, a size, and the types of layers.
 
     Args:
         slides_by_default: of a layer and `max_window_layers`, where no types are given.
@@ -254,7 +254,7 @@ def _even_share(reader: ConfigReader, hidden_size: int, num_heads: int) -> int:
 
 
 def _read_dtype(reader: ConfigReader) -> torch.dtype:
-    """`dtype`, or its name before transformers 5; full precision when neither is there."""
+    """Read `dtype`, or `torch_dtype` as it was called before transformers 5; default float32."""
     old, new = (reader.take(key, str, "") for key in ("torch_dtype", "dtype"))
     name = (new or old or "float32").removeprefix("torch.")
     if name not in DTYPES:

@@ -98,7 +98,7 @@ class Decoder:
             stream_layers: layers (from 0) whose incoming residual stream is returned, too; the
                 number of layers means the stream that enters the final norm.
             embedded: [T, hidden_size], used instead of the embeddings of the tokens.
-            added: image features, added to the stream behind the first `config.num_added_layers`
+            added: image features, added to the stream after the first `config.num_added_layers`
                 layers, or None.
 
         Returns:

@@ -12,12 +12,12 @@ from slipstream.models.decoder_config import DecoderConfig
 
 
 def read_softmax_routing(reader: ConfigReader, experts_key: str, normalised: bool) -> Routing:
-    """Routing by probabilities over all experts.
+    """Read routing by a softmax over all experts.
 
     Args:
         experts_key: the family's name for the number of experts; transformers 5 writes
             `num_local_experts` as well.
-        normalised: what a missing `norm_topk_prob` means.
+        normalised: value of a missing `norm_topk_prob`.
     """
     reader.expect("scoring_func", "softmax")
     return Routing(
@@ -31,11 +31,11 @@ def read_softmax_routing(reader: ConfigReader, experts_key: str, normalised: boo
 def read_corrected_experts(
     reader: ConfigReader, scale: float = 1.0, groups: tuple[int, int] = (1, 1)
 ) -> ExpertsSpec:
-    """Experts chosen by corrected scores, and one that every row passes.
+    """Read experts that are chosen by corrected scores, and a shared expert.
 
     Args:
-        scale: what a missing `routed_scaling_factor` means.
-        groups: what missing `n_group` and `topk_group` mean.
+        scale: value of a missing `routed_scaling_factor`.
+        groups: values of missing `n_group` and `topk_group`.
     """
     reader.expect("scoring_func", "sigmoid")
     reader.expect("topk_method", "noaux_tc")
@@ -56,7 +56,7 @@ def read_corrected_experts(
 
 
 def read_sparse_layers(reader: ConfigReader, num_layers: int) -> list[bool]:
-    """Per layer whether it has experts, as Qwen has it: every n-th, but for those on a list."""
+    """Whether each layer has experts, by Qwen's keys: every n-th layer, except for a list."""
     step = reader.take("decoder_sparse_step", int, 1)
     require_positive(decoder_sparse_step=step)
     dense = reader.take("mlp_only_layers", list, [])
@@ -66,7 +66,7 @@ def read_sparse_layers(reader: ConfigReader, num_layers: int) -> list[bool]:
 
 
 def read_latent_attention(reader: ConfigReader, common: CommonKeys) -> LatentAttentionSpec:
-    """Latent attention without biases; its heads have no keys and values of their own to count."""
+    """Read latent attention without biases, whose number of key-value heads has no meaning."""
     reader.expect("attention_bias", False)
     reader.expect("rope_interleave", True)
     spec = LatentAttentionSpec(
@@ -76,7 +76,7 @@ def read_latent_attention(reader: ConfigReader, common: CommonKeys) -> LatentAtt
         rotary_dim=reader.take("qk_rope_head_dim", int),
         value_dim=reader.take("v_head_dim", int),
         query_rank=reader.take_optional("q_lora_rank", int),
-        # A share of a head that turns is that of both parts of it.
+        # The rotated share refers to both parts of a head.
         rope=replace(common.attention.rope, rotated=1.0),
     )
     reader.expect("qk_head_dim", spec.plain_dim + spec.rotary_dim)
@@ -89,7 +89,7 @@ def latent_decoder(
     """A decoder whose first layers are dense.
 
     Args:
-        num_dense: how many, where no key says so.
+        num_dense: their number, if no key says so.
     """
     dense = _read_dense_layers(reader, common.num_layers, num_dense)
     attention = read_latent_attention(reader, common)
@@ -100,7 +100,7 @@ def latent_decoder(
 
 
 def _read_dense_layers(reader: ConfigReader, num_layers: int, num_dense: int) -> list[bool]:
-    """Per layer whether it is dense: a count, or from transformers 5 on the types of layers."""
+    """Whether each layer is dense: from a count, or since transformers 5 from types of layers."""
     reader.expect("moe_layer_freq", 1)
     first = reader.take("first_k_dense_replace", int, num_dense)
     types = reader.take("mlp_layer_types", list, [])

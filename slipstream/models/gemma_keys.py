@@ -1,4 +1,4 @@
-"""What the keys of all Gemmas have in common, and those of Gemma 4's layers."""
+"""The keys that all Gemma models share, and those of Gemma 4's layers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _TANH = "gelu_pytorch_tanh"
 
 
-# What missing keys mean, but for those that a family changes.
+# Defaults of missing keys, unless a family has its own.
 DEFAULTS = Defaults(
     max_position_embeddings=131072,
     num_heads=8,
@@ -32,10 +32,10 @@ DEFAULTS = Defaults(
 def read_gemma(
     reader: ConfigReader, architecture: str, defaults: Defaults, rope: RopeConfig | None = None
 ) -> CommonKeys:
-    """Norms before and behind both halves, and gates of GELU.
+    """Read the common keys; there are norms before and after both halves, and GELU gates.
 
     Args:
-        rope: of the first layer, where the family's own keys tell it.
+        rope: RoPE of the first layer, if the family has its own keys for it.
     """
     reader.expect("hidden_activation", _TANH)
     reader.expect("attention_bias", False)
@@ -51,22 +51,22 @@ def read_gemma(
 
 
 def zero_centred(common: CommonKeys) -> CommonKeys:
-    """With norms of 1 + w, as all before Gemma 4 have them."""
+    """Use norms with a weight of 1 + w, as in all models before Gemma 4."""
     return replace(common, norms=replace(common.norms, zero_centred=True))
 
 
 def scaled(reader: ConfigReader, decoder: DecoderConfig, softcap: float | None) -> DecoderConfig:
-    """With embeddings times the root of their width, and logits capped.
+    """Scale embeddings by the square root of their width, and cap logits.
 
     Args:
-        softcap: what a missing key means.
+        softcap: value of a missing key.
     """
     softcap = reader.take_optional("final_logit_softcapping", float, softcap)
     return replace(decoder, embedding_scale=decoder.hidden_size**0.5, logit_softcap=softcap)
 
 
 def read_slides(reader: ConfigReader, num_layers: int, pattern: int) -> list[bool]:
-    """Per layer whether it has a window: by default all but every `pattern`-th."""
+    """Whether each layer has a window; by default all except every `pattern`-th."""
     given = [reader.take(key, int, pattern) for key in _PATTERN_KEYS]
     pattern = next((each for each in given if each != pattern), pattern)
     require_positive(sliding_window_pattern=pattern)
@@ -78,7 +78,7 @@ _PATTERN_KEYS = ("sliding_window_pattern", "_sliding_window_pattern")
 
 
 def read_scale(reader: ConfigReader) -> float:
-    """What scores are multiplied by."""
+    """Read the scale of attention scores."""
     scalar = reader.take("query_pre_attn_scalar", float, 256.0)
     require_positive(query_pre_attn_scalar=scalar)
     return float(scalar**-0.5)
@@ -87,10 +87,10 @@ def read_scale(reader: ConfigReader) -> float:
 def read_typed_ropes(
     reader: ConfigReader, max_positions: int, usual: dict[str, RopeConfig]
 ) -> dict[str, RopeConfig]:
-    """One rotation for each type of layer, by the type's name.
+    """Read the RoPE of each type of layer, by the type's name.
 
     Args:
-        usual: what the types without an object mean; of others, theta where it is missing.
+        usual: RoPE of types without an object; for others, their default theta.
     """
     values = reader.take("rope_parameters", dict, {})
     unknown = sorted(set(values) - set(usual))
@@ -113,17 +113,17 @@ _LISTED = "per_layer_config"
 
 
 def read_ropes(reader: ConfigReader, max_positions: int) -> dict[str, RopeConfig]:
-    """What layers rotate by, for each type of them."""
+    """Read the RoPE of each type of layer."""
     return read_typed_ropes(reader, max_positions, _ROPES)
 
 
 def read_attention(
     reader: ConfigReader, attention: AttentionSpec, max_positions: int, slides: Sequence[bool]
 ) -> list[AttentionSpec]:
-    """Layer by layer; those without a window may have heads of another size.
+    """Read the attention of each layer; layers without a window may have heads of another size.
 
     Args:
-        attention: of layers with a window, by its heads; the rest is read here.
+        attention: spec with the heads of layers with a window; the rest is read here.
     """
     ropes = read_ropes(reader, max_positions)
     window = reader.take("sliding_window", int, 512)
@@ -159,7 +159,7 @@ def read_attention(
 
 
 def _read_listed(reader: ConfigReader, own: Any) -> dict[str, int]:
-    """What differs in one layer, as newer exports have it."""
+    """Read the differences of a single layer, as newer exports store them."""
     names = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
     if not isinstance(own, dict) or any(
         key not in names or type(value) is not int or value < 1 for key, value in own.items()

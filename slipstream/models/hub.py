@@ -1,4 +1,4 @@
-"""Fetching checkpoints from the hub, with its own client."""
+"""Downloads checkpoints from the hub with the huggingface_hub client."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from slipstream.core.errors import CheckpointError
 
 T = TypeVar("T")
 
-# What the hub's client raises, by class: what is wrong, and what to do.
+# For each error class of the client: what is wrong, and what to do.
 _HUB_PROBLEMS = {
     "GatedRepoError": "its owner wants consent to terms: give it on its page, and --hf-token here",
     "RepositoryNotFoundError": "the hub has no such model, or a private one: check the spelling, "
@@ -22,11 +22,11 @@ _HUB_PROBLEMS = {
 
 @dataclass(frozen=True)
 class HubAccess:
-    """How the hub is reached.
+    """Settings of downloads from the hub.
 
     Attributes:
-        folder: where downloads are kept; None: in the hub's own cache.
-        token: None: that of `hf auth login`, if there is one.
+        folder: where downloads are kept; None: in the client's own cache.
+        token: access token; None: the one from `hf auth login`, if there is one.
     """
 
     folder: str | None = None
@@ -39,7 +39,7 @@ _HUB = ContextVar("_HUB", default=_ANYHOW)
 
 @contextmanager
 def reaching_hub(access: HubAccess) -> Iterator[None]:
-    """Downloads within are made so, those of drafters as well."""
+    """Use these settings for all downloads within the context."""
     before = _HUB.set(access)
     try:
         yield
@@ -50,10 +50,10 @@ def reaching_hub(access: HubAccess) -> Iterator[None]:
 def download(
     name: str, revision: str | None, wanted: Sequence[str], ignored: Sequence[str] = ()
 ) -> Path:
-    """The folder with the files of a repository that match a pattern, fetched where needed.
+    """Download the files of a repository that match a pattern, if needed; returns their folder.
 
     Raises:
-        CheckpointError: the hub, its client or the network does not give them.
+        CheckpointError: the download failed.
     """
 
     def fetch() -> str:

@@ -1,4 +1,4 @@
-"""Tensors for a network's parameters: from a checkpoint's files, or at random for benchmarks."""
+"""Sources of parameters: a checkpoint's files, or random numbers for benchmarks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,9 +12,9 @@ from slipstream.layers.parameters import ROWS, WHOLE, Fused, FusedExperts, Part,
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.safetensors_file import TensorEntry, read_into
 
-Progress = Callable[[int], None]  # called with the bytes just read
+Progress = Callable[[int], None]  # called with the number of bytes just read
 
-# Buffers that some exporters write and that follow from the config.
+# buffers that some exporters write, and that follow from the config
 _DERIVED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 
 
@@ -23,8 +23,8 @@ def no_progress(_: int) -> None:
 
 
 class TensorSource(Protocol):
-    """Makes filled tensors in a dtype and on a device of its own, the parts stacked; of parts that
-    ranks share, what its rank holds."""
+    """Makes filled tensors of stacked parts, with the dtype and device of the source. If parts are
+    split over ranks, tensors have this rank's share."""
 
     def matrix(self, parts: Sequence[Part], columns: int) -> Tensor:
         """[sum of rows, columns]"""
@@ -34,7 +34,7 @@ class TensorSource(Protocol):
 
 
 class CheckpointSource:
-    """Reads each parameter straight from the files into its place, converted to `dtype`.
+    """Reads parameters from files directly into their tensors, converted to `dtype`.
 
     Raises CheckpointError for a missing tensor (naming it), a wrong shape (naming both shapes) and,
     in `finish`, for tensors that no layer asked for.
@@ -62,10 +62,10 @@ class CheckpointSource:
         return vector.add_(parts[0].offset) if parts[0].offset else vector
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
-        """Refuse a checkpoint that holds more than the network: its maths would differ.
+        """Refuse a checkpoint with tensors that were not read, since the model would differ.
 
         Args:
-            ignored: tensors that may be there without being read, such as a tied head.
+            ignored: tensors that need not be read, such as a tied head.
         """
         surplus = sorted(
             name for name in self._unused if name not in ignored and not name.endswith(_DERIVED)
@@ -93,7 +93,7 @@ class CheckpointSource:
         return parameter
 
     def _fused(self, fused: Fused, parts: Sequence[Part], tail: tuple[int, ...]) -> Tensor:
-        """[sum of rows, *tail], expert by expert where it is one tensor for all experts."""
+        """Read [sum of rows, *tail] from a fused tensor; experts are stacked one by one."""
         rows = sum(part.rows for part in parts)
         if not isinstance(fused, FusedExperts):
             return self._fill([Part(fused.name, rows, dtype=parts[0].dtype)], tail)
@@ -112,7 +112,7 @@ class CheckpointSource:
         return stacked.reshape(-1, *tail)
 
     def _own(self, part: Part, entry: TensorEntry) -> Tensor:
-        """This rank's share of a part; where ranks share rows, only its own are read."""
+        """Read this rank's share of a part; if rows are split, only these are read."""
         is_own = part.split == ROWS and part.within is None
         if is_own:
             start, stop = self._share.span_of(part, part.rows)
@@ -125,7 +125,7 @@ class CheckpointSource:
         return block if is_own else self._share.cut(block, [part])
 
     def _read_part(self, part: Part, entry: TensorEntry, destination: Tensor) -> None:
-        """The rows of a part, of the entry of its tensor."""
+        """Read the rows of a part from its tensor."""
         spans = part.spans
         if len(spans) == 1:
             self._read(entry.row_range(*spans[0]), destination)
@@ -156,12 +156,12 @@ class CheckpointSource:
         return entry
 
 
-# How the names of vectors end that are multiplied by.
+# endings of the names of scales
 FACTORS = ("norm.weight", "norm_1.weight", "norm_2.weight", "scale", "_scalar")
 
 
 class DummySource:
-    """Random weights from a fixed seed, so that a config without weights can be timed."""
+    """Random weights from a fixed seed, for benchmarks of a config without weights."""
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, seed: int = 0, share: Share = WHOLE

@@ -1,5 +1,5 @@
-"""The precision that matrices are multiplied in: as they are stored, or rounded to fewer bits; and
-what a pass reads of them, which for few rows is what it costs."""
+"""The precision of weight matrices: as stored, or quantised while loading; and the bytes that a
+pass reads of them, which determine its time for few rows."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -33,18 +33,18 @@ from slipstream.models.quantized.source import (
 
 logger = logging.getLogger("slipstream")
 
-# Of a matrix's name and columns: what it is rounded to, or None.
+# (name, columns) of a matrix -> its quantisation method, or None
 FormOf = Callable[[str, int], Rounding | None]
 
-NOWHERE = torch.device("meta")  # where tensors have shapes and no numbers
+NOWHERE = torch.device("meta")  # the device of tensors with shapes but no data
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What one name of `quantization` means.
+    """The meaning of a value of `quantization`.
 
     Attributes:
-        matrix, head: what they are rounded to; logits need more bits. None: the head stays.
+        matrix, head: quantisation methods; logits need more bits. None: the head is unquantised.
         words: a description for the log.
     """
 
@@ -74,11 +74,11 @@ PRECISIONS: Final = {
 
 
 class PreparedSource:
-    """Parameters as a backend reads them, rounded first where a precision is given.
+    """Parameters packed for a backend, and quantised first if a precision is given.
 
-    Each matrix is prepared as soon as it is read, so that only one at a time is in memory in two
-    forms. Tables and vectors stay as they are, and so do matrices that are stored in fewer bits
-    already; a head that is tied to a table becomes a second, rounded copy of it.
+    Each matrix is prepared when it is read, so that only one at a time is in memory twice. Tables,
+    vectors and matrices that are stored quantised are not changed; a tied head becomes a second,
+    quantised copy of the table.
     """
 
     def __init__(self, tensors: TensorSource, precision: Precision | None, ops: Ops) -> None:
@@ -137,7 +137,7 @@ class PreparedSource:
         return self._ops.pack(matrix)
 
     def _log_odd_columns(self, name: str, columns: int, bits: int | None) -> None:
-        """Log once for each number of columns that no group divides."""
+        """Log once for each number of columns that is no multiple of a group."""
         if columns not in self._odd_columns:
             self._odd_columns.add(columns)
             logger.info(
@@ -150,8 +150,8 @@ class PreparedSource:
 
 
 def _order(parts: Sequence[Part], held: int) -> Tensor | None:
-    """[held]: where the rows that are used one behind the other stand in these parts, of whose rows
-    this rank holds so many; None: they stand so."""
+    """[held]: the index in the stored order of each row as it is used, for the `held` rows of these
+    parts on this rank; None: the orders are equal."""
     if all(part.paired is None for part in parts):
         return None
     ranks = sum(part.rows for part in parts) // held
@@ -165,10 +165,10 @@ def _order(parts: Sequence[Part], held: int) -> Tensor | None:
 
 
 def in_precision(tensors: TensorSource, quantization: str | None, ops: Ops) -> ParameterSource:
-    """Parameters made of these tensors for a backend.
+    """Make parameters for a backend from these tensors.
 
     Args:
-        quantization: a key of `PRECISIONS`; None: nothing is rounded.
+        quantization: a key of `PRECISIONS`; None: nothing is quantised.
     """
     return PreparedSource(tensors, PRECISIONS[quantization] if quantization else None, ops)
 
@@ -182,25 +182,27 @@ def weight_bytes(
     """Bytes of a network's matrices and tables, which are nearly all of its bytes.
 
     Args:
-        quantization: a key of `PRECISIONS`; None: nothing is rounded.
-        stored: what a matrix of this name and so many columns is rounded to before; None of that:
-            nothing is.
+        quantization: a key of `PRECISIONS`; None: nothing is quantised.
+        stored: the format in which the checkpoint stores a matrix of this name and number of
+            columns; None: all are unquantised.
     """
     precision = PRECISIONS[quantization] if quantization else None
     total = sum(matrix.nbytes for matrix in layer_matrices(config, dtype, quantization, stored))
     table = config.vocab_size * config.hidden_size
     total += table * dtype.itemsize
     if not config.tie_word_embeddings or (precision is not None and precision.head is not None):
-        total += head_bytes(config, dtype, quantization)  # tied or not, a matrix of its own
+        total += head_bytes(
+            config, dtype, quantization
+        )  # counted as a matrix of its own, even if tied
     return int(total)
 
 
 @dataclass(frozen=True)
 class MatrixBytes:
-    """What a matrix of a network's layers takes.
+    """The size of a matrix of a network's layers.
 
     Attributes:
-        experts: into how many it falls, of which a row passes some; 1: every row passes all of it.
+        experts: number of experts in it, of which a row uses a few; 1: every row uses all of it.
     """
 
     nbytes: float
@@ -213,7 +215,7 @@ def layer_matrices(
     quantization: str | None,
     stored: FormOf | None = None,
 ) -> Iterator[MatrixBytes]:
-    """Every matrix of the layers; arguments as `weight_bytes`."""
+    """All matrices of the layers; arguments as in `weight_bytes`."""
     precision = PRECISIONS[quantization] if quantization else None
     shapes = Shapes()
     layer = BuildContext(shapes, config.hidden_size, RopeTables(1, NOWHERE))
@@ -230,14 +232,14 @@ def layer_matrices(
 
 
 def head_bytes(config: DecoderConfig, dtype: torch.dtype, quantization: str | None) -> float:
-    """Bytes of the matrix that makes logits."""
+    """Bytes of the LM head."""
     form = PRECISIONS[quantization].head if quantization else None
     each = dtype.itemsize if form is None else form.bytes_per_number
     return config.vocab_size * config.hidden_size * each
 
 
 class Shapes:
-    """A source of parameters without numbers, which notes matrices by their first parts."""
+    """A source of parameters without data, which records matrices by their first parts."""
 
     def __init__(self) -> None:
         self.matrices: list[tuple[Part, int, int]] = []
@@ -249,7 +251,7 @@ class Shapes:
         return weight
 
     def alike(self, parts: Sequence[Part]) -> bool:
-        """Not, so that each is noted."""
+        """Always False, so that each matrix is recorded."""
         del parts
         return False
 
@@ -277,7 +279,7 @@ def _unfilled(parts: Sequence[Part], columns: int) -> DenseMatrix:
 
 
 def expected_experts(routing: Routing, rows: int) -> float:
-    """How many distinct experts of a layer so many rows touch if each chooses independently."""
+    """The expected number of distinct experts in a layer, if rows choose independently."""
     share = routing.num_chosen / routing.num_experts
     return routing.num_experts * (1.0 - (1.0 - share) ** rows)
 
@@ -290,13 +292,12 @@ def pass_bytes(
     stored: StoredQuantization | None = None,
     experts: float | None = None,
 ) -> float:
-    """Bytes of the matrices that a pass of so many rows reads, the head included.
+    """Bytes of the matrices that a pass with this number of rows reads, including the head.
 
     Args:
-        quantization: what they are rounded to; None: nothing.
+        quantization: a key of `PRECISIONS`; None: nothing is quantised.
         stored: how a quantised checkpoint stores them.
-        experts: distinct ones that the rows touch in a layer; None: as many as independent choices
-            would.
+        experts: number of distinct experts in a layer; None: `expected_experts`.
     """
     form = None if stored is None else partial(stored_rounding, stored)
     routing = config.routing

@@ -1,4 +1,4 @@
-"""The keys of config.json that say how queries and keys are rotated, in all their spellings."""
+"""Reads the RoPE keys of config.json, in all their spellings."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _ROTATED = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
 _KINDS = (
     *("default", "linear", "dynamic", "llama3", "yarn", "proportional", "longrope"),
-    "su",  # longrope in older files
+    "su",  # longrope's name in older files
 )
 
 
@@ -23,15 +23,15 @@ def read_rope(
     queries_grow: bool = False,
     sections: Sequence[int] = (),
 ) -> RopeConfig:
-    """Theta beside `rope_scaling` as until transformers 4, or all within `rope_parameters`.
+    """Read `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters`, which has both.
 
     Args:
-        max_positions: `max_position_embeddings`, from which missing keys follow.
-        rotated: the share of a head that turns where the config does not say; None: a config that
-            asks for less than all of it is refused.
-        queries_grow: whether the architecture multiplies queries by what their position gives.
-        sections: of positions with several axes, where the config does not say; without any,
-            positions have one axis.
+        max_positions: `max_position_embeddings`, for defaults of missing keys.
+        rotated: default for the rotated share of a head; None: a config that asks for less than
+            the whole head is refused.
+        queries_grow: whether the architecture scales queries by their position.
+        sections: default for the sections of positions with three axes; empty: positions have one
+            axis.
     """
     theta = reader.take("rope_theta", float, default_theta)
     if rotated is not None:
@@ -56,7 +56,7 @@ def read_rope(
 
 @dataclass(frozen=True)
 class RopesByType:
-    """What layers with full attention rotate by, and those with a window."""
+    """The RoPE of layers with full attention, and of layers with a window."""
 
     full: RopeConfig
     sliding: RopeConfig
@@ -65,8 +65,8 @@ class RopesByType:
 def read_ropes_by_type(
     reader: ConfigReader, default_positions: int, default_theta: float
 ) -> RopesByType:
-    """An object for each type within `rope_parameters`; or theta for both beside `rope_scaling`,
-    which only layers with full attention have."""
+    """Read an object for each type in `rope_parameters`; or `rope_theta` for both types and
+    `rope_scaling`, which applies only to layers with full attention."""
     positions = reader.take("max_position_embeddings", int, default_positions)
     theta = reader.take("rope_theta", float, default_theta)
     given = reader.nested("rope_parameters")
@@ -86,11 +86,11 @@ def read_rope_parameters(
     rotated: float | None = None,
     original: int | None = None,
 ) -> RopeConfig:
-    """One object of rope parameters, read to its end; arguments as those of `read_rope`.
+    """Read one object of RoPE parameters and all its keys; arguments as in `read_rope`.
 
     Args:
-        original: `original_max_position_embeddings` beside the object, which counts before that
-            within it.
+        original: `original_max_position_embeddings` from outside the object, which takes
+            precedence over the one inside.
     """
     theta = reader.take("rope_theta", float, default_theta)
     kind = _kind(reader)
@@ -166,7 +166,7 @@ def _rope_of_kind(
 def _longrope(
     inner: ConfigReader, theta: float, max_positions: int, rotated: float, original: int | None
 ) -> RopeConfig:
-    """LongRoPE with what cosines are multiplied by, if that follows from other keys."""
+    """Read LongRoPE, with the attention factor that follows from other keys."""
     original = max_positions if original is None else original
     factor = inner.take("factor", float, max_positions / original if original > 0 else 1.0)
     weight = 1.0
@@ -195,13 +195,13 @@ def _factors(inner: ConfigReader, key: str) -> tuple[float, ...]:
 def _yarn(
     inner: ConfigReader, theta: float, max_positions: int, rotated: float, original: int | None
 ) -> RopeConfig:
-    """YaRN with what follows from other keys: the stretch, and what cosines are multiplied by."""
+    """Read YaRN, with the factors that follow from other keys."""
     factor = inner.take_optional("factor", float)
     if factor is None:
         if not original:
             raise inner.error("factor", "is missing; add it, or original_max_position_embeddings")
         factor = max_positions / original
-    inner.take("finetuned", bool, True)  # which tells how the weights came about
+    inner.take("finetuned", bool, True)  # only describes how the model was trained
     one, other = (inner.take(key, float, 0.0) for key in ("mscale", "mscale_all_dim"))
     weight = _mscale(factor, one) / _mscale(factor, other) if one and other else _mscale(factor)
     return RopeConfig(
@@ -219,5 +219,5 @@ def _yarn(
 
 
 def _mscale(factor: float, mscale: float = 1.0) -> float:
-    """The factor of cosines and sines where a context is stretched (Peng et al. 2023)."""
+    """The attention factor for a scaled context (Peng et al. 2023)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

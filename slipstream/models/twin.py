@@ -1,13 +1,13 @@
-"""Random weights of any geometry whose first layers are a draft that really gets accepted.
+"""Random weights of any geometry, whose first layers make a drafter with accepted tokens.
 
-With ordinary random weights a draft is never accepted, so that nothing but a forced verdict can be
-timed. Here the first layer decides almost alone which token comes next, and all later layers
-together change the residual stream by a fixed small share. A model cut after its first layers, with
-the same embedding, final norm and head, then agrees with the whole one most of the time, whatever
-the number of layers of either. Text means nothing.
+With ordinary random weights drafts are never accepted, so that only forced acceptance could be
+timed. Here the next token depends almost entirely on the first layer, and all later layers together
+change the residual stream by a small, fixed share. A model of only the first layers, with the same
+embedding, final norm and head, then agrees with the whole model most of the time, whatever the
+number of layers of either. The text is meaningless.
 
-Routers are random like all else, so rows choose their experts nearly as if independently of each
-other: docs/performance.md has the distinct experts that neighbouring rows touch.
+Routers are random, too, so rows choose experts almost independently of each other.
+docs/performance.md has the number of distinct experts that adjacent rows use.
 """
 
 import math
@@ -29,32 +29,32 @@ from slipstream.layers.parameters import WHOLE, FusedExperts, Part, Share, Withi
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import FACTORS
 
-_SLICE = 1 << 24  # numbers that are drawn at once
+_SLICE = 1 << 24  # numbers that are drawn at a time
 
-# Scales of what passes through a network whose norms all have unit output.
+# Scales of activations in a network whose norms all have unit output.
 LOGIT_STD = 6.0
-# The first layer's output over the embedding's rows: so large that a tied head, whose rows are
+# Ratio of the first layer's output to the embedding, so large that a tied head, whose rows are
 # those of the embedding, does not just repeat the last token.
 FIRST_LAYER_GAIN = 40.0
-# All later layers' output over the first one's. About 70 percent of greedy draft tokens are then
-# accepted, at 8 to 28 layers and 8,192 to 32,000 tokens; at 0.1 it is 78 percent, at 0.2 it is 62.
+# Ratio of all later layers' output to the first one's. About 70 percent of greedy draft tokens are
+# then accepted, with 8 to 28 layers and 8,192 to 32,000 tokens; 78 percent at 0.1, and 62 at 0.2.
 LATE_SHARE = 0.14
-# Standard deviation of the attention scores: rows look at few tokens, so that the next token
+# Standard deviation of attention scores: rows attend to few tokens, so that the next token
 # depends on the whole text and greedy output does not fall into a loop at once.
 SHARPNESS = 4.0
-# Logarithm of the rate at which recurrent states forget, so that they know some dozens of tokens.
+# Logarithm of the decay rate of recurrent states, so that they remember some dozens of tokens.
 SLOW_DECAY = -3.0
 
 
 class TwinSource:
-    """Draws each tensor by a generator of its own, seeded by its name; the experts of a layer, one
-    by one or fused in a checkpoint, are one tensor.
+    """Draws each tensor with its own generator, seeded by its name; the experts of a layer count as
+    one tensor.
 
-    A target and a draft that are built apart therefore have the same numbers where they have the
-    same names, up to the rounding to their dtypes.
+    So a target and a drafter that are built separately have equal numbers in tensors of equal
+    names, up to rounding to their dtypes.
 
     Args:
-        target: the whole network, also where only its first layers are built.
+        target: the whole network, even if only its first layers are built.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class TwinSource:
         parameter = torch.empty((rows, columns), dtype=self._dtype, device=self._device)
         fused = parts[0].fused
         if isinstance(fused, FusedExperts):
-            # By one generator: hundreds of small ones a layer would take most of the time.
+            # With one generator: hundreds per layer would take most of the time.
             self._draw(fused.name, parameter)
             return self._share.cut(parameter, parts)
         start = 0
@@ -91,11 +91,11 @@ class TwinSource:
     def _draw(self, name: str, out: Tensor, within: Within | None = None) -> None:
         own = name if within is None else f"{name}/{within.start}"
         generator = torch.Generator(self._device).manual_seed(_seed(self._seed, own))
-        std = self._gain(name) / out.shape[1] ** 0.5  # a gain of 1 keeps the size of a factor
+        std = self._gain(name) / out.shape[1] ** 0.5  # a gain of 1 keeps the scale of the input
         step = max(1, _SLICE // out.shape[1])
         for start in range(0, len(out), step):
             rows = out[start : start + step]
-            # In float32 whatever the dtype, so that draft and target of two dtypes agree.
+            # In float32 for all dtypes, so that drafter and target with different dtypes agree.
             numbers = torch.empty(rows.shape, dtype=torch.float32, device=self._device)
             rows.copy_(numbers.normal_(std=std, generator=generator))
 
@@ -116,15 +116,15 @@ class TwinSource:
         return weight * self._strength(int(modules[2]))
 
     def _strength(self, layer: int) -> float:
-        """How large a row is that a half of this layer adds to the stream."""
+        """The scale of what a half of this layer adds to the stream."""
         first = FIRST_LAYER_GAIN * (self._target.embedding_scale or 1.0) / self._target.logit_scale
         if layer == 0:
             return first
-        # The outputs of layers are independent: their squares add up.
+        # The layers' outputs are independent, so their squares add up.
         return first * LATE_SHARE / math.sqrt(self._target.num_layers - 1)
 
     def _constant(self, name: str) -> float:
-        """What fills a vector; norms behind halves decide how large these are."""
+        """The value of a vector's numbers; norms after halves set the scale of the halves."""
         modules = name.removesuffix(".weight").split(".")
         if name.startswith("model.layers."):
             layer = self._target.layers[int(modules[2])]
@@ -138,10 +138,10 @@ class TwinSource:
 
 @cache
 def _weight_of_experts(spec: ExpertsSpec, routed: bool) -> float:
-    """The gain with which experts, or the one that all rows share, put out as much as a dense part.
+    """The gain with which experts, or the shared expert, have outputs as large as a dense part.
 
-    What k independent experts give is as large as the root of their squared weights' sum, and a
-    clamped gate lets more or less pass than SiLU. Both are measured on random numbers.
+    The output of k independent experts scales with the root of the sum of their squared weights,
+    and a clamped gate has another scale than SiLU. Both are measured on random numbers.
     """
     share = 1.0 if spec.shared_size is None else math.sqrt(0.5)
     if not routed:
@@ -163,19 +163,19 @@ def _constant(name: str) -> float:
 
 
 def _seed(seed: int, name: str) -> int:
-    """A 63-bit seed of its own for each name, the same in every process."""
+    """A 63-bit seed for each name, equal in all processes."""
     digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def require_twin(draft: DecoderConfig, target: DecoderConfig, file: Path) -> None:
-    """Raise CheckpointError unless `draft` is the target's geometry with fewer layers, or all."""
+    """Raise CheckpointError unless `draft` has the target's geometry, maybe with fewer layers."""
     if draft.num_layers > target.num_layers:
         raise _mismatch(file, "num_hidden_layers", draft.num_layers, target.num_layers)
     cut = replace(
         target,
         layers=target.layers[: draft.num_layers],
-        # These do not change the numbers of the layers.
+        # These do not affect the numbers of the layers.
         max_position_embeddings=draft.max_position_embeddings,
         dtype=draft.dtype,
     )
@@ -185,7 +185,7 @@ def require_twin(draft: DecoderConfig, target: DecoderConfig, file: Path) -> Non
 
 
 def _difference(ours: object, theirs: object) -> tuple[str, object, object] | None:
-    """The first field, of configs within them too, in which two configs differ."""
+    """The first field, possibly of a nested config, in which two configs differ."""
     for field in fields(ours):  # type: ignore[arg-type]
         one, two = getattr(ours, field.name), getattr(theirs, field.name)
         if one == two:

@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream.core.errors import RanksLostError
 from slipstream.layers.parameters import Share
 
-_C10D: Any = dist  # torch.distributed, most of which has no types
+_C10D: Any = dist  # most of torch.distributed has no type annotations
 LOOPBACK: Final = "127.0.0.1"
 _CONNECT = timedelta(seconds=120)
 _TIMEOUT = timedelta(seconds=600)  # after waiting this long a rank treats the other one as lost

@@ -99,7 +99,7 @@ class Float8BlockMatrix(Weight):
         )
 
     def regrouped(self, block_rows: int) -> "Float8BlockMatrix":
-        """The same matrix with blocks of fewer rows, a divisor of `block_rows`."""
+        """Split blocks into blocks of fewer rows, a divisor of `block_rows`."""
         if block_rows == self.block_rows:
             return self
         scales = self.scales.repeat_interleave(self.block_rows // block_rows, 0)

@@ -95,7 +95,7 @@ class Int4Matrix(Weight):
         return Int4Matrix(values, torch.cat([part.scales for part in parts]), zeros, group)
 
     def regrouped(self, group: int) -> "Int4Matrix":
-        """The same matrix with smaller groups; `group` divides the present one."""
+        """Split groups into smaller ones; `group` divides the present size."""
         times, zeros = self.group // group, self.zeros
         return Int4Matrix(
             self.values,

@@ -29,10 +29,10 @@ class TextPart(RequestBody):
 
 
 class ImageUrl(RequestBody):
-    """Where an image is: in a data URL, or where the server was told to read or fetch from.
+    """The URL of an image: a data URL, or a file or web address that the server allows.
 
     Attributes:
-        detail: one for all images, which the server sets.
+        detail: only "auto", since the server sets one detail for all images.
     """
 
     url: str
@@ -48,14 +48,14 @@ class ImagePart(RequestBody):
 
     @classmethod
     def at(cls, where: str, url: str) -> "ImagePart":
-        """An image that came in the body of another protocol, in the field `where`."""
+        """An image from a body of another protocol, where it was in the field `where`."""
         part = cls(type="image_url", image_url=ImageUrl(url=url))
         part._where = where
         return part
 
     @property
     def where(self) -> str:
-        """The field that errors name; empty where it is the part itself."""
+        """The field that errors name; empty for this part itself."""
         return self._where
 
 
@@ -91,7 +91,7 @@ class AssistantMessage(RequestBody):
     """An earlier answer of the model.
 
     Attributes:
-        reasoning: what it thought before; `reasoning_content` is the older name.
+        reasoning: the reasoning before it; `reasoning_content` is the older name.
     """
 
     role: Literal["assistant"]
@@ -172,7 +172,7 @@ class TemplateFields(RequestBody):
 
     Attributes:
         documents: the variable of that name of the chat template.
-        chat_template: in place of the model's, where the server trusts its clients with that.
+        chat_template: replaces the model's, if the server allows it.
         chat_template_kwargs: further variables of the chat template.
         reasoning_effort: the variable of that name of the chat template; "none" switches thinking
             off.
@@ -197,9 +197,9 @@ class ChatRequest(SamplingFields, TemplateFields):
         max_tokens: the older name of `max_completion_tokens`; by default up to `max_model_len`.
         parallel_tool_calls: false ends the answer after its first tool call.
         include_reasoning: false leaves the reasoning out of the answer.
-        echo: begin the content with that of the last message, if it is the assistant's.
-        return_prompt_text: the answer has what the chat template wrote.
-        thinking_token_budget: behind so many tokens of reasoning the answer begins; -1 is no limit.
+        echo: begin the content with that of the last message, if it is an assistant's.
+        return_prompt_text: the answer includes the prompt that the chat template rendered.
+        thinking_token_budget: the answer begins after this many tokens of reasoning; -1: no limit.
     """
 
     messages: Messages
@@ -238,7 +238,7 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(ResponseBody):
-    """One entry per token; of a model whose reasoning is told apart, per token of the content."""
+    """One entry per token; if reasoning is separated from the content, per token of the content."""
 
     content: list[TokenLogprob]
     refusal: None = None
@@ -299,14 +299,14 @@ class ChatCompletion(AnswerBody):
 
 
 class FunctionPiece(ResponseBody):
-    """New text of a call; the name comes first."""
+    """New text of a call; the first one has the name."""
 
     name: str | None = None
     arguments: str
 
 
 class ToolCallPiece(ResponseBody):
-    """New text of the call with this index; the id comes first."""
+    """New text of the call with this index; the first one has the id."""
 
     index: int
     id: str | None = None

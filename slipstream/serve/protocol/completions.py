@@ -14,7 +14,7 @@ _TEXT, _IDS, _SEVERAL = "a text", "token ids", "several prompts"
 
 
 def _form_of(given: object) -> str:
-    """Which form of `prompt` is meant; a list's first entry decides."""
+    """The form of `prompt`; for a list, its first entry decides."""
     if not isinstance(given, list):
         return _TEXT
     return _IDS if given and isinstance(given[0], int | float) else _SEVERAL
@@ -33,10 +33,10 @@ class CompletionRequest(SamplingFields):
 
     Attributes:
         prompt: a text, token ids, or a list of either or both.
-        best_of: must equal `n`: all samples are returned.
+        best_of: must equal `n`, since all samples are returned.
         echo: begin with the prompt; with `max_tokens` 0 nothing is generated.
         logprobs: number of alternatives per token.
-        max_tokens: by default 16.
+        max_tokens: default 16.
         behind: what stands behind the text that is to be filled in.
     """
 

@@ -22,7 +22,7 @@ _ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class CacheControl(RequestBody):
-    """Without effect: all prompts are cached."""
+    """Has no effect: all prompts are cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -48,7 +48,7 @@ class Base64Source(RequestBody):
 
 
 class UrlSource(RequestBody):
-    """Where an image is, as in a chat."""
+    """The URL of an image, as in a chat request."""
 
     type: Literal["url"]
     url: str
@@ -62,7 +62,7 @@ class ImageBlock(_Cached):
 
 
 class ThinkingBlock(RequestBody):
-    """What the model thought in an earlier answer; `signature` may be anything."""
+    """Reasoning of an earlier answer; `signature` may be anything."""
 
     type: Literal["thinking"]
     thinking: str
@@ -83,7 +83,7 @@ SeenBlock = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
 
 
 class ToolResultBlock(_Cached):
-    """The result of a call; whether it is an error is for the content to say."""
+    """The result of a call; `is_error` has no effect, so the content should say it."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -103,14 +103,14 @@ class UserMessage(RequestBody):
 
 
 class AssistantMessage(RequestBody):
-    """An earlier answer; as the last message, the beginning of the answer that is asked for."""
+    """An earlier answer; as the last message, the beginning of the new answer."""
 
     role: Literal["assistant"]
     content: str | Annotated[list[AssistantBlock], AtMost(bounds.MOST_PARTS)]
 
 
 class SystemMessage(RequestBody):
-    """Instructions in the course of a conversation."""
+    """Instructions within a conversation."""
 
     role: Literal["system"]
     content: Texts
@@ -132,11 +132,13 @@ class Tool(_Cached):
     description: str | None = None
     strict: bool | None = None
     type: Literal["custom"] | None = None
-    eager_input_streaming: bool | None = None  # without effect: arguments are streamed as they come
+    eager_input_streaming: bool | None = (
+        None  # no effect: arguments are always streamed as they are generated
+    )
 
 
 class ToolChoice(RequestBody):
-    """Which tools the model calls: what it likes, any, this one, or none."""
+    """Which tools the model calls: auto (it chooses), any (at least one), tool (this one), none."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -153,8 +155,8 @@ class Thinking(RequestBody):
     """Whether the model thinks before it answers.
 
     Attributes:
-        budget_tokens: behind so many tokens of thinking the answer begins.
-        display: "omitted" leaves the thinking out of the answer; "summarized" is the whole of it.
+        budget_tokens: the answer begins after this many tokens of thinking.
+        display: "omitted" leaves thinking out of the answer; "summarized" includes all of it.
     """
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -176,7 +178,7 @@ class JsonSchemaOutput(RequestBody):
 
 
 class OutputConfig(RequestBody):
-    """The form of the answer, and `reasoning_effort` of chats."""
+    """The form of the answer, and the `reasoning_effort` of chat requests."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonSchemaOutput | None = None
@@ -200,7 +202,7 @@ class CountTokensRequest(ModelRequest, _Cached):
 
 
 class Metadata(RequestBody):
-    """Without effect."""
+    """Has no effect."""
 
     user_id: str | None = None
 
@@ -209,7 +211,7 @@ class MessagesRequest(CountTokensRequest):
     """Answer a conversation.
 
     Attributes:
-        max_tokens: may be more than there is room for.
+        max_tokens: may exceed the room that is left.
     """
 
     max_tokens: Positive
@@ -237,7 +239,7 @@ class AnswerText(ResponseBody):
 
 
 class AnswerThinking(ResponseBody):
-    """What the model thought; the signature is a constant, since nothing is signed."""
+    """Reasoning; the signature is a constant, since nothing is signed."""
 
     type: Literal["thinking"]
     thinking: str
@@ -260,7 +262,7 @@ StopReason = Literal[
 
 
 class MessagesUsage(ResponseBody):
-    """Token counts; the prompt has `input_tokens` and `cache_read_input_tokens` together."""
+    """Token counts; the prompt has `input_tokens` + `cache_read_input_tokens` tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: Literal[0]
