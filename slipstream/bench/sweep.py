@@ -237,7 +237,7 @@ class Advice:
 
     @property
     def choice(self) -> Point:
-        """What to serve: auto where it is as good as the best within the drift."""
+        """The K to serve with: auto, if it is as good as the best one within the drift."""
         auto = self.auto
         if auto is None or self.best.tokens_per_second > (1 + self.drift) * auto.tokens_per_second:
             return self.best

@@ -1,8 +1,8 @@
-"""Which adapters are in slots, and which request may therefore run.
+"""Loads adapters into slots, and decides which requests may run.
 
-A request runs once its adapter is in a slot. Where it is not, a thread beside the engine puts it
-into the one that was used least recently, of those that no running request names; requests behind
-it go on meanwhile, and so do steps.
+A request runs once its adapter is in a slot. If it is not, another thread loads it into the least
+recently used slot whose adapter no running request has. Meanwhile later requests may start, and
+steps continue.
 """
 
 from collections.abc import Callable, Mapping, Sequence

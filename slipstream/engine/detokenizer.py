@@ -68,7 +68,7 @@ class Detokenizer:
         self._token_ids.extend(token_ids)
         if self._let_out() or len(token_ids) < 2:
             return
-        # They end inside a character: what stands before it is let out all the same.
+        # They end inside a character: the text before it is released all the same.
         del self._token_ids[held:]
         for token_id in token_ids:
             self.push(token_id)
@@ -101,7 +101,7 @@ class Detokenizer:
         return len(self.text)
 
     def _let_out(self) -> bool:
-        """Decode what is new; False where that ends inside a character, which is held back."""
+        """Decode new tokens; False if they end inside a character, which is held back."""
         shown = self._decode(self._window, self._done)
         text = self._decode(self._window, None)
         if len(text) <= len(shown) or text.endswith(_INCOMPLETE):

@@ -76,7 +76,7 @@ class Fragments(Weight):
         return self.values.nbytes + sum(each.nbytes for each in beside if each is not None)
 
     def select(self, index: Tensor) -> "Fragments":
-        """Fragments are whole: behind the last row there are copies of the first."""
+        """Fragments are whole: after the last row there are copies of the first row."""
         count, columns = len(index), self.size[1]
         fragments = columns // self.columns_of_fragment
         index = torch.cat((index, index[:1].expand(-count % (2 * ROWS))))

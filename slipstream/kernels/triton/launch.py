@@ -61,7 +61,7 @@ def options(device: torch.device) -> dict[str, Any]:
 # the end of a matrix: 40 rows in tiles of 64 took longer than 64 rows (8B on an H200: 118 us a
 # layer instead of 109). With spare rows no tile does; the results of these rows are discarded.
 def empty_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[rows, width], uninitialized, with memory behind it for the rest of the last tile."""
+    """[rows, width], uninitialized, with memory after it for the rest of the last tile."""
     room = max(8, triton.next_power_of_2(rows)) if rows <= 64 else triton.cdiv(rows, 64) * 64
     return torch.empty(room, width, dtype=dtype, device=device)[:rows]
 

@@ -53,7 +53,7 @@ def uniform(seed, position, step, purpose):
 
 @triton.jit
 def exponential(word):
-    """An exponential number from each uint32 word: -log1p(-u), of which Gumbel noise is -log."""
+    """An exponential number from each uint32 word: -log1p(-u). Gumbel noise is its -log."""
     u = tl.minimum((word.to(tl.float32) + 0.5) * (1.0 / (1 << 32)), 1.0 - 1.0 / (1 << 24))
     if INTERPRETED:  # no log1p there: Kahan's, in float64
         wide = u.to(tl.float64)

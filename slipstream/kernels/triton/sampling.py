@@ -1,4 +1,4 @@
-"""Sampling and verification: the chain of kernels behind the head's logits.
+"""Sampling and verification: the chain of kernels after the LM head.
 
     scan        one read of all logits, several programs a row (`sampling_scan.py`)
     thresholds  of top_k, top_p and min_p, where a request of the batch has any
