@@ -15,6 +15,9 @@ Each stage ends in time with what there is. OUT gets
     report.json, CARD.md, curves.csv, curves.png
     logs/                  what the commands printed
 
+With `--evaluation-minutes 0` nothing is measured: the same command with `--evaluate-only` does that
+later, on whatever machine the model and OUT are on.
+
 On a CPU give a limit of prompts (`--prompts`), fewer `--shards` and `--held-out`, and hours.
 """
 
@@ -39,6 +42,9 @@ def main() -> None:
     given = _arguments()
     clock = Clock.of_minutes(given.minutes)
     out: Path = given.out
+    if given.evaluate_only:
+        _measure(given, clock)
+        return
     for folder in ("data", "heads", "results", "logs"):
         (out / folder).mkdir(parents=True, exist_ok=True)
     shards = _write_prompts(given, out / "data")
@@ -49,13 +55,25 @@ def main() -> None:
     facts = _facts(given, data)
     clock.say(f"{facts['answers']:,} answers, {facts['tokens']:,} tokens in sequences")
     with ThreadPoolExecutor(len(OTHERS) + len(given.kinds)) as pool:
-        lookups = [pool.submit(_evaluate, given, clock, name) for name in OTHERS]
+        others = OTHERS if given.evaluation_minutes else ()
+        lookups = [pool.submit(_evaluate, given, clock, name) for name in others]
         heads = [pool.submit(_head, given, clock, kind, data) for kind in given.kinds]
         for job in (*heads, *lookups):
             job.result()
     facts["minutes"] = (time.monotonic() - clock.began) / 60
     document = write_report(out, facts)
     clock.say("report written")
+    print(table([it for it in document["measured"] if it["drafter"] != "none"]))
+
+
+def _measure(given: argparse.Namespace, clock: Clock) -> None:
+    """Measure what an earlier run trained, one drafter after the other, and complete its report."""
+    facts = json.loads((given.out / "report.json").read_text("utf-8"))
+    facts.update(answer_tokens=given.evaluation_tokens)
+    trained = [kind for kind in given.kinds if kind in facts["trained"]]
+    for name in (*OTHERS, *trained):
+        _evaluate(given, clock, name)
+    document = write_report(given.out, facts)
     print(table([it for it in document["measured"] if it["drafter"] != "none"]))
 
 
@@ -127,7 +145,7 @@ def _facts(given: argparse.Namespace, data: list[Path]) -> dict[str, Any]:
 
 
 def _head(given: argparse.Namespace, clock: Clock, kind: str, data: list[Path]) -> None:
-    """Train a head, and measure it."""
+    """Train a head, and measure it. Every checkpoint is a drafter, should time run out."""
     seconds = clock.left() - 60 * given.evaluation_minutes
     minutes = max(0.05, (seconds - _STARTING) / 60 * (1.0 if kind in BARS else 0.5))
     minutes = min(minutes, given.train_minutes)
@@ -136,12 +154,13 @@ def _head(given: argparse.Namespace, clock: Clock, kind: str, data: list[Path]) 
         *("slipstream", "train", kind, given.model, *sources, *HEADS[kind]),
         *("--out", str(given.out / "heads" / kind), "--minutes", f"{minutes:.3f}"),
         *("--batch-size", str(given.train_batch), "--validation", str(given.validation)),
-        *("--validate-every", "400", "--checkpoint-every", "1000000"),
+        *("--validate-every", "400", "--checkpoint-every", "1000"),
         *("--device", given.device),
     ]
     log = given.out / "logs" / f"train-{kind}.log"
     until = time.monotonic() + seconds + _ENDING
-    if run(f"train {kind}", arguments, log, until, clock):
+    done = run(f"train {kind}", arguments, log, until, clock)
+    if done and given.evaluation_minutes:
         _evaluate(given, clock, kind)
 
 
@@ -178,7 +197,10 @@ def _arguments() -> argparse.Namespace:
     cli.add_argument("--validation", type=float, default=0.004, help="share of the sequences")
     cli.add_argument("--kinds", nargs="+", default=list(HEADS), choices=list(HEADS))
     cli.add_argument("--train-minutes", type=float, default=1e6, help="of a head, at most")
-    cli.add_argument("--evaluation-minutes", type=float, default=1.5, help="the report included")
+    cli.add_argument("--evaluation-minutes", type=float, default=1.5, help="0: do not measure")
+    cli.add_argument(
+        "--evaluate-only", action="store_true", help="measure what --out has, from a run without"
+    )
     cli.add_argument("--held-out", type=int, default=200, help="prompts to measure with")
     cli.add_argument("--evaluation-tokens", type=int, default=256, help="of an answer, at most")
     cli.add_argument("--evaluation-dtype", default="auto")

@@ -18,9 +18,9 @@ HEADS: Final[Mapping[str, Sequence[str]]] = {
         *("--learning-rate", "1.5e-3", "--argmax-weight", "0.5"),
     ),
     "p-eagle": (
-        *("-k", "5", "--draft-vocab-size", "12288", "--norm-before-residual", "--share-embedding"),
+        *("-k", "4", "--draft-vocab-size", "12288", "--norm-before-residual", "--share-embedding"),
         *("--num-layers", "3", "--intermediate-size", "768"),
-        *("--learning-rate", "1.5e-3", "--argmax-weight", "0.5"),
+        *("--learning-rate", "1e-3", "--argmax-weight", "0.5"),
     ),
     "dflash": (
         *("-k", "7", "--num-layers", "3", "--intermediate-size", "1024"),

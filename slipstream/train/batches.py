@@ -84,7 +84,7 @@ class OnlineFeatures:
         self._target, self._stream_layers = target, tuple(stream_layers)
 
     def states(self, index: Tensor) -> TargetStates:
-        ids = self.sequences.token_ids[index].to(self._target.device)
+        ids = self.sequences.token_ids[index].to(self._target.device, non_blocking=True)
         return self._target.states(ids.long(), self._stream_layers)
 
 
@@ -121,8 +121,8 @@ class Batches:
     def _batch(self, index: Tensor) -> Batch:
         chosen = self._source.sequences.at(index)
         return Batch(
-            chosen.token_ids.to(self._target.device).long(),
-            chosen.learned.to(self._target.device),
+            chosen.token_ids.to(self._target.device, non_blocking=True).long(),
+            chosen.learned.to(self._target.device, non_blocking=True),
             self._source.states(index),
             self._target,
             self._vocabulary,

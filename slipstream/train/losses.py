@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.train.compiled import fused
 from slipstream.train.target import TargetDistribution
 
 
@@ -24,13 +26,50 @@ def distillation(
         argmax_weight: of the cross-entropy, from 0 to 1.
     """
     weight = weight * (target.top >= 0)
+    scale = weight / weight.sum().clamp_min(1.0)
+    loss: Tensor = _Distillation.apply(logits, target, scale, argmax_weight)
+    return loss
+
+
+class _Distillation(torch.autograd.Function):
+    """Sums scale * loss, and computes the gradient along with it: both need the same exponentials,
+    and a graph of ops would keep several tensors of the logits' size."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: TargetDistribution, scale: Tensor, argmax_weight: float
+    ) -> Tensor:
+        top = target.top.clamp_min(0)
+        loss, gradient = _loss_and_gradient(logits, target.logits, top, scale, argmax_weight)
+        ctx.save_for_backward(gradient)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outer[0], None, None, None
+
+
+@fused
+def _loss_and_gradient(
+    logits: Tensor, wanted: Tensor, top: Tensor, scale: Tensor, argmax_weight: float
+) -> tuple[Tensor, Tensor]:
+    """The sum over rows, and its gradient [N, Vd] to the logits.
+
+    A row's gradient is q - (1 - a) p - a e: of the cross-entropies with p and with the top token e,
+    since p does not depend on the logits.
+    """
     logs = torch.log_softmax(logits, -1)
-    p = torch.softmax(target.logits.float(), -1)
-    # xlogy gives 0 log 0 = 0, and no gradient runs through p.
-    divergence = (torch.xlogy(p, p) - p * logs).sum(-1)
-    first = -logs.gather(-1, target.top.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    mixed = (1 - argmax_weight) * divergence + argmax_weight * first
-    return weighted_mean(mixed, weight)
+    wide = wanted.float()
+    log_p = torch.log_softmax(wide, -1)
+    p = log_p.exp()
+    column = top.unsqueeze(-1)
+    # Finite where p is 0, as long as the target's logits are.
+    divergence = (p * (log_p - logs)).sum(-1)
+    mixed = (1 - argmax_weight) * divergence - argmax_weight * logs.gather(-1, column).squeeze(-1)
+    first = torch.arange(logits.shape[-1], device=logits.device) == column
+    gradient = logs.exp() - (1 - argmax_weight) * p - argmax_weight * first
+    return (mixed * scale).sum(), gradient * scale.unsqueeze(-1)
 
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
@@ -41,7 +80,18 @@ def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
 @torch.no_grad()
 def top_accuracy(logits: Tensor, target: TargetDistribution, weight: Tensor) -> Tensor:
     """Scalar, the share of rows whose top token is the target's."""
-    return weighted_mean((logits.argmax(-1) == target.top).float(), weight)
+    return weighted_mean(is_top(logits, target), weight)
+
+
+@torch.no_grad()
+def is_top(logits: Tensor, target: TargetDistribution) -> Tensor:
+    """[N] float32, 1 where the drafter's top token is the target's."""
+    return (_largest(logits) == target.top).float()
+
+
+@fused
+def _largest(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.train.batches import Batch
-from slipstream.train.losses import Agreement, agreement, distillation, weighted_mean
+from slipstream.train.losses import Agreement, agreement, distillation, is_top, weighted_mean
 from slipstream.train.recipe import BatchLoss, Config, Recipe
 
 LEAST_SHARE = 0.2  # of the chains, at any depth
@@ -48,7 +48,9 @@ class ParallelRows:
         return before | (own & ~known)
 
     def to(self, device: torch.device) -> "ParallelRows":
-        return ParallelRows(self.anchor.to(device), self.depth.to(device))
+        return ParallelRows(
+            self.anchor.to(device, non_blocking=True), self.depth.to(device, non_blocking=True)
+        )
 
 
 def dropped_rows(
@@ -104,7 +106,7 @@ class ParallelRecipe(Recipe[Config]):
         depth = rows.depth.repeat(size)
         target, weight = batch.predictions.rows(index), batch.weight.flatten()[index]
         loss = distillation(logits, target, weight * self.decay**depth, self.argmax_weight)
-        equal = (logits.detach().argmax(-1) == target.top).float()
+        equal = is_top(logits, target)
         shares = [weighted_mean(equal, weight * (depth == position)) for position in range(count)]
         return BatchLoss(loss, torch.stack(shares))
 

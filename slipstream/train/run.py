@@ -92,7 +92,6 @@ def run_training(
         on_report,
     )
     acceptance = trainer.train(stop_requests)
-    recipe.export(settings.out, plan.shape.dtype)
     write_card(recipe, command, acceptance, metrics, trainer.tokens_per_step)
     metrics.draw()
     return Trained(recipe, settings.out, acceptance, time.perf_counter() - began)

@@ -16,6 +16,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import KEPT_FORMATS, LoadOptions, load_decoder
 from slipstream.runner.adapters import AdapterLoader
+from slipstream.train.compiled import fused
 from slipstream.train.dense import DENSE, THE_ADAPTER, DenseContext
 from slipstream.train.vocabulary import DraftVocabulary
 
@@ -54,6 +55,12 @@ class TargetDistribution:
 
     def rows(self, index: Tensor) -> "TargetDistribution":
         return TargetDistribution(self.top[index], self.logits[index], self.logsumexp[index])
+
+
+@fused
+def _summary(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The column of the maximum, and the logsumexp, each [N]."""
+    return logits.argmax(-1), logits.logsumexp(-1)
 
 
 class Target:
@@ -99,10 +106,11 @@ class Target:
         for rows in torch.split(hidden, _ROWS_AT_ONCE):
             with torch.autocast(self.device.type, enabled=False):
                 logits = head(rows)
-            top.append(logits.argmax(-1))
+            largest, total = _summary(logits)
+            top.append(largest)
+            totals.append(total)
             chosen = logits if token_ids is None else logits[:, token_ids]
             kept.append(chosen.to(self.dtype))
-            totals.append(logits.logsumexp(-1))
         return TargetDistribution(
             vocabulary.columns(torch.cat(top)), torch.cat(kept), torch.cat(totals)
         )

@@ -117,6 +117,8 @@ class Trainer:
         return min(1.0, max(shares))
 
     def _save(self) -> None:
+        """Write the checkpoint, and export the drafter so far, which is ready to serve."""
+        self._recipe.export(self._settings.out, self._plan.shape.dtype)
         self._state.save(self._recipe.trained, self._optimizer, self._progress)
 
     def _advance(self) -> None:

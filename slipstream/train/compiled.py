@@ -1,0 +1,40 @@
+"""Functions over whole vocabularies, as one kernel where a GPU computes them."""
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+_log = logging.getLogger(__name__)
+
+
+def fused(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Compile a function without gradient where its first argument is on a GPU.
+
+    Rows of logits are so long that a chain of ops spends its time on reading and writing them. The
+    function runs as it stands on a CPU, and wherever it cannot be compiled, which a warning says.
+    """
+    chosen: list[Callable[Given, Result]] = []
+
+    @wraps(function)
+    def run(*given: Given.args, **named: Given.kwargs) -> Result:
+        first = given[0]
+        if not (isinstance(first, torch.Tensor) and first.is_cuda):
+            return function(*given, **named)
+        if not chosen:
+            chosen.append(torch.compile(function))
+        try:
+            return chosen[0](*given, **named)
+        except Exception as error:  # of any part of the compiler, whatever it lacks
+            if chosen[0] is function:
+                raise
+            _log.warning("%s runs without compilation: %s", function.__name__, error)
+            chosen[0] = function
+            return function(*given, **named)
+
+    return run
