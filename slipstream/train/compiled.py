@@ -30,6 +30,8 @@ def fused(function: Callable[Given, Result]) -> Callable[Given, Result]:
             chosen.append(torch.compile(function))
         try:
             return chosen[0](*given, **named)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # of any part of the compiler, whatever it lacks
             if chosen[0] is function:
                 raise

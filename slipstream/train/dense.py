@@ -234,13 +234,14 @@ def _continued(
     batch, num_heads, rows, width = query.shape
     first_key, first_value = passes[0]
     kv_heads = first_key.shape[1]
-    folded = query.reshape(batch, kv_heads, num_heads // kv_heads, rows, width)
+    # The scale and the sum's dtype go where they need no copy of [rows, rows] scores of their own.
+    folded = query.reshape(batch, kv_heads, num_heads // kv_heads, rows, width) * scale
     if mask is None:
         mask = torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril()
     scores = torch.matmul(folded, first_key.unsqueeze(2).transpose(-1, -2))
     scores = scores.masked_fill(~mask, float("-inf"))
     own = [(folded * key.unsqueeze(2)).sum(-1, keepdim=True) for key, _ in passes[1:]]
-    weights = torch.softmax(torch.cat((scores, *own), -1).float() * scale, -1).to(query.dtype)
+    weights = torch.softmax(torch.cat((scores, *own), -1), -1, dtype=torch.float32).to(query.dtype)
     out = torch.matmul(weights[..., :rows], first_value.unsqueeze(2))
     for index, (_, value) in enumerate(passes[1:]):
         out = out + weights[..., rows + index, None] * value.unsqueeze(2)

@@ -27,7 +27,7 @@ def distillation(
     """
     weight = weight * (target.top >= 0)
     scale = weight / weight.sum().clamp_min(1.0)
-    loss: Tensor = _Distillation.apply(logits, target, scale, argmax_weight)
+    loss: Tensor = _Distillation.apply(logits, target, scale, argmax_weight)  # type: ignore[no-untyped-call]
     return loss
 
 
