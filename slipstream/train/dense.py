@@ -242,9 +242,11 @@ def _continued(
     scores = scores.masked_fill(~mask, float("-inf"))
     own = [(folded * key.unsqueeze(2)).sum(-1, keepdim=True) for key, _ in passes[1:]]
     weights = torch.softmax(torch.cat((scores, *own), -1), -1, dtype=torch.float32).to(query.dtype)
-    out = torch.matmul(weights[..., :rows], first_value.unsqueeze(2))
-    for index, (_, value) in enumerate(passes[1:]):
-        out = out + weights[..., rows + index, None] * value.unsqueeze(2)
+    # Split at once: the gradient of each slice would be a tensor as large as all weights.
+    first, *rest = torch.split(weights, [rows, *[1] * len(own)], -1)
+    out = torch.matmul(first, first_value.unsqueeze(2))
+    for share, (_, value) in zip(rest, passes[1:], strict=True):
+        out = out + share * value.unsqueeze(2)
     return out.reshape(batch, num_heads, rows, width)
 
 
