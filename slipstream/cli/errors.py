@@ -60,6 +60,9 @@ def _report(error: Exception, state: DebugState) -> int:
         return INTERRUPTED
     if state.debug:
         traceback.print_exception(error)
+    if type(error).__name__ == "NoArgsIsHelpError":  # of click, which Typer does not pass on
+        print(str(error), file=sys.stderr)
+        return WRONG_USAGE
     if isinstance(error, _ParserError):
         say(_parser_message(error))
         return WRONG_USAGE

@@ -64,8 +64,8 @@ class EngineConfig:
     device: str = flag("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))
     quantization: str | None = flag(
         None,
-        "Quantise the model's weight matrices while loading: fp8, mxfp4, nvfp4, or on a CPU int8, "
-        "int8-dynamic, int4, int4-g128, int4-asym or int4-g128-asym. Formats of checkpoints (awq, "
+        "Quantise the model's weight matrices while loading: fp8, mxfp4, nvfp4, int8, int4, "
+        "int4-g128, int4-asym, int4-g128-asym, or on a CPU int8-dynamic. Formats of checkpoints (awq, "
         "gptq, compressed-tensors, modelopt, quark) are found by themselves. [none]",
         also=("-q",),
     )
@@ -74,7 +74,7 @@ class EngineConfig:
         "Maximum tokens of a request, prompt and output: 8192, 8k, 8K, auto. [derived]",
         metavar="<number>",
         parse=parse_count,
-        at_least=1,
+        at_least=2,
     )
     max_num_seqs: int = flag(64, "Maximum number of requests running at once.", at_least=1)
     max_num_batched_tokens: int | None = flag(

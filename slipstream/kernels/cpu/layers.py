@@ -102,7 +102,7 @@ def _tensors(cache: Cache) -> tuple[Tensor, ...]:
 
 
 def _add(stack: cpp.Stack, half: object) -> None:
-    """To add a kind, add its class in C++, a case here, and one in `_runs`."""
+    """Add one half of a layer. docs/architecture.md ("A layer kind") tells what a new kind needs."""
     match half:
         case AttentionParts():
             stack.add_attention(

@@ -111,8 +111,8 @@ def operand(weight: Weight) -> RowScaled:
     """
     if type(weight) not in _SERVED:
         raise UsageError(
-            f"the kernels for GPUs do not multiply {type(weight).__name__}; use quantization=fp8 "
-            "or none, or device=cpu"
+            f"the kernels for GPUs do not multiply {type(weight).__name__}; use another "
+            "quantization, or device=cpu"
         )
     return cast(RowScaled, weight)
 
