@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from operator import mul
+from operator import attrgetter, mul
 
 from slipstream.core.batch import FACTOR_PARTS, NUM_BINS, Committed, ScheduledRequest, StepReport
 from slipstream.core.request import Request
@@ -33,7 +33,12 @@ _KNOWN_TRIALS, _MANY = 6, 64  # PRIOR_TRIALS, once the traffic has given so many
 _STOPPED = 0.5  # weight, as a rejection, of a token that a chain lacks because it had ended
 _EXAMINED = 8  # every so many steps the prediction for one request is checked
 _RECENT = 128  # number of chains whose confidences are kept
-_MOST_JUDGED = 16  # about as many requests of a step are evaluated; they take turns
+# About as many requests of a step are judged, which take turns: while results are as expected, and
+# while they are not.
+_FEW_JUDGED, _MOST_JUDGED = 4, 16
+_FEW_KNOWN = 4  # a request with fewer results is judged in every step
+_MOST_COUNTED = 32  # of about as many requests of a step the accepted tokens are counted
+_ACCEPTED = attrgetter("num_accepted")
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +84,7 @@ class Bin:
 
 @dataclass(eq=False)
 class Reliability:
-    """How well chances are predicted: all verified tokens, in bins by predicted chance."""
+    """How well chances are predicted: verified tokens of some steps, in bins by that chance."""
 
     _sums: list[list[float]] = field(
         default_factory=lambda: [[0.0, 0.0, 0.0] for _ in range(NUM_BINS)]
@@ -115,7 +120,10 @@ class Acceptance:
         # Of the latest chains the confidences and the factor on what they mean.
         self._recent: deque[tuple[Sequence[float], float]] = deque(maxlen=_RECENT)
         self.reliability = Reliability()
-        self.num_steps = self.all_until = 0  # up to that step all requests are looked at
+        self.num_steps = 0
+        # Up to these steps more requests are judged, and those at the places `watched`.
+        self.alert_until = self.watched_until = 0
+        self.watched: Sequence[int] = ()
         self.has_confidences = False
         self.latest = 0.0  # accepted tokens of a request in a step
 
@@ -186,34 +194,46 @@ class Acceptance:
         return tuple(min(1.0, rate * factor) for rate in self._by_confidence)
 
     def observe(self, report: StepReport) -> list[tuple[int, int]]:
-        """Learn from the results of a step; of a large batch, from some requests in turn.
+        """Learn from the results of a step: from a few requests in turn, from those that little is
+        known of and from those that a probe tried; from more while results are not as expected.
 
         Returns:
             For each probe in this step, the position that it tried and the number of accepted
             tokens.
         """
         self.num_steps += 1
-        items, gains, histories = report.batch.requests, report.committed, self._histories
+        items, gains, step = report.batch.requests, report.committed, self.num_steps
+        size = len(items)
+        most = _MOST_JUDGED if step <= self.alert_until else _FEW_JUDGED
         # Odd, so that a batch in which two kinds of requests alternate is sampled evenly.
-        stride = 1 + 2 * -(-(len(items) - _MOST_JUDGED) // (2 * _MOST_JUDGED))
-        if self.num_steps <= self.all_until:
-            stride = 1
-        examined = (
-            self.num_steps // _EXAMINED % len(items) if self.num_steps % _EXAMINED == 0 else -1
-        )
+        stride = 1 + 2 * -(-(size - most) // (2 * most)) if size > most else 1
+        first = step % stride
+        judged = {*range(first, size, stride), *self._newest(items)}
+        if step <= self.watched_until:
+            judged.update([index for index in self.watched if index < size])
+        examined = first if step % _EXAMINED == 0 else -1
         probes: list[tuple[int, int]] = []
-        looked_at = accepted = 0
-        for index in range(self.num_steps % stride, len(items), stride):
+        for index in judged:
             item, gain = items[index], gains[index]
             ended_early = item.stops is not None or item.trim is not None
             if (gain.num_draft_tokens or ended_early) and report.live[index]:
                 self._learn(item, gain, probes, index == examined)
-            looked_at += 1
-            accepted += gain.num_accepted
             if item.request.finished:
-                histories.pop(item.request.request_id, None)
-        self.latest += _LATEST * (accepted / looked_at - self.latest)
+                self._histories.pop(item.request.request_id, None)
+        if probes:  # the results that were waited for
+            self.watched_until = 0
+        part = gains[step % (1 + size // _MOST_COUNTED) :: 1 + size // _MOST_COUNTED]
+        accepted = sum(map(_ACCEPTED, part)) / len(part)
+        self.latest += _LATEST * (accepted - self.latest)
         return probes
+
+    def _newest(self, items: Sequence[ScheduledRequest]) -> Iterable[int]:
+        """The places of requests that little is known of, which stand at the end of a batch."""
+        for index in range(len(items) - 1, max(-1, len(items) - 1 - _MOST_JUDGED), -1):
+            history = self._histories.get(items[index].request.request_id)
+            if history is None or history.num_results >= _FEW_KNOWN:
+                return
+            yield index
 
     def _learn(
         self, item: ScheduledRequest, gain: Committed, probes: list[tuple[int, int]], examined: bool
@@ -232,7 +252,7 @@ class Acceptance:
             history.probed = 0
         weight = max(MEMORY, 1 / (history.num_results + prior))
         if gain.confidences:
-            self._learn_confidences(history, gain, judged)
+            self._learn_confidences(history, gain, judged, examined)
             weight /= 2  # confidences tell as much
         elif examined:
             for place in range(judged):
@@ -250,12 +270,12 @@ class Acceptance:
         chances, counts = self._chances, self._num_results
         for place in range(judged):
             counts[place] = count = counts[place] + 1
-            weight = TRAFFIC_MEMORY
-            if count < _FEW_RESULTS:
-                weight = max(weight, 1 / (count + PRIOR_TRIALS))
+            weight = TRAFFIC_MEMORY if count >= _FEW_RESULTS else 1 / (count + PRIOR_TRIALS)
             chances[place] += weight * ((place < accepted) - chances[place])
 
-    def _learn_confidences(self, history: History, gain: Committed, judged: int) -> None:
+    def _learn_confidences(
+        self, history: History, gain: Committed, judged: int, examined: bool
+    ) -> None:
         self.has_confidences = True
         table, counts = self._by_confidence, self._results_by_bin
         rounded, chances = history.rounded_factor, history.chances
@@ -263,18 +283,19 @@ class Acceptance:
         # The average for a confidence is less noisy than the result of one token, and is known for
         # tokens behind a rejected one, too.
         soon = max(MEMORY, 1 / (max(0, history.num_results) + PRIOR_TRIALS))
-        told = gain.confidences[: self._places]
-        bins = [int(it * NUM_BINS) if it < 1.0 else NUM_BINS - 1 for it in told]
-        for place, index in enumerate(bins):
-            chance = table[index] * rounded
+        factor, accepted, most = history.factor, gain.num_accepted, NUM_BINS - 1
+        for place, confidence in enumerate(gain.confidences[: self._places]):
+            index = int(confidence * NUM_BINS) if confidence < 1.0 else most
+            by_table = table[index]
+            chance = by_table * rounded
             chances[place] += soon * ((chance if chance < 1.0 else 1.0) - chances[place])
-        factor, accepted, reliability = history.factor, gain.num_accepted, self.reliability
-        for place, index in enumerate(bins[:judged]):
-            taken, by_table = place < accepted, table[index]
-            predicted = by_table * factor
+            if place >= judged:
+                continue
+            taken, predicted = place < accepted, by_table * factor
             if predicted > 1.0:
                 predicted = 1.0
-            reliability.add(predicted, taken)
+            if examined:
+                self.reliability.add(predicted, taken)
             counts[index] = count = counts[index] + 1
             weight = 1 / (count + PRIOR_TRIALS)
             table[index] += (weight if weight > _BIN_MEMORY else _BIN_MEMORY) * (taken - by_table)
