@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from operator import attrgetter, mul
+from operator import mul
 
 from slipstream.core.batch import FACTOR_PARTS, NUM_BINS, Committed, ScheduledRequest, StepReport
 from slipstream.core.request import Request
@@ -33,12 +33,7 @@ _KNOWN_TRIALS, _MANY = 6, 64  # PRIOR_TRIALS, once the traffic has given so many
 _STOPPED = 0.5  # weight, as a rejection, of a token that a chain lacks because it had ended
 _EXAMINED = 8  # every so many steps the prediction for one request is checked
 _RECENT = 128  # number of chains whose confidences are kept
-# About as many requests of a step are judged, which take turns: while results are as expected, and
-# while they are not.
-_FEW_JUDGED, _MOST_JUDGED = 4, 16
-_FEW_KNOWN = 4  # a request with fewer results is judged in every step
-_MOST_COUNTED = 32  # of about as many requests of a step the accepted tokens are counted
-_ACCEPTED = attrgetter("num_accepted")
+_MOST_JUDGED = 16  # about as many requests of a step are evaluated; they take turns
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +79,7 @@ class Bin:
 
 @dataclass(eq=False)
 class Reliability:
-    """How well chances are predicted: verified tokens of some steps, in bins by that chance."""
+    """How well chances are predicted: all verified tokens, in bins by predicted chance."""
 
     _sums: list[list[float]] = field(
         default_factory=lambda: [[0.0, 0.0, 0.0] for _ in range(NUM_BINS)]
@@ -120,10 +115,7 @@ class Acceptance:
         # Of the latest chains the confidences and the factor on what they mean.
         self._recent: deque[tuple[Sequence[float], float]] = deque(maxlen=_RECENT)
         self.reliability = Reliability()
-        self.num_steps = 0
-        # Up to these steps more requests are judged, and those at the places `watched`.
-        self.alert_until = self.watched_until = 0
-        self.watched: Sequence[int] = ()
+        self.num_steps = self.all_until = 0  # up to that step all requests are looked at
         self.has_confidences = False
         self.latest = 0.0  # accepted tokens of a request in a step
 
@@ -194,46 +186,34 @@ class Acceptance:
         return tuple(min(1.0, rate * factor) for rate in self._by_confidence)
 
     def observe(self, report: StepReport) -> list[tuple[int, int]]:
-        """Learn from the results of a step: from a few requests in turn, from those that little is
-        known of and from those that a probe tried; from more while results are not as expected.
+        """Learn from the results of a step; of a large batch, from some requests in turn.
 
         Returns:
             For each probe in this step, the position that it tried and the number of accepted
             tokens.
         """
         self.num_steps += 1
-        items, gains, step = report.batch.requests, report.committed, self.num_steps
-        size = len(items)
-        most = _MOST_JUDGED if step <= self.alert_until else _FEW_JUDGED
+        items, gains, histories = report.batch.requests, report.committed, self._histories
         # Odd, so that a batch in which two kinds of requests alternate is sampled evenly.
-        stride = 1 + 2 * -(-(size - most) // (2 * most)) if size > most else 1
-        first = step % stride
-        judged = {*range(first, size, stride), *self._newest(items)}
-        if step <= self.watched_until:
-            judged.update([index for index in self.watched if index < size])
-        examined = first if step % _EXAMINED == 0 else -1
+        stride = 1 + 2 * -(-(len(items) - _MOST_JUDGED) // (2 * _MOST_JUDGED))
+        if self.num_steps <= self.all_until:
+            stride = 1
+        examined = (
+            self.num_steps // _EXAMINED % len(items) if self.num_steps % _EXAMINED == 0 else -1
+        )
         probes: list[tuple[int, int]] = []
-        for index in judged:
+        looked_at = accepted = 0
+        for index in range(self.num_steps % stride, len(items), stride):
             item, gain = items[index], gains[index]
             ended_early = item.stops is not None or item.trim is not None
             if (gain.num_draft_tokens or ended_early) and report.live[index]:
                 self._learn(item, gain, probes, index == examined)
+            looked_at += 1
+            accepted += gain.num_accepted
             if item.request.finished:
-                self._histories.pop(item.request.request_id, None)
-        if probes:  # the results that were waited for
-            self.watched_until = 0
-        part = gains[step % (1 + size // _MOST_COUNTED) :: 1 + size // _MOST_COUNTED]
-        accepted = sum(map(_ACCEPTED, part)) / len(part)
-        self.latest += _LATEST * (accepted - self.latest)
+                histories.pop(item.request.request_id, None)
+        self.latest += _LATEST * (accepted / looked_at - self.latest)
         return probes
-
-    def _newest(self, items: Sequence[ScheduledRequest]) -> Iterable[int]:
-        """The places of requests that little is known of, which stand at the end of a batch."""
-        for index in range(len(items) - 1, max(-1, len(items) - 1 - _MOST_JUDGED), -1):
-            history = self._histories.get(items[index].request.request_id)
-            if history is None or history.num_results >= _FEW_KNOWN:
-                return
-            yield index
 
     def _learn(
         self, item: ScheduledRequest, gain: Committed, probes: list[tuple[int, int]], examined: bool
@@ -252,7 +232,7 @@ class Acceptance:
             history.probed = 0
         weight = max(MEMORY, 1 / (history.num_results + prior))
         if gain.confidences:
-            self._learn_confidences(history, gain, judged, examined)
+            self._learn_confidences(history, gain, judged)
             weight /= 2  # confidences tell as much
         elif examined:
             for place in range(judged):
@@ -270,12 +250,12 @@ class Acceptance:
         chances, counts = self._chances, self._num_results
         for place in range(judged):
             counts[place] = count = counts[place] + 1
-            weight = TRAFFIC_MEMORY if count >= _FEW_RESULTS else 1 / (count + PRIOR_TRIALS)
+            weight = TRAFFIC_MEMORY
+            if count < _FEW_RESULTS:
+                weight = max(weight, 1 / (count + PRIOR_TRIALS))
             chances[place] += weight * ((place < accepted) - chances[place])
 
-    def _learn_confidences(
-        self, history: History, gain: Committed, judged: int, examined: bool
-    ) -> None:
+    def _learn_confidences(self, history: History, gain: Committed, judged: int) -> None:
         self.has_confidences = True
         table, counts = self._by_confidence, self._results_by_bin
         rounded, chances = history.rounded_factor, history.chances
@@ -294,8 +274,7 @@ class Acceptance:
             taken, predicted = place < accepted, by_table * factor
             if predicted > 1.0:
                 predicted = 1.0
-            if examined:
-                self.reliability.add(predicted, taken)
+            self.reliability.add(predicted, taken)
             counts[index] = count = counts[index] + 1
             weight = 1 / (count + PRIOR_TRIALS)
             table[index] += (weight if weight > _BIN_MEMORY else _BIN_MEMORY) * (taken - by_table)

@@ -37,7 +37,6 @@ from slipstream.engine.drafting.probes import Probes
 _SURPRISE = 0.5  # relative error of the expected tokens that makes a new choice due soon
 _TABLE_AGE = 24  # plans after which tables of costs are made anew
 _MOST_UNCHANGED = 28  # a choice serves 4 plans and at most this many more
-_ALERT = 16  # steps after a surprise in which more requests are judged
 _REQUEST, _MOST = attrgetter("request"), attrgetter("most")
 _LEAST_TO_STOP, _MOST_TO_STOP = 0.02, 0.9
 
@@ -135,7 +134,6 @@ class AdaptivePolicy:
         expected = choice.tokens / len(choice.counts) - 1 if choice.counts else 0.0
         if abs(acceptance.latest - expected) > _SURPRISE * (0.5 + expected):
             self._left = min(self._left, 3)
-            acceptance.alert_until = acceptance.num_steps + _ALERT
         if self._probes.take_in(results):  # use soon what was learnt
             self._left = min(self._left, len(self._requests) // 4)
 

@@ -136,8 +136,7 @@ class Probes:
     ) -> list[DraftPlan]:
         """The plans of a step that is a probe."""
         acceptance, width, unit = self._acceptance, self.next.width, self._unit
-        acceptance.watched_until = acceptance.num_steps + _RESULTS_IN
-        acceptance.watched = range(len(candidates))
+        acceptance.all_until = acceptance.num_steps + _RESULTS_IN
         plans = list(chosen)
         self._rests = 2 + len(plans) // 4
         short: list[tuple[bool, int, int, int]] = []
@@ -149,10 +148,7 @@ class Probes:
                 plans[index] = DraftPlan(min(width, bound))
             elif self._is_short(plans[index], bound):
                 short.append((count > 0, history.probed_at, index, min(count + unit, bound)))
-        tried = sorted(short)[: self.next.requests]
-        if not width:
-            acceptance.watched = [index for _, _, index, _ in tried]
-        for _, _, index, count in tried:
+        for _, _, index, count in sorted(short)[: self.next.requests]:
             history = acceptance.of(candidates[index].request)
             history.probed, history.probed_at = max(1, count // unit), acceptance.num_steps
             plans[index] = DraftPlan(count)
