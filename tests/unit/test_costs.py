@@ -14,6 +14,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.drafting.calibration import plausible
 from slipstream.engine.drafting.costs import CostModel, CostRow, Point
 from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
+from slipstream.engine.drafting.pace import Pace
 
 PARAMS = SamplingParams(temperature=0)
 
@@ -183,6 +184,21 @@ def test_steps_that_were_disturbed_change_nothing() -> None:
         if index > 30:
             assert machine.error(model, 4, 4) < 0.08, index
             assert machine.error(model, 4, 0) < 0.08, index
+
+
+def test_usual_steps_are_learnt_from_now_and_then_and_others_soon() -> None:
+    def due(seconds: float, steps: int) -> list[bool]:
+        times = StepTimes(0.0, seconds, 0.0, 0.0)
+        return [pace.is_due(report([2, 2], times)) for _ in range(steps)]
+
+    pace = Pace()
+    due(1.0, 80)
+    assert sum(due(1.02, 80)) == 10
+    disturbed, behind = due(8.0, 1), due(1.0, 6)
+    assert not any(disturbed)
+    assert all(behind)
+    due(1.0, 80)
+    assert sum(due(1.3, 40)) > 10
 
 
 def test_steps_with_prompts_and_of_another_kind_do_not_count() -> None:

@@ -4,13 +4,14 @@ import random
 from collections.abc import Sequence
 from itertools import product
 
+import numpy as np
 import pytest
 
 from slipstream.core.request import Request
 from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
 from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
 from slipstream.engine.drafting.acceptance import Acceptance, survivals
-from slipstream.engine.drafting.choice import CostTable, choose
+from slipstream.engine.drafting.choice import CostTable, Gains, choose
 from slipstream.engine.drafting.policy import AdaptivePolicy
 from slipstream.engine.drafting.probes import PROBE_SHARE
 from tests.draft_traffic import Chance, Costs, Server, limits, report, request, seconds_of
@@ -85,11 +86,11 @@ def test_the_choice_is_as_good_as_the_best_of_all(shape: str, form: str) -> None
     drafted_at_all = 0
     for results, running in trace():
         acceptance.observe(report(requests, results))
-        gains = [survivals(it.chances, most) for it in histories[:running]]
+        gains = np.array([survivals(it.chances, most) for it in histories[:running]])
         table = CostTable(costs, steps, running, 100 * running)
         choice = choose(gains, range(5) if form == "exact" else widths, table)
 
-        def speed(counts: Sequence[int], gains: list[list[float]] = gains) -> float:
+        def speed(counts: Sequence[int], gains: Gains = gains) -> float:
             pairs = zip(gains, counts, strict=True)
             tokens = len(counts) + sum(sum(chain[:count]) for chain, count in pairs)
             return tokens / seconds_of(counts, costs, steps, widths)
@@ -103,7 +104,7 @@ def test_the_choice_is_as_good_as_the_best_of_all(shape: str, form: str) -> None
 
 def test_a_longer_chain_never_stands_behind_a_gap() -> None:
     table = CostTable(MIDDLE, EXACT, 3, 300)
-    gains = [[0.9, 0.9, 0.9], [0.9, 0.1], []]
+    gains = np.array([[0.9, 0.9, 0.9], [0.9, 0.1, 0.0], [0.0, 0.0, 0.0]])
     choice = choose(gains, (0, 1, 2, 3), table)
     assert list(choice.counts) == [3, 1, 0]
     assert choice.least == 0.9

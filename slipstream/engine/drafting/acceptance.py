@@ -263,18 +263,18 @@ class Acceptance:
         # The average for a confidence is less noisy than the result of one token, and is known for
         # tokens behind a rejected one, too.
         soon = max(MEMORY, 1 / (max(0, history.num_results) + PRIOR_TRIALS))
-        told = gain.confidences[: self._places]
-        bins = [int(it * NUM_BINS) if it < 1.0 else NUM_BINS - 1 for it in told]
-        for place, index in enumerate(bins):
-            chance = table[index] * rounded
+        factor, accepted, most = history.factor, gain.num_accepted, NUM_BINS - 1
+        for place, confidence in enumerate(gain.confidences[: self._places]):
+            index = int(confidence * NUM_BINS) if confidence < 1.0 else most
+            by_table = table[index]
+            chance = by_table * rounded
             chances[place] += soon * ((chance if chance < 1.0 else 1.0) - chances[place])
-        factor, accepted, reliability = history.factor, gain.num_accepted, self.reliability
-        for place, index in enumerate(bins[:judged]):
-            taken, by_table = place < accepted, table[index]
-            predicted = by_table * factor
+            if place >= judged:
+                continue
+            taken, predicted = place < accepted, by_table * factor
             if predicted > 1.0:
                 predicted = 1.0
-            reliability.add(predicted, taken)
+            self.reliability.add(predicted, taken)
             counts[index] = count = counts[index] + 1
             weight = 1 / (count + PRIOR_TRIALS)
             table[index] += (weight if weight > _BIN_MEMORY else _BIN_MEMORY) * (taken - by_table)

@@ -5,16 +5,19 @@ before them are accepted, and taken from the best on, as long as that raises the
 second. Survival falls along a chain, so the tokens taken are a prefix of every chain.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from operator import add, itemgetter, sub, truediv
-from typing import NamedTuple, Protocol
+from itertools import chain, pairwise
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.core.step_form import StepForm
 
 LEAST_SURVIVAL = 0.02  # tokens with less are never drafted
-_NEGATED = itemgetter(0)
+
+Gains = NDArray[np.float64]
 
 
 class StepCosts(Protocol):
@@ -40,7 +43,7 @@ class CostTable:
         self._costs, self._form, self._unit = costs, form, unit
         self._requests, self._context = requests, context
         self.exact = form.ends_chains
-        self._targets: dict[int, list[float]] = {}
+        self._targets: dict[int, Sequence[float]] = {}
         self._added: dict[int, list[float]] = {}
 
     def is_flat(self, width: int) -> bool:
@@ -50,11 +53,20 @@ class CostTable:
 
     def targets(self, units: int, width: int) -> Sequence[float]:
         """Seconds of steps that verify 0, 1, .. at least `units` units, without drafting them."""
-        found = self._targets.setdefault(0 if self.exact else width, [])
-        requests, unit = self._requests, self._unit
-        for count in range(len(found), units + 1):
-            rows = self._form.rows(requests, width * unit, count * unit)
-            found.append(self._costs.target_seconds(requests, rows, self._context))
+        key = 0 if self.exact else width
+        found = self._targets.get(key, ())
+        requests, unit, form = self._requests, self._unit, self._form
+
+        def seconds(count: int) -> float:
+            rows = form.rows(requests, width * unit, count * unit)
+            return self._costs.target_seconds(requests, rows, self._context)
+
+        if len(found) <= units:
+            if self.exact:
+                found = _sampled(seconds, max(units, 2 * len(found)))
+            else:
+                found = [*found, *map(seconds, range(len(found), units + 1))]
+            self._targets[key] = found
         return found
 
     def added(self, place: int) -> Sequence[float]:
@@ -64,7 +76,7 @@ class CostTable:
         if found is None:
             passes = [0.0] * (self._requests + 1)
             if self.exact:
-                passes = [self._pass(count, place) for count in range(self._requests + 1)]
+                passes = _sampled(lambda count: self._pass(count, place), self._requests)
             found = self._added[place] = [0.0, *(now - last for last, now in pairwise(passes))]
         return found
 
@@ -81,6 +93,16 @@ class CostTable:
             return 0.0
         context = self._context * drafting // self._requests
         return self._costs.draft_seconds(drafting, width * self._unit, context)
+
+
+def _sampled(function: Callable[[int], float], most: int) -> list[float]:
+    """The values for 0 to `most`; of large numbers about every sixteenth is computed, and the
+    others are interpolated: costs are known no better than that."""
+    at = [*range(min(most, 16) + 1)]
+    while at[-1] < most:
+        at.append(min(most, at[-1] * 17 // 16))
+    found: list[float] = np.interp(range(most + 1), at, [function(it) for it in at]).tolist()
+    return found
 
 
 @dataclass(frozen=True)
@@ -107,80 +129,75 @@ class Choice:
         return self.tokens / self.seconds
 
 
-def choose(gains: Sequence[Sequence[float]], widths: Sequence[int], table: CostTable) -> Choice:
+def choose(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
     """The choice with the most expected tokens per second.
 
     Args:
-        gains: for each request the expected accepted tokens of each unit that it may draft, never
-            rising; for a chain the survival of each token.
+        gains: [requests, units] expected accepted tokens of each unit of each request, never
+            rising; for a chain the survival of each token; 0 where a request may not draft.
         widths: the widths that a step may have, rising from 0.
     """
-    requests = len(gains)
-    longest = max(map(len, gains), default=0)
-    ranked = [
-        (-chain[place - 1], place, index)
-        for place in range(1, longest + 1)
-        for index, chain in enumerate(gains)
-        if len(chain) >= place and chain[place - 1] > LEAST_SURVIVAL
-    ]
-    ranked.sort(key=_NEGATED)  # stable: of equal gains the nearer place, the earlier request
-    tokens, seconds = float(requests), table.targets(0, 0)[0]
-    best = _Best(tokens / seconds, tokens, seconds, 0, 0)
-    if table.exact and requests == 1:
-        widths = (0, widths[-1])  # `_best_of` tries all shorter chains, too
-    for before, width in pairwise(widths):
-        if longest <= before:
-            break  # no wider than the last
-        within = ranked if width >= longest else [pair for pair in ranked if pair[1] <= width]
-        narrower = 0 if table.exact else before
-        best = max(best, _best_of(within, requests, narrower, width, table))
-    counts, least = [0] * requests, 1.0
-    for negated, place, index in [it for it in ranked if it[1] <= best.width][: best.taken]:
-        counts[index], least = place, -negated
-    width = max(counts, default=0) if table.exact else best.width
-    return Choice(width, counts, least, best.tokens, best.seconds)
-
-
-class _Best(NamedTuple):
-    """The best number of tokens to take, within one width; compared by speed."""
-
-    speed: float
-    tokens: float
-    seconds: float
-    width: int
-    taken: int
-
-
-def _best_of(
-    within: Sequence[tuple[float, int, int]],
-    requests: int,
-    narrower: int,
-    width: int,
-    table: CostTable,
-) -> _Best:
-    """Args:
-    within: units of up to this width as (minus its gain, place, request), best first.
-    narrower: the next smaller width; choices that fit into it are left to it.
-    """
-    tokens, drafting = float(requests), table.padded_drafting(width)
-    if table.is_flat(width):
-        tokens -= sum([pair[0] for pair in within])
-        seconds = table.targets(0, width)[0] + drafting
-        return _Best(tokens / seconds, tokens, seconds, width, len(within))
-    # By the number of units taken, from 1; the sums run in C.
-    gained = list(accumulate(map(_NEGATED, within), sub, initial=tokens))[1:]
-    seconds_of: Iterable[float] = table.targets(len(within), width)[1 : len(within) + 1]
+    requests, plain = len(gains), table.targets(0, 0)[0]
+    if requests == 1:
+        return _choose_alone(gains[0].tolist(), widths, table)
+    flat = gains.T.ravel()  # by place, then by request
+    order = np.argsort(-flat, kind="stable")  # of equal gains the nearer place, earlier request
+    order = order[: np.count_nonzero(flat > LEAST_SURVIVAL)]
+    ranked, places = flat[order], order // requests + 1
+    longest = int(places.max(initial=0))
+    pairs = [(narrower, width) for narrower, width in pairwise(widths) if narrower < longest]
+    if not pairs:
+        return Choice(0, [0] * requests, 1.0, requests, plain)
+    # All that follows: [widths, units], for the units up to each and within a width.
+    within = places <= np.array([width for _, width in pairs])[:, None]
+    gained = requests + np.cumsum(within * ranked, 1)
+    spent = _seconds(within, places, [width for _, width in pairs], table)
+    speeds = gained / spent
     if table.exact:
-        steps = [iter(table.added(place)[1:]) for place in range(width + 1)]
-        passes = accumulate([next(steps[pair[1]]) for pair in within])
-        seconds_of = map(add, seconds_of, passes)
-    else:
-        seconds_of = [target + drafting for target in seconds_of]
-    first = next((index for index, pair in enumerate(within) if pair[1] > narrower), len(within))
-    spent = list(seconds_of)
-    speeds = list(map(truediv, gained[first:], spent[first:]))
-    if not speeds:
-        return _Best(0.0, tokens, 1.0, width, 0)
-    best = max(speeds)
-    index = first + speeds.index(best)
-    return _Best(best, gained[index], spent[index], width, index + 1)
+        speeds[~within] = 0.0
+    else:  # what fits into a narrower step is left to that
+        reached = np.maximum.accumulate(within * places, 1)
+        speeds[reached <= np.array([narrower for narrower, _ in pairs])[:, None]] = 0.0
+    row, last = divmod(int(speeds.argmax()), len(order))
+    if speeds[row, last] <= requests / plain:
+        return Choice(0, [0] * requests, 1.0, requests, plain)
+    taken = order[: last + 1][within[row, : last + 1]]
+    counts = np.bincount(taken % requests, minlength=requests).tolist()
+    width, least = max(counts) if table.exact else pairs[row][1], float(flat[taken[-1]])
+    return Choice(width, counts, least, float(gained[row, last]), float(spent[row, last]))
+
+
+def _seconds(
+    within: NDArray[np.bool_], places: NDArray[np.int64], widths: Sequence[int], table: CostTable
+) -> Gains:
+    """[widths, units] seconds of steps that draft the units up to each that are within a width."""
+    taken = np.cumsum(within, 1)
+    if not table.exact:
+        most = taken[:, -1].tolist()
+        parts = [
+            np.array(table.targets(count, width))[row] + table.padded_drafting(width)
+            for width, count, row in zip(widths, most, taken, strict=True)
+        ]
+        return np.array(parts)
+    passes = np.empty(len(places))
+    numbers = np.bincount(places).tolist()
+    added = [table.added(place)[1 : number + 1] for place, number in enumerate(numbers) if number]
+    passes[np.argsort(places, kind="stable")] = list(chain.from_iterable(added))
+    targets = np.array(table.targets(len(places), 0))
+    return targets[taken] + np.cumsum(within * passes, 1)
+
+
+def _choose_alone(gains: Sequence[float], widths: Sequence[int], table: CostTable) -> Choice:
+    """The choice for a single request, where arrays would take longer than the sums do."""
+    tokens, drafting = 1.0, 0.0
+    best = Choice(0, [0], 1.0, tokens, table.targets(0, 0)[0])
+    for place, gain in enumerate(gains, 1):
+        if gain <= LEAST_SURVIVAL:
+            break
+        tokens += gain
+        drafting += table.added(place)[1]
+        if table.exact or place in widths:
+            seconds = table.targets(place, place)[place] + drafting + table.padded_drafting(place)
+            if tokens / seconds > best.speed:
+                best = Choice(place, [place], gain, tokens, seconds)
+    return best

@@ -23,17 +23,20 @@ from math import log2
 from operator import attrgetter
 from typing import Protocol
 
+import numpy as np
+
 from slipstream.core.batch import FACTOR_PARTS, ChainStops, DraftPlan, StepReport, Trim
 from slipstream.core.request import Request
 from slipstream.core.step_form import StepForm, StepLimits
 from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.drafting.acceptance import Acceptance, History, survivals
-from slipstream.engine.drafting.choice import Choice, CostTable, StepCosts, choose
+from slipstream.engine.drafting.choice import Choice, CostTable, Gains, StepCosts, choose
+from slipstream.engine.drafting.pace import Pace
 from slipstream.engine.drafting.probes import Probes
 
 _SURPRISE = 0.5  # relative error of the expected tokens that makes a new choice due soon
 _TABLE_AGE = 24  # plans after which tables of costs are made anew
-_MOST_UNCHANGED = 16  # a choice serves 4 plans and at most this many more
+_MOST_UNCHANGED = 28  # a choice serves 4 plans and at most this many more
 _REQUEST, _MOST = attrgetter("request"), attrgetter("most")
 _LEAST_TO_STOP, _MOST_TO_STOP = 0.02, 0.9
 
@@ -90,6 +93,7 @@ class AdaptivePolicy:
         self._plans: list[DraftPlan] = []
         self._by_id: dict[str, DraftPlan] = {}
         self._longest = self._left = self._age = 0
+        self._pace = Pace()
         self._probes = Probes(
             self.acceptance, self._most, self._unit, self._choices, form.ends_chains
         )
@@ -123,11 +127,12 @@ class AdaptivePolicy:
         return plans
 
     def observe(self, report: StepReport) -> None:
-        self._costs.observe(report)
-        results = self.acceptance.observe(report)
-        choice = self._choice
+        if self._pace.is_due(report):
+            self._costs.observe(report)
+        acceptance, choice = self.acceptance, self._choice
+        results = acceptance.observe(report)
         expected = choice.tokens / len(choice.counts) - 1 if choice.counts else 0.0
-        if abs(self.acceptance.latest - expected) > _SURPRISE * (0.5 + expected):
+        if abs(acceptance.latest - expected) > _SURPRISE * (0.5 + expected):
             self._left = min(self._left, 3)
         if self._probes.take_in(results):  # use soon what was learnt
             self._left = min(self._left, len(self._requests) // 4)
@@ -136,14 +141,14 @@ class AdaptivePolicy:
 
     def _turn_to(self, requests: list[Request], candidates: Sequence[Candidate]) -> None:
         """Plan for other requests than the last choice was made for."""
-        size, chosen_for = len(requests), len(self._choice.counts)
-        if self._left <= 0 or 8 * abs(size - chosen_for) >= max(size, chosen_for) or size <= 8:
+        size, known, chosen_for = len(requests), self._by_id, len(self._choice.counts)
+        new = [it for it in candidates if it.request.request_id not in known]
+        changed = max(len(new), chosen_for - size)
+        if self._left <= 0 or 8 * changed >= max(size, chosen_for) or size <= 8:
             self._choose(requests, candidates)
             return
-        known = self._by_id
-        for it in candidates:
-            if it.request.request_id not in known:
-                known[it.request.request_id] = self._newcomer(it)
+        for it in new:
+            known[it.request.request_id] = self._newcomer(it)
         self._plans = [known[request.request_id] for request in requests]
         self._requests = requests
 
@@ -167,8 +172,7 @@ class AdaptivePolicy:
         trims = acceptance.has_confidences and not (self._form.ends_chains or self._unit > 1)
         trims = trims and not table.is_flat(self._most)
         found = acceptance.recent_chances(size) if trims else acceptance.chances_of(histories)
-        gains = [self._gains(*pair) for pair in zip(found, bounds, strict=True)]
-        choice = self._choice = choose(gains, self._choices, table)
+        choice = self._choice = choose(self._gains(found, bounds), self._choices, table)
         self._requests = requests
         self._left = min(4 + min(size // 2, _MOST_UNCHANGED), 1 + acceptance.num_steps // 4)
         if table.is_flat(choice.width):  # then no draft token within it costs anything
@@ -187,11 +191,13 @@ class AdaptivePolicy:
         }
         self._probes.follow(choice, self._plans, bounds, table)
 
-    def _gains(self, chances: Sequence[float], bound: int) -> list[float]:
-        """The expected number of accepted tokens of each unit."""
-        if self._unit == 1:
-            return survivals(chances, bound)
-        return [sum(survivals(chances, self._places))] if bound else []
+    def _gains(self, chances: Sequence[Sequence[float]], bounds: Sequence[int]) -> Gains:
+        """[requests, units] expected accepted tokens of each unit."""
+        gains = np.cumprod(np.array(chances), 1)
+        if self._unit > 1:
+            gains = gains.sum(1, keepdims=True)
+        gains[np.arange(1, gains.shape[1] + 1) > np.array(bounds)[:, None]] = 0.0
+        return gains
 
     def _exact_plans(
         self, histories: Sequence[History], bounds: Sequence[int], table: CostTable
