@@ -71,8 +71,8 @@ def list_builtins_once() -> None:
 
 @cache
 def patch_for_whole_launches() -> None:
-    """A kernel's call of another function patches the language again, though its launch has; and the
-    type of every array is looked up in a table that is built for it."""
+    """Each function that a kernel calls patches the language again, though the launch has done so;
+    and each array's type is looked up in a table that is built for it."""
     patch, numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
     types: dict[str, Any] = {}
 
