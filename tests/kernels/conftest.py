@@ -25,10 +25,12 @@ def interpreted_kernels_are_checked() -> Iterator[None]:
             from tests.kernels.interpreter import (
                 floats_are_rounded_to_nearest,
                 list_builtins_once,
+                patch_for_whole_launches,
                 products_are_wide,
             )
 
             list_builtins_once()
+            patch_for_whole_launches()
             stack.enter_context(memory_is_checked())
             stack.enter_context(floats_are_rounded_to_nearest())
             stack.enter_context(products_are_wide())

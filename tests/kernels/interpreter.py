@@ -67,3 +67,27 @@ def list_builtins_once() -> None:
                 interpreter._patch_attr(package, name, member, *rest)
 
     interpreter._patch_builtin = patch
+
+
+@cache
+def patch_for_whole_launches() -> None:
+    """Each function that a kernel calls patches the language again, though the launch has done so;
+    and each array's type is looked up in a table that is built for it."""
+    patch, numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
+    types: dict[str, Any] = {}
+
+    @cache
+    def languages(fn: Any) -> list[Any]:
+        return [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+
+    def patch_once(fn: Any) -> Any:
+        if any(tl.core.is_builtin(language.load) for language in languages(fn)):
+            return patch(fn)
+        return None  # a scope is kept by launches only, which begin with the language as it is
+
+    def numpy_type_of(of: Any) -> Any:
+        if of.name not in types:
+            types[of.name] = numpy_type(of)
+        return types[of.name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, numpy_type_of

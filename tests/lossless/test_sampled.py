@@ -6,6 +6,7 @@ in play: positions and steps that key the noise, catch-up of the drafter, penalt
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.padded_steps import use_padded_steps
 
 PROMPT = [1, 4, 2, 4, 2]
 SAMPLES = 3000
+LOTS = 6  # calls that they are drawn by: each step of a call looks through all its requests
 LENGTH = 4
 Distribution = dict[tuple[int, ...], float]
 
@@ -185,14 +187,23 @@ def draw(
         speculative |= options
     llm = LLM(target, speculative_config=speculative, skip_tokenizer_init=True, num_kv_blocks=300)
     sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **params)
-    outputs = llm.generate([{"prompt_token_ids": PROMPT}] * SAMPLES, sampling)
-    if speculative is not None:
+    return drawn_from(llm, sampling, is_drafted=speculative is not None)
+
+
+def drawn_from(llm: LLM, sampling: SamplingParams, *, is_drafted: bool) -> Counter[tuple[int, ...]]:
+    """How often each output came; where tokens are drafted, some must be accepted."""
+    lot = [{"prompt_token_ids": PROMPT}] * (SAMPLES // LOTS)
+    outputs = [output for _ in range(LOTS) for output in llm.generate(lot, sampling)]
+    if is_drafted:
         assert sum(output.metrics.num_accepted_tokens for output in outputs) > SAMPLES / 10
-    return Counter(tuple(output.outputs[0].token_ids) for output in outputs)
+    drawn = Counter(tuple(output.outputs[0].token_ids) for output in outputs)
+    assert drawn.total() == SAMPLES
+    return drawn
 
 
-def exact_distribution(target: str, params: dict[str, Any]) -> Distribution:
-    """The probability of every output, by plain forward passes and NumPy."""
+@cache
+def next_logits(target: str) -> dict[tuple[int, ...], np.ndarray]:
+    """What follows the prompt and each beginning of an output, by plain forward passes."""
     llm = LLM(target, skip_tokenizer_init=True, num_kv_blocks=2000)
     prefixes = [p for size in range(LENGTH) for p in product(range(VOCAB), repeat=size)]
     outputs = llm.generate(
@@ -203,8 +214,15 @@ def exact_distribution(target: str, params: dict[str, Any]) -> Distribution:
     for prefix, output in zip(prefixes, outputs, strict=True):
         logprobs = output.outputs[0].logprobs
         assert logprobs is not None
-        logits = np.array([logprobs[0][token].logprob for token in range(VOCAB)])
-        rows[prefix] = processed(logits, prefix, params)
+        rows[prefix] = np.array([logprobs[0][token].logprob for token in range(VOCAB)])
+    return rows
+
+
+def exact_distribution(target: str, params: dict[str, Any]) -> Distribution:
+    """The probability of every output, by plain forward passes and NumPy."""
+    rows = {
+        prefix: processed(logits, prefix, params) for prefix, logits in next_logits(target).items()
+    }
     return {
         text: float(np.prod([rows[text[:i]][text[i]] for i in range(LENGTH)]))
         for text in product(range(VOCAB), repeat=LENGTH)
