@@ -1,8 +1,7 @@
 """`LLM`: the offline front of an engine."""
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -59,11 +58,10 @@ class LLM:
         vocab_size = self.engine.resolved.vocab_size
         self._encoder = PromptEncoder(self.engine.tokenizer, vocab_size, self.engine.images)
         self._numbers = count()
-        # Outputs of live requests that their stream has not yielded: streams may be interleaved.
-        self._mail: dict[str, deque[RequestOutput | Exception]] = {}
+        self._calls: dict[str, _Call] = {}  # of live requests, by their ids
+        self._num_cut_steps = 0
         # For each number of an adapter: the request for it, and the loaded adapter.
         self._adapters: dict[int, tuple[LoRARequest, NamedAdapter]] = {}
-        self._whole: set[str] = set()  # live requests of which snapshots are not wanted
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -245,8 +243,8 @@ class LLM:
         A request that is unknown or has ended stays as it is.
         """
         submission = self.engine.abort(request_id)
-        if submission is not None and request_id in self._mail:
-            self._mail[request_id].append(submission.output())
+        if submission is not None and request_id in self._calls:
+            self._calls[request_id].outputs.append(submission.output())
 
     def _run(
         self,
@@ -259,44 +257,63 @@ class LLM:
         Args:
             whole: only finished outputs are wanted.
         """
-        mine: dict[str, Submission] = {}
+        call = _Call(whole, self._num_cut_steps)
         try:
             for prompt, own in zip(prompts, params, strict=True):
                 request_id = str(next(self._numbers))
-                mine[request_id] = self.engine.add(request_id, prompt, own)
-                self._mail[request_id] = deque()
-                if whole:
-                    self._whole.add(request_id)
-            while mine:
-                for output in self._collect(mine):
+                call.live[request_id] = self.engine.add(request_id, prompt, own)
+                self._calls[request_id] = call
+            while call.live:
+                for output in self._collect(call):
                     if isinstance(output, Exception):
                         raise output
                     if output.finished:
-                        del mine[output.request_id], self._mail[output.request_id]
-                        self._whole.discard(output.request_id)
+                        del call.live[output.request_id], self._calls[output.request_id]
                     yield output
         finally:
-            self._whole.difference_update(mine)
-            for request_id in mine:
+            for request_id in call.live:
                 self.engine.abort(request_id)
-                self._mail.pop(request_id, None)
+                self._calls.pop(request_id, None)
 
-    def _collect(self, mine: Mapping[str, Submission]) -> list[RequestOutput | Exception]:
-        """New outputs of these requests, whoever ran the steps; runs one if there are none."""
-        if not any(self._mail[request_id] for request_id in mine):
-            for submission in self.engine.step():
-                request_id = submission.request_id
-                is_last = submission.finished or submission.error is not None
-                if request_id in self._mail and (is_last or request_id not in self._whole):
-                    self._mail[request_id].append(submission.error or submission.output())
-        outputs: list[RequestOutput | Exception] = []
-        for request_id, submission in mine.items():
-            mail = self._mail[request_id]
-            if not mail and submission.finished:  # an interrupt came before its last output
-                mail.append(submission.error or submission.output())
-            outputs.extend(mail)
-            mail.clear()
+    def _collect(self, call: "_Call") -> list[RequestOutput | Exception]:
+        """New outputs of a call's requests, whoever ran the steps; runs one if there are none."""
+        if not call.outputs and call.num_cut_steps == self._num_cut_steps:
+            self._step()
+        if call.num_cut_steps != self._num_cut_steps:  # last outputs may have been lost
+            call.num_cut_steps = self._num_cut_steps
+            known = {it.request_id for it in call.outputs if isinstance(it, RequestOutput)}
+            for request_id, it in call.live.items():
+                if it.finished and request_id not in known:
+                    call.outputs.append(it.error or it.output())
+        outputs, call.outputs = call.outputs, []
         return outputs
+
+    def _step(self) -> None:
+        """Run a step and hand its outputs to their calls."""
+        self._num_cut_steps += 1  # until it has come to its end
+        for submission in self.engine.step():
+            call = self._calls.get(submission.request_id)
+            is_last = submission.finished or submission.error is not None
+            if call is not None and (is_last or not call.whole):
+                call.outputs.append(submission.error or submission.output())
+        self._num_cut_steps -= 1
+
+
+@dataclass
+class _Call:
+    """Requests that were handed in together. Streams of several calls may be interleaved.
+
+    Attributes:
+        whole: only finished outputs are wanted.
+        num_cut_steps: steps that an exception had ended when `outputs` was looked through.
+        live: requests whose last output has not been yielded.
+        outputs: those that have not been yielded.
+    """
+
+    whole: bool
+    num_cut_steps: int
+    live: dict[str, Submission] = field(default_factory=dict)
+    outputs: list[RequestOutput | Exception] = field(default_factory=list)
 
 
 def _config(model: str | Path | EngineConfig, options: dict[str, Any]) -> EngineConfig:

@@ -102,7 +102,7 @@ def _tensors(cache: Cache) -> tuple[Tensor, ...]:
 
 
 def _add(stack: cpp.Stack, half: object) -> None:
-    """Add one half of a layer. docs/architecture.md ("A layer kind") tells what a new kind needs."""
+    """Add one half of a layer; see "A layer kind" in docs/architecture.md for a new one."""
     match half:
         case AttentionParts():
             stack.add_attention(
