@@ -4,9 +4,14 @@ There are two launches. The first (shrink) computes x times A, split along K int
 size so that even one row has many programs. The second (expand) adds the result times B to y.
 Programs of rows without an adapter end early. A row's bits depend only on the shapes.
 
+Where a kernel of our own multiplies few rows, it adds the second product itself, and the first is a
+launch before it: `shrink`, whose programs take all rows of a slot at once, on the tensor cores.
+
 Slots and factors are read before the previous kernel has ended. This is safe: factors in use are
 never written, and slots are written before an ordinary launch, the embedding of the pass.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,6 +24,134 @@ from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
 _RANKS, _DEPTH = 8, 1024  # ranks and columns of x of a program of the shrink kernel
 _WIDTH, _STEP = 256, 32  # columns of y, and ranks at a time, of one of the expand kernel
+SHRINK_MEMORY = 24 * 1024  # bytes of shared memory that a program of `shrink` has at the most
+_SHALLOW, _PARTS = 512, 8  # columns of x at a time, and parts of K, of `shrink`
+_GROUP = 16  # ranks that the tensor cores take at once: a slot's begin with one
+_CHUNK = 128  # ranks of several slots that `add_expanded` multiplies at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Shrunk:
+    """x times A for the rows of one product.
+
+    Attributes:
+        inner: [parts of K, T, P R] float32, what is still to be added up; rows without an adapter
+            are not written.
+    """
+
+    inner: Tensor
+    adapted: Adapted
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """What the kernels of `matmul.py` take."""
+        factors = self.adapted.factors
+        padded = triton.cdiv(factors.rank, _GROUP) * _GROUP
+        return {
+            "inner": self.inner, "up": factors.up, "ends": _on_device(self.adapted),
+            "adapters": self.adapted.slots, "rank": factors.rank, "padded": padded,
+            "chunk": _CHUNK, "chunks": triton.cdiv(len(factors.up) * padded, _CHUNK),
+            "splits_k": len(self.inner), "parts": len(factors.ends),
+        }  # fmt: skip
+
+
+_NUMBERS = ("rank", "padded", "chunk", "chunks", "splits_k", "parts")
+NOT_SHRUNK: dict[str, object] = dict.fromkeys(("inner", "up", "ends", "adapters"))
+NOT_SHRUNK |= dict.fromkeys(_NUMBERS, 0)
+
+
+@triton.jit
+def _shrink_rows_kernel(
+    x, down, slots, inner, row_stride, rows, depth, width, part, block_m: tl.constexpr,
+    block_r: tl.constexpr, block_k: tl.constexpr, step: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Programs (slot, `block_r` ranks, part of K): as `_shrink_kernel`, for all rows of a slot."""
+    launch_dependents(pdl)
+    slot = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1) * block_r + tl.arange(0, block_r)
+    first = tl.program_id(2) * part
+    end = tl.minimum(first + part, depth)
+    row, column = tl.arange(0, block_m), tl.arange(0, step)
+    mine = tl.load(slots + row, mask=row < rows, other=-1) == slot
+    active = tl.max(mine.to(tl.int32), 0) > 0
+    known = (number < width)[:, None]
+    down_at = down + (slot * width + number[:, None]) * depth + column[None, :]
+    x_at = x + row[:, None].to(tl.int64) * row_stride + column[None, :]
+    if active:
+        tiles = ()
+        for k in tl.static_range(0, block_k, step):
+            mask = known & (column + first + k < end)[None, :]
+            tiles += (tl.load(down_at + first + k, mask=mask, other=0.0),)
+        wait_for_inputs(pdl)
+        total = tl.zeros((block_r, block_m), dtype=tl.float32)
+        for begin in range(first, end, block_k):
+            rows_of_x = ()
+            for k in tl.static_range(0, block_k, step):
+                mask = mine[:, None] & (column + begin + k < end)[None, :]
+                rows_of_x += (tl.load(x_at + begin + k, mask=mask, other=0.0),)
+            following = ()
+            for k in tl.static_range(0, block_k, step):
+                place = tl.trans(rows_of_x[k // step])
+                total = tl.dot(tiles[k // step], place, total, input_precision="ieee")
+                mask = known & (column + begin + block_k + k < end)[None, :]
+                following += (tl.load(down_at + begin + block_k + k, mask=mask, other=0.0),)
+            tiles = following
+        place = (tl.program_id(2) * rows + row)[None, :].to(tl.int64) * width + number[:, None]
+        tl.store(inner + place, total, mask=known & mine[None, :])
+    else:
+        wait_for_inputs(pdl)
+
+
+def shrink(x: Tensor, adapted: Adapted) -> Shrunk:
+    """The first half of `add_low_rank` for up to 64 rows x [T, K] in 16 bits."""
+    (rows, depth), factors = x.shape, adapted.factors
+    assert x.stride(-1) == 1
+    count, width, _ = factors.down.shape
+    part = triton.cdiv(triton.cdiv(depth, _PARTS), _SHALLOW) * _SHALLOW
+    splits = triton.cdiv(depth, part)
+    inner = torch.empty((splits, rows, width), dtype=torch.float32, device=x.device)
+    if rows:
+        _shrink_rows_kernel[(count, triton.cdiv(width, _GROUP), splits)](
+            x, factors.down, adapted.slots, inner, x.stride(0), rows, depth, width, part,
+            block_m=max(16, triton.next_power_of_2(rows)), block_r=_GROUP, block_k=_SHALLOW,
+            step=128, num_warps=4, **launch.options(x.device),
+        )  # fmt: skip
+    return Shrunk(inner, adapted)
+
+
+@triton.jit
+def add_expanded(
+    sums, row, line, rows, inner, up, ends, adapters, rank: tl.constexpr, padded: tl.constexpr,
+    chunk: tl.constexpr, chunks: tl.constexpr, splits_k: tl.constexpr, parts: tl.constexpr,
+):  # fmt: skip
+    """`sums` [rows of weights, rows of x] plus B times `inner`, in chunks of ranks of all slots.
+
+    row: the rows of weights; line: those of x; padded: ranks of a slot, in whole groups of those
+    that the tensor cores take at once. So a column's bits depend on its own adapter alone: ranks of
+    others are multiplied by zeros.
+    """
+    own = tl.zeros_like(row).to(tl.int32)
+    for index in tl.static_range(parts - 1):
+        own += (row >= tl.load(ends + index)).to(tl.int32)
+    total = tl.load(ends + parts - 1)
+    slot = tl.load(adapters + line, mask=line < rows, other=-1).to(tl.int32)
+    for step in range(tl.min(own, 0) * chunks, (tl.max(own, 0) + 1) * chunks):
+        part = step // chunks
+        number = step % chunks * chunk + tl.arange(0, chunk)
+        of, at = number // padded, number % padded
+        mine = (of[:, None] == slot[None, :]) & (at < rank)[:, None]
+        used = tl.max(mine.to(tl.int32), 1) > 0
+        if tl.max(used.to(tl.int32), 0) > 0:
+            place = (of.to(tl.int64) * rank + at)[None, :] * total + row[:, None]
+            mask = used[None, :] & (own == part)[:, None]
+            factors = tl.load(up + place, mask=mask, other=0.0)
+            source = line[None, :] * (parts * rank) + (part * rank + at)[:, None]
+            value = tl.zeros((chunk, line.shape[0]), dtype=tl.float32)
+            for split in tl.static_range(splits_k):
+                offset = split * rows * (parts * rank)
+                value += tl.load(inner + offset + source, mask=mine, other=0.0)
+            sums = tl.dot(factors, value.to(factors.dtype), sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit

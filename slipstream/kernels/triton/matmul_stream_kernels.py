@@ -14,6 +14,7 @@ part of k is added up in one chain of steps, so sums have the bits of `matmul_ke
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -106,6 +107,85 @@ def _settled(sums, begun: gl.constexpr):
 
 
 @gluon.jit
+def _weight_rows(layout: gl.constexpr, block, width, high: gl.constexpr, gated: gl.constexpr):
+    """[high]: which rows of weights a block has; past the last row, the last row again."""
+    line = gl.arange(0, high, layout=layout)
+    if gated:
+        half: gl.constexpr = high // 2
+        return gl.minimum(block * half + line % half, width - 1) + line // half * width
+    return gl.minimum(block * high + line, width - 1)
+
+
+@gluon.jit
+def _prefetch_factors(
+    up, adapters, block, rows, width, high: gl.constexpr, gated: gl.constexpr, rank: gl.constexpr,
+    count: gl.constexpr, warps: gl.constexpr,
+):  # fmt: skip
+    """Prefetch what `_add_expanded` reads of B into the L2 cache, up to 64 ranks of a slot."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
+    line = gl.arange(0, count, layout=gl.SliceLayout(1, layout))
+    at = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))[None, :]
+    slot = gl.load(adapters + line, mask=line < rows, other=-1)[:, None]
+    half: gl.constexpr = high // (2 if gated else 1)
+    total = width * 2 if gated else width
+    for side in gl.static_range(2 if gated else 1):
+        place = up + (gl.maximum(slot, 0) * rank + gl.minimum(at, rank - 1)) * total
+        place += gl.minimum(block * half, width - 1) + side * width
+        gl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}",
+            "=r,l,r", [place.to(gl.int64), ((slot >= 0) & (at < rank)).to(gl.int32)],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _add_expanded(
+    sums, tile, block, m0, rows, width, gated: gl.constexpr, inner, up, ends, adapters,
+    rank: gl.constexpr, padded: gl.constexpr, chunk: gl.constexpr, chunks: gl.constexpr,
+    splits_k: gl.constexpr, parts: gl.constexpr, warps: gl.constexpr,
+):  # fmt: skip
+    """As in `adapters.py`, for rows from `m0` on. `tile`: shared memory, [rows of x, chunk]."""
+    high: gl.constexpr = sums.shape[0]
+    count: gl.constexpr = sums.shape[1]
+    tall: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, warps], [0, 1])
+    wide: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
+    line = m0 + gl.arange(0, count, layout=gl.SliceLayout(1, wide))
+    row = _weight_rows(gl.SliceLayout(1, tall), block, width, high, gated)
+    own = gl.zeros_like(row)
+    for index in gl.static_range(parts - 1):
+        own += (row >= gl.load(ends + index)).to(gl.int32)
+    total = gl.load(ends + parts - 1)
+    slot = gl.load(adapters + line, mask=line < rows, other=-1).to(gl.int32)
+    for step in range(gl.min(own, 0) * chunks, (gl.max(own, 0) + 1) * chunks):
+        part = step // chunks
+        number = step % chunks * chunk + gl.arange(0, chunk, layout=gl.SliceLayout(0, wide))
+        of, at = number // padded, number % padded
+        mine = (slot[:, None] == of[None, :]) & (at < rank)[None, :]
+        used = gl.max(mine.to(gl.int32), 0)
+        if gl.max(used, 0) > 0:
+            taken = gl.convert_layout(used, gl.SliceLayout(0, tall)) > 0
+            number_b = step % chunks * chunk
+            number_b += gl.arange(0, chunk, layout=gl.SliceLayout(0, tall))
+            place = (number_b // padded * rank + number_b % padded).to(gl.int64) * total
+            mask = taken[None, :] & (own == part)[:, None]
+            factors = gl.load(up + place[None, :] + row[:, None], mask=mask, other=0.0)
+            source = line[:, None] * (parts * rank) + (part * rank + at)[None, :]
+            value = gl.zeros([count, chunk], gl.float32, wide)
+            for split in gl.static_range(splits_k):
+                offset = split * rows * (parts * rank)
+                value += gl.load(inner + offset + source, mask=mine, other=0.0)
+            tile.store(value.to(tile.dtype))
+            fence_async_shared()
+            _barrier()
+            operand: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 2)
+            factors = gl.convert_layout(factors, operand)
+            sums = warpgroup_mma(factors, tile.permute((1, 0)), sums, is_async=True)
+            sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+            _barrier()
+    return sums
+
+
+@gluon.jit
 def _store(
     out, sums, bias, block, split, m0, rows, width, gated: gl.constexpr, warps: gl.constexpr
 ):
@@ -114,11 +194,7 @@ def _store(
     count: gl.constexpr = sums.shape[1]
     half: gl.constexpr = high // 2
     if bias is not None:
-        line = gl.arange(0, high, layout=gl.SliceLayout(1, sums.type.layout))
-        if gated:
-            row = gl.minimum(block * half + line % half, width - 1) + line // half * width
-        else:
-            row = gl.minimum(block * high + line, width - 1)
+        row = _weight_rows(gl.SliceLayout(1, sums.type.layout), block, width, high, gated)
         added = gl.load(bias + row).to(gl.float32)
         sums += gl.where(split == 0, added, 0.0)[:, None]
     if gated:
@@ -150,7 +226,8 @@ def _fetch_rows(x, more_x, m0, k, barrier, ring_x, ring_y, slot, wanted):
 def _multiply(
     x, more_x, weight, bias, out, rows, width, depth, part, ring, ring_x, ring_y, full,
     gated: gl.constexpr, blocks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
-    warps: gl.constexpr,
+    warps: gl.constexpr, inner, up, ends, adapters, rank: gl.constexpr, padded: gl.constexpr,
+    chunk: gl.constexpr, chunks: gl.constexpr, splits_k: gl.constexpr, parts: gl.constexpr,
 ):  # fmt: skip
     """The body of `stream_kernel`, with its buffers as arguments."""
     high: gl.constexpr = ring.shape[1]
@@ -167,6 +244,8 @@ def _multiply(
         barrier, k, wanted = full.index(slot), first + slot * step_k, slot < steps
         mbarrier.expect(barrier, size, wanted)
         _fetch_weights(weight, ring, slot, barrier, tile, k, width, blocks, gated, wanted)
+    if inner is not None and split == 0:
+        _prefetch_factors(up, adapters, tile, rows, width, high, gated, rank, 64, warps)
     wait_for_inputs(pdl)
     for slot in gl.static_range(stages):
         k = first + slot * step_k
@@ -192,21 +271,30 @@ def _multiply(
     _barrier()
     for chain in gl.static_range(len(sums)):
         block, line = tile * blocks + chain % blocks, m0 + chain // blocks * first_rows
-        _store(out, sums[chain], bias, block, split, line, rows, width, gated, warps)
+        total = sums[chain]
+        if inner is not None and split == 0:
+            place = (ring_x if chain < blocks else ring_y).index(0).slice(0, chunk, dim=1)
+            total = _add_expanded(
+                total, place, block, line, rows, width, gated, inner, up, ends, adapters, rank,
+                padded, chunk, chunks, splits_k, parts, warps,
+            )  # fmt: skip
+        _store(out, total, bias, block, split, line, rows, width, gated, warps)
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def stream_kernel(
     x, more_x, weight, bias, out, rows, width, depth, part, gated: gl.constexpr,
     blocks: gl.constexpr, high: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
-    warps: gl.constexpr,
+    warps: gl.constexpr, inner, up, ends, adapters, rank: gl.constexpr, padded: gl.constexpr,
+    chunk: gl.constexpr, chunks: gl.constexpr, splits_k: gl.constexpr, parts: gl.constexpr,
 ):  # fmt: skip
     """Programs (tile of rows, tile of n, split).
 
     x, more_x and weight are TMA descriptors: x of [rows, depth] in tiles; more_x, or None, of the
     same matrix, in the smaller tiles for the rows behind the last tile of x; weight of
     [width, depth], or [2 * width, depth] if `gated`. bias [width] or None;
-    out [splits, rows, width].
+    out [splits, rows, width]. Arguments from `inner` on are what adapters add (`adapters.py`), or
+    None; then the rows are at most 64, and step_k is at least `chunk`.
     """
     launch_dependents(pdl)
     first_rows: gl.constexpr = x.block_shape[0]
@@ -223,10 +311,12 @@ def stream_kernel(
         )
         _multiply(
             x, more_x, weight, bias, out, rows, width, depth, part, ring, ring_x, ring_y, full,
-            gated, blocks, stages, pdl, warps,
+            gated, blocks, stages, pdl, warps, inner, up, ends, adapters, rank, padded, chunk,
+            chunks, splits_k, parts,
         )  # fmt: skip
     else:
         _multiply(
             x, None, weight, bias, out, rows, width, depth, part, ring, ring_x, None, full, gated,
-            blocks, stages, pdl, warps,
+            blocks, stages, pdl, warps, inner, up, ends, adapters, rank, padded, chunk, chunks,
+            splits_k, parts,
         )  # fmt: skip
