@@ -46,7 +46,7 @@ class Shrunk:
     def arguments(self) -> dict[str, object]:
         """What the kernels of `matmul.py` take."""
         factors = self.adapted.factors
-        padded = triton.cdiv(factors.rank, _GROUP) * _GROUP
+        padded = max(_GROUP, triton.next_power_of_2(factors.rank))
         return {
             "inner": self.inner, "up": factors.up, "ends": _on_device(self.adapted),
             "adapters": self.adapted.slots, "rank": factors.rank, "padded": padded,
@@ -120,6 +120,11 @@ def shrink(x: Tensor, adapted: Adapted) -> Shrunk:
 
 
 @triton.jit
+def _or(one, other):
+    return one | other
+
+
+@triton.jit
 def add_expanded(
     sums, row, line, rows, inner, up, ends, adapters, rank: tl.constexpr, padded: tl.constexpr,
     chunk: tl.constexpr, chunks: tl.constexpr, splits_k: tl.constexpr, parts: tl.constexpr,
@@ -130,27 +135,33 @@ def add_expanded(
     that the tensor cores take at once. So a column's bits depend on its own adapter alone: ranks of
     others are multiplied by zeros.
     """
+    group: tl.constexpr = padded if padded < chunk else chunk
     own = tl.zeros_like(row).to(tl.int32)
     for index in tl.static_range(parts - 1):
         own += (row >= tl.load(ends + index)).to(tl.int32)
     total = tl.load(ends + parts - 1)
     slot = tl.load(adapters + line, mask=line < rows, other=-1).to(tl.int32)
+    number = tl.arange(0, chunk)
     for step in range(tl.min(own, 0) * chunks, (tl.max(own, 0) + 1) * chunks):
-        part = step // chunks
-        number = step % chunks * chunk + tl.arange(0, chunk)
-        of, at = number // padded, number % padded
-        mine = (of[:, None] == slot[None, :]) & (at < rank)[:, None]
-        used = tl.max(mine.to(tl.int32), 1) > 0
-        if tl.max(used.to(tl.int32), 0) > 0:
-            place = (of.to(tl.int64) * rank + at)[None, :] * total + row[:, None]
-            mask = used[None, :] & (own == part)[:, None]
-            factors = tl.load(up + place, mask=mask, other=0.0)
-            source = line[None, :] * (parts * rank) + (part * rank + at)[:, None]
-            value = tl.zeros((chunk, line.shape[0]), dtype=tl.float32)
+        part, begin = step // chunks, step % chunks * chunk
+        place = slot - begin // padded
+        inside = (place >= 0) & (place < chunk // group)
+        used = tl.reduce(tl.where(inside, 1 << place, 0), 0, _or)
+        if used != 0:
+            at = begin % padded + number % group
+            source = ((begin // padded + number // group).to(tl.int64) * rank + at) * total
+            mask = ((used >> (number // group)) & 1 != 0) & (at < rank)
+            mask = mask[None, :] & (own == part)[:, None]
+            factors = tl.load(up + source[None, :] + row[:, None], mask=mask, other=0.0)
+            mine = place[:, None] == (number // group)[None, :]
+            mask = mine & (at < rank)[None, :]
+            source = (line * (parts * rank) + part * rank)[:, None] + at[None, :]
+            value = tl.zeros((line.shape[0], chunk), dtype=tl.float32)
             for split in tl.static_range(splits_k):
                 offset = split * rows * (parts * rank)
-                value += tl.load(inner + offset + source, mask=mine, other=0.0)
-            sums = tl.dot(factors, value.to(factors.dtype), sums, input_precision="ieee")
+                value += tl.load(inner + offset + source, mask=mask, other=0.0)
+            value = tl.trans(value.to(factors.dtype))
+            sums = tl.dot(factors, value, sums, input_precision="ieee")
     return sums
 
 

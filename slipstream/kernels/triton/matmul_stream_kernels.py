@@ -117,20 +117,24 @@ def _weight_rows(layout: gl.constexpr, block, width, high: gl.constexpr, gated: 
 
 
 @gluon.jit
+def _or(one, other):
+    return one | other
+
+
+@gluon.jit
 def _prefetch_factors(
-    up, adapters, block, rows, width, high: gl.constexpr, gated: gl.constexpr, rank: gl.constexpr,
-    count: gl.constexpr, warps: gl.constexpr,
+    up, adapters, block, rows, width, high: gl.constexpr, count: gl.constexpr, gated: gl.constexpr,
+    rank: gl.constexpr, warps: gl.constexpr,
 ):  # fmt: skip
-    """Prefetch what `_add_expanded` reads of B into the L2 cache, up to 64 ranks of a slot."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
+    """Prefetch what `_add_expanded` reads of the first 16 ranks of B into the L2 cache."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [warps, 1], [1, 0])
     line = gl.arange(0, count, layout=gl.SliceLayout(1, layout))
-    at = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))[None, :]
+    at = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :]
     slot = gl.load(adapters + line, mask=line < rows, other=-1)[:, None]
-    half: gl.constexpr = high // (2 if gated else 1)
+    half: gl.constexpr = high // 2 if gated else high
     total = width * 2 if gated else width
     for side in gl.static_range(2 if gated else 1):
-        place = up + (gl.maximum(slot, 0) * rank + gl.minimum(at, rank - 1)) * total
-        place += gl.minimum(block * half, width - 1) + side * width
+        place = up + (slot * rank + at) * total + block * half + side * width
         gl.inline_asm_elementwise(
             "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}",
             "=r,l,r", [place.to(gl.int64), ((slot >= 0) & (at < rank)).to(gl.int32)],
@@ -147,38 +151,46 @@ def _add_expanded(
     """As in `adapters.py`, for rows from `m0` on. `tile`: shared memory, [rows of x, chunk]."""
     high: gl.constexpr = sums.shape[0]
     count: gl.constexpr = sums.shape[1]
+    half: gl.constexpr = high // 2 if gated else high
+    group: gl.constexpr = padded if padded < chunk else chunk
     tall: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, warps], [0, 1])
-    wide: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
-    line = m0 + gl.arange(0, count, layout=gl.SliceLayout(1, wide))
-    row = _weight_rows(gl.SliceLayout(1, tall), block, width, high, gated)
+    wide: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [warps, 1, 1], [2, 1, 0])
+    flat: gl.constexpr = gl.SliceLayout(1, wide)
+    line = m0 + gl.arange(0, count, layout=gl.SliceLayout(1, flat))
+    at_tile = gl.arange(0, high, layout=gl.SliceLayout(1, tall))
+    row = block * half + at_tile % half + at_tile // half * width
+    total = width * 2 if gated else width
     own = gl.zeros_like(row)
     for index in gl.static_range(parts - 1):
         own += (row >= gl.load(ends + index)).to(gl.int32)
-    total = gl.load(ends + parts - 1)
     slot = gl.load(adapters + line, mask=line < rows, other=-1).to(gl.int32)
+    number = gl.arange(0, chunk, layout=gl.SliceLayout(0, tall))
+    place_of = gl.arange(0, chunk // group, layout=gl.SliceLayout(0, gl.SliceLayout(2, wide)))
     for step in range(gl.min(own, 0) * chunks, (gl.max(own, 0) + 1) * chunks):
-        part = step // chunks
-        number = step % chunks * chunk + gl.arange(0, chunk, layout=gl.SliceLayout(0, wide))
-        of, at = number // padded, number % padded
-        mine = (slot[:, None] == of[None, :]) & (at < rank)[None, :]
-        used = gl.max(mine.to(gl.int32), 0)
-        if gl.max(used, 0) > 0:
-            taken = gl.convert_layout(used, gl.SliceLayout(0, tall)) > 0
-            number_b = step % chunks * chunk
-            number_b += gl.arange(0, chunk, layout=gl.SliceLayout(0, tall))
-            place = (number_b // padded * rank + number_b % padded).to(gl.int64) * total
-            mask = taken[None, :] & (own == part)[:, None]
-            factors = gl.load(up + place[None, :] + row[:, None], mask=mask, other=0.0)
-            source = line[:, None] * (parts * rank) + (part * rank + at)[None, :]
-            value = gl.zeros([count, chunk], gl.float32, wide)
+        part, begin = step // chunks, step % chunks * chunk
+        place = slot - begin // padded
+        inside = (place >= 0) & (place < chunk // group)
+        used = gl.reduce(gl.where(inside, 1 << place, 0), 0, _or)
+        if used != 0:
+            at = begin % padded + number % group
+            source = ((begin // padded + number // group) * rank + at).to(gl.int64) * total
+            mask = ((used >> (number // group)) & 1 != 0) & (at < rank)
+            mask = mask[None, :] & (row < total)[:, None]
+            factors = gl.load(up + source[None, :] + row[:, None], mask=mask, other=0.0)
+            factors = gl.where((own == part)[:, None], factors, 0.0)
+            at = begin % padded + gl.arange(0, group, layout=gl.SliceLayout(0, flat))
+            mask = inside[:, None] & (at < rank)[None, :]
+            value = gl.zeros([count, group], gl.float32, flat)
             for split in gl.static_range(splits_k):
-                offset = split * rows * (parts * rank)
-                value += gl.load(inner + offset + source, mask=mine, other=0.0)
-            tile.store(value.to(tile.dtype))
+                source = (split * rows + line) * (parts * rank) + part * rank
+                value += gl.load(inner + source[:, None] + at[None, :], mask=mask, other=0.0)
+            here = place[:, None][:, None, :] == place_of[None, :][:, :, None]
+            spread = gl.where(here, value.to(tile.dtype)[:, None, :], 0.0)
+            tile.store(gl.reshape(spread, (count, chunk)))
             fence_async_shared()
             _barrier()
             operand: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 2)
-            factors = gl.convert_layout(factors, operand)
+            factors = gl.convert_layout(factors.to(tile.dtype), operand)
             sums = warpgroup_mma(factors, tile.permute((1, 0)), sums, is_async=True)
             sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
             _barrier()
@@ -245,7 +257,8 @@ def _multiply(
         mbarrier.expect(barrier, size, wanted)
         _fetch_weights(weight, ring, slot, barrier, tile, k, width, blocks, gated, wanted)
     if inner is not None and split == 0:
-        _prefetch_factors(up, adapters, tile, rows, width, high, gated, rank, 64, warps)
+        span: gl.constexpr = 2 * first_rows if more_rows else first_rows
+        _prefetch_factors(up, adapters, tile, rows, width, high, span, gated, rank, warps)
     wait_for_inputs(pdl)
     for slot in gl.static_range(stages):
         k = first + slot * step_k
