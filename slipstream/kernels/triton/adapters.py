@@ -61,6 +61,16 @@ NOT_SHRUNK |= dict.fromkeys(_NUMBERS, 0)
 
 
 @triton.jit
+def _tiles(place, known, column, end, columns: tl.constexpr):
+    """The next `columns` columns of a tile's known rows: a tile for each step of the product."""
+    tiles = ()
+    for start in tl.static_range(0, columns, column.shape[0]):
+        mask = known[:, None] & (column + start < end)[None, :]
+        tiles += (tl.load(place + start, mask=mask, other=0.0),)  # type: ignore[assignment]
+    return tiles
+
+
+@triton.jit
 def _shrink_rows_kernel(
     x, down, slots, inner, row_stride, rows, depth, width, part, block_m: tl.constexpr,
     block_r: tl.constexpr, block_k: tl.constexpr, step: tl.constexpr, pdl: tl.constexpr,
@@ -74,30 +84,21 @@ def _shrink_rows_kernel(
     row, column = tl.arange(0, block_m), tl.arange(0, step)
     mine = tl.load(slots + row, mask=row < rows, other=-1) == slot
     active = tl.max(mine.to(tl.int32), 0) > 0
-    known = (number < width)[:, None]
+    known = number < width
     down_at = down + (slot * width + number[:, None]) * depth + column[None, :]
     x_at = x + row[:, None].to(tl.int64) * row_stride + column[None, :]
     if active:
-        tiles = ()
-        for k in tl.static_range(0, block_k, step):
-            mask = known & (column + first + k < end)[None, :]
-            tiles += (tl.load(down_at + first + k, mask=mask, other=0.0),)
+        tiles = _tiles(down_at + first, known, column + first, end, block_k)
         wait_for_inputs(pdl)
         total = tl.zeros((block_r, block_m), dtype=tl.float32)
-        for begin in range(first, end, block_k):
-            rows_of_x = ()
-            for k in tl.static_range(0, block_k, step):
-                mask = mine[:, None] & (column + begin + k < end)[None, :]
-                rows_of_x += (tl.load(x_at + begin + k, mask=mask, other=0.0),)
-            following = ()
-            for k in tl.static_range(0, block_k, step):
-                place = tl.trans(rows_of_x[k // step])
-                total = tl.dot(tiles[k // step], place, total, input_precision="ieee")
-                mask = known & (column + begin + block_k + k < end)[None, :]
-                following += (tl.load(down_at + begin + block_k + k, mask=mask, other=0.0),)
-            tiles = following
+        for k in range(first, end, block_k):
+            tiles_x = _tiles(x_at + k, mine, column + k, end, block_k)
+            for index in tl.static_range(block_k // step):
+                operand = tl.trans(tiles_x[index])
+                total = tl.dot(tiles[index], operand, total, input_precision="ieee")
+            tiles = _tiles(down_at + k + block_k, known, column + k + block_k, end, block_k)
         place = (tl.program_id(2) * rows + row)[None, :].to(tl.int64) * width + number[:, None]
-        tl.store(inner + place, total, mask=known & mine[None, :])
+        tl.store(inner + place, total, mask=known[:, None] & mine[None, :])
     else:
         wait_for_inputs(pdl)
 
