@@ -95,11 +95,8 @@ class Linears:
             x, total = self.norm(addend, residual, norm)
             joined = self._shrunk(x, weight, adapted)
             if joined is not None:
-                rows, factor = _rows(x, operand(weight)), operand(weight)
-                made = matmul.gated_product(
-                    rows, factor, bias, total.dtype, activation, low_rank=joined
-                )
-                return made, total
+                rows = _rows(x, operand(weight))
+                return self._gated(rows, weight, bias, total.dtype, activation, joined), total
             gate_up = self._adapted(x, weight, bias, torch.float32, adapted)
             return gated_activation(gate_up, activation, total.dtype), total
         rounded = not is_packed(weight) and operand(weight).scales is not None
@@ -118,13 +115,14 @@ class Linears:
         bias: Tensor | None,
         dtype: torch.dtype,
         activation: Activation,
+        low_rank: Shrunk | None = None,
     ) -> Tensor:
         if is_packed(weight):
             return _packed(x.values, weight, bias, dtype, gated=activation)
         factor = operand(weight)
         if self._ours(x.values, factor, gated=True):
             free = self._free(x.values)
-            return matmul.gated_product(x, factor, bias, dtype, activation, free)
+            return matmul.gated_product(x, factor, bias, dtype, activation, free, low_rank)
         return gated_activation(_library(x, factor, bias, dtype), activation)
 
     def add_norm(self, addend: Addend, residual: Tensor, norm: Norm) -> Tensor:
