@@ -57,7 +57,7 @@ def stream(
         "padded": 16,
         "chunk": 128,
         "chunks": 1,
-        "splits_k": 8,
+        "splits_k": 12,
         "parts": 2,
     }
     if rank:

@@ -14,12 +14,13 @@ part of k is added up in one chain of steps, so sums have the bits of `matmul_ke
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from slipstream.kernels.triton.adapters_stream import add_expanded, early_factors, early_inner
 
 # Triton 3.6 has the second names, later versions the first.
 _fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -117,87 +118,6 @@ def _weight_rows(layout: gl.constexpr, block, width, high: gl.constexpr, gated: 
 
 
 @gluon.jit
-def _or(one, other):
-    return one | other
-
-
-@gluon.jit
-def _prefetch_factors(
-    up, adapters, block, rows, width, high: gl.constexpr, count: gl.constexpr, gated: gl.constexpr,
-    rank: gl.constexpr, warps: gl.constexpr,
-):  # fmt: skip
-    """Prefetch what `_add_expanded` reads of the first 16 ranks of B into the L2 cache."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [warps, 1], [1, 0])
-    line = gl.arange(0, count, layout=gl.SliceLayout(1, layout))
-    at = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :]
-    slot = gl.load(adapters + line, mask=line < rows, other=-1)[:, None]
-    half: gl.constexpr = high // 2 if gated else high
-    total = width * 2 if gated else width
-    for side in gl.static_range(2 if gated else 1):
-        place = up + (slot * rank + at) * total + block * half + side * width
-        gl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}",
-            "=r,l,r", [place.to(gl.int64), ((slot >= 0) & (at < rank)).to(gl.int32)],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _add_expanded(
-    sums, tile, block, m0, rows, width, gated: gl.constexpr, inner, up, ends, adapters,
-    rank: gl.constexpr, padded: gl.constexpr, chunk: gl.constexpr, chunks: gl.constexpr,
-    splits_k: gl.constexpr, parts: gl.constexpr, warps: gl.constexpr,
-):  # fmt: skip
-    """As in `adapters.py`, for rows from `m0` on. `tile`: shared memory, [rows of x, chunk]."""
-    high: gl.constexpr = sums.shape[0]
-    count: gl.constexpr = sums.shape[1]
-    half: gl.constexpr = high // 2 if gated else high
-    group: gl.constexpr = padded if padded < chunk else chunk
-    tall: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, warps], [0, 1])
-    wide: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [warps, 1, 1], [2, 1, 0])
-    flat: gl.constexpr = gl.SliceLayout(1, wide)
-    line = m0 + gl.arange(0, count, layout=gl.SliceLayout(1, flat))
-    at_tile = gl.arange(0, high, layout=gl.SliceLayout(1, tall))
-    row = block * half + at_tile % half + at_tile // half * width
-    total = width * 2 if gated else width
-    own = gl.zeros_like(row)
-    for index in gl.static_range(parts - 1):
-        own += (row >= gl.load(ends + index)).to(gl.int32)
-    slot = gl.load(adapters + line, mask=line < rows, other=-1).to(gl.int32)
-    number = gl.arange(0, chunk, layout=gl.SliceLayout(0, tall))
-    place_of = gl.arange(0, chunk // group, layout=gl.SliceLayout(0, gl.SliceLayout(2, wide)))
-    for step in range(gl.min(own, 0) * chunks, (gl.max(own, 0) + 1) * chunks):
-        part, begin = step // chunks, step % chunks * chunk
-        place = slot - begin // padded
-        inside = (place >= 0) & (place < chunk // group)
-        used = gl.reduce(gl.where(inside, 1 << place, 0), 0, _or)
-        if used != 0:
-            at = begin % padded + number % group
-            source = ((begin // padded + number // group) * rank + at).to(gl.int64) * total
-            mask = ((used >> (number // group)) & 1 != 0) & (at < rank)
-            mask = mask[None, :] & (row < total)[:, None]
-            factors = gl.load(up + source[None, :] + row[:, None], mask=mask, other=0.0)
-            factors = gl.where((own == part)[:, None], factors, 0.0)
-            at = begin % padded + gl.arange(0, group, layout=gl.SliceLayout(0, flat))
-            mask = inside[:, None] & (at < rank)[None, :]
-            value = gl.zeros([count, group], gl.float32, flat)
-            for split in gl.static_range(splits_k):
-                source = (split * rows + line) * (parts * rank) + part * rank
-                value += gl.load(inner + source[:, None] + at[None, :], mask=mask, other=0.0)
-            here = place[:, None][:, None, :] == place_of[None, :][:, :, None]
-            spread = gl.where(here, value.to(tile.dtype)[:, None, :], 0.0)
-            tile.store(gl.reshape(spread, (count, chunk)))
-            fence_async_shared()
-            _barrier()
-            operand: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 2)
-            factors = gl.convert_layout(factors.to(tile.dtype), operand)
-            sums = warpgroup_mma(factors, tile.permute((1, 0)), sums, is_async=True)
-            sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-            _barrier()
-    return sums
-
-
-@gluon.jit
 def _store(
     out, sums, bias, block, split, m0, rows, width, gated: gl.constexpr, warps: gl.constexpr
 ):
@@ -256,13 +176,18 @@ def _multiply(
         barrier, k, wanted = full.index(slot), first + slot * step_k, slot < steps
         mbarrier.expect(barrier, size, wanted)
         _fetch_weights(weight, ring, slot, barrier, tile, k, width, blocks, gated, wanted)
-    if inner is not None and split == 0:
-        span: gl.constexpr = 2 * first_rows if more_rows else first_rows
-        _prefetch_factors(up, adapters, tile, rows, width, high, span, gated, rank, warps)
+    span: gl.constexpr = 2 * first_rows if more_rows else first_rows
+    factors = early_factors(
+        up, adapters, tile, rows, split, width, high, span, gated, rank, padded, chunk, warps
+    )
     wait_for_inputs(pdl)
     for slot in gl.static_range(stages):
         k = first + slot * step_k
         _fetch_rows(x, more_x, m0, k, full.index(slot), ring_x, ring_y, slot, slot < steps)
+    early = early_inner(
+        inner, adapters, ends, tile, m0, rows, split, width, high, gated, first_rows, more_rows,
+        rank, padded, chunk, splits_k, parts, warps, x.dtype,
+    )  # fmt: skip
     sums = _zeros(blocks, high, first_rows, warps)
     if more_rows:
         sums += _zeros(blocks, high, more_rows, warps)
@@ -287,9 +212,10 @@ def _multiply(
         total = sums[chain]
         if inner is not None and split == 0:
             place = (ring_x if chain < blocks else ring_y).index(0).slice(0, chunk, dim=1)
-            total = _add_expanded(
-                total, place, block, line, rows, width, gated, inner, up, ends, adapters, rank,
-                padded, chunk, chunks, splits_k, parts, warps,
+            total = add_expanded(
+                total, place, factors, early[3 * chain], early[3 * chain + 1],
+                early[3 * chain + 2], block, line, rows, width, span, gated, inner, up, ends,
+                adapters, rank, padded, chunk, chunks, splits_k, parts, warps,
             )  # fmt: skip
         _store(out, total, bias, block, split, line, rows, width, gated, warps)
 
