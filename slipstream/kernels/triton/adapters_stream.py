@@ -129,6 +129,26 @@ def early_factors(
 
 
 @gluon.jit
+def _inner_of_block(
+    inner, adapters, first, last, m0, rows, count: gl.constexpr, rank: gl.constexpr,
+    padded: gl.constexpr, chunk: gl.constexpr, splits_k: gl.constexpr, parts: gl.constexpr,
+    warps: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """(places of slots, what the first part of a block multiplies, what the last one does)."""
+    slot, value = _inner(
+        inner, adapters, first, 0, m0, rows, count, rank, padded, chunk, splits_k, parts, warps,
+        dtype,
+    )  # fmt: skip
+    other = value
+    if parts > 1:
+        other = _inner(
+            inner, adapters, last, 0, m0, rows, count, rank, padded, chunk, splits_k, parts, warps,
+            dtype,
+        )[1]  # fmt: skip
+    return slot, value, other
+
+
+@gluon.jit
 def early_inner(
     inner, adapters, ends, block, m0, rows, split, width, high: gl.constexpr, gated: gl.constexpr,
     first_rows: gl.constexpr, more_rows: gl.constexpr, rank: gl.constexpr, padded: gl.constexpr,
@@ -141,20 +161,15 @@ def early_inner(
     if inner is not None:
         owned = gl.where(split == 0, rows, 0)
         first, last = _parts_of(ends, block, width, high, gated, parts)
-        for chain in gl.static_range(2 if more_rows else 1):
-            count: gl.constexpr = more_rows if chain else first_rows
-            line = m0 + chain * first_rows
-            slot, value = _inner(
-                inner, adapters, first, 0, line, owned, count, rank, padded, chunk, splits_k,
-                parts, warps, dtype,
+        early += _inner_of_block(
+            inner, adapters, first, last, m0, owned, first_rows, rank, padded, chunk, splits_k,
+            parts, warps, dtype,
+        )  # fmt: skip
+        if more_rows:
+            early += _inner_of_block(
+                inner, adapters, first, last, m0 + first_rows, owned, more_rows, rank, padded,
+                chunk, splits_k, parts, warps, dtype,
             )  # fmt: skip
-            other = value
-            if parts > 1:
-                other = _inner(
-                    inner, adapters, last, 0, line, owned, count, rank, padded, chunk, splits_k,
-                    parts, warps, dtype,
-                )[1]  # fmt: skip
-            early += (slot, value, other)  # type: ignore[assignment]
     return early
 
 
