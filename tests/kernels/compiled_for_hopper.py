@@ -58,7 +58,7 @@ def stream(
         "chunk": 128,
         "chunks": 1,
         "splits_k": 12,
-        "parts": 2,
+        "parts": 2 if gated else 1,
     }
     if rank:
         types |= {"inner": "*fp32", "up": f"*{NAMES[dtype]}", "ends": "*i32", "adapters": "*i64"}

@@ -24,7 +24,6 @@ from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
 _RANKS, _DEPTH = 8, 1024  # ranks and columns of x of a program of the shrink kernel
 _WIDTH, _STEP = 256, 32  # columns of y, and ranks at a time, of one of the expand kernel
-SHRINK_MEMORY = 24 * 1024  # bytes of shared memory that a program of `shrink` has at the most
 _SHALLOW, _PARTS = 512, 12  # columns of x at a time, and parts of K, of `shrink`
 _GROUP = 16  # ranks that the tensor cores take at once: a slot's begin with one
 _CHUNK = 128  # ranks of several slots that `add_expanded` multiplies at a time

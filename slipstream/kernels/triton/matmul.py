@@ -18,7 +18,7 @@ from slipstream.kernels.formats.weight import RowScaled, Weight
 from slipstream.kernels.norm import Activation
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.activation import GATES
-from slipstream.kernels.triton.adapters import NOT_SHRUNK, SHRINK_MEMORY, Shrunk
+from slipstream.kernels.triton.adapters import NOT_SHRUNK, Shrunk
 from slipstream.kernels.triton.launch import empty_rows, with_spare
 from slipstream.kernels.triton.matmul_kernels import matmul_kernel
 from slipstream.kernels.triton.matmul_tiles import (
@@ -181,7 +181,7 @@ def _multiply(
     assert values.is_contiguous()
     rows, width = len(x.values), len(values)
     assert low_rank is None or rows <= SPLIT_ROWS
-    chosen = _plan(x.values, values, splitting, gated is not None, loose, low_rank is not None)
+    chosen = _plan(x.values, values, splitting, gated is not None, loose)
     splits = parts = chosen.splits
     if rows > SPLIT_ROWS and isinstance(chosen.tiles, Tiles):
         parts = 1
@@ -200,15 +200,13 @@ def _multiply(
     return out
 
 
-def _plan(
-    x: Tensor, weight: Tensor, splitting: bool, gated: bool, loose: bool, adapted: bool
-) -> Plan:
+def _plan(x: Tensor, weight: Tensor, splitting: bool, gated: bool, loose: bool) -> Plan:
     rows, (width, depth) = len(x), weight.shape
     chosen = plan(width, depth, rows, weight.dtype, splitting)
     if not rows or not streams(x, weight):
         return chosen
     if rows <= SPLIT_ROWS:
-        return few_rows(width, depth, rows, chosen, SHRINK_MEMORY if adapted else 0)
+        return few_rows(width, depth, rows, chosen)
     return (many_rows(width, depth, rows, splitting, gated) if loose else None) or chosen
 
 

@@ -169,9 +169,8 @@ GATED_MANY = 80
 GATED_MOST = range(289, 513)  # numbers of rows beyond `GATED_MANY` for which ours is faster
 
 
-def few_rows(width: int, depth: int, rows: int, chosen: Plan, beside: int = 0) -> Plan:
-    """`chosen` with tiles for `stream_kernel` instead, for up to 64 rows of x, which leave `beside`
-    bytes of a multiprocessor's memory to other kernels.
+def few_rows(width: int, depth: int, rows: int, chosen: Plan) -> Plan:
+    """`chosen` with tiles for `stream_kernel` instead, for up to 64 rows of x.
 
     A multiprocessor runs one program that fills its shared memory, or several smaller ones, with
     which less time is lost when one ends and the next begins.
@@ -186,7 +185,7 @@ def few_rows(width: int, depth: int, rows: int, chosen: Plan, beside: int = 0) -
         together = 3
     deep = lines <= 32 and waves <= 2 and depth % 256 == chosen.part % 256 == 0
     columns = 256 if deep else STEP
-    stages = _stages(64 + lines, columns, together, MEMORY - beside)
+    stages = _stages(64 + lines, columns, together)
     return Plan(chosen.splits, chosen.part, Stream(height, more, depth=columns, stages=stages))
 
 
@@ -250,6 +249,6 @@ def _filling(width: int, depth: int, row_tiles: int) -> tuple[int, int]:
     return max((each for each in choices if depth >= SHORTEST * each[1]), key=programs)
 
 
-def _stages(lines: int, columns: int, together: int, memory: int = MEMORY) -> int:
+def _stages(lines: int, columns: int, together: int) -> int:
     """The number of stages for which `together` programs fit into a multiprocessor's memory."""
-    return min(DEEPEST[columns], memory // together // (lines * columns * 2))
+    return min(DEEPEST[columns], MEMORY // together // (lines * columns * 2))
