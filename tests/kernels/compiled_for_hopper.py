@@ -12,7 +12,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from slipstream.kernels.triton.adapters import _expand_kernel, _shrink_kernel
+from slipstream.kernels.triton.adapters import (
+    _expand_kernel,
+    _shrink_kernel,
+    _shrink_rows_kernel,
+)
 from slipstream.kernels.triton.fragments import E2M1, INT4, INT4_ZEROS, INT8
 from slipstream.kernels.triton.grouped_stream_kernels import BYTES, HALVES, grouped_stream_kernel
 from slipstream.kernels.triton.matmul_stream_kernels import SWIZZLED, stream_kernel
@@ -26,8 +30,10 @@ NOT, SILU, GELU = 0, 1, 2  # as `activation.py` numbers them
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def stream(tiles: Stream, dtype: torch.dtype, out: torch.dtype, gated: int, biased: bool) -> Any:
-    """`matmul.py`'s launch."""
+def stream(
+    tiles: Stream, dtype: torch.dtype, out: torch.dtype, gated: int, biased: bool, rank: int = 0
+) -> Any:
+    """`matmul.py`'s launch, with adapters of a rank."""
 
     def described(rows: int) -> str:
         return f"tensordesc<{NAMES[dtype]}[{rows}, {tiles.depth}],{SWIZZLED.value}>"
@@ -47,7 +53,15 @@ def stream(tiles: Stream, dtype: torch.dtype, out: torch.dtype, gated: int, bias
         "stages": tiles.stages,
         "pdl": True,
         "warps": tiles.warps,
+        "rank": rank,
+        "padded": 16,
+        "chunk": 128,
+        "chunks": 1,
+        "splits_k": 12,
+        "parts": 2 if gated else 1,
     }
+    if rank:
+        types |= {"inner": "*fp32", "up": f"*{NAMES[dtype]}", "ends": "*i32", "adapters": "*i64"}
     return compiled(stream_kernel, types, constants, tiles.warps)
 
 
@@ -108,15 +122,18 @@ def norm(weighted: bool) -> int:
     return plain(_norm_kernel, types, {"parts": 1, "block": 256, "pdl": True})
 
 
-def adapters() -> tuple[int, int]:
-    """The two kernels of `adapters.py` -> bytes of machine code."""
+def adapters() -> tuple[int, ...]:
+    """The kernels of `adapters.py` -> bytes of machine code."""
     types = {"x": "*bf16", "y": "*fp32", "down": "*bf16", "up": "*bf16", "inner": "*fp32"}
     types |= {"slots": "*i64", "ends": "*i32"}
     ints = ("row_stride", "y_stride", "depth", "width", "rank", "total", "splits")
     types |= dict.fromkeys(ints, "i32")
     first = {"block_r": 8, "block_k": 1024, "pdl": True}
     second = {"parts": 3, "block_n": 256, "block_r": 16, "block_s": 4, "pdl": True}
-    return plain(_shrink_kernel, types, first), plain(_expand_kernel, types, second)
+    third = {"block_m": 32, "block_r": 16, "block_k": 512, "step": 128, "pdl": True}
+    types |= {"rows": "i32", "part": "i32"}
+    kernels = (_shrink_kernel, first), (_expand_kernel, second), (_shrink_rows_kernel, third)
+    return tuple(plain(kernel, types, constants) for kernel, constants in kernels)
 
 
 def plain(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> int:
@@ -166,6 +183,8 @@ def main() -> None:
         stream(Stream(64, stages=6), half, half, gated=GELU, biased=False),
         stream(Stream(128, 0, 1, 128, 64, 6), half, half, gated=NOT, biased=False),
         stream(Stream(32, 8, stages=8), half, whole, gated=NOT, biased=False),
+        stream(Stream(32, 8, stages=7), half, half, gated=SILU, biased=True, rank=16),
+        stream(Stream(8, depth=256, stages=4), half, whole, gated=NOT, biased=False, rank=12),
         grouped((8, 4, 4), words=1, gated=SILU, sorted_pairs=True, out=half),
         grouped((128, 2, 3), words=2, gated=NOT, sorted_pairs=True, out=whole),
         grouped((16, 4, 6), words=2, gated=SILU, sorted_pairs=False, out=half),

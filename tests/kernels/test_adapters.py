@@ -23,8 +23,10 @@ SIZES = [
 SLOTS = 3
 
 
-def factors(ends: tuple[int, ...], columns: int, rank: int, dtype: torch.dtype) -> LowRank:
-    made, generator = LowRank.empty(SLOTS, rank, ends, columns, dtype, DEVICE), seeded(1)
+def factors(
+    ends: tuple[int, ...], columns: int, rank: int, dtype: torch.dtype, slots: int = SLOTS
+) -> LowRank:
+    made, generator = LowRank.empty(slots, rank, ends, columns, dtype, DEVICE), seeded(1)
     for values in (made.down, made.up):
         values.copy_(torch.randn(values.shape, generator=generator) / values.shape[1] ** 0.5)
     return made
@@ -34,9 +36,9 @@ def rows_of(count: int, width: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn((count, width), generator=seeded(seed)).to(dtype).to(DEVICE)
 
 
-def adapters_of(count: int) -> Tensor:
+def adapters_of(count: int, slots: int = SLOTS) -> Tensor:
     """Some of them without one, and neighbours with others."""
-    return (torch.arange(count, device=DEVICE) * 2 + 1) % (SLOTS + 1) - 1
+    return (torch.arange(count, device=DEVICE) * 2 + 1) % (slots + 1) - 1
 
 
 def test_a_row_gains_what_the_two_factors_of_its_part_make() -> None:
@@ -106,6 +108,52 @@ class TestTriton:
         alone = Adapted(made, slots[row : row + 1])
         own = adapters.add_low_rank(y[row : row + 1].clone(), x[row : row + 1], alone)
         assert torch.equal(own[0], found[row])
+
+    @pytest.mark.parametrize(
+        "size",
+        [
+            (1, (40,), 70, 1, 2),
+            (7, (40, 57, 74), 70, 3, 3),
+            (64, (48, 96), 600, 20, 5),
+            (33, (100,), 1300, 64, 4),
+            (2, (30, 70), 130, 130, 2),  # a slot has several chunks
+        ],
+        ids=str,
+    )
+    def test_products_of_few_rows_add_them(
+        self, size: tuple[int, tuple[int, ...], int, int, int]
+    ) -> None:
+        pytest.importorskip("triton", reason="it is there for Linux only")
+        from slipstream.kernels.formats.dense import DenseMatrix
+        from slipstream.kernels.triton import TRITON
+
+        (rows, ends, columns, rank, count), dtype = size, torch.float16
+        made = factors(ends, columns, rank, dtype, count)
+        x, slots = rows_of(rows, columns, 2, dtype), adapters_of(rows, count)
+        slots[slots == 0] = -1  # a slot that no row names
+        slots[0] = count - 1
+        made.down[0] = float("nan")  # is not read
+        made.up[0] = float("nan")
+        weight = DenseMatrix(rows_of(ends[-1], columns, 3, dtype) / columns**0.5)
+        expected = add_low_rank(x.float() @ weight.values.float().T, x, Adapted(made, slots))
+        for joined in (False, True):
+
+            def product(x: Tensor, adapted: Adapted | None, joined: bool = joined) -> Tensor:
+                if joined:
+                    return TRITON.joined_linear([(x, None)], weight, None, adapted)
+                y = TRITON.linear(x, weight, None, adapted)
+                return y.sum(0) if y.ndim == 3 else y
+
+            found = product(x, Adapted(made, slots))
+            assert_close(found.float(), expected, rtol=3e-3, atol=3e-3)
+            assert torch.equal(found[slots < 0], product(x, None)[slots < 0])
+            for row in {0, rows // 2}:
+                own = product(x[row : row + 1], Adapted(made, slots[row : row + 1]))
+                assert torch.equal(own[0], found[row])
+        # The bits are those of any other slot that has the same factors.
+        made.down[0], made.up[0] = made.down[-1], made.up[-1]
+        moved = product(x[:1], Adapted(made, torch.zeros_like(slots[:1])))
+        assert torch.equal(moved[0], found[0])
 
     def test_the_ops_of_a_layer_apply_them(self) -> None:
         pytest.importorskip("triton", reason="it is there for Linux only")

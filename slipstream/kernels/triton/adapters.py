@@ -4,9 +4,14 @@ There are two launches. The first (shrink) computes x times A, split along K int
 size so that even one row has many programs. The second (expand) adds the result times B to y.
 Programs of rows without an adapter end early. A row's bits depend only on the shapes.
 
+Where a kernel of our own multiplies few rows, it adds the second product itself, and the first is a
+launch before it: `shrink`, whose programs take all rows of a slot at once, on the tensor cores.
+
 Slots and factors are read before the previous kernel has ended. This is safe: factors in use are
 never written, and slots are written before an ordinary launch, the embedding of the pass.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,6 +24,145 @@ from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
 _RANKS, _DEPTH = 8, 1024  # ranks and columns of x of a program of the shrink kernel
 _WIDTH, _STEP = 256, 32  # columns of y, and ranks at a time, of one of the expand kernel
+_SHALLOW, _PARTS = 512, 12  # columns of x at a time, and parts of K, of `shrink`
+_GROUP = 16  # ranks that the tensor cores take at once: a slot's begin with one
+_CHUNK = 128  # ranks of several slots that `add_expanded` multiplies at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Shrunk:
+    """x times A for the rows of one product.
+
+    Attributes:
+        inner: [parts of K, T, P R] float32, what is still to be added up; rows without an adapter
+            are not written.
+    """
+
+    inner: Tensor
+    adapted: Adapted
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """What the kernels of `matmul.py` take."""
+        factors = self.adapted.factors
+        padded = max(_GROUP, triton.next_power_of_2(factors.rank))
+        return {
+            "inner": self.inner, "up": factors.up, "ends": _on_device(self.adapted),
+            "adapters": self.adapted.slots, "rank": factors.rank, "padded": padded,
+            "chunk": _CHUNK, "chunks": triton.cdiv(len(factors.up) * padded, _CHUNK),
+            "splits_k": len(self.inner), "parts": len(factors.ends),
+        }  # fmt: skip
+
+
+_NUMBERS = ("rank", "padded", "chunk", "chunks", "splits_k", "parts")
+NOT_SHRUNK: dict[str, object] = dict.fromkeys(("inner", "up", "ends", "adapters"))
+NOT_SHRUNK |= dict.fromkeys(_NUMBERS, 0)
+
+
+@triton.jit
+def _tiles(place, known, column, end, columns: tl.constexpr):
+    """The next `columns` columns of a tile's known rows: a tile for each step of the product."""
+    tiles = ()
+    for start in tl.static_range(0, columns, column.shape[0]):
+        mask = known[:, None] & (column + start < end)[None, :]
+        tiles += (tl.load(place + start, mask=mask, other=0.0),)  # type: ignore[assignment]
+    return tiles
+
+
+@triton.jit
+def _shrink_rows_kernel(
+    x, down, slots, inner, row_stride, rows, depth, width, part, block_m: tl.constexpr,
+    block_r: tl.constexpr, block_k: tl.constexpr, step: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Programs (slot, `block_r` ranks, part of K): as `_shrink_kernel`, for all rows of a slot."""
+    launch_dependents(pdl)
+    slot = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1) * block_r + tl.arange(0, block_r)
+    first = tl.program_id(2) * part
+    end = tl.minimum(first + part, depth)
+    row, column = tl.arange(0, block_m), tl.arange(0, step)
+    mine = tl.load(slots + row, mask=row < rows, other=-1) == slot
+    active = tl.max(mine.to(tl.int32), 0) > 0
+    known = number < width
+    down_at = down + (slot * width + number[:, None]) * depth + column[None, :]
+    x_at = x + row[:, None].to(tl.int64) * row_stride + column[None, :]
+    if active:
+        tiles = _tiles(down_at + first, known, column + first, end, block_k)
+        wait_for_inputs(pdl)
+        total = tl.zeros((block_r, block_m), dtype=tl.float32)
+        for k in range(first, end, block_k):
+            tiles_x = _tiles(x_at + k, mine, column + k, end, block_k)
+            for index in tl.static_range(block_k // step):
+                operand = tl.trans(tiles_x[index])
+                total = tl.dot(tiles[index], operand, total, input_precision="ieee")
+            tiles = _tiles(down_at + k + block_k, known, column + k + block_k, end, block_k)
+        place = (tl.program_id(2) * rows + row)[None, :].to(tl.int64) * width + number[:, None]
+        tl.store(inner + place, total, mask=known[:, None] & mine[None, :])
+    else:
+        wait_for_inputs(pdl)
+
+
+def shrink(x: Tensor, adapted: Adapted) -> Shrunk:
+    """The first half of `add_low_rank` for up to 64 rows x [T, K] in 16 bits."""
+    (rows, depth), factors = x.shape, adapted.factors
+    assert x.stride(-1) == 1
+    count, width, _ = factors.down.shape
+    part = triton.cdiv(triton.cdiv(depth, _PARTS), _SHALLOW) * _SHALLOW
+    splits = triton.cdiv(depth, part)
+    inner = torch.empty((splits, rows, width), dtype=torch.float32, device=x.device)
+    if rows:
+        _shrink_rows_kernel[(count, triton.cdiv(width, _GROUP), splits)](
+            x, factors.down, adapted.slots, inner, x.stride(0), rows, depth, width, part,
+            block_m=max(16, triton.next_power_of_2(rows)), block_r=_GROUP, block_k=_SHALLOW,
+            step=128, num_warps=4, **launch.options(x.device),
+        )  # fmt: skip
+    return Shrunk(inner, adapted)
+
+
+@triton.jit
+def _or(one, other):
+    return one | other
+
+
+@triton.jit
+def add_expanded(
+    sums, row, line, rows, inner, up, ends, adapters, rank: tl.constexpr, padded: tl.constexpr,
+    chunk: tl.constexpr, chunks: tl.constexpr, splits_k: tl.constexpr, parts: tl.constexpr,
+):  # fmt: skip
+    """`sums` [rows of weights, rows of x] plus B times `inner`, in chunks of ranks of all slots.
+
+    row: the rows of weights; line: those of x; padded: ranks of a slot, in whole groups of those
+    that the tensor cores take at once. So a column's bits depend on its own adapter alone: ranks of
+    others are multiplied by zeros.
+    """
+    group: tl.constexpr = padded if padded < chunk else chunk
+    own = tl.zeros_like(row).to(tl.int32)
+    for index in tl.static_range(parts - 1):
+        own += (row >= tl.load(ends + index)).to(tl.int32)
+    total = tl.load(ends + parts - 1)
+    slot = tl.load(adapters + line, mask=line < rows, other=-1).to(tl.int32)
+    number = tl.arange(0, chunk)
+    for step in range(tl.min(own, 0) * chunks, (tl.max(own, 0) + 1) * chunks):
+        part, begin = step // chunks, step % chunks * chunk
+        place = slot - begin // padded
+        inside = (place >= 0) & (place < chunk // group)
+        used = tl.reduce(tl.where(inside, 1 << place, 0), 0, _or)
+        if used != 0:
+            at = begin % padded + number % group
+            source = ((begin // padded + number // group).to(tl.int64) * rank + at) * total
+            mask = ((used >> (number // group)) & 1 != 0) & (at < rank)
+            mask = mask[None, :] & (own == part)[:, None]
+            factors = tl.load(up + source[None, :] + row[:, None], mask=mask, other=0.0)
+            mine = place[:, None] == (number // group)[None, :]
+            mask = mine & (at < rank)[None, :]
+            source = (line * (parts * rank) + part * rank)[:, None] + at[None, :]
+            value = tl.zeros((line.shape[0], chunk), dtype=tl.float32)
+            for split in tl.static_range(splits_k):
+                offset = split * rows * (parts * rank)
+                value += tl.load(inner + offset + source, mask=mask, other=0.0)
+            value = tl.trans(value.to(factors.dtype))
+            sums = tl.dot(factors, value, sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit

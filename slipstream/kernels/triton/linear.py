@@ -16,7 +16,7 @@ from slipstream.kernels.norm import Activation
 from slipstream.kernels.table import Addend, Norm
 from slipstream.kernels.triton import grouped, matmul
 from slipstream.kernels.triton.activation import gated_activation
-from slipstream.kernels.triton.adapters import add_low_rank
+from slipstream.kernels.triton.adapters import Shrunk, add_low_rank, shrink
 from slipstream.kernels.triton.matmul import operand
 from slipstream.kernels.triton.norm import Rows, normed_rows, round_rows
 from slipstream.kernels.triton.operands import is_packed
@@ -34,17 +34,30 @@ class Linears:
     def linear(
         self, x: Tensor, weight: Weight, bias: Tensor | None, adapted: Adapted | None = None
     ) -> Tensor:
-        y = self._linear(x, weight, bias)
-        return y if adapted is None else add_low_rank(y, _contiguous(x), adapted)
+        joined = self._shrunk(x, weight, adapted)
+        y = self._linear(x, weight, bias, joined)
+        if adapted is None or joined is not None:
+            return y
+        return add_low_rank(y, _contiguous(x), adapted)
 
-    def _linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    def _shrunk(self, x: Tensor, weight: Weight, adapted: Adapted | None) -> Shrunk | None:
+        """The first product of adapters, where the kernel of ours can add the second one."""
+        few = len(x) <= FEW_ROWS and x.dtype in (torch.bfloat16, torch.float16)
+        if adapted is None or not few or self.invariant or is_packed(weight):
+            return None
+        return shrink(_contiguous(x), adapted)
+
+    def _linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Shrunk | None
+    ) -> Tensor:
         if is_packed(weight):
             splitting = len(x) <= 2 * FEW_ROWS or self.invariant
             return _packed(x, weight, bias, x.dtype, splitting=splitting)
         factor = operand(weight)
         if not self._ours(x, factor, splitting=True):
             return _library(_rows(x, factor), factor, bias, x.dtype)
-        return matmul.addends(_rows(x, factor), factor, bias, x.dtype, self._free(x))
+        rows, free = _rows(x, factor), self._free(x)
+        return matmul.addends(rows, factor, bias, x.dtype, free, low_rank)
 
     def norm_linear(
         self,
@@ -57,7 +70,7 @@ class Linears:
     ) -> tuple[Tensor, Tensor]:
         if adapted is not None:
             x, total = self.norm(addend, residual, norm)
-            return add_low_rank(self._product(x, weight, bias, total.dtype), x, adapted), total
+            return self._adapted(x, weight, bias, total.dtype, adapted), total
         if is_packed(weight):
             rows, total = normed_rows(addend, residual, norm)
             return _packed(rows.values, weight, bias, total.dtype), total
@@ -80,8 +93,11 @@ class Linears:
         if adapted is not None:
             # A gate is computed from what is not rounded yet, as without adapters.
             x, total = self.norm(addend, residual, norm)
-            gate_up = self._product(x, weight, bias, torch.float32)
-            gate_up = add_low_rank(gate_up, x, adapted)
+            joined = self._shrunk(x, weight, adapted)
+            if joined is not None:
+                rows = _rows(x, operand(weight))
+                return self._gated(rows, weight, bias, total.dtype, activation, joined), total
+            gate_up = self._adapted(x, weight, bias, torch.float32, adapted)
             return gated_activation(gate_up, activation, total.dtype), total
         rounded = not is_packed(weight) and operand(weight).scales is not None
         rows, total = normed_rows(addend, residual, norm, rounded)
@@ -99,13 +115,14 @@ class Linears:
         bias: Tensor | None,
         dtype: torch.dtype,
         activation: Activation,
+        low_rank: Shrunk | None = None,
     ) -> Tensor:
         if is_packed(weight):
             return _packed(x.values, weight, bias, dtype, gated=activation)
         factor = operand(weight)
         if self._ours(x.values, factor, gated=True):
             free = self._free(x.values)
-            return matmul.gated_product(x, factor, bias, dtype, activation, free)
+            return matmul.gated_product(x, factor, bias, dtype, activation, free, low_rank)
         return gated_activation(_library(x, factor, bias, dtype), activation)
 
     def add_norm(self, addend: Addend, residual: Tensor, norm: Norm) -> Tensor:
@@ -126,18 +143,37 @@ class Linears:
     ) -> Tensor:
         sides = [self._normed(side, norm) for side, norm in parts]
         x = torch.cat(sides, -1) if len(sides) > 1 else sides[0]
-        y = self._product(x, weight, bias, x.dtype)
-        return y if adapted is None else add_low_rank(y, x, adapted)
+        if adapted is not None:
+            return self._adapted(x, weight, bias, x.dtype, adapted)
+        return self._product(x, weight, bias, x.dtype)
+
+    def _adapted(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        adapted: Adapted,
+    ) -> Tensor:
+        joined = self._shrunk(x, weight, adapted)
+        y = self._product(x, weight, bias, dtype, joined)
+        return y if joined is not None else add_low_rank(y, x, adapted)
 
     def _product(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        low_rank: Shrunk | None = None,
     ) -> Tensor:
         """[T, N] in `dtype`; where the library multiplies, in the dtype of x."""
         if is_packed(weight):
             return _packed(x, weight, bias, dtype)
         factor = operand(weight)
         if self._ours(x, factor):
-            return matmul.product(_rows(x, factor), factor, bias, dtype, self._free(x))
+            rows, free = _rows(x, factor), self._free(x)
+            return matmul.product(rows, factor, bias, dtype, free, low_rank)
         return _library(_rows(x, factor), factor, bias, x.dtype)
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:

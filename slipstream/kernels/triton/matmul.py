@@ -18,6 +18,7 @@ from slipstream.kernels.formats.weight import RowScaled, Weight
 from slipstream.kernels.norm import Activation
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.activation import GATES
+from slipstream.kernels.triton.adapters import NOT_SHRUNK, Shrunk
 from slipstream.kernels.triton.launch import empty_rows, with_spare
 from slipstream.kernels.triton.matmul_kernels import matmul_kernel
 from slipstream.kernels.triton.matmul_tiles import (
@@ -68,9 +69,10 @@ def stream_multiply(
     tiles: Stream,
     part: int,
     gated: Activation | None,
+    low_rank: Shrunk | None = None,
 ) -> None:
     """Write the partial sums of x [T, K] times weight [N, K] ([2N, K] if `gated`) to
-    out [splits, T, N]; each split adds up `part` columns."""
+    out [splits, T, N]; each split adds up `part` columns, and the first has `low_rank`."""
     splits, rows, width = out.shape
     own = tiles.blocks * tiles.high // (1 if gated is None else 2)
     grid = (max(1, triton.cdiv(rows - tiles.more, tiles.rows)), triton.cdiv(width, own), splits)
@@ -81,8 +83,12 @@ def stream_multiply(
         _described(weight, tiles.high if gated is None else tiles.high // 2, tiles.depth),
         bias, out, rows, width, weight.shape[1], part, gated=GATES[gated], blocks=tiles.blocks,
         high=tiles.high, stages=tiles.stages, warps=tiles.warps, num_warps=tiles.warps,
-        **launch.options(out.device),
+        **_low_rank(low_rank), **launch.options(out.device),
     )  # fmt: skip
+
+
+def _low_rank(shrunk: Shrunk | None) -> dict[str, object]:
+    return NOT_SHRUNK if shrunk is None else shrunk.arguments
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -118,13 +124,19 @@ def operand(weight: Weight) -> RowScaled:
 
 
 def product(
-    x: Rows, weight: RowScaled, bias: Tensor | None, dtype: torch.dtype, loose: bool = False
+    x: Rows,
+    weight: RowScaled,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    loose: bool = False,
+    low_rank: Shrunk | None = None,
 ) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`.
 
-    `loose`, here and below: with more than 64 rows, a row's bits may depend on their number.
+    Here and below: `loose`: with more than 64 rows, a row's bits may depend on their number;
+    `low_rank`: with up to 64 rows, what adapters add.
     """
-    return _multiply(x, weight, bias, dtype, splitting=False, gated=None, loose=loose)[0]
+    return _multiply(x, weight, bias, dtype, False, None, loose, low_rank)[0]
 
 
 def gated_product(
@@ -134,16 +146,22 @@ def gated_product(
     dtype: torch.dtype,
     activation: Activation,
     loose: bool = False,
+    low_rank: Shrunk | None = None,
 ) -> Tensor:
     """x [T, K], weight [2I, K], bias [2I] -> activation(gate) * up, [T, I] in `dtype`."""
-    return _multiply(x, weight, bias, dtype, splitting=False, gated=activation, loose=loose)[0]
+    return _multiply(x, weight, bias, dtype, False, activation, loose, low_rank)[0]
 
 
 def addends(
-    x: Rows, weight: RowScaled, bias: Tensor | None, dtype: torch.dtype, loose: bool = False
+    x: Rows,
+    weight: RowScaled,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    loose: bool = False,
+    low_rank: Shrunk | None = None,
 ) -> Tensor:
     """Like `product`, or if the sum over K is split, the partial sums [parts, T, N] float32."""
-    out = _multiply(x, weight, bias, dtype, splitting=True, gated=None, loose=loose)
+    out = _multiply(x, weight, bias, dtype, True, None, loose, low_rank)
     return out if out.dtype == torch.float32 else out[0]
 
 
@@ -155,12 +173,14 @@ def _multiply(
     splitting: bool,
     gated: Activation | None,
     loose: bool,
+    low_rank: Shrunk | None,
 ) -> Tensor:
     """[parts, T, N] ([1, T, N / 2] if `gated`), in `dtype`, or in float32 if the sum is split."""
     values, scales = weight.values, weight.scales
     assert x.values.stride(-1) == 1
     assert values.is_contiguous()
     rows, width = len(x.values), len(values)
+    assert low_rank is None or rows <= SPLIT_ROWS
     chosen = _plan(x.values, values, splitting, gated is not None, loose)
     splits = parts = chosen.splits
     if rows > SPLIT_ROWS and isinstance(chosen.tiles, Tiles):
@@ -174,9 +194,9 @@ def _multiply(
     if not out.numel():
         return out
     if isinstance(chosen.tiles, Stream):
-        stream_multiply(x.values, values, bias, out, chosen.tiles, chosen.part, gated)
+        stream_multiply(x.values, values, bias, out, chosen.tiles, chosen.part, gated, low_rank)
     else:
-        _launch(x, values, scales, bias, out, chosen, chosen.tiles, gated)
+        _launch(x, values, scales, bias, out, chosen, chosen.tiles, gated, low_rank)
     return out
 
 
@@ -208,6 +228,7 @@ def _launch(
     chosen: Plan,
     tiles: Tiles,
     gated: Activation | None,
+    low_rank: Shrunk | None,
 ) -> None:
     parts, rows, width = out.shape
     own = tiles.width if gated is None else tiles.width // 2
@@ -217,5 +238,6 @@ def _launch(
         depth=weight.shape[1], part=chosen.part, joined=chosen.splits // parts, gated=GATES[gated],
         block_m=tiles.rows, block_n=tiles.width, block_k=tiles.depth, stages=tiles.stages,
         ahead=tiles.ahead if launch.overlaps(out.device) else 0,
-        num_warps=tiles.warps, num_stages=tiles.stages, **launch.options(out.device),
+        num_warps=tiles.warps, num_stages=tiles.stages, **_low_rank(low_rank),
+        **launch.options(out.device),
     )  # fmt: skip

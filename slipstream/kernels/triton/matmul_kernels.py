@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.triton.activation import gated_value
+from slipstream.kernels.triton.adapters import add_expanded
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
 PREFETCHED_BYTES = tl.constexpr(256)
@@ -110,12 +111,14 @@ def matmul_kernel(
     x, x_scales, weight, weight_scales, bias, out, row_stride, rows, width, depth: tl.constexpr,
     part: tl.constexpr, joined: tl.constexpr, gated: tl.constexpr, block_m: tl.constexpr,
     block_n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr, ahead: tl.constexpr,
-    pdl: tl.constexpr,
+    pdl: tl.constexpr, inner, up, ends, adapters, rank: tl.constexpr, padded: tl.constexpr,
+    chunk: tl.constexpr, chunks: tl.constexpr, splits_k: tl.constexpr, parts: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile of rows, tile of n, part of `out`). x [rows, depth]; weight [width, depth], or
     [2 * width, depth] if `gated`; out [parts, rows, width]: each has the sum of `joined` splits.
 
-    Before it waits for x, a program prefetches `ahead` columns of its weights.
+    Before it waits for x, a program prefetches `ahead` columns of its weights. Arguments from
+    `inner` on are what adapters add (`adapters.py`), or None.
     """
     launch_dependents(pdl)
     tile, split = tl.program_id(1), tl.program_id(2)
@@ -149,4 +152,9 @@ def matmul_kernel(
         none = tl.zeros((block_n, block_m), dtype=tl.float32)
         own = _chain(none, weight_at, x_at, column, valid, begin, end, ragged, block_k, stages)
         sums += _scaled(own, by_line, by_row)
+    if inner is not None and split == 0:
+        sums = add_expanded(
+            sums, row, line, rows, inner, up, ends, adapters, rank, padded, chunk, chunks, splits_k,
+            parts,
+        )  # fmt: skip
     _store(out, sums, tile, split, line, rows, width, gated)

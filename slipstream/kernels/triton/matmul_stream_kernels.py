@@ -20,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from slipstream.kernels.triton.adapters_stream import add_expanded, early_factors, early_inner
+
 # Triton 3.6 has the second names, later versions the first.
 _fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -106,6 +108,16 @@ def _settled(sums, begun: gl.constexpr):
 
 
 @gluon.jit
+def _weight_rows(layout: gl.constexpr, block, width, high: gl.constexpr, gated: gl.constexpr):
+    """[high]: which rows of weights a block has; past the last row, the last row again."""
+    line = gl.arange(0, high, layout=layout)
+    if gated:
+        half: gl.constexpr = high // 2
+        return gl.minimum(block * half + line % half, width - 1) + line // half * width
+    return gl.minimum(block * high + line, width - 1)
+
+
+@gluon.jit
 def _store(
     out, sums, bias, block, split, m0, rows, width, gated: gl.constexpr, warps: gl.constexpr
 ):
@@ -114,11 +126,7 @@ def _store(
     count: gl.constexpr = sums.shape[1]
     half: gl.constexpr = high // 2
     if bias is not None:
-        line = gl.arange(0, high, layout=gl.SliceLayout(1, sums.type.layout))
-        if gated:
-            row = gl.minimum(block * half + line % half, width - 1) + line // half * width
-        else:
-            row = gl.minimum(block * high + line, width - 1)
+        row = _weight_rows(gl.SliceLayout(1, sums.type.layout), block, width, high, gated)
         added = gl.load(bias + row).to(gl.float32)
         sums += gl.where(split == 0, added, 0.0)[:, None]
     if gated:
@@ -150,7 +158,8 @@ def _fetch_rows(x, more_x, m0, k, barrier, ring_x, ring_y, slot, wanted):
 def _multiply(
     x, more_x, weight, bias, out, rows, width, depth, part, ring, ring_x, ring_y, full,
     gated: gl.constexpr, blocks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
-    warps: gl.constexpr,
+    warps: gl.constexpr, inner, up, ends, adapters, rank: gl.constexpr, padded: gl.constexpr,
+    chunk: gl.constexpr, chunks: gl.constexpr, splits_k: gl.constexpr, parts: gl.constexpr,
 ):  # fmt: skip
     """The body of `stream_kernel`, with its buffers as arguments."""
     high: gl.constexpr = ring.shape[1]
@@ -167,10 +176,18 @@ def _multiply(
         barrier, k, wanted = full.index(slot), first + slot * step_k, slot < steps
         mbarrier.expect(barrier, size, wanted)
         _fetch_weights(weight, ring, slot, barrier, tile, k, width, blocks, gated, wanted)
+    span: gl.constexpr = 2 * first_rows if more_rows else first_rows
+    factors = early_factors(
+        up, adapters, tile, rows, split, width, high, span, gated, rank, padded, chunk, warps
+    )
     wait_for_inputs(pdl)
     for slot in gl.static_range(stages):
         k = first + slot * step_k
         _fetch_rows(x, more_x, m0, k, full.index(slot), ring_x, ring_y, slot, slot < steps)
+    early = early_inner(
+        inner, adapters, ends, tile, m0, rows, split, width, high, gated, first_rows, more_rows,
+        rank, padded, chunk, splits_k, parts, warps, x.dtype,
+    )  # fmt: skip
     sums = _zeros(blocks, high, first_rows, warps)
     if more_rows:
         sums += _zeros(blocks, high, more_rows, warps)
@@ -192,21 +209,31 @@ def _multiply(
     _barrier()
     for chain in gl.static_range(len(sums)):
         block, line = tile * blocks + chain % blocks, m0 + chain // blocks * first_rows
-        _store(out, sums[chain], bias, block, split, line, rows, width, gated, warps)
+        total = sums[chain]
+        if inner is not None and split == 0:
+            place = (ring_x if chain < blocks else ring_y).index(0).slice(0, chunk, dim=1)
+            total = add_expanded(
+                total, place, factors, early[3 * chain], early[3 * chain + 1],
+                early[3 * chain + 2], block, line, rows, width, span, gated, inner, up, ends,
+                adapters, rank, padded, chunk, chunks, splits_k, parts, warps,
+            )  # fmt: skip
+        _store(out, total, bias, block, split, line, rows, width, gated, warps)
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def stream_kernel(
     x, more_x, weight, bias, out, rows, width, depth, part, gated: gl.constexpr,
     blocks: gl.constexpr, high: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
-    warps: gl.constexpr,
+    warps: gl.constexpr, inner, up, ends, adapters, rank: gl.constexpr, padded: gl.constexpr,
+    chunk: gl.constexpr, chunks: gl.constexpr, splits_k: gl.constexpr, parts: gl.constexpr,
 ):  # fmt: skip
     """Programs (tile of rows, tile of n, split).
 
     x, more_x and weight are TMA descriptors: x of [rows, depth] in tiles; more_x, or None, of the
     same matrix, in the smaller tiles for the rows behind the last tile of x; weight of
     [width, depth], or [2 * width, depth] if `gated`. bias [width] or None;
-    out [splits, rows, width].
+    out [splits, rows, width]. Arguments from `inner` on are what adapters add (`adapters.py`), or
+    None; then the rows are at most 64, and step_k is at least `chunk`.
     """
     launch_dependents(pdl)
     first_rows: gl.constexpr = x.block_shape[0]
@@ -223,10 +250,12 @@ def stream_kernel(
         )
         _multiply(
             x, more_x, weight, bias, out, rows, width, depth, part, ring, ring_x, ring_y, full,
-            gated, blocks, stages, pdl, warps,
+            gated, blocks, stages, pdl, warps, inner, up, ends, adapters, rank, padded, chunk,
+            chunks, splits_k, parts,
         )  # fmt: skip
     else:
         _multiply(
             x, None, weight, bias, out, rows, width, depth, part, ring, ring_x, None, full, gated,
-            blocks, stages, pdl, warps,
+            blocks, stages, pdl, warps, inner, up, ends, adapters, rank, padded, chunk, chunks,
+            splits_k, parts,
         )  # fmt: skip

@@ -1,0 +1,215 @@
+"""What adapters add to a product on Hopper: the part of `matmul_stream_kernels.py` that is theirs.
+
+Of B, and of A times x, what the first `chunk` ranks of all slots need is loaded before a product
+begins, while its weights and x are on the way. More ranks are loaded behind it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def _or(one, other):
+    return one | other
+
+
+@gluon.jit
+def _factors(
+    up, adapters, begin, block, rows, width, high: gl.constexpr, span: gl.constexpr,
+    gated: gl.constexpr, rank: gl.constexpr, padded: gl.constexpr, chunk: gl.constexpr,
+    warps: gl.constexpr,
+):  # fmt: skip
+    """[high, chunk]: rows of B, of the ranks from `begin` on; zeros for slots that no row names."""
+    tall: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, warps], [0, 1])
+    half: gl.constexpr = high // 2 if gated else high
+    group: gl.constexpr = padded if padded < chunk else chunk
+    line = gl.arange(0, span, layout=gl.SliceLayout(1, tall))
+    slot = gl.load(adapters + line, mask=line < rows, other=-1).to(gl.int32) - begin // padded
+    inside = (slot >= 0) & (slot < chunk // group)
+    used = gl.reduce(gl.where(inside, 1 << slot, 0), 0, _or)
+    at_tile = gl.arange(0, high, layout=gl.SliceLayout(1, tall))
+    row = block * half + at_tile % half + at_tile // half * width
+    total = width * 2 if gated else width
+    number = gl.arange(0, chunk, layout=gl.SliceLayout(0, tall))
+    at = begin % padded + number % group
+    source = ((begin // padded + number // group) * rank + at).to(gl.int64) * total
+    mask = ((used >> (number // group)) & 1 != 0) & (at < rank)
+    mask = mask[None, :] & (row < total)[:, None]
+    return gl.load(up + source[None, :] + row[:, None], mask=mask, other=0.0)
+
+
+@gluon.jit
+def _inner(
+    inner, adapters, part, begin, m0, rows, count: gl.constexpr, rank: gl.constexpr,
+    padded: gl.constexpr, chunk: gl.constexpr, splits_k: gl.constexpr, parts: gl.constexpr,
+    warps: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """The places of the slots of rows from `m0` on in a chunk [count], and A times x of those rows
+    [count, ranks of a slot]."""
+    wide: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [warps, 1, 1], [2, 1, 0])
+    flat: gl.constexpr = gl.SliceLayout(1, wide)
+    group: gl.constexpr = padded if padded < chunk else chunk
+    line = m0 + gl.arange(0, count, layout=gl.SliceLayout(1, flat))
+    slot = gl.load(adapters + line, mask=line < rows, other=-1).to(gl.int32) - begin // padded
+    at = begin % padded + gl.arange(0, group, layout=gl.SliceLayout(0, flat))
+    mask = ((slot >= 0) & (slot < chunk // group))[:, None] & (at < rank)[None, :]
+    value = gl.zeros([count, group], gl.float32, flat)
+    for split in gl.static_range(splits_k):
+        source = (split * rows + line) * (parts * rank) + part * rank
+        value += gl.load(inner + source[:, None] + at[None, :], mask=mask, other=0.0)
+    return slot, value.to(dtype)
+
+
+@gluon.jit
+def _parts_of(ends, block, width, high: gl.constexpr, gated: gl.constexpr, parts: gl.constexpr):
+    """(first, last) part that a block of weights has rows of."""
+    first, last = 0, 0
+    top = block * (high // 2 if gated else high)
+    bottom = gl.minimum(top + (high // 2 if gated else high), width) - 1
+    if gated:
+        bottom += width
+    for index in gl.static_range(parts - 1):
+        end = gl.load(ends + index)
+        first += (top >= end).to(gl.int32)
+        last += (bottom >= end).to(gl.int32)
+    return first, last
+
+
+@gluon.jit
+def _add_part(
+    sums, tile, factors, slot, numbers, part, block, width, ends, gated: gl.constexpr,
+    chunk: gl.constexpr, parts: gl.constexpr, warps: gl.constexpr,
+):  # fmt: skip
+    """`sums` plus the product for those rows of B that are the part's."""
+    high: gl.constexpr = sums.shape[0]
+    count: gl.constexpr = sums.shape[1]
+    wide: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [warps, 1, 1], [2, 1, 0])
+    half: gl.constexpr = high // 2 if gated else high
+    group: gl.constexpr = numbers.shape[1]
+    held = gl.arange(0, chunk // group, layout=gl.SliceLayout(0, gl.SliceLayout(2, wide)))
+    here = slot[:, None][:, None, :] == held[None, :][:, :, None]
+    spread = gl.where(here, numbers[:, None, :], 0.0)
+    tile.store(gl.reshape(spread, (count, chunk)))
+    at_tile = gl.arange(0, high, layout=gl.SliceLayout(1, factors.type.layout))
+    row = block * half + at_tile % half + at_tile // half * width
+    own = gl.zeros_like(row)
+    for index in gl.static_range(parts - 1):
+        own += (row >= gl.load(ends + index)).to(gl.int32)
+    factors = gl.where((own == part)[:, None], factors, 0.0)
+    factors = gl.convert_layout(factors, gl.DotOperandLayout(0, sums.type.layout, 2))
+    fence_async_shared()
+    _barrier()
+    sums = warpgroup_mma(factors, tile.permute((1, 0)), sums, is_async=True)
+    sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+    _barrier()
+    return sums
+
+
+@gluon.jit
+def early_factors(
+    up, adapters, block, rows, split, width, high: gl.constexpr, span: gl.constexpr,
+    gated: gl.constexpr, rank: gl.constexpr, padded: gl.constexpr, chunk: gl.constexpr,
+    warps: gl.constexpr,
+):  # fmt: skip
+    """B of the first chunk; 0 without adapters. The first split alone adds it."""
+    made = 0
+    if up is not None:
+        owned = gl.where(split == 0, rows, 0)
+        made = _factors(
+            up, adapters, 0, block, owned, width, high, span, gated, rank, padded, chunk, warps
+        )
+    return made
+
+
+@gluon.jit
+def _inner_of_block(
+    inner, adapters, first, last, m0, rows, count: gl.constexpr, rank: gl.constexpr,
+    padded: gl.constexpr, chunk: gl.constexpr, splits_k: gl.constexpr, parts: gl.constexpr,
+    warps: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """(places of slots, what the first part of a block multiplies, what the last one does)."""
+    slot, value = _inner(
+        inner, adapters, first, 0, m0, rows, count, rank, padded, chunk, splits_k, parts, warps,
+        dtype,
+    )  # fmt: skip
+    other = value
+    if parts > 1:
+        other = _inner(
+            inner, adapters, last, 0, m0, rows, count, rank, padded, chunk, splits_k, parts, warps,
+            dtype,
+        )[1]  # fmt: skip
+    return slot, value, other
+
+
+@gluon.jit
+def early_inner(
+    inner, adapters, ends, block, m0, rows, split, width, high: gl.constexpr, gated: gl.constexpr,
+    first_rows: gl.constexpr, more_rows: gl.constexpr, rank: gl.constexpr, padded: gl.constexpr,
+    chunk: gl.constexpr, splits_k: gl.constexpr, parts: gl.constexpr, warps: gl.constexpr,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    """A times x of the first chunk: for each tile of rows the places of slots, and what the first
+    and the last part of a block multiply."""
+    early = ()
+    if inner is not None:
+        owned = gl.where(split == 0, rows, 0)
+        first, last = _parts_of(ends, block, width, high, gated, parts)
+        early += _inner_of_block(
+            inner, adapters, first, last, m0, owned, first_rows, rank, padded, chunk, splits_k,
+            parts, warps, dtype,
+        )  # fmt: skip
+        if more_rows:
+            early += _inner_of_block(
+                inner, adapters, first, last, m0 + first_rows, owned, more_rows, rank, padded,
+                chunk, splits_k, parts, warps, dtype,
+            )  # fmt: skip
+    return early
+
+
+@gluon.jit
+def add_expanded(
+    sums, tile, factors, slot, at_first, at_last, block, m0, rows, width, span: gl.constexpr,
+    gated: gl.constexpr, inner, up, ends, adapters, rank: gl.constexpr, padded: gl.constexpr,
+    chunk: gl.constexpr, chunks: gl.constexpr, splits_k: gl.constexpr, parts: gl.constexpr,
+    warps: gl.constexpr,
+):  # fmt: skip
+    """As in `adapters.py`, for rows from `m0` on. `tile`: shared memory, [rows of x, chunk].
+
+    Of the first chunk, B and what the first and the last part multiply are loaded already.
+    """
+    high: gl.constexpr = sums.shape[0]
+    count: gl.constexpr = sums.shape[1]
+    first, last = _parts_of(ends, block, width, high, gated, parts)
+    for part in range(first, last + 1):
+        value = gl.where(part == last, at_last, at_first)
+        # Triton 3.6 fails on a branch that is never taken where that is no constexpr.
+        if parts > 2 and (part > first) & (part < last):
+            value = _inner(
+                inner, adapters, part, 0, m0, rows, count, rank, padded, chunk, splits_k, parts,
+                warps, tile.dtype,
+            )[1]  # fmt: skip
+        sums = _add_part(
+            sums, tile, factors, slot, value, part, block, width, ends, gated, chunk, parts, warps
+        )
+    for index in range(1, chunks):
+        factors = _factors(
+            up, adapters, index * chunk, block, rows, width, high, span, gated, rank, padded, chunk,
+            warps,
+        )  # fmt: skip
+        for part in range(first, last + 1):
+            slot, value = _inner(
+                inner, adapters, part, index * chunk, m0, rows, count, rank, padded, chunk,
+                splits_k, parts, warps, tile.dtype,
+            )  # fmt: skip
+            sums = _add_part(
+                sums, tile, factors, slot, value, part, block, width, ends, gated, chunk, parts,
+                warps,
+            )  # fmt: skip
+    return sums
