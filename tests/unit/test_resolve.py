@@ -68,7 +68,7 @@ def test_a_derived_max_model_len_shrinks_to_the_cache(tiny_target: str) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_model_len": 257}, "more than the 256 positions"),
-    ({"max_model_len": 0}, "max_model_len must be an integer of at least 1"),
+    ({"max_model_len": 1}, "max_model_len must be an integer of at least 2"),
     ({"max_num_seqs": 0}, "max_num_seqs must be"),
     ({"block_size": 2.5}, "block_size must be"),
     ({"threads": 0}, "threads must be"),
