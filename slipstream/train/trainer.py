@@ -118,8 +118,8 @@ class Trainer:
 
     def _save(self) -> None:
         """Write the checkpoint, and export the drafter so far, which is ready to serve."""
-        self._recipe.export(self._settings.out, self._plan.shape.dtype)
         self._state.save(self._recipe.trained, self._optimizer, self._progress)
+        self._recipe.export(self._settings.out, self._plan.shape.dtype)
 
     def _advance(self) -> None:
         """One step, with its record, validation and checkpoint where they are due."""
