@@ -23,8 +23,9 @@ TARGET_ADAPTER: Final = "target_adapter"
 # Keys that name, describe or date the model, or that only tools look at.
 _BOOKKEEPING = set(
     """
-    _commit_hash _name_or_path architectures auto_map custom_pipelines finetuning_task id2label
-    keys_to_ignore_at_inference label2id license model_name model_type name_or_path num_labels
+    _commit_hash _model_name_or_path _name_or_path architectures auto_map custom_pipelines
+    finetuning_task id2label keys_to_ignore_at_inference label2id license model_name model_type
+    name_or_path num_labels
     problem_type task_specific_params tokenizer_class transformers.js_config transformers_version
     unsloth_fixed unsloth_version
     """.split()
