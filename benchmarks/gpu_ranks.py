@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_ranks                         # on two GPUs, all of it
     python -m benchmarks.gpu_ranks --ranks 4
-    python -m benchmarks.gpu_ranks --only links exchanges  # of the four parts
+    python -m benchmarks.gpu_ranks --only links exchanges  # of the five parts
     python -m benchmarks.gpu_ranks --device cpu --tiny     # by gloo; its times mean nothing
 
     links      whether each GPU reaches the memory of each other one, and what the driver says of
@@ -14,6 +14,7 @@
                one. All ranks compare the bits of what "ordered" gave
     texts      greedy and seeded texts of the bundled demo, with drafters that every rank has whole
                and that ranks share, beside those of one GPU: in float32 they have to be the same
+    losses     a rank killed in the middle of a call: how soon the call ends with an error
     steps      of large models with random weights, as `gpu_decode.py` measures them, beside their
                bars; the limit is that of all GPUs together. Behind it stands what the ordered sums
                of a step take by the figures above
@@ -23,6 +24,8 @@ ranks.
 """
 
 import argparse
+import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -31,6 +34,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import Timer
 from time import perf_counter
 from typing import Any
 
@@ -42,14 +46,17 @@ from benchmarks.decode_timing import Method, Row, Setup, measure, release
 from benchmarks.geometries import geometry_named
 from benchmarks.gpu_decode import HEADINGS, show
 from benchmarks.graph_timing import graph_us
+from benchmarks.rank_kills import followers_of
 from slipstream import LLM, SamplingParams
+from slipstream.core.errors import RanksLostError
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.table import Norm
 from slipstream.runner.collectives import Collectives, open_store
 
 _DIST: Any = dist
 ROWS, WIDTH, CALLS = (1, 8, 32, 128), 5120, 50
-PARTS = ("links", "exchanges", "texts", "steps")
+PARTS = ("links", "exchanges", "texts", "losses", "steps")
+LOSS_SECONDS = 10.0
 LENGTH = 48  # output tokens of a text
 PROMPTS = ("def main(", "import os\n", "class Tree:\n    def ", "for it in range(", "# The first ")
 
@@ -217,6 +224,39 @@ def _texts(ranks: int, kind: str, dtype: str, drafter: dict[str, Any] | None) ->
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+# ------------------------------------------------------------------ losses
+
+
+def losses(ranks: int, kind: str, trials: int = 3) -> bool:
+    """Whether calls end with an error within `LOSS_SECONDS` when a follower is killed."""
+    return all([_loss(ranks, kind) for _ in range(trials)])
+
+
+def _loss(ranks: int, kind: str) -> bool:
+    llm = LLM(
+        "demo", tensor_parallel_size=ranks, device=kind, max_num_seqs=8, gpu_memory_utilization=0.1
+    )
+    struck: list[float] = []
+
+    def strike() -> None:
+        struck.append(perf_counter())
+        os.kill(followers_of(os.getpid())[0], signal.SIGKILL)
+
+    timer = Timer(0.7, strike)
+    timer.start()
+    words = "nothing was told"
+    try:
+        while len(struck) == 0 or perf_counter() - struck[0] < LOSS_SECONDS:
+            llm.generate(list(PROMPTS), SamplingParams(max_tokens=1900, ignore_eos=True))
+    except RanksLostError as error:
+        words = str(error)
+    seconds = perf_counter() - struck[0]
+    print(f"killed a rank; {seconds:.1f} s later: {words}", flush=True)
+    del llm
+    release()
+    return seconds < LOSS_SECONDS
+
+
 # ------------------------------------------------------------------ steps
 
 
@@ -290,6 +330,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 times = exchanges(ranks, kind, 64 if given.tiny else WIDTH)
             elif part == "texts":
                 good &= texts(ranks, kind)
+            elif part == "losses":
+                good &= losses(ranks, kind)
             elif part == "steps":
                 steps(TINY if given.tiny else BARS, ranks, kind, method, times)
         except Exception:  # the other parts are still worth their time

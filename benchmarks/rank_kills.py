@@ -69,11 +69,7 @@ class Served:
 
     def followers(self) -> list[int]:
         """The other ranks, of all processes that it has started."""
-        found: list[int] = []
-        with suppress(OSError):
-            for task in Path(f"/proc/{self.popen.pid}/task").iterdir():
-                found += map(int, (task / "children").read_text().split())
-        return [pid for pid in found if b"ranks.follower" in command_of(pid)]
+        return followers_of(self.popen.pid)
 
 
 class Asked:
@@ -108,6 +104,15 @@ class Asked:
             return "a request hangs"
         whole = cut or b"error" in self.read or self.read.rstrip().endswith(b"data: [DONE]")
         return "" if whole else f"a request ended with {self.read[-200:]!r}"
+
+
+def followers_of(leader: int) -> list[int]:
+    """The other ranks that this process has started."""
+    found: list[int] = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{leader}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return [pid for pid in found if b"ranks.follower" in command_of(pid)]
 
 
 def command_of(pid: int) -> bytes:

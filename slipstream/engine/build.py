@@ -293,7 +293,7 @@ def assemble(
         leads=ranks.leads,
     )
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
-    graphs = graph_runner(resolved, form, state, sampling, network.adapters is not None)
+    graphs = graph_runner(resolved, form, state, sampling, network.adapters is not None, ranks)
     step = Step(
         scheduler,
         runner,

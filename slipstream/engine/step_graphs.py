@@ -6,6 +6,7 @@ from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
 from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
 from slipstream.engine.drafting.kept_costs import KeptCosts
 from slipstream.engine.drafting.policy import AdaptivePolicy, captured_widths
+from slipstream.engine.ranks.ranks import Ranks
 from slipstream.engine.resolve import Resolved
 from slipstream.engine.step import Step
 from slipstream.models.loading import ProgressBar
@@ -15,12 +16,18 @@ from slipstream.sampling.state import SamplingState, Uses
 
 
 def graph_runner(
-    resolved: Resolved, form: StepForm, state: DeviceState, sampling: SamplingState, adapted: bool
+    resolved: Resolved,
+    form: StepForm,
+    state: DeviceState,
+    sampling: SamplingState,
+    adapted: bool,
+    ranks: Ranks,
 ) -> GraphRunner | None:
     """What captures steps; None where nothing does."""
     if not isinstance(form, CapturedForm):
         return None
     recorder = Recorder(resolved.device)
+    ranks.outlive(recorder.graphs)
     return GraphRunner(state, sampling, form, recorder, _of_drafts(resolved), adapted)
 
 

@@ -6,7 +6,8 @@ well, and results need not be sent from one rank to another.
 """
 
 import hashlib
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
@@ -22,6 +23,9 @@ _C10D: Any = dist  # most of torch.distributed has no type annotations
 LOOPBACK: Final = "127.0.0.1"
 _CONNECT = timedelta(seconds=120)
 _TIMEOUT = timedelta(seconds=600)  # after waiting this long a rank treats the other one as lost
+
+
+Graphs = Iterable[Any]  # torch.cuda.CUDAGraph
 
 
 class CollectiveError(RuntimeError):
@@ -40,14 +44,24 @@ class Collectives:
     Args:
         device: the device of the exchanged tensors.
         name: the name of this group of ranks in the store.
+        graphs: see `outlive`; shared with the groups within this one.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, device: torch.device, name: str = "ranks"
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        name: str = "ranks",
+        graphs: list[Graphs] | None = None,
     ) -> None:
         self.rank, self.size, self._store, self._device = rank, size, store, device
         self._group: Any = _connected(_C10D.PrefixStore(name, store), rank, size, device)
         self._neighbours: dict[int, Collectives] = {}
+        self._graphs: list[Graphs] = [] if graphs is None else graphs
+        if device.type == "cuda":
+            weakref.finalize(self, _end, self._group, self._graphs)
 
     def share(self) -> Share:
         """This rank's share of a network."""
@@ -61,7 +75,7 @@ class Collectives:
         if size not in self._neighbours:
             own, first = self.rank % size, self.rank - self.rank % size
             given = self._store, own, size, self._device
-            self._neighbours[size] = Collectives(*given, f"{size} from {first}")
+            self._neighbours[size] = Collectives(*given, f"{size} from {first}", self._graphs)
         return replace(self._neighbours[size].share(), least=self.least)
 
     def all_of(self, mine: Tensor) -> Tensor:
@@ -106,13 +120,25 @@ class Collectives:
                 "tensor_parallel_size 1 until it is mended"
             )
 
+    def outlive(self, graphs: Graphs) -> None:
+        """Reset these CUDA graphs, which contain exchanges, before this group ends."""
+        self._graphs.append(graphs)
+
     def abort(self) -> None:
-        """Abort: threads that wait in an exchange get an error. May be called from any thread."""
-        abort = getattr(self._group, "abort", None)
-        if abort is not None and self._device.type == "cuda":  # gloo detects lost peers
-            abort()
+        """Abort: threads that wait in an exchange get an error. May be called from any thread. On
+        GPUs it returns only when all graphs with exchanges are reset."""
+        if self._device.type == "cuda":  # gloo detects lost peers
+            self._group.abort()
         for neighbours in self._neighbours.values():
             neighbours.abort()
+
+
+def _end(group: Any, graphs: list[Graphs]) -> None:
+    """End an NCCL group. NCCL waits for every graph that contains one of its operations, so a group
+    that is freed before its graphs would never end."""
+    for graph in [graph for it in graphs for graph in it]:
+        graph.reset()
+    group.abort()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

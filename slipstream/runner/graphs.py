@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -79,10 +80,15 @@ class _Captured(Generic[T]):
 
 
 class Recorder:
-    """Captures calls in CUDA graphs that share one memory pool."""
+    """Captures calls in CUDA graphs that share one memory pool.
+
+    Attributes:
+        graphs: those that still exist.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.graphs = WeakSet[torch.cuda.CUDAGraph]()
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(
@@ -115,6 +121,7 @@ class Recorder:
 
                 def begin() -> None:
                     graphs.append(torch.cuda.CUDAGraph())
+                    self.graphs.add(graphs[-1])
                     capture.enter_context(torch.cuda.graph(graphs[-1], pool=self._pool))
 
                 def cut(value: Any) -> Any:

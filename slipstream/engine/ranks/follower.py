@@ -10,7 +10,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import Thread
@@ -68,6 +68,9 @@ class Follower:
 
     def settle(self) -> None:
         """Does nothing: only the leader waits for followers."""
+
+    def outlive(self, graphs: Iterable[Any]) -> None:
+        self._collectives.outlive(graphs)
 
     def watch(self, call: Callable[[str], None]) -> None:
         """Does nothing: only the leader watches the ranks."""

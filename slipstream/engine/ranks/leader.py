@@ -2,7 +2,7 @@
 
 import pickle
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import current_thread, main_thread
 from typing import Any, TypeVar
@@ -96,6 +96,9 @@ class Leader:
         self._writer.begin_anew()
         self.tell(SETTLED)
         self._followers.hear(SETTLED, _SETTLE_SECONDS)
+
+    def outlive(self, graphs: Iterable[Any]) -> None:
+        self._collectives.outlive(graphs)
 
     def watch(self, call: Callable[[str], None]) -> None:
         self._followers.watch(call)

@@ -188,8 +188,8 @@ class Followers:
         if self.loss or self._closing.is_set():
             return
         self.loss = what
-        if self.collectives is not None:
-            self.collectives.abort()
+        if self.collectives is not None:  # in a thread, since it may have to wait for graphs
+            Thread(target=self.collectives.abort, daemon=True).start()
         for call in self._watchers:
             call(what)
 

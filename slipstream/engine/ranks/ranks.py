@@ -4,7 +4,7 @@ Every rank runs the same code on the same inputs. What must be decided in one pl
 the drafts of host drafters, the masks of grammars) is decided by the leader and sent to all ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -61,6 +61,9 @@ class Ranks(Protocol):
         """Wait until the followers have finished all calls; RanksLostError if they do not in
         time."""
 
+    def outlive(self, graphs: Iterable[Any]) -> None:
+        """Reset these CUDA graphs before the connections to other ranks end; see `Collectives`."""
+
     def watch(self, call: Callable[[str], None]) -> None:
         """Have `call` called with the reason, from another thread, when a rank is lost."""
 
@@ -93,6 +96,9 @@ class Alone:
 
     def settle(self) -> None:
         """Does nothing: there are no followers."""
+
+    def outlive(self, graphs: Iterable[Any]) -> None:
+        """Does nothing: there are no connections."""
 
     def watch(self, call: Callable[[str], None]) -> None:
         """Does nothing: no rank can be lost."""
