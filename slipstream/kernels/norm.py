@@ -1,9 +1,12 @@
 """Norms, activations, and how what a half of a layer makes joins the stream."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from torch import Tensor
+
+from slipstream.kernels.inboxes import Channel
 
 
 class Activation(Enum):
@@ -44,11 +47,33 @@ class Behind:
 
 
 @dataclass(frozen=True, eq=False)
+class Spread:
+    """A sum over ranks that nobody has added up: the op that takes it fetches the others' parts.
+
+    Attributes:
+        values: [T, H], this rank's part.
+        channel: through which the parts go; it has T rows or more, of H numbers.
+        stack: another way, all-gather: [T, H] of each rank -> [ranks, T, H].
+    """
+
+    values: Tensor
+    channel: Channel
+    stack: Callable[[Tensor], Tensor]
+
+    def stacked(self) -> Tensor:
+        """The parts of all ranks, [ranks, T, H]."""
+        return self.stack(self.values)
+
+
+Made = Tensor | Spread
+
+
+@dataclass(frozen=True, eq=False)
 class JoiningAddend:
     """What is added to the stream [T, H] by `behind`; values as of `LinearOp`."""
 
-    values: Tensor
+    values: Made
     behind: Behind
 
 
-Addend = Tensor | JoiningAddend
+Addend = Made | JoiningAddend

@@ -12,8 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.table import Addend, Behind, JoiningAddend, Norm
+from slipstream.kernels.inboxes import Channel
+from slipstream.kernels.norm import Addend, Behind, JoiningAddend, Norm, Spread
 from slipstream.kernels.triton import launch
+from slipstream.kernels.triton.exchange import summed_over_ranks
 from slipstream.kernels.triton.launch import empty_rows, launch_dependents, wait_for_inputs
 
 FLOAT8_MAX = tl.constexpr(448.0)  # of e4m3
@@ -55,22 +57,25 @@ def _rounded(value):
 
 
 @triton.jit
-def joined_row(
-    addend, at, part_stride, behind, behind_gain, behind_eps, residual, place, factor, total,
-    inside, width, parts: tl.constexpr,
-):  # fmt: skip
-    """A row of the residual stream in float32: the sum of `parts` addends, normed by `behind`, plus
-    `residual`, times `factor` (each unless None), rounded to the dtype of `total` unless None."""
+def summed_row(addend, at, part_stride, inside, parts: tl.constexpr):
+    """The sum of a row of `parts` addends, in their order, in float32."""
     value = tl.load(addend + at, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, parts):  # in their order
+    for part in tl.static_range(1, parts):
         other = tl.load(addend + at + part * part_stride, mask=inside, other=0.0)
         value += other.to(tl.float32)
+    return value
+
+
+@triton.jit
+def joined_row(value, behind, behind_gain, behind_eps, residual, factor, total, width):
+    """A row of the residual stream in float32: `value` normed by `behind`, plus the row `residual`,
+    times `factor` (each unless None), rounded to the dtype of `total` unless None."""
     if behind is not None:
         value = value.to(behind.dtype.element_ty).to(tl.float32)  # rounded as a matmul would
         value = normed_row(value, behind_gain, width, behind_eps)
         value = value.to(behind.dtype.element_ty).to(tl.float32)
     if residual is not None:
-        value += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        value += residual.to(tl.float32)
     if factor is not None:
         value = value.to(total.dtype.element_ty).to(tl.float32) * tl.load(factor).to(tl.float32)
     if total is not None:
@@ -86,10 +91,13 @@ def normed_row(value, gain, width, eps):
 
 @triton.jit
 def _norm_kernel(
-    addend, behind, behind_eps, residual, factor, weight, eps, out, scales, total, part_stride,
-    row_stride, width, parts: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+    addend, channel, behind, behind_eps, residual, factor, weight, eps, out, scales, total,
+    part_stride, row_stride, width, parts: tl.constexpr, rank: tl.constexpr, ranks: tl.constexpr,
+    block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (row). Computes `joined_row`, and keeps the row in registers.
+
+    With a `channel` the addends are those of the ranks (and `parts` is 1): `summed_over_ranks`.
 
     Writes it to `total` unless None, and, if there is a `weight`, its norm to `out`: in the model's
     dtype, or with `scales` quantized from that to e4m3.
@@ -106,10 +114,15 @@ def _norm_kernel(
     wait_for_inputs(pdl)
     place = row * width + column
     at = row * row_stride + column
-    value = joined_row(
-        addend, at, part_stride, behind, behind_gain, behind_eps, residual, place, factor, total,
-        inside, width, parts,
-    )  # fmt: skip
+    before = None
+    if residual is not None:
+        before = tl.load(residual + place, mask=inside, other=0.0)
+    if channel is None:
+        value = summed_row(addend, at, part_stride, inside, parts)
+    else:
+        mine = tl.load(addend + at, mask=inside, other=0.0)
+        value = summed_over_ranks(mine, row, column, inside, width, channel, rank, ranks)
+    value = joined_row(value, behind, behind_gain, behind_eps, before, factor, total, width)
     if total is not None:
         tl.store(total + place, value.to(total.dtype.element_ty), mask=inside)
     if weight is not None:  # an early return would still compile the rest
@@ -138,7 +151,7 @@ def _round_kernel(x, out, scales, row_stride, width, block: tl.constexpr, pdl: t
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    _launch(rows, AS_IT_IS, None, Norm(weight, eps), Rows(out, None), None)
+    _launch(Joining.of(rows, None, None), Norm(weight, eps), Rows(out, None), None)
     return out.view(x.shape)
 
 
@@ -160,19 +173,17 @@ def normed_rows(
         x = F.layer_norm(total, norm.bias.shape, norm.weight, norm.bias, norm.eps)
         return round_rows(x) if float8 else Rows(x, None), total
     joining = Joining.of(addend, residual, norm)
-    values, behind, residual, total = (
-        joining.values, joining.behind, joining.residual, joining.total
-    )  # fmt: skip
-    shape, device, summing = total.shape, total.device, total is not values
+    total = joining.total
+    shape, device, summing = total.shape, total.device, total is not joining.values
     if norm is None:
         if summing:
-            _launch(values, behind, residual, None, Rows(total, None), total)
+            _launch(joining, None, Rows(total, None), total)
         return round_rows(total) if float8 else Rows(total, None), total
     plain = (
         None if float8 else Rows(empty_rows(shape[0], shape[1], norm.weight.dtype, device), None)
     )
     rows = plain or _float8_rows(shape, device)
-    _launch(values, behind, residual, norm, rows, total if summing else None)
+    _launch(joining, norm, rows, total if summing else None)
     return rows, total
 
 
@@ -182,10 +193,12 @@ class Joining:
 
     Attributes:
         values: addends [T, H] or [parts, T, H].
+        channel: through which the other ranks' addends come; None: there are none.
         total: [T, H], the output; `values` itself if there is nothing to add.
     """
 
     values: Tensor
+    channel: Channel | None
     behind: Behind
     residual: Tensor | None
     total: Tensor
@@ -194,14 +207,15 @@ class Joining:
     def of(addend: Addend, residual: Tensor | None, norm: Norm | None) -> "Joining":
         """The tensors for `addend` and `residual`; allocates `total` if there is a sum."""
         behind = addend.behind if isinstance(addend, JoiningAddend) else AS_IT_IS
-        values = addend.values if isinstance(addend, JoiningAddend) else addend
-        total = values
-        if residual is not None or values.ndim == 3:
+        made = addend.values if isinstance(addend, JoiningAddend) else addend
+        channel = made.channel if isinstance(made, Spread) else None
+        total = values = made.values if isinstance(made, Spread) else made
+        if residual is not None or values.ndim == 3 or channel is not None:
             dtype = _dtype(values, residual, norm)
             total = empty_rows(values.shape[-2], values.shape[-1], dtype, values.device)
         if residual is not None:
             residual = residual.contiguous()
-        return Joining(values, behind, residual, total)
+        return Joining(values, channel, behind, residual, total)
 
 
 def _dtype(addend: Tensor, residual: Tensor | None, norm: Norm | None) -> torch.dtype:
@@ -229,25 +243,21 @@ def round_rows(x: Tensor) -> Rows:
     return out
 
 
-def _launch(
-    addend: Tensor,
-    behind: Behind,
-    residual: Tensor | None,
-    norm: Norm | None,
-    out: Rows,
-    total: Tensor | None,
-) -> None:
+def _launch(joining: Joining, norm: Norm | None, out: Rows, total: Tensor | None) -> None:
     if not out.values.numel():
         return
+    addend, channel, behind = joining.values, joining.channel, joining.behind
     assert addend.stride(-1) == 1
     rows, width = addend.shape[-2:]
     parts = addend.shape[0] if addend.ndim == 3 else 1
     part_stride = addend.stride(0) if parts > 1 else 0
     block = triton.next_power_of_2(width)
+    table, rank, ranks = (None, 0, 1) if channel is None else (channel.table, channel.rank, channel.size)
     _norm_kernel[(rows,)](
-        addend, *weight_of(behind.norm), residual, behind.factor, *weight_of(norm), out.values,
-        out.scales, total, part_stride, addend.stride(-2), width, parts=parts, block=block,
-        num_warps=_warps(block), **launch.options(addend.device),
+        addend, table, *weight_of(behind.norm), joining.residual, behind.factor, *weight_of(norm),
+        out.values, out.scales, total, part_stride, addend.stride(-2), width, parts=parts,
+        rank=rank, ranks=ranks, block=block, num_warps=_warps(block),
+        **launch.options(addend.device),
     )  # fmt: skip
 
 

@@ -14,7 +14,14 @@ from slipstream.kernels.experts import Router
 from slipstream.kernels.table import Addend, Norm
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import empty_rows, launch_dependents, wait_for_inputs
-from slipstream.kernels.triton.norm import Joining, Rows, joined_row, normed_row, weight_of
+from slipstream.kernels.triton.norm import (
+    Joining,
+    Rows,
+    joined_row,
+    normed_row,
+    summed_row,
+    weight_of,
+)
 
 EXPERTS = 8  # experts of a program
 
@@ -48,10 +55,11 @@ def router_kernel(
         sums = tl.load(bias + expert, mask=expert < experts, other=0.0).to(tl.float32)
     wait_for_inputs(pdl)
     place = row * width + column
-    value = joined_row(
-        addend, row * row_stride + column, part_stride, behind, behind_gain, behind_eps, residual,
-        place, factor, total, inside, width, parts,
-    )  # fmt: skip
+    value = summed_row(addend, row * row_stride + column, part_stride, inside, parts)
+    before = None
+    if residual is not None:
+        before = tl.load(residual + place, mask=inside, other=0.0)
+    value = joined_row(value, behind, behind_gain, behind_eps, before, factor, total, width)
     writes = column < tl.where(tl.program_id(1) == 0, width, 0)  # only a row's first program
     if total is not None:
         tl.store(total + place, value.to(total.dtype.element_ty), mask=writes)

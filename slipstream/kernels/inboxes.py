@@ -1,0 +1,83 @@
+"""Memory of all ranks in which each finds what the others have written for it.
+
+An exchange is one write and one wait: a rank writes its numbers into the memory of every other one,
+and waits until those of the others stand in its own. A number travels in a *packet* of twice its
+size, whose other half is the *epoch*, the count of exchanges; a packet is written and read whole,
+so that a number is there when the packet has the epoch that is waited for, and nothing else has to
+be ordered. (NCCL's protocol LL does the same with 8 bytes.)
+
+There are two places for each number, used in turn by the parity of the epoch. A rank writes in
+epoch e where the number of e - 2 stood, and cannot be too early: it has ended e - 1, for which it
+waited for the reader's numbers of e - 1, and those the reader wrote after it had ended e - 2.
+Epochs are counted on the device, where kernels read them, so that captured graphs count on.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+LINE = 256  # bytes; what lies in the memory begins at a multiple of it
+
+
+@dataclass(frozen=True, eq=False)
+class Channel:
+    """A part of the memory for exchanges of up to `rows` rows of one width.
+
+    Attributes:
+        table: size + 3 numbers for kernels: the address of the channel in the memory of each rank,
+            that of this rank's epochs [rows] int32, of `Inboxes.ended`, and `Inboxes.patience`. At
+            an address of memory stand packets [rows, 2, size, width], by parity and by the rank
+            that wrote them.
+    """
+
+    rows: int
+    rank: int
+    size: int
+    table: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Inboxes:
+    """What one rank knows of this memory. All ranks ask for the same channels in the same order.
+
+    Attributes:
+        addresses: of the memory of each rank, as this process sees it; it was filled with zeros.
+        room: its size in bytes, on each rank.
+        device: of this rank.
+        ended: [1] int32 that host and device share. If it is not 0, waits end at once, with
+            arbitrary numbers; a kernel that has waited in vain sets it.
+        patience: how often a kernel looks before it gives up, each time for about half a
+            microsecond.
+    """
+
+    rank: int
+    size: int
+    addresses: list[int]
+    room: int
+    device: torch.device
+    ended: Tensor
+    patience: int
+    _channels: dict[tuple[int, int, int], Channel | None] = field(default_factory=dict)
+    _epochs: list[Tensor] = field(default_factory=list)
+    _used: int = 0
+
+    def channel(self, rows: int, width: int, item: int) -> Channel | None:
+        """The channel for up to `rows` rows of `width` numbers of `item` bytes; the same arguments
+        have the same one. None: there is no room for it."""
+        key = rows, width, item
+        if key not in self._channels:
+            self._channels[key] = self._new_channel(rows, width, item)
+        return self._channels[key]
+
+    def _new_channel(self, rows: int, width: int, item: int) -> Channel | None:
+        needed = math.ceil(rows * 2 * self.size * width * 2 * item / LINE) * LINE
+        if self._used + needed > self.room:
+            return None
+        places = [address + self._used for address in self.addresses]
+        self._used += needed
+        epochs = torch.ones(rows, dtype=torch.int32, device=self.device)
+        self._epochs.append(epochs)
+        counted = epochs.data_ptr(), self.ended.data_ptr(), self.patience
+        return Channel(rows, self.rank, self.size, (*places, *counted))
