@@ -73,11 +73,11 @@ def _rounds(inboxes: Inboxes) -> list[list[bool]]:
             expected = TRITON.norm(JoiningAddend(parts, Behind(norm)), residual, norm)
             found = TRITON.norm(joined, residual, norm)
             alone = TRITON.norm(spread, None, None)[1], TRITON.norm(parts, None, None)[1]
-            gathered = gather(parts[inboxes.rank, :, : 3 + turn].contiguous(), inboxes)
+            gathered = gather(parts[inboxes.rank, :, : 2 * turn + 2].contiguous(), inboxes)
             assert gathered is not None
             pairs = *zip(found, expected, strict=True), alone
             equal.append([torch.equal(*it) for it in pairs])
-            equal[-1].append(torch.equal(gathered, parts[:, :, : 3 + turn]))
+            equal[-1].append(torch.equal(gathered, parts[:, :, : 2 * turn + 2]))
     return equal
 
 

@@ -13,7 +13,6 @@ from slipstream.kernels.inboxes import Channel, Inboxes
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
-SELDOM: tl.constexpr = 1024  # looks between two at `Inboxes.ended`, which is far away
 WORDS = 512  # of 4 bytes, which a program of a gather sends
 GATHERED_BYTES = 128 * WORDS * 4  # at most, of each rank
 
@@ -46,6 +45,7 @@ def receive(
 ):  # fmt: skip
     """Wait for the row that rank `source` has sent -> `bits` (int16 or int32) [block]."""
     half: tl.constexpr = bits.primitive_bitwidth
+    seldom: tl.constexpr = 1024  # looks between two at `Inboxes.ended`, which is far away
     packet: tl.constexpr = tl.int32 if half == 16 else tl.int64
     flag = epoch.to(packet) & ((1 << half) - 1)
     place = ((row * 2 + (epoch & 1)) * size + source) * width + column
@@ -57,7 +57,7 @@ def receive(
         missing = inside & ((value & ((1 << half) - 1)) != flag)
         waiting = tl.max(missing.to(tl.int32), axis=0)
         looks += 1
-        if looks % SELDOM == 0:
+        if looks % seldom == 0:
             ended = _at(channel[size + 1], tl.int32)
             if looks >= channel[size + 2]:
                 tl.store(ended, 1)
