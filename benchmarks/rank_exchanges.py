@@ -47,7 +47,6 @@ from slipstream.runner.peer_memory import connect_inboxes
 
 _DIST: Any = dist
 ROWS, WIDTH, CALLS = (1, 2, 8, 32, 128), 5120, 50
-OURS = "ours + norm"
 LINKS, PATIENCE = 8, 20_000_000  # sums of a chain; looks, which are ten seconds
 
 Times = dict[str, dict[int, float]]  # microseconds, by what is measured and rows
@@ -137,16 +136,20 @@ class _Rank:
         times: Times = {}
         if self.inboxes is not None:
             self.compare_gathers(self.inboxes)
+            for rows in self.case.rows:
+                self.time(rows, self.ours(rows, norm), times)
+            for rows in self.case.rows:
+                self.compare_chains(rows, norm)
         for rows in self.case.rows:
-            runs = self.runs(rows, norm)
-            self.say(f"\n{rows} rows" + (", bits are equal" if OURS in runs else ""))
-            for name, run in runs.items():
-                times.setdefault(name, {})[rows] = found = self.microseconds(run)
-                self.require_no_end()
-                self.say(f"  {name:16s}{found:8.2f} us")
-        for rows in self.case.rows if self.inboxes is not None else ():
-            self.compare_chains(rows, norm)
+            self.time(rows, self.others(rows, norm), times)
         return times
+
+    def time(self, rows: int, runs: dict[str, Callable[[], object]], times: Times) -> None:
+        """Add what each of the runs takes to `times`."""
+        for name, run in runs.items():
+            times.setdefault(name, {})[rows] = found = self.microseconds(run)
+            self.require_no_end()
+            self.say(f"{rows:4d} rows  {name:16s}{found:8.2f} us")
 
     def require_no_end(self) -> None:
         if self.inboxes is not None and self.inboxes.ended.item():
@@ -171,24 +174,31 @@ class _Rank:
         generator = torch.Generator().manual_seed(self.rank)
         return torch.randn(*shape, generator=generator).to(self.device, torch.bfloat16)
 
-    def runs(self, rows: int, norm: Norm) -> dict[str, Callable[[], object]]:
-        """What is timed; bits are compared here."""
+    def ours(self, rows: int, norm: Norm) -> dict[str, Callable[[], object]]:
+        """Exchanges through the GPUs' memory, whose bits are compared here."""
         mine = self.drawn(rows, self.case.width)
         stacked = self.collectives.all_of(mine)
-        self.collectives.require_equal([stacked, self.collectives.reduce(mine)])
-        residual, summed = stacked[0].clone(), torch.zeros_like(mine)
-        ops, share = self.ops, self.collectives
+        ops, residual = self.ops, stacked[0].clone()
+        self.equal(ops.norm(self.spread(mine), None, None)[1:], [self.collectives.reduce(mine)])
+        expected = ops.norm(stacked, residual, norm)
+        self.equal(ops.norm(self.spread(mine), residual, norm), expected)
+        self.say(f"{rows:4d} rows  bits are equal")
+        return {
+            "ours + norm": lambda: ops.norm(self.spread(mine), residual, norm),
+            "ours, 2 kernels": lambda: ops.norm(self.gathered(mine), residual, norm),
+            "norm": lambda: ops.norm(stacked, residual, norm),
+        }
+
+    def others(self, rows: int, norm: Norm) -> dict[str, Callable[[], object]]:
+        """Exchanges of libraries."""
+        mine = self.drawn(rows, self.case.width)
+        summed, residual, ops = torch.zeros_like(mine), torch.zeros_like(mine), self.ops
+        collectives = self.collectives
+        collectives.require_equal([collectives.reduce(mine)])
         runs: dict[str, Callable[[], object]] = {}
-        if self.inboxes is not None:
-            self.equal(ops.norm(self.spread(mine), None, None)[1:], [share.reduce(mine)])
-            expected = ops.norm(stacked, residual, norm)
-            self.equal(ops.norm(self.spread(mine), residual, norm), expected)
-            runs[OURS] = lambda: ops.norm(self.spread(mine), residual, norm)
-            runs["ours, 2 kernels"] = lambda: ops.norm(self.gathered(mine), residual, norm)
-        if self.ops.sums_addends:
-            runs["norm"] = lambda: ops.norm(stacked, residual, norm)
-            runs["gather + norm"] = lambda: ops.norm(share.all_of(mine), residual, norm)
-        runs["ordered"] = partial(share.reduce, mine)
+        if ops.sums_addends:
+            runs["gather + norm"] = lambda: ops.norm(collectives.all_of(mine), residual, norm)
+        runs["ordered"] = partial(collectives.reduce, mine)
         runs[self.backend] = partial(_DIST.all_reduce, summed)
         return runs | (self.one_shot(mine) if self.case.kind == "cuda" else {})
 
@@ -213,9 +223,7 @@ class _Rank:
         for ours in (True, False):
             mine, residual = first.clone(), torch.zeros_like(first)
 
-            def chain(
-                mine: Tensor = mine, residual: Tensor = residual, ours: bool = ours
-            ) -> None:
+            def chain(mine: Tensor = mine, residual: Tensor = residual, ours: bool = ours) -> None:
                 for link in range(LINKS):
                     made: Made = self.spread(mine) if ours else self.collectives.all_of(mine)
                     if ours and link % 4 == 3:
@@ -224,7 +232,7 @@ class _Rank:
                     residual.copy_(total * 0.5)
                     mine.copy_(normed * factor + 0.25)
 
-            replay = self.captured(chain)
+            replay = self.captured(chain) if ours else chain
             mine.copy_(first)
             residual.zero_()
             began, dice = perf_counter(), random.Random(self.rank)
@@ -292,10 +300,13 @@ class _Rank:
 
 def show(times: Times) -> None:
     """Print microseconds by rows."""
-    rows = next(iter(times.values()))
+    rows = list(next(iter(times.values())))
     print("\nus at rows      " + "".join(f"{count:9d}" for count in rows))
     for name, found in times.items():
-        print(f"{name:16s}" + "".join(f"{found[count]:9.2f}" for count in rows), flush=True)
+        print(
+            f"{name:16s}" + "".join(f"{found.get(count, float('nan')):9.2f}" for count in rows),
+            flush=True,
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

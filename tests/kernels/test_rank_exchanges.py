@@ -17,7 +17,7 @@ from slipstream.kernels.triton.exchange import gather
 from tests.kernels.device import INTERPRETED, ON_GPU
 
 pytestmark = [*INTERPRETED, pytest.mark.skipif(ON_GPU, reason="the ranks would share a GPU")]
-ROOM = 1 << 20
+ROOM = 8 << 20
 CPU = torch.device("cpu")
 
 
