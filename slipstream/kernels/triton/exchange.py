@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.inboxes import Channel, Inboxes
+from slipstream.kernels.inboxes import Inboxes
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
 WORDS = 512  # of 4 bytes, which a program of a gather sends
-GATHERED_BYTES = 128 * WORDS * 4  # at most, of each rank
+GATHERED_BYTES = 256 * WORDS * 4  # at most, of each rank
 
 
 @triton.jit
@@ -136,8 +136,11 @@ def gather(mine: Tensor, inboxes: Inboxes) -> Tensor | None:
     words = size // 4
     if words:
         _gather_kernel[(triton.cdiv(words, WORDS),)](
-            mine.view(-1).view(torch.uint8).view(torch.int32), found.view(-1).view(torch.uint8).view(torch.int32),
-            words, channel.table, rank=channel.rank, size=channel.size, block=WORDS, num_warps=4,
-            **launch.options(mine.device),
+            _words(mine), _words(found), words, channel.table, rank=channel.rank,
+            size=channel.size, block=WORDS, num_warps=4, **launch.options(mine.device),
         )  # fmt: skip
     return found
+
+
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8).view(torch.int32)

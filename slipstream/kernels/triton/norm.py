@@ -252,7 +252,8 @@ def _launch(joining: Joining, norm: Norm | None, out: Rows, total: Tensor | None
     parts = addend.shape[0] if addend.ndim == 3 else 1
     part_stride = addend.stride(0) if parts > 1 else 0
     block = triton.next_power_of_2(width)
-    table, rank, ranks = (None, 0, 1) if channel is None else (channel.table, channel.rank, channel.size)
+    table = None if channel is None else channel.table
+    rank, ranks = (0, 1) if channel is None else (channel.rank, channel.size)
     _norm_kernel[(rows,)](
         addend, table, *weight_of(behind.norm), joining.residual, behind.factor, *weight_of(norm),
         out.values, out.scales, total, part_stride, addend.stride(-2), width, parts=parts,
