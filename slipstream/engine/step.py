@@ -344,8 +344,8 @@ class Step:
         """Wait for the step's results and take them in."""
         batch, outcome = launched.batch, launched.outcome
         live = [not item.request.finished for item in batch.requests]
-        committed, logit_starts, seconds = launched.read(self._limits.tree_depth)
-        draft, target, verify = seconds
+        read = launched.read(self._limits.tree_depth, self._ranks.check)
+        committed, starts, (draft, target, verify) = read
         if not self._limits.num_speculative_tokens:  # without a drafter, time of the host
             draft = 0.0
         self._scheduler.commit(batch, committed)
@@ -357,7 +357,7 @@ class Step:
         num_rows = len(outcome.forward.hidden)
         return StepResult(
             report=StepReport(batch, committed, live, times, launched.padded, num_rows),
-            logit_starts=logit_starts,
+            logit_starts=starts,
             path=outcome.path,
             forward=outcome.forward,
         )

@@ -1,7 +1,7 @@
 """Inputs of a step as numbers; its results as one tensor, which one copy brings to the host."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -170,10 +170,17 @@ class Launched:
     began: float
     padded: bool
 
-    def read(self, tree_depth: int | None) -> tuple[list[Committed], list[int], list[float]]:
+    def read(
+        self, tree_depth: int | None, check: Callable[[], None]
+    ) -> tuple[list[Committed], list[int], list[float]]:
         """Wait for the numbers: what each request gained, its first row of logits, and the seconds
-        that drafting, the target's pass and verification took."""
+        that drafting, the target's pass and verification took.
+
+        Args:
+            check: called before the numbers are read, which mean nothing if a rank was lost.
+        """
         rows = self.numbers.wait()
+        check()
         stamps = rows[0][-_NUM_TIMES:]
         seconds = [(end - begin) / 1e9 for begin, end in pairwise(stamps)]
         width = self.outcome.width

@@ -17,6 +17,7 @@ from slipstream.kernels.norm import Activation
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import (
     Addend,
+    Behind,
     ExpertsParts,
     Heads,
     JoiningAddend,
@@ -175,21 +176,25 @@ def _added(
     parts: Parts, addend: Addend, residual: Tensor | None, norm: Norm | None
 ) -> tuple[Tensor, Tensor]:
     """As `NormOp`."""
-    if isinstance(addend, JoiningAddend) and addend.behind.factor is None:
-        addend = _normed(parts, addend.values, addend.behind.norm)
+    made, behind = (
+        (addend.values, addend.behind) if isinstance(addend, JoiningAddend) else (addend, None)
+    )
+    assert isinstance(made, Tensor), "backends that sum addends have norms of their own"
+    if behind is not None and behind.factor is None:
+        made, behind = _normed(parts, made, behind.norm), None
     layer_norm = norm is not None and norm.bias is not None
-    if isinstance(addend, Tensor) and residual is not None and norm is not None and not layer_norm:
-        return parts.add_norm(addend, residual, norm.weight, norm.eps)
-    total = _joined(parts, addend, residual)
+    if behind is None and residual is not None and norm is not None and not layer_norm:
+        return parts.add_norm(made, residual, norm.weight, norm.eps)
+    total = _joined(parts, made, behind, residual)
     return _normed(parts, total, norm), total
 
 
-def _joined(parts: Parts, addend: Addend, residual: Tensor | None) -> Tensor:
-    if isinstance(addend, Tensor):
-        return addend if residual is None else addend + residual
+def _joined(parts: Parts, made: Tensor, behind: Behind | None, residual: Tensor | None) -> Tensor:
+    if behind is None:
+        return made if residual is None else made + residual
     assert residual is not None, "where the stream begins nothing joins it"
-    total = residual + _normed(parts, addend.values, addend.behind.norm)
-    return total if addend.behind.factor is None else total * addend.behind.factor
+    total = residual + _normed(parts, made, behind.norm)
+    return total if behind.factor is None else total * behind.factor
 
 
 def _normed(parts: Parts, x: Tensor, norm: Norm | None) -> Tensor:

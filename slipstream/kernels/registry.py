@@ -10,13 +10,16 @@ import functools
 import importlib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from slipstream.core.errors import UsageError
 from slipstream.kernels.columns import Columns
 from slipstream.kernels.devices import CPP_DTYPES
+from slipstream.kernels.inboxes import Inboxes
 from slipstream.kernels.preparation import PreparationOps
 from slipstream.kernels.sampling import SamplingOps
 from slipstream.kernels.table import Ops
@@ -36,11 +39,14 @@ class Kernels:
         network: layers and heads.
         preparation: small work between the models' passes.
         sampling: drafting, verification, and the sampling state.
+        gather: all-gather of a few bytes through `Inboxes`, [...] -> [ranks, ...], or None for what
+            is too much; None: the backend cannot do that.
     """
 
     network: Ops
     preparation: PreparationOps
     sampling: SamplingOps
+    gather: Callable[[Tensor, Inboxes], Tensor | None] | None = None
 
 
 @functools.cache
@@ -67,6 +73,7 @@ def kernels_for(
     network, preparation, sampling = (
         reference.REFERENCE, reference.PREPARATION, reference.SAMPLING,
     )  # fmt: skip
+    gather = None
     if runs_cpp(device):
         from slipstream.kernels.cpu import cpu_backend
         from slipstream.kernels.cpu import preparation as cpu_preparation
@@ -79,12 +86,15 @@ def kernels_for(
             network = cpu_backend()
     elif runs_triton(device):
         from slipstream.kernels import triton
+        from slipstream.kernels.triton import exchange
         from slipstream.kernels.triton import preparation as triton_preparation
         from slipstream.kernels.triton import sampling as triton_sampling
 
         network = triton.backend(dtype, batch_invariant)
         preparation, sampling = triton_preparation.PREPARATION, triton_sampling.SAMPLING
-    return Kernels(network, preparation, reference.FP64_SAMPLING if fp64_noise else sampling)
+        gather = exchange.gather
+    sampling = reference.FP64_SAMPLING if fp64_noise else sampling
+    return Kernels(network, preparation, sampling, gather)
 
 
 def sampling_over(columns: Columns, device: torch.device, fp64_noise: bool) -> SamplingOps:

@@ -333,7 +333,7 @@ class Ops:
         pack: converts a weight to the backend's own layout, once, when it is loaded.
         round: rounds a matrix [N, K] to fewer bits; the result may be packed already.
         fuse: an op for as many first layers of a stack as the backend can fuse; None: for none.
-        sums_addends: addends may be [parts, T, N] of any dtype, which ops add up in their order.
+        sums_addends: addends may be [parts, T, N], added up in their order, or `Spread` over ranks.
     """
 
     backend: str

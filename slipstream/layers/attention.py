@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slipstream.cache.paged import KVSpec
 from slipstream.cache.spec import LayerCache, SharedCache
+from slipstream.kernels.norm import Made
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, AttentionParts, Heads, Norm, Ops
 from slipstream.layers.layer import BuildContext, MatrixShape
@@ -211,7 +212,7 @@ class Attention:
         inputs: PassInputs,
         cache: LayerCache,
         beside: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Made, Tensor]:
         """See `Mixer`; writes the rows' keys and values into `cache`, unless the layer has a
         lender."""
         if residual is None and self._parts.needs_sources:

@@ -9,6 +9,7 @@ from slipstream.cache.recurrent import RecurrentSpec
 from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import UsageError
 from slipstream.kernels.delta_net import DeltaHeads
+from slipstream.kernels.norm import Made
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, DeltaNetParts, Ops
 from slipstream.layers.layer import BuildContext, MatrixShape
@@ -175,7 +176,7 @@ class DeltaNet:
         inputs: PassInputs,
         cache: LayerCache,
         beside: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Made, Tensor]:
         """See `Mixer`; updates the requests' states in `cache`."""
         assert beside is None, "a gated delta net has one input"
         heads = self.heads

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.experts import ClampedGate, Router, Routing
-from slipstream.kernels.norm import Activation
+from slipstream.kernels.norm import Activation, Made
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, ExpertsParts, Norm, Ops, SharedExpert
 from slipstream.layers.layer import BuildContext, MatrixShape
@@ -175,13 +175,13 @@ class Experts:
 
     def apply(
         self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Made, Tensor]:
         """See `FeedForward`."""
         del inputs
         made, stream = ops.experts(addend, residual, self._parts)
-        if self._ranks.reduce is not None:
-            made = self._ranks.addend(summed(made, stream), ops.sums_addends)
-        return made, stream
+        if self._ranks.reduce is None:
+            return made, stream
+        return self._ranks.addend(summed(made, stream), ops.sums_addends), stream
 
 
 def summed(made: Tensor, stream: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from slipstream.cache.latent import LatentSpec
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.latent_attention import LatentHeads
+from slipstream.kernels.norm import Made
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, LatentParts, Norm, Ops
 from slipstream.layers.layer import BuildContext, MatrixShape
@@ -145,7 +146,7 @@ class LatentAttention:
         inputs: PassInputs,
         cache: LayerCache,
         beside: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Made, Tensor]:
         """See `Mixer`; writes the tokens' latent rows to `cache`."""
         assert beside is None, "only attention over keys and values has a second input"
         first, stream = ops.norm_linear(addend, residual, self.norm, self._first, None)

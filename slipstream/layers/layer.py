@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.spec import CacheSpec, LayerCache, SharedCache
+from slipstream.kernels.norm import Made
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, Behind, JoiningAddend, LayerParts, Norm, Ops
 from slipstream.layers.adapters import AdapterSlots
@@ -72,7 +73,7 @@ class Mixer(Half, Protocol):
         inputs: PassInputs,
         cache: LayerCache,
         beside: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Made, Tensor]:
         """Run op by op -> (its own addend, the stream that it is to be added to), each [T, H].
 
         Args:
@@ -85,7 +86,7 @@ class FeedForward(Half, Protocol):
 
     def apply(
         self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Made, Tensor]:
         """Run op by op -> (its own addend, the stream that it is to be added to), each [T, H]."""
 
 
@@ -203,7 +204,7 @@ class Layer:
         return addend, residual, entered
 
 
-def _joining(made: Tensor, behind: Behind | None) -> Addend:
+def _joining(made: Made, behind: Behind | None) -> Addend:
     return made if behind is None else JoiningAddend(made, behind)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.norm import Activation
+from slipstream.kernels.norm import Activation, Made
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, Behind, JoiningAddend, Ops, Product
 from slipstream.layers.embedding import Embedding
@@ -116,7 +116,7 @@ class LayerInputHalf:
 
     def apply(
         self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Made, Tensor]:
         """See `FeedForward`."""
         assert inputs.layer_inputs is not None, "the decoder makes them"
         made, stream = self._feed_forward.apply(ops, addend, residual, inputs)

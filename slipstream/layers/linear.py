@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels.adapters import Adapted, LowRank
 from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.norm import Made
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops, Product
 from slipstream.layers.adapters import AdapterSlots
@@ -51,7 +52,7 @@ class Linear:
             return None
         return Adapted(self.adapters, inputs.adapters)
 
-    def apply(self, ops: Ops, x: Tensor, inputs: PassInputs) -> Tensor:
+    def apply(self, ops: Ops, x: Tensor, inputs: PassInputs) -> Made:
         """x [T, columns] -> y as an addend of the backend's ops (see `LinearOp`)."""
         adapted = self.adapted(inputs)
         if not self.is_shared:

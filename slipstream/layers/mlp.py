@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.norm import Activation
+from slipstream.kernels.norm import Activation, Made
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, GatedMLPParts, Ops
 from slipstream.layers.layer import BuildContext, MatrixShape
@@ -68,7 +68,7 @@ class GatedMLP:
 
     def apply(
         self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Made, Tensor]:
         """See `FeedForward`."""
         product, adapted = self.gate_up.product, self.gate_up.adapted(inputs)
         active, stream = ops.norm_gated_linear(
@@ -130,7 +130,7 @@ class PlainMLP:
 
     def apply(
         self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Made, Tensor]:
         """See `FeedForward`."""
         product, adapted = self.up.product, self.up.adapted(inputs)
         inner, stream = ops.norm_linear(addend, residual, self.norm, *product, adapted)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from slipstream.kernels.norm import Made, Spread
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, Behind, JoiningAddend, Ops
 from slipstream.layers.experts import ExpertsSpec, summed
@@ -62,10 +63,11 @@ class ParallelExperts:
 
     def apply(
         self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Made, Tensor]:
         """See `FeedForward`."""
         made, stream = self._dense.apply(ops, addend, residual, inputs)
-        dense, _ = ops.norm(summed(made, stream), None, self._dense_after)
+        dense = made if isinstance(made, Spread) else summed(made, stream)
+        dense, _ = ops.norm(dense, None, self._dense_after)
         chosen, _ = self._experts.apply(ops, stream, None, inputs)
         joining = JoiningAddend(chosen, Behind(self._experts_after))
         return ops.norm(joining, dense, None)[1], stream

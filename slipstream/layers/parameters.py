@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.norm import Made, Spread
 
 ROWS, COLUMNS = 0, 1
 MOST_RANKS = 16  # the largest number of ranks that error messages suggest
@@ -153,6 +154,8 @@ class Share:
         within: number of ranks n -> the share of a second network that is split over groups of n
             adjacent ranks; a collective call. None: the process has no other ranks.
         unit: columns of feed-forward parts that must stay on one rank, by the checkpoint's format.
+        spread: leaves the sum of the ranks' [T, n] to the op that takes it, which fetches them from
+            their GPUs' memory; None: there is no such memory, or it is not for this shape.
     """
 
     rank: int = 0
@@ -163,16 +166,20 @@ class Share:
     within: "Callable[[int], Share] | None" = None
     unit: int = 1
     stack: Callable[[Tensor], Tensor] | None = None
+    spread: Callable[[Tensor], Spread | None] = lambda made: None
 
-    def addend(self, made: Tensor, sums_addends: bool) -> Tensor:
+    def addend(self, made: Tensor, sums_addends: bool) -> Made:
         """The sum over ranks of their partial results `made` [T, n], as an addend of the stream.
 
         Args:
-            sums_addends: see `Ops`; if set, the result is the stack of partial results, which the
-                next op sums.
+            sums_addends: see `Ops`; if set, the result is the stack of partial results, or not even
+                that (`Spread`), which the next op sums.
         """
         if self.reduce is None:
             return made
+        spread = self.spread(made) if sums_addends else None
+        if spread is not None:
+            return spread
         return self.stack(made) if sums_addends and self.stack is not None else self.reduce(made)
 
     def copies(self, heads: int | None) -> int:

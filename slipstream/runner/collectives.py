@@ -17,7 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.core.errors import RanksLostError
+from slipstream.kernels.inboxes import Inboxes
+from slipstream.kernels.norm import Spread
+from slipstream.kernels.registry import kernels_for
 from slipstream.layers.parameters import Share
+from slipstream.runner.peer_memory import connect_inboxes
 
 _C10D: Any = dist  # most of torch.distributed has no type annotations
 LOOPBACK: Final = "127.0.0.1"
@@ -57,7 +61,12 @@ class Collectives:
         graphs: list[Graphs] | None = None,
     ) -> None:
         self.rank, self.size, self._store, self._device = rank, size, store, device
-        self._group: Any = _connected(_C10D.PrefixStore(name, store), rank, size, device)
+        store = _C10D.PrefixStore(name, store)
+        self._group: Any = _connected(store, rank, size, device)
+        self._gather = kernels_for(device).gather
+        self._inboxes: Inboxes | None = None
+        if self._gather is not None:
+            self._inboxes = connect_inboxes(store, rank, size, device)
         self._neighbours: dict[int, Collectives] = {}
         self._graphs: list[Graphs] = [] if graphs is None else graphs
         if device.type == "cuda":
@@ -66,7 +75,7 @@ class Collectives:
     def share(self) -> Share:
         """This rank's share of a network."""
         exchanges = self.reduce, self.gather, self.least, self.within
-        return Share(self.rank, self.size, *exchanges, stack=self.all_of)
+        return Share(self.rank, self.size, *exchanges, stack=self.all_of, spread=self.spread)
 
     def within(self, size: int) -> Share:
         """See `Share.within`."""
@@ -81,6 +90,11 @@ class Collectives:
     def all_of(self, mine: Tensor) -> Tensor:
         """All-gather: [...] of each rank -> [size, ...] on every rank; only its stream waits."""
         mine = mine.contiguous()
+        if self._inboxes is not None and self._gather is not None:
+            self.check()
+            gathered = self._gather(mine, self._inboxes)
+            if gathered is not None:
+                return gathered
         found = mine.new_empty((self.size, *mine.shape))
         try:
             # Sent as bytes, since not all libraries support all dtypes.
@@ -89,6 +103,21 @@ class Collectives:
         except RuntimeError as error:
             raise CollectiveError(f"an exchange between ranks failed: {error}") from error
         return found
+
+    def spread(self, mine: Tensor) -> Spread | None:
+        """See `Share.spread`."""
+        if self._inboxes is None:
+            return None
+        self.check()
+        channel = self._inboxes.channel_of(mine)
+        return None if channel is None else Spread(mine, channel, self.all_of)
+
+    def check(self) -> None:
+        """Raise CollectiveError if an exchange has ended without the others' numbers."""
+        if self._inboxes is not None and self._inboxes.ended.item():
+            raise CollectiveError("an exchange between ranks was broken off")
+        for neighbours in self._neighbours.values():
+            neighbours.check()
 
     def reduce(self, mine: Tensor) -> Tensor:
         """All-reduce: the sum in the order of the ranks, in float32, rounded once."""
@@ -127,10 +156,18 @@ class Collectives:
     def abort(self) -> None:
         """Abort: threads that wait in an exchange get an error. May be called from any thread. On
         GPUs it returns only when all graphs with exchanges are reset."""
+        self._end_waits()
         if self._device.type == "cuda":  # gloo detects lost peers
             self._group.abort()
         for neighbours in self._neighbours.values():
             neighbours.abort()
+
+    def _end_waits(self) -> None:
+        """End waits of kernels for other ranks, and all that come."""
+        if self._inboxes is not None:
+            self._inboxes.ended.fill_(1)
+        for neighbours in self._neighbours.values():
+            neighbours._end_waits()
 
 
 def _end(group: Any, graphs: list[Graphs]) -> None:

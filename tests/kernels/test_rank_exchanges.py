@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import get_context
 
-from slipstream.kernels.inboxes import Inboxes
+from slipstream.kernels.inboxes import MOST_ROWS, MOST_SENT, Inboxes
 from slipstream.kernels.norm import Spread
 from slipstream.kernels.table import Behind, JoiningAddend, Norm
 from slipstream.kernels.triton import TRITON
@@ -18,43 +18,50 @@ from tests.kernels.device import INTERPRETED, ON_GPU
 
 pytestmark = [*INTERPRETED, pytest.mark.skipif(ON_GPU, reason="the ranks would share a GPU")]
 ROOM = 8 << 20
+WIDTH = 64
 CPU = torch.device("cpu")
 
 
-def _connected(rank: int, memory: list[Tensor], patience: int = 1_000_000) -> Inboxes:
+def _inboxes(rank: int, memory: list[Tensor]) -> Inboxes:
     addresses = [it.data_ptr() for it in memory]
     ended = torch.zeros(1, dtype=torch.int32)
-    return Inboxes(rank, len(memory), addresses, ROOM, CPU, ended, patience)
+    return Inboxes(rank, len(memory), addresses, ROOM, CPU, ended, 1_000_000)
 
 
-def _run(rank: int, memory: list[Tensor], work: Callable[..., Any], results: Any) -> None:
-    results.put((rank, work(_connected(rank, memory))))
+def _run(rank: int, memory: list[Tensor], work: Callable[[Inboxes], Any], results: Any) -> None:
+    try:
+        results.put((rank, work(_inboxes(rank, memory))))
+    except Exception as error:
+        results.put((rank, repr(error)))
 
 
 def _on_ranks(size: int, work: Callable[[Inboxes], Any]) -> list[Any]:
     """What each rank's process makes of its inboxes, in their order."""
     context = get_context("spawn")
     memory = [torch.zeros(ROOM, dtype=torch.uint8).share_memory_() for _ in range(size)]
-    results: Any = context.SimpleQueue()
+    results: Any = context.Queue()
     ranks = [
         context.Process(target=_run, args=(rank, memory, work, results)) for rank in range(size)
     ]
     for process in ranks:
         process.start()
     try:
-        return [it for _, it in sorted(results.get() for _ in ranks)]
+        return [it for _, it in sorted(results.get(timeout=120) for _ in ranks)]
     finally:
         for process in ranks:
+            process.kill()
             process.join()
-
-
-def _parts(size: int, turn: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(turn)
-    return torch.randn(size, rows, width, generator=generator).to(dtype)
 
 
 def _no_stack(mine: Tensor) -> Tensor:
     raise AssertionError("rows come through the inboxes")
+
+
+def _spread(parts: Tensor, inboxes: Inboxes) -> Spread:
+    mine = parts[inboxes.rank]
+    channel = inboxes.channel_of(mine)
+    assert channel is not None
+    return Spread(mine, channel, _no_stack)
 
 
 def _rounds(inboxes: Inboxes) -> list[list[bool]]:
@@ -63,25 +70,54 @@ def _rounds(inboxes: Inboxes) -> list[list[bool]]:
     for turn in range(5):
         time.sleep(0.02 * ((turn + inboxes.rank) % inboxes.size))
         for dtype in (torch.float16, torch.float32):
-            rows, width = 1 + turn % 3, 64
-            parts = _parts(inboxes.size, turn, rows, width, dtype)
+            generator = torch.Generator().manual_seed(turn)
+            shape = inboxes.size, 1 + turn % 3, WIDTH
+            parts = torch.randn(shape, generator=generator).to(dtype)
             residual, norm = parts[0] + 1, Norm(parts[0, 0] + 2, 1e-6)
-            channel = inboxes.channel(4, width, parts.element_size())
-            assert channel is not None
-            spread = Spread(parts[inboxes.rank], channel, _no_stack)
-            joined = JoiningAddend(spread, Behind(norm))
-            expected = TRITON.norm(JoiningAddend(parts, Behind(norm)), residual, norm)
-            found = TRITON.norm(joined, residual, norm)
-            alone = TRITON.norm(spread, None, None)[1], TRITON.norm(parts, None, None)[1]
-            gathered = gather(parts[inboxes.rank, :, : 2 * turn + 2].contiguous(), inboxes)
+            behind, spread = Behind(norm), _spread(parts, inboxes)
+            few = parts[:, :, : 2 * turn + 2].contiguous()
+            gathered = gather(few[inboxes.rank], inboxes)
             assert gathered is not None
-            pairs = *zip(found, expected, strict=True), alone
+            pairs = [
+                *zip(
+                    TRITON.norm(JoiningAddend(spread, behind), residual, norm),
+                    TRITON.norm(JoiningAddend(parts, behind), residual, norm),
+                    strict=True,
+                ),
+                (TRITON.norm(spread, None, None)[1], TRITON.norm(parts, None, None)[1]),
+                (gathered, few),
+            ]
             equal.append([torch.equal(*it) for it in pairs])
-            equal[-1].append(torch.equal(gathered, parts[:, :, : 2 * turn + 2]))
     return equal
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_have_the_bits_of_parts_that_are_stacked(size: int) -> None:
-    found = _on_ranks(size, _rounds)
-    assert found == [[[True] * 4] * 10] * size
+    assert _on_ranks(size, _rounds) == [[[True] * 4] * 10] * size
+
+
+def _wait_in_vain(inboxes: Inboxes) -> list[int]:
+    """The first rank alone takes part; what `ended` was before and afterwards."""
+    inboxes.patience = 1024
+    before = int(inboxes.ended)
+    if inboxes.rank == 0:
+        TRITON.norm(_spread(torch.ones(2, 1, WIDTH), inboxes), None, None)
+    return [before, int(inboxes.ended)]
+
+
+def test_who_waits_in_vain_goes_on_and_says_so() -> None:
+    assert _on_ranks(2, _wait_in_vain) == [[0, 1], [0, 0]]
+
+
+def test_large_sums_and_what_finds_no_room_go_other_ways() -> None:
+    inboxes = _inboxes(0, [torch.zeros(16), torch.zeros(16)])  # nothing is written there
+    for width, rows in ((5120, MOST_SENT // 10240), (WIDTH, MOST_ROWS)):
+        channel = inboxes.channel_of(torch.zeros(rows, width, dtype=torch.bfloat16))
+        assert channel is not None
+        assert channel.rows == rows
+        smaller = torch.zeros(1, width, dtype=torch.bfloat16)
+        assert inboxes.channel_of(smaller) is channel, "rows of one width are counted together"
+        assert inboxes.channel_of(smaller.expand(rows + 1, width)) is None
+    assert inboxes.channel(ROOM // WIDTH, WIDTH, 2) is None
+    assert gather(torch.zeros(3, dtype=torch.bfloat16), inboxes) is None, "half a word"
+    assert gather(torch.zeros(1 << 20), inboxes) is None

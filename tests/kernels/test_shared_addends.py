@@ -43,8 +43,10 @@ def test_the_sum_is_that_of_the_ranks_in_their_order(
     x, residual, weight = draw(rows, inner), draw(rows, width), DenseMatrix(draw(width, inner))
     norm, norm_behind = Norm(draw(width), 1e-6), Norm(draw(width), 1e-5)
     ours = Linear(TRITON.pack(weight), None, share).apply(TRITON, x, NO_INPUTS)
+    assert isinstance(ours, Tensor)
     assert ours.shape == (num_ranks, rows, width)
     theirs = Linear(weight, None, share).apply(REFERENCE, x, NO_INPUTS)
+    assert isinstance(theirs, Tensor)
     assert theirs.shape == (rows, width)
     if behind:
         joined = Behind(norm_behind)

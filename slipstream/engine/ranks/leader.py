@@ -62,6 +62,11 @@ class Leader:
 
     def check(self) -> None:
         self._followers.check()
+        try:
+            self._collectives.check()
+        except CollectiveError as error:
+            self._followers.lose(str(error))
+            self._followers.check()
 
     def tell(self, name: str, *arguments: Any) -> None:
         with _late_interrupts():  # an interrupt would cut off the message

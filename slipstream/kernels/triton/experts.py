@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from slipstream.kernels.formats.dense import DenseMatrix
-from slipstream.kernels.norm import Activation
+from slipstream.kernels.norm import Activation, Spread
 from slipstream.kernels.table import Addend, ExpertsParts, JoiningAddend, SharedExpert
 from slipstream.kernels.triton import grouped, launch, matmul
 from slipstream.kernels.triton.choice import choose
@@ -29,7 +29,8 @@ class Experts:
         self, addend: Addend, residual: Tensor | None, parts: ExpertsParts
     ) -> tuple[Tensor, Tensor]:
         router, routing, shared = parts.router, parts.router.routing, parts.shared
-        values = addend.values if isinstance(addend, JoiningAddend) else addend
+        made = addend.values if isinstance(addend, JoiningAddend) else addend
+        values = made.values if isinstance(made, Spread) else made
         few = values.shape[-2] <= FEW_ROWS or self._linears.invariant
         joins = few and shared is not None and _is_expert(parts, shared)
         beside = shared if joins else None

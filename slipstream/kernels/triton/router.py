@@ -5,13 +5,16 @@ They load the router's weights before their inputs are ready. The order of a sum
 on the width.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.experts import Router
-from slipstream.kernels.table import Addend, Norm
+from slipstream.kernels.norm import Spread
+from slipstream.kernels.table import Addend, JoiningAddend, Norm
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import empty_rows, launch_dependents, wait_for_inputs
 from slipstream.kernels.triton.norm import (
@@ -81,7 +84,7 @@ def normed_logits(
     With `gate` [1, H] of a shared expert the logits are [1, T, E + 1], and the gate's is the last.
     """
     assert norm.bias is None
-    joining = Joining.of(addend, residual, norm)
+    joining = Joining.of(_here(addend), residual, norm)
     values, behind, total = joining.values, joining.behind, joining.total
     (rows, width), experts, device = total.shape, len(router.weight), total.device
     pitch = experts + (gate is not None)
@@ -99,3 +102,12 @@ def normed_logits(
             **launch.options(device),
         )  # fmt: skip
     return Rows(out, None), total, logits
+
+
+def _here(addend: Addend) -> Addend:
+    """With the parts of all ranks: each would come for every program of a row otherwise."""
+    if isinstance(addend, Spread):
+        return addend.stacked()
+    if isinstance(addend, JoiningAddend) and isinstance(addend.values, Spread):
+        return replace(addend, values=addend.values.stacked())
+    return addend
