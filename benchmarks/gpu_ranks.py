@@ -7,17 +7,14 @@
 
     links      whether each GPU reaches the memory of each other one, and what the driver says of
                their links
-    exchanges  microseconds in a CUDA graph of a sum over the ranks, of rows of 5,120 numbers in
-               bfloat16: "ordered" is ours, a gather and additions in the order of the ranks,
-               "+ norm" the gather, and additions, residual and norm in one kernel, beside an
-               all-reduce of NCCL and torch's over symmetric memory ("one-shot"), where there is
-               one. All ranks compare the bits of what "ordered" gave
+    exchanges  what a sum over the ranks takes in a CUDA graph, and whether its bits are right
+               (`rank_exchanges.py` does that alone)
     texts      greedy and seeded texts of the bundled demo, with drafters that every rank has whole
                and that ranks share, beside those of one GPU: in float32 they have to be the same
     losses     a rank killed in the middle of a call: how soon the call ends with an error
     steps      of large models with random weights, as `gpu_decode.py` measures them, beside their
-               bars; the limit is that of all GPUs together. Behind it stands what the ordered sums
-               of a step take by the figures above
+               bars; the limit is that of all GPUs together. Behind it stands what the sums of a
+               step take by the figures above
 
 The exit code is 1 where texts differ in float32 or a part fails. `benchmarks/rank_kills.py` kills
 ranks.
@@ -26,37 +23,28 @@ ranks.
 import argparse
 import os
 import signal
-import socket
-import statistics
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from threading import Timer
 from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.multiprocessing import get_context
 
 from benchmarks.decode_timing import Method, Row, Setup, measure, release
 from benchmarks.geometries import geometry_named
 from benchmarks.gpu_decode import HEADINGS, show
-from benchmarks.graph_timing import graph_us
+from benchmarks.rank_exchanges import OURS, REPLAYS, ROWS, WIDTH, Case, Times, exchanges
+from benchmarks.rank_exchanges import show as show_times
 from benchmarks.rank_kills import followers_of
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import RanksLostError
-from slipstream.kernels.registry import kernels_for
-from slipstream.kernels.table import Norm
-from slipstream.runner.collectives import Collectives, open_store
 
-_DIST: Any = dist
-ROWS, WIDTH, CALLS = (1, 8, 32, 128), 5120, 50
 PARTS = ("links", "exchanges", "texts", "losses", "steps")
-LOSS_SECONDS = 10.0
+LOSS_SECONDS, EXCHANGE_SECONDS = 10.0, 100.0
 LENGTH = 48  # output tokens of a text
 PROMPTS = ("def main(", "import os\n", "class Tree:\n    def ", "for it in range(", "# The first ")
 
@@ -78,104 +66,6 @@ def links(ranks: int) -> None:
 
 def _reaches(one: int, other: int) -> bool:
     return one != other and torch.cuda.can_device_access_peer(one, other)
-
-
-# ------------------------------------------------------------------ exchanges
-
-Times = dict[str, dict[int, float]]  # microseconds, by what is measured and rows
-
-
-def exchanges(ranks: int, kind: str, width: int) -> Times:
-    """What the first rank measured."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = get_context("spawn")
-    results: Any = context.Queue()
-    given = ranks, port, kind, width, results
-    others = [context.Process(target=_exchange, args=(rank, *given)) for rank in range(ranks)]
-    for process in others:
-        process.start()
-    for process in others:
-        process.join()
-    if any(process.exitcode for process in others):
-        raise RuntimeError("a rank failed")
-    times: Times = results.get()
-    print("us at rows" + "".join(f"{rows:9d}" for rows in ROWS))
-    for name, found in times.items():
-        print(f"{name:10s}" + "".join(f"{found[rows]:9.1f}" for rows in ROWS), flush=True)
-    return times
-
-
-@torch.inference_mode()
-def _exchange(rank: int, size: int, port: int, kind: str, width: int, results: Any) -> None:
-    """One rank: all of them call the same in the same order."""
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    store = open_store(port, size, leads=rank == 0)
-    collectives = Collectives(store, rank, size, device)
-    backend, whole = ("nccl" if kind == "cuda" else "gloo"), _DIST.PrefixStore("whole", store)
-    _DIST.init_process_group(backend, store=whole, rank=rank, world_size=size)
-    ops = kernels_for(device).network
-    norm = Norm(torch.ones(width, dtype=torch.bfloat16, device=device), 1e-6)
-    times: Times = {}
-    for rows in ROWS:
-        generator = torch.Generator().manual_seed(rank)
-        mine = torch.randn(rows, width, generator=generator).to(device, torch.bfloat16)
-        residual, summed = torch.zeros_like(mine), torch.zeros_like(mine)
-        collectives.require_equal([collectives.reduce(mine)])
-
-        def normed(mine: torch.Tensor = mine, residual: torch.Tensor = residual) -> object:
-            share = collectives.share()
-            return ops.norm(share.addend(mine, ops.sums_addends), residual, norm)
-
-        measured: dict[str, Callable[[], object]] = {
-            "ordered": partial(collectives.reduce, mine),
-            "+ norm": normed,
-            backend: partial(_DIST.all_reduce, summed),
-        }
-        if kind == "cuda":
-            measured |= _one_shot(mine, rank)
-        for name, run in measured.items():
-            times.setdefault(name, {})[rows] = _microseconds(run, kind)
-    if rank == 0:
-        results.put(times)
-    _DIST.barrier()
-    _DIST.destroy_process_group()
-
-
-def _one_shot(mine: torch.Tensor, rank: int) -> dict[str, Callable[[], object]]:
-    """torch's all-reduce over symmetric memory, where it can be had."""
-    try:
-        memory: Any = __import__("torch.distributed._symmetric_memory", fromlist=["empty"])
-        name = _DIST.group.WORLD.group_name
-        shared = memory.empty(mine.shape, dtype=mine.dtype, device=mine.device)
-        memory.rendezvous(shared, name)
-        shared.copy_(mine)
-        run = torch.ops.symm_mem.one_shot_all_reduce
-        run(shared, "sum", name)
-        torch.cuda.synchronize()
-    except Exception as error:  # how it fails differs from machine to machine
-        if rank == 0:
-            print(f"one-shot: {type(error).__name__}: {error}")
-        return {}
-    return {"one-shot": lambda: run(shared, "sum", name)}
-
-
-def _microseconds(run: Callable[[], object], kind: str) -> float:
-    def calls() -> None:
-        for _ in range(CALLS):
-            run()
-
-    if kind == "cuda":
-        return graph_us(calls, CALLS)
-    times = []
-    for _ in range(3):
-        began = perf_counter()
-        calls()
-        times.append((perf_counter() - began) / CALLS * 1e6)
-    return statistics.median(times)
 
 
 # ------------------------------------------------------------------ texts
@@ -305,11 +195,12 @@ def steps(bars: Sequence[Bar], ranks: int, kind: str, method: Method, times: Tim
 def _of_exchanges(setup: Setup, row: Row, times: Times) -> Iterator[str]:
     """What the target's sums take: two a layer, and that of the embedding."""
     rows = row.batch * (row.k + 1)
-    measured = [it for it in ROWS if it >= rows]
-    if "ordered" in times and measured:
+    found = next((times[it] for it in (OURS, "gather + norm") if it in times), {})
+    measured = [it for it in found if it >= rows]
+    if measured:
         count = 2 * geometry_named(setup.target)["num_hidden_layers"] + 1
-        ms = count * times["ordered"][measured[0]] / 1e3
-        yield f"      {count} sums of at most {measured[0]} rows: about {ms:.2f} ms"
+        ms = count * found[measured[0]] / 1e3
+        yield f"      {count} sums and norms of at most {measured[0]} rows: about {ms:.2f} ms"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -327,7 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if part == "links" and kind == "cuda":
                 links(ranks)
             elif part == "exchanges":
-                times = exchanges(ranks, kind, 64 if given.tiny else WIDTH)
+                width, rows = (64, (1, 8)) if given.tiny else (WIDTH, ROWS)
+                times = exchanges(Case(ranks, kind, width, rows, REPLAYS), EXCHANGE_SECONDS)
+                show_times(times)
             elif part == "texts":
                 good &= texts(ranks, kind)
             elif part == "losses":

@@ -10,7 +10,6 @@ Rows of 5,120 numbers in bfloat16; microseconds of one sum of 50 that follow eac
     ours, 2 kernels the gather through the GPUs' memory, then additions, residual and norm
     norm            additions, residual and norm of what is there: what no exchange can be below
     gather + norm   NCCL's gather, then additions, residual and norm in one kernel
-    ordered         NCCL's gather and plain additions in the order of the ranks
     nccl            an all-reduce of NCCL (gloo)
     one-shot        torch's all-reduce over symmetric memory, where it can be had
 
@@ -46,7 +45,8 @@ from slipstream.runner.collectives import Collectives, open_store
 from slipstream.runner.peer_memory import connect_inboxes
 
 _DIST: Any = dist
-ROWS, WIDTH, CALLS = (1, 2, 8, 32, 128), 5120, 50
+ROWS, WIDTH, CALLS, REPLAYS = (1, 2, 8, 32, 128), 5120, 50, 2000
+OURS = "ours + norm"
 LINKS, PATIENCE = 8, 20_000_000  # sums of a chain; looks, which are ten seconds
 
 Times = dict[str, dict[int, float]]  # microseconds, by what is measured and rows
@@ -127,6 +127,12 @@ class _Rank:
             self.inboxes = connect_inboxes(peers, rank, size, self.device, PATIENCE)
         self.say(f"GPUs reach each other's memory: {self.inboxes is not None}")
 
+    def stacked(self, mine: Tensor) -> Tensor:
+        """[...] of each rank -> [ranks, ...], by NCCL."""
+        found = mine.new_empty((self.case.size, *mine.shape))
+        _DIST.all_gather_into_tensor(found.view(-1), mine.contiguous().view(-1))
+        return found
+
     def say(self, told: str) -> None:
         if self.rank == 0:
             print(told, flush=True)
@@ -135,7 +141,8 @@ class _Rank:
         norm = Norm(torch.rand(self.case.width, device=self.device).bfloat16(), 1e-6)
         times: Times = {}
         if self.inboxes is not None:
-            self.compare_gathers(self.inboxes)
+            self.compare_gathers()
+            self.compare_share(norm)
             for rows in self.case.rows:
                 self.time(rows, self.ours(rows, norm), times)
             for rows in self.case.rows:
@@ -160,7 +167,7 @@ class _Rank:
         assert self.inboxes is not None
         channel = self.inboxes.channel(max(self.case.rows), self.case.width, mine.element_size())
         assert channel is not None, "there is room"
-        return Spread(mine, channel, self.collectives.all_of)
+        return Spread(mine, channel, self.stacked)
 
     def gathers(self, mine: Tensor) -> bool:
         from slipstream.kernels.triton.exchange import GATHERED_BYTES
@@ -172,7 +179,8 @@ class _Rank:
 
         assert self.inboxes is not None
         found = gather(mine, self.inboxes)
-        return self.collectives.all_of(mine) if found is None else found
+        assert found is not None, "it is small"
+        return found
 
     def drawn(self, *shape: int) -> Tensor:
         """Other numbers on each rank."""
@@ -182,14 +190,14 @@ class _Rank:
     def ours(self, rows: int, norm: Norm) -> dict[str, Callable[[], object]]:
         """Exchanges through the GPUs' memory, whose bits are compared here."""
         mine = self.drawn(rows, self.case.width)
-        stacked = self.collectives.all_of(mine)
+        stacked = self.stacked(mine)
         ops, residual = self.ops, stacked[0].clone()
-        self.equal(ops.norm(self.spread(mine), None, None)[1:], [self.collectives.reduce(mine)])
+        self.equal(ops.norm(self.spread(mine), None, None)[1:], [in_order(stacked)])
         expected = ops.norm(stacked, residual, norm)
         self.equal(ops.norm(self.spread(mine), residual, norm), expected)
         self.say(f"{rows:4d} rows  bits are equal")
         runs: dict[str, Callable[[], object]] = {
-            "ours + norm": lambda: ops.norm(self.spread(mine), residual, norm),
+            OURS: lambda: ops.norm(self.spread(mine), residual, norm),
             "norm": lambda: ops.norm(stacked, residual, norm),
         }
         if self.gathers(mine):
@@ -200,12 +208,9 @@ class _Rank:
         """Exchanges of libraries."""
         mine = self.drawn(rows, self.case.width)
         summed, residual, ops = torch.zeros_like(mine), torch.zeros_like(mine), self.ops
-        collectives = self.collectives
-        collectives.require_equal([collectives.reduce(mine)])
         runs: dict[str, Callable[[], object]] = {}
         if ops.sums_addends:
-            runs["gather + norm"] = lambda: ops.norm(collectives.all_of(mine), residual, norm)
-        runs["ordered"] = partial(collectives.reduce, mine)
+            runs["gather + norm"] = lambda: ops.norm(self.stacked(mine), residual, norm)
         runs[self.backend] = partial(_DIST.all_reduce, summed)
         return runs | (self.one_shot(mine) if self.case.kind == "cuda" else {})
 
@@ -216,11 +221,23 @@ class _Rank:
                 wrong = (one != other).nonzero()
                 raise RuntimeError(f"{len(wrong)} numbers of {one.shape} differ, from {wrong[0]}")
 
-    def compare_gathers(self, inboxes: Inboxes) -> None:
+    def compare_share(self, norm: Norm) -> None:
+        """What an engine's layers do."""
+        for rows in (1, 8, 32):
+            mine = self.drawn(rows, self.case.width)
+            made = self.collectives.share().addend(mine, self.ops.sums_addends)
+            assert isinstance(made, Spread), "ranks of an engine have inboxes as well"
+            stacked = self.stacked(mine)
+            self.equal(self.ops.norm(made, mine, norm), self.ops.norm(stacked, mine, norm))
+            self.equal([self.collectives.reduce(mine)], [in_order(stacked)])
+        self.collectives.check()
+        self.say("sums of layers: bits are equal")
+
+    def compare_gathers(self) -> None:
         for numbers in (1, 3, 511, 512, 513, 5120, 60_001):
             mine = self.drawn(2 * numbers).view(torch.float32)
             for _ in range(3):
-                self.equal([self.gathered(mine)], [self.collectives.all_of(mine)])
+                self.equal([self.gathered(mine)], [self.stacked(mine)])
         self.say("gathers through the GPUs' memory: bits are equal")
 
     def compare_chains(self, rows: int, norm: Norm) -> None:
@@ -232,7 +249,7 @@ class _Rank:
 
             def chain(mine: Tensor = mine, residual: Tensor = residual, ours: bool = ours) -> None:
                 for link in range(LINKS):
-                    made: Made = self.spread(mine) if ours else self.collectives.all_of(mine)
+                    made: Made = self.spread(mine) if ours else self.stacked(mine)
                     if ours and link % 4 == 3 and self.gathers(mine):
                         made = self.gathered(mine)
                     normed, total = self.ops.norm(made, residual, norm)
@@ -258,7 +275,8 @@ class _Rank:
             self.say(f"{rows} rows, {'ours' if ours else 'NCCL'}: {self.case.replays} replays of "
                      f"{LINKS} sums in {took:.1f} s")  # fmt: skip
         self.equal(*ends)
-        self.collectives.require_equal([ends[0][1]])
+        total = ends[0][1]  # which all ranks have
+        self.equal(self.stacked(total).unbind(0), [total] * self.case.size)
         if not ends[0][0].isfinite().all():
             raise RuntimeError("a chain has left the numbers that can be compared")
         self.say(f"{rows} rows: bits are equal")
@@ -305,6 +323,14 @@ class _Rank:
         return statistics.median(times)
 
 
+def in_order(stacked: Tensor) -> Tensor:
+    """The sum of what stands in it, as ranks add."""
+    total = stacked[0].float()
+    for other in stacked[1:]:
+        total += other
+    return total.to(stacked.dtype)
+
+
 def show(times: Times) -> None:
     """Print microseconds by rows."""
     rows = list(next(iter(times.values())))
@@ -324,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cli.add_argument("--ranks", type=int, default=2)
     cli.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     cli.add_argument("--width", type=int, default=WIDTH)
-    cli.add_argument("--replays", type=int, default=2000, help="of each chain of eight sums")
+    cli.add_argument("--replays", type=int, default=REPLAYS, help="of each chain of eight sums")
     cli.add_argument("--seconds", type=float, default=100)
     cli.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     given = cli.parse_args(arguments)

@@ -17,97 +17,106 @@ from slipstream.kernels.inboxes import Inboxes
 
 logger = logging.getLogger("slipstream")
 ROOM: Final = 64 << 20
-# Looks of a kernel at its memory, half a microsecond each: as long as NCCL's ranks wait. A rank may
-# be late by the time that it takes to compile kernels; those that are lost end the waits of others.
+# Looks of a kernel at its memory, half a microsecond each: about as long as NCCL waits. A rank may
+# be late by the time that it takes to compile kernels; the loss of a rank ends all waits for it.
 PATIENCE: Final = 1_200_000_000
 _CONNECT = timedelta(seconds=120)
 _LAZY_PEER_ACCESS: Final = 1
-_HANDLE_BYTES: Final = 64
 
 
 class _Handle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
+    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
+
+
+class PeerMemoryError(RuntimeError):
+    """The driver cannot share memory between these processes."""
+
+
+class PeerMemory:
+    """This rank's memory, and that of the others as they are opened.
+
+    Attributes:
+        addresses: by rank, as this process sees them; 0: not opened.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.addresses, self._rank = [0] * size, rank
+        try:
+            self._driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise PeerMemoryError(str(error)) from error
+
+    def allocate(self) -> bytes:
+        """Allocate `ROOM` bytes of zeros on the current GPU -> its index, and what others need to
+        open them."""
+        torch.cuda.synchronize()  # makes the context
+        address, handle, room = ctypes.c_uint64(), _Handle(), ctypes.c_size_t(ROOM)
+        self._call("cuMemAlloc_v2", ctypes.byref(address), room)
+        self.addresses[self._rank] = address.value
+        self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), room)
+        torch.cuda.synchronize()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        return bytes([torch.cuda.current_device()]) + bytes(handle.reserved)
+
+    def open(self, rank: int, told: bytes) -> None:
+        """Open another rank's memory, by what `allocate` gave there."""
+        own, other = torch.cuda.current_device(), told[0]
+        if own != other and not torch.cuda.can_device_access_peer(own, other):
+            raise PeerMemoryError(f"GPU {own} does not reach the memory of GPU {other}")
+        address, handle = ctypes.c_uint64(), _Handle.from_buffer_copy(told[1:])
+        access = ctypes.c_uint(_LAZY_PEER_ACCESS)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, access)
+        self.addresses[rank] = address.value
+
+    def release(self) -> None:
+        """Close the others' memory and free this rank's."""
+        for rank, address in enumerate(self.addresses):
+            if address:
+                name = "cuMemFree_v2" if rank == self._rank else "cuIpcCloseMemHandle"
+                getattr(self._driver, name)(ctypes.c_uint64(address))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        result = getattr(self._driver, name)(*arguments)
+        if result:
+            raise PeerMemoryError(f"{name} failed with CUDA error {result}")
 
 
 def connect_inboxes(
     store: Any, rank: int, size: int, device: torch.device, patience: int = PATIENCE
 ) -> Inboxes | None:
-    """The inboxes of all ranks, each of which calls this; on all of them None where a GPU does not
-    reach another one's memory."""
+    """The inboxes of all ranks, each of which calls this, on its current GPU; None on all of them
+    where one cannot open another one's memory."""
+    memory: PeerMemory | None = None
+    problem, told = "", b""
     try:
-        own, handle = _allocate(device)
-        problem = ""
-    except (OSError, RuntimeError) as error:
-        own, handle, problem = 0, b"", str(error)
-    index = torch.cuda.current_device()
-    store.set(f"inbox {rank}", bytes([bool(handle), index]) + handle)
-    addresses = []
-    for other in range(size):
-        store.wait([f"inbox {other}"], _CONNECT)
-        told = store.get(f"inbox {other}")
-        if other == rank or problem:
-            addresses.append(own)
-            continue
+        memory = PeerMemory(rank, size)
+        told = memory.allocate()
+    except PeerMemoryError as error:
+        problem = str(error)
+    for other, theirs in enumerate(_exchanged(store, "memory", rank, size, told)):
         try:
-            addresses.append(_open(told[2:], index, told[1]) if told[0] else 0)
-            problem = "" if told[0] else f"rank {other} has none"
-        except RuntimeError as error:
+            if not problem and not theirs:
+                problem = f"rank {other} has none to share"
+            elif not problem and memory is not None and other != rank:
+                memory.open(other, theirs)
+        except PeerMemoryError as error:
             problem = str(error)
-    store.set(f"inboxes of {rank}", "no" if problem else "yes")
-    agreed = True
-    for other in range(size):
-        store.wait([f"inboxes of {other}"], _CONNECT)
-        agreed &= store.get(f"inboxes of {other}") == b"yes"
-    if agreed:
+    problems = _exchanged(store, "problem", rank, size, problem.encode())
+    if memory is not None and not any(problems):
         ended = torch.zeros(1, dtype=torch.int32).pin_memory()
-        made = Inboxes(rank, size, addresses, ROOM, device, ended, patience)
-        weakref.finalize(made, _release, addresses, rank).atexit = False
-        return made
-    if problem:
-        logger.info("ranks exchange all through NCCL: %s", problem)
-    _release([it for it in addresses if it], addresses.index(own) if own in addresses else -1)
+        inboxes = Inboxes(rank, size, memory.addresses, ROOM, device, ended, patience)
+        weakref.finalize(inboxes, memory.release).atexit = False
+        return inboxes
+    first = next(it.decode() for it in problems if it)
+    logger.info("Ranks exchange everything through NCCL: %s.", first)
+    if memory is not None:
+        memory.release()
     return None
 
 
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _check(result: int, what: str) -> None:
-    if result:
-        raise RuntimeError(f"{what} failed (CUDA error {result})")
-
-
-def _allocate(device: torch.device) -> tuple[int, bytes]:
-    """(address, handle) of `ROOM` bytes of zeros on the current GPU."""
-    torch.zeros(1, device=device)  # makes the context
-    torch.cuda.synchronize()
-    driver, address, handle = _driver(), ctypes.c_uint64(), _Handle()
-    _check(driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(ROOM)), "cuMemAlloc")
-    zeros = address, ctypes.c_ubyte(0), ctypes.c_size_t(ROOM)
-    _check(driver.cuMemsetD8_v2(*zeros), "cuMemsetD8")
-    torch.cuda.synchronize()
-    _check(driver.cuIpcGetMemHandle(ctypes.byref(handle), address), "cuIpcGetMemHandle")
-    return address.value, bytes(handle.reserved)
-
-
-def _open(handle: bytes, own: int, other: int) -> int:
-    """The address in this process of another GPU's memory."""
-    if own != other and not torch.cuda.can_device_access_peer(own, other):
-        raise RuntimeError(f"GPU {own} does not reach the memory of GPU {other}")
-    address, given = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
-    opened = _driver().cuIpcOpenMemHandle_v2(
-        ctypes.byref(address), given, ctypes.c_uint(_LAZY_PEER_ACCESS)
-    )
-    _check(opened, "cuIpcOpenMemHandle")
-    return address.value
-
-
-def _release(addresses: list[int], own: int) -> None:
-    driver = _driver()
-    for rank, address in enumerate(addresses):
-        at = ctypes.c_uint64(address)
-        if rank == own:
-            driver.cuMemFree_v2(at)
-        else:
-            driver.cuIpcCloseMemHandle(at)
+def _exchanged(store: Any, what: str, rank: int, size: int, mine: bytes) -> list[bytes]:
+    """What each rank brings, through the store, whose values may not be empty."""
+    store.set(f"{what} {rank}", b"." + mine)
+    names = [f"{what} {other}" for other in range(size)]
+    store.wait(names, _CONNECT)
+    return [store.get(name)[1:] for name in names]
