@@ -113,13 +113,16 @@ def grouped(
     return compiled(grouped_stream_kernel, types, constants, 4)
 
 
-def norm(weighted: bool) -> int:
-    """`norm.py`'s kernel, which may have nothing to norm with -> bytes of machine code."""
-    types = dict.fromkeys(("addend", "residual", "out", "total"), "*bf16")
+def norm(weighted: bool, ranks: int = 1) -> int:
+    """`norm.py`'s kernel, which may have nothing to norm with, or fetch the parts of other ranks
+    -> bytes of machine code."""
+    types: dict[str, Any] = dict.fromkeys(("addend", "residual", "out", "total"), "*bf16")
     types |= dict.fromkeys(("part_stride", "row_stride", "width"), "i32")
     types |= dict.fromkeys(("eps", "behind_eps"), "fp32")
     types |= {"weight": "*bf16"} if weighted else {}
-    return plain(_norm_kernel, types, {"parts": 1, "block": 256, "pdl": True})
+    types |= {"channel": ("i64",) * (ranks + 3)} if ranks > 1 else {}
+    constants = {"parts": 1, "rank": 0, "ranks": ranks, "block": 256, "pdl": True}
+    return plain(_norm_kernel, types, constants)
 
 
 def adapters() -> tuple[int, ...]:
@@ -136,7 +139,7 @@ def adapters() -> tuple[int, ...]:
     return tuple(plain(kernel, types, constants) for kernel, constants in kernels)
 
 
-def plain(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> int:
+def plain(kernel: Any, types: dict[str, Any], constants: dict[str, Any]) -> int:
     """A kernel of Triton's that has no matrix instructions -> bytes of machine code."""
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
@@ -199,7 +202,7 @@ def main() -> None:
         grouped((8, 4, 4), 1, SILU, sorted_pairs=True, out=half, few=True),
         grouped((8, 4, 4), 2, NOT, sorted_pairs=True, out=whole, few=True),
     ]
-    assert norm(weighted=True) > norm(weighted=False) > 0
+    assert norm(weighted=True, ranks=4) > norm(weighted=True) > norm(weighted=False) > 0
     assert all(adapters())
     print(json.dumps(results))
 

@@ -32,8 +32,8 @@ def send(bits, row, column, inside, width, channel, rank: tl.constexpr, size: tl
     value = (bits.to(packet) << half) | flag
     place = ((row * 2 + (epoch & 1)) * size + rank) * width + column
     for distance in tl.static_range(1, size):
-        other: tl.constexpr = (rank + distance) % size
-        tl.store(_at(channel[other], packet) + place, value, mask=inside)
+        inbox = channel[(rank + distance) % size]
+        tl.store(_at(inbox, packet) + place, value, mask=inside)
     tl.debug_barrier()  # all have read the epoch, and nothing is written behind the waits
     return epoch
 
