@@ -45,7 +45,7 @@ from slipstream.runner.collectives import Collectives, open_store
 from slipstream.runner.peer_memory import connect_inboxes
 
 _DIST: Any = dist
-ROWS, WIDTH, CALLS, REPLAYS = (1, 2, 8, 32, 128), 5120, 50, 2000
+ROWS, WIDTH, CALLS, REPLAYS = (1, 2, 8, 32, 128, 400), 5120, 50, 2000
 OURS = "ours + norm"
 LINKS, PATIENCE = 8, 20_000_000  # sums of a chain; looks, which are ten seconds
 
@@ -167,7 +167,7 @@ class _Rank:
         assert self.inboxes is not None
         channel = self.inboxes.channel(max(self.case.rows), self.case.width, mine.element_size())
         assert channel is not None, "there is room"
-        return Spread(mine, channel, self.stacked)
+        return Spread(mine, mine.dtype, channel)
 
     def gathers(self, mine: Tensor) -> bool:
         from slipstream.kernels.triton.exchange import GATHERED_BYTES
@@ -225,7 +225,8 @@ class _Rank:
         """What an engine's layers do."""
         for rows in (1, 8, 32):
             mine = self.drawn(rows, self.case.width)
-            made = self.collectives.share().addend(mine, self.ops.sums_addends)
+            share = self.collectives.share()
+            made = share.addend(mine, mine.dtype, self.ops.sums_addends)
             assert isinstance(made, Spread), "ranks of an engine have inboxes as well"
             stacked = self.stacked(mine)
             self.equal(self.ops.norm(made, mine, norm), self.ops.norm(stacked, mine, norm))

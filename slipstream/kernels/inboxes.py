@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-MOST_SENT = 512 << 10  # bytes that a rank sends for one sum, without epochs
-MOST_ROWS = 256  # of one sum, since the programs of all of them wait at the same time
+MOST_ROWS = 512  # of one sum, since the programs of all of them wait at the same time
+MOST_SENT = MOST_ROWS * 5120 * 2  # bytes that a rank sends for one sum, without epochs
 LINE = 256  # bytes; what lies in the memory begins at a multiple of it
 
 
@@ -73,15 +73,14 @@ class Inboxes:
             self._channels[key] = self._new_channel(rows, width, item)
         return self._channels[key]
 
-    def channel_of(self, mine: Tensor) -> Channel | None:
-        """The channel for a sum over ranks of `mine` [T, H]. None: it is too large, so that sending
-        every part to every rank would take longer than other ways, or has another form."""
-        item = mine.element_size()
-        if mine.ndim != 2 or item not in (2, 4) or not mine.numel():
+    def channel_of(self, rows: int, width: int, dtype: torch.dtype) -> Channel | None:
+        """The channel for a sum over ranks, [rows, width]. None: it is too large, so that sending
+        every part to every rank would take longer than other ways, or not in 16 or 32 bits."""
+        if dtype.itemsize not in (2, 4) or not rows * width:
             return None
         others = max(1, self.size - 1)
-        rows = min(MOST_ROWS, MOST_SENT // (others * mine.shape[1] * item))
-        return self.channel(rows, mine.shape[1], item) if len(mine) <= rows else None
+        most = min(MOST_ROWS, MOST_SENT // (others * width * dtype.itemsize))
+        return self.channel(most, width, dtype.itemsize) if rows <= most else None
 
     def _new_channel(self, rows: int, width: int, item: int) -> Channel | None:
         needed = math.ceil(rows * 2 * self.size * width * 2 * item / LINE) * LINE

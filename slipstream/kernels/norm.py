@@ -1,9 +1,9 @@
 """Norms, activations, and how what a half of a layer makes joins the stream."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from slipstream.kernels.inboxes import Channel
@@ -46,23 +46,30 @@ class Behind:
     factor: Tensor | None = None
 
 
+def summed(made: Tensor, dtype: torch.dtype) -> Tensor:
+    """An op's addend as [T, H]: partial sums [parts, T, H] are added up in their order in float32,
+    and rounded to `dtype`."""
+    if made.ndim == 2:
+        return made
+    total = made[0]
+    for part in made[1:]:
+        total = total + part
+    return total.to(dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class Spread:
     """A sum over ranks that nobody has added up: the op that takes it fetches the others' parts.
 
     Attributes:
-        values: [T, H], this rank's part.
-        channel: through which the parts go; it has T rows or more, of H numbers.
-        stack: another way, all-gather: [T, H] of each rank -> [ranks, T, H].
+        values: what this rank adds, [T, H] in `dtype`, or partial sums [parts, T, H] of it.
+        dtype: that of the numbers that go to other ranks, and of the sum.
+        channel: through which they go; it has T rows or more, of H numbers.
     """
 
     values: Tensor
+    dtype: torch.dtype
     channel: Channel
-    stack: Callable[[Tensor], Tensor]
-
-    def stacked(self) -> Tensor:
-        """The parts of all ranks, [ranks, T, H]."""
-        return self.stack(self.values)
 
 
 Made = Tensor | Spread

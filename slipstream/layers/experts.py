@@ -181,12 +181,7 @@ class Experts:
         made, stream = ops.experts(addend, residual, self._parts)
         if self._ranks.reduce is None:
             return made, stream
-        return self._ranks.addend(summed(made, stream), ops.sums_addends), stream
-
-
-def summed(made: Tensor, stream: Tensor) -> Tensor:
-    """Sum an op's addend to [T, H], in the dtype of the stream [T, H]."""
-    return made if made.ndim == stream.ndim else made.sum(0).to(stream.dtype)
+        return self._ranks.addend(made, stream.dtype, ops.sums_addends), stream
 
 
 def _without_zeros(weight: Tensor) -> Tensor:

@@ -57,8 +57,11 @@ class Linear:
         adapted = self.adapted(inputs)
         if not self.is_shared:
             return ops.linear(x, *self.product, adapted)
-        made = ops.joined_linear([(x, None)], *self.product, adapted)
-        return self.ranks.addend(made, ops.sums_addends)
+        if ops.sums_addends:
+            made = ops.linear(x, *self.product, adapted)
+        else:
+            made = ops.joined_linear([(x, None)], *self.product, adapted)
+        return self.ranks.addend(made, x.dtype, ops.sums_addends)
 
 
 def column_linear(

@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from slipstream.kernels.norm import Made, Spread
+from slipstream.kernels.norm import Made, Spread, summed
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, Behind, JoiningAddend, Ops
-from slipstream.layers.experts import ExpertsSpec, summed
+from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.layer import BuildContext, FeedForwardSpec, MatrixShape
 from slipstream.layers.norm import LayerNorms
 
@@ -66,7 +66,7 @@ class ParallelExperts:
     ) -> tuple[Made, Tensor]:
         """See `FeedForward`."""
         made, stream = self._dense.apply(ops, addend, residual, inputs)
-        dense = made if isinstance(made, Spread) else summed(made, stream)
+        dense = made if isinstance(made, Spread) else summed(made, stream.dtype)
         dense, _ = ops.norm(dense, None, self._dense_after)
         chosen, _ = self._experts.apply(ops, stream, None, inputs)
         joining = JoiningAddend(chosen, Behind(self._experts_after))

@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
-from slipstream.kernels.norm import Made, Spread
+from slipstream.kernels.norm import Made, Spread, summed
 
 ROWS, COLUMNS = 0, 1
 MOST_RANKS = 16  # the largest number of ranks that error messages suggest
@@ -154,8 +154,9 @@ class Share:
         within: number of ranks n -> the share of a second network that is split over groups of n
             adjacent ranks; a collective call. None: the process has no other ranks.
         unit: columns of feed-forward parts that must stay on one rank, by the checkpoint's format.
-        spread: leaves the sum of the ranks' [T, n] to the op that takes it, which fetches them from
-            their GPUs' memory; None: there is no such memory, or it is not for this shape.
+        spread: leaves the sum of what the ranks made (see `addend`) to the op that takes it, which
+            fetches their parts from the GPUs' memory; None: there is no such memory, or it is not
+            for this shape.
     """
 
     rank: int = 0
@@ -166,20 +167,22 @@ class Share:
     within: "Callable[[int], Share] | None" = None
     unit: int = 1
     stack: Callable[[Tensor], Tensor] | None = None
-    spread: Callable[[Tensor], Spread | None] = lambda made: None
+    spread: Callable[[Tensor, torch.dtype], Spread | None] = lambda made, dtype: None
 
-    def addend(self, made: Tensor, sums_addends: bool) -> Made:
-        """The sum over ranks of their partial results `made` [T, n], as an addend of the stream.
+    def addend(self, made: Tensor, dtype: torch.dtype, sums_addends: bool) -> Made:
+        """The sum over ranks of their partial results, as an addend of the stream.
 
         Args:
+            made: [T, n] in `dtype`, or partial sums of it, [parts, T, n].
             sums_addends: see `Ops`; if set, the result is the stack of partial results, or not even
                 that (`Spread`), which the next op sums.
         """
         if self.reduce is None:
             return made
-        spread = self.spread(made) if sums_addends else None
+        spread = self.spread(made, dtype) if sums_addends else None
         if spread is not None:
             return spread
+        made = summed(made, dtype)
         return self.stack(made) if sums_addends and self.stack is not None else self.reduce(made)
 
     def copies(self, heads: int | None) -> int:

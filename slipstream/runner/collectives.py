@@ -104,13 +104,14 @@ class Collectives:
             raise CollectiveError(f"an exchange between ranks failed: {error}") from error
         return found
 
-    def spread(self, mine: Tensor) -> Spread | None:
+    def spread(self, made: Tensor, dtype: torch.dtype) -> Spread | None:
         """See `Share.spread`."""
         if self._inboxes is None:
             return None
         self.check()
-        channel = self._inboxes.channel_of(mine)
-        return None if channel is None else Spread(mine, channel, self.all_of)
+        rows, width = made.shape[-2:]
+        channel = self._inboxes.channel_of(rows, width, dtype)
+        return None if channel is None else Spread(made, dtype, channel)
 
     def check(self) -> None:
         """Raise CollectiveError if an exchange has ended without the others' numbers."""

@@ -16,7 +16,7 @@ import torch
 from slipstream.kernels.inboxes import Inboxes
 
 logger = logging.getLogger("slipstream")
-ROOM: Final = 64 << 20
+ROOM: Final = 128 << 20
 # Looks of a kernel at its memory, half a microsecond each: about as long as NCCL waits. A rank may
 # be late by the time that it takes to compile kernels; the loss of a rank ends all waits for it.
 PATIENCE: Final = 1_200_000_000

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.multiprocessing import get_context
 
 from slipstream.kernels.inboxes import MOST_ROWS, MOST_SENT, Inboxes
-from slipstream.kernels.norm import Spread
+from slipstream.kernels.norm import Spread, summed
 from slipstream.kernels.table import Behind, JoiningAddend, Norm
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton.exchange import gather
 from tests.kernels.device import INTERPRETED, ON_GPU
 
 pytestmark = [*INTERPRETED, pytest.mark.skipif(ON_GPU, reason="the ranks would share a GPU")]
-ROOM = 8 << 20
+ROOM = 16 << 20
 WIDTH = 64
 CPU = torch.device("cpu")
 
@@ -53,15 +53,12 @@ def _on_ranks(size: int, work: Callable[[Inboxes], Any]) -> list[Any]:
             process.join()
 
 
-def _no_stack(mine: Tensor) -> Tensor:
-    raise AssertionError("rows come through the inboxes")
-
-
-def _spread(parts: Tensor, inboxes: Inboxes) -> Spread:
+def _spread(parts: Tensor, inboxes: Inboxes, dtype: torch.dtype) -> Spread:
     mine = parts[inboxes.rank]
-    channel = inboxes.channel_of(mine)
+    rows, width = mine.shape[-2:]
+    channel = inboxes.channel_of(rows, width, dtype)
     assert channel is not None
-    return Spread(mine, channel, _no_stack)
+    return Spread(mine, dtype, channel)
 
 
 def _rounds(inboxes: Inboxes) -> list[list[bool]]:
@@ -74,7 +71,10 @@ def _rounds(inboxes: Inboxes) -> list[list[bool]]:
             shape = inboxes.size, 1 + turn % 3, WIDTH
             parts = torch.randn(shape, generator=generator).to(dtype)
             residual, norm = parts[0] + 1, Norm(parts[0, 0] + 2, 1e-6)
-            behind, spread = Behind(norm), _spread(parts, inboxes)
+            behind, spread = Behind(norm), _spread(parts, inboxes, dtype)
+            thirds = torch.randn((*shape[:1], 3, *shape[1:]), generator=generator)
+            split = _spread(thirds, inboxes, dtype)
+            sums = torch.stack([summed(it, dtype) for it in thirds])
             few = parts[:, :, : 2 * turn + 2].contiguous()
             gathered = gather(few[inboxes.rank], inboxes)
             assert gathered is not None
@@ -85,6 +85,7 @@ def _rounds(inboxes: Inboxes) -> list[list[bool]]:
                     strict=True,
                 ),
                 (TRITON.norm(spread, None, None)[1], TRITON.norm(parts, None, None)[1]),
+                (TRITON.norm(split, residual, norm)[1], TRITON.norm(sums, residual, norm)[1]),
                 (gathered, few),
             ]
             equal.append([torch.equal(*it) for it in pairs])
@@ -93,7 +94,7 @@ def _rounds(inboxes: Inboxes) -> list[list[bool]]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_have_the_bits_of_parts_that_are_stacked(size: int) -> None:
-    assert _on_ranks(size, _rounds) == [[[True] * 4] * 10] * size
+    assert _on_ranks(size, _rounds) == [[[True] * 5] * 10] * size
 
 
 def _wait_in_vain(inboxes: Inboxes) -> list[int]:
@@ -101,7 +102,7 @@ def _wait_in_vain(inboxes: Inboxes) -> list[int]:
     inboxes.patience = 1024
     before = int(inboxes.ended)
     if inboxes.rank == 0:
-        TRITON.norm(_spread(torch.ones(2, 1, WIDTH), inboxes), None, None)
+        TRITON.norm(_spread(torch.ones(2, 1, WIDTH), inboxes, torch.float32), None, None)
     return [before, int(inboxes.ended)]
 
 
@@ -111,13 +112,14 @@ def test_who_waits_in_vain_goes_on_and_says_so() -> None:
 
 def test_large_sums_and_what_finds_no_room_go_other_ways() -> None:
     inboxes = _inboxes(0, [torch.zeros(16), torch.zeros(16)])  # nothing is written there
+    inboxes.room = 64 << 20
     for width, rows in ((5120, MOST_SENT // 10240), (WIDTH, MOST_ROWS)):
-        channel = inboxes.channel_of(torch.zeros(rows, width, dtype=torch.bfloat16))
+        channel = inboxes.channel_of(rows, width, torch.bfloat16)
         assert channel is not None
         assert channel.rows == rows
-        smaller = torch.zeros(1, width, dtype=torch.bfloat16)
-        assert inboxes.channel_of(smaller) is channel, "rows of one width are counted together"
-        assert inboxes.channel_of(smaller.expand(rows + 1, width)) is None
-    assert inboxes.channel(ROOM // WIDTH, WIDTH, 2) is None
+        smaller = inboxes.channel_of(1, width, torch.bfloat16)
+        assert smaller is channel, "rows of one width are counted together"
+        assert inboxes.channel_of(rows + 1, width, torch.bfloat16) is None
+    assert inboxes.channel(inboxes.room // WIDTH, WIDTH, 2) is None
     assert gather(torch.zeros(3, dtype=torch.bfloat16), inboxes) is None, "half a word"
     assert gather(torch.zeros(1 << 20), inboxes) is None

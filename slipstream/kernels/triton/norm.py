@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.inboxes import Channel
-from slipstream.kernels.norm import Addend, Behind, JoiningAddend, Norm, Spread
+from slipstream.kernels.norm import Addend, Behind, JoiningAddend, Made, Norm, Spread
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.exchange import summed_over_ranks
 from slipstream.kernels.triton.launch import empty_rows, launch_dependents, wait_for_inputs
@@ -97,7 +97,8 @@ def _norm_kernel(
 ):  # fmt: skip
     """Programs (row). Computes `joined_row`, and keeps the row in registers.
 
-    With a `channel` the addends are those of the ranks (and `parts` is 1): `summed_over_ranks`.
+    With a `channel` the sum of the addends, rounded to the dtype of `total`, is this rank's part of
+    `summed_over_ranks`.
 
     Writes it to `total` unless None, and, if there is a `weight`, its norm to `out`: in the model's
     dtype, or with `scales` quantized from that to e4m3.
@@ -117,10 +118,9 @@ def _norm_kernel(
     before = None
     if residual is not None:
         before = tl.load(residual + place, mask=inside, other=0.0)
-    if channel is None:
-        value = summed_row(addend, at, part_stride, inside, parts)
-    else:
-        mine = tl.load(addend + at, mask=inside, other=0.0)
+    value = summed_row(addend, at, part_stride, inside, parts)
+    if channel is not None:
+        mine = value.to(total.dtype.element_ty)
         value = summed_over_ranks(mine, row, column, inside, width, channel, rank, ranks)
     value = joined_row(value, behind, behind_gain, behind_eps, before, factor, total, width)
     if total is not None:
@@ -193,7 +193,7 @@ class Joining:
 
     Attributes:
         values: addends [T, H] or [parts, T, H].
-        channel: through which the other ranks' addends come; None: there are none.
+        channel: through which the other ranks' parts of the sum come; None: there are none.
         total: [T, H], the output; `values` itself if there is nothing to add.
     """
 
@@ -211,14 +211,15 @@ class Joining:
         channel = made.channel if isinstance(made, Spread) else None
         total = values = made.values if isinstance(made, Spread) else made
         if residual is not None or values.ndim == 3 or channel is not None:
-            dtype = _dtype(values, residual, norm)
+            dtype = _dtype(made, residual, norm)
             total = empty_rows(values.shape[-2], values.shape[-1], dtype, values.device)
+        assert channel is None or total.dtype == made.dtype, "the sum is rounded to its dtype"
         if residual is not None:
             residual = residual.contiguous()
         return Joining(values, channel, behind, residual, total)
 
 
-def _dtype(addend: Tensor, residual: Tensor | None, norm: Norm | None) -> torch.dtype:
+def _dtype(addend: Made, residual: Tensor | None, norm: Norm | None) -> torch.dtype:
     """The dtype of the sum."""
     if norm is not None:
         return norm.weight.dtype

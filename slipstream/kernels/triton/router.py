@@ -5,8 +5,6 @@ They load the router's weights before their inputs are ready. The order of a sum
 on the width.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +20,7 @@ from slipstream.kernels.triton.norm import (
     Rows,
     joined_row,
     normed_row,
+    normed_rows,
     summed_row,
     weight_of,
 )
@@ -84,7 +83,10 @@ def normed_logits(
     With `gate` [1, H] of a shared expert the logits are [1, T, E + 1], and the gate's is the last.
     """
     assert norm.bias is None
-    joining = Joining.of(_here(addend), residual, norm)
+    made = addend.values if isinstance(addend, JoiningAddend) else addend
+    if isinstance(made, Spread):  # else every program of a row would exchange it
+        addend, residual = normed_rows(addend, residual, None)[1], None
+    joining = Joining.of(addend, residual, norm)
     values, behind, total = joining.values, joining.behind, joining.total
     (rows, width), experts, device = total.shape, len(router.weight), total.device
     pitch = experts + (gate is not None)
@@ -102,12 +104,3 @@ def normed_logits(
             **launch.options(device),
         )  # fmt: skip
     return Rows(out, None), total, logits
-
-
-def _here(addend: Addend) -> Addend:
-    """With the parts of all ranks: each would come for every program of a row otherwise."""
-    if isinstance(addend, Spread):
-        return addend.stacked()
-    if isinstance(addend, JoiningAddend) and isinstance(addend.values, Spread):
-        return replace(addend, values=addend.values.stacked())
-    return addend
