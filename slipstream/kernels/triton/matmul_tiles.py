@@ -82,7 +82,13 @@ SPLITS: dict[tuple[int, int], int] = {
     (1024, 3072): 4,
     (5120, 8192): 3,  # Qwen3-32B: output, down
     (5120, 25600): 3,
+    (5120, 4096): 3,  # half of both
+    (5120, 12800): 4,
+    (5120, 6400): 4,  # a quarter of down
 }
+
+# Programs that share a multiprocessor, for up to 64 rows of x, where the rule of `few_rows` is slow.
+TOGETHER = {(5120, 12800): 2, (5120, 6400): 2}
 
 # The fastest tiles on an H200 for shapes where the rule is slow, by (rows of weights, columns):
 # for up to 16 rows of x, and for more.
@@ -182,7 +188,7 @@ def few_rows(width: int, depth: int, rows: int, chosen: Plan) -> Plan:
     if lines > 32 or waves <= 1:
         together = 1
     elif lines <= 16 and 2 < waves <= 3:
-        together = 3
+        together = TOGETHER.get((width, depth), 3)
     deep = lines <= 32 and waves <= 2 and depth % 256 == chosen.part % 256 == 0
     columns = 256 if deep else STEP
     stages = _stages(64 + lines, columns, together)
