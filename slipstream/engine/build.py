@@ -20,12 +20,7 @@ from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.guidance import Guidance
-from slipstream.engine.image_loading import (
-    choose_family,
-    image_reader,
-    least_rows,
-    require_images,
-)
+from slipstream.engine.image_loading import choose_family, image_reader, least_rows, require_images
 from slipstream.engine.images import ImageReader, NoImages
 from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.media import MediaReader
@@ -104,9 +99,7 @@ def _read_shape(checkpoint: Checkpoint) -> DecoderConfig:
 
 
 def build_engine(
-    config: EngineConfig,
-    progress_bar: ProgressBar = no_progress_bar,
-    ranks: Ranks | None = None,
+    config: EngineConfig, progress_bar: ProgressBar = no_progress_bar, ranks: Ranks | None = None
 ) -> Engine:
     """Load the models and size the cache.
 

@@ -148,12 +148,7 @@ class Linears:
         return self._product(x, weight, bias, x.dtype)
 
     def _adapted(
-        self,
-        x: Tensor,
-        weight: Weight,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        adapted: Adapted,
+        self, x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, adapted: Adapted
     ) -> Tensor:
         joined = self._shrunk(x, weight, adapted)
         y = self._product(x, weight, bias, dtype, joined)

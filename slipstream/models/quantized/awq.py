@@ -17,12 +17,7 @@ from slipstream.kernels.formats.int4 import packed, unpacked
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.gptq import described, read_group
-from slipstream.models.quantized.grouped import (
-    as_bytes,
-    grouped_matrix,
-    grouped_unit,
-    integer_kind,
-)
+from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, grouped_unit, integer_kind
 from slipstream.models.quantized.module import StoredModule, StoredQuantization
 
 HARMLESS = {

@@ -16,12 +16,7 @@ import torch
 from slipstream.kernels.formats.int4 import unpacked
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.quantized.grouped import (
-    as_bytes,
-    grouped_matrix,
-    grouped_unit,
-    integer_kind,
-)
+from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, grouped_unit, integer_kind
 from slipstream.models.quantized.module import StoredModule, StoredQuantization
 
 # Keys about calibration, and hints for other engines' kernels.

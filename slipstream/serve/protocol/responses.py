@@ -166,9 +166,7 @@ _FUNCTION_ALONE = BeforeValidator(_require_function)
 
 
 Tools = Annotated[
-    list[Annotated[FunctionTool, _FUNCTION_ALONE]],
-    FEW_VALUES,
-    AtMost(bounds.MOST_TOOLS),
+    list[Annotated[FunctionTool, _FUNCTION_ALONE]], FEW_VALUES, AtMost(bounds.MOST_TOOLS)
 ]
 
 
