@@ -39,13 +39,11 @@ class Awq(StoredQuantization):
 
     group: int | None
 
+    num_bits = 4
+
     @property
     def description(self) -> str:
         return f"awq, {described(4, self.group, False)}"
-
-    def bits(self, module: str) -> int:
-        del module
-        return 4
 
     def kind(self, module: str) -> type[Weight]:
         del module

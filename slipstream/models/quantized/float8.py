@@ -37,13 +37,11 @@ class Float8(StoredQuantization):
     block: tuple[int, int] | None
     unquantised: ModuleList
 
+    num_bits = 8
+
     @property
     def description(self) -> str:
         return f"fp8, {block_words(self.block)}"
-
-    def bits(self, module: str) -> int:
-        del module
-        return 8
 
     def kind(self, module: str) -> type[Weight]:
         del module

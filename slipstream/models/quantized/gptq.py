@@ -53,10 +53,6 @@ class Gptq(StoredQuantization):
         order = ", columns in an order of their own" if self.ordered else ""
         return f"gptq, {described(self.num_bits, self.group, self.symmetric)}{order}"
 
-    def bits(self, module: str) -> int:
-        del module
-        return self.num_bits
-
     def kind(self, module: str) -> type[Weight]:
         del module
         return integer_kind(self.num_bits, self.group, self.ordered, self.symmetric)

@@ -190,12 +190,14 @@ class StoredQuantization(ABC):
     """The quantised format of a checkpoint, from its quantization_config.
 
     Attributes:
+        num_bits: bits of a stored number, where all modules have the same.
         fused_endings: name endings of tensors that stack all experts of a layer; such a tensor is
             named as the unquantised one, `_` and the ending. Empty: experts are stored separately.
         becomes_floats: matrices without a kernel on the device are dequantised; if False, a GPU
             refuses formats that have a weight class but no kernel there.
     """
 
+    num_bits: int
     fused_endings: tuple[str, ...] = ()
     becomes_floats: bool = False
 
@@ -232,9 +234,10 @@ class StoredQuantization(ABC):
         """
         raise AssertionError(f"{module.name}: {type(self).__name__} has no fused experts")
 
-    @abstractmethod
     def bits(self, module: str) -> int:
         """Bits of a stored number in this module."""
+        del module
+        return self.num_bits
 
     def count(self, module: str, nbytes: int) -> int:
         """How many numbers `nbytes` of this module's values hold."""

@@ -28,15 +28,12 @@ class Mxfp4(StoredQuantization):
 
     unquantised: ModuleList
 
+    num_bits = 4
     fused_endings = ("blocks", "scales")
 
     @property
     def description(self) -> str:
         return "mxfp4, experts alone"
-
-    def bits(self, module: str) -> int:
-        del module
-        return 4
 
     def kind(self, module: str) -> type[Weight]:
         del module

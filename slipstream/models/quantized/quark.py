@@ -29,13 +29,11 @@ class Quark(StoredQuantization):
 
     unquantised: ModuleList
 
+    num_bits = 4
+
     @property
     def description(self) -> str:
         return "quark, mxfp4"
-
-    def bits(self, module: str) -> int:
-        del module
-        return 4
 
     def kind(self, module: str) -> type[Weight]:
         del module
