@@ -70,5 +70,4 @@ def serve(*, serving: ServingFlags, parallel: ParallelFlags, run: RunFlags, give
 
 def _plan(*, serving: ServingFlags, parallel: ParallelFlags, run: RunFlags) -> "Plan":
     """The replicas of a command line."""
-    del run
     return plan_of(serving, ReplicaOptions(replicas=parallel.data_parallel_size))

@@ -307,7 +307,6 @@ class FusedOp(StackOp, Protocol):
 
 def one_by_one(parts: StackParts) -> FusedOp | None:
     """`Ops.fuse` of backends that have no op for several layers."""
-    del parts
     return None
 
 

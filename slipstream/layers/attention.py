@@ -129,7 +129,6 @@ class AttentionSpec:
         return (rows, columns), (width, self.query_rows)
 
     def numbers_per_row(self, width: int) -> int:
-        del width
         return (4 if self.gated else 3) * self.query_rows + 4 * self.kv_rows
 
     def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> KVSpec | SharedCache:

@@ -100,12 +100,10 @@ class DeltaNetSpec:
         ]
 
     def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
-        del norms
         rows = sum(self.channels) + self.value_rows + 2 * self.num_value_heads
         return (rows, width), (width, self.value_rows)
 
     def numbers_per_row(self, width: int) -> int:
-        del width
         return 2 * sum(self.channels) + 3 * self.value_rows + 2 * self.num_value_heads
 
     def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> RecurrentSpec:

@@ -82,7 +82,6 @@ def every_quantization(name: str, stored: StoredQuantization) -> None:
 
 def no_progress_bar(name: str, size: int, unit: str) -> AbstractContextManager[Progress]:
     """Report no progress."""
-    del name, size, unit
     return nullcontext(no_progress)
 
 

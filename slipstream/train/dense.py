@@ -49,7 +49,6 @@ class DenseRows:
 
     def seen_through(self, window: int | None) -> "DenseRows":
         """These rows, which are in no pages and whose windows the op hides itself."""
-        del window
         return self
 
 

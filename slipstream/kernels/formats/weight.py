@@ -93,7 +93,6 @@ class Weight(ABC):
 
     def as_table(self, dtype: torch.dtype) -> "Weight | None":
         """This matrix as a table of rows in `dtype`; None for most quantised formats."""
-        del dtype
         return None
 
     def look_up(self, index: Tensor) -> Tensor:
@@ -210,7 +209,6 @@ class Rounding(ABC):
 
         None: such matrices stay unquantised.
         """
-        del columns
         return self
 
 

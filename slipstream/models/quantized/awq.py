@@ -46,7 +46,6 @@ class Awq(StoredQuantization):
         return f"awq, {described(4, self.group, False)}"
 
     def kind(self, module: str) -> type[Weight]:
-        del module
         return integer_kind(4, self.group, ordered=False, symmetric=False)
 
     def unit(self, module: str, columns: int) -> int:

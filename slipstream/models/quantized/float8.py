@@ -44,7 +44,6 @@ class Float8(StoredQuantization):
         return f"fp8, {block_words(self.block)}"
 
     def kind(self, module: str) -> type[Weight]:
-        del module
         return float8_kind(self.block)
 
     def unit(self, module: str, columns: int) -> int:

@@ -54,7 +54,6 @@ class Gptq(StoredQuantization):
         return f"gptq, {described(self.num_bits, self.group, self.symmetric)}{order}"
 
     def kind(self, module: str) -> type[Weight]:
-        del module
         return integer_kind(self.num_bits, self.group, self.ordered, self.symmetric)
 
     def unit(self, module: str, columns: int) -> int:

@@ -236,7 +236,6 @@ class StoredQuantization(ABC):
 
     def bits(self, module: str) -> int:
         """Bits of a stored number in this module."""
-        del module
         return self.num_bits
 
     def count(self, module: str, nbytes: int) -> int:
@@ -261,7 +260,6 @@ class StoredQuantization(ABC):
 
     def unit(self, module: str, columns: int) -> int:
         """Number of adjacent columns that must stay on one rank; 1: it can be split anywhere."""
-        del columns
         return int(getattr(self.kind(module), "group", 1))
 
     def require_modules(self, modules: Collection[str], path: Path) -> None:

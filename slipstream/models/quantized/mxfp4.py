@@ -36,7 +36,6 @@ class Mxfp4(StoredQuantization):
         return "mxfp4, experts alone"
 
     def kind(self, module: str) -> type[Weight]:
-        del module
         return Mxfp4Matrix
 
     def rounding(self, module: str) -> Rounding | None:

@@ -36,7 +36,6 @@ class Quark(StoredQuantization):
         return "quark, mxfp4"
 
     def kind(self, module: str) -> type[Weight]:
-        del module
         return Mxfp4Matrix
 
     def rounding(self, module: str) -> Rounding | None:

@@ -209,7 +209,6 @@ class AssistantNetwork:
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Use the target's embedding."""
-        del head
         self._embedding = embedding
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -102,7 +102,6 @@ class LastHiddenDrafter(Drafter):
 
     def _start(self, hidden: Tensor, batch: DeviceBatch, newest: Tensor) -> Any:
         """The first state, from hidden [R, H] of the tokens before those at `newest` [R]."""
-        del newest
         return self._network.start(hidden, batch.width)
 
     def _next(self, index: int, state: Any, last: Tensor) -> tuple[Tensor, Any]:
