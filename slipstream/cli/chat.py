@@ -69,8 +69,8 @@ def chat(
 ) -> None:
     """Chat on a terminal, or answer each line of a pipe.
 
-    What the model thinks before an answer is dim, where its format tells it apart; a pipe gets the
-    answers alone.
+    Reasoning before an answer is shown dimmed, if the model's format separates it; a pipe gets only
+    the answers.
     """
     template = None if flags.chat_template is None else read_template(flags.chat_template)
     if template is None:
@@ -92,7 +92,7 @@ class Conversation:
         template: a chat template in place of the checkpoint's.
 
     Attributes:
-        parser: makes parsers of the answers, if they are more than text.
+        parser: makes parsers of the answers; None if answers are plain text.
 
     Raises UsageError if there is no chat template.
     """
@@ -113,7 +113,7 @@ class Conversation:
         if not found.exists:
             raise _no_template(llm.tokenizer.path)
         self.parser = parser_of(llm.tokenizer, found, params)
-        if self.parser is not None:  # which finds stop strings, in the content alone
+        if self.parser is not None:  # the parser finds stop strings, only in the content
             self._params = replace(params, stop=())
         self.clear()
 
@@ -268,7 +268,7 @@ def _is_terminal() -> bool:
 
 
 def _require_template(config: EngineConfig) -> None:
-    """Raise UsageError before anything is loaded if a model that is here has no chat template."""
+    """Raise UsageError, before loading, if a local model has no chat template."""
     name = config.tokenizer or config.model
     if not Path(name).exists():
         return

@@ -163,7 +163,7 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def _type_rows(types: list[dict[str, Any]]) -> dict[str, str]:
-    """What the tensors of a GGUF file are multiplied as."""
+    """The types of a GGUF file by the form in which they are multiplied."""
     rows: dict[str, list[str]] = {}
     for each in types:
         becomes = each["becomes"]
@@ -174,7 +174,7 @@ def _type_rows(types: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _expert_rows(experts: dict[str, Any] | None) -> dict[str, str]:
-    """What a token passes of a mixture of experts, and what passes of several rows read."""
+    """The active parameters of a mixture of experts, and the bytes that passes read."""
     if experts is None:
         return {}
     shared = experts["shared_expert_size"]

@@ -39,7 +39,7 @@ class TokenColours:
     ) -> None:
         from slipstream.engine.detokenizer import Detokenizer
 
-        # Stop strings are left to the engine: its text is the one that is shown.
+        # The engine handles stop strings: its text is shown.
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, (), False, 0)
         self._num_tokens = 0
         self.spoken = spoken
@@ -57,7 +57,7 @@ class TokenColours:
                 self._note(start, end)
 
     def _added(self, sample: CompletionOutput) -> Iterator[tuple[int, Span]]:
-        """New tokens' indices, and what they add."""
+        """The indices of new tokens and the text that each adds."""
         if self.spoken is not None:
             yield from self.spoken.take(sample)
             return
@@ -117,7 +117,7 @@ class Page:
     def take_rows(self, width: int, count: int) -> Text | None:
         """The first `count` rows of the rest, as one line that fills them exactly."""
         if "\n" in self._text[self._done :] or "\t" in self._text[self._done :]:
-            return None  # rows and characters do not correspond, and such a rest is never long
+            return None  # rows cannot be told from characters; such a rest is short
         pieces = chop_cells(self._text[self._done :].translate(_VISIBLE), width)
         end = self._done + sum(map(len, pieces[:count]))
         line = self._styled(self._done, end)

@@ -45,8 +45,8 @@ class Status:
     def line(self, width: int | None = None) -> str:
         """`42.0 tokens/s · AL 3.21 · accepted 0.85 0.71 0.60 · draft 31% target 55% ...`.
 
-        In a terminal of this width the shares of the time are left out if there is no room for
-        them, then acceptance position by position, from the last one on.
+        If it is wider than the terminal, the shares of time are left out, then the last positions
+        of the acceptance.
         """
         shares = self._shares()
         lines = [self._line(shares)]
@@ -102,7 +102,7 @@ class Meter:
 def _difference(now: "EngineMetrics", before: "EngineMetrics") -> "EngineMetrics":
     gained = deepcopy(now)
     for field in fields(gained):
-        if field.name not in ("speculation", "adapters"):  # a command's adapter is not told apart
+        if field.name not in ("speculation", "adapters"):  # a command has one adapter
             setattr(gained, field.name, getattr(now, field.name) - getattr(before, field.name))
     gained.speculation.add(before.speculation, sign=-1)
     return gained

@@ -1,4 +1,4 @@
-"""What each flag of `vllm serve` is here: a flag, another spelling of one, already so, or refused.
+"""The flags of `vllm serve`: supported, spelled differently, accepted without effect, or refused.
 
 Names and meanings are those of vLLM 0.26 and of scripts for versions before it. A name that is in
 none of the tables is a flag of `slipstream serve` with the same meaning.
@@ -65,9 +65,9 @@ class Spelling:
     """Another spelling of flags of `slipstream serve`.
 
     Attributes:
-        means: what takes its place, in words.
-        expand: (flag, value) -> arguments in its place; UsageError for a value that has none.
-        switch: it has no value.
+        means: a description of the replacement.
+        expand: (flag, value) -> the arguments that replace it; UsageError for unsupported values.
+        switch: whether it takes no value.
     """
 
     means: str
@@ -77,11 +77,11 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Already:
-    """Accepted, because it is so.
+    """Accepted without effect, because it describes what the server does anyway.
 
     Attributes:
-        why: a sentence's end: what is so, and what to do where something else is wanted.
-        values: those that are so; None for a switch, which is so when it is on.
+        why: the end of a sentence: the server's behaviour, and the remedy if another is wanted.
+        values: the values that describe it; None for a switch, which does when it is on.
     """
 
     why: str
@@ -90,11 +90,11 @@ class Already:
 
 @dataclass(frozen=True)
 class Refused:
-    """Not done here.
+    """Not supported.
 
     Attributes:
-        why: the reason, and the nearest thing.
-        switch: it may be given as `--no-NAME`, which is so.
+        why: the reason, and the nearest alternative.
+        switch: it may be given as `--no-NAME`, which is accepted.
     """
 
     why: str
@@ -273,7 +273,7 @@ def arguments_for(name: str, value: str | None, off: bool = False) -> list[str]:
         off: it is given as `--no-NAME`.
 
     Raises:
-        UsageError: it is refused, or says what is not so.
+        UsageError: the flag is refused, or asks for something that is not supported.
     """
     entry = ENTRIES[name]
     if off:

@@ -1,6 +1,6 @@
 """Command lines as `vllm serve` takes them, rewritten for `slipstream serve`.
 
-What Typer does not read by itself: flags of other names, `--no-NAME` for every switch, several
+Typer does not support these itself: flags of other names, `--no-NAME` for every switch, several
 values after one name, and keys of JSON objects as flags (`--speculative-config.method ngram`).
 """
 
@@ -43,7 +43,7 @@ def rewritten(arguments: Sequence[str], options: Sequence[Any]) -> list[str]:
 
 
 def unknown_flag(name: str, declared: Iterable[str], command: str) -> UsageError:
-    """The error for a flag that a command does not have: why, or one that means the same.
+    """The error for a flag that a command does not have: the reason, or a similar flag.
 
     Args:
         declared: the command's flags.
@@ -70,7 +70,7 @@ def unknown_flag(name: str, declared: Iterable[str], command: str) -> UsageError
 
 
 def _means(name: str, flag: str) -> bool:
-    """Whether a name is a misspelling of a flag: word by word, so that min is never max."""
+    """Whether a name is a misspelling of a flag. Words are compared singly: min is never max."""
     given, words = name.strip("-").split("-"), flag.strip("-").split("-")
     if "".join(given) == "".join(words):
         return True
@@ -110,7 +110,7 @@ class _Line:
                 self._pieces.append(_Piece([token]))
 
     def pieces(self) -> list[_Piece]:
-        """All that was read, keys put together as objects."""
+        """All pieces that were read; keys of an object are combined."""
         for name, keys in self._keys.items():
             option = self._options.get(name)
             if option is not None and any(it.option is option for it in self._pieces):
@@ -121,7 +121,7 @@ class _Line:
     def finish(self) -> list[str]:
         self.pieces()
         models = dict.fromkeys(it.arguments[0] for it in self._pieces if it.is_model)
-        # Behind a flag that nobody knows, which the parser refuses next, stands its value.
+        # A second MODEL may be the value of an unknown flag, which the parser will refuse.
         unknown = any(it.option is None and not it.is_model for it in self._pieces)
         if len(models) > 1 and not unknown:
             raise UsageError(f"{' and '.join(models)} are two models; name one, as MODEL")

@@ -132,7 +132,7 @@ def _build_engine(config: EngineConfig, progress_bar: ProgressBar, ranks: Ranks 
         require_rows(tokenizer, shape)
     device, why = choose_device(config.device)
     reasons.add("device", device, why)
-    if ranks is None and config.tensor_parallel_size > 1:  # while nothing has begun
+    if ranks is None and config.tensor_parallel_size > 1:  # before processes are started
         random = config.load_format in RANDOM_FORMATS
         require_equal_shares(checkpoint, shape, config.tensor_parallel_size, random)
         require_ranks(config.drafter_options, config.tensor_parallel_size, random)
@@ -197,7 +197,7 @@ def _load(
     network = load_decoder(checkpoint, options, shape)
     if config.enable_lora:
         tell_adapters(network.adapters, speculation.drafter.adapters, reasons)
-    # The leader reads images; the others are told what it read of them, with their requests.
+    # Only the leader encodes images; the other ranks get the embeddings with the requests.
     tower = family.load(dtype, device) if family is not None and ranks.leads else None
     resolved = resolve(config, shape, eos, dtype, device, speculation, reasons, ranks.share)
     resolved = replace(resolved, sampling_defaults=defaults)
@@ -210,7 +210,7 @@ def _load(
 def _as_stored(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, reasons: Reasons
 ) -> EngineConfig:
-    """The options where the checkpoint's own precision is told: nothing is rounded to its name."""
+    """Drop a `quantization` that only names the checkpoint's own format, after checking it."""
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
     if config.quantization in STORED_QUANTIZATIONS:
         require_format(checkpoint, config.quantization)
@@ -224,7 +224,7 @@ def _as_stored(
 def _made_to_see(
     config: EngineConfig, shape: DecoderConfig, options: LoadOptions, family: ImageFamily
 ) -> tuple[EngineConfig, DecoderConfig, LoadOptions]:
-    """Options and sizes for a model whose prompts may hold images."""
+    """Adapt options and sizes to a model whose prompts may contain images."""
     device = options.device
     token = family.placeholder.token
     shape = replace(shape, num_added_layers=family.num_added_layers, image_token=token)
@@ -232,14 +232,14 @@ def _made_to_see(
         rows = max(max_batched_tokens(config, device)[0], least)
         config = replace(config, max_num_batched_tokens=rows)
     if family.several_axes:
-        # Rows of a pass, and a token that is read again of each request.
+        # Rows of a pass, and one token of each request that is computed again.
         rows = max_batched_tokens(config, device)[0] + config.max_num_seqs
         options = replace(options, num_composed=rows)
     return config, shape, options
 
 
 def _replaced(config: EngineConfig) -> Replaced:
-    """What the user puts in place of the model directory's files."""
+    """The files and values that options put in place of those in the model's directory."""
     elsewhere = config.hf_config_path
     return Replaced(
         config=config.hf_overrides or {},
@@ -258,7 +258,7 @@ def assemble(
     ranks: Ranks = ALONE,
     images: ImageReader = NoImages(),  # noqa: B008
 ) -> Engine:
-    """The engine around loaded models."""
+    """Build the engine from loaded models."""
     limits, shape, needs = resolved.limits, network.config, loaded_drafter.needs
     state, sampling = _device_states(config, resolved, network)
     form = step_form(resolved, config)
@@ -322,13 +322,13 @@ def _device_states(
 
 
 def _shares_prefixes(config: EngineConfig, layout: CacheLayout, sizes: CacheSizes) -> bool:
-    """Whether requests begin behind prefixes that others have computed."""
+    """Whether requests reuse prefixes that other requests have computed."""
     resumes = layout.blocks_resume or sizes.num_checkpoints > 0
     return config.enable_prefix_caching and resumes
 
 
 def _target_sizes(resolved: Resolved, sizes: CacheSizes, rereads: bool) -> CacheSizes:
-    """`sizes` with what the target's layers alone have."""
+    """`sizes` with the values that concern only the target's layers."""
     return replace(
         sizes,
         num_window_blocks=resolved.num_window_blocks,
@@ -339,7 +339,7 @@ def _target_sizes(resolved: Resolved, sizes: CacheSizes, rereads: bool) -> Cache
 
 
 def _require_attention(drafter: LoadedDrafter) -> None:
-    """Raise UsageError for a drafter that cannot go on from blocks alone."""
+    """Raise UsageError for a drafter with recurrent state, which cannot resume from KV blocks."""
     if not all(kept.blocks_resume for kept in drafter.layouts):
         raise UsageError(NO_STATES)
 
@@ -353,7 +353,7 @@ def _synthetic_rates(resolved: Resolved) -> torch.Tensor | None:
 def _costs(
     resolved: Resolved, config: EngineConfig, shape: DecoderConfig, form: StepForm
 ) -> KeptCosts:
-    """What steps cost; nothing is known of it yet."""
+    """The cost model of steps, still without measurements."""
     device, most = resolved.device, resolved.limits.max_num_seqs
     kernels = kernels_for(device, resolved.dtype, config.batch_invariant)
     threads = [value for name, value, _ in resolved.reasons if name == "threads"]

@@ -184,7 +184,7 @@ class StepMark:
 
     @classmethod
     def of(cls, metrics: EngineMetrics, samples: Sequence[tuple[Submission, Sample]]) -> "StepMark":
-        """The present state."""
+        """A mark of the current state."""
         marks = [(owner, owner.metrics.snapshot(), sample.mark()) for owner, sample in samples]
         return cls((metrics, metrics.snapshot()), marks)
 

@@ -35,7 +35,7 @@ class Share:
 
 @dataclass(slots=True)
 class Budget:
-    """The rows of the target's pass that no request has yet."""
+    """The rows of the target's pass that are not given out yet."""
 
     left: int
 
