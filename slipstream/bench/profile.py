@@ -146,7 +146,7 @@ def _by_range(events: Iterable[Mapping[str, Any]]) -> Times:
 
 def _by_stamp(kernels: Iterable[Mapping[str, Any]]) -> Times:
     """Sum up kernels in the order in which they ran. A captured step has no ranges; its parts are
-    separated by kernels that read the clock at its start, after drafts, after logits, at its end."""
+    split by kernels that read the clock: at its start, after drafts, after logits, at its end."""
     times, stamps = _empty(), 0
     for kernel in sorted(kernels, key=lambda event: event["ts"]):
         stamps += _STAMP in kernel["name"]
