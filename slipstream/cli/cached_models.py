@@ -57,7 +57,7 @@ def list_models(*, flags: ListFlags) -> None:
     for model in models:
         at = f"@{model.revision}" if model.revision else ""
         size = "" if model.num_bytes is None else f"{model.num_bytes / 1e6:,.0f} MB"
-        table.add_row(model.name + at, size, model.kind or f"not read here: {model.problem}")
+        table.add_row(model.name + at, size, model.kind or f"not supported: {model.problem}")
     stdout_console().print(table)
 
 
@@ -95,7 +95,7 @@ def _repositories(folder: str | None) -> list[Any]:
     except ImportError:
         if folder is not None:
             raise CheckpointError(
-                "downloads are kept by the package huggingface_hub: install slipstream[hub]"
+                "--download-dir needs the package huggingface_hub; install slipstream[hub]"
             ) from None
         return []
     try:

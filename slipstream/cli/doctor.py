@@ -222,7 +222,7 @@ def advise(machine: MachineFacts) -> Iterator[str]:
         )
     if machine.cuda is not None and not machine.gpus:
         yield (
-            f"torch is a build for CUDA {machine.cuda}, and no NVIDIA GPU is to be seen. If there "
+            f"torch is built for CUDA {machine.cuda}, but no NVIDIA GPU was found. If there "
             "is one, install its driver; if there is none, the build for CPUs saves gigabytes: "
             f"{CPU_BUILD}"
         )
@@ -236,8 +236,8 @@ def advise(machine: MachineFacts) -> Iterator[str]:
         yield "without Triton plain torch serves the GPU, slowly: pip install triton"
     if machine.processor.nodes > 1:
         yield (
-            f"memory is in {machine.processor.nodes} parts: on a CPU, bind a server to the cores "
-            "and memory of one (numactl --cpunodebind=0 --membind=0 slipstream serve ...)"
+            f"memory is split into {machine.processor.nodes} NUMA nodes: bind a server on a CPU to "
+            "the cores and memory of one (numactl --cpunodebind=0 --membind=0 slipstream serve ...)"
         )
     for extra, packages in machine.missing.items():
         lacking = ", ".join(packages)

@@ -199,7 +199,7 @@ class _Line:
         for step in path:
             found = found.setdefault(step, {})
             if not isinstance(found, dict):
-                raise UsageError(f"{name}.{key} sets a key of what is no object")
+                raise UsageError(f"{name}.{key} sets a key of a value that is not an object")
         try:
             found[last] = json.loads(text)
         except ValueError:

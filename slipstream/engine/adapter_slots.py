@@ -24,9 +24,7 @@ def require_slots(config: EngineConfig) -> None:
     """Raise UsageError for adapter options that have no effect."""
     usual = EngineConfig.max_loras, EngineConfig.max_lora_rank
     if not config.enable_lora and (config.max_loras, config.max_lora_rank) != usual:
-        raise UsageError(
-            "max_loras and max_lora_rank go with enable_lora; give it, or leave them out"
-        )
+        raise UsageError("max_loras and max_lora_rank need enable_lora; give it, or leave them out")
 
 
 def tell_adapters(

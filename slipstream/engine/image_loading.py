@@ -41,7 +41,7 @@ def choose_family(
     if family is None:
         if VISION in checkpoint.whole_config:
             name = checkpoint.config.get("architectures")
-            reasons.add(_NAME, 0, f"those of {name} are not read here")
+            reasons.add(_NAME, 0, f"images of {name} are not supported")
         return None
     missing = missing_packages()
     if not config.max_images:

@@ -30,8 +30,8 @@ def eos_token_ids(
     for token in known:
         if token >= vocab_size:
             raise CheckpointError(
-                f"{checkpoint.eos_file}: eos_token_id {token} is no token of this model, whose ids "
-                f"go from 0 to {vocab_size - 1}; correct it there"
+                f"{checkpoint.eos_file}: eos_token_id {token} is not a token of this model, whose "
+                f"ids go from 0 to {vocab_size - 1}; correct it there"
             )
     if tokenizer is None or "eos_token_id" in checkpoint.generation_config:
         return known
@@ -44,7 +44,7 @@ def require_rows(tokenizer: Tokenizer, shape: DecoderConfig) -> None:
     if tokenizer.num_usual_tokens > shape.vocab_size:
         raise CheckpointError(
             f"the tokenizer of {tokenizer.path} has {tokenizer.num_usual_tokens:,} tokens and the "
-            f"model knows {shape.vocab_size:,}: it is that of another model; name the right one "
+            f"model {shape.vocab_size:,}: it belongs to another model; name the right one "
             "(--tokenizer), or download the model again"
         )
 

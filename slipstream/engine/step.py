@@ -391,7 +391,7 @@ class Step:
     def _rate(
         self, rows: RatedRows, token_ids: Sequence[int], num_top: int, normalised: bool
     ) -> TokenLogprobs:
-        assert self._rated is not None, "steps of requests that ask run alone"
+        assert self._rated is not None, "no step is in flight while logprobs are computed"
         places, chosen = upload([list(rows.places), list(token_ids)], self._state.device).unbind(0)
         if rows.of_pass:
             logits = self._runner.logits(self._rated.forward.hidden[places])

@@ -55,12 +55,12 @@ def resolve_checkpoint(
     local = bundled if bundled is not None and bundled.is_dir() else path
     if name and (local.is_dir() or local.is_file()):  # no name would be the working directory
         if revision is not None:
-            raise UsageError(f"{name} is here and has no revision; leave it out")
+            raise UsageError(f"{name} is a local path and has no revision; leave revision out")
         return _local(local)
     if bundled is not None:
         raise CheckpointError(
-            f"{name} is not bundled with this installation (there is: "
-            f"{', '.join(bundled_names()) or 'no demo at all'}); give a model directory or a hub "
+            f"{name} is not bundled with this installation (bundled are: "
+            f"{', '.join(bundled_names()) or 'none'}); give a model directory or a hub "
             f"name"
         )
     tagged = split_tag(name)
@@ -310,7 +310,7 @@ def _weight_map(index_file: Path) -> dict[str, str]:
 def _shard_entries(file: Path, index_file: Path) -> dict[str, TensorEntry]:
     if not file.is_file():
         raise CheckpointError(
-            f"{index_file} names {file.name}, which is not there; finish the download"
+            f"{index_file} names {file.name}, which does not exist; finish the download"
         )
     return read_entries(file)
 

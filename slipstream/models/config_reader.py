@@ -124,7 +124,7 @@ class ConfigReader:
             return self.take(keys[0], kind)
         if any(value != found[0][1] for _, value in found):
             raise self.error(
-                found[0][0], f'and "{found[1][0]}" say different things; remove one of them'
+                found[0][0], f'and "{found[1][0]}" contradict each other; remove one of them'
             )
         return found[0][1]
 

@@ -286,11 +286,11 @@ def open_quantized(
 
 
 def _tell_stored(checkpoint: Checkpoint, stored: StoredQuantization, options: LoadOptions) -> None:
-    rest = "what is not quantised stays so"
+    rest = "other matrices stay unquantised"
     if not stored.kinds <= options.kept:
-        rest = f"what no kernel multiplies as stored becomes {options.dtype}"
+        rest = f"matrices without a kernel are converted to {options.dtype}"
     if options.quantization is not None:
-        rest = f"what is not multiplied as stored is rounded to {options.quantization}"
+        rest = f"matrices without a kernel are quantised to {options.quantization}"
     logger.info("%s: stored as %s; %s", checkpoint.path.name, stored.description, rest)
 
 

@@ -261,7 +261,7 @@ def test_a_tensor_that_the_index_forgot_is_still_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({**WHOLE, "d": "three.safetensors"}, r"names three\.safetensors, which is not there"),
+        ({**WHOLE, "d": "three.safetensors"}, r"names three\.safetensors, which does not exist"),
         ({**WHOLE, "d": "two.safetensors"}, r"places tensor d in two\.safetensors, which does not"),
         ({"a": "../one.safetensors"}, "not a plain file name"),
         ({"a": "/one.safetensors"}, "not a plain file name"),
