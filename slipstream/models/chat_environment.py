@@ -304,7 +304,7 @@ def make_environment() -> Environment:
     environment.filters |= {it: _of_modest(environment.filters[it]) for it in _WRITING_FILTERS}
     del environment.globals["lipsum"]  # makes text of any length
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = _strftime_now
     return environment
 
 
@@ -324,3 +324,7 @@ def _to_json(
 
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
