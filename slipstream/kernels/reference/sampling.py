@@ -57,8 +57,7 @@ def verify(
     accepted = rows.draft_mask() & (rows.draft_tokens == choice[rows.draft_rows()])
     if target is not None:
         odds = p, q, legal = _odds(target, rows, columns)
-        # Strict, so that p = 0 is refused even where the noise or q is 0.
-        by_chance = legal & (_acceptance_noise(rows, state) * q < p)
+        by_chance = legal & _is_accepted(_acceptance_noise(rows, state), p, q)
         accepted = torch.where(is_sampled.unsqueeze(-1), by_chance, accepted)
     if rates is not None:
         accepted = _accept_synthetic(rows, state, rates)
@@ -195,6 +194,11 @@ def _acceptance_noise(rows: SampleRows, state: SamplingSlots) -> Tensor:
 def _accept_synthetic(rows: SampleRows, state: SamplingSlots, rates: Tensor) -> Tensor:
     """[R, K] bool: accepted at random with the benchmark's rates."""
     return (_acceptance_noise(rows, state) < rates) & rows.draft_mask()
+
+
+def _is_accepted(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    # Strict, so that p = 0 is refused even where u or q is 0.
+    return u * q < p
 
 
 def _draft_probability(rows: SampleRows, drafted: Tensor) -> Tensor:
