@@ -60,7 +60,7 @@ def _import_llm() -> type["LLM"]:
     return LLM
 
 
-def tell_defaults(defaults: SamplingDefaults) -> None:
+def print_defaults(defaults: SamplingDefaults) -> None:
     """Print the checkpoint's sampling defaults on stderr, if it has any."""
     if defaults.values:
         stderr_console().print(
@@ -75,7 +75,7 @@ def tell_defaults(defaults: SamplingDefaults) -> None:
 def with_defaults(llm: "LLM", sampling: SamplingParams, given: Given) -> SamplingParams:
     """The parameters of a command's flags; flags that were not given get the checkpoint's."""
     defaults = llm.engine.resolved.sampling_defaults
-    tell_defaults(defaults)
+    print_defaults(defaults)
     values = {name: it for name, it in defaults.values.items() if not given("sampling", name)}
     return replace(sampling, **values)
 

@@ -164,12 +164,12 @@ class Upstream:
                 answer.close()
                 continue
             try:
-                return await self._asked(answer, request)
+                return await self._send(answer, request)
             except LostError:
                 if answer.received:
                     raise
                 # An idle connection may be closed just when it is used.
-        return await self._asked(await self._connect(), request)
+        return await self._send(await self._connect(), request)
 
     def done(self, answer: Answer) -> None:
         """An answer was read to its end, or is not wanted any more."""
@@ -184,7 +184,7 @@ class Upstream:
         while self._idle:
             self._idle.pop().close()
 
-    async def _asked(self, answer: Answer, request: bytes) -> Answer:
+    async def _send(self, answer: Answer, request: bytes) -> Answer:
         try:
             await answer.ask(request)
         except BaseException:

@@ -27,7 +27,7 @@ def require_slots(config: EngineConfig) -> None:
         raise UsageError("max_loras and max_lora_rank need enable_lora; give it, or leave them out")
 
 
-def tell_adapters(
+def report_adapters(
     target: AdapterSlots | None, drafter: AdapterSlots | None, reasons: Reasons
 ) -> None:
     """Note the memory of the slots; UsageError if the target has no layer that takes adapters."""

@@ -14,7 +14,7 @@ from slipstream.core.config import STORED_QUANTIZATIONS, EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.sampling_params import SamplingDefaults
 from slipstream.core.step_form import CapturedForm, StepForm
-from slipstream.engine.adapter_slots import make_adapters, require_slots, tell_adapters
+from slipstream.engine.adapter_slots import make_adapters, report_adapters, require_slots
 from slipstream.engine.drafting.calibration import calibrate
 from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
 from slipstream.engine.engine import Engine
@@ -53,7 +53,7 @@ from slipstream.models.checkpoint import Checkpoint, Replaced, resolve_checkpoin
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.generation_config import generation_folder, read_sampling_defaults
-from slipstream.models.hub import HubAccess, reaching_hub
+from slipstream.models.hub import HubAccess, hub_settings
 from slipstream.models.loading import (
     RANDOM_FORMATS,
     LoadOptions,
@@ -112,7 +112,7 @@ def build_engine(
         CheckpointError: a checkpoint that is broken, unsupported or does not fit.
         RanksLostError: another process could not load its share.
     """
-    with reaching_hub(HubAccess(config.download_dir, config.hf_token)):
+    with hub_settings(HubAccess(config.download_dir, config.hf_token)):
         return _build_engine(config, progress_bar, ranks)
 
 
@@ -193,10 +193,10 @@ def _load(
     speculation = load_drafter(config.drafter_options, target)
     family = choose_family(config, checkpoint, reasons)
     if family is not None:
-        config, shape, options = _made_to_see(config, shape, options, family)
+        config, shape, options = _adapt_to_images(config, shape, options, family)
     network = load_decoder(checkpoint, options, shape)
     if config.enable_lora:
-        tell_adapters(network.adapters, speculation.drafter.adapters, reasons)
+        report_adapters(network.adapters, speculation.drafter.adapters, reasons)
     # Only the leader encodes images; the other ranks get the embeddings with the requests.
     tower = family.load(dtype, device) if family is not None and ranks.leads else None
     resolved = resolve(config, shape, eos, dtype, device, speculation, reasons, ranks.share)
@@ -221,7 +221,7 @@ def _as_stored(
     return config
 
 
-def _made_to_see(
+def _adapt_to_images(
     config: EngineConfig, shape: DecoderConfig, options: LoadOptions, family: ImageFamily
 ) -> tuple[EngineConfig, DecoderConfig, LoadOptions]:
     """Adapt options and sizes to a model whose prompts may contain images."""

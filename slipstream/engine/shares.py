@@ -45,7 +45,7 @@ class Budget:
         return taken
 
 
-def may_go_on(request: Request, limits: StepLimits) -> bool:
+def may_continue(request: Request, limits: StepLimits) -> bool:
     """Whether the request may need a further step after it gains one more token."""
     if request.num_output_tokens + 1 >= request.max_tokens:
         return False

@@ -71,7 +71,7 @@ class ThoughtGuide(DraftGuide):
 
     def advance(self, token: int) -> Advance:
         """Consume a token of the output."""
-        state = self._behind(self._states[-1], token)
+        state = self._state_after(self._states[-1], token)
         if state is None:
             self.problem = "the thought had to be closed, or must not end the output"
             return Advance.REFUSED
@@ -90,7 +90,7 @@ class ThoughtGuide(DraftGuide):
 
     def try_token(self, token: int) -> bool:
         """Advance by a token if it is allowed; returns whether it is."""
-        state = self._behind(self._states[-1], token)
+        state = self._state_after(self._states[-1], token)
         if state is None:
             return False
         if state.moved and self.rest is not None and not self.rest.try_token(token):
@@ -118,7 +118,7 @@ class ThoughtGuide(DraftGuide):
         """
         left, state = ThoughtRows(), self._states[-1]
         for place in range(len(tokens) + 1):
-            behind = self._behind(state, tokens[place]) if place < len(tokens) else None
+            behind = self._state_after(state, tokens[place]) if place < len(tokens) else None
             if state.phase is Phase.THOUGHT:
                 self._fill(masks[row + place], state)
             elif self.rest is not None:
@@ -135,7 +135,7 @@ class ThoughtGuide(DraftGuide):
             left.rest = left.at_start[-1], []
         return left
 
-    def _behind(self, state: _State, token: int) -> _State | None:
+    def _state_after(self, state: _State, token: int) -> _State | None:
         """The state after a token, whether or not the grammar allows it; None if the thought does
         not."""
         thought, phase = self._thought, state.phase

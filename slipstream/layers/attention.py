@@ -221,12 +221,12 @@ class Attention:
         else:
             adapted = self.qkv.adapted(inputs)
             qkv, stream = ops.norm_linear(addend, residual, self.norm, *self.qkv.product, adapted)
-        inputs = inputs.seen_through(self.heads.window)
+        inputs = inputs.within_window(self.heads.window)
         if self._parts.reads_only:
             nothing = qkv.new_zeros((len(qkv), 2 * self.heads.num_kv_heads * self.heads.head_dim))
             qkv, inputs = torch.cat((qkv, nothing), -1), inputs.read_only()
         else:
-            qkv = self._before_turning(ops, qkv, inputs)
+            qkv = self._before_rotation(ops, qkv, inputs)
         mixed = ops.attend(qkv, self.heads, inputs, cache)
         return self.output.apply(ops, mixed, inputs), stream
 
@@ -239,9 +239,9 @@ class Attention:
         weight, bias = self.qkv.weight.rows(rows, end), self.qkv.bias
         bias = None if bias is None else bias[rows:end]
         kv = ops.joined_linear([(x, None)], weight, bias)
-        ops.store(kv, self.heads, inputs.seen_through(self.heads.window), cache)
+        ops.store(kv, self.heads, inputs.within_window(self.heads.window), cache)
 
-    def _before_turning(self, ops: Ops, qkv: Tensor, inputs: PassInputs) -> Tensor:
+    def _before_rotation(self, ops: Ops, qkv: Tensor, inputs: PassInputs) -> Tensor:
         """Apply joint norms, query scales and value norms, which the attention op does not do."""
         if self._parts.feeds_attention:
             return qkv

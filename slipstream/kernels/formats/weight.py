@@ -235,11 +235,11 @@ def rounding_slices(
     return row_slices(num_rows, columns, on_cpu if device.type == "cpu" else _ROUNDED)
 
 
-def as_it_is(weight: Weight) -> Weight:
+def keep_layout(weight: Weight) -> Weight:
     """`Ops.pack` of backends that read weights as loaded."""
     return weight
 
 
-def in_plain_torch(matrix: Tensor, form: Rounding) -> Weight:
+def round_in_torch(matrix: Tensor, form: Rounding) -> Weight:
     """`Ops.round` of backends that round as the reference does."""
     return form.round(matrix)

@@ -254,7 +254,7 @@ class CompressedTensors(StoredQuantization):
             raise module.error(
                 f"stores {module.name} quantised, but none of config_groups is about it"
             )
-        module.pass_over("input_global_scale")
+        module.ignore("input_global_scale")
         if scheme.format == "nvfp4-pack-quantized":
             shared = "weight_global_scale"
             return read_nvfp4(module, rows, columns, "weight_packed", shared, divides=True)

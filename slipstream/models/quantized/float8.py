@@ -85,7 +85,7 @@ def read_float8(
 ) -> Weight:
     """Read `weight` [rows, columns] of a module; `scale` is the name ending of its scales."""
     values = module.take("weight", (torch.float8_e4m3fn,), (rows, columns), stays=True)
-    module.pass_over(*STATIC_SCALES)
+    module.ignore(*STATIC_SCALES)
     if block is None:
         return Float8Matrix(values, module.take_row_scales(scale, rows, _SCALES))
     down, across = -(-rows // block[0]), -(-columns // block[1])

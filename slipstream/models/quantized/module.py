@@ -96,7 +96,7 @@ class StoredModule:
         self._taken(self.full_name(ending), entry)
         return tensor
 
-    def take_in_turns(
+    def take_interleaved(
         self, ending: str, dtypes: Collection[torch.dtype], shape: tuple[int, ...], turns: int
     ) -> Tensor:
         """Read a tensor [E, turns * R, ...] that interleaves the rows of `turns` matrices, and
@@ -159,7 +159,7 @@ class StoredModule:
             raise self.error(f"holds {self.full_name(ending)} beyond its {num_groups} groups")
         return group_of
 
-    def pass_over(self, *endings: str) -> None:
+    def ignore(self, *endings: str) -> None:
         """Ignore tensors, if present, that do not affect the matrix."""
         for ending in endings:
             if ending in self._entries:

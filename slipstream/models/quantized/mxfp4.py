@@ -50,8 +50,8 @@ class Mxfp4(StoredQuantization):
         group = Mxfp4Matrix.group
         module.require_groups(columns, group)
         shape = (experts, rows, columns // group)
-        values = module.take_in_turns("blocks", BYTES, (*shape, group // 2), turns)
-        powers = module.take_in_turns("scales", POWERS, shape, turns)
+        values = module.take_interleaved("blocks", BYTES, (*shape, group // 2), turns)
+        powers = module.take_interleaved("scales", POWERS, shape, turns)
         require_powers(module, "scales", powers)
         return Mxfp4Matrix(values.flatten(1), powers)
 

@@ -42,7 +42,7 @@ class Quark(StoredQuantization):
         return None if self.unquantised.names(module) else ToMxfp4()
 
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        module.pass_over("input_scale")
+        module.ignore("input_scale")
         return read_mxfp4(module, rows, columns, "weight", "weight_scale")
 
 

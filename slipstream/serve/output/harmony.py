@@ -109,7 +109,7 @@ class HarmonyParser(TokenParser):
         self._said: set[Part] = set()  # whose next message begins a new line
         self._has_text = False  # the open message
         self._functions: Collection[str] | None = None
-        for token in _begun(reading.prompt, tokens.start):
+        for token in _open_message(reading.prompt, tokens.start):
             self._take(token)
         self._events.clear()
         self._said.clear()
@@ -165,7 +165,7 @@ class HarmonyParser(TokenParser):
             if not self._has_text:
                 self._events.append(Arguments("{}"))
             self._events.append(CallEnded())
-        self._let_out()
+        self._flush_stops()
         if self._part is not None and self._has_text:
             self._said.add(self._part)
         self._part, self._header, self._reader = None, Header(), self._new_reader()
@@ -187,7 +187,7 @@ class HarmonyParser(TokenParser):
         return TokenReader(self._texts, self._reading.skip_special)
 
 
-def _begun(prompt: Sequence[int], start: int) -> Sequence[int]:
+def _open_message(prompt: Sequence[int], start: int) -> Sequence[int]:
     """The tokens of the prompt's last message, behind its start token."""
     for place in range(len(prompt) - 1, -1, -1):
         if prompt[place] == start:
@@ -268,7 +268,7 @@ class HarmonyCalls:
     def only_calls(self, functions: Schemas, tokenizer: Tokenizer, several: bool) -> str:
         return "\n".join(_answers(self.tokens, functions, _ANY_ASIDE, final=False))
 
-    def calls_amid_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
+    def calls_in_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
         return "\n".join([*_answers(self.tokens, functions, _ANY_ASIDE, final=True), *_FREE])
 
 

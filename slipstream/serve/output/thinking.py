@@ -72,10 +72,10 @@ class ThinkingParser(TokenParser):
             self._leave_start()
         elif self._place is Place.THOUGHT:
             self._think(self._closing.finish())
-        self._let_out()
+        self._flush_stops()
         if self._calls is not None:
             self._events += self._calls.finish()
-        return self._told()
+        return self._take_events()
 
     def _take(self, token: int) -> Part:
         marks = self._tokens
@@ -153,7 +153,7 @@ class ThinkingParser(TokenParser):
             return Part.CALL
         return Part.MARKUP if self._by_call else Part.CONTENT
 
-    def _say(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         self._events += [Content(text)] if self._calls is None else self._calls.feed(text)
 
     def _new_reader(self) -> TokenReader:

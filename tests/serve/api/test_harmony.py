@@ -289,7 +289,7 @@ def test_grammars_of_calls_and_final_messages(live: Live) -> None:
     functions = {"get_weather": CITY, "now": {}}
     calls, rome, bonn = format.calls, '{"city": "Rome"}', '{"city": "Bonn"}'
     only = StructuredOutput(grammar=calls.only_calls(functions, tokenizer, True))
-    amid = StructuredOutput(grammar=calls.calls_amid_text(functions, tokenizer))
+    amid = StructuredOutput(grammar=calls.calls_in_text(functions, tokenizer))
     wanted = Wanted(content=StructuredOutput(json_schema=CITY), functions=functions)
     framed = format.framed(wanted, tokenizer.encode("<|start|>assistant"), False)
     assert framed is not None
