@@ -14,8 +14,8 @@ from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.errors import WRONG_USAGE, say
 from slipstream.cli.flags import Given, RunFlags
 from slipstream.cli.open_llm import open_llm, with_defaults
+from slipstream.cli.parsed_answer import ParsedAnswer, parser_of
 from slipstream.cli.prompts import decode, read_template, stdin_is_piped
-from slipstream.cli.spoken import Spoken, parser_of
 from slipstream.cli.terminal import (
     QUIET_STYLE,
     interrupt_noted,
@@ -147,24 +147,24 @@ class Conversation:
     def _answer(self, view: View, meter: Meter) -> CompletionOutput | None:
         outputs = self._llm.stream_chat(self.messages, self._params, self._template)
         answer: CompletionOutput | None = None
-        spoken = None if self.parser is None else Spoken(self.parser())
+        parsed = None if self.parser is None else ParsedAnswer(self.parser())
         view.begin(None, "")
         with interrupt_noted() as interrupted:
             for output in outputs:
                 answer = output.outputs[0]
-                if spoken is not None:
-                    spoken.take(answer)
+                if parsed is not None:
+                    parsed.take(answer)
                 view.show(answer, partial(meter.read, len(answer.token_ids)))
-                if interrupted() or (spoken is not None and spoken.stop is not None):
+                if interrupted() or (parsed is not None and parsed.stop is not None):
                     self._llm.abort(output.request_id)
                     break
         view.end()
         content = "" if answer is None else answer.text
         if answer is not None:
             output.require_sound()
-        if spoken is not None:
-            spoken.finish()
-            content = spoken.content
+        if parsed is not None:
+            parsed.finish()
+            content = parsed.content
         self.messages.append({"role": "assistant", "content": content})
         return answer
 

@@ -14,7 +14,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from slipstream.cli.page import Page, TokenColours
-from slipstream.cli.spoken import NewParser, Spoken
+from slipstream.cli.parsed_answer import NewParser, ParsedAnswer
 from slipstream.cli.terminal import QUIET_STYLE
 from slipstream.core.errors import counted
 from slipstream.core.outputs import CompletionOutput, RequestMetrics
@@ -130,7 +130,7 @@ class PlainView:
 
     def __init__(self, params: SamplingParams, parser: NewParser | None = None) -> None:
         self._held_back, self._parser = held_back(params), parser
-        self._spoken: Spoken | None = None
+        self._parsed: ParsedAnswer | None = None
         self._written, self._text = 0, ""
         self._first = True
 
@@ -146,19 +146,19 @@ class PlainView:
         if heading is not None:
             print("" if self._first else "\n", f"== {heading} ==", sep="")
         self._written, self._text, self._first = 0, "", False
-        self._spoken = None if self._parser is None else Spoken(self._parser())
+        self._parsed = None if self._parser is None else ParsedAnswer(self._parser())
 
     def show(self, sample: CompletionOutput, status: Callable[[], Status]) -> None:
         self._text = sample.text
-        if self._spoken is not None:
-            self._spoken.take(sample)
-            self._text = self._spoken.content
+        if self._parsed is not None:
+            self._parsed.take(sample)
+            self._text = self._parsed.content
         self._write(len(self._text) - self._held_back)
 
     def end(self) -> None:
-        if self._spoken is not None:
-            self._spoken.finish()
-            self._text = self._spoken.content
+        if self._parsed is not None:
+            self._parsed.finish()
+            self._text = self._parsed.content
         self._write(len(self._text))
         self._written = 0
         print(flush=True)
@@ -201,8 +201,8 @@ class LiveView:
     def begin(self, heading: str | None, prompt: str) -> None:
         if heading is not None:
             self._console.print(Rule(Text(heading), style=QUIET_STYLE))
-        spoken = None if self._parser is None else Spoken(self._parser())
-        colours = TokenColours(self._tokenizer, self._params, spoken)
+        parsed = None if self._parser is None else ParsedAnswer(self._parser())
+        colours = TokenColours(self._tokenizer, self._params, parsed)
         self._page = Page(colours, prompt, held_back(self._params))
         self._draw(self._page, "")
 

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
-from slipstream.cli.vllm_flags import ENTRIES, SHORT, Refused, arguments_for, negated, takes_value
+from slipstream.cli.vllm_flags import (
+    ENTRIES,
+    SHORT,
+    Unsupported,
+    arguments_for,
+    negated,
+    takes_value,
+)
 from slipstream.core.errors import UsageError
 
 _CONFIG = "--config"
@@ -50,7 +57,7 @@ def unknown_flag(name: str, declared: Iterable[str], command: str) -> UsageError
         command: as its help is asked for.
     """
     entry = ENTRIES.get(name)
-    if isinstance(entry, Refused):
+    if isinstance(entry, Unsupported):
         return UsageError(f"{name} is not supported: {entry.why}")
     if entry is not None:
         return UsageError(f"no such flag: {name}; slipstream serve alone accepts it")
@@ -64,7 +71,7 @@ def unknown_flag(name: str, declared: Iterable[str], command: str) -> UsageError
     ]
     if len(near) == 1:
         entry = ENTRIES.get(near[0])
-        why = f", which is not supported: {entry.why}" if isinstance(entry, Refused) else "?"
+        why = f", which is not supported: {entry.why}" if isinstance(entry, Unsupported) else "?"
         return UsageError(f"no such flag: {name}; did you mean {near[0]}{why}")
     return UsageError(f"no such flag: {name}; see {command} --help")
 
@@ -192,7 +199,7 @@ class _Line:
             name = max(option.opts, key=len)
         if (option is None and name not in ENTRIES) or (option and option.metavar != _JSON):
             raise UsageError(f"{name} takes no keys, such as {key}; give {name} itself")
-        if name in ENTRIES and isinstance(ENTRIES[name], Refused):
+        if name in ENTRIES and isinstance(ENTRIES[name], Unsupported):
             arguments_for(name, None)
         *path, last = key.split(".")
         found = self._keys.setdefault(name, {})

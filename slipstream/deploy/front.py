@@ -22,7 +22,7 @@ from slipstream.deploy.merged_metrics import merged
 from slipstream.deploy.prompts import Prompt, read_prompt
 from slipstream.deploy.refusals import NoReplicaError, ReplicaLostError, require_done
 from slipstream.deploy.routing import Replica, Routing
-from slipstream.deploy.upstream import Answer, Headers, LostError, Upstream
+from slipstream.deploy.upstream import Answer, Headers, Upstream, UpstreamError
 from slipstream.serve.errors import MESSAGES_PATH, as_api_error, is_messages
 from slipstream.serve.limits import RequestError, StoppedError
 from slipstream.serve.logs import current_request_id
@@ -189,7 +189,7 @@ class Front:
                 if await self._send(replica, request, is_last=self._full(without)):
                     return
                 self.counts.refused += 1
-            except LostError:
+            except UpstreamError:
                 self._suspects[replica.id] = monotonic() + _SUSPECT_SECONDS
                 dead += 1
                 if self._stopped:  # by this end, not by the replica's
@@ -223,7 +223,7 @@ class Front:
         """Pass the request on, and the answer back; whether the replica took it.
 
         Raises:
-            LostError: it died.
+            UpstreamError: it died.
         """
         upstream, prompt = self._upstreams[replica.id], request.prompt
         self.routing.begin(replica, prompt)
@@ -307,7 +307,7 @@ class Front:
                     request.method, request.target, request.headers, request.body
                 )
                 page = b"".join([part async for part in answer.body()])
-        except (LostError, TimeoutError):
+        except (UpstreamError, TimeoutError):
             return replica.id, 0, [], b""
         upstream.done(answer)
         return replica.id, answer.status, answer.headers, page

@@ -16,12 +16,12 @@ from slipstream.layers.norm import JointNorms, LayerNorms
 from slipstream.layers.parameters import (
     ROWS,
     WHOLE,
+    Interleaved,
     InvalidSizesError,
     PairedRows,
     ParameterSource,
     Part,
     Share,
-    Within,
     require_positive,
 )
 from slipstream.layers.rope import RopeConfig
@@ -120,7 +120,7 @@ class AttentionSpec:
         if not self.gated:
             return [query, *parts]
         rows, group = 2 * self.query_rows, 2 * self.head_dim
-        own, gates = (Within(rows, group, start) for start in (0, self.head_dim))
+        own, gates = (Interleaved(rows, group, start) for start in (0, self.head_dim))
         return [replace(query, within=own), *parts, replace(query, within=gates)]
 
     def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:

@@ -18,10 +18,10 @@ from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import (
     ROWS,
     WHOLE,
+    Interleaved,
     InvalidSizesError,
     Part,
     Share,
-    Within,
     require_positive,
 )
 
@@ -95,7 +95,7 @@ class DeltaNetSpec:
         total = sum(kinds)
         group, starts = total // self.num_key_heads, _starts(kinds)
         return [
-            Part(name, rows, within=Within(total, group, start // self.num_key_heads))
+            Part(name, rows, within=Interleaved(total, group, start // self.num_key_heads))
             for rows, start in zip(kinds, starts, strict=True)
         ]
 
@@ -197,7 +197,7 @@ def _stacked(name: str, kinds: tuple[int, ...]) -> list[Part]:
     """Parts that follow each other in one tensor."""
     total = sum(kinds)
     return [
-        Part(name, rows, within=Within(total, total, start))
+        Part(name, rows, within=Interleaved(total, total, start))
         for rows, start in zip(kinds, _starts(kinds), strict=True)
     ]
 

@@ -12,7 +12,7 @@ from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_into
 
 
-class Room:
+class StackAllocator:
     """Allocates tensors of modules that are stacked into one matrix next to each other.
 
     Args:
@@ -46,7 +46,7 @@ class StoredModule:
         path: the checkpoint's directory.
         entries: the module's tensors by the endings of their names.
         taken: called with (tensor name, entry) for each tensor that is read.
-        room: memory that tensors are read into.
+        allocator: memory that tensors are read into.
         separator: text between the module's name and an ending.
     """
 
@@ -56,13 +56,13 @@ class StoredModule:
         path: Path,
         entries: Mapping[str, TensorEntry],
         taken: Callable[[str, TensorEntry], None],
-        room: Room,
+        allocator: StackAllocator,
         separator: str = ".",
     ) -> None:
         self.name = name
         self._separator = separator
         self._path, self._entries, self._taken = path, entries, taken
-        self._room = room
+        self._allocator = allocator
 
     def __contains__(self, ending: str) -> bool:
         return ending in self._entries
@@ -82,16 +82,16 @@ class StoredModule:
 
         Args:
             dtypes, shapes: the dtypes and shapes that the format allows.
-            stays: the matrix uses the tensor's memory, so it is read into `room`.
+            stays: the matrix uses the tensor's memory, so it is read into `allocator`.
 
         Raises:
             CheckpointError: the tensor is missing, or has another dtype or shape.
         """
         entry = self._entry(ending, dtypes, shapes)
         if stays:
-            tensor = self._room.place(ending, entry.shape, entry.dtype)
+            tensor = self._allocator.place(ending, entry.shape, entry.dtype)
         else:
-            tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._room.device)
+            tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._allocator.device)
         read_into(entry, tensor, raw=True)
         self._taken(self.full_name(ending), entry)
         return tensor
@@ -110,9 +110,9 @@ class StoredModule:
         entry = self._entry(ending, dtypes, (shape,))
         count, rows, *rest = shape
         tensor = torch.empty(
-            (count, turns, rows // turns, *rest), dtype=entry.dtype, device=self._room.device
+            (count, turns, rows // turns, *rest), dtype=entry.dtype, device=self._allocator.device
         )
-        some = torch.empty((1, rows, *rest), dtype=entry.dtype, device=self._room.device)
+        some = torch.empty((1, rows, *rest), dtype=entry.dtype, device=self._allocator.device)
         for index in range(count):
             read_into(entry.row_range(index, index + 1), some, raw=True)
             tensor[index].copy_(some.view(rows // turns, turns, *rest).transpose(0, 1))

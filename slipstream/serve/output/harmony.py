@@ -10,7 +10,7 @@ from slipstream.core.structured import StructuredOutput
 from slipstream.models.harmony import HarmonyTokens
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.errors import bad_request
-from slipstream.serve.output.parts import Part, Reading, TokenParser, Wanted
+from slipstream.serve.output.parts import OutputConstraints, Part, Reading, TokenParser
 from slipstream.serve.token_texts import TokenReader, TokenTexts
 from slipstream.serve.tools.call_format import Schemas, long_id
 from slipstream.serve.tools.call_rules import ANY_ARGUMENTS, json_value
@@ -222,15 +222,15 @@ class Harmony:
         return HarmonyParser(self.tokens, texts, reading)
 
     def framed(
-        self, wanted: Wanted, prompt: Sequence[int], continues: bool
+        self, constraints: OutputConstraints, prompt: Sequence[int], continues: bool
     ) -> StructuredOutput | None:
-        if wanted.budget is not None:
+        if constraints.budget is not None:
             raise bad_request(
                 "the format of this model's answers knows no thinking_token_budget; leave it out, "
                 "or give reasoning_effort",
                 "thinking_token_budget",
             )
-        if wanted.content is None and wanted.calls is None:
+        if constraints.content is None and constraints.calls is None:
             return None
         if not self.parser(TokenTexts(self.tokenizer), Reading(prompt)).begins_anew:
             raise bad_request(
@@ -238,11 +238,11 @@ class Harmony:
                 "message; leave continue_final_message and add_generation_prompt out",
                 "messages",
             )
-        if wanted.content is None:
-            return StructuredOutput(grammar=wanted.calls)
+        if constraints.content is None:
+            return StructuredOutput(grammar=constraints.calls)
         # A message in the channel commentary would put text before the structured content.
-        answers = _answers(self.tokens, wanted.functions, asides='"analysis"', final=True)
-        return replace(wanted.content, frame="\n".join(answers))
+        answers = _answers(self.tokens, constraints.functions, asides='"analysis"', final=True)
+        return replace(constraints.content, frame="\n".join(answers))
 
     def remember(self, message: dict[str, Any], reasoning: str) -> str:
         content = message.get("content")

@@ -77,7 +77,7 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class OutputConstraints:
     """The constraints that a request puts on an answer.
 
     Attributes:
@@ -113,7 +113,7 @@ class OutputFormat(Protocol):
         """Create a parser for one answer."""
 
     def framed(
-        self, wanted: Wanted, prompt: Sequence[int], continues: bool
+        self, constraints: OutputConstraints, prompt: Sequence[int], continues: bool
     ) -> StructuredOutput | None:
         """The constraint on the whole output, with reasoning and marks; None if there is none.
 

@@ -40,7 +40,7 @@ def parser_of(
     return lambda: format.parser(texts, reading)
 
 
-class Spoken:
+class ParsedAnswer:
     """One answer, parsed as it is generated.
 
     Attributes:
