@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from slipstream.cli.main import app
-from slipstream.cli.vllm_flags import DECLARED, ENTRIES, SHORT, Already, Refused, Spelling
+from slipstream.cli.vllm_flags import DECLARED, ENTRIES, SHORT, NoEffect, Spelling, Unsupported
 
 PAGE = Path(__file__).parent.parent / "docs" / "from_vllm.md"
 
@@ -79,7 +79,7 @@ def _told(name: str, option: Any) -> str:
 def _already() -> str:
     rows = {}
     for name, entry in ENTRIES.items():
-        if isinstance(entry, Already):
+        if isinstance(entry, NoEffect):
             values = [f"`{name} {value}`" for value in entry.values or ()]
             rows[", ".join(values) or name] = entry.why
     return _table("Accepted, because it is so", ("flag", "what is so"), rows) + (
@@ -90,7 +90,7 @@ def _already() -> str:
 def _refused() -> str:
     by_reason = defaultdict(list)
     for name, entry in ENTRIES.items():
-        if isinstance(entry, Refused):
+        if isinstance(entry, Unsupported):
             by_reason[entry.why].append(name)
     rows = [
         f"| {', '.join(f'`{name}`' for name in sorted(names))} | {_cell(why)} |"

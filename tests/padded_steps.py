@@ -21,7 +21,8 @@ class DirectRecorder:
     """Takes the place of `runner.graphs.Recorder`."""
 
     def __init__(self, device: torch.device) -> None:
-        """There is nothing to keep."""
+        """There is no device to capture on."""
+        self.graphs: list[object] = []
 
     def __call__(
         self, function: Callable[[Between], T], buffers: Between

@@ -220,7 +220,7 @@ def read_question(row: Row) -> BenchPrompt:
     name = row.content.get("question_id", row.content.get("prompt_id", ""))
     return BenchPrompt(
         id=str(name),
-        messages=_asked(turns[0]),
+        messages=_user_message(turns[0]),
         category=_category(row),
         later_turns=tuple(turns[1:]),
     )
@@ -238,7 +238,8 @@ def read_instructcoder(row: Row) -> BenchPrompt:
         raise UsageError(f'{row.place}: "input" is not a text')
     asked = f"{row.text('instruction')}\n\nAnswer with the whole code and nothing else."
     return BenchPrompt(
-        id=str(row.content.get("id", "")), messages=_asked(f"{code}\n\n{asked}" if code else asked)
+        id=str(row.content.get("id", "")),
+        messages=_user_message(f"{code}\n\n{asked}" if code else asked),
     )
 
 
@@ -249,7 +250,7 @@ def read_sharegpt(row: Row) -> BenchPrompt | None:
     if len(said) < 2 or not isinstance(said[0], str) or not said[0]:
         return None
     # With a tokenizer, `_with_length` adds the length of the recorded answer.
-    return BenchPrompt(id=str(row.content.get("id", "")), messages=_asked(said[0]))
+    return BenchPrompt(id=str(row.content.get("id", "")), messages=_user_message(said[0]))
 
 
 _READERS: dict[str, Callable[[Row], BenchPrompt | None]] = {
@@ -338,7 +339,7 @@ def draw_random(
             id=f"random-{number}", token_ids=tokens, max_tokens=length(shape.output_tokens)
         )
         if as_text and encoder is not None:
-            prompt = replace(prompt, token_ids=None, messages=_asked(encoder.decode(tokens)))
+            prompt = replace(prompt, token_ids=None, messages=_user_message(encoder.decode(tokens)))
         prompts.append(prompt)
     return prompts
 
@@ -381,7 +382,7 @@ def _of_category(prompts: list[BenchPrompt], category: str | None, file: Path) -
     return kept
 
 
-def _asked(text: str) -> tuple[Message, ...]:
+def _user_message(text: str) -> tuple[Message, ...]:
     return ({"role": "user", "content": text},)
 
 

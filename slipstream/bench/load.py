@@ -11,7 +11,7 @@ from slipstream.bench.record import Record
 from slipstream.core.errors import UsageError
 
 Ask = Callable[[BenchPrompt, float | None], Awaitable[Record]]
-_POLL_SECONDS = 0.05  # between checks whether the user interrupts
+_POLL_SECONDS = 0.05  # between checks for an interrupt by the user
 _NOT_SENT = "not sent, because the turn before failed"
 
 

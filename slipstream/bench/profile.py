@@ -106,8 +106,8 @@ def profile(llm: "LLM", workload: Workload, steps: int, trace: Path) -> Profile:
 
 
 def read_trace(events: Iterable[Mapping[str, Any]]) -> tuple[bool, Times]:
-    """Milliseconds by part and group, of an accelerator's kernels where there are any (and
-    whether there are), else of the host's ops."""
+    """(on_device, milliseconds by part and group): of the accelerator's kernels if there are any,
+    else of the host's ops."""
     listed = [event for event in events if event.get("ph") == "X"]
     kernels = [event for event in listed if event.get("cat") in _ON_DEVICE]
     if kernels:
@@ -145,8 +145,8 @@ def _by_range(events: Iterable[Mapping[str, Any]]) -> Times:
 
 
 def _by_stamp(kernels: Iterable[Mapping[str, Any]]) -> Times:
-    """Kernels in the order in which they ran. A captured step has no ranges, but every round asks
-    for the time when it begins, has its drafts, has its logits, and ends."""
+    """Sum up kernels in the order in which they ran. A captured step has no ranges; its parts are
+    split by kernels that read the clock: at its start, after drafts, after logits, at its end."""
     times, stamps = _empty(), 0
     for kernel in sorted(kernels, key=lambda event: event["ts"]):
         stamps += _STAMP in kernel["name"]

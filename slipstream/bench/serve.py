@@ -187,7 +187,7 @@ async def _measure(
         model = await find_model(client, plan.model, plan.ready_wait, plan.server.url)
         form = _form(plan, model)
         for prompt in plan.prompts:
-            form.body(prompt)  # raises UsageError before anything is sent
+            form.body(prompt)  # may raise UsageError, before anything is sent
 
         async def ask(prompt: BenchPrompt, due: float | None) -> Record:
             return await client.complete(prompt, form, plan.encoder, due)

@@ -73,7 +73,8 @@ class SpeculationCounts:
 
 def from_usage(records: Iterable[Record]) -> SpeculationCounts | None:
     """Sum over the answers that report speculation; None where none does."""
-    reports = [it.usage["speculation"] for it in records if _has_report(it.usage)]
+    usages = (record.usage.get("speculation") for record in records)
+    reports = [usage for usage in usages if isinstance(usage, dict)]
     if not reports:
         return None
     return SpeculationCounts(
@@ -133,10 +134,6 @@ def from_outputs(metrics: Sequence[RequestMetrics]) -> SpeculationCounts:
 
 def _by_place(rows: Iterable[Iterable[int]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))
-
-
-def _has_report(usage: Mapping[str, Any]) -> bool:
-    return isinstance(usage.get("speculation"), dict)
 
 
 def _sum(reports: Sequence[Mapping[str, Any]], key: str) -> int:

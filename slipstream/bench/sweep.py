@@ -185,7 +185,7 @@ def _result(
     """None where it was interrupted before the first token."""
     try:
         run = measure(open_llm(config, cell.batch), cell)
-    except Exception as error:  # of any kind: the other cells are still measured
+    except Exception as error:  # any error: the other cells are still measured
         return Failure(cell.drafter, cell.k, cell.batch, reason=_reason(error))
     return _point(cell, run, plain) if run.num_tokens else None
 
@@ -210,7 +210,7 @@ def _point(cell: Cell, run: OfflineRun, plain: Point | None) -> Point:
     )
 
 
-_LEAST_DRIFT = 0.02  # two runs of the same thing differ by so much anyway
+_LEAST_DRIFT = 0.02  # two runs of the same cell differ by this much
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which request holds which blocks of the KV cache. The storage itself is elsewhere."""
+"""Assigns blocks of the KV cache to requests. The storage itself is elsewhere."""
 
 from collections import Counter
 from collections.abc import KeysView, Sequence

@@ -1,4 +1,4 @@
-"""Which full block holds which tokens, found by content."""
+"""Finds full blocks by the tokens that they hold."""
 
 import struct
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ class PrefixIndex:
 
     The content of a block is named by a digest over its own tokens and the digest of the block in
     front of it, so one digest stands for a whole prefix. The first block's parent is the digest of
-    a namespace: what is stored per token (the target's layers alone, or a certain drafter's too),
-    and the salt of those who may share it.
-    Equal digests are taken for equal prefixes; at 128 bits a chance collision is out of reach.
+    a namespace: what is stored per token (only the target's layers, or a certain drafter's as
+    well), and the cache salt. Equal digests are taken as equal prefixes: at 128 bits, chance
+    collisions are negligible.
     """
 
     def __init__(self) -> None:

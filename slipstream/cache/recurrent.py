@@ -1,8 +1,8 @@
-"""Recurrent state: what layers keep of each request, however many tokens it has.
+"""Recurrent state, which has a fixed size for each request, whatever its number of tokens.
 
-A state cannot forget a token, so it covers those that stay for certain: draft tokens are taken in
-by the pass behind the one that has verified them (`StateInputs`). Until then their rows are kept,
-as they are before the recurrence.
+A state cannot drop a token, so it covers committed tokens only: draft tokens are included by the
+pass after the one that verified them (`StateInputs`). Until then their rows are kept, as they are
+before the recurrence.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class RecurrentSpec:
 
     @property
     def bytes_per_request(self) -> int:
-        """Those of a checkpoint too."""
+        """Also the bytes of a checkpoint."""
         window = self.window * self.channels * self.dtype.itemsize
         return prod(self.state) * torch.float32.itemsize + window
 

@@ -160,9 +160,9 @@ class StatePlaces:
             edge = self._edge(num_tokens, before)
             if edge:
                 place, held.written, held.written_edge = held.written, place, edge
-            self._leave(held, place)
+            self._release_place(held, place)
         if before < held.num_prompt <= num_tokens:  # what the same prompt is resumed from
-            self._stay(held.latest if held.written == NO_PLACE else held.written)
+            self._keep_place(held.latest if held.written == NO_PLACE else held.written)
 
     def index(self, request_id: str, digests: Sequence[bytes]) -> None:
         """Put the written checkpoint into the index, once the blocks in front of it are there."""
@@ -178,18 +178,18 @@ class StatePlaces:
         if known is None:
             index.add(digest, place)
         else:  # another request has a checkpoint at the same edge
-            self._leave(held, place)
+            self._release_place(held, place)
             self._pool.share(known)
             place = known
         last, held.latest, held.written = held.latest, place, NO_PLACE
         if stays:
-            self._stay(place)
-        self._leave(held, last)
+            self._keep_place(place)
+        self._release_place(held, last)
 
     def free(self, request_id: str) -> None:
         """End or preempt a request; its last checkpoint stays until its place is needed."""
         held = self._requests.pop(request_id)
-        self._stay(held.latest)
+        self._keep_place(held.latest)
         for place in held.places():
             self._pool.release(place)
 
@@ -229,7 +229,7 @@ class StatePlaces:
         place, owner.spare = owner.spare, NO_PLACE
         return place
 
-    def _leave(self, held: _Held, place: int) -> None:
+    def _release_place(self, held: _Held, place: int) -> None:
         """Free a place that a request has used; its checkpoint is kept only if it is to stay."""
         if place == NO_PLACE:
             return
@@ -239,6 +239,6 @@ class StatePlaces:
         else:
             self._pool.release(place)
 
-    def _stay(self, place: int) -> None:
+    def _keep_place(self, place: int) -> None:
         if place != NO_PLACE:
             self._staying.add(place)

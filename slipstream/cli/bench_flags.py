@@ -179,9 +179,9 @@ def read_workload(
         raise UsageError("--max-tokens must be at least 2: one token has no time per token")
     encoder = None
     if dataset.wants_tokenizer:
-        from slipstream.models.hub import HubAccess, reaching_hub
+        from slipstream.models.hub import HubAccess, hub_settings
 
-        with reaching_hub(HubAccess(engine.download_dir, engine.hf_token)):
+        with hub_settings(HubAccess(engine.download_dir, engine.hf_token)):
             encoder = model_tokenizer(engine.model, engine.revision)
     params = sampling.params(dataset.length, dataset.seed)
     return Workload(dataset.prompts(encoder), params)

@@ -163,7 +163,7 @@ def _report(
     from slipstream.bench.offline import run_figures, step_tables
     from slipstream.bench.report import write_json
 
-    if output is not None:  # before the tables, whose reader may leave
+    if output is not None:  # before the tables, because writing to a closed pipe ends the command
         write_json({"title": title, **about()} | figures | run_figures(run), output)
     show_report(title, [tables[0], *step_tables(run), *tables[1:]])
     if run.stopped:

@@ -72,7 +72,7 @@ def serve(
     if summary.save_texts is not None:
         outcome.write_texts(summary.save_texts)
     outcome.draw(files)
-    _show(outcome)  # last: the reader of a pipe may be gone, which ends the command
+    _show(outcome)  # last, because writing to a closed pipe ends the command
     if interrupted:
         say(f"interrupted; {counted(measured.run.num_left, 'request')} not finished")
         raise typer.Exit(INTERRUPTED)

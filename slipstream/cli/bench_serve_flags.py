@@ -208,7 +208,7 @@ class SummaryFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultFlags:
-    """The flags of vllm bench serve for what is `--output` here."""
+    """The flags of vllm bench serve that correspond to `--output`."""
 
     save_result: bool = flag(
         False, "Write all figures as JSON, to a file named after the load.", panel="Report"

@@ -88,7 +88,7 @@ def sweep_and_report(
     """Measure and report; see `sweep`.
 
     Args:
-        conclude: what is said below the tables of a sweep that was measured whole.
+        conclude: makes the text below the tables, if all cells were measured.
     """
     from slipstream.bench.sweep import Sweep
 
@@ -149,7 +149,7 @@ class _Cells:
                 write_json(document | {"interrupted": self._stopped}, output)
             draw_sweep(self._points, self._failures, title, about(), files)
             failures = [failures_table(self._failures)] if self._failures else []
-            # Last: the reader of a pipe may be gone, which ends the command.
+            # Last, because writing to a closed pipe ends the command.
             show_report(title, [sweep_table(self._points), *failures, *self._profiles])
             if self._conclude is not None and not self._stopped:
                 print(self._conclude(self._points, self._plan), flush=True)

@@ -31,9 +31,9 @@ class CachedModel:
 
     Attributes:
         name: what MODEL or --drafter takes.
-        num_bytes: of its weights; None without any.
-        kind: what it is, in words; for what is not read here, None.
-        problem: why it is not read here; None for what is.
+        num_bytes: size of its weights; None if there are none.
+        kind: a description; None if the model is not supported.
+        problem: why it is not supported; None if it is.
     """
 
     name: str
@@ -57,7 +57,7 @@ def list_models(*, flags: ListFlags) -> None:
     for model in models:
         at = f"@{model.revision}" if model.revision else ""
         size = "" if model.num_bytes is None else f"{model.num_bytes / 1e6:,.0f} MB"
-        table.add_row(model.name + at, size, model.kind or f"not read here: {model.problem}")
+        table.add_row(model.name + at, size, model.kind or f"not supported: {model.problem}")
     stdout_console().print(table)
 
 
@@ -69,11 +69,11 @@ def _bundled() -> Iterator[CachedModel]:
 
 
 def _downloaded(folder: str | None) -> Iterator[CachedModel]:
-    """What lies in the hub's cache."""
+    """The models in the hub's cache."""
     from slipstream.models.gguf.files import models_among, split_stem
 
     for repo in _repositories(folder):
-        several = len(repo.revisions) > 1  # then their names tell them apart
+        several = len(repo.revisions) > 1  # named by revision to tell them apart
         for revision in sorted(repo.revisions, key=lambda it: -it.last_modified):
             name = revision.commit_hash[:8] if several else None
             models = models_among([Path(file.file_path) for file in revision.files])
@@ -85,17 +85,17 @@ def _downloaded(folder: str | None) -> Iterator[CachedModel]:
 
 
 def _repositories(folder: str | None) -> list[Any]:
-    """The models of the hub's cache; none where there is no cache, or no client of the hub.
+    """The repositories of models in the hub's cache; none without a cache or a hub client.
 
     Raises:
-        CheckpointError: `folder` was named, and is no cache of the hub's.
+        CheckpointError: `folder` was given and is not a hub cache.
     """
     try:
         from huggingface_hub import CacheNotFound, scan_cache_dir
     except ImportError:
         if folder is not None:
             raise CheckpointError(
-                "downloads are kept by the package huggingface_hub: install slipstream[hub]"
+                "--download-dir needs the package huggingface_hub; install slipstream[hub]"
             ) from None
         return []
     try:
@@ -106,7 +106,7 @@ def _repositories(folder: str | None) -> list[Any]:
                 f"--download-dir {folder} is not a folder of downloads ({error}); name another"
             ) from None
         return []
-    for warning in found.warnings:  # whole repositories are left out then
+    for warning in found.warnings:  # such a repository is left out
         say(f"not listed: {str(warning).splitlines()[0]}; download it again")
     models = [repo for repo in found.repos if repo.repo_type == "model"]
     return sorted(models, key=lambda repo: repo.repo_id)
@@ -116,7 +116,7 @@ def _described(name: str, revision: str | None, place: str | Path) -> CachedMode
     try:
         facts = read_facts(str(place))
     except SlipstreamError as error:
-        what = str(error).split("; ")[0]  # behind it come remedies, and lists of what is read
+        what = str(error).split("; ")[0]  # without remedies and lists of supported values
         return CachedModel(
             name, revision, None, None, what.replace(f"{place}/", "").replace(str(place), "it")
         )
@@ -124,7 +124,7 @@ def _described(name: str, revision: str | None, place: str | Path) -> CachedMode
 
 
 def _kind(facts: CheckpointFacts) -> str:
-    """Architecture, format, and what it drafts with or for."""
+    """A description: architecture, format and drafter, or the drafting method."""
     if facts.kind != DRAFT_MODEL:
         return f"drafter, method {facts.kind}"
     config = facts.config

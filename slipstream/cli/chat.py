@@ -14,8 +14,8 @@ from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.errors import WRONG_USAGE, say
 from slipstream.cli.flags import Given, RunFlags
 from slipstream.cli.open_llm import open_llm, with_defaults
+from slipstream.cli.parsed_answer import ParsedAnswer, parser_of
 from slipstream.cli.prompts import decode, read_template, stdin_is_piped
-from slipstream.cli.spoken import Spoken, parser_of
 from slipstream.cli.terminal import (
     QUIET_STYLE,
     interrupt_noted,
@@ -69,8 +69,8 @@ def chat(
 ) -> None:
     """Chat on a terminal, or answer each line of a pipe.
 
-    What the model thinks before an answer is dim, where its format tells it apart; a pipe gets the
-    answers alone.
+    Reasoning before an answer is shown dimmed, if the model's format separates it; a pipe gets only
+    the answers.
     """
     template = None if flags.chat_template is None else read_template(flags.chat_template)
     if template is None:
@@ -92,7 +92,7 @@ class Conversation:
         template: a chat template in place of the checkpoint's.
 
     Attributes:
-        parser: makes parsers of the answers, if they are more than text.
+        parser: makes parsers of the answers; None if answers are plain text.
 
     Raises UsageError if there is no chat template.
     """
@@ -113,7 +113,7 @@ class Conversation:
         if not found.exists:
             raise _no_template(llm.tokenizer.path)
         self.parser = parser_of(llm.tokenizer, found, params)
-        if self.parser is not None:  # which finds stop strings, in the content alone
+        if self.parser is not None:  # the parser finds stop strings, only in the content
             self._params = replace(params, stop=())
         self.clear()
 
@@ -147,24 +147,24 @@ class Conversation:
     def _answer(self, view: View, meter: Meter) -> CompletionOutput | None:
         outputs = self._llm.stream_chat(self.messages, self._params, self._template)
         answer: CompletionOutput | None = None
-        spoken = None if self.parser is None else Spoken(self.parser())
+        parsed = None if self.parser is None else ParsedAnswer(self.parser())
         view.begin(None, "")
         with interrupt_noted() as interrupted:
             for output in outputs:
                 answer = output.outputs[0]
-                if spoken is not None:
-                    spoken.take(answer)
+                if parsed is not None:
+                    parsed.take(answer)
                 view.show(answer, partial(meter.read, len(answer.token_ids)))
-                if interrupted() or (spoken is not None and spoken.stop is not None):
+                if interrupted() or (parsed is not None and parsed.stop is not None):
                     self._llm.abort(output.request_id)
                     break
         view.end()
         content = "" if answer is None else answer.text
         if answer is not None:
             output.require_sound()
-        if spoken is not None:
-            spoken.finish()
-            content = spoken.content
+        if parsed is not None:
+            parsed.finish()
+            content = parsed.content
         self.messages.append({"role": "assistant", "content": content})
         return answer
 
@@ -268,7 +268,7 @@ def _is_terminal() -> bool:
 
 
 def _require_template(config: EngineConfig) -> None:
-    """Raise UsageError before anything is loaded if a model that is here has no chat template."""
+    """Raise UsageError, before loading, if a local model has no chat template."""
     name = config.tokenizer or config.model
     if not Path(name).exists():
         return

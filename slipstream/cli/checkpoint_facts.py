@@ -54,8 +54,8 @@ class ExpertFacts:
 
     Attributes:
         expert_size: width of one expert.
-        shared_expert_size: None without an expert that all tokens pass.
-        num_active_parameters: of the matrices that a token passes.
+        shared_expert_size: width of the shared expert; None without one.
+        num_active_parameters: parameters of the matrices that a token passes through.
     """
 
     num_experts: int
@@ -68,7 +68,7 @@ class ExpertFacts:
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """A checkpoint and what its files say of it.
+    """A checkpoint and the properties that its files declare.
 
     Attributes:
         num_parameters: of the stored tensors, a tied head counted once; of a quantised checkpoint
@@ -79,7 +79,7 @@ class CheckpointFacts:
         head: for a drafting head, its facts; None for a language model.
         own_drafter: the drafter that a language model's checkpoint includes, in words.
         quantization: the format of quantised weight matrices, in words.
-        types: what a GGUF file stores, and what becomes of it; empty for other checkpoints.
+        types: the tensor types of a GGUF file and how they are loaded; empty for other checkpoints.
     """
 
     checkpoint: "Checkpoint"
@@ -181,8 +181,8 @@ class CheckpointFacts:
         return {"dtype": None if dtype is None else str(dtype).removeprefix("torch."), **sizes}
 
     def _cache_sizes(self) -> dict[str, int | None]:
-        """Bytes of a token in all layers and of a block; how much of a token is only kept for the
-        last `window` tokens, by a target; what layers keep of a request, however long it is."""
+        """Cache sizes in bytes: per token and block in all layers, the part of a token that is kept
+        only for the last `window` tokens, and the recurrent state of a request."""
         shape, per_token, windowed, window = self.config, 0, 0, None
         state = per_draft = 0
         keeps_none = self.head is not None and not self.head.keeps_blocks
@@ -206,7 +206,7 @@ class CheckpointFacts:
 
 
 def _latent_sizes(config: "DecoderConfig") -> dict[str, int | None]:
-    """The sizes of heads of latent attention, whose keys and values are made of one row a token."""
+    """Sizes of heads with latent attention, which caches one row per token."""
     latent = config.latent_attention
     if latent is None:
         return {}
@@ -219,7 +219,7 @@ def _latent_sizes(config: "DecoderConfig") -> dict[str, int | None]:
 
 
 def read_facts(name: str) -> CheckpointFacts:
-    """Read a checkpoint; a language model needs no weights for it, a drafting head does.
+    """Read a checkpoint. A language model may lack weights, a drafting head may not.
 
     Raises:
         CheckpointError: not a checkpoint, an unknown architecture, or a head without weights.

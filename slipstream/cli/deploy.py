@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFlags:
-    """A deployment on a cluster, which another program makes."""
+    """A manifest for a cluster, which is deployed with other tools."""
 
     manifest: Path | None = flag(
         None,
@@ -59,7 +59,7 @@ def deploy(
 
 
 def _plan(*, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFlags) -> "Plan":
-    """What a command line deploys; UsageError for flags that have no effect without another."""
+    """The plan of a command line; UsageError for flags that have no effect without another."""
     if cluster.manifest is None:
         for name in given_flags(cluster):
             raise UsageError(f"{name} is for the manifest of a cluster; add --manifest FILE")
@@ -67,7 +67,7 @@ def _plan(*, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFl
 
 
 def plan_of(serving: ServingFlags, replicas: ReplicaOptions) -> "Plan":
-    """These replicas, each a server with these flags."""
+    """The plan of replicas that are servers with these flags."""
     config, server = serving.checked()
     from slipstream.deploy.plan import Plan
 
@@ -125,10 +125,10 @@ def _missing(error: ModuleNotFoundError) -> MissingPackagesError:
 
 
 def run_locally(plan: "Plan", listen: ListenFlags, reread: "Callable[[], Plan]") -> int:
-    """Serve by replicas on this machine until a signal ends it; the exit code.
+    """Serve with replicas on this machine until a signal; returns the exit code.
 
     Args:
-        reread: the plan as it is when the replicas are to be replaced.
+        reread: reads the plan again when the replicas are to be replaced.
     """
     try:
         from slipstream.deploy.local import serve_locally

@@ -28,7 +28,7 @@ _EXTRAS = {
 }
 _NODES = Path("/sys/devices/system/node")
 _CPUINFO = Path("/proc/cpuinfo")
-_BANDWIDTH_BYTES = 256 << 20  # more than caches hold, and read in a tenth of a second
+_BANDWIDTH_BYTES = 256 << 20  # larger than caches; read in a tenth of a second
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Processor:
 
     Attributes:
         threads: hardware threads that this process may use.
-        cores: of those threads; `limit` says what they are limited by.
-        nodes: parts of the memory, each near to some of the cores.
-        levels: of instructions that the C++ kernels could use, lowest first; empty without them.
+        cores: cores of those threads; `limit` names what limits them.
+        nodes: number of NUMA nodes.
+        levels: instruction sets that the C++ kernels could use, lowest first; empty without them.
         level: the one in use; None without the kernels.
         bandwidth: bytes a second at which the cores read memory; None without the kernels.
     """
@@ -86,7 +86,7 @@ class MachineFacts:
 
 
 def read_machine() -> MachineFacts:
-    """Look at this machine; takes about a second, most of it to import torch."""
+    """Collect the facts; takes about a second, most of it to import torch."""
     import torch
 
     from slipstream.cli.checkpoint_facts import kernel_backend
@@ -139,7 +139,7 @@ def _read_processor() -> Processor:
 
 
 def processor_name(cpuinfo: Path = _CPUINFO) -> str:
-    """What the processor calls itself; else its architecture."""
+    """The processor's model name, or its architecture."""
     try:
         lines = cpuinfo.read_text("utf-8", errors="replace").splitlines()
     except OSError:
@@ -212,7 +212,7 @@ def doctor(*, flags: DoctorFlags) -> None:
 
 
 def advise(machine: MachineFacts) -> Iterator[str]:
-    """What could be better, and how to get it; the gravest first."""
+    """Suggestions for this machine, the most important first."""
     from slipstream.runner.capability import LEAST_CAPABILITY
 
     if machine.processor.level is None:
@@ -222,7 +222,7 @@ def advise(machine: MachineFacts) -> Iterator[str]:
         )
     if machine.cuda is not None and not machine.gpus:
         yield (
-            f"torch is a build for CUDA {machine.cuda}, and no NVIDIA GPU is to be seen. If there "
+            f"torch is built for CUDA {machine.cuda}, but no NVIDIA GPU was found. If there "
             "is one, install its driver; if there is none, the build for CPUs saves gigabytes: "
             f"{CPU_BUILD}"
         )
@@ -236,8 +236,8 @@ def advise(machine: MachineFacts) -> Iterator[str]:
         yield "without Triton plain torch serves the GPU, slowly: pip install triton"
     if machine.processor.nodes > 1:
         yield (
-            f"memory is in {machine.processor.nodes} parts: on a CPU, bind a server to the cores "
-            "and memory of one (numactl --cpunodebind=0 --membind=0 slipstream serve ...)"
+            f"memory is split into {machine.processor.nodes} NUMA nodes: bind a server on a CPU to "
+            "the cores and memory of one (numactl --cpunodebind=0 --membind=0 slipstream serve ...)"
         )
     for extra, packages in machine.missing.items():
         lacking = ", ".join(packages)
@@ -270,7 +270,7 @@ def _rows(machine: MachineFacts) -> dict[str, str]:
 
 
 def _trial() -> tuple[str, bool]:
-    """A few tokens of the bundled demo, with drafts; how it went, and whether it did."""
+    """Generate some tokens with the bundled demo and its drafter: a summary, and whether it ran."""
     from slipstream import LLM, SamplingParams
     from slipstream.cli.views import Meter
 

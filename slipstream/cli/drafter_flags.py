@@ -92,7 +92,7 @@ class DrafterFlags:
         return config or None
 
     def _named(self, model: str) -> dict[str, Any]:
-        """Method and model, as far as they are given or follow from the demo."""
+        """Method and model, if they are given or follow from the demo."""
         names = {"method": self.spec_method, "model": self.drafter}
         if is_method(self.drafter) and self.spec_method in (None, self.drafter):
             names = {"method": self.drafter, "model": None}
@@ -117,15 +117,15 @@ class DrafterFlags:
 
 
 def is_method(drafter: str | None) -> bool:
-    """Whether this names a method, and not a checkpoint, where a drafter is named."""
+    """Whether the value of --drafter is a method that needs no checkpoint."""
     from slipstream.speculative.catalogue import METHODS
 
     return drafter in METHODS and METHODS[drafter].without_model
 
 
 def _may_wrap_target(model: str) -> bool:
-    """Whether MODEL may be a drafter that names its target: a folder that does, or a name of the
-    hub, of which nothing is known yet."""
+    """Whether MODEL may be a drafter that names its target: a folder that does, or a hub name,
+    whose config.json has not been read yet."""
     file = Path(model).expanduser() / "config.json"
     if file.is_file():
         return '"speculators_model_type"' in file.read_text("utf-8", errors="replace")

@@ -1,6 +1,6 @@
 """Error messages and exit codes.
 
-0: success. 1: a checkpoint or the engine failed, or the reader of the output is gone (closed pipe).
+0: success. 1: a checkpoint or the engine failed, or the output was closed (a closed pipe).
 2: the command line is wrong. 130: interrupted.
 """
 
@@ -22,8 +22,8 @@ _NO_MEMORY = (
     "requests (--max-num-seqs, --max-model-len), or fewer bits (--quantization)"
 )
 
-# What the parser raises. Some versions of Typer carry their own copy of click, so the class is
-# taken from the one name of it that all of them export.
+# The parser's errors. Some versions of Typer bundle click, so the class is found through a name
+# that all versions export.
 _ParserError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 
 

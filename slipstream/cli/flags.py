@@ -26,7 +26,7 @@ _LINE, _SETTLED = "slipstream.line", "slipstream.settled"
 
 
 def _note_debug(context: typer.Context, debug: bool) -> bool:
-    """The error policy learns of it before any other flag is read."""
+    """Set before other flags are parsed, so that their errors show tracebacks, too."""
     if debug:
         context.ensure_object(DebugState).debug = True
     return debug
@@ -42,7 +42,7 @@ DebugFlag = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """What the commands that load a model report of it."""
+    """What commands that load a model report about it."""
 
     verbose: bool = flag(
         False,
@@ -60,7 +60,7 @@ def add_commands(
 
 
 def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command as Typer wants it: one parameter for each option."""
+    """The command in the form that Typer reads: one parameter for each option."""
     parameters = inspect.signature(command).parameters
     groups = {
         name: _Group(name, it) for name, it in parameters.items() if it.annotation is not Given
@@ -82,11 +82,11 @@ def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Given:
-    """A parameter of a command that tells which of its flags were given.
+    """Type of a command's parameter that reports which of its flags were given.
 
     Attributes:
         line: the arguments as they were given.
-        settled: those arguments without names of other engines and files of flags.
+        settled: the arguments after names of other engines and --config files were replaced.
     """
 
     def __init__(self, context: typer.Context) -> None:
@@ -182,7 +182,7 @@ def _parameter(
 
 
 def _option_type(kinds: list[Any], found: Flag) -> Any:
-    """What Typer reads: a list for a sequence, the text of what is parsed here."""
+    """The type for Typer: a list for a sequence, str for values that `Flag.parse` reads."""
     if found.parse is not None:
         return str
     for kind in kinds:
@@ -212,9 +212,9 @@ def _keyword(name: str, hint: Any, default: Any) -> inspect.Parameter:
 
 
 class GroupedHelp(TyperCommand):
-    """Typer's own groups come as tables, which cut long flag names on an ordinary terminal.
+    """Help in groups of flags. Typer's tables would cut long flag names on usual terminals.
 
-    Of an unknown flag it says the reason, or a flag that means the same.
+    The error for an unknown flag gives the reason, or a similar flag.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -257,7 +257,7 @@ class VllmCommand(GroupedHelp):
 
 
 def parsed(command: Callable[..., T], arguments: Sequence[str]) -> T:
-    """Call a function with the arguments of a command line, which is read as vLLM's is.
+    """Call a function with the arguments of a command line, which may have vLLM's flags.
 
     Raises:
         UsageError: they are not valid.

@@ -36,21 +36,21 @@ def show_costs(model: str, drafter: str | None, as_json: bool) -> None:
     rows, name = engine.costs, str(options.get("model") or engine.resolved.method)
     lines = {count: list(line) for count, line in groupby(rows, key=lambda row: row.requests)}
     if as_json:
-        document = [_document(row, line[0].seconds) for line in lines.values() for row in line]
+        document = [
+            {
+                "requests": row.requests,
+                "drafts": row.drafts,
+                "seconds": row.seconds,
+                "least_acceptance": row.least_acceptance(line[0].seconds) if row.drafts else None,
+            }
+            for line in lines.values()
+            for row in line
+        ]
         print(json.dumps({"model": model, "drafter": name, "costs": document}, indent=2))
         return
     console = stdout_console()
     console.print(f"{model}, drafts of {name}", style="bold", soft_wrap=True)
     _show_costs(console, lines)
-
-
-def _document(row: "CostRow", plain: float) -> dict[str, Any]:
-    return {
-        "requests": row.requests,
-        "drafts": row.drafts,
-        "seconds": row.seconds,
-        "least_acceptance": row.least_acceptance(plain) if row.drafts else None,
-    }
 
 
 def _show_costs(console: Console, lines: dict[int, list["CostRow"]]) -> None:
@@ -63,15 +63,9 @@ def _show_costs(console: Console, lines: dict[int, list["CostRow"]]) -> None:
     )
     console.print("acceptance rate from which drafting pays", style="bold")
     console.print("-: it does not pay at any rate", style=QUIET_STYLE)
-    least = [
-        ["", *(_percent(it.least_acceptance(row[0].seconds)) for it in row[1:])]
-        for row in lines.values()
-    ]
+    shares = [[it.least_acceptance(row[0].seconds) for it in row[1:]] for row in lines.values()]
+    least = [["", *("-" if it is None else f"{it:.0%}" for it in row)] for row in shares]
     console.print(_table(lines, least))
-
-
-def _percent(chance: float | None) -> str:
-    return "-" if chance is None else f"{chance:.0%}"
 
 
 def _table(lines: dict[int, list["CostRow"]], cells: Sequence[Sequence[str]]) -> Table:
@@ -169,7 +163,7 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def _type_rows(types: list[dict[str, Any]]) -> dict[str, str]:
-    """What the tensors of a GGUF file are multiplied as."""
+    """The types of a GGUF file by the form in which they are multiplied."""
     rows: dict[str, list[str]] = {}
     for each in types:
         becomes = each["becomes"]
@@ -180,7 +174,7 @@ def _type_rows(types: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _expert_rows(experts: dict[str, Any] | None) -> dict[str, str]:
-    """What a token passes of a mixture of experts, and what passes of several rows read."""
+    """The active parameters of a mixture of experts, and the bytes that passes read."""
     if experts is None:
         return {}
     shared = experts["shared_expert_size"]

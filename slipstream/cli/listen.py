@@ -164,7 +164,7 @@ class ListenFlags:
         return folder
 
     def require_parsers(self) -> None:
-        """Raise UsageError for names that no parser has."""
+        """Raise UsageError for unknown names of parsers."""
         from slipstream.serve.output.formats import CALLS_WITHIN, OFF, OUTPUT_FORMATS
         from slipstream.serve.tools.formats import NAMED
 
@@ -231,7 +231,7 @@ class ServingFlags:
 
 
 def _usual_name(model: str) -> str:
-    """What requests call a model: as it was named, but a GGUF file without its path and ending."""
+    """The model's name in requests: MODEL as given; for a GGUF file its name without the suffix."""
     path = Path(model)
     from slipstream.models.gguf.files import is_gguf, split_stem  # imports torch
 
@@ -254,7 +254,7 @@ def _access(listen: ListenFlags) -> "Access":
 
 
 def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
-    """The values of a flag that is repeated, or has a JSON list."""
+    """The values of a flag that may be repeated or have a JSON list."""
     found: list[str] = []
     for text in given:
         listed: object = [text]

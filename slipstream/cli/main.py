@@ -24,17 +24,15 @@ from slipstream.cli.inspect import inspect
 from slipstream.cli.serve import serve
 from slipstream.cli.train import app as train_app
 
-
-def _hyphenated(name: str) -> str:
-    """Accept underscores in flags, as other engines' command lines do."""
-    return name.replace("_", "-")
-
-
 app = typer.Typer(
     name="slipstream",
     help="LLM inference built around speculative decoding: the same output, faster.",
-    # Applied by the parser to names of flags and commands alone, never to their values.
-    context_settings={"token_normalize_func": _hyphenated, "help_option_names": ["-h", "--help"]},
+    # Flags may have underscores, as on other engines' command lines. The parser applies this to
+    # names of flags and commands alone, never to their values.
+    context_settings={
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+        "help_option_names": ["-h", "--help"],
+    },
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -43,8 +43,8 @@ def open_llm(config: EngineConfig, verbose: bool) -> tuple["LLM", float]:
 def _import_llm() -> type["LLM"]:
     """The engine's class.
 
-    Its modules and torch's make hundreds of thousands of objects that live as long as the process:
-    none of them is looked through for cycles, neither while they are made nor later.
+    Importing it and torch makes hundreds of thousands of objects that live as long as the process.
+    They are excluded from garbage collection.
     """
     is_first = "slipstream.engine.llm" not in sys.modules
     collects = gc.isenabled()
@@ -60,8 +60,8 @@ def _import_llm() -> type["LLM"]:
     return LLM
 
 
-def tell_defaults(defaults: SamplingDefaults) -> None:
-    """One line on stderr, unless there are none."""
+def print_defaults(defaults: SamplingDefaults) -> None:
+    """Print the checkpoint's sampling defaults on stderr, if it has any."""
     if defaults.values:
         stderr_console().print(
             f"defaults of requests: {defaults} ({defaults.source}; --generation-config vllm leaves "
@@ -73,9 +73,9 @@ def tell_defaults(defaults: SamplingDefaults) -> None:
 
 
 def with_defaults(llm: "LLM", sampling: SamplingParams, given: Given) -> SamplingParams:
-    """The parameters of a command's flags; the checkpoint's where a flag was not given."""
+    """The parameters of a command's flags; flags that were not given get the checkpoint's."""
     defaults = llm.engine.resolved.sampling_defaults
-    tell_defaults(defaults)
+    print_defaults(defaults)
     values = {name: it for name, it in defaults.values.items() if not given("sampling", name)}
     return replace(sampling, **values)
 
@@ -153,6 +153,6 @@ def _log_to(console: Console, verbose: bool) -> None:
     logger = logging.getLogger("slipstream")
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     handler = RichHandler(console=console, show_time=False, show_path=False)
-    # The table shows the reasons, in a better order.
+    # The table shows the reasons in its own order.
     handler.addFilter(lambda record: record.module != "sizing")
     logger.handlers = [handler]

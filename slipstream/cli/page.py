@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.cells import chop_cells
 from rich.text import Text
 
-from slipstream.cli.spoken import Span, Spoken
+from slipstream.cli.parsed_answer import ParsedAnswer, Span
 from slipstream.cli.terminal import ACCEPTED_STYLE, QUIET_STYLE
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.sampling_params import SamplingParams
@@ -31,24 +31,24 @@ class TokenColours:
     A character belongs to the token that completed it.
 
     Args:
-        spoken: reads the text that is shown, in place of the sample's own.
+        parsed: reads the text that is shown, in place of the sample's own.
     """
 
     def __init__(
-        self, tokenizer: "Tokenizer", params: SamplingParams, spoken: Spoken | None = None
+        self, tokenizer: "Tokenizer", params: SamplingParams, parsed: ParsedAnswer | None = None
     ) -> None:
         from slipstream.engine.detokenizer import Detokenizer
 
-        # Stop strings are left to the engine: its text is the one that is shown.
+        # The engine handles stop strings: its text is shown.
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, (), False, 0)
         self._num_tokens = 0
-        self.spoken = spoken
+        self.parsed = parsed
         self.drafted: list[Span] = []  # ascending
 
     @property
     def quiet(self) -> Sequence[Span]:
         """Which characters are reasoning."""
-        return () if self.spoken is None else self.spoken.quiet
+        return () if self.parsed is None else self.parsed.quiet
 
     def take(self, sample: CompletionOutput) -> None:
         """Add the tokens since the last call."""
@@ -57,9 +57,9 @@ class TokenColours:
                 self._note(start, end)
 
     def _added(self, sample: CompletionOutput) -> Iterator[tuple[int, Span]]:
-        """New tokens' indices, and what they add."""
-        if self.spoken is not None:
-            yield from self.spoken.take(sample)
+        """The indices of new tokens and the text that each adds."""
+        if self.parsed is not None:
+            yield from self.parsed.take(sample)
             return
         for index in range(self._num_tokens, len(sample.token_ids)):
             start = len(self._detokenizer.text)
@@ -94,8 +94,8 @@ class Page:
     def take(self, sample: CompletionOutput) -> None:
         """Replace the text by a later snapshot of the sample."""
         self._colours.take(sample)
-        spoken = self._colours.spoken
-        self._text = self._prompt + (sample.text if spoken is None else spoken.text)
+        parsed = self._colours.parsed
+        self._text = self._prompt + (sample.text if parsed is None else parsed.text)
 
     def take_lines(self) -> Text | None:
         """The lines completed since the last call; None if there are none."""
@@ -117,7 +117,7 @@ class Page:
     def take_rows(self, width: int, count: int) -> Text | None:
         """The first `count` rows of the rest, as one line that fills them exactly."""
         if "\n" in self._text[self._done :] or "\t" in self._text[self._done :]:
-            return None  # rows and characters do not correspond, and such a rest is never long
+            return None  # rows cannot be told from characters; such a rest is short
         pieces = chop_cells(self._text[self._done :].translate(_VISIBLE), width)
         end = self._done + sum(map(len, pieces[:count]))
         line = self._styled(self._done, end)
@@ -126,9 +126,9 @@ class Page:
 
     def take_rest(self) -> Text | None:
         """The rest of the text, when no more will come."""
-        if self._colours.spoken is not None:
-            self._colours.spoken.finish()
-            self._text = self._prompt + self._colours.spoken.text
+        if self._colours.parsed is not None:
+            self._colours.parsed.finish()
+            self._text = self._prompt + self._colours.parsed.text
         rest = self._styled(self._done, len(self._text)) if self._done < len(self._text) else None
         self._settle(len(self._text))
         return rest

@@ -1,5 +1,5 @@
-"""What flags name: the prompts of a command line (flags, files, stdin, or the demo's own), and
-files and folders, checked before anything is loaded or measured."""
+"""Reads the inputs that flags name: prompts (from flags, files, stdin or the demo), files and
+folders. All are checked before anything is loaded or measured."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def read_text(flag: str, file: str) -> str:
 
 
 def read_template(given: str) -> str:
-    """The chat template that --chat-template names, or is; UsageError if it is not valid."""
+    """The chat template of --chat-template, a file or a text; UsageError if it is not valid."""
     from jinja2 import TemplateSyntaxError
 
     from slipstream.models.chat_environment import make_environment

@@ -9,7 +9,7 @@ import typer
 from slipstream.cli.deploy import plan_of, run_locally
 from slipstream.cli.flags import Given, RunFlags, parsed
 from slipstream.cli.listen import ServingFlags, announce
-from slipstream.cli.open_llm import open_llm, tell_defaults
+from slipstream.cli.open_llm import open_llm, print_defaults
 from slipstream.core.flags import flag
 from slipstream.deploy.options import ReplicaOptions
 
@@ -58,7 +58,7 @@ def serve(*, serving: ServingFlags, parallel: ParallelFlags, run: RunFlags, give
             let_connect(sock)  # before the address is printed
             with suppress(OSError):  # a full disk behind stderr must not keep it from serving
                 announce(listen, options, sock, seconds)
-                tell_defaults(llm.engine.resolved.sampling_defaults)
+                print_defaults(llm.engine.resolved.sampling_defaults)
 
         code = start_server(llm.engine, config, options, sock, page_routes(), tell)
     finally:
@@ -70,5 +70,4 @@ def serve(*, serving: ServingFlags, parallel: ParallelFlags, run: RunFlags, give
 
 def _plan(*, serving: ServingFlags, parallel: ParallelFlags, run: RunFlags) -> "Plan":
     """The replicas of a command line."""
-    del run
     return plan_of(serving, ReplicaOptions(replicas=parallel.data_parallel_size))

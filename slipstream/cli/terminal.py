@@ -25,7 +25,7 @@ def stderr_console() -> Console:
 def shows_live(console: Console) -> bool:
     """Whether stdout is a terminal on which lines can be rewritten.
 
-    Rich takes a pipe for a terminal when FORCE_COLOR is set, so the stream itself is asked too.
+    With FORCE_COLOR rich treats a pipe as a terminal, so the stream is asked as well.
     """
     return (
         sys.stdout is not None

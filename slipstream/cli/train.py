@@ -49,10 +49,10 @@ def _command(kind: str) -> Callable[..., None]:
             with Bars(console) as bars, _TrainingBar(kind) as watch:
                 trained = run_training(settings, _command_line(), watch, bars.bar, interrupt_noted)
         except RunStoppedError as stopped:
-            say(f"{stopped}, which is kept; the same command continues from there")
+            say(f"{stopped}, which is kept; run the same command again to continue")
             raise KeyboardInterrupt from stopped
         except KeyboardInterrupt:
-            say("interrupted; the same command continues with what is kept so far")
+            say("interrupted; run the same command again to continue from the last checkpoint")
             raise
         count = trained.recipe.trained.num_parameters
         stdout_console().print(
@@ -76,7 +76,7 @@ def data(*, settings: DataSettings) -> None:
         with Bars(stderr_console()) as bars:
             sequences = pack_data(settings, bars.bar)
     except KeyboardInterrupt:
-        say("interrupted; the same command continues after the answers that are kept")
+        say("interrupted; run the same command again to continue after the last saved answer")
         raise
     stdout_console().print(
         f"{settings.out}: {len(sequences):,} sequences of {sequences.length} tokens", soft_wrap=True

@@ -6,7 +6,6 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from rich.console import Console, Group
@@ -15,7 +14,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from slipstream.cli.page import Page, TokenColours
-from slipstream.cli.spoken import NewParser, Spoken
+from slipstream.cli.parsed_answer import NewParser, ParsedAnswer
 from slipstream.cli.terminal import QUIET_STYLE
 from slipstream.core.errors import counted
 from slipstream.core.outputs import CompletionOutput, RequestMetrics
@@ -46,8 +45,8 @@ class Status:
     def line(self, width: int | None = None) -> str:
         """`42.0 tokens/s · AL 3.21 · accepted 0.85 0.71 0.60 · draft 31% target 55% ...`.
 
-        In a terminal of this width the shares of the time are left out if there is no room for
-        them, then acceptance position by position, from the last one on.
+        If it is wider than the terminal, the shares of time are left out, then the last positions
+        of the acceptance.
         """
         shares = self._shares()
         lines = [self._line(shares)]
@@ -103,7 +102,7 @@ class Meter:
 def _difference(now: "EngineMetrics", before: "EngineMetrics") -> "EngineMetrics":
     gained = deepcopy(now)
     for field in fields(gained):
-        if field.name not in ("speculation", "adapters"):  # a command's adapter is not told apart
+        if field.name not in ("speculation", "adapters"):  # a command has one adapter
             setattr(gained, field.name, getattr(now, field.name) - getattr(before, field.name))
     gained.speculation.add(before.speculation, sign=-1)
     return gained
@@ -131,19 +130,14 @@ class PlainView:
 
     def __init__(self, params: SamplingParams, parser: NewParser | None = None) -> None:
         self._held_back, self._parser = held_back(params), parser
-        self._spoken: Spoken | None = None
+        self._parsed: ParsedAnswer | None = None
         self._written, self._text = 0, ""
         self._first = True
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is not None and self._written:  # an error message starts on a line of its own
             with suppress(OSError):
                 print(flush=True)
@@ -152,19 +146,19 @@ class PlainView:
         if heading is not None:
             print("" if self._first else "\n", f"== {heading} ==", sep="")
         self._written, self._text, self._first = 0, "", False
-        self._spoken = None if self._parser is None else Spoken(self._parser())
+        self._parsed = None if self._parser is None else ParsedAnswer(self._parser())
 
     def show(self, sample: CompletionOutput, status: Callable[[], Status]) -> None:
         self._text = sample.text
-        if self._spoken is not None:
-            self._spoken.take(sample)
-            self._text = self._spoken.content
+        if self._parsed is not None:
+            self._parsed.take(sample)
+            self._text = self._parsed.content
         self._write(len(self._text) - self._held_back)
 
     def end(self) -> None:
-        if self._spoken is not None:
-            self._spoken.finish()
-            self._text = self._spoken.content
+        if self._parsed is not None:
+            self._parsed.finish()
+            self._text = self._parsed.content
         self._write(len(self._text))
         self._written = 0
         print(flush=True)
@@ -200,20 +194,15 @@ class LiveView:
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
         self._live.stop()
 
     def begin(self, heading: str | None, prompt: str) -> None:
         if heading is not None:
             self._console.print(Rule(Text(heading), style=QUIET_STYLE))
-        spoken = None if self._parser is None else Spoken(self._parser())
-        colours = TokenColours(self._tokenizer, self._params, spoken)
+        parsed = None if self._parser is None else ParsedAnswer(self._parser())
+        colours = TokenColours(self._tokenizer, self._params, parsed)
         self._page = Page(colours, prompt, held_back(self._params))
         self._draw(self._page, "")
 

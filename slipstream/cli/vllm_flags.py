@@ -1,4 +1,4 @@
-"""What each flag of `vllm serve` is here: a flag, another spelling of one, already so, or refused.
+"""The flags of `vllm serve`: supported, spelled differently, accepted without effect, or refused.
 
 Names and meanings are those of vLLM 0.26 and of scripts for versions before it. A name that is in
 none of the tables is a flag of `slipstream serve` with the same meaning.
@@ -65,9 +65,9 @@ class Spelling:
     """Another spelling of flags of `slipstream serve`.
 
     Attributes:
-        means: what takes its place, in words.
-        expand: (flag, value) -> arguments in its place; UsageError for a value that has none.
-        switch: it has no value.
+        means: a description of the replacement.
+        expand: (flag, value) -> the arguments that replace it; UsageError for unsupported values.
+        switch: whether it takes no value.
     """
 
     means: str
@@ -76,12 +76,12 @@ class Spelling:
 
 
 @dataclass(frozen=True)
-class Already:
-    """Accepted, because it is so.
+class NoEffect:
+    """Accepted without effect, because it describes what the server does anyway.
 
     Attributes:
-        why: a sentence's end: what is so, and what to do where something else is wanted.
-        values: those that are so; None for a switch, which is so when it is on.
+        why: the end of a sentence: the server's behaviour, and the remedy if another is wanted.
+        values: the values that describe it; None for a switch, which does when it is on.
     """
 
     why: str
@@ -89,19 +89,19 @@ class Already:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """Not done here.
+class Unsupported:
+    """Not supported.
 
     Attributes:
-        why: the reason, and the nearest thing.
-        switch: it may be given as `--no-NAME`, which is so.
+        why: the reason, and the nearest alternative.
+        switch: it may be given as `--no-NAME`, which is accepted.
     """
 
     why: str
     switch: bool = False
 
 
-Entry = Spelling | Already | Refused
+Entry = Spelling | NoEffect | Unsupported
 
 
 def _renamed(flag: str) -> Spelling:
@@ -189,75 +189,75 @@ _SPELLINGS: Final[Mapping[str, Spelling]] = {
 
 _ONE = ("1",)
 _NONE = ("0", "0.0")
-_ALREADY: Final[Mapping[str, Already]] = {
-    "aggregate-engine-logging": Already("there is one engine, which the log's line is about"),
-    "allow-deprecated-quantization": Already("every format that can be read may be used"),
-    "api-server-count": Already("one process answers HTTP, and the engine has a thread", _ONE),
-    "convert": Already("models generate; embeddings and scores are not served", ("auto", "none")),
-    "cpu-offload-gb": Already(
+_NO_EFFECT: Final[Mapping[str, NoEffect]] = {
+    "aggregate-engine-logging": NoEffect("there is one engine, which the log's line is about"),
+    "allow-deprecated-quantization": NoEffect("every format that can be read may be used"),
+    "api-server-count": NoEffect("one process answers HTTP, and the engine has a thread", _ONE),
+    "convert": NoEffect("models generate; embeddings and scores are not served", ("auto", "none")),
+    "cpu-offload-gb": NoEffect(
         "weights stay on their device; --quantization makes them smaller", _NONE
     ),
-    "data-parallel-rank": Already(ONE_GPU, ("0",)),
-    "data-parallel-size-local": Already(ONE_GPU, _ONE),
-    "data-parallel-start-rank": Already(ONE_GPU, ("0",)),
-    "decode-context-parallel-size": Already(ONE_GPU, _ONE),
-    "disable-cascade-attn": Already("there is no cascade attention"),
-    "disable-custom-all-reduce": Already("one GPU reduces nothing over several"),
-    "disable-frontend-multiprocessing": Already("the engine is a thread of the server's process"),
-    "distributed-executor-backend": Already(ONE_GPU, ("uni", "mp")),
-    "enable-auto-tool-choice": Already(
+    "data-parallel-rank": NoEffect(ONE_GPU, ("0",)),
+    "data-parallel-size-local": NoEffect(ONE_GPU, _ONE),
+    "data-parallel-start-rank": NoEffect(ONE_GPU, ("0",)),
+    "decode-context-parallel-size": NoEffect(ONE_GPU, _ONE),
+    "disable-cascade-attn": NoEffect("there is no cascade attention"),
+    "disable-custom-all-reduce": NoEffect("one GPU reduces nothing over several"),
+    "disable-frontend-multiprocessing": NoEffect("the engine is a thread of the server's process"),
+    "distributed-executor-backend": NoEffect(ONE_GPU, ("uni", "mp")),
+    "enable-auto-tool-choice": NoEffect(
         "models choose tools freely unless a request's tool_choice says otherwise; send none there"
     ),
-    "enable-expert-parallel": Already(
+    "enable-expert-parallel": NoEffect(
         "all experts are on the one GPU that there is, as in vLLM with one GPU"
     ),
-    "enable-prompt-tokens-details": Already("usage always has prompt_tokens_details"),
-    "enable-reasoning": Already("reasoning is told apart where the model's format is known"),
-    "enable-request-id-headers": Already("every answer has X-Request-Id"),
-    "enable-server-load-tracking": Already("/load always counts"),
-    "enable-tokenizer-info-endpoint": Already("/tokenizer_info is always there"),
-    "exclude-tools-when-tool-choice-none": Already("tools that may not be called are not written"),
-    "fingerprint-mode": Already("answers have no system_fingerprint", ("none",)),
-    "kv-offloading-size": Already("the KV cache stays on its device", _NONE),
-    "language-model-only": Already("the language model is all that is loaded of a checkpoint"),
-    "linear-backend": Already("each device has one kernel of a kind", ("auto",)),
-    "log-error-stack": Already("the log has the traceback of every internal error"),
-    "long-prefill-token-threshold": Already(READ_IN_PARTS, ("0",)),
-    "model-impl": Already("each family has one implementation, the engine's own", ("auto",)),
-    "moe-backend": Already("each device has one kernel of a kind", ("auto",)),
-    "nnodes": Already(ONE_GPU, _ONE),
-    "node-rank": Already(ONE_GPU, ("0",)),
-    "num-scheduler-steps": Already("every step is scheduled, and the next beside it", _ONE),
-    "offload-backend": Already("weights stay on their device", ("auto",)),
-    "performance-mode": Already(
+    "enable-prompt-tokens-details": NoEffect("usage always has prompt_tokens_details"),
+    "enable-reasoning": NoEffect("reasoning is told apart where the model's format is known"),
+    "enable-request-id-headers": NoEffect("every answer has X-Request-Id"),
+    "enable-server-load-tracking": NoEffect("/load always counts"),
+    "enable-tokenizer-info-endpoint": NoEffect("/tokenizer_info is always there"),
+    "exclude-tools-when-tool-choice-none": NoEffect("tools that may not be called are not written"),
+    "fingerprint-mode": NoEffect("answers have no system_fingerprint", ("none",)),
+    "kv-offloading-size": NoEffect("the KV cache stays on its device", _NONE),
+    "language-model-only": NoEffect("the language model is all that is loaded of a checkpoint"),
+    "linear-backend": NoEffect("each device has one kernel of a kind", ("auto",)),
+    "log-error-stack": NoEffect("the log has the traceback of every internal error"),
+    "long-prefill-token-threshold": NoEffect(READ_IN_PARTS, ("0",)),
+    "model-impl": NoEffect("each family has one implementation, the engine's own", ("auto",)),
+    "moe-backend": NoEffect("each device has one kernel of a kind", ("auto",)),
+    "nnodes": NoEffect(ONE_GPU, _ONE),
+    "node-rank": NoEffect(ONE_GPU, ("0",)),
+    "num-scheduler-steps": NoEffect("every step is scheduled, and the next beside it", _ONE),
+    "offload-backend": NoEffect("weights stay on their device", ("auto",)),
+    "performance-mode": NoEffect(
         "--max-num-seqs and -k auto weigh throughput against latency", ("balanced",)
     ),
-    "pipeline-parallel-size": Already(ONE_GPU, _ONE),
-    "preemption-mode": Already("what is preempted is computed again", ("recompute",)),
-    "prefill-context-parallel-size": Already(ONE_GPU, _ONE),
-    "prefill-schedule-interval": Already("every step may read prompts", _ONE),
-    "runner": Already("models generate; embeddings are not served", ("auto", "generate")),
-    "scheduler-cls": Already("there is one scheduler", ("auto",)),
-    "scheduler-reserve-full-isl": Already("a request waits until its whole prompt has room"),
-    "swap-space": Already(
+    "pipeline-parallel-size": NoEffect(ONE_GPU, _ONE),
+    "preemption-mode": NoEffect("what is preempted is computed again", ("recompute",)),
+    "prefill-context-parallel-size": NoEffect(ONE_GPU, _ONE),
+    "prefill-schedule-interval": NoEffect("every step may read prompts", _ONE),
+    "runner": NoEffect("models generate; embeddings are not served", ("auto", "generate")),
+    "scheduler-cls": NoEffect("there is one scheduler", ("auto",)),
+    "scheduler-reserve-full-isl": NoEffect("a request waits until its whole prompt has room"),
+    "swap-space": NoEffect(
         "nothing is swapped out: what is preempted is computed again; leave it out", _NONE
     ),
-    "task": Already("models generate; embeddings are not served", ("auto", "generate")),
-    "ubatch-size": Already("batches are not split", ("0",)),
-    "use-tqdm-on-load": Already("bars are shown on a terminal"),
-    "use-v2-block-manager": Already("there is one block manager"),
-    "watermark": Already("no blocks are held back; lower --max-num-seqs for room", _NONE),
-    "worker-cls": Already("the engine has no worker processes", ("auto",)),
+    "task": NoEffect("models generate; embeddings are not served", ("auto", "generate")),
+    "ubatch-size": NoEffect("batches are not split", ("0",)),
+    "use-tqdm-on-load": NoEffect("bars are shown on a terminal"),
+    "use-v2-block-manager": NoEffect("there is one block manager"),
+    "watermark": NoEffect("no blocks are held back; lower --max-num-seqs for room", _NONE),
+    "worker-cls": NoEffect("the engine has no worker processes", ("auto",)),
 }
 
 
 def _entries() -> dict[str, Entry]:
-    entries: dict[str, Entry] = {**_SPELLINGS, **_ALREADY}
+    entries: dict[str, Entry] = {**_SPELLINGS, **_NO_EFFECT}
     for why, names in REFUSED.items():
         for name in names.split():
             plain = name.removesuffix("!")
             assert plain not in entries, plain
-            entries[plain] = Refused(why, plain != name)
+            entries[plain] = Unsupported(why, plain != name)
     return {f"--{name}": entry for name, entry in entries.items()}
 
 
@@ -273,18 +273,18 @@ def arguments_for(name: str, value: str | None, off: bool = False) -> list[str]:
         off: it is given as `--no-NAME`.
 
     Raises:
-        UsageError: it is refused, or says what is not so.
+        UsageError: the flag is refused, or asks for something that is not supported.
     """
     entry = ENTRIES[name]
     if off:
-        if isinstance(entry, Refused) and entry.switch:
+        if isinstance(entry, Unsupported) and entry.switch:
             return []
         if isinstance(entry, Spelling) and entry.switch:
             return [it.replace("--no-", "--", 1) for it in entry.expand(name, "")]
         if isinstance(entry, Spelling) or takes_value(name):
             raise UsageError(f"no such flag: {negated(name)}; {name} takes a value")
         raise UsageError(f"{negated(name)} is not supported: {entry.why}")
-    if isinstance(entry, Refused):
+    if isinstance(entry, Unsupported):
         raise UsageError(f"{name} is not supported: {entry.why}")
     if value is not None and not takes_value(name):
         raise UsageError(f"{name} takes no value; it has the form {negated(name)}")
@@ -306,4 +306,4 @@ def takes_value(name: str) -> bool:
     entry = ENTRIES[name]
     if isinstance(entry, Spelling):
         return not entry.switch
-    return isinstance(entry, Already) and entry.values is not None
+    return isinstance(entry, NoEffect) and entry.values is not None

@@ -1,6 +1,6 @@
 """Command lines as `vllm serve` takes them, rewritten for `slipstream serve`.
 
-What Typer does not read by itself: flags of other names, `--no-NAME` for every switch, several
+Typer does not support these itself: flags of other names, `--no-NAME` for every switch, several
 values after one name, and keys of JSON objects as flags (`--speculative-config.method ngram`).
 """
 
@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
-from slipstream.cli.vllm_flags import ENTRIES, SHORT, Refused, arguments_for, negated, takes_value
+from slipstream.cli.vllm_flags import (
+    ENTRIES,
+    SHORT,
+    Unsupported,
+    arguments_for,
+    negated,
+    takes_value,
+)
 from slipstream.core.errors import UsageError
 
 _CONFIG = "--config"
@@ -43,14 +50,14 @@ def rewritten(arguments: Sequence[str], options: Sequence[Any]) -> list[str]:
 
 
 def unknown_flag(name: str, declared: Iterable[str], command: str) -> UsageError:
-    """The error for a flag that a command does not have: why, or one that means the same.
+    """The error for a flag that a command does not have: the reason, or a similar flag.
 
     Args:
         declared: the command's flags.
         command: as its help is asked for.
     """
     entry = ENTRIES.get(name)
-    if isinstance(entry, Refused):
+    if isinstance(entry, Unsupported):
         return UsageError(f"{name} is not supported: {entry.why}")
     if entry is not None:
         return UsageError(f"no such flag: {name}; slipstream serve alone accepts it")
@@ -64,13 +71,13 @@ def unknown_flag(name: str, declared: Iterable[str], command: str) -> UsageError
     ]
     if len(near) == 1:
         entry = ENTRIES.get(near[0])
-        why = f", which is not supported: {entry.why}" if isinstance(entry, Refused) else "?"
+        why = f", which is not supported: {entry.why}" if isinstance(entry, Unsupported) else "?"
         return UsageError(f"no such flag: {name}; did you mean {near[0]}{why}")
     return UsageError(f"no such flag: {name}; see {command} --help")
 
 
 def _means(name: str, flag: str) -> bool:
-    """Whether a name is a misspelling of a flag: word by word, so that min is never max."""
+    """Whether a name is a misspelling of a flag. Words are compared singly: min is never max."""
     given, words = name.strip("-").split("-"), flag.strip("-").split("-")
     if "".join(given) == "".join(words):
         return True
@@ -110,7 +117,7 @@ class _Line:
                 self._pieces.append(_Piece([token]))
 
     def pieces(self) -> list[_Piece]:
-        """All that was read, keys put together as objects."""
+        """All pieces that were read; keys of an object are combined."""
         for name, keys in self._keys.items():
             option = self._options.get(name)
             if option is not None and any(it.option is option for it in self._pieces):
@@ -121,7 +128,7 @@ class _Line:
     def finish(self) -> list[str]:
         self.pieces()
         models = dict.fromkeys(it.arguments[0] for it in self._pieces if it.is_model)
-        # Behind a flag that nobody knows, which the parser refuses next, stands its value.
+        # A second MODEL may be the value of an unknown flag, which the parser will refuse.
         unknown = any(it.option is None and not it.is_model for it in self._pieces)
         if len(models) > 1 and not unknown:
             raise UsageError(f"{' and '.join(models)} are two models; name one, as MODEL")
@@ -192,14 +199,14 @@ class _Line:
             name = max(option.opts, key=len)
         if (option is None and name not in ENTRIES) or (option and option.metavar != _JSON):
             raise UsageError(f"{name} takes no keys, such as {key}; give {name} itself")
-        if name in ENTRIES and isinstance(ENTRIES[name], Refused):
+        if name in ENTRIES and isinstance(ENTRIES[name], Unsupported):
             arguments_for(name, None)
         *path, last = key.split(".")
         found = self._keys.setdefault(name, {})
         for step in path:
             found = found.setdefault(step, {})
             if not isinstance(found, dict):
-                raise UsageError(f"{name}.{key} sets a key of what is no object")
+                raise UsageError(f"{name}.{key} sets a key of a value that is not an object")
         try:
             found[last] = json.loads(text)
         except ValueError:

@@ -1,4 +1,4 @@
-"""The flags of `vllm serve` that are refused, by the reason and the nearest thing."""
+"""The flags of `vllm serve` that are refused, by the reason and the nearest alternative."""
 
 from collections.abc import Mapping
 from typing import Final

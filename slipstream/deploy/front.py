@@ -22,7 +22,7 @@ from slipstream.deploy.merged_metrics import merged
 from slipstream.deploy.prompts import Prompt, read_prompt
 from slipstream.deploy.refusals import NoReplicaError, ReplicaLostError, require_done
 from slipstream.deploy.routing import Replica, Routing
-from slipstream.deploy.upstream import Answer, Headers, LostError, Upstream
+from slipstream.deploy.upstream import Answer, Headers, Upstream, UpstreamError
 from slipstream.serve.errors import MESSAGES_PATH, as_api_error, is_messages
 from slipstream.serve.limits import RequestError, StoppedError
 from slipstream.serve.logs import current_request_id
@@ -147,7 +147,7 @@ class Front:
                 await self._app(scope, receive, send)
             return
         path: str = scope["path"]
-        body = await _whole(receive)
+        body = await _read_body(receive)
         if body is None:
             return
         query = scope.get("query_string", b"")
@@ -169,7 +169,7 @@ class Front:
         except ClientDisconnectedError:
             return
         except RequestError as error:
-            await self._tell(request, error, scope, receive)
+            await self._report_error(request, error, scope, receive)
 
     # ------------------------------------------------------------------ one replica
 
@@ -189,7 +189,7 @@ class Front:
                 if await self._send(replica, request, is_last=self._full(without)):
                     return
                 self.counts.refused += 1
-            except LostError:
+            except UpstreamError:
                 self._suspects[replica.id] = monotonic() + _SUSPECT_SECONDS
                 dead += 1
                 if self._stopped:  # by this end, not by the replica's
@@ -223,7 +223,7 @@ class Front:
         """Pass the request on, and the answer back; whether the replica took it.
 
         Raises:
-            LostError: it died.
+            UpstreamError: it died.
         """
         upstream, prompt = self._upstreams[replica.id], request.prompt
         self.routing.begin(replica, prompt)
@@ -249,7 +249,7 @@ class Front:
                 upstream.done(answer)
         return True
 
-    async def _tell(
+    async def _report_error(
         self, request: _Request, error: RequestError, scope: Scope, receive: Receive
     ) -> None:
         """The client learns why there is no answer, or no more of it."""
@@ -307,7 +307,7 @@ class Front:
                     request.method, request.target, request.headers, request.body
                 )
                 page = b"".join([part async for part in answer.body()])
-        except (LostError, TimeoutError):
+        except (UpstreamError, TimeoutError):
             return replica.id, 0, [], b""
         upstream.done(answer)
         return replica.id, answer.status, answer.headers, page
@@ -331,7 +331,7 @@ async def _pass_on(answer: Answer, request: _Request) -> None:
         event, tail = tail + part[:end], part[end:]
         if not request.begun:
             request.begun = True
-            start = {"status": answer.status, "headers": _own(answer.headers)}
+            start = {"status": answer.status, "headers": _own_headers(answer.headers)}
             await request.send({"type": "http.response.start", **start})
         request.last = event
         await request.send({"type": "http.response.body", "body": event, "more_body": True})
@@ -342,7 +342,7 @@ async def _pass_on(answer: Answer, request: _Request) -> None:
 
 
 async def _respond(send: Send, status: int, headers: Headers, body: bytes) -> None:
-    kept = [it for it in _own(headers) if it[0].lower() != b"content-length"]
+    kept = [it for it in _own_headers(headers) if it[0].lower() != b"content-length"]
     kept.append((b"content-length", b"%d" % len(body)))
     await send({"type": "http.response.start", "status": status, "headers": kept})
     await send({"type": "http.response.body", "body": body})
@@ -378,12 +378,12 @@ def _with_id(headers: Headers) -> Headers:
     return [*(it for it in headers if it[0] != _ID), (_ID, request_id.encode("ascii"))]
 
 
-def _own(headers: Headers) -> Headers:
+def _own_headers(headers: Headers) -> Headers:
     """An answer's headers, but for the id where it is added here."""
     return [it for it in headers if it[0].lower() != _ID] if current_request_id() else headers
 
 
-async def _whole(receive: Receive) -> bytes | None:
+async def _read_body(receive: Receive) -> bytes | None:
     """The request's body; None if the client has left."""
     parts = []
     while True:

@@ -19,7 +19,7 @@ _HOP = frozenset(
 )
 
 
-class LostError(Exception):
+class UpstreamError(Exception):
     """The server is gone, or was never there."""
 
 
@@ -87,9 +87,9 @@ class Answer(asyncio.Protocol):
     # ------------------------------------------------------------------ the front's
 
     async def ask(self, request: bytes) -> None:
-        """Send a request and wait for the answer's head; LostError if the server is gone."""
+        """Send a request and wait for the answer's head; UpstreamError if the server is gone."""
         if self._closed or self._transport is None:
-            raise LostError
+            raise UpstreamError
         self._clear()
         self._bare = request.startswith(b"HEAD ")
         self._transport.write(request)
@@ -97,7 +97,7 @@ class Answer(asyncio.Protocol):
             await self._more()
 
     async def body(self) -> AsyncIterator[bytes]:
-        """The parts of the body, those that came together as one; LostError if it breaks off."""
+        """The parts of the body, joined if they came together; UpstreamError if it breaks off."""
         while True:
             if self._parts:
                 part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
@@ -130,7 +130,7 @@ class Answer(asyncio.Protocol):
 
     async def _more(self) -> None:
         if self._closed:
-            raise LostError
+            raise UpstreamError
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -155,7 +155,7 @@ class Upstream:
         """Send a request; the answer with its head. Give it back with `done`.
 
         Raises:
-            LostError: the server is gone; nothing came from it.
+            UpstreamError: the server is gone; nothing came from it.
         """
         request = self._request(method, target, headers, body)
         while self._idle:
@@ -164,12 +164,12 @@ class Upstream:
                 answer.close()
                 continue
             try:
-                return await self._asked(answer, request)
-            except LostError:
+                return await self._send(answer, request)
+            except UpstreamError:
                 if answer.received:
                     raise
                 # An idle connection may be closed just when it is used.
-        return await self._asked(await self._connect(), request)
+        return await self._send(await self._connect(), request)
 
     def done(self, answer: Answer) -> None:
         """An answer was read to its end, or is not wanted any more."""
@@ -184,7 +184,7 @@ class Upstream:
         while self._idle:
             self._idle.pop().close()
 
-    async def _asked(self, answer: Answer, request: bytes) -> Answer:
+    async def _send(self, answer: Answer, request: bytes) -> Answer:
         try:
             await answer.ask(request)
         except BaseException:
@@ -198,7 +198,7 @@ class Upstream:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 _, answer = await loop.create_connection(Answer, self._host, self._port)
         except OSError as error:  # TimeoutError is one
-            raise LostError from error
+            raise UpstreamError from error
         return answer
 
     def _request(

@@ -13,7 +13,7 @@ from slipstream.runner.memory import gigabytes
 def make_adapters(
     target: AdapterSlots | None, drafter: AdapterSlots | None, ranks: Ranks
 ) -> Adapters:
-    """Those of an engine whose networks have these slots; None: they take no adapters."""
+    """The `Adapters` of an engine whose networks have these slots; None: they take no adapters."""
     if target is None:
         return Adapters()
     loader = AdapterLoader(target, drafter)
@@ -21,18 +21,16 @@ def make_adapters(
 
 
 def require_slots(config: EngineConfig) -> None:
-    """Raise UsageError where options of adapters are of no use."""
+    """Raise UsageError for adapter options that have no effect."""
     usual = EngineConfig.max_loras, EngineConfig.max_lora_rank
     if not config.enable_lora and (config.max_loras, config.max_lora_rank) != usual:
-        raise UsageError(
-            "max_loras and max_lora_rank go with enable_lora; give it, or leave them out"
-        )
+        raise UsageError("max_loras and max_lora_rank need enable_lora; give it, or leave them out")
 
 
-def tell_adapters(
+def report_adapters(
     target: AdapterSlots | None, drafter: AdapterSlots | None, reasons: Reasons
 ) -> None:
-    """Say what slots take; UsageError where the target has none, though it was to serve some."""
+    """Note the memory of the slots; UsageError if the target has no layer that takes adapters."""
     if target is None:
         raise UsageError(
             "enable_lora: no layer of this model takes adapters, which are for projections of "

@@ -45,7 +45,7 @@ class Adapters:
         read: reads the numbers of an adapter from a directory and, if given, those of the drafter's
             from another; raises CheckpointError.
         write: writes an adapter's numbers to a slot that is not in use, in the loading thread.
-        fill: the same on a follower rank.
+        fill: the counterpart of `write` on follower ranks.
         tell: has other ranks call a function of `followed`. It is called in the engine's thread, so
             that they have an adapter before the first step that needs it.
 
@@ -144,7 +144,7 @@ class Adapters:
         return None
 
     def wait(self, seconds: float) -> None:
-        """Wait until a slot has been loaded, but not for longer; only where nobody can run."""
+        """Wait until the next slot is loaded, with a timeout; called only if no request can run."""
         loading = [it.loading for it in self._slots if it.loading is not None]
         wait([it for it in loading if not it.done()], seconds, FIRST_COMPLETED)
 

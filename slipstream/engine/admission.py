@@ -20,7 +20,7 @@ def check_fits(request: Request, limits: StepLimits, blocks: BlockManager) -> No
 
 
 def _check_choice(request: Request) -> None:
-    """Some token must stay allowed, or none could be sampled."""
+    """Raise UsageError if no token would be allowed."""
     allowed = request.params.allowed_token_ids
     if allowed is None:
         return

@@ -14,18 +14,13 @@ from slipstream.core.config import STORED_QUANTIZATIONS, EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.sampling_params import SamplingDefaults
 from slipstream.core.step_form import CapturedForm, StepForm
-from slipstream.engine.adapter_slots import make_adapters, require_slots, tell_adapters
+from slipstream.engine.adapter_slots import make_adapters, report_adapters, require_slots
 from slipstream.engine.drafting.calibration import calibrate
 from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.guidance import Guidance
-from slipstream.engine.image_loading import (
-    choose_family,
-    image_reader,
-    least_rows,
-    require_images,
-)
+from slipstream.engine.image_loading import choose_family, image_reader, least_rows, require_images
 from slipstream.engine.images import ImageReader, NoImages
 from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.media import MediaReader
@@ -58,7 +53,7 @@ from slipstream.models.checkpoint import Checkpoint, Replaced, resolve_checkpoin
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.generation_config import generation_folder, read_sampling_defaults
-from slipstream.models.hub import HubAccess, reaching_hub
+from slipstream.models.hub import HubAccess, hub_settings
 from slipstream.models.loading import (
     RANDOM_FORMATS,
     LoadOptions,
@@ -104,9 +99,7 @@ def _read_shape(checkpoint: Checkpoint) -> DecoderConfig:
 
 
 def build_engine(
-    config: EngineConfig,
-    progress_bar: ProgressBar = no_progress_bar,
-    ranks: Ranks | None = None,
+    config: EngineConfig, progress_bar: ProgressBar = no_progress_bar, ranks: Ranks | None = None
 ) -> Engine:
     """Load the models and size the cache.
 
@@ -119,7 +112,7 @@ def build_engine(
         CheckpointError: a checkpoint that is broken, unsupported or does not fit.
         RanksLostError: another process could not load its share.
     """
-    with reaching_hub(HubAccess(config.download_dir, config.hf_token)):
+    with hub_settings(HubAccess(config.download_dir, config.hf_token)):
         return _build_engine(config, progress_bar, ranks)
 
 
@@ -139,7 +132,7 @@ def _build_engine(config: EngineConfig, progress_bar: ProgressBar, ranks: Ranks 
         require_rows(tokenizer, shape)
     device, why = choose_device(config.device)
     reasons.add("device", device, why)
-    if ranks is None and config.tensor_parallel_size > 1:  # while nothing has begun
+    if ranks is None and config.tensor_parallel_size > 1:  # before processes are started
         random = config.load_format in RANDOM_FORMATS
         require_equal_shares(checkpoint, shape, config.tensor_parallel_size, random)
         require_ranks(config.drafter_options, config.tensor_parallel_size, random)
@@ -200,11 +193,11 @@ def _load(
     speculation = load_drafter(config.drafter_options, target)
     family = choose_family(config, checkpoint, reasons)
     if family is not None:
-        config, shape, options = _made_to_see(config, shape, options, family)
+        config, shape, options = _adapt_to_images(config, shape, options, family)
     network = load_decoder(checkpoint, options, shape)
     if config.enable_lora:
-        tell_adapters(network.adapters, speculation.drafter.adapters, reasons)
-    # The leader reads images; the others are told what it read of them, with their requests.
+        report_adapters(network.adapters, speculation.drafter.adapters, reasons)
+    # Only the leader encodes images; the other ranks get the embeddings with the requests.
     tower = family.load(dtype, device) if family is not None and ranks.leads else None
     resolved = resolve(config, shape, eos, dtype, device, speculation, reasons, ranks.share)
     resolved = replace(resolved, sampling_defaults=defaults)
@@ -217,7 +210,7 @@ def _load(
 def _as_stored(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, reasons: Reasons
 ) -> EngineConfig:
-    """The options where the checkpoint's own precision is told: nothing is rounded to its name."""
+    """Drop a `quantization` that only names the checkpoint's own format, after checking it."""
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
     if config.quantization in STORED_QUANTIZATIONS:
         require_format(checkpoint, config.quantization)
@@ -228,10 +221,10 @@ def _as_stored(
     return config
 
 
-def _made_to_see(
+def _adapt_to_images(
     config: EngineConfig, shape: DecoderConfig, options: LoadOptions, family: ImageFamily
 ) -> tuple[EngineConfig, DecoderConfig, LoadOptions]:
-    """Options and sizes for a model whose prompts may hold images."""
+    """Adapt options and sizes to a model whose prompts may contain images."""
     device = options.device
     token = family.placeholder.token
     shape = replace(shape, num_added_layers=family.num_added_layers, image_token=token)
@@ -239,14 +232,14 @@ def _made_to_see(
         rows = max(max_batched_tokens(config, device)[0], least)
         config = replace(config, max_num_batched_tokens=rows)
     if family.several_axes:
-        # Rows of a pass, and a token that is read again of each request.
+        # Rows of a pass, and one token of each request that is computed again.
         rows = max_batched_tokens(config, device)[0] + config.max_num_seqs
         options = replace(options, num_composed=rows)
     return config, shape, options
 
 
 def _replaced(config: EngineConfig) -> Replaced:
-    """What the user puts in place of the model directory's files."""
+    """The files and values that options put in place of those in the model's directory."""
     elsewhere = config.hf_config_path
     return Replaced(
         config=config.hf_overrides or {},
@@ -265,7 +258,7 @@ def assemble(
     ranks: Ranks = ALONE,
     images: ImageReader = NoImages(),  # noqa: B008
 ) -> Engine:
-    """The engine around loaded models."""
+    """Build the engine from loaded models."""
     limits, shape, needs = resolved.limits, network.config, loaded_drafter.needs
     state, sampling = _device_states(config, resolved, network)
     form = step_form(resolved, config)
@@ -329,13 +322,13 @@ def _device_states(
 
 
 def _shares_prefixes(config: EngineConfig, layout: CacheLayout, sizes: CacheSizes) -> bool:
-    """Whether requests begin behind prefixes that others have computed."""
+    """Whether requests reuse prefixes that other requests have computed."""
     resumes = layout.blocks_resume or sizes.num_checkpoints > 0
     return config.enable_prefix_caching and resumes
 
 
 def _target_sizes(resolved: Resolved, sizes: CacheSizes, rereads: bool) -> CacheSizes:
-    """`sizes` with what the target's layers alone have."""
+    """`sizes` with the values that concern only the target's layers."""
     return replace(
         sizes,
         num_window_blocks=resolved.num_window_blocks,
@@ -346,7 +339,7 @@ def _target_sizes(resolved: Resolved, sizes: CacheSizes, rereads: bool) -> Cache
 
 
 def _require_attention(drafter: LoadedDrafter) -> None:
-    """Raise UsageError for a drafter that cannot go on from blocks alone."""
+    """Raise UsageError for a drafter with recurrent state, which cannot resume from KV blocks."""
     if not all(kept.blocks_resume for kept in drafter.layouts):
         raise UsageError(NO_STATES)
 
@@ -360,7 +353,7 @@ def _synthetic_rates(resolved: Resolved) -> torch.Tensor | None:
 def _costs(
     resolved: Resolved, config: EngineConfig, shape: DecoderConfig, form: StepForm
 ) -> KeptCosts:
-    """What steps cost; nothing is known of it yet."""
+    """The cost model of steps, still without measurements."""
     device, most = resolved.device, resolved.limits.max_num_seqs
     kernels = kernels_for(device, resolved.dtype, config.batch_invariant)
     threads = [value for name, value, _ in resolved.reasons if name == "threads"]

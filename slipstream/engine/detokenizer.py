@@ -56,7 +56,7 @@ class Detokenizer:
         """Add a token; the stop string that it completed, if any (the text is then cut)."""
         before = len(self.text)
         self._token_ids.append(token_id)
-        self._let_out()
+        self._emit()
         if not self._stop or len(self._token_ids) <= self._min_tokens:
             return None
         return self._find_stop(before)
@@ -66,7 +66,7 @@ class Detokenizer:
         assert not self._stop
         held = len(self._token_ids)
         self._token_ids.extend(token_ids)
-        if self._let_out() or len(token_ids) < 2:
+        if self._emit() or len(token_ids) < 2:
             return
         # They end inside a character: the text before it is released all the same.
         del self._token_ids[held:]
@@ -100,7 +100,7 @@ class Detokenizer:
                 return len(self.text) - size
         return len(self.text)
 
-    def _let_out(self) -> bool:
+    def _emit(self) -> bool:
         """Decode new tokens; False if they end inside a character, which is held back."""
         shown = self._decode(self._window, self._done)
         text = self._decode(self._window, None)

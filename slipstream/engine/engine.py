@@ -128,7 +128,7 @@ class Engine:
         self._submissions[request_id] = submission
         for sample in samples:
             self._owners[sample.request.request_id] = (submission, sample)
-            self._isolation.newcomer(sample.request)
+            self._isolation.add(sample.request)
         return submission
 
     def reset_prefix_cache(self) -> None:

@@ -29,7 +29,8 @@ def has_finite_document(text: str) -> bool:
 
 
 def _is_finite(schema: Any, finite: Mapping[str, bool]) -> bool:
-    """Given which references are; one that cannot be found here is somebody else's to refuse."""
+    """Whether a schema is finite, given which references are. An unknown reference counts as
+    finite: the grammar compiler refuses it."""
     if not isinstance(schema, Mapping):
         return True
     reference = schema.get("$ref")

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 MOST_COMPILED = 128
 WORD_BITS = 32
-# Nothing is lost to a JSON document, but a model that would write spaces for ever has to go on.
+# Enough for any JSON document, but a model cannot write spaces for ever.
 WHITESPACE = r"\x20|\n[\x20\t]{0,16}"
 _ESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)
 _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"')
-# Where one text alone may follow, llguidance allows only the tokens that the tokenizer makes of it.
-# If that is an added token, it refuses it all the same, as added tokens are no text to it.
+# If only one text can follow, llguidance allows only the tokens that encode it. Where those include
+# an added token, nothing would be allowed, because added tokens are not text to llguidance.
 _UNFORCED = '%llguidance {"no_forcing": true}\n'
 _IN_SLASHES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 NOTHING_LEFT = (
@@ -49,7 +49,7 @@ _FIRST_WORK, _TOKEN_WORK = 300_000, 60_000
 
 
 class GrammarGuide(DraftGuide):
-    """One sample's place in its grammar.
+    """The state of a sample in its grammar.
 
     Args:
         ends: tokens behind which nothing follows.
@@ -63,7 +63,7 @@ class GrammarGuide(DraftGuide):
         self.matcher, self.withheld = matcher, withheld
 
     def advance(self, token: int) -> Advance:
-        """Take in a token of the output."""
+        """Consume a token of the output."""
         if not self.try_token(token):
             # A token that is merely not allowed is no error of the matcher.
             broken = self.matcher.get_error().splitlines()
@@ -72,11 +72,11 @@ class GrammarGuide(DraftGuide):
         return Advance.COMPLETE if self.complete else Advance.OPEN
 
     def forced(self) -> list[int]:
-        """The only tokens that may follow, as far as they are certain."""
+        """The tokens that must come next, as far as there is only one possibility."""
         return self.matcher.compute_ff_tokens()
 
     def try_token(self, token: int) -> bool:
-        """Go one token ahead, if it is allowed; whether it is."""
+        """Advance by a token if it is allowed; returns whether it is."""
         return token not in self.withheld and self.matcher.try_consume_tokens([token]) == 1
 
     def leave(self) -> None:
@@ -111,12 +111,12 @@ class Grammars:
         self._lock = Lock()
 
     def compile(self, structured: StructuredOutput) -> None:
-        """Have a grammar ready for `guide`; UsageError for one that cannot be used."""
+        """Compile a grammar for `guide`, or find it compiled; UsageError if it cannot be used."""
         if not structured.is_free:
             self._matcher(structured)
 
     def guide(self, structured: StructuredOutput, stop_token_ids: frozenset[int]) -> DraftGuide:
-        """For a new sample, which these tokens end."""
+        """The guide of a new sample; `stop_token_ids` end its output."""
         rest: GrammarGuide | None = None
         ends = frozenset(self._eos_token_ids)
         if not structured.is_free:
@@ -182,7 +182,7 @@ class Grammars:
                 masks[row : row + len(tokens) + 1, token // WORD_BITS] &= ~bit
 
     def _matcher(self, structured: StructuredOutput) -> "LLMatcher":
-        """The compiled grammar, which nobody moves along."""
+        """The compiled grammar in its initial state; samples get copies."""
         key = (structured.kind, structured.text, structured.frame)
         with self._lock:
             backend = self._load()
@@ -201,7 +201,7 @@ class Grammars:
         return matcher
 
     def _load(self) -> "LLTokenizer":
-        """The tokenizer in the package's form; made once."""
+        """llguidance's form of the tokenizer, made once."""
         if self._backend is not None:
             return self._backend
         if self._tokenizer is None:
@@ -250,7 +250,7 @@ def _body(structured: StructuredOutput) -> str:
 
 
 def _spells(rules: str, structured: StructuredOutput, words: Sequence[str]) -> bool:
-    """Whether a grammar has one of these words in a text, and not as a token."""
+    """Whether a grammar has one of these words as text rather than as a token."""
     texts = [*_LITERAL.findall(rules), structured.text if structured.kind == "regex" else ""]
     text = "\n".join(texts)
     return any(word in text or json.dumps(word)[1:-1] in text for word in words)
@@ -291,7 +291,7 @@ def _compile(
 
 
 def _reason(kind: str, told: str) -> str:
-    """The one line of a message that says what is wrong; the others draw where."""
+    """The line of llguidance's message that states the problem; the others show where it is."""
     lines = [line.strip() for line in told.splitlines() if line.strip()]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     first = lines[0] if lines else "it is not valid"
@@ -313,10 +313,10 @@ def _refuse_endless(schema: str) -> None:
 
 
 def _refuse_impossible(matcher: "LLMatcher", kind: str) -> None:
-    """What has no first token would end at once, as an empty text that it does not allow."""
+    """Refuse a grammar without a first token: its output would end at once, empty and invalid."""
     if matcher.is_accepting():
         return
-    # Copies share a lexer; one that has done more than it may tells it in the next mask.
+    # Copies share a lexer; if it exceeds its limits, the next mask reports that.
     for trial in (matcher.deep_copy(), matcher.deep_copy()):
         trial.compute_bitmask()
         if "too many expressions" in trial.get_error():

@@ -1,4 +1,4 @@
-"""Whether an engine reads images, and what reads them."""
+"""Decides whether an engine reads images, and makes its image reader."""
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
@@ -36,12 +36,12 @@ def require_images(config: EngineConfig, checkpoint: Checkpoint) -> None:
 def choose_family(
     config: EngineConfig, checkpoint: Checkpoint, reasons: Reasons
 ) -> ImageFamily | None:
-    """How the model sees; None where it reads text alone, with the reason."""
+    """The model's image family; None if images are not read, with the reason in `reasons`."""
     family = image_family(checkpoint)
     if family is None:
         if VISION in checkpoint.whole_config:
             name = checkpoint.config.get("architectures")
-            reasons.add(_NAME, 0, f"those of {name} are not read here")
+            reasons.add(_NAME, 0, f"images of {name} are not supported")
         return None
     missing = missing_packages()
     if not config.max_images:
@@ -69,8 +69,8 @@ def _require_rows(config: EngineConfig, family: ImageFamily) -> None:
 
 
 def least_rows(config: EngineConfig, family: ImageFamily) -> int:
-    """The least rows of a pass that leave room for an image that must be read whole, beside one row
-    of every request, if drafts take half of the other rows. 0 if images may be split."""
+    """Minimum rows of a pass in which an image that must be read whole fits beside one row of every
+    request, if drafts take half of the other rows. 0 if images may be split."""
     most = _most_whole(config, family)
     return config.max_num_seqs + 2 * most + 1 if most else 0
 
@@ -89,7 +89,7 @@ def image_reader(
     tower: ImageTower | None,
     tokenizer: Tokenizer | None,
 ) -> ImageReader:
-    """What reads the images of prompts."""
+    """Make the reader of images in prompts."""
     if family is None or tower is None:
         return _none(resolved)
     limits = resolved.limits

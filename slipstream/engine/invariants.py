@@ -9,14 +9,14 @@ from slipstream.core.step_form import StepLimits
 
 
 def order(request: Request) -> tuple[int, int]:
-    """The order of every queue: by priority, and then by arrival."""
+    """The sort key of every queue: priority, then arrival."""
     return request.order
 
 
 def check_queues(
     running: Sequence[Request], waiting: Sequence[Request], requests: Mapping[str, Request]
 ) -> None:
-    """Everyone stands in one queue, in order."""
+    """Each request is in one queue, and both queues are sorted."""
     everyone = [*running, *waiting]
     assert {request.request_id: request for request in everyone} == requests
     assert len(everyone) == len(requests), "a request is queued twice"

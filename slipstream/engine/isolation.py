@@ -49,7 +49,7 @@ class Isolation:
         self._trial = None
         return blamed
 
-    def newcomer(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Set a new request aside while others are tried."""
         if self._aside or self._trial is not None:
             self._aside[request] = False

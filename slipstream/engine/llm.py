@@ -76,8 +76,8 @@ class LLM:
         return self.engine.metrics
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests without parameters are sampled with: the checkpoint's defaults, where
-        `generation_config` lets them count, before those of `SamplingParams`."""
+        """The parameters of requests that give none: the checkpoint's defaults, if
+        `generation_config` enables them, else those of `SamplingParams`."""
         return self.engine.resolved.sampling_defaults.params({})
 
     def generate(
@@ -119,7 +119,7 @@ class LLM:
 
         Args:
             chat_template: in place of the checkpoint's.
-            lora_request: as of `generate`.
+            lora_request: as in `generate`.
             template_options: passed to the chat template.
         """
         encoded = self._encoded_chats(
@@ -201,7 +201,7 @@ class LLM:
     def _adapted(
         self, prompts: Sequence[EncodedPrompt], lora_request: LoRARequests
     ) -> list[EncodedPrompt]:
-        """The prompts with their adapters, which are read when they are first named."""
+        """The prompts with their adapters; an adapter is read when it is first used."""
         if lora_request is None or isinstance(lora_request, LoRARequest):
             listed: Sequence[LoRARequest | None] = [lora_request] * len(prompts)
         else:
@@ -238,9 +238,9 @@ class LLM:
         return _per_prompt(params, number)
 
     def abort(self, request_id: str) -> None:
-        """End a request that is being streamed; its stream yields what there is of it.
+        """Abort a request that is being streamed; its stream yields the output so far.
 
-        A request that is unknown or has ended stays as it is.
+        Unknown and finished requests are ignored.
         """
         submission = self.engine.abort(request_id)
         if submission is not None and request_id in self._calls:
@@ -252,7 +252,7 @@ class LLM:
         params: Sequence[SamplingParams],
         whole: bool = False,
     ) -> Iterator[RequestOutput]:
-        """Queue everything or nothing, when first asked for an output; step until it is done.
+        """Queue all prompts (or none, on an error) at the first `next`; step until they finish.
 
         Args:
             whole: only finished outputs are wanted.

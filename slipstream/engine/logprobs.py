@@ -62,7 +62,7 @@ class LogprobReader:
     def take_prompt(
         self, submission: Submission, item: ScheduledRequest, result: StepResult, index: int
     ) -> None:
-        """Give a request whose prompt is asked for too what request `index` of a step computed."""
+        """Add the prompt logprobs that request `index` of a step computed to its submission."""
         known, params = submission.prompt_logprobs, submission.params
         assert known is not None
         assert params.prompt_logprobs is not None
@@ -75,7 +75,7 @@ class LogprobReader:
     def _read(
         self, rated: RatedRows, token_ids: Sequence[int], num_top: int, named: Sequence[int] = ()
     ) -> list[dict[int, Logprob]]:
-        """Each token with its strongest rivals, or with the named ones."""
+        """Each token with the most likely alternatives, or with the named ones."""
         found = self._rate(rated, token_ids, num_top, self._normalised)
         rows = zip(
             token_ids,

@@ -19,10 +19,9 @@ _REMEDY = "give the target as the model, and this drafter as the model of specul
 
 
 def with_named_target(config: EngineConfig, reasons: Reasons) -> EngineConfig:
-    """A config in which the target is the model and the drafter drafts for it; unchanged where
-    the model is no drafter.
+    """If the model is a drafter that names its target: a config with that target as the model.
 
-    What `speculative_config` says besides stays: another drafter, or another number of tokens.
+    A drafter or number of tokens in `speculative_config` takes precedence.
 
     Raises:
         CheckpointError: the drafter names no target, or none that is found.
@@ -49,7 +48,7 @@ def with_named_target(config: EngineConfig, reasons: Reasons) -> EngineConfig:
 
 
 def _find(name: str, drafter: Path) -> Path:
-    """A directory (of the drafter's too, where the name is a relative path) or a hub name."""
+    """Find the target: a directory, also relative to the drafter's, or a hub name."""
     beside = drafter / name
     try:
         return beside if beside.is_dir() else resolve_checkpoint(name)
@@ -60,7 +59,7 @@ def _find(name: str, drafter: Path) -> Path:
 
 
 def _drafter_options(given: Mapping[str, Any] | None, drafter: Path) -> Mapping[str, Any]:
-    """With the drafter filled in, unless another one is named."""
+    """`speculative_config` with this drafter, unless it names another one."""
     if given is None:
         return {"model": str(drafter)}
     if any(given.get(key) is not None for key in ("model", "method", "drafters")):

@@ -20,8 +20,8 @@ from slipstream.models.tokenizer import Tokenizer
 def eos_token_ids(
     checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[int, ...]:
-    """What ends an output: without a list in generation_config.json also the tokens that end one
-    in the harmony format, since config.json has room for one of them only.
+    """The token ids that end an output. If generation_config.json has no list of them, the end
+    tokens of the harmony format are added, since config.json has room for only one.
 
     Raises:
         CheckpointError: an id is not below `vocab_size`, the rows of the model's head.
@@ -30,8 +30,8 @@ def eos_token_ids(
     for token in known:
         if token >= vocab_size:
             raise CheckpointError(
-                f"{checkpoint.eos_file}: eos_token_id {token} is no token of this model, whose ids "
-                f"go from 0 to {vocab_size - 1}; correct it there"
+                f"{checkpoint.eos_file}: eos_token_id {token} is not a token of this model, whose "
+                f"ids go from 0 to {vocab_size - 1}; correct it there"
             )
     if tokenizer is None or "eos_token_id" in checkpoint.generation_config:
         return known
@@ -40,17 +40,17 @@ def eos_token_ids(
 
 
 def require_rows(tokenizer: Tokenizer, shape: DecoderConfig) -> None:
-    """Raise CheckpointError for more tokens than the model has rows; added ones may lack one."""
+    """Raise CheckpointError if the vocabulary, without added tokens, exceeds the model's."""
     if tokenizer.num_usual_tokens > shape.vocab_size:
         raise CheckpointError(
             f"the tokenizer of {tokenizer.path} has {tokenizer.num_usual_tokens:,} tokens and the "
-            f"model knows {shape.vocab_size:,}: it is that of another model; name the right one "
+            f"model {shape.vocab_size:,}: it belongs to another model; name the right one "
             "(--tokenizer), or download the model again"
         )
 
 
 def read_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """The tokenizer that the options ask for; None where they ask for none."""
+    """The tokenizer that the options ask for; None with `skip_tokenizer_init`."""
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is None:
@@ -61,7 +61,7 @@ def read_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | 
 
 
 class _Placed(TypedDict, total=False):
-    """As of `EncodedPrompt`, and images: {"image": one of PIL's, or a list of them}."""
+    """Optional fields of prompts: see `EncodedPrompt`. Images are {"image": image or images}."""
 
     cache_salt: str
     priority: int
@@ -94,9 +94,9 @@ class EncodedPrompt:
     Attributes:
         text: as given; None when it came as token ids.
         bad_words: the request's bad words as token sequences.
-        cache_salt: the prefix cache is shared with prompts of the same salt alone.
-        priority: the smaller goes first, where the engine schedules by priority.
-        adapter: that the prompt and its continuation pass.
+        cache_salt: the prefix cache is shared only with prompts of the same salt.
+        priority: smaller values go first, if the engine schedules by priority.
+        adapter: the LoRA adapter of the prompt and its output.
         spans: the images among the tokens, in order.
     """
 
@@ -115,7 +115,7 @@ class PromptEncoder:
     Args:
         tokenizer: None when the engine was told to do without.
         vocab_size: ids must be below it.
-        images: what reads images.
+        images: the image reader.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class PromptEncoder:
                 )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each bad word as tokens, at the start of a text and behind a space."""
+        """The tokens of each bad word, at the start of a text and after a space."""
         if not params.bad_words:
             return ()
         if self._tokenizer is None:
@@ -201,10 +201,10 @@ def _placed(prompt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def images_of(prompt: Prompt) -> tuple[list[Any], Mapping[str, Any]]:
-    """The images of a prompt, and the options of its own for reading them.
+    """The images of a prompt, and its options for the image processor.
 
     Raises:
-        UsageError: they are no images, or there is something else to be seen or heard.
+        UsageError: something is not an image, or is given as another medium.
     """
     if not isinstance(prompt, Mapping):
         return [], {}

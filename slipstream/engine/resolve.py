@@ -128,7 +128,7 @@ def resolve_cache_dtype(
 
 
 def require_precision(config: EngineConfig, device: torch.device) -> None:
-    """Raise UsageError for matrices that the device cannot multiply by, or not as asked."""
+    """Raise UsageError for a quantization that the device or batch_invariant does not support."""
     if config.quantization is not None:
         require_quantization(device, "quantization", config.quantization)
         if config.batch_invariant and config.quantization == "fp8":
@@ -140,7 +140,7 @@ def require_precision(config: EngineConfig, device: torch.device) -> None:
 def require_stored_precision(
     config: EngineConfig, device: torch.device, name: str, stored: StoredQuantization
 ) -> None:
-    """Raise UsageError when the device cannot multiply by a quantised checkpoint as asked."""
+    """Raise UsageError if the device or batch_invariant does not allow the checkpoint's format."""
     require_stored(device, name, stored)
     if config.batch_invariant and sums_float8(device, stored):
         raise UsageError(f"{_NOT_INVARIANT}, in which {name} is stored; leave out batch_invariant")
@@ -156,7 +156,7 @@ def _drafter_quantizations(config: EngineConfig) -> list[str]:
 
 
 def resolve_model_len(config: EngineConfig, shape: DecoderConfig) -> int:
-    """The most tokens of a request, before the size of the cache is known."""
+    """Maximum tokens of a request, before the size of the cache is known."""
     if config.max_model_len is None:
         return shape.usual_context
     longest = shape.longest_context
@@ -231,7 +231,7 @@ def resolve(
 
 
 def _memory(device: torch.device, share: Share) -> DeviceMemory:
-    """What each rank can count on: a GPU each, or together the machine."""
+    """The memory of one rank: of its own GPU, or its share of the machine's."""
     memory = device_memory(device)
     free = share.least(memory.free) // (1 if memory.is_gpu else share.size)
     return replace(memory, free=free)
@@ -240,7 +240,7 @@ def _memory(device: torch.device, share: Share) -> DeviceMemory:
 def _layer_state(
     layouts: Sequence[CacheLayout], drafter: LoadedDrafter, block_size: int, num_drafts: int
 ) -> int:
-    """Bytes that layers keep of each request, however long it is."""
+    """Bytes that layers keep for each request, whatever its length."""
     states = sum(layout.state_bytes(num_drafts) for layout in layouts)
     if drafter.window is None:
         return states
@@ -284,7 +284,7 @@ def _require_width(speculation: Speculation) -> None:
 
 
 def max_batched_tokens(config: EngineConfig, device: torch.device) -> tuple[int, str]:
-    """Rows of a pass, and why; no reason where the user said so."""
+    """Maximum rows of a pass, and the reason; an empty one if the user set it."""
     if config.max_num_batched_tokens is not None:
         return config.max_num_batched_tokens, ""
     rows, why = default_batched_tokens(device)
@@ -305,9 +305,9 @@ def _note_precision(config: EngineConfig, device: torch.device, reasons: Reasons
 
 
 def _fit_model_len(config: EngineConfig, longest: int, num_blocks: int, reasons: Reasons) -> int:
-    """A derived limit shrinks to what the cache holds; one that was asked for stays.
+    """Reduce a derived limit to the capacity of the cache; keep one that the user set.
 
-    Requests that would not fit are then refused one by one, with the numbers.
+    In the latter case requests that do not fit are refused one by one.
     """
     capacity = num_blocks * config.block_size
     if config.max_model_len is not None or longest <= capacity:
@@ -319,7 +319,7 @@ def _fit_model_len(config: EngineConfig, longest: int, num_blocks: int, reasons:
 def _note_accepted_flags(
     config: EngineConfig, device: torch.device, captures: bool, reasons: Reasons
 ) -> None:
-    """Say what becomes of options that other engines have and this device has no use for."""
+    """Note the effect of options that are accepted for compatibility with other engines."""
     if config.enforce_eager is not None:
         why = "enforce_eager" if uses_gpu_memory(device) else "nothing is captured on a CPU"
         reasons.add("enforce_eager", not captures, why)

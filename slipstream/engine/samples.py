@@ -38,7 +38,7 @@ class Sample:
 
         After a stop string only the first `num_taken` output tokens remain.
         """
-        tokens = self.request.token_ids[self._first(self.num_taken) :]
+        tokens = self.request.token_ids[self.request.num_prompt_tokens + self.num_taken :]
         if self.logprobs is None and not (self.detokenizer and self.detokenizer.has_stops):
             self._take_whole(tokens, gained)
             return None
@@ -79,9 +79,6 @@ class Sample:
     @property
     def num_taken(self) -> int:
         return len(self.origins)
-
-    def _first(self, num_taken: int) -> int:
-        return self.request.num_prompt_tokens + num_taken
 
     def output(self) -> CompletionOutput:
         """A snapshot."""
@@ -187,7 +184,7 @@ class StepMark:
 
     @classmethod
     def of(cls, metrics: EngineMetrics, samples: Sequence[tuple[Submission, Sample]]) -> "StepMark":
-        """The present state."""
+        """A mark of the current state."""
         marks = [(owner, owner.metrics.snapshot(), sample.mark()) for owner, sample in samples]
         return cls((metrics, metrics.snapshot()), marks)
 

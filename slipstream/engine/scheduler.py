@@ -15,7 +15,7 @@ from slipstream.engine.adapters import Adapters
 from slipstream.engine.admission import check_fits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
 from slipstream.engine.invariants import check_gain, check_places, check_queues, order
-from slipstream.engine.shares import Budget, Share, may_go_on, resumable, scheduled
+from slipstream.engine.shares import Budget, Share, may_continue, resumable, scheduled
 from slipstream.engine.stop_conditions import NOT_FINITE, append_output
 
 
@@ -173,7 +173,7 @@ class Scheduler:
         if self._free_slots and self._adapters.next_ready(self._waiting, self._running):
             return None
         budget = Budget(self.limits.max_num_batched_tokens - len(items))
-        items = [item for item in items if may_go_on(item.request, self.limits)]
+        items = [item for item in items if may_continue(item.request, self.limits)]
         plans = self._plans([item.request for item in items], surely_gained=1)
         shares: list[tuple[Share, int]] = []  # and its draft tokens in `batch`
         for item, plan in zip(items, plans, strict=True):

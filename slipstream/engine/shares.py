@@ -35,7 +35,7 @@ class Share:
 
 @dataclass(slots=True)
 class Budget:
-    """The rows of the target's pass that no request has yet."""
+    """The rows of the target's pass that are not given out yet."""
 
     left: int
 
@@ -45,7 +45,7 @@ class Budget:
         return taken
 
 
-def may_go_on(request: Request, limits: StepLimits) -> bool:
+def may_continue(request: Request, limits: StepLimits) -> bool:
     """Whether the request may need a further step after it gains one more token."""
     if request.num_output_tokens + 1 >= request.max_tokens:
         return False

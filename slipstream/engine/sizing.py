@@ -26,7 +26,7 @@ from slipstream.runner.memory import (
 
 logger = logging.getLogger("slipstream")
 
-_LEAST_TOKENS = 512  # of a cache that is worth running with
+_LEAST_TOKENS = 512  # minimum capacity of a cache
 
 
 class Reasons:
@@ -51,12 +51,12 @@ class WeightRoom:
         self._device, self._reasons = device, reasons
 
     def check(self, name: str, size: int, rounded: Mapping[str, int], pending: int = 0) -> None:
-        """A `MemoryCheck`, and a note of the size for the user."""
+        """A `MemoryCheck`, which also notes the size in `Reasons`."""
         require_weights(device_memory(self._device), name, size, rounded, pending)
         self._reasons.add(f"weights of {name}", gigabytes(size), "as they are multiplied by")
 
     def beside(self, pending: int) -> MemoryCheck:
-        """The check of a model that another of `pending` bytes is loaded behind."""
+        """The check for a model after which another of `pending` bytes will be loaded."""
 
         def check(name: str, size: int, rounded: Mapping[str, int]) -> None:
             self.check(name, size, rounded, pending)
@@ -66,13 +66,12 @@ class WeightRoom:
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of a block: of layers that keep all tokens, and of those that keep a window of them.
+    """Bytes of a block: `kept` in layers that keep all tokens, `windowed` in those with a window.
 
     Attributes:
-        window: tokens that the latter see at most; 0: there are none.
-        checkpoint: bytes of the states of a request, for each checkpoint of them; 0: no layer has
-            any.
-        interval: blocks of the target that take about as much as a checkpoint.
+        window: tokens of the window; 0: no layer has one.
+        checkpoint: bytes of a checkpoint of recurrent states; 0: no layer has any.
+        interval: blocks of the target that take about as much memory as a checkpoint.
     """
 
     kept: int
@@ -83,7 +82,7 @@ class BlockBytes:
 
     @classmethod
     def of(cls, layouts: Sequence[CacheLayout], block_size: int, longest: int) -> "BlockBytes":
-        """What the target, which comes first, and a drafter keep; the drafter keeps all tokens.
+        """The sizes for the layouts of the target and of a drafter, which keeps all tokens.
 
         Args:
             longest: tokens of the longest request.
@@ -104,8 +103,7 @@ class BlockBytes:
 
 @dataclass(frozen=True)
 class CacheCounts:
-    """How many blocks all layers share, how many others those with a window, and how many
-    checkpoints of states there are places for."""
+    """Numbers of cache blocks, of separate blocks for layers with a window, and of checkpoints."""
 
     num_blocks: int
     num_window_blocks: int = 0
@@ -115,10 +113,10 @@ class CacheCounts:
 def size_cache(
     config: EngineConfig, memory: DeviceMemory, step: StepSizes, block: BlockBytes, reasons: Reasons
 ) -> CacheCounts:
-    """What fits beside what the largest step needs.
+    """Size the cache to the memory that the largest step leaves free.
 
     Raises:
-        UsageError: they do not fit, or there is no room for any.
+        UsageError: the requested cache does not fit, or there is no room for one.
     """
     _require_states(config, block)
     items = _planned(memory, step, reasons)
@@ -157,7 +155,7 @@ def size_cache(
 
 
 def _require_states(config: EngineConfig, block: BlockBytes) -> None:
-    """Raise UsageError for checkpoints that nothing would be resumed from."""
+    """Raise UsageError for state checkpoints that would never be used."""
     if not config.num_state_checkpoints:
         return
     if not block.checkpoint:
@@ -173,8 +171,8 @@ def _require_states(config: EngineConfig, block: BlockBytes) -> None:
 
 
 def _checkpoints(config: EngineConfig, block: BlockBytes, num_blocks: int, budget: int) -> int:
-    """Checkpoints of states beside `num_blocks`: two for each request that runs, since one is
-    written while the last one stays, and one for blocks of the same size; in half of the budget."""
+    """Number of state checkpoints: two per running request, as one is written while the previous
+    one is kept, and one per `interval` blocks; they take at most half of the budget."""
     if not (block.checkpoint and config.enable_prefix_caching):
         return 0
     if config.num_state_checkpoints is not None:
@@ -186,9 +184,9 @@ def _checkpoints(config: EngineConfig, block: BlockBytes, num_blocks: int, budge
 def _window_blocks(
     config: EngineConfig, step: StepSizes, block: BlockBytes, num_blocks: int
 ) -> int:
-    """Blocks for layers with a window beside `num_blocks` for the others: no more than those, but
-    the windows of all requests that run at once, with the rows of a step, or a quarter, so that
-    prefixes that nobody reads just now are not forgotten much sooner here."""
+    """Number of blocks for layers with a window: enough for the windows of all running requests and
+    the rows of a step. At least a quarter of `num_blocks`, so that unused prefixes are kept about
+    as long as in other layers; at most `num_blocks`."""
     if not block.window:
         return 0
     size = config.block_size
@@ -200,7 +198,7 @@ def _window_blocks(
 
 
 def _planned(memory: DeviceMemory, step: StepSizes, reasons: Reasons) -> Sequence[Item]:
-    """The memory that a GPU must keep free for steps; a CPU's is not divided beforehand."""
+    """The memory that a GPU must keep free for steps; on a CPU it is not reserved beforehand."""
     if not memory.is_gpu:
         what = "the state of the requests"
         require_memory(memory, step.request_state, what, "lower max_num_seqs")
@@ -219,7 +217,7 @@ def _derived(
     items: Sequence[Item],
     reasons: Reasons,
 ) -> CacheCounts:
-    """`size_cache` from the bytes that the cache may take, and what requests can use of them."""
+    """`size_cache` without num_kv_blocks: by the available memory and what requests can use."""
     wanted = config.max_num_seqs * -(-step.max_model_len // config.block_size)
     reserved = sum(item.size for item in items)
     budget, why = default_cache_bytes(memory, config.gpu_memory_utilization, reserved)
@@ -236,7 +234,7 @@ def _derived(
             f"but the cache has {budget} for them and its blocks; lower it, or give the cache more"
         )
     budget -= checkpoints * block.checkpoint
-    # If all layers kept all tokens. Without any that does, blocks take no memory.
+    # As if all layers kept all tokens. If none does, blocks take no memory.
     num_blocks = min(wanted, budget // block.all) if block.all else wanted
     if num_blocks < 1:
         raise UsageError(
@@ -244,7 +242,7 @@ def _derived(
             "give it more, or a smaller block_size"
         )
     windowed = _window_blocks(config, step, block, num_blocks)
-    if windowed > num_blocks:  # they do not even hold one window: all layers share them
+    if windowed > num_blocks:  # not even one window fits: all layers share the same blocks
         windowed = 0
     if windowed:
         left = budget - windowed * block.windowed
@@ -255,6 +253,6 @@ def _derived(
 
 
 def _remedies(config: EngineConfig) -> list[str]:
-    """Remedies that free memory, however large a step is."""
+    """Remedies that free memory whatever the size of a step."""
     ways = [] if config.quantization else ["quantization=fp8"]
     return [*ways, "a larger gpu_memory_utilization"]

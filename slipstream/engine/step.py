@@ -151,7 +151,7 @@ class Step:
         if not batch.exact:
             # The host may have planned before the last step's results arrived. Apply its limits to
             # what the device knows: a seeded text must not depend on when a step was planned.
-            room = torch.minimum(batch.num_draft_tokens, self._room(batch.slots))
+            room = torch.minimum(batch.num_draft_tokens, self._most_useful_drafts(batch.slots))
             batch = replace(batch, num_draft_tokens=room)
         draft = self._drafter.propose(batch) if batch.width else Draft.empty(batch)
         if not draft.written:
@@ -257,7 +257,7 @@ class Step:
             self._runner.commit(batch.slots, num_accepted)
         return Verdict(verdict.token_ids, num_tokens, num_accepted, verdict.path)
 
-    def _room(self, slots: Tensor) -> Tensor:
+    def _most_useful_drafts(self, slots: Tensor) -> Tensor:
         """[R] int64, the most draft tokens that may be useful; see `Scheduler._most_drafts`."""
         limits, acceptable = self._limits, self._acceptable(slots)
         if not limits.drafts_trees:
@@ -391,7 +391,7 @@ class Step:
     def _rate(
         self, rows: RatedRows, token_ids: Sequence[int], num_top: int, normalised: bool
     ) -> TokenLogprobs:
-        assert self._rated is not None, "steps of requests that ask run alone"
+        assert self._rated is not None, "no step is in flight while logprobs are computed"
         places, chosen = upload([list(rows.places), list(token_ids)], self._state.device).unbind(0)
         if rows.of_pass:
             logits = self._runner.logits(self._rated.forward.hidden[places])

@@ -23,7 +23,7 @@ def graph_runner(
     adapted: bool,
     ranks: Ranks,
 ) -> GraphRunner | None:
-    """What captures steps; None where nothing does."""
+    """The runner of captured steps; None if steps are not captured."""
     if not isinstance(form, CapturedForm):
         return None
     recorder = Recorder(resolved.device)
@@ -34,14 +34,14 @@ def graph_runner(
 def capture_plain(
     graphs: GraphRunner | None, step: Step, guessed: bool, progress_bar: ProgressBar
 ) -> None:
-    """Capture what plain requests need."""
+    """Capture the graphs of requests without rare features."""
     if graphs is not None:
         with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
             graphs.capture_all("step", step.run, guessed, progress)
 
 
 def draft_policy(resolved: Resolved, costs: KeptCosts, form: StepForm) -> DraftPolicy:
-    """What decides how much is drafted."""
+    """The policy that decides how many tokens are drafted."""
     if resolved.adaptive:
         return AdaptivePolicy(resolved.limits, captured_counts(resolved), costs, form)
     return FixedPolicy(resolved.limits.num_speculative_tokens)
@@ -67,6 +67,6 @@ def captured_counts(resolved: Resolved) -> tuple[int, ...]:
 
 
 def _of_drafts(resolved: Resolved) -> frozenset[Uses]:
-    """What sampled requests with drafts use, all of them."""
+    """The features that all sampled requests with drafts use."""
     uses = {Verification.BLOCK: Uses.BLOCK, Verification.COUPLED: Uses.COUPLED}
     return frozenset(use for way, use in uses.items() if way is resolved.verification)

@@ -1,4 +1,4 @@
-"""Inputs of a step as numbers; its results as one tensor, which one copy brings to the host."""
+"""Inputs of a step as numbers; its results as one tensor, which is copied to the host at once."""
 
 import struct
 from collections.abc import Callable, Sequence

@@ -1,6 +1,7 @@
-"""Outputs that begin with a free thought, which may be limited, and go on by a grammar, or freely.
+"""Outputs that begin with unconstrained reasoning, whose length may be limited.
 
-A thought is told from its marks alone, so that no grammar has to allow what it may hold.
+After the reasoning the output follows a grammar, or is free. Reasoning is recognised by its marks,
+so grammars need not allow for it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ _MOST_SPACES = 2  # tokens between the thought and what a grammar begins with
 
 
 class Phase(Enum):
-    """START: the thought may be opened. SPACE: it is closed, and what follows may begin."""
+    """Where an output is: before its thought, in it, in whitespace after it, or in the rest."""
 
     START = "start"
     THOUGHT = "thought"
@@ -28,11 +29,11 @@ class Phase(Enum):
 
 
 class _State(NamedTuple):
-    """Where an output stands.
+    """The state of an output.
 
     Attributes:
         length: tokens in this phase.
-        moved: the token that led here went to the grammar.
+        moved: the grammar consumed the token that led here.
     """
 
     phase: Phase
@@ -42,12 +43,12 @@ class _State(NamedTuple):
 
 @dataclass
 class ThoughtRows:
-    """What is to be filled in behind the tokens of a draft, as `ThoughtGuide.rows` finds it.
+    """The masks behind the tokens of a draft that the grammar has to fill in.
 
     Attributes:
-        at_start: rows that get what the grammar begins with.
-        also: tokens that are allowed in such a row, too.
-        rest: a row and tokens, from which on the grammar fills in what it allows.
+        at_start: rows that get the mask of the grammar's start.
+        also: further tokens that are allowed in such a row.
+        rest: the first row of the grammar proper, and the draft tokens that follow it.
     """
 
     at_start: list[int] = field(default_factory=list)
@@ -56,11 +57,11 @@ class ThoughtRows:
 
 
 class ThoughtGuide(DraftGuide):
-    """One sample's place in or behind its thought.
+    """The state of a sample with a thought.
 
     Args:
-        rest: follows the output behind the thought; None if that may be anything.
-        ends: end tokens, which no thought holds that something has to follow.
+        rest: the guide of the output behind the thought; None if that is free.
+        ends: end tokens; not allowed in a thought that a grammar follows.
     """
 
     def __init__(self, thought: Thought, rest: DraftGuide | None, ends: frozenset[int]) -> None:
@@ -69,8 +70,8 @@ class ThoughtGuide(DraftGuide):
         self._states = [_State(Phase.THOUGHT if thought.begun else Phase.START)]
 
     def advance(self, token: int) -> Advance:
-        """Take in a token of the output."""
-        state = self._behind(self._states[-1], token)
+        """Consume a token of the output."""
+        state = self._state_after(self._states[-1], token)
         if state is None:
             self.problem = "the thought had to be closed, or must not end the output"
             return Advance.REFUSED
@@ -81,15 +82,15 @@ class ThoughtGuide(DraftGuide):
         return advance
 
     def forced(self) -> list[int]:
-        """The only tokens that may follow, as far as they are certain."""
+        """The tokens that must come next, as far as there is only one possibility."""
         state = self._states[-1]
         if self._due(state):
             return [self._thought.closing]
         return self.rest.forced() if state.phase is Phase.REST and self.rest is not None else []
 
     def try_token(self, token: int) -> bool:
-        """Go one token ahead, if it is allowed; whether it is."""
-        state = self._behind(self._states[-1], token)
+        """Advance by a token if it is allowed; returns whether it is."""
+        state = self._state_after(self._states[-1], token)
         if state is None:
             return False
         if state.moved and self.rest is not None and not self.rest.try_token(token):
@@ -109,15 +110,15 @@ class ThoughtGuide(DraftGuide):
         return behind and self.rest is not None and self.rest.complete
 
     def rows(self, masks: Tensor, row: int, tokens: Sequence[int]) -> ThoughtRows:
-        """Write what a thought allows; what is left to be done by a grammar.
+        """Fill in the masks of a thought; returns those that the grammar has to fill in.
 
         Args:
             masks: [rows, words] int32 in which everything is allowed.
-            row: of what may come next; what may come behind each of the tokens follows.
+            row: the row of the next token; those behind each of `tokens` follow it.
         """
         left, state = ThoughtRows(), self._states[-1]
         for place in range(len(tokens) + 1):
-            behind = self._behind(state, tokens[place]) if place < len(tokens) else None
+            behind = self._state_after(state, tokens[place]) if place < len(tokens) else None
             if state.phase is Phase.THOUGHT:
                 self._fill(masks[row + place], state)
             elif self.rest is not None:
@@ -134,9 +135,9 @@ class ThoughtGuide(DraftGuide):
             left.rest = left.at_start[-1], []
         return left
 
-    def _behind(self, state: _State, token: int) -> _State | None:
-        """The state behind a token, whether the grammar allows it or not; None if no thought may
-        hold it."""
+    def _state_after(self, state: _State, token: int) -> _State | None:
+        """The state after a token, whether or not the grammar allows it; None if the thought does
+        not."""
         thought, phase = self._thought, state.phase
         if phase is Phase.THOUGHT:
             if token == thought.closing:
@@ -151,15 +152,15 @@ class ThoughtGuide(DraftGuide):
         return _State(Phase.REST, moved=True)
 
     def _unmoved(self, state: _State) -> list[int]:
-        """Tokens that are allowed outside of a thought and do not go to the grammar."""
+        """Tokens that are allowed outside of a thought and that the grammar does not see."""
         spaces, limited = [*self._thought.spaces], self.rest is not None
         if state.phase is Phase.START:
-            # If no thought follows, they would be content that the grammar does not have.
+            # Without a thought behind them, spaces would be content that the grammar forbids.
             return [*([] if limited else spaces), self._thought.opening]
         return spaces if state.phase is Phase.SPACE and state.length < _MOST_SPACES else []
 
     def _due(self, state: _State) -> bool:
-        """Whether the closing mark has to come."""
+        """Whether the closing mark must come next."""
         budget = self._thought.budget
         return state.phase is Phase.THOUGHT and budget is not None and state.length >= budget
 

@@ -139,7 +139,7 @@ class PassInputs:
     embedded: Tensor | None = None
     prepared: dict[str, object] = field(default_factory=dict, init=False, repr=False)
 
-    def seen_through(self, window: int | None) -> "PassInputs":
+    def within_window(self, window: int | None) -> "PassInputs":
         """The inputs of a layer with this window, whose paging is then in `paging`."""
         if window is None or self.window_paging is None:
             return self

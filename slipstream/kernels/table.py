@@ -16,7 +16,7 @@ from slipstream.kernels.attention import Heads as Heads
 from slipstream.kernels.attention import StoreOp as StoreOp
 from slipstream.kernels.delta_net import DeltaHeads, DeltaNetOp
 from slipstream.kernels.experts import ClampedGate, Router
-from slipstream.kernels.formats.weight import Rounding, Weight, as_it_is, in_plain_torch
+from slipstream.kernels.formats.weight import Rounding, Weight, keep_layout, round_in_torch
 from slipstream.kernels.latent_attention import LatentAttentionOp, LatentHeads
 from slipstream.kernels.norm import Activation
 from slipstream.kernels.norm import Addend as Addend
@@ -305,9 +305,8 @@ class FusedOp(StackOp, Protocol):
     def num_layers(self) -> int: ...
 
 
-def one_by_one(parts: StackParts) -> FusedOp | None:
+def no_fusion(parts: StackParts) -> FusedOp | None:
     """`Ops.fuse` of backends that have no op for several layers."""
-    del parts
     return None
 
 
@@ -350,9 +349,9 @@ class Ops:
     latent_attention: LatentAttentionOp
     delta_net: DeltaNetOp
     logits: LogitsOp
-    pack: Callable[[Weight], Weight] = as_it_is
-    round: Callable[[Tensor, Rounding], Weight] = in_plain_torch
-    fuse: Callable[[StackParts], FusedOp | None] = one_by_one
+    pack: Callable[[Weight], Weight] = keep_layout
+    round: Callable[[Tensor, Rounding], Weight] = round_in_torch
+    fuse: Callable[[StackParts], FusedOp | None] = no_fusion
     sums_addends: bool = False
 
 

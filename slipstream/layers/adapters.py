@@ -55,12 +55,7 @@ class AdapterSlots:
     """
 
     def __init__(
-        self,
-        count: int,
-        rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        share: Share = WHOLE,
+        self, count: int, rank: int, dtype: torch.dtype, device: torch.device, share: Share = WHOLE
     ) -> None:
         self.count, self.rank, self.dtype, self.device = count, rank, dtype, device
         self._share = share

@@ -16,12 +16,12 @@ from slipstream.layers.norm import JointNorms, LayerNorms
 from slipstream.layers.parameters import (
     ROWS,
     WHOLE,
+    Interleaved,
     InvalidSizesError,
     PairedRows,
     ParameterSource,
     Part,
     Share,
-    Within,
     require_positive,
 )
 from slipstream.layers.rope import RopeConfig
@@ -120,7 +120,7 @@ class AttentionSpec:
         if not self.gated:
             return [query, *parts]
         rows, group = 2 * self.query_rows, 2 * self.head_dim
-        own, gates = (Within(rows, group, start) for start in (0, self.head_dim))
+        own, gates = (Interleaved(rows, group, start) for start in (0, self.head_dim))
         return [replace(query, within=own), *parts, replace(query, within=gates)]
 
     def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
@@ -129,7 +129,6 @@ class AttentionSpec:
         return (rows, columns), (width, self.query_rows)
 
     def numbers_per_row(self, width: int) -> int:
-        del width
         return (4 if self.gated else 3) * self.query_rows + 4 * self.kv_rows
 
     def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> KVSpec | SharedCache:
@@ -222,12 +221,12 @@ class Attention:
         else:
             adapted = self.qkv.adapted(inputs)
             qkv, stream = ops.norm_linear(addend, residual, self.norm, *self.qkv.product, adapted)
-        inputs = inputs.seen_through(self.heads.window)
+        inputs = inputs.within_window(self.heads.window)
         if self._parts.reads_only:
             nothing = qkv.new_zeros((len(qkv), 2 * self.heads.num_kv_heads * self.heads.head_dim))
             qkv, inputs = torch.cat((qkv, nothing), -1), inputs.read_only()
         else:
-            qkv = self._before_turning(ops, qkv, inputs)
+            qkv = self._before_rotation(ops, qkv, inputs)
         mixed = ops.attend(qkv, self.heads, inputs, cache)
         return self.output.apply(ops, mixed, inputs), stream
 
@@ -240,9 +239,9 @@ class Attention:
         weight, bias = self.qkv.weight.rows(rows, end), self.qkv.bias
         bias = None if bias is None else bias[rows:end]
         kv = ops.joined_linear([(x, None)], weight, bias)
-        ops.store(kv, self.heads, inputs.seen_through(self.heads.window), cache)
+        ops.store(kv, self.heads, inputs.within_window(self.heads.window), cache)
 
-    def _before_turning(self, ops: Ops, qkv: Tensor, inputs: PassInputs) -> Tensor:
+    def _before_rotation(self, ops: Ops, qkv: Tensor, inputs: PassInputs) -> Tensor:
         """Apply joint norms, query scales and value norms, which the attention op does not do."""
         if self._parts.feeds_attention:
             return qkv

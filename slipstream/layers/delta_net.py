@@ -18,10 +18,10 @@ from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import (
     ROWS,
     WHOLE,
+    Interleaved,
     InvalidSizesError,
     Part,
     Share,
-    Within,
     require_positive,
 )
 
@@ -95,17 +95,15 @@ class DeltaNetSpec:
         total = sum(kinds)
         group, starts = total // self.num_key_heads, _starts(kinds)
         return [
-            Part(name, rows, within=Within(total, group, start // self.num_key_heads))
+            Part(name, rows, within=Interleaved(total, group, start // self.num_key_heads))
             for rows, start in zip(kinds, starts, strict=True)
         ]
 
     def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
-        del norms
         rows = sum(self.channels) + self.value_rows + 2 * self.num_value_heads
         return (rows, width), (width, self.value_rows)
 
     def numbers_per_row(self, width: int) -> int:
-        del width
         return 2 * sum(self.channels) + 3 * self.value_rows + 2 * self.num_value_heads
 
     def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> RecurrentSpec:
@@ -199,7 +197,7 @@ def _stacked(name: str, kinds: tuple[int, ...]) -> list[Part]:
     """Parts that follow each other in one tensor."""
     total = sum(kinds)
     return [
-        Part(name, rows, within=Within(total, total, start))
+        Part(name, rows, within=Interleaved(total, total, start))
         for rows, start in zip(kinds, _starts(kinds), strict=True)
     ]
 

@@ -16,12 +16,7 @@ class Embedding:
     """The token embedding, split over ranks by the vocabulary."""
 
     def __init__(
-        self,
-        source: ParameterSource,
-        name: str,
-        vocab_size: int,
-        width: int,
-        share: Share = WHOLE,
+        self, source: ParameterSource, name: str, vocab_size: int, width: int, share: Share = WHOLE
     ) -> None:
         # The table is replicated if the vocabulary is not divisible by the number of ranks.
         self.vocab_size, self.ranks = vocab_size, WHOLE if vocab_size % share.size else share

@@ -80,7 +80,6 @@ class LatentAttentionSpec:
         return self.num_heads * (self.plain_dim + self.value_dim)
 
     def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
-        del norms
         of_values = self.num_heads * self.value_dim
         shapes = [(self.latent_rows, width), (self.expanded_rows, self.rank), (width, of_values)]
         if self.query_rank is None:
@@ -88,7 +87,6 @@ class LatentAttentionSpec:
         return (*shapes, (self.query_rank, width), (self.query_rows, self.query_rank))
 
     def numbers_per_row(self, width: int) -> int:
-        del width
         of_heads = 2 * (self.latent_rows + self.rank) + self.value_dim
         first = 2 * (self.query_rank or 0) + self.latent_rows
         return first + self.query_rows + self.num_heads * of_heads

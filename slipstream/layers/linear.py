@@ -11,15 +11,7 @@ from slipstream.kernels.norm import Made
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops, Product
 from slipstream.layers.adapters import AdapterSlots
-from slipstream.layers.parameters import (
-    COLUMNS,
-    ROWS,
-    WHOLE,
-    Fused,
-    ParameterSource,
-    Part,
-    Share,
-)
+from slipstream.layers.parameters import COLUMNS, ROWS, WHOLE, Fused, ParameterSource, Part, Share
 
 
 @dataclass(frozen=True, eq=False)

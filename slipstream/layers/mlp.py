@@ -31,11 +31,9 @@ class GatedMLPSpec:
         require_positive(intermediate_size=self.intermediate_size)
 
     def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
-        del norms
         return (2 * self.intermediate_size, width), (width, self.intermediate_size)
 
     def numbers_per_row(self, width: int) -> int:
-        del width
         return 3 * self.intermediate_size
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "GatedMLP":
@@ -97,11 +95,9 @@ class PlainMLPSpec:
         require_positive(intermediate_size=self.intermediate_size)
 
     def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
-        del norms
         return (self.intermediate_size, width), (width, self.intermediate_size)
 
     def numbers_per_row(self, width: int) -> int:
-        del width
         return 2 * self.intermediate_size
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> "PlainMLP":

@@ -41,7 +41,7 @@ class FusedExperts(Fused):
 
 
 @dataclass(frozen=True)
-class Within:
+class Interleaved:
     """The place of a part's rows in a tensor that interleaves them with rows of other parts.
 
     Attributes:
@@ -103,7 +103,7 @@ class Part:
     fused: Fused | None = None
     dtype: torch.dtype | None = None
     offset: float = 0.0
-    within: Within | None = None
+    within: Interleaved | None = None
     exact: bool = False
     paired: PairedRows | None = None
     heads: int | None = None

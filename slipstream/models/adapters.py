@@ -1,7 +1,7 @@
 """LoRA adapters in the layout of PEFT: adapter_config.json and adapter_model.safetensors.
 
-The config is read as strictly as a model's: what would change the maths and is not applied here is
-refused by name.
+The config is read as strictly as a model's: a key that would change the computation and is not
+supported is refused by name.
 """
 
 import re
@@ -26,7 +26,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
 _NAME: Final = re.compile(r"(.+)\.lora_(A|B)(?:\.default)?\.weight")
 
-# Keys that tell how an adapter was made, or that PEFT needs to find and to train it.
+# Keys that describe how an adapter was made, or that only PEFT uses.
 _HARMLESS: Final = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config"),
@@ -36,9 +36,9 @@ _HARMLESS: Final = frozenset(
         *("ensure_weight_tying", "arrow_config", "monteclora_config"),
     }
 )
-# Ways to begin training that change the model below the adapter.
+# Initialisations that change the base model's weights.
 _CHANGES_MODEL: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Keys that have to be off, and what to do where they are not.
+# Keys that must be off, and the remedy if they are not.
 _OFF: Final[Mapping[str, str]] = {
     "use_dora": "DoRA also scales the model's own weights; merge it (peft: merge_and_unload)",
     "modules_to_save": "whole modules of an adapter are not loaded; merge it into the model",
@@ -57,13 +57,12 @@ _OFF: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter as it was read.
+    """An adapter in memory.
 
     Attributes:
         rank: R of every module.
-        factors: by the module's name in the checkpoint of its model, in the model's dtype, with the
-            scale in the second ones.
-        nbytes: of all factors.
+        factors: (A, scale * B) by module name in the base model's checkpoint, in the model's dtype.
+        nbytes: size of all factors.
     """
 
     rank: int
@@ -80,11 +79,11 @@ def read_adapter(
     """Read an adapter for a model.
 
     Args:
-        modules: of the model, those that may have adapters.
-        max_rank: of the slots that it is for.
+        modules: the modules of the model that may have adapters.
+        max_rank: the rank of the slots.
 
     Raises:
-        CheckpointError: it is broken, does not fit the model, or needs what is not applied here.
+        CheckpointError: it is broken, does not fit the model, or needs an unsupported feature.
     """
     file = folder / CONFIG
     rank, scale, targets = _read_config(folder)
@@ -162,7 +161,7 @@ def _read_config(folder: Path) -> tuple[int, float, object]:
 def _paired(
     entries: Mapping[str, TensorEntry], file: Path
 ) -> dict[str, tuple[TensorEntry, TensorEntry]]:
-    """The two tensors of each module, by the module's name in its model's checkpoint."""
+    """The two tensors of each module, by the module's name in the base model's checkpoint."""
     found: dict[str, dict[str, TensorEntry]] = {}
     own = {name.removeprefix(_PREFIX): entry for name, entry in entries.items()}
     plain = text_names(own)
@@ -192,7 +191,7 @@ def _is_target(targets: object, module: str) -> bool:
 
 
 def _not_adapted(module: str) -> str:
-    """Why a module has no place for adapters."""
+    """The reason why a module takes no adapter."""
     if ".experts." in module or module.endswith(".experts"):
         return f"{module} belongs to an expert, and experts are not adapted; merge the adapter"
     return (

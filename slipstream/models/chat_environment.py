@@ -201,7 +201,7 @@ def _text(value: Any) -> str:
     return str(_modest(value))
 
 
-def _of_modest(apply: Callable[..., Any]) -> Callable[..., Any]:
+def _size_limited(apply: Callable[..., Any]) -> Callable[..., Any]:
     """Make a filter refuse values that are too long to be written out."""
 
     @wraps(apply)
@@ -301,7 +301,7 @@ def make_environment() -> Environment:
     filters |= {"tojson": _to_json, "join": _join}
     filters |= {it: _roomy(filters[it], *named) for it, named in _REPEATING_FILTERS.items()}
     environment.filters |= {it: _narrow(environment.filters[it]) for it in _PADDING_FILTERS}
-    environment.filters |= {it: _of_modest(environment.filters[it]) for it in _WRITING_FILTERS}
+    environment.filters |= {it: _size_limited(environment.filters[it]) for it in _WRITING_FILTERS}
     del environment.globals["lipsum"]  # makes text of any length
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _strftime_now

@@ -1,4 +1,4 @@
-"""Model directories: finding them, and what lies in them."""
+"""Finds model directories and reads their configs and tensor headers."""
 
 import json
 import re
@@ -40,14 +40,14 @@ _HUB_IGNORED = ["consolidated*", "*/*.safetensors", "*/*.json", "original/*"]
 def resolve_checkpoint(
     name_or_path: str | Path, revision: str | None = None, pickled: bool = False
 ) -> Path:
-    """Where a checkpoint lies: a bundled demo, a directory, a GGUF file, or a hub name, which is
-    downloaded when needed.
+    """The path of a checkpoint, given as a bundled demo, a directory, a GGUF file, or a hub name,
+    which is downloaded if needed.
 
-    The path is that of a directory, or of a GGUF file, which may be all that a directory holds.
+    The path is a directory, or a GGUF file, also for a directory that holds nothing else.
 
     Args:
         revision: branch, tag or commit of a hub name.
-        pickled: download pickled weights as well, which some drafters have alone.
+        pickled: download pickled weights as well; some drafters have no others.
     """
     name = str(name_or_path)
     bundled = _bundled(name)
@@ -55,12 +55,12 @@ def resolve_checkpoint(
     local = bundled if bundled is not None and bundled.is_dir() else path
     if name and (local.is_dir() or local.is_file()):  # no name would be the working directory
         if revision is not None:
-            raise UsageError(f"{name} is here and has no revision; leave it out")
+            raise UsageError(f"{name} is a local path and has no revision; leave revision out")
         return _local(local)
     if bundled is not None:
         raise CheckpointError(
-            f"{name} is not bundled with this installation (there is: "
-            f"{', '.join(bundled_names()) or 'no demo at all'}); give a model directory or a hub "
+            f"{name} is not bundled with this installation (bundled are: "
+            f"{', '.join(bundled_names()) or 'none'}); give a model directory or a hub "
             f"name"
         )
     tagged = split_tag(name)
@@ -73,7 +73,7 @@ def resolve_checkpoint(
 
 
 def _local(path: Path) -> Path:
-    """A path that is there, of the GGUF model where a directory has one."""
+    """An existing path; the GGUF file of a directory that has one."""
     if path.is_dir():
         return model_in(path) or path
     if not is_gguf(path):
@@ -99,12 +99,12 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Replaced:
-    """What is read in place of a model directory's own files.
+    """Values and files that replace those of a model directory.
 
     Attributes:
-        config: values in place of those in config.json (`config_reader.py`).
-        config_folder, generation_folder: where config.json and generation_config.json lie; None:
-            in the model directory.
+        config: values that replace those in config.json (`config_reader.py`).
+        config_folder, generation_folder: directories of config.json and generation_config.json;
+            None: the model directory.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -116,7 +116,7 @@ _NOTHING = Replaced()
 
 
 class Checkpoint:
-    """One model directory, or GGUF file. Every part is read when it is first asked for."""
+    """One model directory, or GGUF file. Every part is read when it is first used."""
 
     def __init__(self, path: Path, replaced: Replaced = _NOTHING) -> None:
         self.path, self.replaced = Path(path), replaced
@@ -124,7 +124,7 @@ class Checkpoint:
 
     @property
     def config_file(self) -> Path:
-        """The file with the config, the whole checkpoint itself in GGUF."""
+        """The file with the config; for GGUF the checkpoint itself."""
         if self._is_gguf:
             return self.path
         return (self.replaced.config_folder or self.path) / "config.json"
@@ -137,7 +137,7 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The content of config.json, of its language model alone where it wraps one."""
+        """The content of config.json; of a multimodal model only the language model's part."""
         return dict(text_config(self.whole_config))
 
     @cached_property
@@ -164,7 +164,7 @@ class Checkpoint:
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        """The tensors by name, over all files, those of the language model alone."""
+        """The language model's tensors of all files, by name."""
         if self._is_gguf:
             return renamed_entries(self.container)
         entries = self.all_entries
@@ -172,7 +172,7 @@ class Checkpoint:
 
     @cached_property
     def all_entries(self) -> dict[str, TensorEntry]:
-        """All tensors of safetensors files by the names that they have there."""
+        """All tensors of safetensors files, by their names in the files."""
         if (self.path / _SINGLE).is_file():
             return read_entries(self.path / _SINGLE)
         if (self.path / _INDEX).is_file():
@@ -181,23 +181,23 @@ class Checkpoint:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the weights are there at all; a config alone can still be looked at."""
+        """Whether there are weights; a config alone can be inspected."""
         return self._is_gguf or any((self.path / name).is_file() for name in (_SINGLE, _INDEX))
 
     @property
     def container(self) -> Container:
-        """What the header of a GGUF file says; for such checkpoints alone."""
+        """The header of a GGUF file; only for such checkpoints."""
         return read_container(self.path)
 
     @property
     def size_bytes(self) -> int:
-        """What the tensors take as they are stored."""
+        """Bytes of the tensors as stored."""
         return sum(entry.nbytes for entry in self.entries.values())
 
     @cached_property
     def has_own_head(self) -> bool:
-        """Whether a head is stored whose numbers are not those of the embeddings: it counts then,
-        also where config.json says that both are tied, as it does for transformers."""
+        """Whether a head is stored that differs from the embeddings. It is then used, as in
+        transformers, even if config.json says that they are tied."""
         entries = self.entries if self.has_weights else {}
         head, table = entries.get(_HEAD), entries.get(_EMBEDDINGS)
         return head is not None and table is not None and not hold_same_numbers(head, table)
@@ -207,7 +207,7 @@ class Checkpoint:
         """The dtype that most of the floating-point numbers are stored in; None without any."""
         sizes: dict[torch.dtype, int] = {}
         for entry in self.entries.values() if self.has_weights else ():
-            if entry.dtype in WEIGHT_DTYPES:  # not those that only quantised matrices have
+            if entry.dtype in WEIGHT_DTYPES:  # without dtypes that only quantised matrices have
                 sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
         return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
 
@@ -249,7 +249,7 @@ def _why_no_config(folder: Path) -> str:
 
 
 def _bundled(name: str) -> Path | None:
-    """Where a demo of this name would be, or None for any other name."""
+    """The directory of the demo with this name; None for other names."""
     head, _, rest = name.partition("/")
     if head != "demo" or not re.fullmatch(r"[\w-]*", rest):
         return None
@@ -257,7 +257,7 @@ def _bundled(name: str) -> Path | None:
 
 
 def bundled_names() -> list[str]:
-    """What may be asked for as a demo, the target first as `demo`."""
+    """The names of bundled demos; the first is the target, `demo`."""
     names = sorted(file.parent.name for file in _demo_directory().glob("*/config.json"))
     target = ["demo"] if "target" in names else []
     return target + [f"demo/{name}" for name in names if name != "target"]
@@ -287,7 +287,7 @@ def _sharded_entries(directory: Path, index_file: Path) -> dict[str, TensorEntry
                 f"download both again"
             )
         entries[name] = entry
-    # A tensor that the index forgot is still there: whoever loads decides what to say about it.
+    # Tensors that the index omits are kept: the loader decides whether they are an error.
     for held in shards.values():
         for name, entry in held.items():
             entries.setdefault(name, entry)
@@ -299,7 +299,7 @@ def _weight_map(index_file: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_file} has no weight_map; download it again")
     for name, shard in weight_map.items():
-        # A shard lies beside its index: a path could point anywhere on the machine.
+        # A shard is in its index's directory: a path could point anywhere on the machine.
         if not isinstance(shard, str) or not shard or Path(shard).name != shard:
             raise CheckpointError(
                 f"{index_file} places tensor {name} in {shard!r}, which is not a plain file name"
@@ -310,7 +310,7 @@ def _weight_map(index_file: Path) -> dict[str, str]:
 def _shard_entries(file: Path, index_file: Path) -> dict[str, TensorEntry]:
     if not file.is_file():
         raise CheckpointError(
-            f"{index_file} names {file.name}, which is not there; finish the download"
+            f"{index_file} names {file.name}, which does not exist; finish the download"
         )
     return read_entries(file)
 

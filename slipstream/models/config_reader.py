@@ -20,7 +20,7 @@ REQUIRED: Final = _Required()
 TARGET_ADAPTER: Final = "target_adapter"
 """A drafter's key: the adapter of the target that it was trained for; it serves without it, too."""
 
-# Keys that name, describe or date the model, or that only tools look at.
+# Keys that name or describe the model, or that only tools use.
 _BOOKKEEPING = set(
     """
     _commit_hash _model_name_or_path _name_or_path architectures auto_map custom_pipelines
@@ -31,7 +31,7 @@ _BOOKKEEPING = set(
     """.split()
 )
 
-# Token ids and lengths that bound or delimit texts; the network does not see them.
+# Token ids and lengths for tokenizing; the network does not depend on them.
 _TOKENS = set(
     """
     bos_token_id decoder_start_token_id eos_token_id max_sequence_length model_max_length
@@ -39,7 +39,7 @@ _TOKENS = set(
     """.split()
 )
 
-# How another framework runs or returns things: the same numbers by another way.
+# How another framework runs the model or returns results; the numbers are the same.
 _EXECUTION = set(
     """
     _attn_implementation _attn_implementation_autoset _experts_implementation
@@ -59,7 +59,7 @@ _TRAINING = set(
     """.split()
 ) | {TARGET_ADAPTER}
 
-# Settings of generate(), which old exporters wrote into config.json; they act per request here.
+# Settings of generate(), which old exporters wrote into config.json; here requests set them.
 _GENERATION = set(
     """
     assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens
@@ -79,7 +79,7 @@ HARMLESS_KEYS: Final = frozenset(_BOOKKEEPING | _TOKENS | _EXECUTION | _TRAINING
 class ConfigReader:
     """Reads the keys of a config and remembers which have been read.
 
-    A key whose value is null is read as a key that is not there.
+    A key with the value null counts as missing.
 
     Args:
         config: the content of config.json, or an object within it.
@@ -117,19 +117,19 @@ class ConfigReader:
         return None if value is None else self._typed(key, value, kind)
 
     def take_named(self, keys: Sequence[str], kind: type[T]) -> T:
-        """The value of a key that has several names; it must be there under one of them."""
+        """The value of a key that has several names; one of them must be present."""
         values = {key: self.take_optional(key, kind) for key in keys}
         found = [(key, value) for key, value in values.items() if value is not None]
         if not found:
             return self.take(keys[0], kind)
         if any(value != found[0][1] for _, value in found):
             raise self.error(
-                found[0][0], f'and "{found[1][0]}" say different things; remove one of them'
+                found[0][0], f'and "{found[1][0]}" contradict each other; remove one of them'
             )
         return found[0][1]
 
     def take_any(self, key: str) -> object:
-        """The value of `key`, whatever it is; None when missing."""
+        """The value of `key`, of any type; None when missing."""
         self._taken.add(key)
         return self._config.get(key)
 
@@ -149,12 +149,12 @@ class ConfigReader:
             )
 
     def nested(self, key: str) -> "ConfigReader":
-        """A reader of the object under `key`, nothing when missing; to be finished by itself."""
+        """A reader of the object under `key`, empty when missing; call its own `finish`."""
         values = self.take(key, dict, {})
         return ConfigReader(values, self.file, f"{self._prefix}{key}.", harmless=())
 
     def finish(self) -> None:
-        """Raise CheckpointError for a key that was not read and may change the maths."""
+        """Raise CheckpointError for a key that was not read and may change the computation."""
         for key, value in self._config.items():
             if key in self._taken or key in self._harmless or _is_off(value):
                 continue
@@ -188,7 +188,7 @@ _KINDS: Final[dict[type, str]] = {
 
 
 def _is_off(value: object) -> bool:
-    """null, false, "", [] and {} switch nothing on; 0 may be a value like any other."""
+    """Whether a value means "off": null, false, "", [] or {}; 0 may be an ordinary value."""
     return value is None or value is False or (isinstance(value, str | list | dict) and not value)
 
 
@@ -203,11 +203,10 @@ _OF_EVERY_KIND = ("rope_theta", "partial_rotary_factor")
 
 
 def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with other values: objects are merged key by key, all else is replaced.
+    """A config with other values: objects are merged key by key, other values are replaced.
 
-    Both spellings of rope parameters mean the one that the config has. An object of them that
-    names a kind replaces the one of the config, all but what every kind has: other keys of the
-    file may belong to its own kind.
+    Both spellings of rope parameters refer to the one that the config has. If the new parameters
+    name a rope type, keys of the old ones are dropped, except those that all types have.
     """
     result, given = dict(config), dict(overrides)
     rope = {**(given.pop(_OLD, None) or {}), **(given.pop(_NEW, None) or {})}

@@ -52,7 +52,9 @@ def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
     if reader.take("use_double_wide_mlp", bool, False):
         wide = replace(dense, intermediate_size=2 * dense.intermediate_size)
     experts = _read_experts(reader)
-    feed_forwards = [_beside(experts, dense if lender is None else wide) for lender in lenders]
+    feed_forwards = [
+        _feed_forward(experts, dense if lender is None else wide) for lender in lenders
+    ]
     decoder = scaled(reader, common.of_mixers(mixers, feed_forwards), None)
     return _with_inputs(reader, replace(decoder, windowed_sight=True))
 
@@ -74,7 +76,7 @@ def _read_experts(reader: ConfigReader) -> ExpertsSpec | None:
     )
 
 
-def _beside(experts: ExpertsSpec | None, dense: GatedMLPSpec) -> FeedForwardSpec:
+def _feed_forward(experts: ExpertsSpec | None, dense: GatedMLPSpec) -> FeedForwardSpec:
     if experts is None:
         return dense
     return ParallelExpertsSpec(

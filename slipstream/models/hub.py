@@ -38,7 +38,7 @@ _HUB = ContextVar("_HUB", default=_ANYHOW)
 
 
 @contextmanager
-def reaching_hub(access: HubAccess) -> Iterator[None]:
+def hub_settings(access: HubAccess) -> Iterator[None]:
     """Use these settings for all downloads within the context."""
     before = _HUB.set(access)
     try:
@@ -69,7 +69,7 @@ def download(
             token=access.token,
         )
 
-    return Path(_asked(fetch, name, revision))
+    return Path(_fetch(fetch, name, revision))
 
 
 def list_files(name: str, revision: str | None) -> list[str]:
@@ -80,10 +80,10 @@ def list_files(name: str, revision: str | None) -> list[str]:
 
         return list(list_repo_files(name, revision=revision, token=_HUB.get().token))
 
-    return _asked(fetch, name, revision)
+    return _fetch(fetch, name, revision)
 
 
-def _asked(fetch: Callable[[], T], name: str, revision: str | None) -> T:
+def _fetch(fetch: Callable[[], T], name: str, revision: str | None) -> T:
     unknown = f"{name} is neither a directory (in {Path.cwd()}) nor a bundled demo"
     try:
         return fetch()

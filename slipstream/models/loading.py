@@ -82,7 +82,6 @@ def every_quantization(name: str, stored: StoredQuantization) -> None:
 
 def no_progress_bar(name: str, size: int, unit: str) -> AbstractContextManager[Progress]:
     """Report no progress."""
-    del name, size, unit
     return nullcontext(no_progress)
 
 
@@ -147,7 +146,7 @@ def load_decoder(
         ops = kernels_for(options.device, options.dtype, options.batch_invariant).network
     if config is None:
         config = read_decoder_config(checkpoint)
-    options = _in_units(checkpoint, config, options)
+    options = _with_unit(checkpoint, config, options)
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
     if stored is not None:
         options.stored_check(checkpoint.path.name, stored)
@@ -157,13 +156,13 @@ def load_decoder(
     # Replicated parameters (norms, biases) are small enough to ignore.
     options.memory_check(checkpoint.path.name, size // options.share.size, rounded)
     if stored is not None:
-        _tell_stored(checkpoint, stored, options)
+        _log_stored(checkpoint, stored, options)
     if options.quantization is not None:
-        _tell_quantization(checkpoint, config, options.quantization, size)
+        _log_quantization(checkpoint, config, options.quantization, size)
     random = _random_weights(checkpoint, config, options)
     if random is not None:
         if stored is not None:
-            random = RandomQuantizedSource(random, stored, _kept(options))
+            random = RandomQuantizedSource(random, stored, _kept_formats(options))
         return _build(ops, config, random, options)
     name = f"loading {checkpoint.path.name}"
     beside = own_drafter_tensors(checkpoint.entries)  # only an MTP drafter reads them
@@ -178,7 +177,7 @@ def load_decoder(
     return network
 
 
-def _in_units(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> LoadOptions:
+def _with_unit(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> LoadOptions:
     """The options with `Share.unit` set, under tensor parallelism."""
     if options.share.size == 1:
         return options
@@ -216,7 +215,7 @@ def decoder_bytes(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOp
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
     if stored is None:
         return weight_bytes(config, options.dtype, options.quantization)
-    kept = _kept(options)
+    kept = _kept_formats(options)
     if options.load_format in RANDOM_FORMATS or not checkpoint.has_weights:
         form = partial(_kept_rounding, stored, kept)
         return weight_bytes(config, options.dtype, options.quantization, form)
@@ -233,13 +232,13 @@ def tensor_bytes(
     entries: Mapping[str, TensorEntry], stored: StoredQuantization, options: LoadOptions
 ) -> int:
     """Memory in bytes of these tensors of a quantised checkpoint after loading, over all ranks."""
-    kept = _kept(options)
+    kept = _kept_formats(options)
     if options.quantization is not None:
         kept |= {Float8Matrix, Float8BlockMatrix}  # 8 bits, as after quantising to `quantization`
     return stored_bytes(entries, stored, options.dtype.itemsize, kept)
 
 
-def _kept(options: LoadOptions) -> frozenset[type[Weight]]:
+def _kept_formats(options: LoadOptions) -> frozenset[type[Weight]]:
     if options.quantization is None:
         return options.kept
     # GGUF's blocks are dequantised and quantised again to the requested precision.
@@ -279,23 +278,23 @@ def open_quantized(
         options.dtype,
         options.device,
         progress,
-        _kept(options),
+        _kept_formats(options),
         # Dequantise to float32 if the matrices are quantised again, to round only once.
         options.dtype if options.quantization is None else torch.float32,
         options.share,
     )
 
 
-def _tell_stored(checkpoint: Checkpoint, stored: StoredQuantization, options: LoadOptions) -> None:
-    rest = "what is not quantised stays so"
+def _log_stored(checkpoint: Checkpoint, stored: StoredQuantization, options: LoadOptions) -> None:
+    rest = "other matrices stay unquantised"
     if not stored.kinds <= options.kept:
-        rest = f"what no kernel multiplies as stored becomes {options.dtype}"
+        rest = f"matrices without a kernel are converted to {options.dtype}"
     if options.quantization is not None:
-        rest = f"what is not multiplied as stored is rounded to {options.quantization}"
+        rest = f"matrices without a kernel are quantised to {options.quantization}"
     logger.info("%s: stored as %s; %s", checkpoint.path.name, stored.description, rest)
 
 
-def _tell_quantization(
+def _log_quantization(
     checkpoint: Checkpoint, config: DecoderConfig, quantization: str, size: int
 ) -> None:
     head = "the head too"

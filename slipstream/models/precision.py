@@ -252,7 +252,6 @@ class Shapes:
 
     def alike(self, parts: Sequence[Part]) -> bool:
         """Always False, so that each matrix is recorded."""
-        del parts
         return False
 
     def head(self, parts: Sequence[Part], columns: int) -> Weight:

@@ -107,7 +107,7 @@ def _rope_reader(reader: ConfigReader) -> ConfigReader:
     new = reader.take("rope_parameters", dict, {})
     if old and new and old != new:
         raise reader.error(
-            "rope_scaling", 'and "rope_parameters" say different things; remove one of them'
+            "rope_scaling", 'and "rope_parameters" contradict each other; remove one of them'
         )
     return reader.nested("rope_scaling" if old else "rope_parameters")
 

@@ -1,8 +1,8 @@
-"""Reading safetensors files: strictly, and by reading rather than mapping.
+"""Reads safetensors files strictly, without mapping them into memory.
 
 A file is 8 bytes of header length (little endian), a JSON header, then the tensors' bytes without
-gaps. A mapped file would be charged to the process page by page while the weights are copied out
-of it; reading into the parameter's own memory needs no second copy.
+gaps. Pages of a mapped file would count as memory of the process while weights are copied; reading
+into the parameter's own memory needs no second copy.
 """
 
 import json
@@ -51,7 +51,7 @@ WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies.
+    """The place of one tensor in a file.
 
     Attributes:
         offset: of its first byte from the start of the file.
@@ -72,7 +72,7 @@ class TensorEntry:
 
 
 def require_content(file: Path) -> None:
-    """Raise CheckpointError for a Git LFS pointer, which stands for a file not yet downloaded."""
+    """Raise CheckpointError for a Git LFS pointer, the placeholder of a file not downloaded yet."""
     with _opened(file) as opened:
         if opened.read(len(_POINTER)) == _POINTER:
             raise CheckpointError(
@@ -82,7 +82,7 @@ def require_content(file: Path) -> None:
 
 
 def read_entries(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file by name, none of their bytes read.
+    """The entries of a safetensors file by name; reads only the header.
 
     Raises CheckpointError unless the header describes exactly the bytes that follow it.
     """
@@ -96,9 +96,9 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
 
 
 def read_into(entry: TensorEntry, destination: Tensor, *, raw: bool = False) -> None:
-    """Fill `destination` with the tensor, converted to its dtype and brought to its device.
+    """Fill `destination` with the tensor, converted to its dtype and copied to its device.
 
-    Raises CheckpointError where it does not fit, or holds numbers that are not finite.
+    Raises CheckpointError if it does not fit, or holds numbers that are not finite.
 
     Args:
         destination: contiguous, of the entry's shape; may be a slice of a larger parameter.
@@ -153,7 +153,7 @@ def _is_finite(values: Tensor) -> bool:
         return all(bool((part & 0x7F).max() < 0x7F) for part in codes if part.numel())
     if values.dtype.itemsize == 1:
         values = values.float()
-    # Faster than a look at each number: a sum of finite ones is finite, but for rare overflows.
+    # Faster than testing each number: a sum of finite ones is finite, but for rare overflows.
     if bool(values.sum().isfinite()):
         return True
     return all(bool(extreme.isfinite()) for extreme in values.aminmax())
@@ -178,7 +178,7 @@ def _read_header(file: Path) -> tuple[int, bytes]:
                 f"{_LENGTH_BYTES} of a safetensors header length; {_DAMAGED}"
             )
         length = int.from_bytes(prefix, "little")
-        # Checked before anything is allocated: a file of another format gives any number here.
+        # Checked before anything is allocated: in a file of another format this may be any number.
         if length > _MAX_HEADER_BYTES:
             raise CheckpointError(
                 f"{file} claims a header of {length} bytes, more than the {_MAX_HEADER_BYTES} that "
@@ -217,7 +217,7 @@ def _parse_header(file: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    # json keeps the last of equal names, which would drop a tensor without a word.
+    # json keeps the last of equal names, which would silently drop a tensor.
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
@@ -257,7 +257,7 @@ def _sizes(what: str, value: object) -> tuple[int, ...]:
 
 
 def _check_layout(file: Path, entries: Iterable[TensorEntry], start: int, size: int) -> None:
-    """The tensors must follow each other without gap or overlap up to the end of the file."""
+    """Raise CheckpointError unless tensors fill the file to its end without gap or overlap."""
     position, previous = start, "the header"
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != position:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, as the checkpoint's tokenizer.json says, or its GGUF file."""
+"""Text to token ids and back, by the checkpoint's tokenizer.json or GGUF file."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -26,23 +26,24 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def tokenizer_settings(path: Path) -> dict[str, Any]:
-    """The content of tokenizer_config.json, or what stands for it in a GGUF file; {} without."""
+    """The content of tokenizer_config.json, or its equivalent in a GGUF file; {} if missing."""
     return read_settings(path) if is_gguf(path) else _optional(path / "tokenizer_config.json")
 
 
 class Tokenizer:
     """The tokenizer of a model directory, or of a GGUF file.
 
-    `clean_up_tokenization_spaces` of tokenizer_config.json is never applied: it takes spaces out
-    of what the model said (transformers has it off by default and refuses it for BPE). Truncation
-    and padding that tokenizer.json may ask for are off: a prompt is encoded as it is.
+    `clean_up_tokenization_spaces` of tokenizer_config.json is never applied: it removes spaces
+    from the model's output (transformers has it off by default and refuses it for BPE). Truncation
+    and padding of tokenizer.json are off: prompts are encoded as they are.
 
     Attributes:
         path: the model directory or file.
         settings: the content of tokenizer_config.json; empty without one.
         special_tokens: text of the named special tokens ("bos_token", ...), for chat templates.
-        special_token_ids: what `skip_special_tokens` leaves out.
-        added_token_ids: found in a text before it is split into others; special ones among them.
+        special_token_ids: ids that `skip_special_tokens` leaves out.
+        added_token_ids: ids of tokens that are matched in a text before it is split into others;
+            includes the special ones.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,12 +61,12 @@ class Tokenizer:
         """Token ids of a text.
 
         Args:
-            add_special_tokens: also what the post-processor adds around it, such as a first token.
+            add_special_tokens: add the tokens of the post-processor, such as a first token.
         """
         _require_unicode(text)
         if len(text) < _LONG_TEXT:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        # `encode` keeps the interpreter's lock, in which all other threads wait for it.
+        # `encode` holds the GIL, so all other threads would wait for it.
         batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return batch[0].ids
 
@@ -77,7 +78,7 @@ class Tokenizer:
         return [token for encoding in batch for token in encoding.ids]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids that no token has are left out."""
+        """The text of token ids; unknown ids are left out."""
         if len(ids) < _LONG_TEXT:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
@@ -88,20 +89,20 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are, added ones included (a model may have more rows)."""
+        """Number of tokens, added ones included (a model may have more rows)."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def num_usual_tokens(self) -> int:
-        """How many tokens there are beside added ones."""
+        """Number of tokens without added ones."""
         return self._backend.get_vocab_size(with_added_tokens=False)
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token, added ones included, and its id."""
+        """All tokens, added ones included, with their ids."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None for an id that no token has."""
+        """The token as the vocabulary spells it; None for an unknown id."""
         return self._backend.id_to_token(token_id)
 
     def token_to_id(self, token: str) -> int | None:
@@ -128,7 +129,7 @@ class Tokenizer:
         return None if token is None else self.token_to_id(token)
 
     def _mark_special(self) -> None:
-        """Tokens with a role are special even where tokenizer.json has them as plain words."""
+        """Mark named special tokens as special, even if tokenizer.json has them as plain words."""
         from tokenizers import AddedToken
 
         added = self._backend.get_added_tokens_decoder()
@@ -142,7 +143,7 @@ class Tokenizer:
                 self._backend.add_special_tokens([known])
 
     def _check_added_tokens(self) -> None:
-        """The settings repeat the added tokens; an id that differs there would garble prompts."""
+        """Raise CheckpointError if the settings give another id to an added token."""
         declared = self.settings.get("added_tokens_decoder")
         for index, token in declared.items() if isinstance(declared, dict) else ():
             text = token.get("content") if isinstance(token, dict) else None
@@ -191,7 +192,7 @@ def _optional(file: Path) -> dict[str, Any]:
 
 
 def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The named tokens; special_tokens_map.json counts where the settings are of the old kind."""
+    """The named special tokens; with old settings special_tokens_map.json takes precedence."""
     result = _named_tokens(path / "tokenizer_config.json", settings)
     if "added_tokens_decoder" not in settings:
         old_file = path / "special_tokens_map.json"
@@ -200,7 +201,7 @@ def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _extra_special_tokens(settings: Mapping[str, Any]) -> list[str]:
-    """Special tokens without a name, under their name of transformers 5 or the one before."""
+    """Special tokens without a name, under the key of transformers 5 or of earlier versions."""
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     tokens = extra.values() if isinstance(extra, dict) else extra
     texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]

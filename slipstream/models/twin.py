@@ -25,7 +25,7 @@ from slipstream.kernels.reference.experts import choose, gated
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.layer_inputs import LayerInputHalfSpec
-from slipstream.layers.parameters import WHOLE, FusedExperts, Part, Share, Within
+from slipstream.layers.parameters import WHOLE, FusedExperts, Interleaved, Part, Share
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import FACTORS
 
@@ -88,7 +88,7 @@ class TwinSource:
         vector = torch.full((rows,), value, dtype=self._dtype, device=self._device)
         return self._share.cut(vector, parts)
 
-    def _draw(self, name: str, out: Tensor, within: Within | None = None) -> None:
+    def _draw(self, name: str, out: Tensor, within: Interleaved | None = None) -> None:
         own = name if within is None else f"{name}/{within.start}"
         generator = torch.Generator(self._device).manual_seed(_seed(self._seed, own))
         std = self._gain(name) / out.shape[1] ** 0.5  # a gain of 1 keeps the scale of the input

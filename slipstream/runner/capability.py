@@ -133,7 +133,7 @@ def require_stored(device: torch.device, name: str, stored: StoredQuantization) 
 
 
 def stored_note(device: torch.device) -> str:
-    """Tell, for the user, how a quantised checkpoint's matrices are held on this device."""
+    """A note for the user: how a quantised checkpoint's matrices are stored on this device."""
     if device.type == "cuda":
         return (
             "matrices stay as they are where there are kernels for them, or become the model's "
@@ -146,7 +146,7 @@ def stored_note(device: torch.device) -> str:
 
 
 def quantization_note(device: torch.device, quantization: str) -> str:
-    """Tell, for the user, how `quantization` is computed on this device."""
+    """A note for the user: how `quantization` is computed on this device."""
     if quantization != _FLOAT8:
         return f"matrices rounded at load time: {_ROUNDED[quantization.partition('-')[0]]}"
     if device.type == "cuda":
@@ -158,7 +158,7 @@ def quantization_note(device: torch.device, quantization: str) -> str:
 
 
 def invariance_note(device: torch.device) -> str:
-    """Tell, for the user, what `batch_invariant` guarantees on this device."""
+    """A note for the user: what `batch_invariant` guarantees on this device."""
     if device.type == "cuda":
         return "rows do not depend on the rows beside them, in every matmul; slower"
     return (

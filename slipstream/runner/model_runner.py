@@ -10,7 +10,7 @@ from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.decoder import Decoder
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.rows import PassRows, RowLayout, lay_out
-from slipstream.runner.spans import embed, with_axes, with_offsets, with_sight
+from slipstream.runner.spans import embed, with_axes, with_bidirectional_spans, with_offsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ class ModelRunner:
         number in the text."""
         layout = lay_out(self._state, rows, self._cache.has_windows)
         if rows.prompts:
-            layout = with_sight(layout, rows.prompts)
+            layout = with_bidirectional_spans(layout, rows.prompts)
         offsets = self._state.position_offsets
         if offsets is None or not self._of_target:
             return layout

@@ -42,7 +42,7 @@ def with_axes(
     return replace(layout, inputs=replace(inputs, rows=replace(inputs.rows, positions=positions)))
 
 
-def with_sight(layout: RowLayout, prompts: Sequence[PromptRows | None]) -> RowLayout:
+def with_bidirectional_spans(layout: RowLayout, prompts: Sequence[PromptRows | None]) -> RowLayout:
     """Let all rows of an image attend to each other, for spans with bidirectional attention."""
     ends: list[Tensor] = []
     index: list[Tensor] = []

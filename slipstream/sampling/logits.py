@@ -1,4 +1,4 @@
-"""What grammars and bad words forbid before logits are judged or sampled from, and logprobs."""
+"""Log probabilities, and masks of grammars and bad words for logits that are judged or sampled."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ def allow_next(
     vocabulary: Tensor | None = None,
     columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
-    """A drafter's logits without what grammars forbid behind the known tokens.
+    """Mask the tokens that grammars forbid directly behind the known tokens in a drafter's logits.
 
-    What they forbid behind a draft token is not known on the device. Where all that a drafter knows
-    is forbidden its logits stay as they are, and the target will refuse the guess.
+    What they forbid behind draft tokens is not known on the device. If all tokens of the drafter's
+    vocabulary are forbidden, its logits are not changed, and the target rejects the draft token.
 
     Args:
         logits: [n, v], left as it is.
@@ -50,10 +50,10 @@ def allow_next(
 
 
 def ban_words(logits: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:
-    """No bad word is completed, whether it began in the prompt, the output or the draft.
+    """Mask tokens that would complete a bad word that began in the prompt, output or draft.
 
-    Runs on the host: `Request.token_ids` must hold every committed token, and the draft tokens are
-    waited for.
+    Runs on the host: `Request.token_ids` must hold every committed token, and the host waits for
+    the draft tokens.
     """
     first = state.columns.first(logits)
     banned_rows: list[int] = []
@@ -89,7 +89,7 @@ def _completions(context: tuple[int, ...], words: Sequence[tuple[int, ...]]) -> 
 
 @dataclass(frozen=True, eq=False)
 class TokenLogprobs:
-    """What the target thought of the chosen tokens and of their strongest rivals.
+    """Log probabilities of chosen tokens and of the most likely ones.
 
     Attributes:
         token_ids: [N] int64, the chosen tokens.

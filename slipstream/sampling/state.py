@@ -136,7 +136,7 @@ class SamplingState:
         self._tensors: dict[bool, tuple[int, SamplingSlots]] = {}
 
     def reset(self) -> None:
-        """After a failed admission, let later ones write everything again."""
+        """Forget what is on the device after a failed admission, so that all is written again."""
         slots = range(self.max_num_seqs)
         self._stop_ids = [[-1] for _ in slots]  # no request has these
         self._biased = set() if self.bias is None else set(slots)
@@ -181,7 +181,7 @@ class SamplingState:
         self.ops.commit(slots, token_ids, num_tokens, self.tensors(Uses.PENALTIES in uses))
 
     def tensors(self, history: bool = True) -> SamplingSlots:
-        """What ops take; `history`: with what penalties look at."""
+        """The arguments of ops; `history`: with the tensors that penalties read."""
         generation, slots = self._tensors.get(history, (-1, None))
         if slots is None or generation != self.generation:
             slots = self._slots_now(history)
@@ -199,7 +199,7 @@ class SamplingState:
         )
 
     def uses(self, host_slots: Iterable[int]) -> frozenset[Uses]:
-        """What any of the requests in these slots needs."""
+        """The features that any request in these slots needs."""
         asked = set(host_slots)
         return frozenset(use for use, slots in self._slots.items() if not slots.isdisjoint(asked))
 
@@ -237,7 +237,7 @@ class SamplingState:
         self._stop_ids[slot] = stop_ids
 
     def allocate_all(self) -> None:
-        """Make every tensor over the vocabulary, for a graph that must find all of them."""
+        """Allocate all tensors over the vocabulary, before a graph that reads them is captured."""
         self._history()
         self._biases()
 
@@ -258,7 +258,7 @@ class SamplingState:
         return self.bias
 
     def _open_grammar(self, slot: int, guided: bool) -> None:
-        """Until it is said what a grammar allows, all tokens are."""
+        """Allow all tokens next, until a grammar's mask is written."""
         if guided and self.allowed_next is None:
             shape = (self.max_num_seqs, -(-self.vocab_size // 32))
             self.allowed_next = torch.full(shape, -1, dtype=torch.int32, device=self.device)

@@ -199,10 +199,7 @@ class DraftedTrees:
 
 
 def verify_trees(
-    logits: Tensor,
-    trees: DraftedTrees,
-    state: SamplingState,
-    uses: frozenset[Uses],
+    logits: Tensor, trees: DraftedTrees, state: SamplingState, uses: frozenset[Uses]
 ) -> Verdict:
     """Find the path of every request through its tree. Like `verify`, this changes no state.
 

@@ -18,7 +18,7 @@ from slipstream.serve.errors import bad_request
 from slipstream.serve.generation import Generation
 from slipstream.serve.logprobs_format import TokenFields, prompt_logprobs
 from slipstream.serve.model_service import ModelService
-from slipstream.serve.output.parts import Part, Wanted
+from slipstream.serve.output.parts import OutputConstraints, Part
 from slipstream.serve.prompt_fields import placed, truncation
 from slipstream.serve.protocol.base import MOST_INT
 from slipstream.serve.protocol.chat import ChatChoice, ChatCompletion, ChatRequest
@@ -354,8 +354,10 @@ def _structured(
     budget = _budget(body, service)
     if format is not None:
         functions: Schemas = {name: {} for name in tools.functions}
-        wanted = Wanted(content=content, calls=tools.grammar, functions=functions, budget=budget)
-        return format.framed(wanted, prompt, bool(body.continue_final_message))
+        constraints = OutputConstraints(
+            content=content, calls=tools.grammar, functions=functions, budget=budget
+        )
+        return format.framed(constraints, prompt, bool(body.continue_final_message))
     return content if tools.grammar is None else StructuredOutput(grammar=tools.grammar)
 
 

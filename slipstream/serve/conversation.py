@@ -21,7 +21,7 @@ from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol.bounds import MOST_SCHEMA_VALUES, MOST_SPELLED_TOKENS, count_values
 from slipstream.serve.protocol.chat import Message, TemplateFields, Tool
 from slipstream.serve.tools import hermes
-from slipstream.serve.tools.told_in_messages import write_with_tools
+from slipstream.serve.tools.tools_in_messages import write_with_tools
 
 _Message = dict[str, Any]
 

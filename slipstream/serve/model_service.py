@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from http import HTTPStatus
@@ -38,6 +38,24 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
+class WorkerPool:
+    """A thread pool for slow work, off the event loop and the engine's thread."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, name)
+
+    async def __call__(
+        self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
+    ) -> Result:
+        """Run `work` in one of the threads."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, lambda: work(*arguments, **options))
+
+    def close(self) -> None:
+        """Drop waiting work; running work goes on."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelService:
     """The model as the endpoints use it: names, tokenizer, formats, and pools for slow work.
@@ -63,15 +81,15 @@ class ModelService:
     answers: AnswerOptions = field(default_factory=AnswerOptions)
     replica: str = ""
     created: int = field(default_factory=lambda: int(time()))
-    # Parsing holds the GIL, so more threads would only delay other work.
-    _parser: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "parse"))
-    _pool: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
-    # A pool of its own, as fetching an image may take long and must not delay text prompts.
-    _viewers: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "images"))
-    # A pool of its own, as a large grammar takes seconds and must not delay other prompts.
-    _compilers: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "grammar"))
-    # A pool of its own, as a chat template from a request may run for long.
-    _templates: Executor = field(default_factory=lambda: ThreadPoolExecutor(2, "templates"))
+    # Slow work runs in `aside`. What may take very long has a pool of its own, so that it does not
+    # delay the prompts of others: images, which may be fetched; large grammars; and chat templates
+    # from requests.
+    aside: WorkerPool = field(default_factory=lambda: WorkerPool(2, "tokenize"))
+    beside_images: WorkerPool = field(default_factory=lambda: WorkerPool(2, "images"))
+    beside_templates: WorkerPool = field(default_factory=lambda: WorkerPool(2, "templates"))
+    compilers: WorkerPool = field(default_factory=lambda: WorkerPool(2, "grammar"))
+    # Parsing large bodies holds the GIL, so more threads would only delay other work.
+    parse: WorkerPool = field(default_factory=lambda: WorkerPool(1, "parse"))
 
     @property
     def name(self) -> str:
@@ -247,7 +265,7 @@ class ModelService:
     async def compile(self, params: SamplingParams) -> None:
         """Compile the request's grammar, if any, ahead of the engine, which then need not wait."""
         if params.structured is not None:
-            await _run(self._compilers, self.engine.compile, params.structured)
+            await self.compilers(self.engine.compile, params.structured)
 
     def require_room(
         self,
@@ -282,35 +300,11 @@ class ModelService:
                     TOO_LONG,
                 )
 
-    async def aside(
-        self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
-    ) -> Result:
-        """Run slow work in a thread pool, off the event loop and the engine's thread."""
-        return await _run(self._pool, work, *arguments, **options)
-
-    async def beside_images(
-        self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
-    ) -> Result:
-        """Like `aside`, but in the pool for prompts with images."""
-        return await _run(self._viewers, work, *arguments, **options)
-
-    async def beside_templates(
-        self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
-    ) -> Result:
-        """Like `aside`, but in the pool for requests with chat templates of their own."""
-        return await _run(self._templates, work, *arguments, **options)
-
-    async def parse(
-        self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
-    ) -> Result:
-        """Like `aside`, but in the single thread that parses large bodies."""
-        return await _run(self._parser, work, *arguments, **options)
-
     def close(self) -> None:
         """Shut the thread pools down."""
-        beside = self._viewers, self._compilers, self._templates
-        for pool in (self._parser, self._pool, *beside):
-            pool.shutdown(wait=False, cancel_futures=True)
+        beside = self.beside_images, self.beside_templates, self.compilers
+        for pool in (self.parse, self.aside, *beside):
+            pool.close()
 
     def cards(self) -> list[ModelCard]:
         """The model cards of all names, then those of the adapters."""
@@ -343,10 +337,3 @@ class ModelService:
             num_speculative_tokens=resolved.limits.num_speculative_tokens,
             adaptive=resolved.adaptive,
         )
-
-
-async def _run(
-    pool: Executor, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
-) -> Result:
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(pool, lambda: work(*arguments, **options))

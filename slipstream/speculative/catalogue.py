@@ -62,7 +62,7 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
         return next(known, str(wrapped))
     names = frozenset(name.removeprefix("model.") for name in tensor_names)
     signs = CheckpointSigns(config, names)
-    found = ((method.name, method.recognise(signs)) for method in METHODS.values())
+    found = ((method.name, method.kind_of(signs)) for method in METHODS.values())
     return next(name if kind is True else str(kind) for name, kind in found if kind)
 
 

@@ -101,7 +101,7 @@ class Chains:
         """[R] float32, to be filled with the confidences of place `index`."""
         return None if self._confidences is None else self._confidences[:, index]
 
-    def whole_out(self) -> Tensor | None:
+    def confidences_out(self) -> Tensor | None:
         """[R * K] float32, to be filled with all confidences of chains drafted at once."""
         return None if self._confidences is None else self._confidences.view(-1)
 

@@ -26,6 +26,9 @@ class CheckpointSigns:
     def architectures(self) -> frozenset[str]:
         return frozenset(map(str, self.config.get("architectures") or ()))
 
+    def has_tensors(self, prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in self.names)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
@@ -35,7 +38,9 @@ class Method:
         name: its `method` in a `speculative_config`.
         module: where its options are read and its drafter is loaded; imported when it is used.
         spellings: other values of `method` that mean it.
-        recognise: whether a checkpoint is one of this method; or the name in `variants` that it is.
+        model_types, architectures: those of its checkpoints in config.json that only it has.
+        recognise: whether another checkpoint is one of this method; or the name in `variants`
+            that it is.
         weight_files: names of weight files that only this method has.
         library_names: what the speculators library calls its checkpoints.
         is_head: its checkpoints are drafting heads, which the module's `HEAD` loads.
@@ -51,6 +56,8 @@ class Method:
     name: str
     module: str
     spellings: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
     recognise: Callable[[CheckpointSigns], bool | str] = lambda signs: False
     variants: tuple[str, ...] = ()
     weight_files: tuple[str, ...] = ()
@@ -62,3 +69,10 @@ class Method:
     parallel_of: str | None = None
     implied_by: str | None = None
     match_keys: tuple[str, str] | None = None
+
+    def kind_of(self, signs: CheckpointSigns) -> bool | str:
+        """Whether a checkpoint is one of this method; or the name in `variants` that it is."""
+        named = signs.model_type in self.model_types
+        return (
+            named or not signs.architectures.isdisjoint(self.architectures) or self.recognise(signs)
+        )

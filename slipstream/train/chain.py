@@ -62,7 +62,6 @@ class ChainRecipe(Recipe[Config]):
 
     def random_positions(self, batch: Batch, generator: torch.Generator) -> Iterable[DraftPosition]:
         """The draft positions to train; kinds that sample them override this."""
-        del generator
         return self.positions(batch)
 
     def training_loss(self, batch: Batch, generator: torch.Generator) -> BatchLoss:

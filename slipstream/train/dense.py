@@ -47,9 +47,8 @@ class DenseRows:
     adapters: Tensor | None = None
     embedded: None = None
 
-    def seen_through(self, window: int | None) -> "DenseRows":
+    def within_window(self, window: int | None) -> "DenseRows":
         """These rows, which are in no pages and whose windows the op hides itself."""
-        del window
         return self
 
 

@@ -50,7 +50,6 @@ class LanguageModelRecipe(Recipe[DecoderConfig]):
     @classmethod
     def changes(cls, plan: RunPlan) -> Mapping[str, Any]:
         """Keys of config.json that differ from the shape's."""
-        del plan
         return {}
 
     @classmethod

@@ -37,9 +37,7 @@ class DrafterOptions:
         at_least=1,
     )
     share_head: bool | None = flag(
-        None,
-        "Use the target's lm_head and draft over its whole vocabulary.",
-        name="--share-head",
+        None, "Use the target's lm_head and draft over its whole vocabulary.", name="--share-head"
     )
     share_embedding: bool | None = flag(
         None,
@@ -72,9 +70,7 @@ class DrafterOptions:
         name="--norm-before-residual",
     )
     norm_output: bool | None = flag(
-        None,
-        "EAGLE-3.1: the next step reads the output of the final norm.",
-        name="--norm-output",
+        None, "EAGLE-3.1: the next step reads the output of the final norm.", name="--norm-output"
     )
     mask_token: int | None = flag(None, "Id of the mask token for parallel drafting.")
     init: str | None = flag(None, "Checkpoint of a drafter to start training from.")
@@ -103,9 +99,7 @@ class DataSettings:
     """Settings of the training data; None means the default."""
 
     target: str = flag(
-        REQUIRED,
-        "The target: a local directory, a hub name, or a bundled demo.",
-        argument=True,
+        REQUIRED, "The target: a local directory, a hub name, or a bundled demo.", argument=True
     )
     out: Path = flag(REQUIRED, "The file to write, such as chats.safetensors.")
     lora: Path | None = flag(

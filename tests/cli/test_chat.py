@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli.chat import Conversation
-from slipstream.cli.spoken import Spoken, parser_of
+from slipstream.cli.parsed_answer import ParsedAnswer, parser_of
 from slipstream.cli.terminal import interrupt_noted
 from slipstream.cli.views import PlainView
 from slipstream.core.config import EngineConfig
@@ -212,14 +212,14 @@ def test_a_thought_that_the_prompt_opens_is_reasoning(tmp_path: Path, opened: bo
     tokenizer = Tokenizer(write_thinking_tokenizer(tmp_path / "thinking", template))
     parser = parser_of(tokenizer, ChatTemplate(tokenizer), SamplingParams())
     assert parser is not None
-    spoken = Spoken(parser())
+    parsed = ParsedAnswer(parser())
     ids = tokenizer.encode("Hm.</think>\n\nIt is hot." if opened else "It is hot.")
     for output in answers(ids):
-        spoken.take(output.outputs[0])
-    spoken.finish()
-    assert spoken.content == "It is hot."
-    assert spoken.text == ("Hm.\n\nIt is hot." if opened else "It is hot.")
-    assert spoken.quiet == ([(0, 3)] if opened else [])
+        parsed.take(output.outputs[0])
+    parsed.finish()
+    assert parsed.content == "It is hot."
+    assert parsed.text == ("Hm.\n\nIt is hot." if opened else "It is hot.")
+    assert parsed.quiet == ([(0, 3)] if opened else [])
 
 
 def answers(ids: list[int]) -> Iterator[RequestOutput]:

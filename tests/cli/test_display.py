@@ -9,7 +9,7 @@ from rich.text import Text
 
 from slipstream.cli.generate import Player
 from slipstream.cli.page import Page, TokenColours
-from slipstream.cli.spoken import Spoken
+from slipstream.cli.parsed_answer import ParsedAnswer
 from slipstream.cli.views import LiveView, Meter, PlainView, Status, held_back
 from slipstream.core.config import EngineConfig
 from slipstream.core.outputs import CompletionOutput, RequestMetrics
@@ -284,12 +284,12 @@ def test_a_narrow_terminal_has_the_parts_that_matter_most() -> None:
 
 def test_reasoning_stands_apart(terminal: Console) -> None:
     text = "[so\nmany]ab[hm]c*d"
-    spoken = Spoken(Thinking())
-    added = [span for length in (3, 12, len(text)) for span in spoken.take(sample(text[:length]))]
-    spoken.finish()
-    assert spoken.text == "so\nmany\n\nab\n\nhm\n\nc!"
-    assert [spoken.text[begin:end] for begin, end in spoken.quiet] == ["so\nmany", "hm"]
-    assert (spoken.content, spoken.stop) == ("abc!", "*")
+    parsed = ParsedAnswer(Thinking())
+    added = [span for length in (3, 12, len(text)) for span in parsed.take(sample(text[:length]))]
+    parsed.finish()
+    assert parsed.text == "so\nmany\n\nab\n\nhm\n\nc!"
+    assert [parsed.text[begin:end] for begin, end in parsed.quiet] == ["so\nmany", "hm"]
+    assert (parsed.content, parsed.stop) == ("abc!", "*")
     assert [index for index, _ in added] == list(range(text.index("*") + 1))
     with LiveView(terminal, ByteTokenizer(), PARAMS, Thinking) as view:
         view.begin(None, "")
@@ -299,7 +299,7 @@ def test_reasoning_stands_apart(terminal: Console) -> None:
     screen = Screen()
     screen.feed(written(terminal))
     assert screen.text().split() == ["so", "many", "ab", "hm", "c!"]
-    shown = Page(TokenColours(ByteTokenizer(), PARAMS, Spoken(Thinking())), "", 0)
+    shown = Page(TokenColours(ByteTokenizer(), PARAMS, ParsedAnswer(Thinking())), "", 0)
     shown.take(sample(text))
     styles = [
         [(span.start, span.end, str(span.style)) for span in it.spans] for it in shown.rows(9)

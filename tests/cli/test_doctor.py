@@ -99,7 +99,7 @@ def test_the_list_has_the_bundled_models_and_downloads(
     assert "BertModel" in models["other/kind"]["problem"]
     words = slipstream("list", "--download-dir", str(tmp_path)).out
     assert "some/model" in words
-    assert "not read here" in words
+    assert "not supported" in words
 
 
 def test_an_interrupted_download_is_told_of(slipstream: CommandLine, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_ctrl_c_tells_how_to_go_on(
     ran = slipstream(*line.split())
     assert ran.code == 130
     assert ran.err.splitlines()[-1] == (
-        "slipstream: interrupted; the same command continues with what is kept so far"
+        "slipstream: interrupted; run the same command again to continue from the last checkpoint"
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scripts.from_vllm_page import PAGE, page, serve_options
-from slipstream.cli.vllm_flags import DECLARED, ENTRIES, SHORT, Already, Refused, arguments_for
+from slipstream.cli.vllm_flags import DECLARED, ENTRIES, SHORT, NoEffect, Unsupported, arguments_for
 from slipstream.cli.vllm_line import rewritten, unknown_flag
 from slipstream.core.errors import UsageError
 from slipstream.serve.adapters import NamedPath
@@ -158,13 +158,13 @@ def test_every_flag_of_the_list_is_told_once() -> None:
 
 
 def test_most_of_the_common_flags_work() -> None:
-    refused = [name for name in COMMON if isinstance(ENTRIES.get(name), Refused)]
+    refused = [name for name in COMMON if isinstance(ENTRIES.get(name), Unsupported)]
     assert len(COMMON) - len(refused) >= 80, refused
-    so = [name for name in ALL if isinstance(ENTRIES.get(name), Already)]
+    so = [name for name in ALL if isinstance(ENTRIES.get(name), NoEffect)]
     tls = [f"--ssl-{name}" for name in TLS]
     honoured = [name for name in ALL if name not in so and name not in refused]
     tested = {*EFFECTS, *tls, *so}
-    assert {name for name in honoured if not isinstance(ENTRIES.get(name), Refused)} <= tested
+    assert {name for name in honoured if not isinstance(ENTRIES.get(name), Unsupported)} <= tested
 
 
 @pytest.mark.parametrize("name", EFFECTS)
@@ -186,11 +186,11 @@ def test_a_flag_that_is_honoured_has_its_effect(
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, entry in ENTRIES.items() if isinstance(entry, Already)]
+    "name", [name for name, entry in ENTRIES.items() if isinstance(entry, NoEffect)]
 )
 def test_a_flag_that_is_so_is_accepted_and_its_contrary_is_not(name: str) -> None:
     entry = ENTRIES[name]
-    assert isinstance(entry, Already)
+    assert isinstance(entry, NoEffect)
     if entry.values is None:
         assert arguments_for(name, None) == []
         with pytest.raises(UsageError, match=f"^{name.replace('--', '--no-', 1)} is not supported"):
@@ -203,11 +203,11 @@ def test_a_flag_that_is_so_is_accepted_and_its_contrary_is_not(name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, entry in ENTRIES.items() if isinstance(entry, Refused)]
+    "name", [name for name, entry in ENTRIES.items() if isinstance(entry, Unsupported)]
 )
 def test_a_flag_that_is_refused_is_named_with_the_reason(name: str) -> None:
     entry = ENTRIES[name]
-    assert isinstance(entry, Refused)
+    assert isinstance(entry, Unsupported)
     for given in ([name], [f"{name}=1"], [name.replace("-", "_").replace("__", "--")]):
         with pytest.raises(UsageError) as caught:
             rewritten(["m", *given, "x"], [])

@@ -213,8 +213,8 @@ def test_layers_with_a_window_find_rows_by_a_second_table(
     # As if the second table were the only one.
     alone = replace(tables, block_tables=tables.block_tables[:, 6:].contiguous(), window_column=0)
     only = REFERENCE.place_rows(alone, where, starts, lengths, again).inputs
-    assert_same_inputs(replace(placed.inputs.seen_through(4), window_paging=None), only)
-    assert placed.inputs.seen_through(None) is placed.inputs
+    assert_same_inputs(replace(placed.inputs.within_window(4), window_paging=None), only)
+    assert placed.inputs.within_window(None) is placed.inputs
 
 
 def test_numbers_of_requests_may_have_gaps(column: str) -> None:

@@ -529,7 +529,7 @@ def test_sizes_are_needed_and_sane(architecture: str, key: str) -> None:
                 "rope_scaling": {"type": "linear", "factor": 2.0},
                 "rope_parameters": {"rope_type": "default"},
             },
-            '"rope_scaling" and "rope_parameters" say different things',
+            '"rope_scaling" and "rope_parameters" contradict each other',
         ),
         ({"architectures": None}, '"architectures" must name one architecture'),
         ({"architectures": ["a", "b"]}, '"architectures" must name one architecture'),

@@ -18,7 +18,7 @@ from slipstream.models.checkpoint import (
     read_json_object,
     resolve_checkpoint,
 )
-from slipstream.models.hub import HubAccess, reaching_hub
+from slipstream.models.hub import HubAccess, hub_settings
 from slipstream.models.tokenizer import Tokenizer
 
 
@@ -261,7 +261,7 @@ def test_a_tensor_that_the_index_forgot_is_still_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({**WHOLE, "d": "three.safetensors"}, r"names three\.safetensors, which is not there"),
+        ({**WHOLE, "d": "three.safetensors"}, r"names three\.safetensors, which does not exist"),
         ({**WHOLE, "d": "two.safetensors"}, r"places tensor d in two\.safetensors, which does not"),
         ({"a": "../one.safetensors"}, "not a plain file name"),
         ({"a": "/one.safetensors"}, "not a plain file name"),
@@ -332,7 +332,7 @@ def test_a_config_from_elsewhere(tmp_path: Path) -> None:
 
 def test_the_hub_is_reached_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = FakeHub(tmp_path).install(monkeypatch)
-    with reaching_hub(HubAccess("there", "secret")):
+    with hub_settings(HubAccess("there", "secret")):
         resolve_checkpoint("org/model")
     resolve_checkpoint("org/model")
     asked = [(options["cache_dir"], options["token"]) for _, options in hub.asked]

@@ -15,7 +15,7 @@ from slipstream.kernels.formats.weight import Weight, stacked
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import LoadOptions, load_decoder
 from slipstream.models.quantized.catalogue import read_quantization
-from slipstream.models.quantized.module import Room, StoredModule
+from slipstream.models.quantized.module import StackAllocator, StoredModule
 from slipstream.models.quantized.module_lists import matches
 from tests.float4_checkpoints import modelopt, packed_mxfp4, packed_nvfp4, quark
 from tests.quantized_checkpoints import Format, edit_config, edit_tensors, write_quantized
@@ -238,7 +238,9 @@ def test_settings_that_are_refused_by_name(settings: dict[str, Any], message: st
 def test_columns_that_are_no_whole_groups(style: Format, group: int, tmp_path: Path) -> None:
     stored = read_quantization({"quantization_config": style.config})
     assert stored is not None
-    module = StoredModule("gate_proj", tmp_path, {}, lambda name, entry: None, Room(1, CPU))
+    module = StoredModule(
+        "gate_proj", tmp_path, {}, lambda name, entry: None, StackAllocator(1, CPU)
+    )
     with pytest.raises(
         CheckpointError, match=rf"has 40 columns in gate_proj, .* groups of {group}"
     ):

@@ -54,7 +54,7 @@ def test_a_file_or_the_directory_of_one(tmp_path: Path) -> None:
     assert resolve_checkpoint(tmp_path) == file
     (own,) = touched(tmp_path / "one", "model.gguf")
     assert resolve_checkpoint(tmp_path / "one") == own
-    with pytest.raises(UsageError, match=r"model.gguf is here and has no revision"):
+    with pytest.raises(UsageError, match=r"model.gguf is a local path and has no revision"):
         resolve_checkpoint(own, "main")
     touched(tmp_path / "one", "model.safetensors")
     assert resolve_checkpoint(tmp_path / "one") == tmp_path / "one"

@@ -291,7 +291,7 @@ def test_integers_stay_and_the_rest_is_rounded(
         assert isinstance(weight, kind)
         assert torch.equal(weight.dequantised(), torch.cat([meant[part] for part in parts]))
     assert isinstance(network.head.weight, Int8Matrix)
-    assert "what is not multiplied as stored is rounded to int8" in caplog.text
+    assert "matrices without a kernel are quantised to int8" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["fp8", "float", "fp8-static", "gptq-8-groups", "gptq-ordered"])

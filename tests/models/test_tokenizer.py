@@ -224,5 +224,5 @@ def test_a_tokenizer_of_another_model_is_refused_before_weights_are_read(tmp_pat
     folder = write_qwen3(tmp_path / "model", vocab_size=96)
     (folder / "model.safetensors").unlink()
     write_tokenizer(folder, [f"w{number}" for number in range(97)])
-    with pytest.raises(CheckpointError, match="has 97 tokens and the model knows 96: it is that"):
+    with pytest.raises(CheckpointError, match="has 97 tokens and the model 96: it belongs"):
         LLM(str(folder))

@@ -20,7 +20,6 @@ class DenseMatrix(RowScaled):
     scales = None
 
     def _like(self, values: Tensor, scales: Tensor | None) -> "DenseMatrix":
-        del scales
         return DenseMatrix(values)
 
     @property

@@ -4,17 +4,16 @@ The low three bits of a code are the index of a magnitude, the highest bit is th
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Final, Self
+from dataclasses import dataclass
+from typing import Final, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.functional import pad
 
-from slipstream.core.errors import UsageError
+from slipstream.kernels.formats.four_bits import FourBitMatrix
 from slipstream.kernels.formats.int4 import packed
-from slipstream.kernels.formats.weight import Weight, chosen_rows, joined_rows, rounding_slices
+from slipstream.kernels.formats.weight import joined_rows, rounding_slices
 
 MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FLOAT4_MAX = MAGNITUDES[-1]
@@ -23,7 +22,7 @@ _EVEN_FROM = (0.75, 1.75, 3.5)
 
 
 @dataclass(frozen=True, eq=False)
-class Float4Matrix(Weight):
+class Float4Matrix(FourBitMatrix):
     """A weight [N, K] of e2m1 numbers; `group` columns of a row share a scale.
 
     Attributes:
@@ -34,50 +33,13 @@ class Float4Matrix(Weight):
     values: Tensor
     scales: Tensor
 
-    group: ClassVar[int]
-
     def group_scales(self) -> Tensor:
         """[N, K / group] float32: the factor of each group."""
         raise NotImplementedError
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.values.shape[0], 2 * self.values.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors().values())
-
-    def select(self, index: Tensor) -> Self:
-        return self._each(lambda tensor: chosen_rows(tensor, index))
-
-    def rows(self, start: int, stop: int | None = None) -> Self:
-        return self._each(lambda tensor: tensor[start:stop])
-
-    def to(self, device: torch.device) -> Self:
-        return self._each(lambda tensor: tensor.to(device))
-
-    def columns(self, start: int, stop: int) -> Self:
-        if start % self.group or stop % self.group:
-            raise UsageError(
-                f"four-bit floats in groups of {self.group} columns cannot be cut between columns "
-                f"{start} and {stop}; use a number of ranks whose shares are whole groups"
-            )
-        groups = slice(start // self.group, stop // self.group)
-        return replace(
-            self,
-            values=self.values[:, start // 2 : stop // 2].contiguous(),
-            scales=self.scales[:, groups].contiguous(),
-        )
-
-    def widened(self, columns: int) -> Self:
-        more = columns - self.shape[1]
-        values, scales = pad(self.values, (0, more // 2)), pad(self.scales, (0, more // self.group))
-        return replace(self, values=values, scales=scales)
-
     @classmethod
     def stack(cls, weights: Sequence[Self]) -> Self:
-        tensors = [weight._tensors() for weight in weights]
+        tensors = [vars(weight) for weight in weights]
         return cls(**{name: joined_rows([of[name] for of in tensors]) for name in tensors[0]})
 
     def dequantised(self) -> Tensor:
@@ -86,13 +48,6 @@ class Float4Matrix(Weight):
         pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], -1)  # [256, 2]
         numbers = F.embedding(self.values.int(), pairs).view(*self.scales.shape, self.group)
         return numbers.mul_(self.group_scales().unsqueeze(-1)).flatten(1)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """All tensors; the first dimension of each is N."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)(**{name: change(tensor) for name, tensor in self._tensors().items()})
 
 
 def round_groups(

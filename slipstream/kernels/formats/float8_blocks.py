@@ -1,7 +1,7 @@
 """FP8 weights (e4m3) with a scale for each block of rows and columns."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Self
 
@@ -60,9 +60,7 @@ class Float8BlockMatrix(Weight):
         stop = self.shape[0] if stop is None else min(stop, self.shape[0])
         whole = self.regrouped(gcd(self.block_rows, start))
         first, last = start // whole.block_rows, -(-stop // whole.block_rows)
-        return Float8BlockMatrix(
-            self.values[start:stop], whole.scales[first:last], whole.block_rows, self.block_columns
-        )
+        return replace(whole, values=self.values[start:stop], scales=whole.scales[first:last])
 
     def columns(self, start: int, stop: int) -> "Float8BlockMatrix":
         if start % self.block_columns or (stop % self.block_columns and stop != self.shape[1]):
@@ -71,18 +69,14 @@ class Float8BlockMatrix(Weight):
                 f"columns {start} and {stop}; use a number of ranks whose shares are whole blocks"
             )
         blocks = slice(start // self.block_columns, -(-stop // self.block_columns))
-        return Float8BlockMatrix(
-            self.values[:, start:stop].contiguous(),
-            self.scales[:, blocks].contiguous(),
-            self.block_rows,
-            self.block_columns,
-        )
+        values, scales = self.values[:, start:stop], self.scales[:, blocks]
+        return replace(self, values=values.contiguous(), scales=scales.contiguous())
 
     def widened(self, columns: int) -> "Float8BlockMatrix":
         more = columns - self.shape[1]
         values = torch.cat((self.values, self.values.new_zeros(self.shape[0], more)), 1)
         scales = pad(self.scales, (0, more // self.block_columns))
-        return Float8BlockMatrix(values, scales, self.block_rows, self.block_columns)
+        return replace(self, values=values, scales=scales)
 
     @classmethod
     def stack(cls, weights: Sequence[Self]) -> "Float8BlockMatrix | None":
@@ -115,8 +109,7 @@ class Float8BlockMatrix(Weight):
         return numbers
 
     def to(self, device: torch.device) -> "Float8BlockMatrix":
-        values, scales = self.values.to(device), self.scales.to(device)
-        return Float8BlockMatrix(values, scales, self.block_rows, self.block_columns)
+        return replace(self, values=self.values.to(device), scales=self.scales.to(device))
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,15 @@
 """Four-bit integers with a scale, and optionally a zero, for each group of columns."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from slipstream.core.errors import UsageError
+from slipstream.kernels.formats.four_bits import FourBitMatrix
 from slipstream.kernels.formats.int8 import CACHED_SLICE, ToInt8, to_nearest
-from slipstream.kernels.formats.weight import Rounding, Weight, rounding_slices
+from slipstream.kernels.formats.weight import Rounding, rounding_slices
 
 GROUPS = (128, 32)  # supported group sizes, in columns, the larger first
 _GROUPS_AT_ONCE = (1 << 15) - 1  # numbers that are rounded at a time on CPUs; see CACHED_SLICE
@@ -25,7 +24,7 @@ _FINITE = 1e38
 
 
 @dataclass(frozen=True, eq=False)
-class Int4Matrix(Weight):
+class Int4Matrix(FourBitMatrix):
     """A weight [N, K] of four-bit integers q: (q - zero) * scale, a scale for each group.
 
     Attributes:
@@ -40,50 +39,6 @@ class Int4Matrix(Weight):
     zeros: Tensor | None
     group: int
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.values.shape[0], 2 * self.values.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        zeros = 0 if self.zeros is None else self.zeros.nbytes
-        return self.values.nbytes + self.scales.nbytes + zeros
-
-    def select(self, index: Tensor) -> "Int4Matrix":
-        return self._each(lambda tensor: tensor[index])
-
-    def rows(self, start: int, stop: int | None = None) -> "Int4Matrix":
-        return self._each(lambda tensor: tensor[start:stop])
-
-    def to(self, device: torch.device) -> "Int4Matrix":
-        return self._each(lambda tensor: tensor.to(device))
-
-    def columns(self, start: int, stop: int) -> "Int4Matrix":
-        if start % self.group or stop % self.group:
-            raise UsageError(
-                f"four-bit weights in groups of {self.group} columns cannot be cut between columns "
-                f"{start} and {stop}; use a number of ranks whose shares are whole groups"
-            )
-        groups = slice(start // self.group, stop // self.group)
-        return Int4Matrix(
-            self.values[:, start // 2 : stop // 2].contiguous(),
-            self.scales[:, groups].contiguous(),
-            None if self.zeros is None else self.zeros[:, groups].contiguous(),
-            self.group,
-        )
-
-    def widened(self, columns: int) -> "Int4Matrix":
-        more = columns - self.shape[1]
-        groups = 0, more // self.group  # their scales are zeros
-        zeros = None if self.zeros is None else pad(self.zeros, groups)
-        return Int4Matrix(
-            pad(self.values, (0, more // 2)), pad(self.scales, groups), zeros, self.group
-        )
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Int4Matrix":
-        zeros = None if self.zeros is None else change(self.zeros)
-        return Int4Matrix(change(self.values), change(self.scales), zeros, self.group)
-
     @classmethod
     def stack(cls, weights: Sequence[Self]) -> "Int4Matrix":
         group = min(weight.group for weight in weights)
@@ -97,12 +52,8 @@ class Int4Matrix(Weight):
     def regrouped(self, group: int) -> "Int4Matrix":
         """Split groups into smaller ones; `group` divides the present size."""
         times, zeros = self.group // group, self.zeros
-        return Int4Matrix(
-            self.values,
-            self.scales.repeat_interleave(times, 1),
-            None if zeros is None else zeros.repeat_interleave(times, 1),
-            group,
-        )
+        zeros = None if zeros is None else zeros.repeat_interleave(times, 1)
+        return Int4Matrix(self.values, self.scales.repeat_interleave(times, 1), zeros, group)
 
     def own_zeros(self) -> Tensor:
         """The zeros [N, K / group] uint8, also if all of them are 8."""

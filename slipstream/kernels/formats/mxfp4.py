@@ -4,7 +4,6 @@ Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3 and 6.3.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ class Mxfp4Matrix(Float4Matrix):
         scales: [N, K / 32] uint8, e8m0: s means 2 ** (s - 127); never 255, which is NaN.
     """
 
-    group: ClassVar[int] = 32
+    group = 32
 
     def group_scales(self) -> Tensor:
         return self.scales.view(torch.float8_e8m0fnu).float()

@@ -1,7 +1,6 @@
 """NVFP4: four-bit floats in groups of 16 columns with e4m3 scales, and a global scale."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ class Nvfp4Matrix(Float4Matrix):
 
     global_scales: Tensor
 
-    group: ClassVar[int] = 16
+    group = 16
 
     def group_scales(self) -> Tensor:
         return self.scales.float() * self.global_scales.unsqueeze(-1)

@@ -93,7 +93,6 @@ class Weight(ABC):
 
     def as_table(self, dtype: torch.dtype) -> "Weight | None":
         """This matrix as a table of rows in `dtype`; None for most quantised formats."""
-        del dtype
         return None
 
     def look_up(self, index: Tensor) -> Tensor:
@@ -210,7 +209,6 @@ class Rounding(ABC):
 
         None: such matrices stay unquantised.
         """
-        del columns
         return self
 
 
@@ -237,11 +235,11 @@ def rounding_slices(
     return row_slices(num_rows, columns, on_cpu if device.type == "cpu" else _ROUNDED)
 
 
-def as_it_is(weight: Weight) -> Weight:
+def keep_layout(weight: Weight) -> Weight:
     """`Ops.pack` of backends that read weights as loaded."""
     return weight
 
 
-def in_plain_torch(matrix: Tensor, form: Rounding) -> Weight:
+def round_in_torch(matrix: Tensor, form: Rounding) -> Weight:
     """`Ops.round` of backends that round as the reference does."""
     return form.round(matrix)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from slipstream.kernels.composition import Parts, compose
-from slipstream.kernels.formats.weight import as_it_is
+from slipstream.kernels.formats.weight import keep_layout
 from slipstream.kernels.reference import dense
 from slipstream.kernels.reference.experts import experts
 from slipstream.kernels.table import Ops
@@ -69,4 +69,4 @@ TRITON_INVARIANT = replace(
 def backend(dtype: torch.dtype, invariant: bool) -> Ops:
     """For activations of this dtype: packed weights have products with bfloat16 alone."""
     ops = TRITON_INVARIANT if invariant else TRITON
-    return ops if dtype == torch.bfloat16 else replace(ops, pack=as_it_is)
+    return ops if dtype == torch.bfloat16 else replace(ops, pack=keep_layout)

@@ -40,7 +40,7 @@ class Experts:
         else:
             rows, total = normed_rows(addend, residual, parts.norm)
             matrix = DenseMatrix(router.weight)
-            logits = matmul.addends(rows, matrix, router.bias, torch.float32)
+            logits = matmul.multiply(rows, matrix, router.bias, torch.float32, splitting=True)
         x = rows.values
         if not x.numel():
             return torch.zeros_like(total), total

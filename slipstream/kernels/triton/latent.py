@@ -58,7 +58,7 @@ def _absorbed(
     absorbed = torch.empty(
         rows, heads.num_heads, rank + rotary_dim, dtype=queries.dtype, device=queries.device
     )
-    block_m = _lines(rows, 64)
+    block_m = int(min(64, max(16, triton.next_power_of_2(rows))))
     block_n = min(64 if rows <= 64 else 128, max(16, triton.next_power_of_2(rank)))
     tiles = triton.cdiv(rank, block_n)
     others = triton.cdiv(2 * min(rows, block_m), tiles)
@@ -145,10 +145,6 @@ def _short_lines(count: int, requests: int) -> int:
     tile of tokens, which takes most of the time, so with few programs small tiles are faster."""
     few = 2 * requests * triton.cdiv(count, FEWEST_LINES) <= PROGRAMS
     return FEWEST_LINES if few else short_lines(count)
-
-
-def _lines(count: int, most: int) -> int:
-    return int(min(most, max(16, triton.next_power_of_2(count))))
 
 
 def _blocks(heads: LatentHeads) -> dict[str, int]:

@@ -57,7 +57,9 @@ class Linears:
         if not self._ours(x, factor, splitting=True):
             return _library(_rows(x, factor), factor, bias, x.dtype)
         rows, free = _rows(x, factor), self._free(x)
-        return matmul.addends(rows, factor, bias, x.dtype, free, low_rank)
+        return matmul.multiply(
+            rows, factor, bias, x.dtype, splitting=True, loose=free, low_rank=low_rank
+        )
 
     def norm_linear(
         self,
@@ -77,7 +79,8 @@ class Linears:
         factor = operand(weight)
         rows, total = normed_rows(addend, residual, norm, factor.scales is not None)
         if self._ours(total, factor):
-            return matmul.product(rows, factor, bias, total.dtype, self._free(total)), total
+            free = self._free(total)
+            return matmul.multiply(rows, factor, bias, total.dtype, loose=free), total
         return _library(rows, factor, bias, total.dtype), total
 
     def norm_gated_linear(
@@ -122,7 +125,9 @@ class Linears:
         factor = operand(weight)
         if self._ours(x.values, factor, gated=True):
             free = self._free(x.values)
-            return matmul.gated_product(x, factor, bias, dtype, activation, free, low_rank)
+            return matmul.multiply(
+                x, factor, bias, dtype, gated=activation, loose=free, low_rank=low_rank
+            )
         return gated_activation(_library(x, factor, bias, dtype), activation)
 
     def add_norm(self, addend: Addend, residual: Tensor, norm: Norm) -> Tensor:
@@ -148,12 +153,7 @@ class Linears:
         return self._product(x, weight, bias, x.dtype)
 
     def _adapted(
-        self,
-        x: Tensor,
-        weight: Weight,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        adapted: Adapted,
+        self, x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, adapted: Adapted
     ) -> Tensor:
         joined = self._shrunk(x, weight, adapted)
         y = self._product(x, weight, bias, dtype, joined)
@@ -173,7 +173,7 @@ class Linears:
         factor = operand(weight)
         if self._ours(x, factor):
             rows, free = _rows(x, factor), self._free(x)
-            return matmul.product(rows, factor, bias, dtype, free, low_rank)
+            return matmul.multiply(rows, factor, bias, dtype, loose=free, low_rank=low_rank)
         return _library(_rows(x, factor), factor, bias, x.dtype)
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
@@ -186,7 +186,7 @@ class Linears:
         factor = operand(weight)
         few = len(x) <= FEW_ROWS and self._ours(x, factor)
         if self.invariant or few or factor.scales is not None:
-            return matmul.product(_rows(x, factor), factor, None, torch.float32)
+            return matmul.multiply(_rows(x, factor), factor, None, torch.float32)
         return factor.logits(x)
 
     def _ours(
@@ -233,7 +233,7 @@ def _library(x: Rows, weight: RowScaled, bias: Tensor | None, dtype: torch.dtype
     if x.scales is None or weight.scales is None:
         return weight.linear(x.values, bias)
     if not _scaled_matmul_serves(x.values, weight.values, dtype):
-        return matmul.product(x, weight, bias, dtype)
+        return matmul.multiply(x, weight, bias, dtype)
     out: Tensor = torch._scaled_mm(  # type: ignore[no-untyped-call,unused-ignore]
         x.values, weight.values.T, scale_a=x.scales[:, None], scale_b=weight.scales[None, :],
         out_dtype=dtype, use_fast_accum=False,

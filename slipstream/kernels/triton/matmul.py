@@ -123,67 +123,35 @@ def operand(weight: Weight) -> RowScaled:
     return cast(RowScaled, weight)
 
 
-def product(
+def multiply(
     x: Rows,
     weight: RowScaled,
     bias: Tensor | None,
     dtype: torch.dtype,
+    *,
+    splitting: bool = False,
+    gated: Activation | None = None,
     loose: bool = False,
     low_rank: Shrunk | None = None,
 ) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`.
 
-    Here and below: `loose`: with more than 64 rows, a row's bits may depend on their number;
-    `low_rank`: with up to 64 rows, what adapters add.
+    Args:
+        splitting: the sum over K may be split; then the result is the partial sums
+            [parts, T, N] float32, which the next op adds up.
+        gated: weight [2I, K], bias [2I] -> activation(gate) * up, [T, I].
+        loose: with more than 64 rows, a row's bits may depend on their number.
+        low_rank: what adapters add, with up to 64 rows.
     """
-    return _multiply(x, weight, bias, dtype, False, None, loose, low_rank)[0]
-
-
-def gated_product(
-    x: Rows,
-    weight: RowScaled,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    activation: Activation,
-    loose: bool = False,
-    low_rank: Shrunk | None = None,
-) -> Tensor:
-    """x [T, K], weight [2I, K], bias [2I] -> activation(gate) * up, [T, I] in `dtype`."""
-    return _multiply(x, weight, bias, dtype, False, activation, loose, low_rank)[0]
-
-
-def addends(
-    x: Rows,
-    weight: RowScaled,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    loose: bool = False,
-    low_rank: Shrunk | None = None,
-) -> Tensor:
-    """Like `product`, or if the sum over K is split, the partial sums [parts, T, N] float32."""
-    out = _multiply(x, weight, bias, dtype, True, None, loose, low_rank)
-    return out if out.dtype == torch.float32 else out[0]
-
-
-def _multiply(
-    x: Rows,
-    weight: RowScaled,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    splitting: bool,
-    gated: Activation | None,
-    loose: bool,
-    low_rank: Shrunk | None,
-) -> Tensor:
-    """[parts, T, N] ([1, T, N / 2] if `gated`), in `dtype`, or in float32 if the sum is split."""
-    values, scales = weight.values, weight.scales
+    values = weight.values
     assert x.values.stride(-1) == 1
     assert values.is_contiguous()
     rows, width = len(x.values), len(values)
     assert low_rank is None or rows <= SPLIT_ROWS
     chosen = _plan(x.values, values, splitting, gated is not None, loose)
     splits = parts = chosen.splits
-    if rows > SPLIT_ROWS and isinstance(chosen.tiles, Tiles):
+    tiles = chosen.tiles
+    if rows > SPLIT_ROWS and isinstance(tiles, Tiles):
         parts = 1
     if gated is not None:
         assert splits == 1
@@ -191,13 +159,11 @@ def _multiply(
     else:
         dtype = dtype if splits == 1 else torch.float32
         out = torch.empty(parts, rows, width, dtype=dtype, device=values.device)
-    if not out.numel():
-        return out
-    if isinstance(chosen.tiles, Stream):
-        stream_multiply(x.values, values, bias, out, chosen.tiles, chosen.part, gated, low_rank)
-    else:
-        _launch(x, values, scales, bias, out, chosen, chosen.tiles, gated, low_rank)
-    return out
+    if out.numel() and isinstance(tiles, Stream):
+        stream_multiply(x.values, values, bias, out, tiles, chosen.part, gated, low_rank)
+    elif out.numel() and isinstance(tiles, Tiles):
+        _launch(x, weight, bias, out, chosen, tiles, gated, low_rank)
+    return out if splitting and out.dtype == torch.float32 else out[0]
 
 
 def _plan(x: Tensor, weight: Tensor, splitting: bool, gated: bool, loose: bool) -> Plan:
@@ -221,8 +187,7 @@ def serves_many(x: Tensor, weight: RowScaled, splitting: bool, gated: bool) -> b
 
 def _launch(
     x: Rows,
-    weight: Tensor,
-    weight_scales: Tensor | None,
+    weight: RowScaled,
     bias: Tensor | None,
     out: Tensor,
     chosen: Plan,
@@ -234,10 +199,10 @@ def _launch(
     own = tiles.width if gated is None else tiles.width // 2
     grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(width, own), parts)
     matmul_kernel[grid](
-        x.values, x.scales, weight, weight_scales, bias, out, x.values.stride(0), rows, width,
-        depth=weight.shape[1], part=chosen.part, joined=chosen.splits // parts, gated=GATES[gated],
-        block_m=tiles.rows, block_n=tiles.width, block_k=tiles.depth, stages=tiles.stages,
-        ahead=tiles.ahead if launch.overlaps(out.device) else 0,
+        x.values, x.scales, weight.values, weight.scales, bias, out, x.values.stride(0), rows,
+        width, depth=weight.shape[1], part=chosen.part, joined=chosen.splits // parts,
+        gated=GATES[gated], block_m=tiles.rows, block_n=tiles.width, block_k=tiles.depth,
+        stages=tiles.stages, ahead=tiles.ahead if launch.overlaps(out.device) else 0,
         num_warps=tiles.warps, num_stages=tiles.stages, **_low_rank(low_rank),
         **launch.options(out.device),
     )  # fmt: skip

@@ -72,11 +72,7 @@ def router_kernel(
 
 
 def normed_logits(
-    addend: Addend,
-    residual: Tensor | None,
-    norm: Norm,
-    router: Router,
-    gate: Tensor | None = None,
+    addend: Addend, residual: Tensor | None, norm: Norm, router: Router, gate: Tensor | None = None
 ) -> tuple[Rows, Tensor, Tensor]:
     """(norm of residual + addend, residual + addend, router logits [1, T, E] float32).
 

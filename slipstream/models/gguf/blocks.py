@@ -277,7 +277,6 @@ class BlockTypes(StoredQuantization):
 
     def rounding(self, module: str) -> Rounding | None:
         """None: random weights are not quantised."""
-        del module
         return None
 
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:

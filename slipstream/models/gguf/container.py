@@ -122,7 +122,6 @@ def _read(file: Path) -> Container:
 @lru_cache(_KEPT)
 def _read_as_it_is(file: Path, size: int, changed: int) -> Container:
     """Read the header of one file; size and time of its last change are the cache's key."""
-    del changed
     require_content(file)
     with HeaderReader(file, size) as header:
         if header.take(4, "its first word") != b"GGUF":

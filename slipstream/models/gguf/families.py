@@ -63,14 +63,12 @@ class Family:
 
 def _llama(reader: ConfigReader, common: Config) -> Config:
     """The rows of queries and keys are in the order of interleaved RoPE."""
-    del common
     reader.expect("expert_count", 0)
     reader.take("expert_used_count", int, 0)
     return {"rope_interleave": True}
 
 
 def _qwen(reader: ConfigReader, common: Config) -> Config:
-    del reader, common
     return {}
 
 

@@ -17,12 +17,7 @@ from slipstream.kernels.formats.int4 import packed, unpacked
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.gptq import described, read_group
-from slipstream.models.quantized.grouped import (
-    as_bytes,
-    grouped_matrix,
-    grouped_unit,
-    integer_kind,
-)
+from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, grouped_unit, integer_kind
 from slipstream.models.quantized.module import StoredModule, StoredQuantization
 
 HARMLESS = {
@@ -44,16 +39,13 @@ class Awq(StoredQuantization):
 
     group: int | None
 
+    num_bits = 4
+
     @property
     def description(self) -> str:
         return f"awq, {described(4, self.group, False)}"
 
-    def bits(self, module: str) -> int:
-        del module
-        return 4
-
     def kind(self, module: str) -> type[Weight]:
-        del module
         return integer_kind(4, self.group, ordered=False, symmetric=False)
 
     def unit(self, module: str, columns: int) -> int:

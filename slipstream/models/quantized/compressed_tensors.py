@@ -29,12 +29,7 @@ from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.float4 import read_mxfp4, read_nvfp4
 from slipstream.models.quantized.float8 import float8_kind, float8_rounding, read_block, read_float8
 from slipstream.models.quantized.gptq import described
-from slipstream.models.quantized.grouped import (
-    as_bytes,
-    grouped_matrix,
-    grouped_unit,
-    integer_kind,
-)
+from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, grouped_unit, integer_kind
 from slipstream.models.quantized.module import StoredModule, StoredQuantization, row_scale_shapes
 from slipstream.models.quantized.module_lists import ModuleList, matches, read_list
 
@@ -259,7 +254,7 @@ class CompressedTensors(StoredQuantization):
             raise module.error(
                 f"stores {module.name} quantised, but none of config_groups is about it"
             )
-        module.pass_over("input_global_scale")
+        module.ignore("input_global_scale")
         if scheme.format == "nvfp4-pack-quantized":
             shared = "weight_global_scale"
             return read_nvfp4(module, rows, columns, "weight_packed", shared, divides=True)

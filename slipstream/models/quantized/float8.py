@@ -37,16 +37,13 @@ class Float8(StoredQuantization):
     block: tuple[int, int] | None
     unquantised: ModuleList
 
+    num_bits = 8
+
     @property
     def description(self) -> str:
         return f"fp8, {block_words(self.block)}"
 
-    def bits(self, module: str) -> int:
-        del module
-        return 8
-
     def kind(self, module: str) -> type[Weight]:
-        del module
         return float8_kind(self.block)
 
     def unit(self, module: str, columns: int) -> int:
@@ -88,7 +85,7 @@ def read_float8(
 ) -> Weight:
     """Read `weight` [rows, columns] of a module; `scale` is the name ending of its scales."""
     values = module.take("weight", (torch.float8_e4m3fn,), (rows, columns), stays=True)
-    module.pass_over(*STATIC_SCALES)
+    module.ignore(*STATIC_SCALES)
     if block is None:
         return Float8Matrix(values, module.take_row_scales(scale, rows, _SCALES))
     down, across = -(-rows // block[0]), -(-columns // block[1])

@@ -16,12 +16,7 @@ import torch
 from slipstream.kernels.formats.int4 import unpacked
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.quantized.grouped import (
-    as_bytes,
-    grouped_matrix,
-    grouped_unit,
-    integer_kind,
-)
+from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, grouped_unit, integer_kind
 from slipstream.models.quantized.module import StoredModule, StoredQuantization
 
 # Keys about calibration, and hints for other engines' kernels.
@@ -58,12 +53,7 @@ class Gptq(StoredQuantization):
         order = ", columns in an order of their own" if self.ordered else ""
         return f"gptq, {described(self.num_bits, self.group, self.symmetric)}{order}"
 
-    def bits(self, module: str) -> int:
-        del module
-        return self.num_bits
-
     def kind(self, module: str) -> type[Weight]:
-        del module
         return integer_kind(self.num_bits, self.group, self.ordered, self.symmetric)
 
     def unit(self, module: str, columns: int) -> int:

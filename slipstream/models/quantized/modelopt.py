@@ -130,7 +130,7 @@ class ModelOpt(StoredQuantization):
                 f"stores {module.name} quantised, but quantized_layers of its quantization config "
                 "does not name it"
             )
-        module.pass_over("input_scale")
+        module.ignore("input_scale")
         if found.is_nvfp4:
             return read_nvfp4(module, rows, columns, "weight", "weight_scale_2", divides=False)
         return read_float8(module, rows, columns, "weight_scale", found.block)

@@ -12,7 +12,7 @@ from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_into
 
 
-class Room:
+class StackAllocator:
     """Allocates tensors of modules that are stacked into one matrix next to each other.
 
     Args:
@@ -46,7 +46,7 @@ class StoredModule:
         path: the checkpoint's directory.
         entries: the module's tensors by the endings of their names.
         taken: called with (tensor name, entry) for each tensor that is read.
-        room: memory that tensors are read into.
+        allocator: memory that tensors are read into.
         separator: text between the module's name and an ending.
     """
 
@@ -56,13 +56,13 @@ class StoredModule:
         path: Path,
         entries: Mapping[str, TensorEntry],
         taken: Callable[[str, TensorEntry], None],
-        room: Room,
+        allocator: StackAllocator,
         separator: str = ".",
     ) -> None:
         self.name = name
         self._separator = separator
         self._path, self._entries, self._taken = path, entries, taken
-        self._room = room
+        self._allocator = allocator
 
     def __contains__(self, ending: str) -> bool:
         return ending in self._entries
@@ -82,21 +82,21 @@ class StoredModule:
 
         Args:
             dtypes, shapes: the dtypes and shapes that the format allows.
-            stays: the matrix uses the tensor's memory, so it is read into `room`.
+            stays: the matrix uses the tensor's memory, so it is read into `allocator`.
 
         Raises:
             CheckpointError: the tensor is missing, or has another dtype or shape.
         """
         entry = self._entry(ending, dtypes, shapes)
         if stays:
-            tensor = self._room.place(ending, entry.shape, entry.dtype)
+            tensor = self._allocator.place(ending, entry.shape, entry.dtype)
         else:
-            tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._room.device)
+            tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._allocator.device)
         read_into(entry, tensor, raw=True)
         self._taken(self.full_name(ending), entry)
         return tensor
 
-    def take_in_turns(
+    def take_interleaved(
         self, ending: str, dtypes: Collection[torch.dtype], shape: tuple[int, ...], turns: int
     ) -> Tensor:
         """Read a tensor [E, turns * R, ...] that interleaves the rows of `turns` matrices, and
@@ -110,9 +110,9 @@ class StoredModule:
         entry = self._entry(ending, dtypes, (shape,))
         count, rows, *rest = shape
         tensor = torch.empty(
-            (count, turns, rows // turns, *rest), dtype=entry.dtype, device=self._room.device
+            (count, turns, rows // turns, *rest), dtype=entry.dtype, device=self._allocator.device
         )
-        some = torch.empty((1, rows, *rest), dtype=entry.dtype, device=self._room.device)
+        some = torch.empty((1, rows, *rest), dtype=entry.dtype, device=self._allocator.device)
         for index in range(count):
             read_into(entry.row_range(index, index + 1), some, raw=True)
             tensor[index].copy_(some.view(rows // turns, turns, *rest).transpose(0, 1))
@@ -159,7 +159,7 @@ class StoredModule:
             raise self.error(f"holds {self.full_name(ending)} beyond its {num_groups} groups")
         return group_of
 
-    def pass_over(self, *endings: str) -> None:
+    def ignore(self, *endings: str) -> None:
         """Ignore tensors, if present, that do not affect the matrix."""
         for ending in endings:
             if ending in self._entries:
@@ -190,12 +190,14 @@ class StoredQuantization(ABC):
     """The quantised format of a checkpoint, from its quantization_config.
 
     Attributes:
+        num_bits: bits of a stored number, where all modules have the same.
         fused_endings: name endings of tensors that stack all experts of a layer; such a tensor is
             named as the unquantised one, `_` and the ending. Empty: experts are stored separately.
         becomes_floats: matrices without a kernel on the device are dequantised; if False, a GPU
             refuses formats that have a weight class but no kernel there.
     """
 
+    num_bits: int
     fused_endings: tuple[str, ...] = ()
     becomes_floats: bool = False
 
@@ -232,9 +234,9 @@ class StoredQuantization(ABC):
         """
         raise AssertionError(f"{module.name}: {type(self).__name__} has no fused experts")
 
-    @abstractmethod
     def bits(self, module: str) -> int:
         """Bits of a stored number in this module."""
+        return self.num_bits
 
     def count(self, module: str, nbytes: int) -> int:
         """How many numbers `nbytes` of this module's values hold."""
@@ -258,7 +260,6 @@ class StoredQuantization(ABC):
 
     def unit(self, module: str, columns: int) -> int:
         """Number of adjacent columns that must stay on one rank; 1: it can be split anywhere."""
-        del columns
         return int(getattr(self.kind(module), "group", 1))
 
     def require_modules(self, modules: Collection[str], path: Path) -> None:

@@ -28,18 +28,14 @@ class Mxfp4(StoredQuantization):
 
     unquantised: ModuleList
 
+    num_bits = 4
     fused_endings = ("blocks", "scales")
 
     @property
     def description(self) -> str:
         return "mxfp4, experts alone"
 
-    def bits(self, module: str) -> int:
-        del module
-        return 4
-
     def kind(self, module: str) -> type[Weight]:
-        del module
         return Mxfp4Matrix
 
     def rounding(self, module: str) -> Rounding | None:
@@ -54,8 +50,8 @@ class Mxfp4(StoredQuantization):
         group = Mxfp4Matrix.group
         module.require_groups(columns, group)
         shape = (experts, rows, columns // group)
-        values = module.take_in_turns("blocks", BYTES, (*shape, group // 2), turns)
-        powers = module.take_in_turns("scales", POWERS, shape, turns)
+        values = module.take_interleaved("blocks", BYTES, (*shape, group // 2), turns)
+        powers = module.take_interleaved("scales", POWERS, shape, turns)
         require_powers(module, "scales", powers)
         return Mxfp4Matrix(values.flatten(1), powers)
 

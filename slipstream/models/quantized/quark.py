@@ -29,23 +29,20 @@ class Quark(StoredQuantization):
 
     unquantised: ModuleList
 
+    num_bits = 4
+
     @property
     def description(self) -> str:
         return "quark, mxfp4"
 
-    def bits(self, module: str) -> int:
-        del module
-        return 4
-
     def kind(self, module: str) -> type[Weight]:
-        del module
         return Mxfp4Matrix
 
     def rounding(self, module: str) -> Rounding | None:
         return None if self.unquantised.names(module) else ToMxfp4()
 
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        module.pass_over("input_scale")
+        module.ignore("input_scale")
         return read_mxfp4(module, rows, columns, "weight", "weight_scale")
 
 

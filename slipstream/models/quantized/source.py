@@ -13,7 +13,7 @@ from slipstream.kernels.formats.weight import Rounding, Weight, row_slices, stac
 from slipstream.layers.parameters import ROWS, WHOLE, Fused, FusedExperts, Part, Share
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.parameter_sources import CheckpointSource, Progress, TensorSource
-from slipstream.models.quantized.module import Room, StoredModule, StoredQuantization
+from slipstream.models.quantized.module import StackAllocator, StoredModule, StoredQuantization
 from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_into
 
 logger = logging.getLogger("slipstream")
@@ -81,8 +81,8 @@ class QuantizedSource(CheckpointSource):
         if not any(self._is_quantised(part.name) for part in parts):
             return DenseMatrix(self.matrix(parts, columns))
         same = len({part.tensor_rows for part in parts}) == 1
-        room = Room(len(parts) if same else 1, self._device)
-        return self._joined([self._read_weight(part, columns, room) for part in parts], parts)
+        allocator = StackAllocator(len(parts) if same else 1, self._device)
+        return self._joined([self._read_weight(part, columns, allocator) for part in parts], parts)
 
     def alike(self, parts: Sequence[Part]) -> bool:
         """See `ParameterSource`."""
@@ -123,7 +123,9 @@ class QuantizedSource(CheckpointSource):
         if not self._is_quantised(fused.name):
             return DenseMatrix(self.matrix(parts, columns))
         part = Part(fused.name, sum(part.rows for part in parts))
-        return self._shared_out(self._read_weight(part, columns, Room(1, self._device)), parts)
+        return self._shared_out(
+            self._read_weight(part, columns, StackAllocator(1, self._device)), parts
+        )
 
     def _read_experts(
         self, fused: FusedExperts, parts: Sequence[Part], columns: int
@@ -140,7 +142,7 @@ class QuantizedSource(CheckpointSource):
         }
         if not entries:
             return None
-        module = self._module(fused.name, entries, Room(1, self._device), "_")
+        module = self._module(fused.name, entries, StackAllocator(1, self._device), "_")
         rows = sum(part.rows for part in parts) // fused.experts
         turns = len(parts) // fused.experts if fused.alternating else 1
         whole = self._stored.read_fused(module, fused.experts, rows, columns, turns)
@@ -150,7 +152,7 @@ class QuantizedSource(CheckpointSource):
         entry = self._checkpoint.entries.get(name)
         return entry is None or entry.dtype not in WEIGHT_DTYPES
 
-    def _read_weight(self, part: Part, columns: int, room: Room) -> Weight:
+    def _read_weight(self, part: Part, columns: int, allocator: StackAllocator) -> Weight:
         if not self._is_quantised(part.name):
             return DenseMatrix(self.matrix([part], columns).to(self._whole_dtype))
         name = part.name.removesuffix(_WEIGHT)
@@ -161,7 +163,7 @@ class QuantizedSource(CheckpointSource):
                 f"{self._checkpoint.path} has no tensor {part.name}, nor one of its quantised "
                 f"form{also}, which its config.json asks for with shape {[part.rows, columns]}"
             )
-        module = self._module(name, entries, room)
+        module = self._module(name, entries, allocator)
         weight = self._stored.read(module, part.tensor_rows, columns)
         self._modules.add(name)
         if part.within is not None:
@@ -171,9 +173,13 @@ class QuantizedSource(CheckpointSource):
         return self._as_kept(self._cut(weight, part))
 
     def _module(
-        self, name: str, entries: dict[str, TensorEntry], room: Room, separator: str = "."
+        self,
+        name: str,
+        entries: dict[str, TensorEntry],
+        allocator: StackAllocator,
+        separator: str = ".",
     ) -> StoredModule:
-        return StoredModule(name, self._checkpoint.path, entries, self._take, room, separator)
+        return StoredModule(name, self._checkpoint.path, entries, self._take, allocator, separator)
 
     def _shared_out(self, whole: Weight, parts: Sequence[Part]) -> Weight:
         """This rank's shares of the parts of a full matrix, stacked."""

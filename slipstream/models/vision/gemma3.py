@@ -9,12 +9,7 @@ import torch
 from slipstream.core.errors import UsageError
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.vision.library import image_processor, require_class, tower_of
-from slipstream.models.vision.tower import (
-    Placeholder,
-    SpanEmbeddings,
-    has_tensors,
-    load_tensors,
-)
+from slipstream.models.vision.tower import Placeholder, SpanEmbeddings, has_tensors, load_tensors
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -79,13 +74,11 @@ class _Tower:
 
     def grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
         """See `ImageTower`."""
-        del width, height
         _refuse(options)
         return self._side, self._side
 
     def encode(self, image: "Image", options: Mapping[str, Any]) -> SpanEmbeddings:
         """See `ImageTower`."""
-        del options
         read = self._processor(images=[image], return_tensors="pt")
         pixels = read["pixel_values"].to(self._device, self._dtype)
         rows = self._projector(self._tower(pixel_values=pixels).last_hidden_state)[0]

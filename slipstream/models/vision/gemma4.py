@@ -9,12 +9,7 @@ import torch
 
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.vision.library import image_processor, require_class, tower_of
-from slipstream.models.vision.tower import (
-    Placeholder,
-    SpanEmbeddings,
-    has_tensors,
-    load_tensors,
-)
+from slipstream.models.vision.tower import Placeholder, SpanEmbeddings, has_tensors, load_tensors
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -47,7 +47,6 @@ class Qwen3VLFamily:
 
     def most_whole(self, options: Mapping[str, Any]) -> int:
         """See `ImageFamily`: attention within an image is causal."""
-        del options
         return 0
 
     def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":

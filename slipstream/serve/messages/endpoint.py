@@ -85,11 +85,7 @@ class _MessagesAnswer(Answer[BlockWriter]):
     def _document(self) -> str:
         [writer] = self._choices
         answer = MessagesAnswer.model_validate(
-            {
-                **self._opening(),
-                "content": writer.whole(),
-                **self._ending(),
-            }
+            {**self._opening(), "content": writer.whole(), **self._ending()}
         )
         return answer.model_dump_json()
 

@@ -10,7 +10,7 @@ from slipstream.core.structured import StructuredOutput
 from slipstream.models.harmony import HarmonyTokens
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.errors import bad_request
-from slipstream.serve.output.parts import Part, Reading, TokenParser, Wanted
+from slipstream.serve.output.parts import OutputConstraints, Part, Reading, TokenParser
 from slipstream.serve.token_texts import TokenReader, TokenTexts
 from slipstream.serve.tools.call_format import Schemas, long_id
 from slipstream.serve.tools.call_rules import ANY_ARGUMENTS, json_value
@@ -109,7 +109,7 @@ class HarmonyParser(TokenParser):
         self._said: set[Part] = set()  # whose next message begins a new line
         self._has_text = False  # the open message
         self._functions: Collection[str] | None = None
-        for token in _begun(reading.prompt, tokens.start):
+        for token in _open_message(reading.prompt, tokens.start):
             self._take(token)
         self._events.clear()
         self._said.clear()
@@ -165,7 +165,7 @@ class HarmonyParser(TokenParser):
             if not self._has_text:
                 self._events.append(Arguments("{}"))
             self._events.append(CallEnded())
-        self._let_out()
+        self._flush_stops()
         if self._part is not None and self._has_text:
             self._said.add(self._part)
         self._part, self._header, self._reader = None, Header(), self._new_reader()
@@ -187,7 +187,7 @@ class HarmonyParser(TokenParser):
         return TokenReader(self._texts, self._reading.skip_special)
 
 
-def _begun(prompt: Sequence[int], start: int) -> Sequence[int]:
+def _open_message(prompt: Sequence[int], start: int) -> Sequence[int]:
     """The tokens of the prompt's last message, behind its start token."""
     for place in range(len(prompt) - 1, -1, -1):
         if prompt[place] == start:
@@ -222,15 +222,15 @@ class Harmony:
         return HarmonyParser(self.tokens, texts, reading)
 
     def framed(
-        self, wanted: Wanted, prompt: Sequence[int], continues: bool
+        self, constraints: OutputConstraints, prompt: Sequence[int], continues: bool
     ) -> StructuredOutput | None:
-        if wanted.budget is not None:
+        if constraints.budget is not None:
             raise bad_request(
                 "the format of this model's answers knows no thinking_token_budget; leave it out, "
                 "or give reasoning_effort",
                 "thinking_token_budget",
             )
-        if wanted.content is None and wanted.calls is None:
+        if constraints.content is None and constraints.calls is None:
             return None
         if not self.parser(TokenTexts(self.tokenizer), Reading(prompt)).begins_anew:
             raise bad_request(
@@ -238,11 +238,11 @@ class Harmony:
                 "message; leave continue_final_message and add_generation_prompt out",
                 "messages",
             )
-        if wanted.content is None:
-            return StructuredOutput(grammar=wanted.calls)
+        if constraints.content is None:
+            return StructuredOutput(grammar=constraints.calls)
         # A message in the channel commentary would put text before the structured content.
-        answers = _answers(self.tokens, wanted.functions, asides='"analysis"', final=True)
-        return replace(wanted.content, frame="\n".join(answers))
+        answers = _answers(self.tokens, constraints.functions, asides='"analysis"', final=True)
+        return replace(constraints.content, frame="\n".join(answers))
 
     def remember(self, message: dict[str, Any], reasoning: str) -> str:
         content = message.get("content")
@@ -268,7 +268,7 @@ class HarmonyCalls:
     def only_calls(self, functions: Schemas, tokenizer: Tokenizer, several: bool) -> str:
         return "\n".join(_answers(self.tokens, functions, _ANY_ASIDE, final=False))
 
-    def calls_amid_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
+    def calls_in_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
         return "\n".join([*_answers(self.tokens, functions, _ANY_ASIDE, final=True), *_FREE])
 
 

@@ -77,7 +77,7 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class OutputConstraints:
     """The constraints that a request puts on an answer.
 
     Attributes:
@@ -113,7 +113,7 @@ class OutputFormat(Protocol):
         """Create a parser for one answer."""
 
     def framed(
-        self, wanted: Wanted, prompt: Sequence[int], continues: bool
+        self, constraints: OutputConstraints, prompt: Sequence[int], continues: bool
     ) -> StructuredOutput | None:
         """The constraint on the whole output, with reasoning and marks; None if there is none.
 
@@ -175,18 +175,18 @@ class TokenParser:
                 break
             self._num_tokens += 1
             parts.append(self._take(token))
-        return Piece(self._told(), parts, self._stop)
+        return Piece(self._take_events(), parts, self._stop)
 
     def finish(self) -> Sequence[AnswerEvent]:
         """The text held back as a possible stop string; an incomplete call stays open."""
-        self._let_out()
-        return self._told()
+        self._flush_stops()
+        return self._take_events()
 
     def _take(self, token: int) -> Part:
         """Read one token: add its events, and return the part that it belongs to."""
         raise NotImplementedError
 
-    def _say(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         """Add content text that was already searched for stop strings."""
         self._events.append(Content(text))
 
@@ -194,21 +194,21 @@ class TokenParser:
         while text:
             before, stop, text = self._stops.feed(text)
             if before:
-                self._say(before)
+                self._add_content(before)
             if stop is None:
                 continue
             counts = self._num_tokens > self._reading.min_tokens
             if not counts or self._reading.include_stop:
-                self._say(stop)
+                self._add_content(stop)
             if counts:
                 self._stop = stop
                 return
 
-    def _let_out(self) -> None:
+    def _flush_stops(self) -> None:
         held = self._stops.finish()
         if held:
-            self._say(held)
+            self._add_content(held)
 
-    def _told(self) -> list[AnswerEvent]:
+    def _take_events(self) -> list[AnswerEvent]:
         events, self._events = self._events, []
         return events

@@ -11,7 +11,7 @@ from slipstream.core.structured import StructuredOutput, Thought
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.errors import bad_request
-from slipstream.serve.output.parts import Part, Reading, TokenParser, Wanted
+from slipstream.serve.output.parts import OutputConstraints, Part, Reading, TokenParser
 from slipstream.serve.token_texts import TokenReader, TokenTexts
 from slipstream.serve.tools.events import (
     AnswerEvent,
@@ -72,10 +72,10 @@ class ThinkingParser(TokenParser):
             self._leave_start()
         elif self._place is Place.THOUGHT:
             self._think(self._closing.finish())
-        self._let_out()
+        self._flush_stops()
         if self._calls is not None:
             self._events += self._calls.finish()
-        return self._told()
+        return self._take_events()
 
     def _take(self, token: int) -> Part:
         marks = self._tokens
@@ -153,7 +153,7 @@ class ThinkingParser(TokenParser):
             return Part.CALL
         return Part.MARKUP if self._by_call else Part.CONTENT
 
-    def _say(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         self._events += [Content(text)] if self._calls is None else self._calls.feed(text)
 
     def _new_reader(self) -> TokenReader:
@@ -226,12 +226,12 @@ class Thinking:
         return ThinkingParser(marks, self.tokens, place, texts, reading, self.ends)
 
     def framed(
-        self, wanted: Wanted, prompt: Sequence[int], continues: bool
+        self, constraints: OutputConstraints, prompt: Sequence[int], continues: bool
     ) -> StructuredOutput | None:
-        content, place = wanted.content, self._place(prompt, continues)
-        if wanted.calls is not None:
-            content = StructuredOutput(grammar=wanted.calls)
-        if place is Place.CONTENT or (content is None and wanted.budget is None):
+        content, place = constraints.content, self._place(prompt, continues)
+        if constraints.calls is not None:
+            content = StructuredOutput(grammar=constraints.calls)
+        if place is Place.CONTENT or (content is None and constraints.budget is None):
             return content
         begun, tokens = place is Place.THOUGHT, self.tokens
         if tokens is not None:
@@ -242,7 +242,7 @@ class Thinking:
                 closing=tokens[1],
                 begun=begun,
                 spaces=spaces,
-                budget=wanted.budget,
+                budget=constraints.budget,
             )
             return (
                 StructuredOutput(thought=thought)
@@ -250,7 +250,7 @@ class Thinking:
                 else replace(content, thought=thought)
             )
         opening, closing = self.style.opening, self.style.closing
-        if wanted.budget is not None:
+        if constraints.budget is not None:
             raise bad_request(
                 f"thinking_token_budget needs {opening} and {closing} as tokens, which the "
                 "vocabulary of this model lacks; leave it out",

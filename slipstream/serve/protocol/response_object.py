@@ -19,7 +19,7 @@ class OutputText(ResponseBody):
 
 
 class ReasoningText(ResponseBody):
-    """Text that the model thought before it answered."""
+    """Text of the model's reasoning before the answer."""
 
     type: Literal["reasoning_text"]
     text: str
@@ -57,14 +57,14 @@ class OutputCall(ResponseBody):
 
 
 class CachedTokens(ResponseBody):
-    """Prompt tokens found in the prefix cache; writing into it costs nothing and is not counted."""
+    """Prompt tokens found in the prefix cache; tokens written to it are not counted."""
 
     cached_tokens: int
     cache_write_tokens: Literal[0]
 
 
 class ReasoningTokens(ResponseBody):
-    """Tokens of the output that are reasoning, where the model's format tells them apart."""
+    """Output tokens that are reasoning, if the model's format separates it."""
 
     reasoning_tokens: int
 
@@ -88,7 +88,7 @@ class ResponseFailure(ResponseBody):
 
 
 class IncompleteDetails(ResponseBody):
-    """Why a response is cut off."""
+    """Why a response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 

@@ -22,7 +22,7 @@ from slipstream.serve.protocol.sampling import (
 from slipstream.serve.protocol.usage import StreamOptions
 
 _Status = Literal["in_progress", "completed", "incomplete"]
-# What an answer held beside its text; no effect when it comes back.
+# Fields of an earlier answer besides its text; they have no effect when they are sent back.
 _Ignored = Annotated[list[Any], AtMost(bounds.MOST_TOKEN_IDS)]
 
 
@@ -106,14 +106,14 @@ class SummaryPart(RequestBody):
 
 
 class ReasoningPart(RequestBody):
-    """Text that the model thought."""
+    """Text of the model's reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class ReasoningItem(RequestBody):
-    """What an earlier answer thought: its content, or else its summary."""
+    """Reasoning of an earlier answer: its content, or else its summary."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[SummaryPart], AtMost(bounds.MOST_PARTS)] | None = None
@@ -123,7 +123,7 @@ class ReasoningItem(RequestBody):
 
 
 def _named(item: Any) -> Any:
-    """Messages need not say that they are."""
+    """Items without a type but with a role are messages."""
     if isinstance(item, dict) and "type" not in item and "role" in item:
         return {**item, "type": "message"}
     return item
@@ -166,9 +166,7 @@ _FUNCTION_ALONE = BeforeValidator(_require_function)
 
 
 Tools = Annotated[
-    list[Annotated[FunctionTool, _FUNCTION_ALONE]],
-    FEW_VALUES,
-    AtMost(bounds.MOST_TOOLS),
+    list[Annotated[FunctionTool, _FUNCTION_ALONE]], FEW_VALUES, AtMost(bounds.MOST_TOOLS)
 ]
 
 
@@ -198,11 +196,11 @@ class TextOptions(RequestBody):
 
 
 class ReasoningOptions(RequestBody):
-    """How the model thinks.
+    """Options of the model's reasoning.
 
     Attributes:
         effort: the `reasoning_effort` of chats.
-        summary, generate_summary: without effect; reasoning is given as it is.
+        summary, generate_summary: no effect; reasoning is returned unsummarized.
     """
 
     effort: ReasoningEffort | None = None
@@ -223,12 +221,12 @@ class ResponsesRequest(SamplingFields):
     """Answer a conversation, which may continue that of an earlier response.
 
     Attributes:
-        previous_response_id: of a response that is stored; its instructions do not count again.
+        previous_response_id: id of a stored response; its instructions are not used again.
         max_output_tokens: reasoning included; by default up to `max_model_len`.
-        max_tool_calls: without effect: it bounds the calls of tools that a server runs itself.
+        max_tool_calls: no effect: it limits the calls of tools that a server runs itself.
         parallel_tool_calls: false ends the answer after its first tool call.
-        include: reasoning.encrypted_content is without effect: reasoning is given as it is.
-        truncation: auto leaves the oldest turns out of a conversation that is too long.
+        include: reasoning.encrypted_content has no effect: reasoning is returned unencrypted.
+        truncation: auto drops the oldest turns of a conversation that is too long.
         store: keep the response for `previous_response_id`; true by default.
     """
 

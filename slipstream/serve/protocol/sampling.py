@@ -23,7 +23,7 @@ from slipstream.serve.protocol.base import (
 from slipstream.serve.protocol.bounds import AtMost
 from slipstream.serve.protocol.usage import SpeculativeOptions, StreamOptions
 
-MOST_LOGPROBS = 1000  # the server's --max-logprobs sets fewer
+MOST_LOGPROBS = 1000  # the server's --max-logprobs may be lower
 _MOST_CHOICES = 128
 
 Word = Annotated[str, Field(min_length=1, max_length=bounds.MOST_WORD_CHARACTERS)]
@@ -80,7 +80,7 @@ class StructuredOutputs(RequestBody):
 
 
 class RepetitionDetectionFields(RequestBody):
-    """As of `RepetitionDetection` of the engine."""
+    """See the engine's `RepetitionDetection`."""
 
     max_pattern_size: Annotated[int, Field(ge=0, le=MOST_PATTERN)] | None = None
     min_pattern_size: Annotated[int, Field(ge=0, le=MOST_PATTERN)] | None = None
@@ -88,8 +88,8 @@ class RepetitionDetectionFields(RequestBody):
 
 
 class LabelFields(ModelRequest):
-    """Fields without effect, and those of which only a value that asks for nothing is accepted:
-    docs/protocol.md says why."""
+    """Fields without effect, and fields that are accepted only with a value that has no effect;
+    the reasons are in docs/protocol.md."""
 
     user: str | None = None
     metadata: Annotated[dict[str, str], AtMost(bounds.MOST_LABELS)] | None = None
@@ -115,17 +115,17 @@ class SamplingFields(LabelFields):
     """Fields of the OpenAI protocol, then those that inference engines have added.
 
     Attributes:
-        priority: the smaller goes first, where the server schedules by priority.
-        cache_salt: the prefix cache is shared with requests of the same salt alone.
-        logprob_token_ids: what logprobs have in place of the most probable alternatives.
+        priority: smaller values go first, if the server schedules by priority.
+        cache_salt: the prefix cache is shared only with requests of the same salt.
+        logprob_token_ids: tokens that logprobs report in place of the most probable alternatives.
         repetition_detection: ends an output that repeats itself.
-        stream_interval: tokens that a chunk waits for, but for the first and the last.
+        stream_interval: minimum new tokens of a chunk, except the first and the last.
         request_id: part of the answer's id, and the id in the log.
         return_token_ids: the answer has the ids of the prompt's and the output's tokens.
         return_tokens_as_token_ids: logprobs name tokens "token_id:7" rather than by their texts.
-        truncate_prompt_tokens: maximum number of tokens that are left of a prompt; -1 is as many as
-            leave room for the output.
-        truncation_side: where tokens are cut off.
+        truncate_prompt_tokens: maximum number of prompt tokens to keep; -1: as many as leave room
+            for the output.
+        truncation_side: the side on which tokens are cut off.
     """
 
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None

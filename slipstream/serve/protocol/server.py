@@ -25,8 +25,8 @@ class ErrorResponse(ResponseBody):
 
 
 class ModelSpeculation(ResponseBody):
-    """The drafter of a model, the maximum number of draft tokens per step, and whether the engine
-    chooses how many it drafts (`"auto"`)."""
+    """The drafter of a model, its maximum number of draft tokens per step, and whether the engine
+    adapts that number (`"auto"`)."""
 
     method: str
     model: str | None
@@ -38,7 +38,7 @@ class ModelCard(ResponseBody):
     """A name of the served model, or an adapter, whose parent the model is.
 
     Attributes:
-        max_images: of a prompt; 0 where images are not read.
+        max_images: maximum images in a prompt; 0 if images are not supported.
     """
 
     id: str
@@ -97,7 +97,7 @@ class Load(ResponseBody):
 
 
 class PrefixCacheReset(ResponseBody):
-    """Whether the prefix cache is empty now, which it always is."""
+    """Confirms that the prefix cache was emptied."""
 
     success: Literal[True]
 
@@ -162,12 +162,12 @@ class DetokenizeResponse(ResponseBody):
 
 
 class TokenizerInfo(ResponseBody):
-    """What tokenizer_config.json says, and the chat template in use where there is one.
+    """Values of tokenizer_config.json, and the chat template in use, if there is one.
 
     Attributes:
-        tokenizer_class: the name that transformers has for it.
+        tokenizer_class: its class in transformers.
         eos_token, bos_token, unk_token, pad_token: texts of special tokens; null without one.
-        chat_template: of several named templates the default one.
+        chat_template: the default one, if there are several.
     """
 
     tokenizer_class: str | None

@@ -36,7 +36,7 @@ class PromptTokensDetails(ResponseBody):
 
 
 class CompletionTokensDetails(ResponseBody):
-    """Tokens of the output that are reasoning, where the model's format tells them apart."""
+    """Output tokens that are reasoning, if the model's format separates it."""
 
     reasoning_tokens: int
 
@@ -45,8 +45,8 @@ class SpeculationUsage(ResponseBody):
     """Statistics of speculation, summed over a request's samples.
 
     Attributes:
-        estimated_speedup: over plain decoding; None where the costs of steps are not known.
-        refused_drafting_seconds: spent on draft tokens that were refused.
+        estimated_speedup: over plain decoding; None if the costs of steps are unknown.
+        refused_drafting_seconds: time spent on rejected draft tokens.
     """
 
     drafts: int
@@ -71,7 +71,7 @@ class Usage(ResponseBody):
 
 
 class WeightVersion(ResponseBody):
-    """The version of the weights that gave the tokens from `start` up to `end` of an output."""
+    """The version of the weights that generated tokens `start` to before `end` of an output."""
 
     version: str
     start: int
@@ -97,8 +97,7 @@ class SpeculatedToken(ResponseBody):
             without a draft.
         position: in the draft, from 0; None for a plain token.
         logprob: if logprobs were asked for.
-        part: of the answer, where the model's format tells parts apart; "markup" is none of the
-            text.
+        part: the part of the answer, if the model's format separates parts; "markup" is not text.
     """
 
     text: str

@@ -98,9 +98,9 @@ class ResponsesAnswer(Answer[Increments]):
                     for increments, delta in self._deltas(place, update):
                         increments.collect(delta)
                     if events := self._write():
-                        yield self._told(events)
+                        yield self._encode(events)
             status = self._status()
-            yield self._told(self._writer.finish(status))
+            yield self._encode(self._writer.finish(status))
             yield self._lifecycle(status, await aside(self._completed))
         except Exception as error:
             yield self._lifecycle("failed", self._response("failed", error=_failure(error)))
@@ -191,7 +191,7 @@ class ResponsesAnswer(Answer[Increments]):
         }
         return told if usage.speculation is None else {**told, "speculation": usage.speculation}
 
-    def _told(self, events: Sequence[Event]) -> bytes:
+    def _encode(self, events: Sequence[Event]) -> bytes:
         """Encode events for the stream."""
         return b"".join(
             self._numbered(event["type"], to_json(event, inf_nan_mode="null")) for event in events

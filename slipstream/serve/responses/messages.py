@@ -90,11 +90,13 @@ class Conversation:
                 case FunctionOutputItem():
                     self._require_call(item.call_id, place)
                     content = _content(item.output, f"input[{place}].output")
-                    self._say(ToolMessage(role="tool", content=content, tool_call_id=item.call_id))
+                    self._add_message(
+                        ToolMessage(role="tool", content=content, tool_call_id=item.call_id)
+                    )
                 case MessageItem():
                     role: Any = item.role
                     content = _content(item.content, f"input[{place}].content")
-                    self._say(PlainMessage(role=role, content=content))
+                    self._add_message(PlainMessage(role=role, content=content))
 
     def require_few(self) -> None:
         """Raise ApiError for more messages, or calls in a message, than a chat may have."""
@@ -110,7 +112,7 @@ class Conversation:
                 "input",
             )
 
-    def _say(self, message: Message) -> None:
+    def _add_message(self, message: Message) -> None:
         self.messages.append(message)
         self._answer = None
 

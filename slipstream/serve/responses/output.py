@@ -41,9 +41,9 @@ class OutputWriter:
         for event in increment.events:
             match event:
                 case Content(text) if text:
-                    events += self._say("message", text)
+                    events += self._add_text("message", text)
                 case Reasoning(text):
-                    events += self._say("reasoning", text)
+                    events += self._add_text("reasoning", text)
                 case CallBegun(name):
                     events += [*self.close(), *self._call(name)]
                 case Arguments(text):
@@ -55,7 +55,7 @@ class OutputWriter:
 
     def finish(self, status: str) -> list[Event]:
         """The last events; an answer without items gets an empty message."""
-        empty = self._say("message", "") if self._item is None and not self.items else []
+        empty = self._add_text("message", "") if self._item is None and not self.items else []
         return [*empty, *self.close(status)]
 
     def close(self, status: str = "completed") -> list[Event]:
@@ -85,7 +85,7 @@ class OutputWriter:
         self._item, self._texts, self._logprobs = None, [], []
         return events
 
-    def _say(self, kind: str, text: str) -> list[Event]:
+    def _add_text(self, kind: str, text: str) -> list[Event]:
         """Add text to a message or to reasoning."""
         events: list[Event] = []
         if self._item is None or self._item["type"] != kind:

@@ -29,7 +29,7 @@ class CallFormat(Protocol):
             UsageError: a schema says what the format cannot express.
         """
 
-    def calls_amid_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
+    def calls_in_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
         """A Lark grammar for any text whose calls are all of these functions.
 
         Raises:
@@ -51,7 +51,7 @@ class ToolFormat:
         parser: (schemas of the functions, special tokens that are not content) -> parser.
         shown_by: whether a model's template and vocabulary show that it writes this format.
         only: Lark rules, including `start`, for one or more `call`.
-        amid: Lark rules for text (`TEXT`) in which each call is a `call`.
+        in_text: Lark rules for text (`TEXT`) in which each call is a `call`.
         calls: Lark rules for `call`, a call of one of the functions.
     """
 
@@ -60,7 +60,7 @@ class ToolFormat:
     parser: Callable[[Schemas, Sequence[str]], ToolParser]
     shown_by: Callable[[ChatTemplate, Tokenizer], bool]
     only: Callable[[Literals, bool], list[str]]
-    amid: Callable[[Literals], list[str]]
+    in_text: Callable[[Literals], list[str]]
     calls: Callable[[Literals, Schemas], list[str]]
     call_id: Callable[[], str] = field(default=long_id)
 
@@ -68,7 +68,7 @@ class ToolFormat:
         literal = Literals(tokenizer)
         return "\n".join([*self.only(literal, several), *self.calls(literal, functions)])
 
-    def calls_amid_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
+    def calls_in_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
         literal = Literals(tokenizer)
-        rules = [*self.amid(literal), "TEXT: /(.|\\n)*/", *self.calls(literal, functions)]
+        rules = [*self.in_text(literal), "TEXT: /(.|\\n)*/", *self.calls(literal, functions)]
         return "\n".join(rules)

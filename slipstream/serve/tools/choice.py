@@ -83,7 +83,7 @@ def choose_tools(body: ChatRequest, model: ModelService) -> ToolUse:
         strict = [tool.function.name for tool in body.tools if tool.function.strict]
         if strict:  # other functions may have any arguments
             schemas = {name: functions[name] if name in strict else {} for name in functions}
-            grammar = format.calls_amid_text(_well_formed(schemas), model.tokenizer)
+            grammar = format.calls_in_text(_well_formed(schemas), model.tokenizer)
         return ToolUse(body.tools, format, functions, single, grammar)
     if isinstance(choice, ChosenTool):
         name = choice.function.name

@@ -75,7 +75,7 @@ def _only(literal: Literals, several: bool) -> list[str]:
     return [f"start: marked{more}", f'marked: {literal(BEGIN)} "\\n" call "\\n" {literal(END)}']
 
 
-def _amid(literal: Literals) -> list[str]:
+def _in_text(literal: Literals) -> list[str]:
     inner = f'inner: "\\n" call "\\n" {literal(END)}'
     return ["start: (begun inner)* TEXT", literal.up_to_mark("begun", BEGIN), inner]
 
@@ -86,6 +86,6 @@ FORMAT: Final = ToolFormat(
     parser=lambda _, dropped: HermesParser(dropped),
     shown_by=_shown_by,
     only=_only,
-    amid=_amid,
+    in_text=_in_text,
     calls=lambda _, functions: json_calls(functions, "arguments"),
 )

@@ -76,7 +76,7 @@ def _only(_: Literals, several: bool) -> list[str]:
     return ['start: call ("; " call)*' if several else "start: call"]
 
 
-def _amid(_: Literals) -> list[str]:
+def _in_text(_: Literals) -> list[str]:
     """Either the whole answer is calls, or it has none."""
     return ['start: call ("; " call)* | other', r"other: /([^{\s](.|\n)*)?/"]
 
@@ -87,6 +87,6 @@ FORMAT: Final = ToolFormat(
     parser=lambda functions, _: Llama3Parser(functions),
     shown_by=lambda _, tokenizer: tokenizer.token_to_id(TAG) is not None,
     only=_only,
-    amid=_amid,
+    in_text=_in_text,
     calls=lambda _, functions: json_calls(functions, "parameters"),
 )

@@ -134,7 +134,7 @@ def _only(literal: Literals, several: bool) -> list[str]:
     return [f'start: {literal(BEGIN)} "[" call{more} "]"']
 
 
-def _amid(literal: Literals) -> list[str]:
+def _in_text(literal: Literals) -> list[str]:
     begun = literal.up_to_mark("begun", BEGIN)
     if literal.knows(ARGS):
         return [f"start: begun call ({literal(BEGIN)} call)* | TEXT", begun]
@@ -165,7 +165,7 @@ FORMAT: Final = ToolFormat(
     parser=lambda _, dropped: MistralParser(dropped),
     shown_by=_shown_by,
     only=_only,
-    amid=_amid,
+    in_text=_in_text,
     calls=_calls,
     call_id=_short_id,
 )

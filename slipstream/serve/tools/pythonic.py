@@ -222,7 +222,7 @@ def _only(_: Literals, several: bool) -> list[str]:
     return [f'start: "[" call{more} "]"']
 
 
-def _amid(_: Literals) -> list[str]:
+def _in_text(_: Literals) -> list[str]:
     """Either the whole answer is calls, or it has none."""
     return ['start: "[" call (", " call)* "]" | other', r"other: /([^\[\s](.|\n)*)?/"]
 
@@ -277,6 +277,6 @@ FORMAT: Final = ToolFormat(
     # an example from Meta's prompt for these models
     shown_by=lambda template, _: template.mentions("func_name1("),
     only=_only,
-    amid=_amid,
+    in_text=_in_text,
     calls=_calls,
 )

@@ -16,7 +16,7 @@ def _format(name: str, tags: Tags, *shown: str) -> ToolFormat:
         parser=lambda functions, dropped: TaggedParser(tags, functions, dropped),
         shown_by=lambda template, _: all(map(template.mentions, (BEGIN, *shown))),
         only=rules.only,
-        amid=rules.amid,
+        in_text=rules.in_text,
         calls=rules.calls,
     )
 

@@ -52,7 +52,7 @@ class TaggedRules:
         more = ' ("\\n" marked)*' if several else ""
         return [f"start: marked{more}", f"marked: {literal(BEGIN)} {self._marked(literal, 'call')}"]
 
-    def amid(self, literal: Literals) -> list[str]:
+    def in_text(self, literal: Literals) -> list[str]:
         rules = [literal.up_to_mark("begun", BEGIN), f"marked: {self._marked(literal, 'call')}"]
         if not self.tags.name:
             return ["start: (begun marked)* TEXT", *rules]

@@ -229,7 +229,7 @@ class CombinedDrafter(Drafter):
         batch = replace(batch, num_draft_tokens=torch.minimum(batch.num_draft_tokens, most))
         draft = _host_draft(batch)
         for member in self._on_device:
-            asked = self._asked(member, batch, draft.num_tokens > 0)
+            asked = self._member_batch(member, batch, draft.num_tokens > 0)
             if asked.width:
                 draft = _completed(draft, member.drafter.propose(asked))
         return draft
@@ -249,7 +249,7 @@ class CombinedDrafter(Drafter):
     def cached_tokens(self, slots: Tensor) -> Tensor:
         return reduce(torch.minimum, (it.cached_tokens(slots) for it in self._members))
 
-    def _asked(self, member: Member, batch: DeviceBatch, taken: Tensor) -> DeviceBatch:
+    def _member_batch(self, member: Member, batch: DeviceBatch, taken: Tensor) -> DeviceBatch:
         """The batch with the numbers that a member is to draft: 0 for requests that have a draft
         (`taken`), but 1 if it has to read along."""
         known = self._state.num_tokens[batch.slots]

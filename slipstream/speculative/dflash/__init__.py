@@ -1,16 +1,12 @@
 """`dflash`: drafts a block of tokens in one pass, from the target's hidden states (DFlash)."""
 
-from slipstream.speculative.method import CheckpointSigns, Method
-
-
-def _recognise(signs: CheckpointSigns) -> bool:
-    return "dflash_config" in signs.config or "DFlashDraftModel" in signs.architectures
-
+from slipstream.speculative.method import Method
 
 METHOD = Method(
     name="dflash",
     module="slipstream.speculative.dflash.drafter",
-    recognise=_recognise,
+    architectures=("DFlashDraftModel",),
+    recognise=lambda signs: "dflash_config" in signs.config,
     library_names=("dflash",),
     is_head=True,
 )

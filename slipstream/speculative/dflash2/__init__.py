@@ -1,17 +1,12 @@
 """`dflash2`: DFlash with local convolutions, which selects each token among a few candidates."""
 
-from slipstream.speculative.method import CheckpointSigns, Method
-
-
-def _recognise(signs: CheckpointSigns) -> bool:
-    named = "DFlash2DraftModel" in signs.architectures
-    return named or any(name.startswith("candidate_selector.") for name in signs.names)
-
+from slipstream.speculative.method import Method
 
 METHOD = Method(
     name="dflash2",
     module="slipstream.speculative.dflash2.network",
-    recognise=_recognise,
+    architectures=("DFlash2DraftModel",),
+    recognise=lambda signs: signs.has_tensors("candidate_selector."),
     library_names=("dflash2",),
     is_head=True,
 )

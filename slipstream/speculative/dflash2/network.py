@@ -235,7 +235,7 @@ class DFlash2Network(DFlashNetwork):
         self, rows: Tensor, mixer: Attention, inputs: PassInputs, cache: LayerCache
     ) -> Tensor:
         qkv = self._ops.joined_linear([(rows, None)], *mixer.qkv.product)
-        inputs = inputs.seen_through(mixer.heads.window)
+        inputs = inputs.within_window(mixer.heads.window)
         mixed = self._ops.attend(qkv, mixer.heads, inputs, cache)
         return self._ops.joined_linear([(mixed, None)], *mixer.output.product)
 

@@ -4,8 +4,6 @@ from slipstream.speculative.method import CheckpointSigns, Method
 
 
 def _recognise(signs: CheckpointSigns) -> bool:
-    if signs.model_type == "eagle" or "EagleLlamaForCausalLM" in signs.architectures:
-        return True
     fused = signs.names & {"fc.weight", "fusion_fc.weight"}
     return bool(fused) and "layers.0.input_layernorm.weight" not in signs.names
 
@@ -13,6 +11,8 @@ def _recognise(signs: CheckpointSigns) -> bool:
 METHOD = Method(
     name="eagle",
     module="slipstream.speculative.eagle.network",
+    model_types=("eagle",),
+    architectures=("EagleLlamaForCausalLM",),
     recognise=_recognise,
     library_names=("eagle",),
     is_head=True,

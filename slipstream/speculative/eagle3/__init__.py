@@ -16,10 +16,9 @@ def is_eagle3(signs: CheckpointSigns) -> bool:
     architectures, config = signs.architectures, signs.config
     if architectures & _ARCHITECTURES or any(it.startswith("Eagle3Qwen") for it in architectures):
         return True
-    marked = signs.names & {"d2t", "layers.0.hidden_norm.weight"} or any(
-        name.startswith("midlayer.") for name in signs.names
-    )
-    return bool(marked) or "draft_vocab_size" in config or "eagle_config" in config
+    marked = not signs.names.isdisjoint({"d2t", "layers.0.hidden_norm.weight"})
+    keys = "draft_vocab_size" in config or "eagle_config" in config
+    return marked or keys or signs.has_tensors("midlayer.")
 
 
 METHOD = Method(

@@ -1,18 +1,11 @@
 """`gemma4_assistant`: small networks that attend to the target's own KV cache."""
 
-from slipstream.speculative.method import CheckpointSigns, Method
-
-
-def _recognise(signs: CheckpointSigns) -> bool:
-    return (
-        signs.model_type in ("gemma4_assistant", "gemma4_unified_assistant")
-        or "Gemma4AssistantForCausalLM" in signs.architectures
-    )
-
+from slipstream.speculative.method import Method
 
 METHOD = Method(
     name="gemma4_assistant",
     module="slipstream.speculative.gemma4_assistant.network",
-    recognise=_recognise,
+    model_types=("gemma4_assistant", "gemma4_unified_assistant"),
+    architectures=("Gemma4AssistantForCausalLM",),
     is_head=True,
 )

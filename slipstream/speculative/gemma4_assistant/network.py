@@ -126,7 +126,7 @@ class AssistantLayer:
         ops, heads = self._ops, self._heads
         query, _ = ops.norm_linear(x, None, self._before, self._query.weight, None)
         nothing = query.new_zeros((len(x), 2 * heads.num_kv_heads * heads.head_dim))
-        inputs = inputs.seen_through(heads.window)
+        inputs = inputs.within_window(heads.window)
         mixed = ops.attend(torch.cat((query, nothing), -1), heads, inputs, cache)
         addend = ops.joined_linear([(mixed, None)], self._output.weight, None)
         addend = ops.norm(addend, None, self._behind)[0]
@@ -209,7 +209,6 @@ class AssistantNetwork:
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Use the target's embedding."""
-        del head
         self._embedding = embedding
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -243,7 +243,6 @@ class FeatureRowsDrafter(Drafter):
     def _pass(self, layout: RowLayout, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
         """Run the network; `draft` is the number of the draft token, from 0, that the last rows
         give. Only networks that differ from draft token to draft token use it."""
-        del draft
         sees = replace(layout.inputs.sees, first_seen=FIRST_ROW)
         inputs = replace(layout.inputs, sees=sees)
         return self._network(layout.token_ids, features, inputs, self._cache.layers)

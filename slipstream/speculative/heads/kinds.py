@@ -61,17 +61,14 @@ class HeadConfig:
 
     def with_options(self, options: ModelOptions, target: TargetModel) -> Self:
         """This config with the user's options; UsageError if a required one is missing."""
-        del options, target
         return self
 
     def needs(self, target: DecoderConfig) -> Needs:
         """The parts of the target's passes that the head needs."""
-        del target
         return Needs()
 
     def layout(self, dtype: torch.dtype) -> CacheLayout | None:
         """The cache that the head adds to every block; None if it has none."""
-        del dtype
         return None
 
     def limits(self, options: ModelOptions, longest: int, identity: str) -> DrafterLimits:
@@ -81,7 +78,6 @@ class HeadConfig:
             longest: the target's maximum length in tokens.
             identity: identifies the head and its precision.
         """
-        del longest, identity
         return DrafterLimits(
             max_speculative_tokens=self.num_tokens,
             max_model_len=options.max_model_len,

@@ -62,7 +62,7 @@ class LastHidden:
         """slots [R] -> [R, hidden_size]."""
         return self._rows[slots]
 
-    def is_there(self, slots: Tensor) -> Tensor:
+    def has_row(self, slots: Tensor) -> Tensor:
         """[R] bool: whether the row is that of the token before the last known one. It is missing
         after a prefix cache hit on all tokens but the last."""
         computed = self._computed[slots]
@@ -87,7 +87,7 @@ class LastHiddenDrafter(Drafter):
     def propose(self, batch: DeviceBatch) -> Draft:
         slots = batch.slots
         newest = (self._state.num_tokens[slots] - 1).clamp_min(0)
-        wanted = torch.where(self._last.is_there(slots), batch.num_draft_tokens, 0)
+        wanted = torch.where(self._last.has_row(slots), batch.num_draft_tokens, 0)
         state = self._start(self._last.rows(slots), batch, newest)
 
         def place(index: int, last: Tensor) -> tuple[Tensor, None]:
@@ -102,7 +102,6 @@ class LastHiddenDrafter(Drafter):
 
     def _start(self, hidden: Tensor, batch: DeviceBatch, newest: Tensor) -> Any:
         """The first state, from hidden [R, H] of the tokens before those at `newest` [R]."""
-        del newest
         return self._network.start(hidden, batch.width)
 
     def _next(self, index: int, state: Any, last: Tensor) -> tuple[Tensor, Any]:

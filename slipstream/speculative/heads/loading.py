@@ -85,7 +85,6 @@ class HeadNetwork:
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
         """The features [T, F] of rows of a target pass, from hidden [T, target width] after its
         final norm, and the streams of the layers that this head reads, of equal shape."""
-        del streams
         return hidden
 
 

@@ -39,7 +39,6 @@ from slipstream.speculative.medusa.names import own_head
 def load_medusa(
     checkpoint: MedusaCheckpoint, config: MedusaConfig, target: DecoderConfig, options: LoadOptions
 ) -> "MedusaHeads":
-    del config
     read = dummy_shape if options.load_format == "dummy" else read_shape
     shape = read(checkpoint, target.hidden_size, target.vocab_size)
 
@@ -74,7 +73,6 @@ class MedusaHeads:
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Use the target's lm_head if the checkpoint has none."""
-        del embedding
         if self._shape.heads == "target":
             head = self._chosen(head)
             self._heads = [head]
@@ -98,7 +96,6 @@ class MedusaHeads:
 
     def logits(self, index: int, state: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [R, Vq] float32 of draft token `index`, and the unchanged state."""
-        del last_tokens
         if self._shape.heads == "own":
             return self._heads[index](state[index]), state
         return state[index], state

@@ -1,18 +1,11 @@
 """`mlp_speculator`: a small recurrent network on the target's last hidden state."""
 
-from slipstream.speculative.method import CheckpointSigns, Method
-
-
-def _recognise(signs: CheckpointSigns) -> bool:
-    return (
-        signs.model_type == "mlp_speculator"
-        or "MLPSpeculatorPreTrainedModel" in signs.architectures
-    )
-
+from slipstream.speculative.method import Method
 
 METHOD = Method(
     name="mlp_speculator",
     module="slipstream.speculative.mlp_speculator.network",
-    recognise=_recognise,
+    model_types=("mlp_speculator",),
+    architectures=("MLPSpeculatorPreTrainedModel",),
     is_head=True,
 )

@@ -121,7 +121,6 @@ def load_mlp_speculator(
     target: DecoderConfig,
     options: LoadOptions,
 ) -> "MLPSpeculator":
-    del target
     copies = [] if options.load_format == "dummy" else _copies(config, checkpoint)
     return load_head(
         checkpoint,
@@ -180,7 +179,6 @@ class MLPSpeculator:
 
     def start(self, hidden: Tensor, count: int) -> Tensor:
         """hidden [R, emb_dim] -> the first state."""
-        del count
         if not self._config.scale_input:
             return hidden.to(self._dtype)
         scaled = F.rms_norm(hidden.float(), (self._config.emb_dim,), eps=EPS) / sqrt(2)

@@ -46,7 +46,6 @@ from slipstream.speculative.mtp.config import ModuleNames, MtpCheckpoint, MtpCon
 def load_mtp(
     checkpoint: MtpCheckpoint, config: MtpConfig, target: DecoderConfig, options: LoadOptions
 ) -> "MtpHead":
-    del target
 
     def build(ops: Ops, source: ParameterSource) -> MtpHead:
         return MtpHead(ops, source, config, options)

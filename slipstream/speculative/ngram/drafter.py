@@ -44,7 +44,6 @@ def read_options(options: Options) -> NgramConfig:
 
 
 def load(config: NgramConfig, target: TargetModel) -> LoadedDrafter:
-    del target
     return LoadedDrafter(
         build=lambda resources: NgramDrafter(
             config, resources.state, resources.target.config.image_token

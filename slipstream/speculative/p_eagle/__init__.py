@@ -6,8 +6,6 @@ from slipstream.speculative.parallel import MASK_ID_KEYS
 
 
 def _recognise(signs: CheckpointSigns) -> bool:
-    if "PEagleDraftModel" in signs.architectures:
-        return True
     masked = any(signs.config.get(key) is not None for key in MASK_ID_KEYS)
     return is_eagle3(signs) and (masked or "mask_hidden" in signs.names)
 
@@ -16,6 +14,7 @@ METHOD = Method(
     name="p-eagle",
     module="slipstream.speculative.p_eagle.drafter",
     spellings=("p_eagle", "peagle"),
+    architectures=("PEagleDraftModel",),
     recognise=_recognise,
     library_names=("peagle",),
     is_head=True,

@@ -85,7 +85,7 @@ def parallel_draft(
         batch,
         resources,
         None if probs is None else probs.flatten(0, 1),
-        chains.whole_out(),
+        chains.confidences_out(),
     )
     tokens = drafting.token_ids(picked).view(-1, width)
     for index in range(width):

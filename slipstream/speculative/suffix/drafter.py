@@ -240,7 +240,6 @@ def read_options(options: Options) -> SuffixConfig:
 
 
 def load(config: SuffixConfig, target: TargetModel) -> LoadedDrafter:
-    del target
     return load_host_drafter(lambda state: SuffixDrafter(config, state))
 
 

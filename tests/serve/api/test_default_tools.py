@@ -10,7 +10,7 @@ import pytest
 from slipstream.core.errors import UsageError
 from slipstream.serve.conversation import require_tools
 from slipstream.serve.errors import ApiError
-from slipstream.serve.tools.told_in_messages import Messages, write_with_tools
+from slipstream.serve.tools.tools_in_messages import Messages, write_with_tools
 from tests.serve.api.live import Live, call_api
 
 CITY = {

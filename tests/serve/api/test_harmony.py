@@ -14,7 +14,7 @@ from slipstream.core.structured import StructuredOutput
 from slipstream.engine.build import build_engine
 from slipstream.engine.grammar import GrammarGuide
 from slipstream.serve.output.harmony import Harmony
-from slipstream.serve.output.parts import Wanted
+from slipstream.serve.output.parts import OutputConstraints
 from tests.serve.api.harmony_models import MARKS, write_harmony_tokenizer, write_without_end_tokens
 from tests.serve.api.live import DEMO, Live, serving
 from tests.serve.api.thought_chats import CITY, MESSAGES, WEATHER, create, streamed
@@ -289,8 +289,8 @@ def test_grammars_of_calls_and_final_messages(live: Live) -> None:
     functions = {"get_weather": CITY, "now": {}}
     calls, rome, bonn = format.calls, '{"city": "Rome"}', '{"city": "Bonn"}'
     only = StructuredOutput(grammar=calls.only_calls(functions, tokenizer, True))
-    amid = StructuredOutput(grammar=calls.calls_amid_text(functions, tokenizer))
-    wanted = Wanted(content=StructuredOutput(json_schema=CITY), functions=functions)
+    amid = StructuredOutput(grammar=calls.calls_in_text(functions, tokenizer))
+    wanted = OutputConstraints(content=StructuredOutput(json_schema=CITY), functions=functions)
     framed = format.framed(wanted, tokenizer.encode("<|start|>assistant"), False)
     assert framed is not None
     early = f"{THINK}a {{b}}\n{NEXT}"

@@ -15,7 +15,7 @@ from slipstream.engine.grammar import GrammarGuide, Grammars
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.errors import ApiError
-from slipstream.serve.output.parts import Wanted
+from slipstream.serve.output.parts import OutputConstraints
 from slipstream.serve.output.thinking import STYLES, Thinking
 from tests.serve.api.live import DEMO, Live, serving
 from tests.serve.api.thinking_models import MARKS, write_thinking_tokenizer
@@ -180,7 +180,7 @@ def test_a_structure_behind_marks_that_are_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_thinking_tokenizer(tmp_path / "text", as_text=True))
     grammars = Grammars(tokenizer, 4096, (0, 2))
     format = Thinking(STYLES[0], tokenizer, ChatTemplate(tokenizer))
-    wanted = Wanted(content=StructuredOutput(json_schema=CITY))
+    wanted = OutputConstraints(content=StructuredOutput(json_schema=CITY))
     rome, bonn = '{"city": "Rome"}', '{"city": "Bonn"}'
     for opening, prompt in (("<think>", NEW), ("", f"{NEW}<think>\n")):
         ids = tokenizer.encode(prompt, False)

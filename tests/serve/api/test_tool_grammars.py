@@ -88,7 +88,7 @@ def test_marks_that_are_added_tokens_but_not_special(tmp_path: Path, name: str) 
     tokenizer, format = Tokenizer(folder), FORMATS[name]
     assert tokenizer.encode(said(format, NOW), False)[0] == 4096
     many = format.only_calls(FUNCTIONS, tokenizer, several=True)
-    amid = format.calls_amid_text(FUNCTIONS, tokenizer)
+    amid = format.calls_in_text(FUNCTIONS, tokenizer)
     for grammar in (many, amid):
         assert follows(tokenizer, grammar, said(format, WEATHER, NOW))
         assert not follows(tokenizer, grammar, said(format, NOW, WRONG))
@@ -98,7 +98,7 @@ def test_marks_that_are_added_tokens_but_not_special(tmp_path: Path, name: str) 
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_amid_any_text(tokenizer: Tokenizer, name: str) -> None:
     format = FORMATS[name]
-    grammar = format.calls_amid_text(FUNCTIONS, tokenizer)
+    grammar = format.calls_in_text(FUNCTIONS, tokenizer)
     for text in ("", "Hello.\nA < b", "so {this} is [no] call", said(format, WEATHER, NOW)):
         assert follows(tokenizer, grammar, text), text
     assert not follows(tokenizer, grammar, said(format, WRONG))
@@ -159,7 +159,7 @@ def test_arguments_follow_the_schema(
     text = said(format, ("f", {"size": 5, **more}))
     for grammar in (
         format.only_calls(functions, tokenizer, several=False),
-        format.calls_amid_text(functions, tokenizer),
+        format.calls_in_text(functions, tokenizer),
     ):
         assert follows(tokenizer, grammar, text) is legal
 
@@ -296,7 +296,7 @@ def test_the_newer_calls_of_mistral(tmp_path: Path) -> None:
     newer, format = Tokenizer(folder), FORMATS["mistral"]
     one = format.only_calls(FUNCTIONS, newer, several=False)
     many = format.only_calls(FUNCTIONS, newer, several=True)
-    amid = format.calls_amid_text(FUNCTIONS, newer)
+    amid = format.calls_in_text(FUNCTIONS, newer)
     rome, bonn = (f'[TOOL_CALLS]get_weather[ARGS]{{"city": "{it}"}}' for it in ("Rome", "Bonn"))
     now = '[TOOL_CALLS]now[ARGS]{"x": [1]}'
     assert follows(newer, one, rome)

@@ -1,4 +1,4 @@
-"""What of an answer the terminal shows where the model's format tells reasoning from content."""
+"""Separates reasoning from content for the terminal, if the model's format marks it."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ NewParser = Callable[[], "AnswerParser"]
 def parser_of(
     tokenizer: "Tokenizer", template: "ChatTemplate", params: SamplingParams
 ) -> NewParser | None:
-    """Makes parsers of answers to chats; None for a model whose answers are nothing but text."""
+    """A function that makes parsers of chat answers; None if the model's answers are plain text."""
     from slipstream.serve.output.formats import choose_output_format
     from slipstream.serve.output.parts import Reading
     from slipstream.serve.token_texts import TokenTexts
@@ -28,7 +28,7 @@ def parser_of(
     if format is None:
         return None
     texts = TokenTexts(tokenizer)
-    # All prompts end alike, which may open a thought.
+    # All prompts end in the same way, which may open the reasoning.
     prompt = template.render([{"role": "user", "content": "Hello"}])
     reading = Reading(
         prompt=tokenizer.encode(prompt, add_special_tokens=False),
@@ -40,8 +40,8 @@ def parser_of(
     return lambda: format.parser(texts, reading)
 
 
-class Spoken:
-    """One answer, read along.
+class ParsedAnswer:
+    """One answer, parsed as it is generated.
 
     Attributes:
         text: reasoning and content in their order, an empty line between them.
@@ -58,7 +58,7 @@ class Spoken:
         self._num_tokens = self._num_characters = 0
 
     def take(self, sample: CompletionOutput) -> list[tuple[int, Span]]:
-        """Read on in a later snapshot: the index of each new token, and the span that it added."""
+        """Take a later snapshot; returns the index of each new token and the span that it added."""
         from slipstream.serve.updates import Delta
 
         text = sample.text[self._num_characters :]
@@ -84,7 +84,7 @@ class Spoken:
         return added
 
     def finish(self) -> None:
-        """No more will come: write what was held back."""
+        """Add the text that was held back, when the answer has ended."""
         self._write(self._parser.finish())
 
     def _write(self, events: "Sequence[AnswerEvent]") -> None:
