@@ -39,9 +39,8 @@ class StepEstimate:
             return cls(requests, drafting)
         context = sum([item.start + 1 for item in batch.requests])
         plain = costs.target_seconds(requests, requests, context)
-        return cls(
-            requests, drafting, times.draft + times.target + times.verify + times.rest, plain
-        )
+        plain = max(plain, costs.host_seconds(requests))
+        return cls(requests, drafting, times.device + times.rest, plain)
 
     def count(self, metrics: RequestMetrics, gained: Committed, share: float = 1.0) -> None:
         """Count one request's share of the step in metrics.

@@ -29,6 +29,9 @@ class StepCosts(Protocol):
     def target_seconds(self, requests: int, rows: int, context: int) -> float:
         """Time of a step without drafting, whose target pass has `rows` rows."""
 
+    def host_seconds(self, requests: int) -> float:
+        """The least that a step takes because of the host's work beside it; 0 if that waits."""
+
 
 class CostTable:
     """The estimated times of all steps that one batch may have, cached.
@@ -42,7 +45,7 @@ class CostTable:
     ) -> None:
         self._costs, self._form, self._unit = costs, form, unit
         self._requests, self._context = requests, context
-        self.exact = form.ends_chains
+        self.exact, self.least = form.ends_chains, costs.host_seconds(requests)
         self._targets: dict[int, Sequence[float]] = {}
         self._added: dict[int, list[float]] = {}
 
@@ -137,7 +140,7 @@ def choose(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
             rising; for a chain the survival of each token; 0 where a request may not draft.
         widths: the widths that a step may have, rising from 0.
     """
-    requests, plain = len(gains), table.targets(0, 0)[0]
+    requests, plain = len(gains), max(table.least, table.targets(0, 0)[0])
     if requests == 1:
         return _choose_alone(gains[0].tolist(), widths, table)
     flat = gains.T.ravel()  # by place, then by request
@@ -152,6 +155,7 @@ def choose(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
     within = places <= np.array([width for _, width in pairs])[:, None]
     gained = requests + np.cumsum(within * ranked, 1)
     spent = _seconds(within, places, [width for _, width in pairs], table)
+    spent = np.maximum(spent, table.least)
     speeds = gained / spent
     if table.exact:
         speeds[~within] = 0.0
@@ -190,7 +194,7 @@ def _seconds(
 def _choose_alone(gains: Sequence[float], widths: Sequence[int], table: CostTable) -> Choice:
     """The choice for a single request, where arrays would take longer than the sums do."""
     tokens, drafting = 1.0, 0.0
-    best = Choice(0, [0], 1.0, tokens, table.targets(0, 0)[0])
+    best = Choice(0, [0], 1.0, tokens, max(table.least, table.targets(0, 0)[0]))
     for place, gain in enumerate(gains, 1):
         if gain <= LEAST_SURVIVAL:
             break
@@ -198,6 +202,7 @@ def _choose_alone(gains: Sequence[float], widths: Sequence[int], table: CostTabl
         drafting += table.added(place)[1]
         if table.exact or place in widths:
             seconds = table.targets(place, place)[place] + drafting + table.padded_drafting(place)
+            seconds = max(table.least, seconds)
             if tokens / seconds > best.speed:
                 best = Choice(place, [place], gain, tokens, seconds)
     return best
