@@ -208,6 +208,22 @@ def test_the_hosts_share_counts_for_plain_steps_though_none_was_run() -> None:
     assert model.draft_seconds(1, 4, 100) == pytest.approx(drafting, rel=0.1)
 
 
+@pytest.mark.parametrize("drafts", [[4], [4, 4], [3, 1, 0, 0], [0, 0, 0]])
+def test_other_load_does_not_change_the_estimated_speed_up(drafts: list[int]) -> None:
+    """Costs are usual times; most steps of a machine with other load take longer than those."""
+    machine = Machine(attentive, chain, noise=0.0)
+    model = calibrated(machine)
+    size, passes = len(drafts), [sum(it > place for it in drafts) for place in range(max(drafts))]
+    drafting = sum(0.4 + 0.02 * count for count in passes) + 0.3 * bool(passes)
+    plain = machine.seconds(size, 0, size, 100 * size)
+    for slower in (1.0, 3.0, 20.0):
+        target = slower * attentive(size, size + sum(drafts), 100 * size) / 1000
+        times = StepTimes(slower * drafting / 1000, target, 0.0, slower * machine.host / 1000)
+        step = StepEstimate.of(report(drafts, times), model)
+        assert step.seconds == pytest.approx(times.device + times.rest)
+        assert step.plain == pytest.approx(slower * plain, rel=0.05)
+
+
 def test_what_drafting_adds_to_the_hosts_share_is_told_by_plain_steps() -> None:
     machine = Machine(attentive, chain, noise=0.02)
     model = calibrated(machine)

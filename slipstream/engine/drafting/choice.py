@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.core.batch import StepReport
 from slipstream.core.step_form import StepForm
 
 LEAST_SURVIVAL = 0.02  # tokens with less are never drafted
@@ -29,6 +30,9 @@ class StepCosts(Protocol):
 
     def target_seconds(self, requests: int, rows: int, context: int) -> float:
         """Time of a step without drafting, whose target pass has `rows` rows."""
+
+    def report_seconds(self, report: StepReport) -> float:
+        """The time that a decode step was to take whose results are known."""
 
     def host_seconds(self, requests: int) -> float:
         """The least that a step takes because of the host's work beside it; 0 if that waits."""

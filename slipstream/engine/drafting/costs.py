@@ -113,6 +113,17 @@ class CostModel:
         device = drafting + self.target_seconds(requests, rows, context)
         return max(device, self.host_seconds(requests))
 
+    def report_seconds(self, report: StepReport) -> float:
+        """The seconds that a decode step was to take whose results are known."""
+        requests, counts = self._pad(len(report.batch.requests)), self._counts(report)
+        context = _context(report)
+        seconds = self.target_seconds(requests, report.num_rows, context)
+        if counts:
+            slope = self._slopes["draft_context"].value * len(counts)
+            seconds += self._passes(counts) + self._added_rest(requests)
+            seconds += slope * context * counts[0] / requests
+        return max(LEAST, seconds, self.host_seconds(requests))
+
     def host_seconds(self, requests: int) -> float:
         """The least that a step takes because of the host's work beside it; 0 if that waits."""
         return max(0.0, self._host(self._pad(requests)))
@@ -232,7 +243,7 @@ class CostModel:
         if not (report.padded or batch.is_decode):  # captured steps always decode
             return
         requests = self._pad(len(batch.requests))
-        context = sum(map(_START, batch.requests)) + len(batch.requests)
+        context = _context(report)
         self._num_learnt += 1
         self._learn_target(requests, report.num_rows, context, times.target + times.verify)
         if times.host:
@@ -295,12 +306,16 @@ class CostModel:
             return
         # Where fewer requests go on, all the knots that the prediction is made of are off alike.
         # (To learn what all of them would take from what one does would confirm any error.)
-        predicted = sum([self._pass(count, place) for place, count in enumerate(counts, 1)])
+        predicted = self._passes(counts)
         off = drafting / max(LEAST, predicted)
         for place, (count, following) in enumerate(pairwise((*counts, 0)), 1):
             if following < count:
                 knot = self._drafting.knot(count, place)
                 self._hear(knot, knot.value * off if predicted > LEAST else drafting, seconds)
+
+    def _passes(self, counts: Sequence[int]) -> float:
+        """Seconds of drafting if so many requests draft at each position."""
+        return sum([self._pass(count, place) for place, count in enumerate(counts, 1)])
 
     def _pass(self, requests: int, place: int) -> float:
         """Seconds that the draft token at a position adds for this number of requests."""
@@ -355,6 +370,12 @@ class CostModel:
         for name, value in slopes.items():
             self._slopes[name].value = value
         self._forget_predictions()
+
+
+def _context(report: StepReport) -> int:
+    """The lengths of all requests together."""
+    starts: list[int] = list(map(_START, report.batch.requests))
+    return sum(starts) + len(starts)
 
 
 def _host_gap(rest: float, device: float, host: float) -> float:
