@@ -48,6 +48,12 @@ class Costs:
     def draft_seconds(self, requests: int, width: int, context: int) -> float:
         return width * (self.draft_pass + self.draft_row * requests)
 
+    def report_seconds(self, report: StepReport) -> float:
+        return report.times.device + report.times.rest
+
+    def host_seconds(self, requests: int) -> float:
+        return 0.0
+
     def observe(self, report: StepReport) -> None:
         """It knows already."""
 

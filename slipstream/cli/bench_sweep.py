@@ -1,8 +1,10 @@
 """`slipstream bench sweep`: drafters at several K and batch sizes; `bench advise`: the best one."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -127,10 +129,12 @@ class _Cells:
         self._points: list[Point] = []
         self._failures: list[Failure] = []
         self._profiles: list[ReportTable] = []
-        self._stopped = False
+        self._stopped, self._began = False, perf_counter()
 
     def measure(self, open_engine: "Open") -> None:
         """Measure all cells, or until Ctrl-C; a second Ctrl-C interrupts at once."""
+        note(f"{counted(self._plan.num_points, 'cell')} to measure; the first tells how long")
+        self._began = perf_counter()
         with interrupt_noted() as pressed, progress_bar() as bar:
             try:
                 self._measure(open_engine, pressed, bar)
@@ -190,13 +194,28 @@ class _Cells:
         number = f"{self._number}/{self._plan.num_points}"
         if isinstance(point, Failure):
             self._failures.append(point)
-            note(f"{number} {point.title}: not measured: {point.reason}")
+            note(f"{number} {point.title}: not measured: {point.reason}{self._left()}")
             return
         self._points.append(point)
         note(
             f"{number} {point.title}: AL {point.acceptance_length:.2f}, "
-            f"{point.tokens_per_second:.0f} tokens/s"
+            f"{point.tokens_per_second:.0f} tokens/s{self._left()}"
         )
+
+    def _left(self) -> str:
+        """About how long the other cells take, as the average of those so far."""
+        done = len(self._points) + len(self._failures)
+        left = self._plan.num_points - done
+        seconds = left * (perf_counter() - self._began) / done
+        return f"; about {duration(seconds)} left" if left else ""
+
+
+def duration(seconds: float) -> str:
+    """`40 s`, `3 min`, `1 h 20 min`."""
+    if seconds < 90:
+        return f"{math.ceil(seconds)} s"
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _fit(plan: "Sweep", config: EngineConfig) -> "Sweep":

@@ -13,7 +13,7 @@ from rich.console import Console
 from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.errors import WRONG_USAGE, say
 from slipstream.cli.flags import Given, RunFlags
-from slipstream.cli.open_llm import open_llm, with_defaults
+from slipstream.cli.open_llm import open_llm, tell_cut, with_defaults
 from slipstream.cli.parsed_answer import ParsedAnswer, parser_of
 from slipstream.cli.prompts import decode, read_template, stdin_is_piped
 from slipstream.cli.terminal import (
@@ -108,7 +108,7 @@ class Conversation:
         from slipstream.models.chat_template import ChatTemplate
 
         self._llm, self._params, self._system, self._template = llm, params, system, template
-        self._image = image
+        self._image, self._told_cut = image, False
         found = ChatTemplate(llm.tokenizer, template)
         if not found.exists:
             raise _no_template(llm.tokenizer.path)
@@ -161,6 +161,7 @@ class Conversation:
         view.end()
         content = "" if answer is None else answer.text
         if answer is not None:
+            self._told_cut = self._told_cut or tell_cut(self._llm, self._params, [output])
             output.require_sound()
         if parsed is not None:
             parsed.finish()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.flags import Given, RunFlags
 from slipstream.cli.json_report import report
-from slipstream.cli.open_llm import open_llm, with_defaults
+from slipstream.cli.open_llm import open_llm, tell_cut, with_defaults
 from slipstream.cli.prompts import gather_prompts, read_text
 from slipstream.cli.terminal import QUIET_STYLE, shows_live, stderr_console, stdout_console
 from slipstream.cli.views import LiveView, Meter, PlainView, Status, View
@@ -114,6 +114,7 @@ def generate(
         last = {int(output.request_id): output for output in llm.stream(prompts, params)}
         outputs = [last[number] for number in sorted(last)]
         print(json.dumps(report(llm, engine.model, load_seconds, outputs), ensure_ascii=False))
+        tell_cut(llm, params, outputs)
         _require_sound(outputs)
         return
     console = stdout_console()
@@ -126,6 +127,7 @@ def generate(
             player = _play(llm, prompts, params, view)
         summary = player.status().summary()
         stderr_console().print(summary, style=QUIET_STYLE, soft_wrap=True)
+    tell_cut(llm, params, player.outputs)
     _require_sound(player.outputs)
 
 

@@ -3,7 +3,7 @@
 import gc
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from time import perf_counter
@@ -15,9 +15,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.cli.errors import say
 from slipstream.cli.flags import Given
 from slipstream.cli.terminal import QUIET_STYLE, stderr_console
 from slipstream.core.config import EngineConfig
+from slipstream.core.outputs import RequestOutput
 from slipstream.core.sampling_params import SamplingDefaults, SamplingParams
 
 if TYPE_CHECKING:
@@ -78,6 +80,26 @@ def with_defaults(llm: "LLM", sampling: SamplingParams, given: Given) -> Samplin
     print_defaults(defaults)
     values = {name: it for name, it in defaults.values.items() if not given("sampling", name)}
     return replace(sampling, **values)
+
+
+def tell_cut(llm: "LLM", params: SamplingParams, outputs: Iterable[RequestOutput]) -> bool:
+    """One line on stderr, and True, if an output ended before max_tokens because no more fit."""
+    resolved = llm.engine.resolved
+    longest = resolved.limits.max_model_len
+    if not any(
+        sample.finish_reason == "length"
+        and len(sample.token_ids) != params.max_tokens
+        and len(output.prompt_token_ids) + len(sample.token_ids) >= longest
+        for output in outputs
+        for sample in output.outputs
+    ):
+        return False
+    why = "that is max_model_len, which --max-model-len sets"
+    if any(name == "max_model_len" for name, _, _ in resolved.reasons):
+        why = "the KV cache holds no more; --kv-cache-memory or --num-kv-blocks makes it larger"
+    wanted = "" if params.max_tokens is None else f", before --max-tokens {params.max_tokens}"
+    say(f"an output ended at {longest} tokens, prompt included{wanted}: {why}")
+    return True
 
 
 class AmountColumn(ProgressColumn):

@@ -154,13 +154,28 @@ class Committed:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step: drafting, the target's pass up to its logits, verification (sampling,
-    the verdict, the commit, and `Drafter.observe`), and the rest."""
+    """Seconds of one step.
+
+    Attributes:
+        draft: drafting.
+        target: the target's pass up to its logits.
+        verify: sampling, the verdict, the commit, and `Drafter.observe`.
+        rest: all else since the step before, which is the host's work; of a step that admits
+            requests or computes prompts, since its own launch.
+        host: all of the host's work, where it is done beside the device's (the step was launched
+            ahead): the step takes at least as long. 0 where the device waits for the host.
+    """
 
     draft: float
     target: float
     verify: float
     rest: float
+    host: float = 0.0
+
+    @property
+    def device(self) -> float:
+        """Seconds of all parts but the rest."""
+        return self.draft + self.target + self.verify
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from enum import IntEnum
 from math import isfinite
-from typing import Any
+from typing import Any, Self
 
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag, parse_object
@@ -161,6 +162,15 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     repetition_detection: RepetitionDetection | None = None
     structured: StructuredOutput | None = None
+
+    def __new__(cls, **values: Any) -> Self:
+        """Raises UsageError for a name that is no parameter."""
+        known = cls.__dataclass_fields__
+        for name in values.keys() - known.keys():
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UsageError(f"SamplingParams has no parameter {name}{hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         # Elsewhere None is how these are left out.

@@ -189,7 +189,7 @@ def resolve(
     if why:
         reasons.add("max_num_batched_tokens", rows, why)
     captures = captures_graphs(device, bool(config.enforce_eager) or speculation.enforce_eager)
-    count = speculation.num_speculative_tokens
+    count = _num_drafts(speculation, longest)
     step = StepSizes(
         network=shape,
         itemsize=dtype.itemsize,
@@ -274,6 +274,17 @@ def _require_chains(shape: DecoderConfig, layout: CacheLayout, speculation: Spec
             "chain of tokens, so trees of draft tokens are not supported; let the drafter draft "
             "chains"
         )
+
+
+def _num_drafts(speculation: Speculation, max_model_len: int) -> int:
+    """K; UsageError if so many draft tokens do not fit behind one token."""
+    count = speculation.num_speculative_tokens
+    if count >= max_model_len:
+        raise UsageError(
+            f"num_speculative_tokens={count} does not fit max_model_len={max_model_len}; use at "
+            f"most {max_model_len - 1}"
+        )
+    return count
 
 
 def _require_width(speculation: Speculation) -> None:

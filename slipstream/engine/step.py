@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.core.batch import Batch, StepReport, StepTimes
+from slipstream.core.batch import Batch, StepReport
 from slipstream.core.request import Request
 from slipstream.core.step_form import StepLimits
 from slipstream.engine.guidance import DraftSteering, Guidance, SteeredDraft
@@ -345,15 +345,13 @@ class Step:
         batch, outcome = launched.batch, launched.outcome
         live = [not item.request.finished for item in batch.requests]
         read = launched.read(self._limits.tree_depth, self._ranks.check)
-        committed, starts, (draft, target, verify) = read
+        committed, starts, seconds, waited = read
         if not self._limits.num_speculative_tokens:  # without a drafter, time of the host
-            draft = 0.0
+            seconds[0] = 0.0
         self._scheduler.commit(batch, committed)
         ended = perf_counter()
-        # Since its launch, or since the end of the step before if that was later.
-        whole = ended - max(launched.began, self._ended)
+        times = launched.times(seconds, waited, self._ended, ended)
         self._ended = ended
-        times = StepTimes(draft, target, verify, max(0.0, whole - draft - target - verify))
         num_rows = len(outcome.forward.hidden)
         return StepResult(
             report=StepReport(batch, committed, live, times, launched.padded, num_rows),

@@ -4,11 +4,20 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from slipstream.core.batch import NUM_BINS, Batch, Committed, ScheduledRequest, StepReport, Trim
+from slipstream.core.batch import (
+    NUM_BINS,
+    Batch,
+    Committed,
+    ScheduledRequest,
+    StepReport,
+    StepTimes,
+    Trim,
+)
 from slipstream.kernels.devices import Download, send
 from slipstream.runner.device_batch import Guesses, PackedBatch
 from slipstream.runner.model_runner import Forward
@@ -172,14 +181,16 @@ class Launched:
 
     def read(
         self, tree_depth: int | None, check: Callable[[], None]
-    ) -> tuple[list[Committed], list[int], list[float]]:
-        """Wait for the numbers: what each request gained, its first row of logits, and the seconds
-        that drafting, the target's pass and verification took.
+    ) -> tuple[list[Committed], list[int], list[float], float]:
+        """Wait for the numbers: what each request gained, its first row of logits, the seconds that
+        drafting, the target's pass, verification and waiting took.
 
         Args:
             check: called before the numbers are read, which mean nothing if a rank was lost.
         """
+        asked = perf_counter()
         rows = self.numbers.wait()
+        waited = perf_counter() - asked
         check()
         stamps = rows[0][-_NUM_TIMES:]
         seconds = [(end - begin) / 1e9 for begin, end in pairwise(stamps)]
@@ -189,9 +200,26 @@ class Launched:
             for row, item in zip(rows, self.batch.requests, strict=True)
         ]
         if self.padded:
-            return committed, [row[_FIRST_ROW] for row in rows], seconds
+            return committed, [row[_FIRST_ROW] for row in rows], seconds, waited
         counts = [gain.num_draft_tokens + 1 for gain in committed[:-1]]
-        return committed, [*accumulate(counts, initial=0)], seconds
+        return committed, [*accumulate(counts, initial=0)], seconds, waited
+
+    def times(
+        self, seconds: Sequence[float], waited: float, before: float, ended: float
+    ) -> StepTimes:
+        """The times of the step.
+
+        Args:
+            seconds, waited: see `read`.
+            before, ended: when the step before and this one ended, in seconds.
+        """
+        ahead = self.began < before
+        # Requests that go on have kept the host busy since the step before. New ones may have come
+        # after a time without any.
+        whole = ended - (before if ahead or self.batch.is_decode else self.began)
+        draft, target, verify = seconds
+        host = max(0.0, whole - waited) if ahead else 0.0
+        return StepTimes(draft, target, verify, max(0.0, whole - sum(seconds)), host)
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,8 @@ def stored_note(device: torch.device) -> str:
 def quantization_note(device: torch.device, quantization: str) -> str:
     """A note for the user: how `quantization` is computed on this device."""
     if quantization != _FLOAT8:
-        return f"matrices rounded at load time: {_ROUNDED[quantization.partition('-')[0]]}"
+        name = quantization.partition("-")[0]
+        return f"matrices rounded at load time: {_ROUNDED.get(name, name)}"
     if device.type == "cuda":
         return "matrices rounded to e4m3 at load time, one scale a row; activations at run time"
     return (

@@ -21,10 +21,11 @@ from slipstream.speculative.method import Method
 from slipstream.speculative.model_options import ModelOptions
 from slipstream.speculative.options import Options, TargetModel, read_verification
 from slipstream.speculative.parallel.rows import MASK_TOKEN_KEYS
-from slipstream.speculative.trees.shapes import TokenTree, read_tree, require_count
+from slipstream.speculative.trees.shapes import TREE_KEYS, TokenTree, read_tree, require_count
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 AUTO = "auto"
+MOST_DRAFTS = 1024  # of a step; far more than any drafter guesses right
 # The largest K where the engine chooses; the second for drafters that look up matches at no cost.
 MOST_CHOSEN, MOST_LOOKED_UP = 7, 12
 
@@ -184,7 +185,7 @@ def _read(config: Mapping[str, Any] | None) -> _Plan | None:
     if tree is not None:
         _require_trees(choice.method, verification, rates)
     eager = options.take_bool("enforce_eager")
-    options.finish(choice.name)
+    options.finish(choice.name, () if choice.method.drafts_trees else TREE_KEYS)
     if count == 0:
         return None
     if tree is not None:
@@ -282,10 +283,10 @@ def _num_speculative_tokens(options: Options) -> int | None:
     count = options.take("num_speculative_tokens")
     if count is None:
         return None
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_DRAFTS:
         raise UsageError(
-            f'speculative_config: num_speculative_tokens must be "{AUTO}" or an integer, 0 (plain '
-            f"decoding) or more, not {count!r}"
+            f'speculative_config: num_speculative_tokens must be "{AUTO}" or an integer from 0 '
+            f"(plain decoding) to {MOST_DRAFTS}, not {count!r}"
         )
     return count
 

@@ -8,7 +8,7 @@ with random weights no draft would be accepted. The rest of the step is unchange
 meaningless.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -114,15 +114,22 @@ class Options:
         return count
 
     def take_only(self, key: str, supported: Any, remedy: str) -> None:
-        """Read a key of other engines; any value but `supported` is refused."""
-        value = self.take(key, supported)
+        """Read a key of other engines; any value but `supported` is refused, so that the key is not
+        named among those that the method takes."""
+        value = self._left.pop(key, None)
+        value = supported if value is None else value
         if value != supported:
             raise UsageError(f"speculative_config: {key}={value!r} is not supported; {remedy}")
 
-    def finish(self, method: str) -> None:
+    def finish(self, method: str, refused: Collection[str] = ()) -> None:
+        """Refuse what is left.
+
+        Args:
+            refused: keys that were read and that this method takes no value of.
+        """
         if self._left:
             unknown = ", ".join(sorted(self._left))
-            known = ", ".join(sorted(self._known))
+            known = ", ".join(sorted(self._known.difference(refused)))
             raise UsageError(
                 f"speculative_config: unknown key {unknown} for method {method}; it takes {known}"
             )

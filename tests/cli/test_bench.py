@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream.cli import bench_sweep
+from slipstream.cli.bench_sweep import duration
 from tests.cli.conftest import CommandLine
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -336,9 +338,19 @@ def test_advice_ends_with_what_to_serve(slipstream: CommandLine, prompts: Path) 
     )
     assert ran.code == 0, ran.err
     assert "ngram K=auto" in ran.err
+    assert "4 cells to measure; the first tells how long" in ran.err
+    assert len(re.findall(r"tokens/s; about \d+ s left\n", ran.err)) == 3  # not behind the last
     *_, conclusion = ran.out.split("\n\n")
     assert conclusion.startswith("1 at once: plain decoding gives ")
     assert "slipstream serve demo" in conclusion or "No drafter is faster" in conclusion
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "1 s"), (89, "89 s"), (91, "2 min"), (3599, "1 h 0 min"), (4700, "1 h 19 min")],
+)
+def test_durations_are_told_in_few_words(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_auto_is_no_number_of_a_range(slipstream: CommandLine, prompts: Path) -> None:

@@ -208,6 +208,23 @@ def test_help_does_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
+def test_an_interrupt_while_modules_are_imported_is_one_line() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'slipstream.cli.main':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "from slipstream.__main__ import main\n"
+        "main()\n"
+    )
+    done = run_python("-c", code)
+    assert (done.returncode, done.stderr) == (130, b"slipstream: interrupted\n")
+    pyproject = Path(__file__, "../../../pyproject.toml").resolve().read_text()
+    assert 'slipstream = "slipstream.__main__:main"' in pyproject
+
+
 def test_the_process_leaves_with_the_exit_code() -> None:
     done = run_python("-m", "slipstream", "generate", "--oops")
     assert done.returncode == 2

@@ -1,6 +1,8 @@
 """What `generate` prints."""
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +220,24 @@ def test_a_drafter_stands_for_its_target_too(slipstream: CommandLine, tmp_path: 
     ran = slipstream(*line)
     assert (ran.code, ran.err.count("\n")) == (1, 1)
     assert "names no target" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--max-tokens", "900", "--num-kv-blocks", "3"), "before --max-tokens 900: the KV cache"),
+        (("--max-tokens", "900", "--max-model-len", "24"), "24 tokens, .* which --max-model-len"),
+        (("--max-tokens", "20", "--num-kv-blocks", "3"), ""),
+    ],
+)
+def test_an_output_that_is_cut_by_the_cache_or_the_context_is_told_of(
+    flags: Sequence[str], expected: str, slipstream: CommandLine
+) -> None:
+    line = ("generate", "--ignore-eos", "--prompt", "one", "--prompt", "two")
+    ran = slipstream(*line, *flags)
+    assert ran.code == 0
+    assert ran.err.count("an output ended at") == bool(expected)
+    assert re.search(expected, ran.err)
 
 
 def test_one_token_is_a_token(slipstream: CommandLine) -> None:

@@ -90,7 +90,7 @@ def test_nothing_is_left_behind(
     assert outputs(llm) == expected
     scheduler.check_invariants()
     for requests in (1, 3, 6):
-        assert costs.plain_seconds(requests, 100 * requests) > 1e-5
+        assert costs.seconds(requests, 0, requests, 100 * requests) > 1e-5
         if drafter in ("draft", "eagle3"):
             assert costs.draft_seconds(requests, K, 100 * requests) > 1e-5
 
@@ -144,4 +144,4 @@ def test_a_model_for_very_short_requests_is_not_measured(tiny_target: str) -> No
     llm = LLM(tiny_target, skip_tokenizer_init=True, num_kv_blocks=8, max_model_len=8)
     costs = CostModel()
     assert not calibrate(costs, llm.engine._step, llm.engine.resolved, (0,), 16)
-    assert costs.plain_seconds(1, 8) > 0
+    assert costs.seconds(1, 0, 1, 8) > 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slipstream import UsageError
+from slipstream.core.config_values import QUANTIZATIONS
 from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
 from slipstream.kernels.formats.int4 import Int4Matrix
 from slipstream.kernels.formats.int8 import Int8Matrix
@@ -105,6 +106,13 @@ def test_integers_are_for_all_but_rounded_activations(
     require_quantization(torch.device("cpu"), "q", quantization)
     note = quantization_note(torch.device("cpu"), quantization)
     assert f"integers of {quantization[3]} bits" in note
+
+
+def test_every_quantization_has_a_note() -> None:
+    for quantization in QUANTIZATIONS:
+        note = quantization_note(torch.device("cpu"), quantization)
+        assert len(note.partition("load time")[2]) > 25, f"{quantization} is missing in _ROUNDED"
+    assert "float3" in quantization_note(torch.device("cpu"), "float3")
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])

@@ -102,6 +102,20 @@ def test_the_choice_is_as_good_as_the_best_of_all(shape: str, form: str) -> None
     assert drafted_at_all  # else nothing was compared
 
 
+class Bumpy(Costs):
+    """What a pass for four takes is known too high, and for three too low."""
+
+    def draft_seconds(self, requests: int, width: int, context: int) -> float:
+        off = {3: -0.1, 4: 0.1}.get(requests, 0.0)
+        return width * (0.4 + 0.05 * requests + off)
+
+
+def test_errors_of_single_numbers_of_requests_do_not_decide_who_drafts() -> None:
+    table = CostTable(Bumpy(fixed=1.0, row=0.05), EXACT, 4, 400)
+    choice = choose(np.array([[0.7], [0.69], [0.68], [0.67]]), (0, 1), table)
+    assert choice.counts == [1, 1, 1, 1]
+
+
 def test_a_longer_chain_never_stands_behind_a_gap() -> None:
     table = CostTable(MIDDLE, EXACT, 3, 300)
     gains = np.array([[0.9, 0.9, 0.9], [0.9, 0.1, 0.0], [0.0, 0.0, 0.0]])

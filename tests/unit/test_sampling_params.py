@@ -92,3 +92,16 @@ def test_none_leaves_a_list_out() -> None:
 def test_min_tokens_names_both_numbers() -> None:
     with pytest.raises(UsageError, match=r"min_tokens \(5\) must not exceed max_tokens \(4\)"):
         SamplingParams(min_tokens=5, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("max_token", "has no parameter max_token; did you mean max_tokens"),
+        ("temprature", "did you mean temperature"),
+        ("foo", "^SamplingParams has no parameter foo$"),
+    ],
+)
+def test_a_name_that_is_no_parameter_is_refused(name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SamplingParams(**{name: 1})

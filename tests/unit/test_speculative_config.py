@@ -22,7 +22,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "needs method"),
     ({"num_speculative_tokens": 3}, "needs method"),
     ({"method": "teleport"}, "unknown method 'teleport'; known methods: combination, custom, "),
-    ({"method": "ngram", "num_speculative_tokens": -1}, "0 .plain decoding. or more, not -1"),
+    ({"method": "ngram", "num_speculative_tokens": -1}, "0 .plain decoding. to 1024, not -1"),
     ({"method": "ngram", "num_speculative_tokens": True}, 'must be "auto" or an integer'),
     ({"method": "ngram", "num_speculative_tokens": "many"}, 'must be "auto" or an integer'),
     ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "between 1 and"),
@@ -31,6 +31,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"method": "eagle3", "model": "ngram"}, "ngram is a method .*, and method eagle3 is"),
     ({"method": "draft_model", "model": "mtp"}, "mtp is a method .* leave one of them out"),
     ({"method": "ngram", "max_model_len": 5}, "unknown key max_model_len for method ngram"),
+    ({"method": "ngram", "num_speculative_tokens": 1025}, "from 0 .* to 1024, not 1025"),
+    ({"method": "ngram", "num_speculative_tokens": 1000}, "does not fit max_model_len=.* at most"),
     ({"method": "suffix", "model": "x"}, "leave it out"),
     ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, "between 1 and 1024, not 0"),
     ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "must be 0 or more"),
@@ -79,6 +81,16 @@ def test_a_wrong_key_or_value_is_refused(
     config = {key: tiny_draft if value == "DRAFT" else value for key, value in config.items()}
     with pytest.raises(UsageError, match=message):
         make(tiny_target, config)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_no_key_is_offered_that_would_be_refused(method: str, tiny_target: str) -> None:
+    with pytest.raises(UsageError, match="unknown key foo") as refused:
+        make(tiny_target, {"method": method, "foo": 1})
+    offered = str(refused.value).partition("it takes ")[2].split(", ")
+    assert "enforce_eager" in offered
+    assert not {"model", "speculative_token_tree", "speculative_num_steps"} & {*offered}
+    assert len(offered) > 5
 
 
 def test_hyphens_equal_underscores(tiny_target: str, tiny_draft: str) -> None:

@@ -83,9 +83,10 @@ def calibrate(
 
 
 def _least(points: Sequence[Point]) -> Point:
-    """The minimum of both parts, since disturbances only make a step longer."""
+    """The minimum of all parts, since disturbances only make a step longer."""
     draft, target = min(it.draft for it in points), min(it.target for it in points)
-    return replace(points[0], draft=draft, target=target)
+    rest, host = min(it.rest for it in points), min(it.host for it in points)
+    return replace(points[0], draft=draft, target=target, rest=rest, host=host)
 
 
 def plausible(points: Sequence[Point]) -> list[Point]:
@@ -156,7 +157,7 @@ class Measured:
         # What the target made of the circle may have nothing in it to look up. So they are put
         # back to where they began in every step, which takes time that is none of a step's.
         batch = self._admission(range(shape.requests), shape)
-        points = [_point(shape, *pair, plain.draft) for pair in self._steps(batch, False)]
+        points = [_point(shape, *pair, plain.rest) for pair in self._steps(batch, False)]
         found = [point for point in points[1:] if point is not None]
         return _least(found) if found else None
 
@@ -262,10 +263,8 @@ def _point(
     if not (guessed or report.padded):
         return None
     times = report.times
-    draft = times.draft + (times.rest if rest is None else rest)
-    return Point(
-        shape.requests, shape.width, report.num_rows, context, draft, times.target + times.verify
-    )
+    seconds = times.draft, times.target + times.verify, times.rest if rest is None else rest
+    return Point(shape.requests, shape.width, report.num_rows, context, *seconds, times.host)
 
 
 def _blocks(slot: int, count: int, available: int) -> Sequence[int]:

@@ -13,9 +13,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.core.batch import StepReport
 from slipstream.core.step_form import StepForm
 
 LEAST_SURVIVAL = 0.02  # tokens with less are never drafted
+_FEW = 8  # requests, up to which arrays take longer than sums
 
 Gains = NDArray[np.float64]
 
@@ -28,6 +30,12 @@ class StepCosts(Protocol):
 
     def target_seconds(self, requests: int, rows: int, context: int) -> float:
         """Time of a step without drafting, whose target pass has `rows` rows."""
+
+    def report_seconds(self, report: StepReport) -> float:
+        """The time that a decode step was to take whose results are known."""
+
+    def host_seconds(self, requests: int) -> float:
+        """The least that a step takes because of the host's work beside it; 0 if that waits."""
 
 
 class CostTable:
@@ -42,7 +50,7 @@ class CostTable:
     ) -> None:
         self._costs, self._form, self._unit = costs, form, unit
         self._requests, self._context = requests, context
-        self.exact = form.ends_chains
+        self.exact, self.least = form.ends_chains, costs.host_seconds(requests)
         self._targets: dict[int, Sequence[float]] = {}
         self._added: dict[int, list[float]] = {}
 
@@ -77,6 +85,8 @@ class CostTable:
             passes = [0.0] * (self._requests + 1)
             if self.exact:
                 passes = _sampled(lambda count: self._pass(count, place), self._requests)
+                if self._requests <= _FEW:
+                    passes[1:] = _line(passes[1:])
             found = self._added[place] = [0.0, *(now - last for last, now in pairwise(passes))]
         return found
 
@@ -93,6 +103,16 @@ class CostTable:
             return 0.0
         context = self._context * drafting // self._requests
         return self._costs.draft_seconds(drafting, width * self._unit, context)
+
+
+def _line(values: Sequence[float]) -> list[float]:
+    """Values on a rising line near these: the difference between two that are next to each other
+    is small, and errors of either would decide whether one more request drafts."""
+    half, middle = (len(values) + 1) // 2, (len(values) - 1) / 2
+    apart = (sum(values[-half:]) - sum(values[:half])) / half
+    slope = max(0.0, apart / max(1, len(values) - half))
+    mean = sum(values) / len(values)
+    return [mean + slope * (index - middle) for index in range(len(values))]
 
 
 def _sampled(function: Callable[[int], float], most: int) -> list[float]:
@@ -137,9 +157,11 @@ def choose(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
             rising; for a chain the survival of each token; 0 where a request may not draft.
         widths: the widths that a step may have, rising from 0.
     """
-    requests, plain = len(gains), table.targets(0, 0)[0]
+    requests, plain = len(gains), max(table.least, table.targets(0, 0)[0])
     if requests == 1:
         return _choose_alone(gains[0].tolist(), widths, table)
+    if table.exact and requests <= _FEW:
+        return _choose_for_few(gains.tolist(), widths, table)
     flat = gains.T.ravel()  # by place, then by request
     order = np.argsort(-flat, kind="stable")  # of equal gains the nearer place, earlier request
     order = order[: np.count_nonzero(flat > LEAST_SURVIVAL)]
@@ -152,6 +174,7 @@ def choose(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
     within = places <= np.array([width for _, width in pairs])[:, None]
     gained = requests + np.cumsum(within * ranked, 1)
     spent = _seconds(within, places, [width for _, width in pairs], table)
+    spent = np.maximum(spent, table.least)
     speeds = gained / spent
     if table.exact:
         speeds[~within] = 0.0
@@ -165,6 +188,44 @@ def choose(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
     counts = np.bincount(taken % requests, minlength=requests).tolist()
     width, least = max(counts) if table.exact else pairs[row][1], float(flat[taken[-1]])
     return Choice(width, counts, least, float(gained[row, last]), float(spent[row, last]))
+
+
+def _choose_for_few(
+    gains: Sequence[Sequence[float]], widths: Sequence[int], table: CostTable
+) -> Choice:
+    """What `choose` does in steps that are not padded, with sums: a fifth of the time."""
+    ranked = sorted(
+        (-gain, place, request)
+        for request, row in enumerate(gains)
+        for place, gain in enumerate(row, 1)
+        if gain > LEAST_SURVIVAL
+    )
+    requests, most = len(gains), max([place for _, place, _ in ranked], default=0)
+    targets, added = table.targets(len(ranked), 0), [table.added(it + 1) for it in range(most)]
+    best, chosen = Choice(0, [0] * requests, 1.0, requests, targets[0]), (0, 0)
+    tokens, seconds, least, speed = best.tokens, best.seconds, best.least, best.speed
+    for narrower, width in pairwise(widths):
+        if narrower >= most:
+            break
+        gained, drafting, taken, at = float(requests), 0.0, 0, [0] * width
+        for loss, place, _ in ranked:
+            if place > width:
+                continue
+            at[place - 1] += 1
+            taken += 1
+            gained -= loss
+            drafting += added[place - 1][at[place - 1]]
+            spent = targets[taken] + drafting
+            if gained > speed * spent:
+                tokens, seconds, least, speed = gained, spent, -loss, gained / spent
+                chosen = width, taken
+    if not chosen[0]:
+        return best
+    counts = [0] * requests
+    within = [request for _, place, request in ranked if place <= chosen[0]]
+    for request in within[: chosen[1]]:
+        counts[request] += 1
+    return Choice(max(counts), counts, least, tokens, seconds)
 
 
 def _seconds(
@@ -188,9 +249,9 @@ def _seconds(
 
 
 def _choose_alone(gains: Sequence[float], widths: Sequence[int], table: CostTable) -> Choice:
-    """The choice for a single request, where arrays would take longer than the sums do."""
+    """The choice for a single request."""
     tokens, drafting = 1.0, 0.0
-    best = Choice(0, [0], 1.0, tokens, table.targets(0, 0)[0])
+    best = Choice(0, [0], 1.0, tokens, max(table.least, table.targets(0, 0)[0]))
     for place, gain in enumerate(gains, 1):
         if gain <= LEAST_SURVIVAL:
             break
@@ -198,6 +259,7 @@ def _choose_alone(gains: Sequence[float], widths: Sequence[int], table: CostTabl
         drafting += table.added(place)[1]
         if table.exact or place in widths:
             seconds = table.targets(place, place)[place] + drafting + table.padded_drafting(place)
+            seconds = max(table.least, seconds)
             if tokens / seconds > best.speed:
                 best = Choice(place, [place], gain, tokens, seconds)
     return best

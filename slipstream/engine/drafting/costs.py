@@ -4,19 +4,24 @@ A decode step takes
 
     f(rows) + r requests + c context + a context (rows / requests - 1)     the target, verification
     + h(requests)                                                          the rest
-    + d(requests, width) + e width context                                 drafting
+    + d(requests, width) + e width context + g(requests)                   drafting
 
-where f, h and d are tables, which are interpolated and extrapolated linearly. So no assumption is
+and, if it was launched ahead, as long as the host's work b(requests) at least. f, g, h, b and d are
+tables, which are interpolated and extrapolated linearly. So no assumption is
 made about how costs rise with rows: they may jump where a tile is full, or flatten where all
 experts are read. Context is the sum of the lengths of all requests, which attention reads.
 
 Each knot of a table follows the median of the values that the latest steps give for it. A single
 step that was disturbed changes nothing; a lasting change shows once most of these steps have it.
+
+Plain steps tell the host's share h. Steps with drafts tell the sum of h and g, which is what
+drafting adds to it. While there are plain steps, h is theirs. Where there were none for long, what
+changes is taken to be h, so that plain steps and those with drafts are charged for it alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -26,14 +31,17 @@ from slipstream.engine.drafting.tables import LEAST, Grid, Knot, Slope, Table
 _MOST_ERROR = 0.3  # bound of the errors that slopes learn from, relative to the prediction
 _LEAST_SHARE = 0.1  # least share of an error that is attributed to a knot
 _STALE = 0.005  # sum of relative changes after which cached predictions are dropped
+_PLAIN_AGE = 64  # steps learnt from, for which a plain step tells the host's share
 _START, _NUM_DRAFTS = attrgetter("start"), attrgetter("num_draft_tokens")
 _STOPS = attrgetter("stops")
+_TABLES = ("rows", "rest", "added_rest", "host")
 
 
 @dataclass(frozen=True)
 class Point:
-    """A measured decode step: `draft` seconds of drafting and the rest, `target` seconds of the
-    target's pass and verification. For the other fields see `CostModel.seconds`."""
+    """A measured decode step: `draft` seconds of drafting, `target` seconds of the target's pass
+    and verification, `rest` and `host` as `StepTimes` has them. For the other fields see
+    `CostModel.seconds`."""
 
     requests: int
     width: int
@@ -41,6 +49,8 @@ class Point:
     context: int
     draft: float
     target: float
+    rest: float = 0.0
+    host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,9 @@ class CostModel:
     def __init__(self, padded: Callable[[int], int] | None = None) -> None:
         self._padded = padded
         self._rows, self._rest, self._drafting = Table(), Table(), Grid()  # f, h and d
+        self._added_rest, self._host = Table(), Table()  # g and b
+        self._num_learnt = 0
+        self._plain_at: dict[int, int] = {}  # by requests the number of the latest plain step
         self._slopes = {
             "requests": Slope(1.0),  # r
             "context": Slope(256.0),  # c
@@ -97,11 +110,23 @@ class CostModel:
             context: the lengths of the requests together.
         """
         drafting = self.draft_seconds(requests, width, context)
-        return drafting + self.target_seconds(requests, rows, context)
+        device = drafting + self.target_seconds(requests, rows, context)
+        return max(device, self.host_seconds(requests))
 
-    def plain_seconds(self, requests: int, context: int) -> float:
-        """Seconds of a decode step without drafts."""
-        return self.target_seconds(requests, requests, context)
+    def report_seconds(self, report: StepReport) -> float:
+        """The seconds that a decode step was to take whose results are known."""
+        requests, counts = self._pad(len(report.batch.requests)), self._counts(report)
+        context = _context(report)
+        seconds = self.target_seconds(requests, report.num_rows, context)
+        if counts:
+            slope = self._slopes["draft_context"].value * len(counts)
+            seconds += self._passes(counts) + self._added_rest(requests)
+            seconds += slope * context * counts[0] / requests
+        return max(LEAST, seconds, self.host_seconds(requests))
+
+    def host_seconds(self, requests: int) -> float:
+        """The least that a step takes because of the host's work beside it; 0 if that waits."""
+        return max(0.0, self._host(self._pad(requests)))
 
     def target_seconds(self, requests: int, rows: int, context: int) -> float:
         """Seconds of all but drafting: the target's pass, verification, and the rest."""
@@ -141,7 +166,7 @@ class CostModel:
 
     def _draft(self, requests: int, width: int) -> tuple[float, float]:
         requests = self._pad(requests)
-        fixed = max(0.0, self._drafting(requests, width))
+        fixed = max(0.0, self._drafting(requests, width)) + max(0.0, self._added_rest(requests))
         return fixed, self._slopes["draft_context"].value * width
 
     def _per_token(self, requests: int, rows: int) -> float:
@@ -169,10 +194,14 @@ class CostModel:
             fixed = point.target - self._per_token(requests, point.rows) * context
             fixed -= self._slopes["requests"].value * requests
             self._rows.knot(point.rows).settle(max(LEAST, fixed))
+            if point.host:
+                self._host.knot(requests).settle(point.host)
+            rest = _host_gap(point.rest, point.draft + point.target, point.host)
             if not point.width:
-                self._rest.knot(requests).settle(point.draft)
+                self._rest.knot(requests).settle(point.draft + rest)
                 continue
-            drafting = point.draft - self._rest(requests)
+            self._added_rest.knot(requests).settle(max(0.0, rest - self._rest(requests)))
+            drafting = point.draft
             drafting -= self._slopes["draft_context"].value * point.width * context
             self._drafting.knot(requests, point.width).settle(max(0.0, drafting))
         self._forget_predictions()
@@ -214,11 +243,16 @@ class CostModel:
         if not (report.padded or batch.is_decode):  # captured steps always decode
             return
         requests = self._pad(len(batch.requests))
-        context = sum(map(_START, batch.requests)) + len(batch.requests)
+        context = _context(report)
+        self._num_learnt += 1
         self._learn_target(requests, report.num_rows, context, times.target + times.verify)
-        if not _ended_early(report):
-            counts = self._counts(report)
-            self._learn_drafting(requests, counts, context, times.draft + times.rest)
+        if times.host:
+            self._hear(self._host.knot(requests), times.host, times.host)
+        counts = self._counts(report)
+        rest = _host_gap(times.rest, times.device, times.host)
+        self._learn_rest(requests, rest, times.draft, bool(counts))
+        if counts and not _ended_early(report):
+            self._learn_drafting(requests, counts, context, times.draft)
         if self._moved > _STALE:
             self._forget_predictions()
 
@@ -244,6 +278,16 @@ class CostModel:
         else:
             slopes["attention"].learn(context * more, error)
 
+    def _learn_rest(self, requests: int, rest: float, draft: float, drafts: bool) -> None:
+        """Learn the host's share from a step with or without drafts; see the module's docstring."""
+        if not drafts:
+            self._plain_at[requests] = self._num_learnt
+            self._hear(self._rest.knot(requests), draft + rest, draft + rest)
+        elif self._num_learnt - self._plain_at.get(requests, -_PLAIN_AGE) < _PLAIN_AGE:
+            self._hear(self._added_rest.knot(requests), rest - self._rest(requests), rest)
+        else:
+            self._hear(self._rest.knot(requests), rest - self._added_rest(requests), rest)
+
     def _learn_drafting(
         self, requests: int, counts: Sequence[int], context: int, seconds: float
     ) -> None:
@@ -251,21 +295,27 @@ class CostModel:
 
         Args:
             counts: how many requests drafted at each position.
-            seconds: of drafting and the rest.
+            seconds: of drafting.
         """
-        if not counts:
-            self._hear(self._rest.knot(requests), seconds, seconds)
-            return
         most, width, slope = counts[0], len(counts), self._slopes["draft_context"]
         context = context * most // requests
-        knot = self._drafting.knot(most, width)
-        drafting = seconds - self._rest(requests) - slope.value * width * context
-        # Add what is saved by fewer requests at later positions, as if all had gone on.
-        if counts[-1] < most:
-            for place, count in enumerate(counts, 1):
-                if count < most:
-                    drafting += self._pass(most, place) - self._pass(count, place)
-        slope.learn(width * context, self._hear(knot, drafting, seconds))
+        drafting = seconds - slope.value * width * context
+        if counts[-1] == most:
+            knot = self._drafting.knot(most, width)
+            slope.learn(width * context, self._hear(knot, drafting, seconds))
+            return
+        # Where fewer requests go on, all the knots that the prediction is made of are off alike.
+        # (To learn what all of them would take from what one does would confirm any error.)
+        predicted = self._passes(counts)
+        off = drafting / max(LEAST, predicted)
+        for place, (count, following) in enumerate(pairwise((*counts, 0)), 1):
+            if following < count:
+                knot = self._drafting.knot(count, place)
+                self._hear(knot, knot.value * off if predicted > LEAST else drafting, seconds)
+
+    def _passes(self, counts: Sequence[int]) -> float:
+        """Seconds of drafting if so many requests draft at each position."""
+        return sum([self._pass(count, place) for place, count in enumerate(counts, 1)])
 
     def _pass(self, requests: int, place: int) -> float:
         """Seconds that the draft token at a position adds for this number of requests."""
@@ -295,6 +345,8 @@ class CostModel:
         return {
             "rows": self._rows.items(),
             "rest": self._rest.items(),
+            "added_rest": self._added_rest.items(),
+            "host": self._host.items(),
             "drafting": [(count, table.items()) for count, table in drafting],
             "slopes": {name: slope.value for name, slope in self._slopes.items()},
         }
@@ -306,17 +358,29 @@ class CostModel:
             KeyError, TypeError, ValueError: the data is not of that form.
         """
         slopes = {name: float(state["slopes"][name]) for name in self._slopes}
-        rows, rest, drafting = Table(), Table(), Grid()
-        for table, items in ((rows, state["rows"]), (rest, state["rest"])):
-            for place, value in items:
+        tables, drafting = {name: Table() for name in _TABLES}, Grid()
+        for name, table in tables.items():
+            for place, value in state[name]:
                 table.knot(int(place)).settle(float(value))
         for count, items in state["drafting"]:
             for width, value in items:
                 drafting.knot(int(count), int(width)).settle(float(value))
-        self._rows, self._rest, self._drafting = rows, rest, drafting
+        self._rows, self._rest, self._added_rest, self._host = tables.values()
+        self._drafting = drafting
         for name, value in slopes.items():
             self._slopes[name].value = value
         self._forget_predictions()
+
+
+def _context(report: StepReport) -> int:
+    """The lengths of all requests together."""
+    starts: list[int] = list(map(_START, report.batch.requests))
+    return sum(starts) + len(starts)
+
+
+def _host_gap(rest: float, device: float, host: float) -> float:
+    """The rest of a step without the time for which a device that runs ahead waits for the host."""
+    return max(0.0, rest - max(0.0, host - device))
 
 
 def _ended_early(report: StepReport) -> bool:

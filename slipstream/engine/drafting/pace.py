@@ -14,12 +14,13 @@ class Pace:
     """Tells of which steps the times are worth learning from.
 
     Steps of about as many requests and rows are a kind. Of a new kind, and of one whose target pass
-    took another time than usual, the following steps are learnt from, and then every eighth. A step
-    is never chosen for its own time: those that were disturbed would count too much.
+    took another time than usual twice in a row, the following steps are learnt from, and then every
+    eighth. A step is never chosen for its own time: those that were disturbed would count too much.
     """
 
     def __init__(self) -> None:
-        # By kind: how many more steps are learnt from (falling below 0: not), and the usual time.
+        # By kind: how many more steps are learnt from (falling below 0: not), the usual time, and
+        # whether the step before took another (0 or 1).
         self._kinds: dict[tuple[int, int], list[float]] = {}
 
     def is_due(self, report: StepReport) -> bool:
@@ -30,13 +31,15 @@ class Pace:
         if known is None:
             if len(self._kinds) >= _MOST_KINDS:
                 self._kinds.clear()
-            known = self._kinds[kind] = [_BURST, seconds]
+            known = self._kinds[kind] = [_BURST, seconds, 0]
         known[0] -= 1
         if known[0] <= -_BURST:
             known[0] = 0
         if known[0] >= 0:
             known[1] += _MEMORY * (seconds - known[1])
             return True
-        if abs(seconds - known[1]) > _CHANGE * known[1]:
+        changed = abs(seconds - known[1]) > _CHANGE * known[1]
+        if changed and known[2]:
             known[0] = _BURST
+        known[2] = changed
         return False

@@ -174,7 +174,7 @@ class AdaptivePolicy:
         found = acceptance.recent_chances(size) if trims else acceptance.chances_of(histories)
         choice = self._choice = choose(self._gains(found, bounds), self._choices, table)
         self._requests = requests
-        self._left = min(4 + min(size // 2, _MOST_UNCHANGED), 1 + acceptance.num_steps // 4)
+        self._left = min(4 + min(2 * size - 2, _MOST_UNCHANGED), 1 + acceptance.num_steps // 4)
         if table.is_flat(choice.width):  # then no draft token within it costs anything
             most = choice.width * self._unit
             self._plans = [DraftPlan(min(most, bound)) for bound in bounds]
@@ -196,7 +196,8 @@ class AdaptivePolicy:
         gains = np.cumprod(np.array(chances), 1)
         if self._unit > 1:
             gains = gains.sum(1, keepdims=True)
-        gains[np.arange(1, gains.shape[1] + 1) > np.array(bounds)[:, None]] = 0.0
+        if min(bounds) < gains.shape[1]:
+            gains[np.arange(1, gains.shape[1] + 1) > np.array(bounds)[:, None]] = 0.0
         return gains
 
     def _exact_plans(

@@ -101,8 +101,9 @@ class Probes:
         if not wider:
             return Probe()
         full = requests * wider
-        seconds = table.targets(full, wider)[full] + table.padded_drafting(wider) - choice.seconds
-        return Probe(wider * self._unit, max(self._least, seconds), requests)
+        seconds = table.targets(full, wider)[full] + table.padded_drafting(wider)
+        more = max(table.least, seconds) - choice.seconds
+        return Probe(wider * self._unit, max(self._least, more), requests)
 
     def _for_some(self, short: Sequence[int], table: CostTable) -> Probe:
         """A probe of one more unit, for as many requests as cost at most twice as much as one: a

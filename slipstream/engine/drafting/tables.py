@@ -63,20 +63,23 @@ class Table:
     """A function of a whole number, linear between its knots and beyond the last.
 
     Args:
-        from_zero: the function is 0 at 0.
+        rises: the function is 0 at 0 and never falls. A knot that is above later ones is then too
+            high: other load makes steps longer, and what is not chosen for that is not corrected.
     """
 
-    def __init__(self, from_zero: bool = False) -> None:
-        self.places = [0] if from_zero else []
-        self._knots = [Knot(0.0)] if from_zero else []
+    def __init__(self, rises: bool = False) -> None:
+        self.places = [0] if rises else []
+        self._knots = [Knot(0.0)] if rises else []
+        self._rises = rises
 
     def __call__(self, place: int) -> float:
         index, total = bisect_left(self.places, place), 0.0
+        later = [knot.value for knot in self._knots[index:]] if self._rises else []
         if index < len(self.places) and self.places[index] == place:
-            return self._knots[index].value
+            return min(later) if later else self._knots[index].value
         for index, weight in _around(self.places, place):
             total += weight * self._knots[index].value
-        return total
+        return min((total, *later))
 
     def items(self) -> list[tuple[int, float]]:
         """The places of its knots and the values there."""
@@ -112,7 +115,7 @@ class Grid:
         for near in (index, index - 1):
             if 0 <= near < len(self.counts) and _is_near(self.counts[near], requests):
                 return self.tables[near].knot(width)
-        table = Table(from_zero=True)
+        table = Table(rises=True)
         for place in {place for other in self.tables for place in other.places if place}:
             table.knot(place).settle(self(requests, place))
         self.counts.insert(index, requests)

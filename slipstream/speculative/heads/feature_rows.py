@@ -7,7 +7,8 @@ has not computed yet, whose last row gives draft token 1; and then K - 1 passes 
 request, which take the network's output for the row before in place of a feature.
 
 Until the next draft, the features of committed tokens wait in a buffer per slot, at most K + 1 of
-them. If nothing is drafted until the buffer is full, one pass computes their rows.
+them. If nothing is drafted until a buffer is full, one pass computes the rows of all requests whose
+buffers are half full.
 """
 
 from collections.abc import Callable, Sequence
@@ -98,9 +99,13 @@ class FeatureRowsDrafter(Drafter):
         self._waiting = [0] * state.num_slots
 
     def prepare(self, batch: Batch) -> None:
-        full = [item.request.slot for item in batch.requests if self._fills(item)]
-        if full:
-            self._flush(upload(full, self._state.device))
+        undrafted = [item.request.slot for item in batch.requests if self._waits(item)]
+        if any([self._waiting[slot] > self._most for slot in undrafted]):
+            # A pass for several requests takes hardly longer than one for a single request.
+            slots = [slot for slot in undrafted if 2 * (self._waiting[slot] - 1) >= self._most]
+            for slot in slots:
+                self._waiting[slot] = 1
+            self._flush(upload(slots, self._state.device))
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """One pass over the rows that wait, then one row per request and draft token."""
@@ -181,9 +186,9 @@ class FeatureRowsDrafter(Drafter):
     def cached_tokens(self, slots: Tensor) -> Tensor:
         return self._computed[slots]
 
-    def _fills(self, item: ScheduledRequest) -> bool:
-        """Update the number of rows that wait after this step; True if they have to be computed
-        now, because the buffer is full."""
+    def _waits(self, item: ScheduledRequest) -> bool:
+        """Update the number of rows that wait after this step. Whether earlier ones wait on in it;
+        they have to be computed if that makes more than the buffer holds."""
         request, slot = item.request, item.request.slot
         if item.admitted:
             self._computed[slot] = max(FIRST_ROW, min(item.start, self._max_model_len))
@@ -196,9 +201,9 @@ class FeatureRowsDrafter(Drafter):
             self._waiting[slot] = min(item.num_draft_tokens + 1, self._most)
             return False
         never = not request.num_speculative_tokens or request.num_tokens >= self._max_model_len
-        full = self._waiting[slot] == self._most and not never
-        self._waiting[slot] = 1 if full else min(self._waiting[slot] + 1, self._most)
-        return full
+        most = self._most if never else self._most + 1
+        self._waiting[slot] = min(self._waiting[slot] + 1, most)
+        return not never
 
     def _flush(self, slots: Tensor) -> None:
         """Compute the rows that wait, without drafting."""

@@ -18,6 +18,7 @@ from slipstream.speculative.options import Options
 
 STATIC, TOP_K = "speculative_token_tree", "speculative_eagle_topk"
 STEPS, TOTAL = "speculative_num_steps", "speculative_num_draft_tokens"
+TREE_KEYS = (STATIC, TOP_K, STEPS, TOTAL)
 MOST_NODES = MOST_TREE_TOKENS - 1  # without the root
 DEFAULT_TOP_K, DEFAULT_STEPS, DEFAULT_TOTAL = 10, 6, 60  # EAGLE-2's own
 
