@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.expert_spread import distinct_experts
 from benchmarks.geometries import HEADS, geometry_named, head_matrix_parameters, write_config
+from benchmarks.graph_timing import bytes_per_us
 from slipstream import LLM, SamplingParams
 from slipstream.cache.spec import CacheLayout
 from slipstream.core.outputs import RequestOutput
@@ -26,7 +27,6 @@ from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.precision import PRECISIONS, layer_matrices, pass_bytes
 from slipstream.models.quantized.catalogue import read_quantization
 
-READ_BYTES_PER_MS = 4.35e9
 OWN_MODULES = "mtp"  # as a draft: the MTP modules of the target's own checkpoint
 HEADROOM = 64  # positions behind the longest output
 
@@ -153,7 +153,7 @@ def limit_ms(
     states = state_bytes(setup, batch)
     if states:
         read += states + batch * context * _layout(setup).bytes_per_token
-    return read / READ_BYTES_PER_MS
+    return read / (1e3 * bytes_per_us())
 
 
 def state_bytes(setup: Setup, batch: int) -> int:

@@ -21,7 +21,8 @@ experts are twins, since the text of dummies hardly moves on; their heads are ra
             random prompts of exactly --prompt tokens, no prefix caching; median of --repeat
     draft, target, rest
             means per step by time stamps on the device, over the same steps
-    limit   bytes of the matrices that a step reads / 4.35 TB/s (measured read limit of one H200);
+    limit   bytes of the matrices that a step reads / what the memory gives (4.35 TB/s on one H200,
+            3.0 on one H100; measured);
             of targets that keep states with those, read and written, and with cached tokens
     experts distinct experts of a layer that a step's rows touched, which the limit counts: those
             that the rows of the texts choose, mean over layers and eight places

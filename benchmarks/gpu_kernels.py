@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.graph_timing import graph_us
+from benchmarks.graph_timing import bytes_per_us, graph_us
 from slipstream.kernels.composition import query_key_norms, split_heads
 from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
@@ -33,7 +33,6 @@ from slipstream.kernels.triton.attention import Tiles
 from slipstream.kernels.triton.rope import rotate_and_store
 from slipstream.layers.rope import RopeConfig, rope_table
 
-BYTES_PER_US = 4.35e6
 FLOPS_PER_US = 800e6
 WIDTH, INNER = 4096, 12288
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
@@ -153,7 +152,7 @@ def _attention(pool: tuple[Tensor, Tensor], case: Case) -> Row:
         for each in inputs:
             TRITON_PARTS.paged_attention(query, pool, each, scale, None)
 
-    limit = case.requests * case.context * KV_BYTES / BYTES_PER_US
+    limit = case.requests * case.context * KV_BYTES / bytes_per_us()
     if case.rows > 64:
         seen = case.rows * (case.context - case.rows) + case.rows * (case.rows + 1) / 2
         limit = 4 * case.requests * seen * HEADS * HEAD_DIM / FLOPS_PER_US
@@ -202,7 +201,7 @@ def _attend(whole: tuple[Tensor, Tensor], layer: Layer, case: Case) -> Row:
         query, pool, inputs[0], case, heads.scale, heads.window, heads.sinks
     ).flatten(-2)
     seen = min(case.context, (layer.window or MAX_LEN) + case.rows - 1)
-    limit = case.requests * seen * KV_BYTES * size / HEAD_DIM / BYTES_PER_US
+    limit = case.requests * seen * KV_BYTES * size / HEAD_DIM / bytes_per_us()
     us = graph_us(run, calls, repeats=15, warm_up=3)
     return {"op": case.name, "us": us, "limit_us": limit, "error": _error(out, truth)}
 
@@ -323,7 +322,7 @@ def _add_norm(tokens: int) -> Row:
         "op": f"add + norm {WIDTH} T={tokens}",
         "us": graph_us(run(TRITON_PARTS.add_norm), MOST_CALLS, repeats=15, warm_up=3),
         "torch_us": graph_us(run(REFERENCE_PARTS.add_norm), MOST_CALLS, repeats=15, warm_up=3),
-        "limit_us": 4 * tokens * WIDTH * 2 / BYTES_PER_US,
+        "limit_us": 4 * tokens * WIDTH * 2 / bytes_per_us(),
         "error": _error(out, truth),
     }
 
@@ -345,7 +344,7 @@ def _gated(tokens: int) -> Row:
         "torch_us": graph_us(
             run(REFERENCE_PARTS.gated_activation), MOST_CALLS, repeats=15, warm_up=3
         ),
-        "limit_us": 3 * tokens * INNER * 2 / BYTES_PER_US,
+        "limit_us": 3 * tokens * INNER * 2 / bytes_per_us(),
         "error": _error(TRITON_PARTS.gated_activation(xs[0]), truth),
     }
 
@@ -381,7 +380,7 @@ def _rotate(tokens: int) -> Row:
     return {
         "op": f"norm + rope + store T={tokens}",
         "us": graph_us(run, MOST_CALLS, repeats=15, warm_up=3),
-        "limit_us": 2 * tokens * heads * HEAD_DIM * 2 / BYTES_PER_US,
+        "limit_us": 2 * tokens * heads * HEAD_DIM * 2 / bytes_per_us(),
         "error": _error(found, torch.cat((truth.flatten(), exact.flatten()))),
     }
 

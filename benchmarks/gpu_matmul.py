@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.graph_timing import graph_us
+from benchmarks.graph_timing import bytes_per_us, graph_us
 from slipstream.kernels.composition import compose
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
@@ -23,7 +23,6 @@ from slipstream.kernels.table import Heads, Norm, Ops
 from slipstream.kernels.triton import PARTS, TRITON
 from slipstream.models.precision import PRECISIONS
 
-BYTES_PER_US = 4.35e6
 CONTEXT, BLOCK_SIZE = 600, 16
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
 LIBRARY = compose("library", PARTS)
@@ -99,7 +98,7 @@ def _report(
     layers, head = _pass_us(TRITON, decoder, rows, True)
     dense, _ = _pass_us(TRITON, decoder, rows, False)
     whole = layers * geometry.layers + head
-    limit = _bytes(decoder, geometry) / BYTES_PER_US
+    limit = _bytes(decoder, geometry) / bytes_per_us()
     print(f"{name:9}{rows:5}{whole:9.0f}{layers:8.2f}{dense:8.2f}{head:8.2f}", end="")
     print(f"{limit:9.0f}{limit / whole:7.0%}", end="")
     if library is not None:

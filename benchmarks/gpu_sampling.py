@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.graph_timing import bytes_per_us
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams, Verification
 from slipstream.kernels.reference import SAMPLING as REFERENCE
@@ -36,7 +37,6 @@ from slipstream.kernels.triton import sampling as fused
 from slipstream.sampling import verification
 from slipstream.sampling.state import SamplingState, Uses
 
-BYTES_PER_US = 4.35e6
 VOCAB_SIZE = 151936
 SETS = 4
 DEVICE = torch.device("cuda")
@@ -89,12 +89,12 @@ def _table(quick: bool) -> Iterator[dict[str, Any]]:
                 of_kind.append(Case(kind, requests, 4, block=True))
             for case in of_kind:
                 drafts = case.drafts
-                limit = requests * (drafts + 1) * VOCAB_SIZE * 4 / BYTES_PER_US
+                limit = requests * (drafts + 1) * VOCAB_SIZE * 4 / bytes_per_us()
                 yield _measured(f"verify {case}", _verify(case), limit)
             if kind not in ("full", "reduced"):  # drafts have no processors
                 case = Case(kind, requests, 1)
                 written = 1 if kind == "greedy" else 2
-                limit = requests * VOCAB_SIZE * 4 * written / BYTES_PER_US
+                limit = requests * VOCAB_SIZE * 4 * written / bytes_per_us()
                 yield _measured(f"draft  {case}", _draft(case), limit)
 
 
