@@ -11,6 +11,9 @@
                (`rank_exchanges.py` does that alone)
     texts      greedy and seeded texts of the bundled demo, with drafters that every rank has whole
                and that ranks share, beside those of one GPU: in float32 they have to be the same
+    experts    texts of a mixture with random weights (Qwen3-30B-A3B's first layers), whose experts
+               ranks with requests of their own share (--enable-expert-parallel), beside those of
+               one GPU: of more requests, of one, and with one that ends first
     losses     a rank killed in the middle of a call: how soon the call ends with an error
     steps      of large models with random weights, as `gpu_decode.py` measures them, beside their
                bars; the limit is that of all GPUs together. Behind it stands what the sums of a
@@ -28,6 +31,8 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Timer
 from time import perf_counter
 from typing import Any
@@ -35,7 +40,7 @@ from typing import Any
 import torch
 
 from benchmarks.decode_timing import Method, Row, Setup, measure, release
-from benchmarks.geometries import geometry_named
+from benchmarks.geometries import geometry_named, write_config
 from benchmarks.gpu_decode import HEADINGS, show
 from benchmarks.rank_exchanges import OURS, REPLAYS, ROWS, WIDTH, Case, Times, exchanges
 from benchmarks.rank_exchanges import show as show_times
@@ -43,7 +48,7 @@ from benchmarks.rank_kills import followers_of
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import RanksLostError
 
-PARTS = ("links", "exchanges", "texts", "losses", "steps")
+PARTS = ("links", "exchanges", "texts", "experts", "losses", "steps")
 LOSS_SECONDS, EXCHANGE_SECONDS = 10.0, 100.0
 LENGTH = 48  # output tokens of a text
 PROMPTS = ("def main(", "import os\n", "class Tree:\n    def ", "for it in range(", "# The first ")
@@ -109,6 +114,59 @@ def _texts(ranks: int, kind: str, dtype: str, drafter: dict[str, Any] | None) ->
         for seed in range(len(PROMPTS))
     ]
     outputs = llm.generate(list(PROMPTS), greedy) + llm.generate(list(PROMPTS), seeded)
+    del llm
+    release()
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def experts(ranks: int, kind: str, tiny: bool) -> bool:
+    """Whether ranks that share experts alone say what one says, wherever they have to."""
+    sizes = {"num_hidden_layers": 4}
+    if tiny:
+        sizes |= {"hidden_size": 64, "num_experts": 16, "moe_intermediate_size": 48}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    good = True
+    with TemporaryDirectory() as folder:
+        target = str(write_config(Path(folder) / "target", "qwen3-30b-a3b", **sizes))
+        sizes["num_hidden_layers"] = 1
+        draft = str(write_config(Path(folder) / "draft", "qwen3-30b-a3b", **sizes))
+        drafters: list[dict[str, Any] | None] = [None, {"model": draft}, {"method": "ngram"}]
+        for dtype in ("float32", "bfloat16"):
+            expected = _mixture_texts(target, 1, kind, dtype, None)
+            for drafter in drafters:
+                found = _mixture_texts(target, ranks, kind, dtype, drafter)
+                parted = sum(one != other for one, other in zip(expected, found, strict=True))
+                print(
+                    f"{dtype}, {drafter or 'plain'}: {parted} of {len(found)} texts part",
+                    flush=True,
+                )
+                good &= not parted or dtype != "float32"
+    return good
+
+
+def _mixture_texts(
+    target: str, ranks: int, kind: str, dtype: str, drafter: dict[str, Any] | None
+) -> list[list[int]]:
+    llm = LLM(
+        target,
+        speculative_config=drafter and {"num_speculative_tokens": 4, **drafter},
+        data_parallel_size=ranks,
+        enable_expert_parallel=True,
+        load_format="twin",
+        dtype=dtype,
+        device=kind,
+        max_num_seqs=8,
+        max_model_len=256,
+        skip_tokenizer_init=True,
+    )
+    params = [
+        SamplingParams(temperature=0, max_tokens=LENGTH // (1 + at % 3), ignore_eos=True)
+        for at in range(7)
+    ]
+    prompts: list[Any] = [
+        {"prompt_token_ids": [*range(at + 3, 50 + 9 * at)]} for at in range(len(params))
+    ]
+    outputs = llm.generate(prompts, params) + llm.generate(prompts[:1], params[0])
     del llm
     release()
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -223,6 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 show_times(times)
             elif part == "texts":
                 good &= texts(ranks, kind)
+            elif part == "experts":
+                good &= experts(ranks, kind, given.tiny)
             elif part == "losses":
                 good &= losses(ranks, kind)
             elif part == "steps":

@@ -104,8 +104,8 @@ def _refused() -> str:
 def _short() -> str:
     forms = ", ".join(f"`{short}` (`{name}`)" for short, name in SHORT.items())
     return (
-        "## Short forms\n\n`-tp`, `-q`, `-O` (also `-O3`), `-cc` and `-sc` are honoured. "
-        f"These mean flags of the tables above: {forms}.\n"
+        "## Short forms\n\n`-tp`, `-dp`, `-ep`, `-q`, `-O` (also `-O3`), `-cc` and `-sc` are "
+        f"honoured. These mean flags of the tables above: {forms}.\n"
     )
 
 

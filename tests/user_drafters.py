@@ -38,6 +38,15 @@ class Scripted:
         type(self).forgotten.extend(request_ids)
 
 
+class Fussy(LastFollower):
+    """Fails for requests whose first token is 95."""
+
+    def guess(self, requests: Sequence[Any]) -> list[list[int]]:
+        if any(request.token_ids[0] == 95 for request in requests):
+            raise ValueError("not this one")
+        return super().guess(requests)
+
+
 class WithoutGuess:
     pass
 

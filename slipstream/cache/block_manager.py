@@ -1,7 +1,7 @@
 """Assigns blocks of the KV cache to requests. The storage itself is elsewhere."""
 
 from collections import Counter
-from collections.abc import KeysView, Sequence
+from collections.abc import Collection, KeysView, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.cache.block_pool import BlockPool
@@ -93,6 +93,16 @@ class BlockManager:
     @property
     def request_ids(self) -> KeysView[str]:
         """The requests that have a table."""
+        return self._tables.keys()
+
+    def rank_of(self, request_id: str) -> int:
+        """The rank whose cache has the request's blocks, if ranks have requests of their own."""
+        del request_id
+        return 0
+
+    def beside(self, request_id: str) -> Collection[str]:
+        """The requests that have their blocks in the same cache as this one, itself included."""
+        del request_id
         return self._tables.keys()
 
     def blocks_for(self, num_tokens: int) -> int:

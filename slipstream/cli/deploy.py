@@ -63,6 +63,11 @@ def _plan(*, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFl
     if cluster.manifest is None:
         for name in given_flags(cluster):
             raise UsageError(f"{name} is for the manifest of a cluster; add --manifest FILE")
+    if serving.engine.data_parallel_size > 1 and not serving.engine.shares_experts:
+        raise UsageError(
+            "--data-parallel-size is for slipstream serve; here --replicas is the number of "
+            "replicas, and --enable-expert-parallel beside it makes each one of several processes"
+        )
     return plan_of(serving, replicas)
 
 

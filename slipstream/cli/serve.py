@@ -1,7 +1,7 @@
 """`slipstream serve`: an OpenAI-compatible server."""
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -10,28 +10,13 @@ from slipstream.cli.deploy import plan_of, run_locally
 from slipstream.cli.flags import Given, RunFlags, parsed
 from slipstream.cli.listen import ServingFlags, announce
 from slipstream.cli.open_llm import open_llm, print_defaults
-from slipstream.core.flags import flag
 from slipstream.deploy.options import ReplicaOptions
 
 if TYPE_CHECKING:
     from slipstream.deploy.plan import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParallelFlags:
-    """Several engines behind one address."""
-
-    data_parallel_size: int = flag(
-        1,
-        "Number of replicas on this machine, each with a GPU or a share of the cores; as "
-        "slipstream deploy --replicas, with its defaults.",
-        panel="Replicas",
-        also=("-dp",),
-        at_least=1,
-    )
-
-
-def serve(*, serving: ServingFlags, parallel: ParallelFlags, run: RunFlags, given: Given) -> None:
+def serve(*, serving: ServingFlags, run: RunFlags, given: Given) -> None:
     """Serve a model over HTTP, in the OpenAI and Messages protocols.
 
     Requests share one engine, which decodes speculatively if there is a drafter. Without MODEL the
@@ -39,8 +24,8 @@ def serve(*, serving: ServingFlags, parallel: ParallelFlags, run: RunFlags, give
     finish, the second stops at once.
     """
     listen = serving.listen
-    if parallel.data_parallel_size > 1:
-        plan = _plan(serving=serving, parallel=parallel, run=run)
+    if serving.engine.data_parallel_size > 1 and not serving.engine.shares_experts:
+        plan = _plan(serving=serving, run=run)
         raise typer.Exit(run_locally(plan, listen, lambda: parsed(_plan, given.line)))
     config, options = serving.checked()
     from slipstream.serve.listening import bind
@@ -68,6 +53,7 @@ def serve(*, serving: ServingFlags, parallel: ParallelFlags, run: RunFlags, give
     raise typer.Exit(code)
 
 
-def _plan(*, serving: ServingFlags, parallel: ParallelFlags, run: RunFlags) -> "Plan":
+def _plan(*, serving: ServingFlags, run: RunFlags) -> "Plan":
     """The replicas of a command line."""
-    return plan_of(serving, ReplicaOptions(replicas=parallel.data_parallel_size))
+    plan = plan_of(serving, ReplicaOptions(replicas=serving.engine.data_parallel_size))
+    return replace(plan, config=replace(plan.config, data_parallel_size=1))

@@ -20,7 +20,8 @@ _DECLARED: Final = """
     attention-backend block-size chat-template chat-template-content-format compilation-config
     config-format cudagraph-capture-sizes data-parallel-size default-chat-template-kwargs
     disable-fastapi-docs disable-log-stats disable-uvicorn-access-log download-dir dtype
-    enable-chunked-prefill enable-force-include-usage enable-log-outputs enable-log-requests
+    enable-chunked-prefill enable-expert-parallel enable-force-include-usage enable-log-outputs
+    enable-log-requests
     enable-lora enable-prefix-caching enforce-eager generation-config gpu-memory-utilization
     hf-config-path hf-overrides hf-token host kv-cache-dtype kv-cache-memory-bytes
     limit-mm-per-prompt load-format log-config-file logprobs-mode lora-modules
@@ -51,7 +52,6 @@ SHORT: Final = {
     "-dpn": "--data-parallel-rank",
     "-dpp": "--data-parallel-rpc-port",
     "-dpr": "--data-parallel-start-rank",
-    "-ep": "--enable-expert-parallel",
     "-n": "--nnodes",
     "-pcp": "--prefill-context-parallel-size",
     "-pp": "--pipeline-parallel-size",
@@ -207,9 +207,6 @@ _NO_EFFECT: Final[Mapping[str, NoEffect]] = {
     "distributed-executor-backend": NoEffect(ONE_GPU, ("uni", "mp")),
     "enable-auto-tool-choice": NoEffect(
         "models choose tools freely unless a request's tool_choice says otherwise; send none there"
-    ),
-    "enable-expert-parallel": NoEffect(
-        "all experts are on the one GPU that there is, as in vLLM with one GPU"
     ),
     "enable-prompt-tokens-details": NoEffect("usage always has prompt_tokens_details"),
     "enable-reasoning": NoEffect("reasoning is told apart where the model's format is known"),

@@ -84,6 +84,7 @@ class ScheduledRequest:
             edge of a block; else -1.
         admitted: it gets its slot with this step: it is new, or comes back after a preemption.
         adapter: the slot of the request's adapter, or -1.
+        rank: the rank that runs the request, where ranks have requests of their own; else 0.
         reaches_end: the last row of this step's known tokens predicts a new token.
     """
 
@@ -100,6 +101,7 @@ class ScheduledRequest:
     stops: ChainStops | None = None
     trim: Trim | None = None
     adapter: int = -1
+    rank: int = 0
 
     @property
     def is_prompt_chunk(self) -> bool:
@@ -112,6 +114,11 @@ class Batch:
 
     requests: tuple[ScheduledRequest, ...]
     preempted: tuple[Request, ...] = ()
+
+    @property
+    def admitted(self) -> list[ScheduledRequest]:
+        """Those that get their slots with this step."""
+        return [item for item in self.requests if item.admitted]
 
     @property
     def is_decode(self) -> bool:

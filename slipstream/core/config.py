@@ -4,12 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.core.config_values import (
-    captures_of,
-    check_image_limits,
-    known_quantization,
-    media_hosts,
-)
+from slipstream.core import config_values as values
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import (
     check_fields,
@@ -242,6 +237,19 @@ class EngineConfig:
         also=("-tp",),
         at_least=1,
     )
+    data_parallel_size: int = flag(
+        1,
+        "Number of replicas that slipstream serve starts here, each with a GPU or a share of the "
+        "cores; with --enable-expert-parallel of one engine's processes, each with own requests.",
+        also=("-dp",),
+        at_least=1,
+    )
+    enable_expert_parallel: bool = flag(
+        False,
+        "Share a mixture's experts over the processes of --data-parallel-size, which are one "
+        "engine then; all else is whole in each.",
+        also=("-ep",),
+    )
     rank_check_interval: int | None = flag(
         None,
         "Steps after which the processes of --tensor-parallel-size compare the tokens and counters "
@@ -332,28 +340,28 @@ class EngineConfig:
                 raise UsageError(f"{name} must be a mapping such as {{'key': 1}}, or None")
         self._take_compilation()
         self._take_rope()
-        check_image_limits(self.limit_mm_per_prompt or {}, self.max_images)
-        hosts = media_hosts(self.allowed_media_domains)
-        self._set("allowed_media_domains", hosts)
+        values.check_image_limits(self.limit_mm_per_prompt or {}, self.max_images)
+        self._set("allowed_media_domains", values.media_hosts(self.allowed_media_domains))
+        if self.shares_experts:
+            values.check_expert_parallel(self.tensor_parallel_size, self.rank_check_interval)
         if self.kv_cache_memory is not None and self.num_kv_blocks is not None:
             raise UsageError("give kv_cache_memory or num_kv_blocks, not both")
-        rows = self.max_num_batched_tokens
-        if rows is not None and rows < self.max_num_seqs:
-            raise UsageError(
-                f"max_num_batched_tokens ({rows}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}), so that every request can get a token a "
-                "step; raise it, or lower max_num_seqs (--max-num-seqs)"
-            )
+        values.check_rows(self.max_num_batched_tokens, self.max_num_seqs)
         if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 64:
             raise UsageError(f"seed (--engine-seed) must be a 64-bit integer, not {self.seed!r}")
         if self.quantization not in (None, *STORED_QUANTIZATIONS):
-            name = known_quantization("quantization", self.quantization)
-            self._set("quantization", name)
-        if not isinstance(self.speculative_config, Mapping | list | tuple | None):
-            raise UsageError(
-                "speculative_config must be a mapping such as "
-                '{"model": "...", "num_speculative_tokens": 4}, or None'
-            )
+            self._set("quantization", values.known_quantization("quantization", self.quantization))
+        values.check_speculation(self.speculative_config)
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether processes with requests of their own share the experts, and nothing else."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes of the engine."""
+        return self.data_parallel_size if self.shares_experts else self.tensor_parallel_size
 
     @property
     def max_images(self) -> int:
@@ -367,28 +375,21 @@ class EngineConfig:
     def _take_rope(self) -> None:
         """Let `hf_overrides` say all that is to be read in place of config.json's values."""
         short = {"rope_scaling": self.rope_scaling, "rope_theta": self.rope_theta}
-        given = {name: value for name, value in short.items() if value is not None}
-        if twice := given.keys() & (self.hf_overrides or {}):
-            raise UsageError(f"{min(twice)} is given by itself and in hf_overrides; give one")
-        if given:
-            self._set("hf_overrides", {**(self.hf_overrides or {}), **given})
-            self._set("rope_scaling", None)
-            self._set("rope_theta", None)
+        self._set("hf_overrides", values.joined_overrides(self.hf_overrides, short))
+        self._set("rope_scaling", None)
+        self._set("rope_theta", None)
 
     def _take_compilation(self) -> None:
         """Let `enforce_eager` and `cudagraph_capture_sizes` say what is to be captured."""
-        eager, sizes = captures_of(self.compilation_config or {}, self.cudagraph_capture_sizes)
+        eager, sizes = values.captures_of(
+            self.compilation_config or {}, self.cudagraph_capture_sizes
+        )
         if eager or self.optimization_level == 0:
             self._set("enforce_eager", True)
         self._set("cudagraph_capture_sizes", sizes)
         self._set("compilation_config", None)
-        most = self.max_cudagraph_capture_size
-        if most is not None and most < self.max_num_seqs and not self.enforce_eager:
-            raise UsageError(
-                f"max_cudagraph_capture_size ({most}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}), as every step is captured; lower max_num_seqs, or give "
-                "enforce_eager"
-            )
+        if not self.enforce_eager:
+            values.check_captures(self.max_cudagraph_capture_size, self.max_num_seqs)
 
     @property
     def drafter_options(self) -> Mapping[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Forms that values of an engine's fields have: precisions, captures, images, hosts."""
+"""Forms that values of an engine's fields have, and fields that must fit each other."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +34,59 @@ def captures_of(
     if any(type(size) is not int or size < 1 for size in listed):
         raise UsageError(f"cudagraph_capture_sizes must be positive integers, not {sizes}")
     return eager, tuple(listed)
+
+
+def check_captures(most: int | None, max_num_seqs: int) -> None:
+    """Raise UsageError where steps of all requests are larger than `max_cudagraph_capture_size`."""
+    if most is not None and most < max_num_seqs:
+        raise UsageError(
+            f"max_cudagraph_capture_size ({most}) must be at least max_num_seqs ({max_num_seqs}), "
+            "as every step is captured; lower max_num_seqs, or give enforce_eager"
+        )
+
+
+def check_rows(rows: int | None, max_num_seqs: int) -> None:
+    """Raise UsageError where `max_num_batched_tokens` is less than a token for each request."""
+    if rows is not None and rows < max_num_seqs:
+        raise UsageError(
+            f"max_num_batched_tokens ({rows}) must be at least max_num_seqs ({max_num_seqs}), so "
+            "that every request can get a token a step; raise it, or lower max_num_seqs "
+            "(--max-num-seqs)"
+        )
+
+
+def check_expert_parallel(tensor_parallel_size: int, rank_check_interval: int | None) -> None:
+    """Raise UsageError for what does not go with processes that share experts alone."""
+    if tensor_parallel_size > 1:
+        raise UsageError(
+            "enable_expert_parallel shares experts over the processes of data_parallel_size, each "
+            "of which has all else whole; give tensor_parallel_size 1, or leave out "
+            "data_parallel_size: the processes of tensor_parallel_size share experts, too"
+        )
+    if rank_check_interval is not None:
+        raise UsageError(
+            "rank_check_interval compares processes that run the same requests; leave it out with "
+            "enable_expert_parallel, whose processes have requests of their own"
+        )
+
+
+def joined_overrides(
+    overrides: Mapping[str, Any] | None, short: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """`hf_overrides` with those of its keys that are fields, too; UsageError for a key of both."""
+    given = {name: value for name, value in short.items() if value is not None}
+    if twice := given.keys() & (overrides or {}):
+        raise UsageError(f"{min(twice)} is given by itself and in hf_overrides; give one")
+    return {**(overrides or {}), **given} if given else overrides
+
+
+def check_speculation(given: object) -> None:
+    """Raise UsageError where `speculative_config` is neither a mapping nor a list of drafters."""
+    if not isinstance(given, Mapping | list | tuple | None):
+        raise UsageError(
+            "speculative_config must be a mapping such as "
+            '{"model": "...", "num_speculative_tokens": 4}, or None'
+        )
 
 
 def check_image_limits(limits: Mapping[str, Any], max_images: object) -> None:

@@ -4,6 +4,7 @@ SlipstreamError
 ├── UsageError        a parameter, flag or request is wrong (the command line exits with 2)
 │   └── DraftTooLongError
 ├── CheckpointError   a model directory is missing, broken or does not fit (it exits with 1)
+├── OtherRankError    a process that runs other requests of a step could not do its part
 ├── RanksLostError    a process that holds a share of the model has ended (it exits with 1)
 └── GenerationError   an output ended with an error (it exits with 1)
 """
@@ -39,6 +40,10 @@ class CheckpointError(SlipstreamError):
 class RanksLostError(SlipstreamError):
     """A process that holds a share of the model has ended, or has come to differ from the others;
     the engine cannot go on."""
+
+
+class OtherRankError(SlipstreamError):
+    """Another process, which runs other requests of this step, could not do its part."""
 
 
 class GenerationError(SlipstreamError):

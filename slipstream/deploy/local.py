@@ -140,10 +140,10 @@ def _fitted(plan: Plan) -> Plan:
     gpus = options.replica_gpus
     if gpus is None:
         on_gpus = uses_gpu_memory(choose_device(config.device)[0])
-        gpus = config.tensor_parallel_size if on_gpus else 0
+        gpus = config.num_ranks if on_gpus else 0
     if not gpus and config.threads is None:
         cores = len(os.sched_getaffinity(0))
-        engines = options.most * config.tensor_parallel_size
+        engines = options.most * config.num_ranks
         config = replace(config, threads=max(cores // engines, 1))
     return replace(plan, config=config, replicas=replace(options, replica_gpus=gpus))
 

@@ -6,10 +6,7 @@ from importlib import import_module
 
 import torch
 
-from slipstream.cache.block_manager import BlockManager
-from slipstream.cache.spec import CacheLayout, CacheSizes, ModelCache
-from slipstream.cache.state_places import StatePlaces
-from slipstream.cache.window_blocks import WindowBlocks
+from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.core.config import STORED_QUANTIZATIONS, EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.sampling_params import SamplingDefaults
@@ -26,8 +23,10 @@ from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.media import MediaReader
 from slipstream.engine.named_target import with_named_target
 from slipstream.engine.prompts import eos_token_ids, read_tokenizer, require_rows
+from slipstream.engine.ranks.division import divide
 from slipstream.engine.ranks.leader import start_ranks
 from slipstream.engine.ranks.ranks import ALONE, Ranks, breaking_off
+from slipstream.engine.ranks.requirements import require_sharing
 from slipstream.engine.resolve import (
     Resolved,
     max_batched_tokens,
@@ -47,7 +46,9 @@ from slipstream.engine.step_graphs import (
     graph_runner,
     step_form,
 )
+from slipstream.engine.target_cache import block_manager, shares_prefixes, target_sizes
 from slipstream.kernels.registry import kernels_for
+from slipstream.layers.parameters import WHOLE
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, Replaced, resolve_checkpoint
 from slipstream.models.decoder import Decoder
@@ -55,7 +56,6 @@ from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.generation_config import generation_folder, read_sampling_defaults
 from slipstream.models.hub import HubAccess, hub_settings
 from slipstream.models.loading import (
-    RANDOM_FORMATS,
     LoadOptions,
     ProgressBar,
     decoder_bytes,
@@ -63,7 +63,6 @@ from slipstream.models.loading import (
     no_progress_bar,
 )
 from slipstream.models.quantized.catalogue import read_quantization, require_format
-from slipstream.models.sharing import require_equal_shares
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.vision.tower import ImageFamily
 from slipstream.runner.capability import (
@@ -80,7 +79,7 @@ from slipstream.runner.threads import set_threads
 from slipstream.sampling.state import SamplingState
 from slipstream.speculative.catalogue import kind_of_drafter
 from slipstream.speculative.drafter import NO_STATES, DrafterResources, LoadedDrafter
-from slipstream.speculative.loading import load_drafter, require_ranks
+from slipstream.speculative.loading import load_drafter
 from slipstream.speculative.options import TargetModel
 
 
@@ -132,10 +131,8 @@ def _build_engine(config: EngineConfig, progress_bar: ProgressBar, ranks: Ranks 
         require_rows(tokenizer, shape)
     device, why = choose_device(config.device)
     reasons.add("device", device, why)
-    if ranks is None and config.tensor_parallel_size > 1:  # before processes are started
-        random = config.load_format in RANDOM_FORMATS
-        require_equal_shares(checkpoint, shape, config.tensor_parallel_size, random)
-        require_ranks(config.drafter_options, config.tensor_parallel_size, random)
+    if ranks is None:  # before processes are started
+        require_sharing(config, checkpoint, shape)
     ranks = ranks or start_ranks(config, device)
     try:
         return _load(
@@ -168,6 +165,9 @@ def _load(
     require_slots(config)
     dtype = resolve_dtype(config, shape.dtype)
     room = WeightRoom(device, reasons)
+    share, experts = ranks.share, WHOLE
+    if config.shares_experts:
+        share, experts = replace(WHOLE, least=share.least), share
     options = LoadOptions(
         dtype=dtype,
         device=device,
@@ -179,14 +179,15 @@ def _load(
         stored_check=partial(require_stored, device),
         batch_invariant=config.batch_invariant,
         twin_of=shape,
-        share=ranks.share,
+        share=share,
+        experts=experts,
         adapters=(config.max_loras, config.max_lora_rank) if config.enable_lora else None,
         progress_bar=breaking_off(progress_bar, ranks),
         memory_check=room.check,
     )
     size = decoder_bytes(checkpoint, shape, options)
     reasons.add("threads", *set_threads(device, dtype, config.threads, size, ranks.share.size))
-    beside = replace(options, memory_check=room.beside(size))
+    beside = replace(options, experts=WHOLE, memory_check=room.beside(size))
     target = TargetModel(
         checkpoint.path, shape.vocab_size, beside, config.max_num_seqs, checkpoint.replaced
     )
@@ -199,7 +200,7 @@ def _load(
         report_adapters(network.adapters, speculation.drafter.adapters, reasons)
     # Only the leader encodes images; the other ranks get the embeddings with the requests.
     tower = family.load(dtype, device) if family is not None and ranks.leads else None
-    resolved = resolve(config, shape, eos, dtype, device, speculation, reasons, ranks.share)
+    resolved = resolve(config, shape, eos, dtype, device, speculation, reasons, share, ranks.share)
     resolved = replace(resolved, sampling_defaults=defaults)
     drafter = speculation.drafter
     _require_attention(drafter)
@@ -260,18 +261,20 @@ def assemble(
 ) -> Engine:
     """Build the engine from loaded models."""
     limits, shape, needs = resolved.limits, network.config, loaded_drafter.needs
+    division = divide(ranks, resolved, network.pool)
     state, sampling = _device_states(config, resolved, network)
     form = step_form(resolved, config)
-    layout = shape.cache_layout(resolved.cache_dtype, ranks.share)
+    layout = shape.cache_layout(resolved.cache_dtype, division.layers)
     sizes = CacheSizes(resolved.num_blocks, config.block_size, state.num_slots, resolved.device)
-    own = _target_sizes(resolved, sizes, needs.features)
+    own = target_sizes(resolved, sizes, needs.features)
     cache = ModelCache(layout, own)
     runner = ModelRunner(network, cache, state, None, needs.stream_layers, of_target=True)
-    shares_prefixes = _shares_prefixes(config, layout, own)
+    can_share = shares_prefixes(config, layout, own)
     costs = _costs(resolved, config, shape, form)
     policy = draft_policy(resolved, costs, form)
     adapters = make_adapters(network.adapters, loaded_drafter.adapters, ranks)
-    scheduler = Scheduler(limits, _block_manager(resolved, own, shares_prefixes), policy, adapters)
+    blocks = block_manager(resolved, own, can_share, division.num_parts)
+    scheduler = Scheduler(limits, blocks, policy, adapters)
     resources = DrafterResources(
         state=state,
         sampling=sampling,
@@ -281,24 +284,21 @@ def assemble(
         captured=resolved.captures,
         target_cache=cache,
         gives_confidences=scheduler.policy.reads_confidences,
-        shares_prefixes=shares_prefixes,
+        shares_prefixes=can_share,
         synthetic_rates=_synthetic_rates(resolved),
-        leads=ranks.leads,
+        leads=ranks.leads or division.num_parts > 1,
     )
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
     graphs = graph_runner(resolved, form, state, sampling, network.adapters is not None, ranks)
     step = Step(
-        scheduler,
-        runner,
-        loaded_drafter.build(resources),
-        state,
-        sampling,
+        *(scheduler, runner, loaded_drafter.build(resources), state, sampling),
         resources.synthetic_rates,
-        Guidance(grammars, sampling, limits.num_speculative_tokens, ranks),
+        Guidance(grammars, sampling, limits.num_speculative_tokens, division),
         graphs,
         runs_ahead=loaded_drafter.limits.on_device and config.async_scheduling is not False,
         rereads=needs.features,
         ranks=ranks,
+        division=division,
         check_every=config.rank_check_interval,
     )
     capture_plain(graphs, step, not loaded_drafter.limits.on_device, progress_bar)
@@ -319,23 +319,6 @@ def _device_states(
     slots, vocab_size = state.num_slots, network.config.vocab_size
     columns, fp64 = network.head.columns, config.use_fp64_gumbel
     return state, SamplingState(slots, vocab_size, device, fp64, columns)
-
-
-def _shares_prefixes(config: EngineConfig, layout: CacheLayout, sizes: CacheSizes) -> bool:
-    """Whether requests reuse prefixes that other requests have computed."""
-    resumes = layout.blocks_resume or sizes.num_checkpoints > 0
-    return config.enable_prefix_caching and resumes
-
-
-def _target_sizes(resolved: Resolved, sizes: CacheSizes, rereads: bool) -> CacheSizes:
-    """`sizes` with the values that concern only the target's layers."""
-    return replace(
-        sizes,
-        num_window_blocks=resolved.num_window_blocks,
-        num_drafts=resolved.limits.num_speculative_tokens,
-        num_checkpoints=resolved.num_checkpoints,
-        rereads=int(rereads),
-    )
 
 
 def _require_attention(drafter: LoadedDrafter) -> None:
@@ -364,20 +347,10 @@ def _costs(
             "drafter": [config.speculative_config, resolved.limits],
             "numbers": [resolved.dtype, resolved.cache_dtype, config.quantization],
             "device": [device_name(device), threads, kernels.network.backend],
+            "ranks": [config.num_ranks, config.shares_experts],
             "captured": config.cudagraph_capture_sizes or resolved.captures,
         }
     )
     requests = [count for count in (1, 2, 4, 8, 16, 32, 64, 128, 256) if count < most]
     padded = form.bucket if isinstance(form, CapturedForm) else None
     return KeptCosts(padded, file, (*requests, most), captured_counts(resolved))
-
-
-def _block_manager(resolved: Resolved, sizes: CacheSizes, shares_prefixes: bool) -> BlockManager:
-    window = states = None
-    size = sizes.block_size
-    if resolved.num_window_blocks:
-        window = WindowBlocks(resolved.num_window_blocks, size, resolved.window)
-    if shares_prefixes and sizes.num_checkpoints:
-        interval = resolved.checkpoint_interval
-        states = StatePlaces(sizes.num_checkpoints, size, interval, sizes.rereads)
-    return BlockManager(resolved.num_blocks, size, shares_prefixes, window, states)

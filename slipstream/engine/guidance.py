@@ -17,7 +17,8 @@ from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.engine.draft_guide import DraftGuide, GuidedDraft
 from slipstream.engine.grammar import Grammars
-from slipstream.engine.ranks.ranks import ALONE, Ranks
+from slipstream.engine.ranks.division import Division, Together
+from slipstream.engine.ranks.ranks import ALONE
 from slipstream.kernels.devices import Download, send, upload
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.sampling.state import SamplingState
@@ -124,13 +125,18 @@ class Guidance:
 
     Args:
         most_drafts: K of the engine.
-        ranks: the leader walks the grammars, and sends the results to the others.
+        division: where ranks run the same requests, the leader walks their grammars.
     """
 
     def __init__(
-        self, grammars: Grammars, sampling: SamplingState, most_drafts: int, ranks: Ranks = ALONE
+        self,
+        grammars: Grammars,
+        sampling: SamplingState,
+        most_drafts: int,
+        division: Division = Together(ALONE),  # noqa: B008
     ) -> None:
-        self._agree = ranks.agree
+        division.walk(grammars.guide)
+        self._agree = division.agree
         self._grammars, self._sampling, self._most_drafts = grammars, sampling, most_drafts
         self._words = -(-sampling.vocab_size // 32)
         self._largest: SteeredDraft | None = None  # buffers of the largest captured step

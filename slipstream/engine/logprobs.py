@@ -50,12 +50,12 @@ class LogprobReader:
 
         The logits are computed slice by slice, so a long prompt does not need them all at once.
         """
-        start = result.forward.layout.row_starts[index] + first
+        start, rank = result.first_rows[index] + first, result.rank_of(index)
         read: list[dict[int, Logprob]] = []
         for offset in range(0, len(token_ids), _PROMPT_SLICE):
             chosen = token_ids[offset : offset + _PROMPT_SLICE]
             places = range(start + offset, start + offset + len(chosen))
-            read.extend(self._read(RatedRows(True, places), chosen, num_top))
+            read.extend(self._read(RatedRows(True, places, rank), chosen, num_top))
         return read
 
     @torch.inference_mode()

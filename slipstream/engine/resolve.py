@@ -177,13 +177,13 @@ def resolve(
     speculation: Speculation,
     reasons: Reasons,
     share: Share = WHOLE,
+    ranks: Share = WHOLE,
 ) -> Resolved:
-    """Size the cache and fix the limits; the weights are in memory. All ranks come to the same."""
+    """Size the cache and fix the limits, equally on all ranks, which may share experts alone."""
     cache_dtype = resolve_cache_dtype(config, dtype, device)
-    drafter = speculation.drafter
+    drafter, longest = speculation.drafter, resolve_model_len(config, shape)
     layouts = [shape.cache_layout(cache_dtype, share)]
     layouts += [] if drafter.layout is None else [drafter.layout]
-    longest = resolve_model_len(config, shape)
     blocks = BlockBytes.of(layouts, config.block_size, longest)
     rows, why = max_batched_tokens(config, device)
     if why:
@@ -193,7 +193,7 @@ def resolve(
     step = StepSizes(
         network=shape,
         itemsize=dtype.itemsize,
-        max_num_batched_tokens=rows,
+        max_num_batched_tokens=rows * (ranks.size // share.size),  # experts see those of all
         max_num_seqs=config.max_num_seqs,
         max_model_len=longest,
         num_speculative_tokens=count,
@@ -202,7 +202,7 @@ def resolve(
         max_draft_rows=drafter.limits.draft_rows(count),
         layer_state=_layer_state(layouts, drafter, config.block_size, count),
     )
-    counts = size_cache(config, _memory(device, share), step, blocks, reasons)
+    counts = size_cache(config, _memory(device, ranks), step, blocks, reasons)
     max_model_len = _fit_model_len(config, longest, counts.num_blocks, reasons)
     _require_chains(shape, layouts[0], speculation)
     _note_precision(config, device, reasons)

@@ -15,7 +15,7 @@ from slipstream.engine.adapters import Adapters
 from slipstream.engine.admission import check_fits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
 from slipstream.engine.invariants import check_gain, check_places, check_queues, order
-from slipstream.engine.shares import Budget, Share, may_continue, resumable, scheduled
+from slipstream.engine.shares import Budget, Share, last_beside, may_continue, resumable, scheduled
 from slipstream.engine.stop_conditions import NOT_FINITE, append_output
 
 
@@ -203,8 +203,8 @@ class Scheduler:
             if self.block_manager.grow(name, request.num_tokens, next_row):
                 secured += 1
             else:
-                # The last in order, possibly this one. It has not been secured in this step.
-                preempted.append(self._preempt(self._running[-1]))
+                last = last_beside(self._running, name, self.block_manager)  # not secured yet
+                preempted.append(self._preempt(last))
         return preempted
 
     def _preempt(self, request: Request) -> Request:

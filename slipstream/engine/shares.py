@@ -76,7 +76,15 @@ def scheduled(
         stops=share.plan.stops,
         trim=share.plan.trim,
         adapter=adapter,
+        rank=blocks.rank_of(name),
     )
+
+
+def last_beside(running: Sequence[Request], name: str, blocks: BlockManager) -> Request:
+    """The last of these requests whose blocks request `name` could have in its place, possibly
+    itself."""
+    beside = blocks.beside(name)
+    return next(request for request in reversed(running) if request.request_id in beside)
 
 
 def resumable(blocks: BlockManager, request: Request, shared: Sequence[int]) -> list[int]:

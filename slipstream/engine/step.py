@@ -25,6 +25,7 @@ from slipstream.core.batch import Batch, StepReport
 from slipstream.core.request import Request
 from slipstream.core.step_form import StepLimits
 from slipstream.engine.guidance import DraftSteering, Guidance, SteeredDraft
+from slipstream.engine.ranks.division import Division, Together
 from slipstream.engine.ranks.ranks import ALONE, Ranks, require_agreement
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.step_results import (
@@ -66,6 +67,7 @@ class Step:
         runs_ahead: whether to launch steps ahead; the drafter must need nothing from the host.
         rereads: the drafter needs the target's features of the last token of a cached prefix.
         ranks: the processes that hold the models together; `ALONE` is this process only.
+        division: which of the requests this rank runs.
         check_every: number of steps after which the ranks compare their states; None: never.
     """
 
@@ -82,6 +84,7 @@ class Step:
         runs_ahead: bool,
         rereads: bool,
         ranks: Ranks = ALONE,
+        division: Division = Together(ALONE),  # noqa: B008
         check_every: int | None = None,
     ) -> None:
         self._scheduler, self._runner, self._drafter = scheduler, runner, drafter
@@ -93,10 +96,11 @@ class Step:
         self._ended = 0.0
         self._trim_rates = TrimRates(state.device)
         self._ranks, self._check_every, self._num_launched = ranks, check_every, 0
+        self.division, self._launch_part = division, division.guarding(self._launch)
         self._rated: Outcome | None = None  # of the last step, if logprobs may be asked for
         # What follower ranks call when the leader calls its method of this name.
         self.followed: Mapping[str, Callable[..., Any]] = {
-            "launch": self._launch,
+            "launch": self._launch_part,
             "forget": drafter.forget,
             "reset": self._reset,
             "rate": self._rate,
@@ -275,40 +279,42 @@ class Step:
 
     def launch(self, batch: Batch) -> Launched:
         """Start a step on the devices of all ranks, without waiting for its results."""
-        return self._ranks.call("launch", self._launch, batch)
+        return self._ranks.call("launch", self._launch_part, batch)
 
     @torch.inference_mode()
-    def _launch(self, batch: Batch) -> Launched:
-        began = perf_counter()
+    def _launch(self, whole: Batch) -> Launched:
+        began, batch = perf_counter(), self.division.own(whole)
         self._drafter.forget(batch.preempted)
         self._state.apply(batch)
-        admitted = [item.request for item in batch.requests if item.admitted]
-        resumed = [item.resumed for item in batch.requests if item.admitted]
-        self._runner.begin([request.slot for request in admitted], resumed)
-        for request in admitted:
-            self._sampling.admit(request.slot, request)
+        admitted = batch.admitted
+        self._runner.begin([it.request.slot for it in admitted], [it.resumed for it in admitted])
+        for item in whole.admitted:
+            self._sampling.admit(item.request.slot, item.request)
+        uses = self._sampling.uses(item.request.slot for item in whole.requests)
+        graphs = self.division.begin(whole, self._graphs, uses)
+        padded = graphs is not None and whole.is_decode
         guesses = self._drafter.prepare(batch)
-        packed = self._ranks.agree(lambda: pack(batch, guesses, self._sampling, self._rereads))
+        packed = self.division.agree(lambda: pack(batch, guesses, self._sampling, self._rereads))
         steering = None
         if Uses.GRAMMAR in packed.uses:
             steering = self._guidance.begin(batch, packed)
         self._trim_rates.set(packed.trims)
-        # Bad words are matched on the host, so steps with them are not captured.
-        graphs = None if Uses.BAD_WORDS in packed.uses else self._graphs
-        padded = graphs is not None and batch.is_decode
+        outcome: Outcome | None = None
         if graphs is not None and padded:
+            packed = self.division.in_shape(packed, whole, self._sampling)
             # Tokens that grammars add to drafts come too late to be counted as rows.
             outcome = graphs.run("step", self.run, packed, steering, packs=steering is None)
-        else:
+        elif batch.requests:
             outcome = self._run_exactly(batch, packed, steering, graphs)
-        asks = (item.request.params for item in batch.requests)
+        num_rows = self._runner.assist() if outcome is None else outcome.forward.num_rows
+        asks = (item.request.params for item in whole.requests)
         rates = any(it.logprobs is not None or it.prompt_logprobs is not None for it in asks)
         self._rated = outcome if rates else None
         self._num_launched += 1
         if self._check_every is not None and self._num_launched % self._check_every == 0:
             require_agreement(self._ranks, self._state, self._sampling, packed.slots)
-        numbers = Download(outcome.numbers[: len(batch.requests)])
-        return Launched(batch, outcome, numbers, began, padded)
+        results = self.division.collected(whole, outcome, num_rows, padded)
+        return Launched(whole, results, Download(results.numbers), began, padded)
 
     def _run_exactly(
         self,
@@ -342,23 +348,18 @@ class Step:
 
     def finish(self, launched: Launched) -> StepResult:
         """Wait for the step's results and take them in."""
-        batch, outcome = launched.batch, launched.outcome
+        batch, results = launched.batch, launched.results
         live = [not item.request.finished for item in batch.requests]
         read = launched.read(self._limits.tree_depth, self._ranks.check)
-        committed, starts, seconds, waited = read
+        committed, first_rows, logit_starts, seconds, waited = read
         if not self._limits.num_speculative_tokens:  # without a drafter, time of the host
             seconds[0] = 0.0
         self._scheduler.commit(batch, committed)
         ended = perf_counter()
         times = launched.times(seconds, waited, self._ended, ended)
         self._ended = ended
-        num_rows = len(outcome.forward.hidden)
-        return StepResult(
-            report=StepReport(batch, committed, live, times, launched.padded, num_rows),
-            logit_starts=starts,
-            path=outcome.path,
-            forward=outcome.forward,
-        )
+        report = StepReport(batch, committed, live, times, launched.padded, results.num_rows)
+        return StepResult(report, first_rows, logit_starts, results.path)
 
     def forget(self, requests: Sequence[Request]) -> None:
         """Let the drafter drop what it holds of requests that ended."""
@@ -389,10 +390,9 @@ class Step:
     def _rate(
         self, rows: RatedRows, token_ids: Sequence[int], num_top: int, normalised: bool
     ) -> TokenLogprobs:
-        assert self._rated is not None, "no step is in flight while logprobs are computed"
-        places, chosen = upload([list(rows.places), list(token_ids)], self._state.device).unbind(0)
-        if rows.of_pass:
-            logits = self._runner.logits(self._rated.forward.hidden[places])
-        else:
-            logits = self._rated.logits[places]
-        return token_logprobs(logits, chosen, num_top, normalised, self._sampling.columns)
+        def rate() -> TokenLogprobs:
+            assert self._rated is not None, "no step is in flight while logprobs are computed"
+            logits, chosen = self._rated.logits_at(rows, token_ids, self._runner)
+            return token_logprobs(logits, chosen, num_top, normalised, self._sampling.columns)
+
+        return self.division.rated(rows, num_top, rate)

@@ -1,13 +1,15 @@
 """Inputs of a step as numbers; its results as one tensor, which is copied to the host at once."""
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slipstream.core.batch import (
     NUM_BINS,
@@ -18,9 +20,9 @@ from slipstream.core.batch import (
     StepTimes,
     Trim,
 )
-from slipstream.kernels.devices import Download, send
+from slipstream.kernels.devices import Download, send, upload
 from slipstream.runner.device_batch import Guesses, PackedBatch
-from slipstream.runner.model_runner import Forward
+from slipstream.runner.model_runner import Forward, ModelRunner
 from slipstream.runner.rows import prompt_rows
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.verification import Verdict
@@ -43,7 +45,7 @@ def pack(
         drafts = [most if guess is None else len(guess) for guess, most in guessed]
     slots = [item.request.slot for item in items]
     uses = sampling.uses(slots)
-    width = max(drafts)
+    width = max(drafts, default=0)
     if Uses.GRAMMAR in uses:  # grammars may add draft tokens where the drafter has none
         width = max(item.num_draft_tokens for item in items)
     trims = [item.trim for item in items]
@@ -92,6 +94,7 @@ class TrimRates:
             self._rates = rates
 
 
+_NUM_COUNTS = 5  # columns of `Outcome.numbers` behind what each token has
 _NUM_TIMES = 4  # columns of `Outcome.numbers` behind the counts
 _FIRST_ROW, _CACHED = -_NUM_TIMES - 2, -_NUM_TIMES - 1
 _EXPONENT = 0x7F800000  # bits of a float32 that are all set where it is not finite
@@ -159,9 +162,49 @@ class Outcome:
         numbers = torch.cat((verdict.token_ids, *bits, torch.stack(counts, 1), rows), 1)
         return cls(numbers, verdict.token_ids.shape[1], logits, forward, verdict.path)
 
+    def laid_out(self, count: int, width: int) -> Tensor:
+        """[count, ...], `numbers` with the columns of `width` (K + 1), confidences included, and
+        zeros behind the requests: equally many on ranks that draft different numbers of tokens."""
+        own, rest = self.width, self.numbers.shape[1] - _NUM_COUNTS - _NUM_TIMES
+        parts = torch.tensor_split(self.numbers, (own, 2 * own, rest), 1)
+        sizes = (width, width, width - 1, parts[-1].shape[1])
+        fills = (0, 0, _EXPONENT, 0)
+        padded = [
+            pad(part, (0, size - part.shape[1], 0, count - len(part)), value=fill)
+            for part, size, fill in zip(parts, sizes, fills, strict=True)
+        ]
+        return torch.cat(padded, 1)
+
+    def logits_at(
+        self, rows: "RatedRows", token_ids: Sequence[int], runner: ModelRunner
+    ) -> tuple[Tensor, Tensor]:
+        """The logits [N, v] of these rows, and the tokens [N] on the device."""
+        given = [list(rows.places), list(token_ids)]
+        places, chosen = upload(given, self.numbers.device).unbind(0)
+        if rows.of_pass:
+            return runner.logits(self.forward.hidden[places]), chosen
+        return self.logits[places], chosen
+
     def set_cached(self, cached: Tensor) -> None:
         """Replace the counts of tokens that the drafter has cached: [n] int64, first n requests."""
         self.numbers[: len(cached), _CACHED] = cached
+
+
+@dataclass(frozen=True, eq=False)
+class Collected:
+    """Results of all requests of a step, whichever ranks ran them.
+
+    Attributes:
+        numbers: [R, ...], see `Outcome`, in the order of the batch.
+        width: K + 1, of `numbers`.
+        num_rows: rows that the target's pass computed, padding included.
+        path: see `Outcome`.
+    """
+
+    numbers: Tensor
+    width: int
+    num_rows: int
+    path: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,21 +212,23 @@ class Launched:
     """A step that the device may still be computing.
 
     Attributes:
+        numbers: those of `results`.
         began: when the host began to launch it, in seconds.
         padded: it was captured: every row of the target's pass has logits, padding included.
     """
 
     batch: Batch
-    outcome: Outcome
+    results: Collected
     numbers: Download
     began: float
     padded: bool
 
     def read(
         self, tree_depth: int | None, check: Callable[[], None]
-    ) -> tuple[list[Committed], list[int], list[float], float]:
-        """Wait for the numbers: what each request gained, its first row of logits, the seconds that
-        drafting, the target's pass, verification and waiting took.
+    ) -> tuple[list[Committed], list[int], list[int], list[float], float]:
+        """Wait for the numbers: what each request gained, its first row of the target's pass and
+        its first row of logits, the seconds that drafting, the target's pass and verification took,
+        and those of waiting.
 
         Args:
             check: called before the numbers are read, which mean nothing if a rank was lost.
@@ -194,15 +239,19 @@ class Launched:
         check()
         stamps = rows[0][-_NUM_TIMES:]
         seconds = [(end - begin) / 1e9 for begin, end in pairwise(stamps)]
-        width = self.outcome.width
+        width = self.results.width
         committed = [
             _committed(row[:-_NUM_TIMES], width, tree_depth, item)
             for row, item in zip(rows, self.batch.requests, strict=True)
         ]
+        first = [row[_FIRST_ROW] for row in rows]
         if self.padded:
-            return committed, [row[_FIRST_ROW] for row in rows], seconds, waited
-        counts = [gain.num_draft_tokens + 1 for gain in committed[:-1]]
-        return committed, [*accumulate(counts, initial=0)], seconds, waited
+            return committed, first, first, seconds, waited
+        starts, ends = [], Counter[int]()  # by rank
+        for gain, item in zip(committed, self.batch.requests, strict=True):
+            starts.append(ends[item.rank])
+            ends[item.rank] += gain.num_draft_tokens + 1
+        return committed, first, starts, seconds, waited
 
     def times(
         self, seconds: Sequence[float], waited: float, before: float, ended: float
@@ -228,10 +277,12 @@ class RatedRows:
 
     Attributes:
         of_pass: `places` are rows of the target's pass; else rows of `Outcome.logits`.
+        rank: the rank that has them, where ranks have requests of their own.
     """
 
     of_pass: bool
     places: Sequence[int]
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -240,22 +291,32 @@ class StepResult:
 
     Attributes:
         report: the results that are no tensors.
+        first_rows: the first row of each request in the target's pass.
         logit_starts: the first row of each request in `Outcome.logits`; it has one more row than
             draft tokens.
-        path, forward: see `Outcome`.
+        path: see `Outcome`.
     """
 
     report: StepReport
+    first_rows: Sequence[int]
     logit_starts: Sequence[int]
     path: Tensor | None
-    forward: Forward
 
     def rows_of(self, index: int, count: int) -> RatedRows:
         """The rows of logits that gave the first `count` tokens which request `index` of the batch
         gained."""
         first = self.logit_starts[index]
         nodes = range(count) if self.path is None else self.path[index, :count].tolist()
-        return RatedRows(False, [first + node for node in nodes])
+        return RatedRows(False, [first + node for node in nodes], self.rank_of(index))
+
+    def rank_of(self, index: int) -> int:
+        """The rank that has the rows of request `index` of the batch; see `ScheduledRequest`."""
+        return self.report.batch.requests[index].rank
+
+
+def num_columns(width: int) -> int:
+    """The number of columns of `Outcome.laid_out`."""
+    return 3 * width - 1 + _NUM_COUNTS + _NUM_TIMES
 
 
 def _bits(numbers: Tensor) -> Tensor:

@@ -125,6 +125,8 @@ class PassInputs:
         layer_inputs: [T, layers, size], inputs of single layers besides the stream; None: none.
         embedded: [T, H], replaces the token embeddings in a drafting head whose rows include
             images; None: there are none.
+        pooled_rows: of ranks that share experts, the largest number of rows that one has; None: all
+            have as many, or there are no such ranks.
         prepared: what a backend has computed from these inputs for one layer and reuses for the
             others, by the backend's name.
     """
@@ -137,6 +139,7 @@ class PassInputs:
     states: StateInputs | None = None
     layer_inputs: Tensor | None = None
     embedded: Tensor | None = None
+    pooled_rows: int | None = None
     prepared: dict[str, object] = field(default_factory=dict, init=False, repr=False)
 
     def within_window(self, window: int | None) -> "PassInputs":

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.experts import ClampedGate, Router, Routing
-from slipstream.kernels.norm import Activation, Made
+from slipstream.kernels.norm import Activation, Made, summed
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, ExpertsParts, Norm, Ops, SharedExpert
 from slipstream.layers.layer import BuildContext, MatrixShape
@@ -144,6 +144,10 @@ class Experts:
     def __init__(
         self, spec: ExpertsSpec, context: BuildContext, layer: str, norms: LayerNorms
     ) -> None:
+        self._pool = context.pool
+        if self._pool is not None:
+            self._pool.join(self)
+            context = replace(context, source=self._pool.source, share=self._pool.share)
         source, width, inner = context.source, context.width, spec.intermediate_size
         self._ranks = context.share
         gate_up, down = _stacks(spec, layer, width, context.share.unit)
@@ -177,11 +181,31 @@ class Experts:
         self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
     ) -> tuple[Made, Tensor]:
         """See `FeedForward`."""
-        del inputs
-        made, stream = ops.experts(addend, residual, self._parts)
-        if self._ranks.reduce is None:
-            return made, stream
-        return self._ranks.addend(made, stream.dtype, ops.sums_addends), stream
+        if self._pool is None:
+            made, stream = ops.experts(addend, residual, self._parts)
+            if self._ranks.reduce is None:
+                return made, stream
+            return self._ranks.addend(made, stream.dtype, ops.sums_addends), stream
+        if residual is None:
+            assert isinstance(addend, Tensor), "without a residual the addend is the stream"
+            stream = addend
+        else:
+            _, stream = ops.norm(addend, residual, None)
+        partial = self._partial(ops, stream, inputs.pooled_rows or len(stream))
+        return self._pool.own(partial, len(stream), ops.sums_addends), stream
+
+    def assist(self, ops: Ops, num_rows: int) -> None:
+        """See `PooledHalf`."""
+        nothing = self._parts.router.weight[:0]
+        assert self._pool is not None
+        self._pool.own(self._partial(ops, nothing, num_rows), 0, ops.sums_addends)
+
+    def _partial(self, ops: Ops, stream: Tensor, num_rows: int) -> Tensor:
+        """stream [T, H] -> this rank's partial results for the rows of all ranks, as many each."""
+        assert self._pool is not None
+        rows = self._pool.gather(stream, num_rows)
+        made, _ = ops.experts(rows, None, self._parts)
+        return summed(made, rows.dtype)
 
 
 def _without_zeros(weight: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from slipstream.kernels.norm import Made
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, Behind, JoiningAddend, LayerParts, Norm, Ops
 from slipstream.layers.adapters import AdapterSlots
+from slipstream.layers.expert_pool import ExpertPool
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import WHOLE, ParameterSource, Share
 from slipstream.layers.rope import RopeTables
@@ -37,6 +38,7 @@ class BuildContext:
         width: width of the residual stream.
         share: this rank's share of the network; `source` has it as well.
         adapters: receives slots for LoRA adapters of the matrices; None: there are no adapters.
+        pool: for experts, which ranks share while all else is whole; None: there is none.
     """
 
     source: ParameterSource
@@ -44,6 +46,7 @@ class BuildContext:
     ropes: RopeTables
     share: Share = WHOLE
     adapters: AdapterSlots | None = None
+    pool: ExpertPool | None = None
 
 
 class Half(Protocol):

@@ -157,6 +157,8 @@ class Share:
         spread: leaves the sum of what the ranks made (see `addend`) to the op that takes it, which
             fetches their parts from the GPUs' memory; None: there is no such memory, or it is not
             for this shape.
+        swap: [size, ...], a part for each rank -> [size, ...], the part that each rank had for
+            this one.
     """
 
     rank: int = 0
@@ -168,6 +170,7 @@ class Share:
     unit: int = 1
     stack: Callable[[Tensor], Tensor] | None = None
     spread: Callable[[Tensor, torch.dtype], Spread | None] = lambda made, dtype: None
+    swap: Callable[[Tensor], Tensor] | None = None
 
     def addend(self, made: Tensor, dtype: torch.dtype, sums_addends: bool) -> Made:
         """The sum over ranks of their partial results, as an addend of the stream.

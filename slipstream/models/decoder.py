@@ -11,6 +11,7 @@ from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.layers.embedding import Embedding, LogitCurve, own_head, tied_head
+from slipstream.layers.expert_pool import ExpertPool
 from slipstream.layers.layer import BuildContext, build_layers
 from slipstream.layers.layer_inputs import LayerInputs
 from slipstream.layers.parameters import WHOLE, ParameterSource, Share
@@ -27,6 +28,7 @@ class Decoder:
         share: this rank's share of the network; `source` must have the same.
         adapters: is given slots for LoRA adapters of the layers; None: no adapters.
         num_composed: maximum of rows of a pass with M-RoPE positions; see `RopeTables`.
+        pool: of experts that ranks share while all else is whole; None: there is none.
     """
 
     def __init__(
@@ -38,14 +40,15 @@ class Decoder:
         share: Share = WHOLE,
         adapters: AdapterSlots | None = None,
         num_composed: int = 0,
+        pool: ExpertPool | None = None,
     ) -> None:
-        self.config, self.adapters = config, adapters
+        self.config, self.adapters, self.pool = config, adapters, pool
         width = config.hidden_size
         self.embedding = Embedding(source, "model.embed_tokens", config.vocab_size, width, share)
         self.ropes = ropes = RopeTables(
             max_positions, self.embedding.device, num_composed=num_composed
         )
-        context = BuildContext(source, width, ropes, share, adapters)
+        context = BuildContext(source, width, ropes, share, adapters, pool)
         self.layers = build_layers(config.layers, context)
         self._layer_inputs: LayerInputs | None = None
         if config.layer_inputs is not None:
@@ -74,6 +77,12 @@ class Decoder:
         if scale is not None and self.config.embedding_scale_rounded:
             scale = torch.tensor(scale, dtype=x.dtype).item()
         return x if scale is None else x * scale
+
+    def assist(self, num_rows: int) -> None:
+        """Compute shares of experts in a pass of `num_rows` rows of other ranks, with no rows of
+        its own."""
+        assert self.pool is not None, "there are other ranks"
+        self.pool.assist(self._ops, num_rows)
 
     def renumber(self, token_ids: Tensor) -> None:
         """Give token i the embedding of token_ids[i], [n] int64."""

@@ -21,7 +21,8 @@ from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.table import Ops
 from slipstream.layers.adapters import AdapterSlots
-from slipstream.layers.parameters import WHOLE, Share
+from slipstream.layers.expert_pool import ExpertPool, Unsplit
+from slipstream.layers.parameters import WHOLE, ParameterSource, Share
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_keys import DTYPES
@@ -45,7 +46,7 @@ from slipstream.models.quantized.source import (
     stored_rounding,
 )
 from slipstream.models.safetensors_file import TensorEntry
-from slipstream.models.sharing import shared_unit
+from slipstream.models.sharing import shared_unit, without_experts
 from slipstream.models.twin import TwinSource, require_twin
 
 __all__ = [
@@ -108,6 +109,7 @@ class LoadOptions:
         twin_of: config of the target whose first layers (or all layers) a twin copies.
         num_composed: see `Decoder`.
         share: this rank's share under tensor parallelism.
+        experts: this rank's share of experts, where all else is whole and `share` is `WHOLE`.
         adapters: (number of slots, largest LoRA rank); None: no adapters can be loaded.
         progress_bar: reports the bytes that have been read.
         memory_check: called before anything is allocated.
@@ -125,9 +127,15 @@ class LoadOptions:
     twin_of: DecoderConfig | None = None
     num_composed: int = 0
     share: Share = WHOLE
+    experts: Share = WHOLE
     adapters: tuple[int, int] | None = None
     progress_bar: ProgressBar = no_progress_bar
     memory_check: MemoryCheck = no_memory_check
+
+    @property
+    def cut(self) -> Share:
+        """What sources cut the parts to that ranks share."""
+        return self.experts if self.experts.size > 1 else self.share
 
 
 def load_decoder(
@@ -154,7 +162,7 @@ def load_decoder(
     if options.quantization is None and stored is None:
         rounded = {name: weight_bytes(config, options.dtype, name) for name in PRECISIONS}
     # Replicated parameters (norms, biases) are small enough to ignore.
-    options.memory_check(checkpoint.path.name, size // options.share.size, rounded)
+    options.memory_check(checkpoint.path.name, _rank_bytes(config, options, size), rounded)
     if stored is not None:
         _log_stored(checkpoint, stored, options)
     if options.quantization is not None:
@@ -179,10 +187,22 @@ def load_decoder(
 
 def _with_unit(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> LoadOptions:
     """The options with `Share.unit` set, under tensor parallelism."""
-    if options.share.size == 1:
+    if options.cut.size == 1:
         return options
     unit = shared_unit(checkpoint, config, options.load_format in RANDOM_FORMATS)
+    if options.share.size == 1:
+        return replace(options, experts=replace(options.experts, unit=unit))
     return replace(options, share=replace(options.share, unit=unit))
+
+
+def _rank_bytes(config: DecoderConfig, options: LoadOptions, size: int) -> int:
+    """Bytes of this rank's weights, of a network that has `size`. Beside shared experts all is
+    counted as unquantised, if that is not more than the whole."""
+    if options.experts.size == 1:
+        return size // options.share.size
+    whole = without_experts(config)
+    beside = min(size, weight_bytes(whole, options.dtype, options.quantization))
+    return beside + (size - beside) // options.experts.size
 
 
 def _random_weights(
@@ -190,21 +210,24 @@ def _random_weights(
 ) -> TensorSource | None:
     """The source of random weights; None if weights are read from the checkpoint."""
     if options.load_format == "dummy":
-        return DummySource(options.dtype, options.device, options.seed, options.share)
+        return DummySource(options.dtype, options.device, options.seed, options.cut)
     if options.load_format != "twin":
         return None
     target = options.twin_of or config
     require_twin(config, target, checkpoint.config_file)
-    return TwinSource(options.dtype, options.device, options.seed, target, options.share)
+    return TwinSource(options.dtype, options.device, options.seed, target, options.cut)
 
 
 def _build(ops: Ops, config: DecoderConfig, tensors: TensorSource, options: LoadOptions) -> Decoder:
-    source = in_precision(tensors, options.quantization, ops)
+    source: ParameterSource = in_precision(tensors, options.quantization, ops)
     slots: AdapterSlots | None = None
     if options.adapters is not None:
         slots = AdapterSlots(*options.adapters, options.dtype, options.device, options.share)
     sizes = options.max_positions, options.share, slots, options.num_composed
-    network = Decoder(ops, source, config, *sizes)
+    pool: ExpertPool | None = None
+    if options.experts.size > 1:
+        pool, source = ExpertPool(options.experts, source), Unsplit(source)
+    network = Decoder(ops, source, config, *sizes, pool)
     if slots is not None and not slots.modules:
         network.adapters = None
     return network
@@ -263,7 +286,7 @@ def _open(
 ) -> CheckpointSource:
     if stored is None:
         return CheckpointSource(
-            checkpoint, options.dtype, options.device, progress, share=options.share
+            checkpoint, options.dtype, options.device, progress, share=options.cut
         )
     return open_quantized(checkpoint, stored, options, progress)
 
@@ -281,7 +304,7 @@ def open_quantized(
         _kept_formats(options),
         # Dequantise to float32 if the matrices are quantised again, to round only once.
         options.dtype if options.quantization is None else torch.float32,
-        options.share,
+        options.cut,
     )
 
 

@@ -5,7 +5,10 @@ from dataclasses import replace
 
 from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.weight import Weight
-from slipstream.layers.layer import BuildContext, build_layers
+from slipstream.layers.expert_pool import ExpertPool, Unsplit
+from slipstream.layers.experts import ExpertsSpec
+from slipstream.layers.layer import BuildContext, FeedForwardSpec, build_layers
+from slipstream.layers.parallel_experts import ParallelExpertsSpec
 from slipstream.layers.parameters import (
     COLUMNS,
     MOST_RANKS,
@@ -55,20 +58,32 @@ class _Shares(Shapes):
 
 
 def require_equal_shares(
-    checkpoint: Checkpoint, config: DecoderConfig, num_ranks: int, random: bool
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    num_ranks: int,
+    random: bool,
+    experts_alone: bool = False,
 ) -> None:
     """Raise UsageError, naming the numbers of ranks that fit, if `num_ranks` cannot share a model.
 
     Args:
         random: weights are random, so the checkpoint's tensors are not looked at.
+        experts_alone: they share experts, and each has all else whole.
     """
+    if experts_alone and without_experts(config) == config:
+        raise UsageError(
+            f"{checkpoint.path.name} has no experts that {num_ranks} processes could share; leave "
+            "out enable_expert_parallel: slipstream serve --data-parallel-size starts whole "
+            "replicas, and the processes of tensor_parallel_size share a dense model"
+        )
     unit = _unit_of(checkpoint, random)
     share = replace(WHOLE, unit=shared_unit(checkpoint, config, random))
-    problem = _problem(config, replace(share, size=num_ranks), unit)
+    problem = _problem(config, replace(share, size=num_ranks), unit, experts_alone)
     if problem is None:
         return
     sizes = range(1, MOST_RANKS + 1)
-    fitting = [it for it in sizes if _problem(config, replace(share, size=it), unit) is None]
+    found = {it: _problem(config, replace(share, size=it), unit, experts_alone) for it in sizes}
+    fitting = [it for it, problem in found.items() if problem is None]
     raise UsageError(
         f"{checkpoint.path.name}: {problem}; use a number of ranks that can share all of the model "
         f"({', '.join(map(str, fitting))})"
@@ -82,16 +97,35 @@ def shared_unit(checkpoint: Checkpoint, config: DecoderConfig, random: bool) -> 
     return source.unit
 
 
-def _problem(config: DecoderConfig, share: Share, unit: Unit) -> str | None:
+def without_experts(config: DecoderConfig) -> DecoderConfig:
+    """The config without its mixtures of experts; some layers may have no feed-forward part."""
+    halves = [(it, _dense(it.feed_forward)) for it in config.layers]
+    kept = [replace(it, feed_forward=dense) for it, dense in halves if it.mixer or dense]
+    return replace(config, layers=tuple(kept))
+
+
+def _dense(spec: FeedForwardSpec | None) -> FeedForwardSpec | None:
+    if isinstance(spec, ParallelExpertsSpec):
+        return spec.dense
+    return None if isinstance(spec, ExpertsSpec) else spec
+
+
+def _problem(config: DecoderConfig, share: Share, unit: Unit, experts_alone: bool) -> str | None:
     try:
-        _build(config, share, _Shares(share, unit))
+        _build(config, share, _Shares(share, unit), experts_alone)
     except UnequalSharesError as error:
         return error.problem
     return None
 
 
-def _build(config: DecoderConfig, share: Share, source: _Shares) -> None:
-    context = BuildContext(source, config.hidden_size, RopeTables(1, NOWHERE), share)
+def _build(
+    config: DecoderConfig, share: Share, source: _Shares, experts_alone: bool = False
+) -> None:
+    ropes = RopeTables(1, NOWHERE)
+    context = BuildContext(source, config.hidden_size, ropes, share)
+    if experts_alone:
+        pool = ExpertPool(share, source)
+        context = BuildContext(Unsplit(source), config.hidden_size, ropes, pool=pool)
     build_layers(config.layers, context)
 
 

@@ -1,8 +1,9 @@
 """Collective operations between ranks: gloo between processes on a CPU, NCCL between GPUs.
 
-The only operation is all-gather. All-reduce is an all-gather followed by additions in the order of
-the ranks, so that all ranks hold bitwise equal sums. Everything computed from them is then equal as
-well, and results need not be sent from one rank to another.
+Ranks that run the same rows only gather. All-reduce is an all-gather followed by additions in the
+order of the ranks, so that all ranks hold bitwise equal sums. Everything computed from them is then
+equal as well, and results need not be sent from one rank to another. Ranks that run different rows
+also swap parts (all-to-all).
 """
 
 import hashlib
@@ -75,7 +76,8 @@ class Collectives:
     def share(self) -> Share:
         """This rank's share of a network."""
         exchanges = self.reduce, self.gather, self.least, self.within
-        return Share(self.rank, self.size, *exchanges, stack=self.all_of, spread=self.spread)
+        whole = Share(self.rank, self.size, *exchanges, stack=self.all_of, swap=self.swap)
+        return replace(whole, spread=self.spread)
 
     def within(self, size: int) -> Share:
         """See `Share.within`."""
@@ -96,12 +98,14 @@ class Collectives:
             if gathered is not None:
                 return gathered
         found = mine.new_empty((self.size, *mine.shape))
-        try:
-            # Sent as bytes, since not all libraries support all dtypes.
-            work = self._group._allgather_base(_bytes(found), _bytes(mine))
-            work.wait()
-        except RuntimeError as error:
-            raise CollectiveError(f"an exchange between ranks failed: {error}") from error
+        _run(self._group._allgather_base, found, mine)
+        return found
+
+    def swap(self, mine: Tensor) -> Tensor:
+        """All-to-all: [size, ...], a part for each rank -> [size, ...], the parts for this one."""
+        mine = mine.contiguous()
+        found = torch.empty_like(mine)
+        _run(self._group.alltoall_base, found, mine, [], [])
         return found
 
     def spread(self, made: Tensor, dtype: torch.dtype) -> Spread | None:
@@ -179,8 +183,12 @@ def _end(group: Any, graphs: list[Graphs]) -> None:
     group.abort()
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+def _run(exchange: Any, found: Tensor, mine: Tensor, *rest: Any) -> None:
+    """Fill `found`. Both are exchanged as bytes, since not all libraries support all dtypes."""
+    try:
+        exchange(*(it.view(-1).view(torch.uint8) for it in (found, mine)), *rest).wait()
+    except RuntimeError as error:
+        raise CollectiveError(f"an exchange between ranks failed: {error}") from error
 
 
 def _connected(store: Any, rank: int, size: int, device: torch.device) -> Any:

@@ -33,6 +33,8 @@ class PackedBatch:
         trims: see `DraftPlan`, per request; empty if all draft tokens are verified.
         saved: see `ScheduledRequest`, per request; empty if no checkpoint is written.
         prompts: see `PassRows`.
+        least_requests, least_rows: what captured steps are padded to at least, so that ranks with
+            requests of their own replay graphs of one shape.
     """
 
     slots: Sequence[int]
@@ -47,6 +49,8 @@ class PackedBatch:
     trims: Sequence[Trim | None] = ()
     saved: Sequence[int] = ()
     prompts: Sequence[PromptRows | None] = ()
+    least_requests: int = 0
+    least_rows: int = 0
 
     @property
     def num_verified(self) -> int:

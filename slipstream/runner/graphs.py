@@ -205,6 +205,12 @@ class GraphRunner:
             captured.last_columns = columns
         return captured.replay(_nothing if host is None else host.fill)
 
+    def expect(self, uses: frozenset[Uses]) -> None:
+        """Allocate what graphs of these features read. Ranks that replay graphs of one shape call
+        this with the features of all, so that none drops a graph that the others keep."""
+        if uses - APART not in LEAN:
+            self._sampling.allocate_all()
+
     def capture_all(
         self,
         name: str,
@@ -235,7 +241,8 @@ class GraphRunner:
         return uses | self._of_drafts if uses and width else uses
 
     def _key(self, name: str, packed: PackedBatch, packs: bool) -> _Key:
-        bucket, width = self._form.bucket(len(packed.slots)), self._form.width(packed.width)
+        num_requests = max(len(packed.slots), packed.least_requests)
+        bucket, width = self._form.bucket(num_requests), self._form.width(packed.width)
         uses, apart = packed.uses - APART, packed.uses & APART
         if not width:
             apart -= OF_DRAFTS
@@ -250,7 +257,7 @@ class GraphRunner:
             self._graphs = lean
             self._generation = self._sampling.generation
         key = _Key(name, bucket, width, uses, packed.guesses is not None and width > 0)
-        num_rows = len(packed.slots) + packed.num_verified
+        num_rows = max(len(packed.slots) + packed.num_verified, packed.least_rows)
         return self._with_fewer_rows(key, num_rows) if packs else key
 
     def _with_fewer_rows(self, key: _Key, num_rows: int) -> _Key:

@@ -23,12 +23,14 @@ class Forward:
         streams: the residual streams of `stream_layers`, each [T, hidden_size].
         embedded: [T, hidden_size], the input of the first layer if there are images among the rows;
             None: it is the embeddings of the tokens.
+        num_rows: number of rows that experts computed for all ranks that share them; else T.
     """
 
     hidden: Tensor
     layout: RowLayout
     streams: Sequence[Tensor] = ()
     embedded: Tensor | None = None
+    num_rows: int = 0
 
 
 class ModelRunner:
@@ -65,11 +67,31 @@ class ModelRunner:
         states = self._cache.state_inputs(rows.slots, rows.starts, num_known, rows.saved)
         if states is not None:
             layout = replace(layout, inputs=replace(layout.inputs, states=states))
-        layout = self._adapted(layout, rows)
+        layout, num_rows = self._pooled(self._adapted(layout, rows))
         token_ids, embedded, added = embed(self._network, layout, rows.prompts)
         given = token_ids, layout.inputs, self._cache.layers, self._stream_layers
         hidden, streams = self._network(*given, embedded, added)
-        return Forward(hidden, layout, streams, embedded)
+        return Forward(hidden, layout, streams, embedded, num_rows)
+
+    def _pooled(self, layout: RowLayout) -> tuple[RowLayout, int]:
+        """The layout with the number of rows that ranks agree on if they share experts, and
+        `Forward.num_rows`. Passes that are not exact have as many on all ranks."""
+        pool, count = self._network.pool, len(layout.token_ids)
+        if pool is None:
+            return layout, count
+        if layout.row_starts:
+            count = pool.agree(count)
+            layout = replace(layout, inputs=replace(layout.inputs, pooled_rows=count))
+        return layout, count * pool.size
+
+    def assist(self) -> int:
+        """Take part in an exact pass of other ranks with which this one shares experts, without
+        rows of its own; see `Forward.num_rows`."""
+        pool = self._network.pool
+        assert pool is not None, "there are other ranks"
+        count = pool.agree(0)
+        self._network.assist(count)
+        return count * pool.size
 
     def _adapted(self, layout: RowLayout, rows: PassRows) -> RowLayout:
         """The layout with the adapter of each row, if the network has slots for adapters."""

@@ -79,8 +79,8 @@ class ModelOptions:
         return window if window is not None and window < longest else None
 
     def require_ranks(self, num_ranks: int) -> None:
-        """Raise UsageError if the drafter cannot run with a target on `num_ranks` > 1 ranks."""
-        if self.whole_target:
+        """Raise UsageError if the drafter cannot run with a target that `num_ranks` ranks share."""
+        if self.whole_target and num_ranks > 1:
             raise UsageError(
                 "an assistant reads all keys and values of its target, of which each process of "
                 "tensor_parallel_size has some heads; give that as 1, or use another drafter"

@@ -12,7 +12,8 @@ RUN = "--verbose -v"
 ENGINE = """
     --allowed-local-media-path --allowed-media-domains --limit-mm-per-prompt
     --mm-processor-cache-gb --mm-processor-kwargs
-    --enable-lora --tensor-parallel-size -tp
+    --enable-lora --tensor-parallel-size -tp --data-parallel-size -dp
+    --enable-expert-parallel -ep
     --batch-invariant --block-size --device --download-dir --dtype --enable-prefix-caching
     --enforce-eager --engine-seed --generation-config --gpu-memory-utilization --hf-overrides
     --hf-token --kv-cache-dtype --kv-cache-memory --kv-cache-memory-bytes --load-format
@@ -68,7 +69,7 @@ FLAGS = {
         --json-schema --logprobs --n --prompt --prompt-file --prompt-logprobs --regex -n
     """,
     "chat": f"{COMMON} {RUN} {ENGINE} {DRAFTER} {SAMPLING} --chat-template --image --system",
-    "serve": f"{SERVE} {RUN} --data-parallel-size -dp",
+    "serve": f"{SERVE} {RUN}",
     "deploy": f"""
         {SERVE} --image --manifest --max-replicas --name --replica-cpus --replica-gpus --replicas
         --routing --target-queue-time --wait-timeout

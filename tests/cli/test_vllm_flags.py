@@ -60,7 +60,8 @@ EFFECTS: dict[str, tuple[str, str, Any]] = {
     "--attention-backend": ("CPU_ATTN", "config.attention_backend", "CPU_ATTN"),
     "--tensor-parallel-size": ("2", "config.tensor_parallel_size", 2),
     # Several replicas: tests/deploy/test_command.py.
-    "--data-parallel-size": ("1", "config.model", "demo"),
+    "--data-parallel-size": ("1", "config.data_parallel_size", 1),
+    "--enable-expert-parallel": ("", "config.enable_expert_parallel", True),
     "--quantization": ("int8", "config.quantization", "int8"),
     "--load-format": ("dummy", "config.load_format", "dummy"),
     "--download-dir": ("d", "config.download_dir", "d"),

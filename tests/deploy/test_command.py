@@ -75,6 +75,8 @@ def test_each_replica_may_be_several_ranks(
     assert [it.config.tensor_parallel_size for it in fitted] == [2, 2]
     assert [it.config.threads for it in fitted] == [4, None]
     assert [it.replicas.replica_gpus for it in fitted] == [0, 2]
+    assert run(app, ["deploy", "demo", "--replicas", "3", "-dp", "2", "-ep"]) == 0
+    assert local._fitted(planned[1]).replicas.replica_gpus == 2
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,8 @@ def test_each_replica_may_be_several_ranks(
         ("deploy demo --name a", "--name is for the manifest of a cluster; add --manifest"),
         ("deploy demo --image a", "--image is for the manifest of a cluster; add --manifest"),
         ("serve demo -dp 0", "--data-parallel-size must be"),
+        ("deploy demo -dp 2", "--data-parallel-size is for slipstream serve; here --replicas"),
+        ("serve demo -dp 2 -ep -tp 2", "give tensor_parallel_size 1, or leave out"),
     ],
 )
 def test_wrong_flags_are_refused(

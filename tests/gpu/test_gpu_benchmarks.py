@@ -88,7 +88,8 @@ def test_three_starts_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.full
 def test_ranks_exchange_and_step(capfd: pytest.CaptureFixture[str]) -> None:
-    assert gpu_ranks.main("--device cpu --tiny --only exchanges steps".split()) == 0
+    assert gpu_ranks.main("--device cpu --tiny --only exchanges experts steps".split()) == 0
     out = capfd.readouterr().out
     assert "ordered" in out
+    assert out.count("of 8 texts part") == 6
     assert out.count("9 sums of at most 8 rows") == 2

@@ -27,7 +27,7 @@ class Pool:
     def lead(self, config: EngineConfig, device: torch.device) -> Ranks:
         """Takes the place of `start_ranks`: one engine at a time."""
         self.leave()
-        size = config.tensor_parallel_size
+        size = config.num_ranks
         found = self._followers.get(size)
         if found is None or found.loss or not all(it.alive for it in found.processes):
             if found is not None:
@@ -64,7 +64,7 @@ def ranked(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
     """Opens an engine of two ranks that compare what they hold, in place of the last one."""
 
     def start(config: EngineConfig, device: torch.device) -> Ranks:
-        return (start_ranks if config.tensor_parallel_size == 1 else pool.lead)(config, device)
+        return (start_ranks if config.num_ranks == 1 else pool.lead)(config, device)
 
     monkeypatch.setattr(build, "start_ranks", start)
 

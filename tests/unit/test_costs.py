@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from slipstream.engine.drafting.costs import CostModel, CostRow, Point
 from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
 from slipstream.engine.drafting.pace import Pace
 from slipstream.engine.metrics import StepEstimate
-from slipstream.engine.step_results import Launched, Outcome
+from slipstream.engine.step_results import Collected, Launched
 from slipstream.kernels.devices import Download
 
 PARAMS = SamplingParams(temperature=0)
@@ -282,8 +281,8 @@ def test_the_time_between_steps_is_the_hosts_where_requests_go_on() -> None:
     def times(admitted: bool, began: float) -> StepTimes:
         plain = report([0], StepTimes(0.0, 0.0, 0.0, 0.0)).batch
         items = tuple(replace(item, admitted=admitted) for item in plain.requests)
-        outcome = cast(Outcome, None)
-        launched = Launched(Batch(items), outcome, Download(torch.zeros(1, 1)), began, False)
+        results = Collected(torch.zeros(1, 1), 1, 1)
+        launched = Launched(Batch(items), results, Download(results.numbers), began, False)
         return launched.times([0.1, 0.2, 0.3], 0.25, before=10.0, ended=14.0)
 
     assert astuple(times(False, 13.0)) == pytest.approx((0.1, 0.2, 0.3, 3.4, 0.0))

@@ -230,6 +230,7 @@ class Measured:
             admitted=admitted,
             reaches_end=True,
             window_table=_blocks(slot, count, self._resolved.num_window_blocks),
+            rank=slot % self._step.division.num_parts,
         )
 
     def _finish(self, launched: Launched) -> StepReport:

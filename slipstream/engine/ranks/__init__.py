@@ -1,1 +1,1 @@
-"""Tensor parallelism over processes: rank 0 leads and the other ranks follow its steps."""
+"""Processes that hold a model together: rank 0 leads and the other ranks follow its steps."""

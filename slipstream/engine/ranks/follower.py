@@ -23,6 +23,7 @@ from slipstream.core.errors import RanksLostError, SlipstreamError
 from slipstream.engine.ranks.leader import LEAVE
 from slipstream.engine.ranks.messages import Call, Reader
 from slipstream.engine.ranks.processes import READY, SETTLED
+from slipstream.engine.ranks.ranks import MakeGuide
 from slipstream.runner.collectives import CollectiveError, Collectives, open_store
 from slipstream.runner.memory import uses_gpu_memory
 
@@ -56,6 +57,9 @@ class Follower:
             raise _AbandonedError
         found: T = agreed
         return found
+
+    def walk(self, make: MakeGuide) -> None:
+        self._reader.make_guide = make
 
     def call(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
         return function(*arguments)

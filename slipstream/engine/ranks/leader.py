@@ -14,7 +14,7 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.errors import RanksLostError, UsageError
 from slipstream.engine.ranks.messages import Call, Writer
 from slipstream.engine.ranks.processes import SETTLED, Followers
-from slipstream.engine.ranks.ranks import ALONE, Ranks
+from slipstream.engine.ranks.ranks import ALONE, MakeGuide, Ranks
 from slipstream.runner.collectives import CollectiveError
 from slipstream.runner.memory import uses_gpu_memory
 
@@ -30,13 +30,13 @@ def start_ranks(config: EngineConfig, device: torch.device) -> Ranks:
         UsageError: there are fewer GPUs than ranks.
         RanksLostError: a rank failed to start.
     """
-    size = config.tensor_parallel_size
+    size = config.num_ranks
     if size == 1:
         return ALONE
     if uses_gpu_memory(device) and torch.cuda.device_count() < size:
         raise UsageError(
-            f"tensor_parallel_size={size} needs as many GPUs, and torch sees "
-            f"{torch.cuda.device_count()}; use at most as many"
+            f"{size} processes (tensor_parallel_size or data_parallel_size) need as many GPUs, "
+            f"and torch sees {torch.cuda.device_count()}; use at most as many"
         )
     followers = Followers(size, device)
     return Leader(config, followers, followers.close)
@@ -85,6 +85,9 @@ class Leader:
         made = make()
         self._followers.send(self._writer.write(made))
         return made
+
+    def walk(self, make: MakeGuide) -> None:
+        """Does nothing: requests come with guides."""
 
     def lost(self, error: Exception) -> RanksLostError:
         self._followers.wait_for_loss(str(error))

@@ -15,6 +15,7 @@ from slipstream.core.adapters import NamedAdapter
 from slipstream.core.batch import ScheduledRequest
 from slipstream.core.request import Request
 from slipstream.core.structured import Advance
+from slipstream.engine.ranks.ranks import MakeGuide
 from slipstream.runner.device_state import num_equal
 
 # The fields of a request that change, besides its tokens.
@@ -100,9 +101,15 @@ class Writer:
 
 
 class Reader:
-    """Reads all messages of a `Writer`, in order."""
+    """Reads all messages of a `Writer`, in order.
+
+    Attributes:
+        make_guide: makes the guides of requests that follow a grammar; None: the leader alone
+            walks grammars.
+    """
 
     def __init__(self) -> None:
+        self.make_guide: MakeGuide | None = None
         self._requests: dict[str, Request] = {}
         self._tables: dict[int, list[list[int]]] = {}
 
@@ -113,12 +120,23 @@ class Reader:
         request = Request(**given)
         request.num_prompt_tokens = num_prompt_tokens
         self._requests[request.request_id] = request
+        structured = request.params.structured
+        if self.make_guide is not None and request.guide is not None and structured is not None:
+            request.guide = self.make_guide(structured, request.stop_token_ids)
+            self._advance(request, request.output_token_ids)
         return self._with(request, counters)
 
     def grown(self, name: str, token_ids: list[int], counters: list[Any]) -> Request:
         request = self._requests[name]
         request.token_ids.extend(token_ids)
+        self._advance(request, token_ids)
         return self._with(request, counters)
+
+    def _advance(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Walk on, if grammars are walked here."""
+        if self.make_guide is not None and request.guide is not None:
+            for token in token_ids:
+                request.guide.advance(token)
 
     def planned(
         self,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import RanksLostError
+from slipstream.core.structured import Guide, StructuredOutput
 from slipstream.kernels.devices import upload
 from slipstream.layers.parameters import WHOLE, Share
 from slipstream.models.loading import ProgressBar
@@ -20,6 +21,8 @@ from slipstream.runner.device_state import DeviceState
 from slipstream.sampling.state import SamplingState
 
 T = TypeVar("T")
+# (grammar, tokens that end the output) -> the guide of a new request
+MakeGuide = Callable[[StructuredOutput, frozenset[int]], Guide]
 
 
 class Ranks(Protocol):
@@ -50,6 +53,10 @@ class Ranks(Protocol):
     def agree(self, make: Callable[[], T]) -> T:
         """Return on every rank what `make` returns on the leader; used only within functions that
         all ranks run."""
+
+    def walk(self, make: MakeGuide) -> None:
+        """Have the requests that a follower is told of come with guides of its own, which it
+        advances; does nothing on the leader."""
 
     def lost(self, error: Exception) -> RanksLostError:
         """The error to raise after an exchange failed with `error`, since a rank was lost."""
@@ -87,6 +94,9 @@ class Alone:
 
     def agree(self, make: Callable[[], T]) -> T:
         return make()
+
+    def walk(self, make: MakeGuide) -> None:
+        """Does nothing: requests come with guides."""
 
     def lost(self, error: Exception) -> RanksLostError:
         return RanksLostError(str(error))
