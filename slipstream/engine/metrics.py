@@ -43,7 +43,8 @@ class StepEstimate:
         # What made this step longer than expected would have delayed plain ones as well: other
         # load on the machine, say, of which the usual times that costs are made of know nothing.
         took = times.device + times.rest
-        return cls(requests, drafting, took, plain * took / costs.report_seconds(report))
+        expected = max(plain, costs.report_seconds(report))  # nothing is known at first
+        return cls(requests, drafting, took, plain * took / expected)
 
     def count(self, metrics: RequestMetrics, gained: Committed, share: float = 1.0) -> None:
         """Count one request's share of the step in metrics.

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.core.batch import Batch, Committed, ScheduledRequest, StepReport, StepTimes
+from slipstream.core.batch import (
+    Batch,
+    ChainStops,
+    Committed,
+    ScheduledRequest,
+    StepReport,
+    StepTimes,
+)
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step_form import CapturedForm
@@ -221,6 +228,29 @@ def test_other_load_does_not_change_the_estimated_speed_up(drafts: list[int]) ->
         step = StepEstimate.of(report(drafts, times), model)
         assert step.seconds == pytest.approx(times.device + times.rest)
         assert step.plain == pytest.approx(slower * plain, rel=0.05)
+
+
+def test_no_step_is_taken_to_be_shorter_than_a_plain_one() -> None:
+    model = CostModel()
+    model.observe(report([0], StepTimes(0.0, 4.0, 0.0, 0.0), rows=8))
+    model.observe(report([0], StepTimes(0.0, 1.0, 0.0, 0.0), rows=16))
+    step = StepEstimate.of(report([40], StepTimes(0.1, 4.0, 0.0, 0.1)), model)
+    assert 0 < step.plain <= step.seconds
+
+
+def test_a_chain_that_ended_before_its_first_token_is_no_plain_step() -> None:
+    """A pass of the drafter was run all the same, which is none of the host's share."""
+    machine = Machine(attentive, chain, noise=0.01)
+    model = calibrated(machine)
+    stopped = machine.step(1, 0)
+    item = replace(
+        stopped.batch.requests[0], num_draft_tokens=4, stops=ChainStops((1.0,), 0.5, 0.5)
+    )
+    times = replace(stopped.times, draft=2e-3)
+    for _ in range(60):
+        model.observe(replace(stopped, batch=Batch((item,)), times=times))
+        model.observe(machine.step(1, 4))
+    assert machine.error(model, 1, 0) < 0.05
 
 
 def test_what_drafting_adds_to_the_hosts_share_is_told_by_plain_steps() -> None:

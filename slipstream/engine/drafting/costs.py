@@ -248,10 +248,10 @@ class CostModel:
         self._learn_target(requests, report.num_rows, context, times.target + times.verify)
         if times.host:
             self._hear(self._host.knot(requests), times.host, times.host)
-        counts = self._counts(report)
+        counts, ended_early = self._counts(report), _ended_early(report)
         rest = _host_gap(times.rest, times.device, times.host)
-        self._learn_rest(requests, rest, times.draft, bool(counts))
-        if counts and not _ended_early(report):
+        self._learn_rest(requests, rest, times.draft, bool(counts) or ended_early)
+        if counts and not ended_early:
             self._learn_drafting(requests, counts, context, times.draft)
         if self._moved > _STALE:
             self._forget_predictions()

@@ -87,7 +87,9 @@ class DraftContext:
                 if self._missing[slot] > self._most_missing:
                     behind.append(slot)
                 self._missing[slot] = left_by or item.num_draft_tokens + 1
-        if behind and (self._captured or self._window is None):  # exact rounds read all they see
+        if (
+            behind and self._captured
+        ):  # the first pass of an exact round may have any number of rows
             self._catch_up(behind, self._most_missing)
 
     def _is_behind_grammar(self, item: ScheduledRequest) -> bool:
