@@ -5,7 +5,8 @@
 A half is norm, router, choice, experts, shared expert and sum; routers are random, so that rows
 choose independently. The limit of few rows is the time that the bytes of the experts really chosen,
 of the router and of the shared expert take (4.35 TB/s on an H200); that of many rows is
-their arithmetic at 790 TFLOP/s (share of the peak). Dense models give one line for each of a layer's four products.
+their arithmetic at 790 TFLOP/s (share of the peak). Dense models give one line for each of a
+layer's four products.
 """
 
 import argparse
