@@ -6,22 +6,10 @@
 namespace slipstream::SLIPSTREAM_LEVEL {
 namespace {
 
-// A few rows are done sooner than other threads are told of them.
-constexpr int64_t few_rows = 4;
-
-template <typename Fill>
-void for_rows(int64_t count, Fill&& fill) {
-    if (count <= few_rows) {
-        for (int64_t row = 0; row < count; ++row) fill(row);
-    } else {
-        parallel_for(count, fill);
-    }
-}
-
 template <typename Number>
 void store_rows(const AttentionCall& call) {
     const auto* x = static_cast<const Number*>(call.x);
-    for_rows(call.rows->num_rows,
+    for_rows(call.rows->num_rows, call.x_stride,
              [&](int64_t row) { store_row(call, row, x + row * call.x_stride); });
 }
 
@@ -161,7 +149,7 @@ void attend_in(const AttentionCall& call) {
     fill_plan(call, padded_dim, plan);
     const auto* x = static_cast<const Number*>(call.x);
     const int64_t query_columns = static_cast<int64_t>(shape.num_heads) * shape.head_dim;
-    for_rows(rows.num_rows, [&](int64_t row) {
+    for_rows(rows.num_rows, call.x_stride, [&](int64_t row) {
         const Number* from = x + row * call.x_stride;
         prepare_queries<Mode>(call, row, from, queries, plan.num_lines, padded_dim);
         if (!call.is_stored) store_row(call, row, from + query_columns);

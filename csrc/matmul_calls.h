@@ -28,7 +28,7 @@ class Calls {
             }
             ends_[i] = num_rows;
         }
-        for_rows(num_rows, [&](int64_t row) {
+        for_rows(num_rows, calls[0].weight->columns, [&](int64_t row) {
             const int64_t i = holder(row);
             rows_[i].fill(calls_[i], row - start(i));
         });

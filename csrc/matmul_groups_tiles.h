@@ -43,7 +43,7 @@ class GroupedTiles {
     static constexpr TileShape shape = tile_shape(storage);
 
     // Of whole tiles of lines, whose sums stay in the first cache.
-    static constexpr int64_t rows_at_once = digits == 1 ? 32 : digits == 2 ? 16 : 32;
+    static constexpr int64_t rows_at_once = digits == 2 ? 16 : 32;
 
     // Rows first .. first + count times a group: sums [count][digits][64], to be added to `values`.
     struct Part {
@@ -55,11 +55,13 @@ class GroupedTiles {
     // A group as bytes: [tile of the lines' depth][4 panels][steps of 4 columns][16][4].
     void unpack(int64_t group, uint8_t* to) const {
         const int halves = rows_.lines.depth / shape.columns;
-        look_ahead<block_rows * 2>(block_.group(group) + block_.tail);
+        const GroupPlace at = block_.at(group);
+        look_ahead<block_rows * 2>(at.tail);
         for (int64_t tile = 0; tile < block_.tiles; tile += halves)
             for (int panel = 0; panel < block_panels; ++panel)
                 for (int half = 0; half < halves; ++half) {
-                    const char* from = block_.tile(group, tile + half, panel);
+                    const char* from = at.tiles + (tile + half) * shape.block_bytes() +
+                                       panel * shape.panel_bytes();
                     look_ahead<shape.panel_bytes()>(from);
                     for (int pair = 0; pair < shape.columns / 8; ++pair, to += 128) {
                         const auto [first, second] = pair_at<storage>(from, pair);
@@ -71,19 +73,21 @@ class GroupedTiles {
 
     // values += scale * (sums - zero * sum of x), or + minimum * sum of x.
     void fold(const Part& part) const {
-        for (int n = 0; n < block_rows; n += lanes) {
-            const GroupScales scales = block_.scales(part.group, n);
-            for (int64_t row = 0; row < part.count; ++row) {
-                const int32_t* of = part.sums + row * digits * block_rows + n;
-                float* value = part.values + row * block_rows + n;
-                I16 joined = load(of);
-                if constexpr (digits > 1) joined = shift_left<7>(joined) + load(of + block_rows);
-                store(value, add_group<storage, digits>(
-                                 part.group ? load(value) : zero(), joined,
-                                 load(of + (digits - 1) * block_rows), scales, rows_,
-                                 part.first + row, part.group));
+        const GroupPlace at = block_.at(part.group);
+        const RowGroup x(rows_, part.first, part.group);
+        with_zeros<storage>(block_.zeros, [&](auto zeros) {
+            for (int n = 0; n < block_rows; n += lanes) {
+                const GroupScales by = block_.template scales<zeros.value>(at, n);
+                for (int64_t row = 0; row < part.count; ++row) {
+                    const int32_t* of = part.sums + row * digits * block_rows + n;
+                    float* value = part.values + row * block_rows + n;
+                    const I16 joined = shift_left<7>(load(of)) + load(of + block_rows);
+                    store(value, add_group<storage, digits, zeros.value>(
+                                     part.group ? load(value) : zero(), joined,
+                                     load(of + (digits - 1) * block_rows), by, x, row));
+                }
             }
-        }
+        });
     }
 
     const GroupedBlock<storage>& block_;

@@ -32,10 +32,13 @@ inline F16 join_digits(const int32_t* sums, const int32_t* x_sums, int digits) {
 
 // ---- in groups --------------------------------------------------------------------------------
 
+// What stands for 0 in a group: one integer for all weights, which is in the offsets of what they
+// meet; an integer of each row; or none, where a minimum is added to each number.
+enum class Zeros { common, own, minima };
+
 // Scales, and zeros or minima, of 16 rows of the weight, of a group.
 struct GroupScales {
     F16 scales;
-    enum { common_zero, zeros, minima } kind;  // a common zero is in the offsets of what they meet
     I16 zero;
     F16 minimum;
 };
@@ -90,6 +93,12 @@ inline F16 load_halves(const void* halves) {
 #endif
 }
 
+// A group of a block: its tiles, its scales and what follows, and the factors of these or null.
+struct GroupPlace {
+    const char *tiles, *tail;
+    const uint16_t* factors;
+};
+
 // A block of a weight in groups of `tiles` tiles, each with its scales, minima and zeros behind it.
 template <Storage storage>
 struct GroupedBlock {
@@ -97,74 +106,96 @@ struct GroupedBlock {
 
     const char* data;
     const uint16_t* factors;
-    int64_t groups, tiles, group_bytes, tail, factor_groups;
-    bool has_zeros, has_minima;
+    int64_t groups, tiles, group_bytes, factor_groups;
+    Zeros zeros;
 
     GroupedBlock(const Matrix& weight, int64_t block)
         : data(weight.block(block)), factors(weight.block_factors(block)),
           groups(weight.num_groups()), tiles(weight.tiles_per_group()),
-          group_bytes(weight.group_bytes()), tail(group_bytes - weight.group_tail_bytes()),
-          factor_groups(weight.factor_groups), has_zeros(weight.has_zeros),
-          has_minima(weight.has_minima) {}
+          group_bytes(weight.group_bytes()), factor_groups(weight.factor_groups),
+          zeros(weight.has_minima  ? Zeros::minima
+                : weight.has_zeros ? Zeros::own
+                                   : Zeros::common) {}
 
-    const char* group(int64_t index) const { return data + index * group_bytes; }
-    const char* tile(int64_t index, int64_t tile, int panel) const {
-        return group(index) + (tile * block_panels + panel) * shape.panel_bytes();
+    GroupPlace at(int64_t group) const {
+        const char* from = data + group * group_bytes;
+        const int64_t parts = zeros == Zeros::minima ? 2 : 1;
+        return {from, from + tiles * shape.block_bytes(),
+                factors ? factors + group / factor_groups * parts * block_rows : nullptr};
     }
 
     // Of rows n .. n + 16.
-    GroupScales scales(int64_t index, int n) const {
-        const char* from = group(index) + tail;
+    template <Zeros zeros>
+    GroupScales scales(const GroupPlace& at, int n) const {
         if constexpr (storage == Storage::mxfp4) {
             // The byte is the exponent of a float32, but 2^-127 is below the normal ones.
-            const I16 exponents = load_bytes(reinterpret_cast<const uint8_t*>(from + n));
+            const I16 exponents = load_bytes(reinterpret_cast<const uint8_t*>(at.tail + n));
             const F16 powers = as_floats(maximum(shift_left<23>(exponents), integers(0x400000)));
-            return {powers, GroupScales::common_zero, integers(0), zero()};
+            return {powers, integers(zero_of(storage)), zero()};
         }
-        const F16 first = numbers(from, index, 0, n);
-        if (has_minima)
-            return {first, GroupScales::minima, integers(0), numbers(from, index, 1, n)};
-        if (!has_zeros) return {first, GroupScales::common_zero, integers(0), zero()};
-        const char* bytes = from + block_rows * 2 + n;
-        return {first, GroupScales::zeros, load_bytes(reinterpret_cast<const uint8_t*>(bytes)),
-                zero()};
+        GroupScales found = {numbers(at, n), integers(zero_of(storage)), zero()};
+        if constexpr (zeros == Zeros::minima) found.minimum = numbers(at, block_rows + n);
+        if constexpr (zeros == Zeros::own)
+            found.zero = load_bytes(reinterpret_cast<const uint8_t*>(at.tail + block_rows * 2 + n));
+        return found;
     }
 
   private:
-    // Scales (part 0) or minima (part 1).
-    F16 numbers(const char* from, int64_t index, int part, int n) const {
-        if (!factors) return load_halves(from + (part * block_rows + n) * 2);
-        const char* bytes = from + part * block_rows + n;
-        const I16 whole = load_bytes(reinterpret_cast<const uint8_t*>(bytes)) - integers(128);
-        const int64_t place = index / factor_groups * (1 + has_minima) + part;
-        return floats(whole) * load_halves(factors + place * block_rows + n);
+    // Scales, or behind those of all 64 rows minima.
+    F16 numbers(const GroupPlace& at, int n) const {
+        if (!at.factors) return load_halves(at.tail + n * 2);
+        const I16 bytes = load_bytes(reinterpret_cast<const uint8_t*>(at.tail + n));
+        return floats(bytes - integers(128)) * load_halves(at.factors + n);
     }
 };
 
+// What rows have in a group.
+struct RowGroup {
+    const int32_t* offsets;  // [rows]
+    const float* x_sums;     // [rows]
+    const int32_t* sums;     // of the first row's first digit; of other digits and rows `groups` later
+    const float* scales;     // where the weight is e2m1: of other rows `groups` later
+    int64_t groups;
+
+    RowGroup(const RoundedRows& of, int64_t row, int64_t group)
+        : offsets(of.offsets + group * of.count + row), x_sums(of.x_sums + group * of.count + row),
+          sums(of.sums + row * of.digits * of.groups + group),
+          scales(of.scales + row * of.groups + group), groups(of.groups) {}
+};
+
 // value += what the sums of a row's digits with a group stand for, but for the scales of whole rows.
-// `joined` is of the first two digits, or of the only one: with their zeros they fit into 32 bits,
-// exactly. A third joins in floats.
-template <Storage storage, int digits>
-inline F16 add_group(F16 value, I16 joined, I16 last, const GroupScales& by,
-                     const RoundedRows& rows, int64_t row, int64_t index) {
-    const int64_t place = index * rows.count + row;
-    F16 number;
-    if (by.kind == GroupScales::minima) {
-        number = floats(joined);
+// `joined` is of the first two digits: with their zeros they fit into 32 bits, exactly. A third joins in
+// floats. The row is the one `r` behind the first of x.
+template <Storage storage, int digits, Zeros zeros>
+inline F16 add_group(F16 value, I16 joined, I16 last, const GroupScales& by, const RowGroup& x,
+                     int64_t r) {
+    if constexpr (zeros == Zeros::minima) {
+        F16 number = floats(joined);
         if constexpr (digits == 3) number = fma(number, broadcast(128.0f), floats(last));
         value = fma(by.scales, number, value);
-        return fma(by.minimum, broadcast(rows.x_sums[place]), value);
+        return fma(by.minimum, broadcast(x.x_sums[r]), value);
     }
-    const I16 offset = integers(rows.offsets[place]);
-    const bool has_zeros = by.kind == GroupScales::zeros;
-    number = floats(joined - (has_zeros ? by.zero * offset : offset));
+    const I16 offset = integers(x.offsets[r]);
+    F16 number = floats(joined - (zeros == Zeros::own ? by.zero * offset : offset));
     if constexpr (digits == 3) {
-        const int32_t last_total = rows.sums[(row * digits + 2) * rows.groups + index];
-        const I16 zero = has_zeros ? by.zero : integers(zero_of(storage));
-        number = fma(number, broadcast(128.0f), floats(last - zero * integers(last_total)));
+        const I16 total = integers(x.sums[(r * digits + 2) * x.groups]);
+        number = fma(number, broadcast(128.0f), floats(last - by.zero * total));
     }
-    if constexpr (is_e2m1(storage)) number = number * broadcast(rows.scales[row * rows.groups + index]);
+    if constexpr (is_e2m1(storage)) number = number * broadcast(x.scales[r * x.groups]);
     return fma(by.scales, number, value);
+}
+
+template <Zeros zeros>
+struct ZerosOf {
+    static constexpr Zeros value = zeros;
+};
+
+// Calls work(ZerosOf) of the one that a block of this storage has.
+template <Storage storage, typename Work>
+inline __attribute__((always_inline)) void with_zeros(Zeros zeros, Work&& work) {
+    if (!is_e2m1(storage) && zeros == Zeros::minima) work(ZerosOf<Zeros::minima>{});
+    else if (storage == Storage::i4 && zeros == Zeros::own) work(ZerosOf<Zeros::own>{});
+    else work(ZerosOf<Zeros::common>{});
 }
 
 }  // namespace slipstream::SLIPSTREAM_LEVEL

@@ -88,11 +88,8 @@ void run_groups(const Calls<RoundedRows>& calls) {
 
 template <Storage storage>
 void run_groups(const Calls<RoundedRows>& calls) {
-    switch (calls.rows(0).digits) {
-        case 1: run_groups<storage, 1>(calls); break;
-        case 2: run_groups<storage, 2>(calls); break;
-        case 3: run_groups<storage, 3>(calls); break;
-    }
+    if (calls.rows(0).digits == 2) run_groups<storage, 2>(calls);
+    else run_groups<storage, 3>(calls);
 }
 
 // ---- float32 ----------------------------------------------------------------------------------

@@ -66,16 +66,6 @@ inline Sum* sums_of(int64_t count) {
         scratch(Scratch::sums, (count + spare_lines) * block_rows * sizeof(Sum)));
 }
 
-template <typename Fill>
-inline void for_rows(int64_t count, Fill&& fill) {
-    // A few rows are done sooner than other threads are told of them.
-    if (count <= 4) {
-        for (int64_t row = 0; row < count; ++row) fill(row);
-    } else {
-        parallel_for(count, fill);
-    }
-}
-
 // What rows of bf16 are multiplied as: floats where no instruction takes pairs.
 #if defined(__AVX512BF16__)
 using Factor = bf16;
@@ -130,7 +120,7 @@ struct PackedRows {
     }
 };
 
-// Sixteen whole numbers in digits, the highest first: to memory at to[digit], and added to totals.
+// Sixteen numbers, rounded, in digits, the highest first: to memory at to[digit], and added to totals.
 template <int digits>
 inline void write_digits(F16 x, int8_t* const (&to)[digits], I16 (&totals)[digits]) {
 #if defined(__AVX512F__)
@@ -151,7 +141,7 @@ inline void write_digits(F16 x, int8_t* const (&to)[digits], I16 (&totals)[digit
     float values[lanes];
     store(values, x);
     int32_t whole[lanes], low[lanes];
-    for (int i = 0; i < lanes; ++i) whole[i] = static_cast<int32_t>(values[i]);
+    for (int i = 0; i < lanes; ++i) whole[i] = static_cast<int32_t>(__builtin_rintf(values[i]));
     for (int digit = digits - 1; digit >= 0; --digit) {
         for (int i = 0; i < lanes; ++i) {
             low[i] = digit ? ((whole[i] + 64) & 127) - 64 : whole[i];
@@ -187,12 +177,15 @@ inline F16 numbers_at(const MatmulCall& call, int64_t row, int64_t k) {
 
 // The largest magnitude in columns first .. last of a row.
 inline float largest_of(const MatmulCall& call, int64_t row, int64_t first, int64_t last) {
-    F16 most = zero();
-    for (int64_t k = first; k < last; k += lanes) {
+    F16 most[2] = {zero(), zero()};  // neither waits for the other
+    for (int64_t k = first; k < last; k += 2 * lanes) {
         const F16 x = numbers_at(call, row, k);
-        most = maximum(most, maximum(x, zero() - x));
+        most[0] = maximum(most[0], maximum(x, zero() - x));
+        if (k + lanes >= last) break;
+        const F16 next = numbers_at(call, row, k + lanes);
+        most[1] = maximum(most[1], maximum(next, zero() - next));
     }
-    return largest(most);
+    return largest(maximum(most[0], most[1]));
 }
 
 // Rows as integers: x = scale * (.. + 128 * digit + last digit).
@@ -201,7 +194,7 @@ struct RoundedRows {
     int digits;
     int64_t count, groups;
     float* scales;     // [rows]; [rows, groups] where the weight is e2m1, whose table they halve
-    int32_t* sums;     // [lines, groups], of the numbers of a group
+    int32_t* sums;     // [lines, groups], of the numbers of a group; not of two digits in groups
     int32_t* offsets;  // [groups, rows] of groups: of the first one or two digits joined, times the
                        // zero that all weights have, if they do
     float* x_sums;     // in place of `offsets`, where the weight has minima: of all digits joined
@@ -252,9 +245,10 @@ struct RoundedRows {
         const float bound = most > 1e-30f ? most : 1e-30f;
         const float steps = digits == 1 ? 127.0f : digits == 2 ? 127.0f * 128 : 127.0f * 128 * 128;
         scales[row] = bound / steps;
-        const F16 scale = broadcast(scales[row]);
+        const F16 scale = broadcast(scales[row]), inverse = broadcast(steps / bound);
         for (int64_t group = 0; group < groups; ++group)
-            write(call, row, group, [&](F16 x) { return x / scale; });
+            if (digits == 1) write_as<1>(call, row, group, [&](F16 x) { return x / scale; });
+            else write(call, row, group, inverse);
     }
 
     // By a power of two for each group: the least whose digits hold the largest number.
@@ -271,43 +265,56 @@ struct RoundedRows {
             scales[row * groups + group] =
                 bits >> 23 == 255 ? bound : __builtin_ldexpf(1.0f, power - 1);
             const F16 inverse = broadcast(__builtin_ldexpf(1.0f, -power));
-            write(call, row, group, [&](F16 x) { return x * inverse; });
+            write(call, row, group, inverse);
         }
     }
 
-    template <typename Divide>
-    void write(const MatmulCall& call, int64_t row, int64_t group, Divide&& divide) const {
-        switch (digits) {
-            case 1: write_as<1>(call, row, group, divide); break;
-            case 2: write_as<2>(call, row, group, divide); break;
-            case 3: write_as<3>(call, row, group, divide); break;
-        }
+    void write(const MatmulCall& call, int64_t row, int64_t group, F16 inverse) const {
+        const auto divide = [&](F16 x) { return x * inverse; };
+        if (digits == 2) write_as<2>(call, row, group, divide);
+        else write_as<3>(call, row, group, divide);
     }
 
     static int32_t wrapped(int64_t number) { return static_cast<int32_t>(static_cast<uint32_t>(number)); }
 
+    // The sum of high * 128 + low. Of a row that is not finite it may be too large; what such a row
+    // gives is NaN in any case.
+    static int32_t joined_sum(I16 high, I16 low) {
+#if defined(__AVX512F__)
+        return sum(shift_left<7>(high) + low);
+#else
+        return wrapped(int64_t{sum(high)} * 128 + sum(low));
+#endif
+    }
+
     template <int digits, typename Divide>
     void write_as(const MatmulCall& call, int64_t row, int64_t group, Divide&& divide) const {
-        const int64_t in_group = lines.columns / groups;
-        const int32_t zero_of_all = call.weight->has_zeros ? 1 : zero_of(call.weight->storage);
+        const int64_t tiles = lines.columns / groups / lines.depth;
         I16 totals[digits];
         for (int digit = 0; digit < digits; ++digit) totals[digit] = integers(0);
-        for (int64_t k = group * in_group; k < (group + 1) * in_group; k += lanes) {
+        for (int64_t tile = group * tiles; tile < (group + 1) * tiles; ++tile) {
             int8_t* to[digits];
-            for (int digit = 0; digit < digits; ++digit)
-                to[digit] = lines.number(row * digits + digit, k);
-            write_digits<digits>(round(divide(numbers_at(call, row, k))), to, totals);
+            for (int digit = 0; digit < digits; ++digit) to[digit] = lines.at(row * digits + digit, tile);
+            for (int k = 0; k < lines.depth; k += lanes) {
+                const F16 x = numbers_at(call, row, tile * lines.depth + k);
+                write_digits<digits>(divide(x), to, totals);
+                for (int digit = 0; digit < digits; ++digit) to[digit] += lanes;
+            }
         }
-        int32_t* total = sums + row * digits * groups + group;
-        for (int digit = 0; digit < digits; ++digit) total[digit * groups] = sum(totals[digit]);
-        if (!call.weight->group) return;
-        // Sums of a row that is not finite may be too large; what they give is NaN in any case.
-        const int32_t joined =
-            digits == 1 ? total[0] : wrapped(int64_t{total[0]} * 128 + total[groups]);
-        const int64_t place = group * count + row;
-        if (!call.weight->has_minima) offsets[place] = wrapped(int64_t{zero_of_all} * joined);
-        else if (digits < 3) x_sums[place] = static_cast<float>(joined);
-        else x_sums[place] = static_cast<float>(joined) * 128.0f + static_cast<float>(total[2 * groups]);
+        const Matrix& weight = *call.weight;
+        if (digits != 2 || !weight.group)
+            for (int digit = 0; digit < digits; ++digit)
+                sums[(row * digits + digit) * groups + group] = sum(totals[digit]);
+        if constexpr (digits > 1) {
+            if (!weight.group) return;
+            const int32_t joined = joined_sum(totals[0], totals[1]);
+            const int64_t place = group * count + row;
+            const int32_t zero_of_all = weight.has_zeros ? 1 : zero_of(weight.storage);
+            if (!weight.has_minima) offsets[place] = wrapped(int64_t{zero_of_all} * joined);
+            else x_sums[place] = static_cast<float>(joined);
+            if (digits == 3 && weight.has_minima)
+                x_sums[place] = x_sums[place] * 128.0f + static_cast<float>(sum(totals[digits - 1]));
+        }
     }
 };
 

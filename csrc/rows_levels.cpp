@@ -7,18 +7,6 @@
 namespace slipstream::SLIPSTREAM_LEVEL {
 namespace {
 
-// Less than this many numbers are done sooner than other threads are told of them.
-constexpr int64_t few_numbers = 8192;
-
-template <typename Work>
-void for_rows(int64_t count, int64_t columns, Work&& work) {
-    if (count * columns <= few_numbers) {
-        for (int64_t row = 0; row < count; ++row) work(row);
-    } else {
-        parallel_for(count, work);
-    }
-}
-
 // Calls step(column, count) for each 16 columns; count is less at the end.
 template <typename Step>
 inline void for_columns(int64_t columns, Step&& step) {

@@ -24,4 +24,13 @@ void parallel_for(int64_t tasks, Work&& work) {
         const_cast<void*>(static_cast<const void*>(&work)));
 }
 
+// Calls work(row) for each of so many rows; these few numbers are done sooner than other threads are
+// told of them.
+template <typename Work>
+void for_rows(int64_t count, int64_t columns, Work&& work) {
+    constexpr int64_t few_numbers = 8192;
+    if (count * columns > few_numbers) return parallel_for(count, work);
+    for (int64_t row = 0; row < count; ++row) work(row);
+}
+
 }  // namespace slipstream
