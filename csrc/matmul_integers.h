@@ -164,8 +164,8 @@ struct RowGroup {
 };
 
 // value += what the sums of a row's digits with a group stand for, but for the scales of whole rows.
-// `joined` is of the first two digits: with their zeros they fit into 32 bits, exactly. A third joins in
-// floats. The row is the one `r` behind the first of x.
+// `joined` is of the first two digits: with their zeros they fit into 32 bits, exactly. A third joins
+// in floats. The row is the one `r` behind the first of x.
 template <Storage storage, int digits, Zeros zeros>
 inline F16 add_group(F16 value, I16 joined, I16 last, const GroupScales& by, const RowGroup& x,
                      int64_t r) {

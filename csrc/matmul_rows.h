@@ -275,7 +275,9 @@ struct RoundedRows {
         else write_as<3>(call, row, group, divide);
     }
 
-    static int32_t wrapped(int64_t number) { return static_cast<int32_t>(static_cast<uint32_t>(number)); }
+    static int32_t wrapped(int64_t number) {
+        return static_cast<int32_t>(static_cast<uint32_t>(number));
+    }
 
     // The sum of high * 128 + low. Of a row that is not finite it may be too large; what such a row
     // gives is NaN in any case.
@@ -294,7 +296,8 @@ struct RoundedRows {
         for (int digit = 0; digit < digits; ++digit) totals[digit] = integers(0);
         for (int64_t tile = group * tiles; tile < (group + 1) * tiles; ++tile) {
             int8_t* to[digits];
-            for (int digit = 0; digit < digits; ++digit) to[digit] = lines.at(row * digits + digit, tile);
+            for (int digit = 0; digit < digits; ++digit)
+                to[digit] = lines.at(row * digits + digit, tile);
             for (int k = 0; k < lines.depth; k += lanes) {
                 const F16 x = numbers_at(call, row, tile * lines.depth + k);
                 write_digits<digits>(divide(x), to, totals);
