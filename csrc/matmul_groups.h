@@ -71,7 +71,7 @@ class GroupedRows {
 
     void unpack(int64_t group, char* to) const {
         const auto at = block_.at(group);
-        look_ahead<block_rows * 2>(at.tail);
+        look_ahead<block_rows * 4>(at.tail);
         auto* scales = reinterpret_cast<GroupScales*>(to + unpacked_tiles());
         with_zeros<storage>(block_.zeros, [&](auto zeros) {
             for (int panel = 0; panel < block_panels; ++panel)
@@ -125,7 +125,7 @@ class GroupedRows {
             const auto* scales =
                 reinterpret_cast<const GroupScales*>(memory + (unpacked ? unpacked_tiles() : 0));
             if (unpacked) memory += unpacked_bytes();
-            else look_ahead<block_rows * 2>(at.tail);
+            else look_ahead<block_rows * 4>(at.tail);
             for (int panel = 0; panel < block_panels; panel += panels) {
                 I16 sums[R][digits][panels];
                 add_tiles<R, panels, unpacked>(tiles + panel * panel_bytes, digits_of(group, row),

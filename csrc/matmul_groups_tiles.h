@@ -56,7 +56,7 @@ class GroupedTiles {
     void unpack(int64_t group, uint8_t* to) const {
         const int halves = rows_.lines.depth / shape.columns;
         const GroupPlace at = block_.at(group);
-        look_ahead<block_rows * 2>(at.tail);
+        look_ahead<block_rows * 4>(at.tail);
         for (int64_t tile = 0; tile < block_.tiles; tile += halves)
             for (int panel = 0; panel < block_panels; ++panel)
                 for (int half = 0; half < halves; ++half) {
