@@ -83,6 +83,11 @@ class BlockManager:
         return self._pool.num_available
 
     @property
+    def num_all_blocks(self) -> int:
+        """Blocks in the caches of all ranks that have requests of their own."""
+        return self.num_blocks
+
+    @property
     def usage(self) -> float:
         """The share of blocks in use; with window blocks, the larger of the two shares."""
         used = 1.0 - self.num_available / self.num_blocks

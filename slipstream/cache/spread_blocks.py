@@ -38,6 +38,10 @@ class SpreadBlocks(BlockManager):
         return sum(blocks.num_available for blocks in self._ranks)
 
     @property
+    def num_all_blocks(self) -> int:
+        return sum(blocks.num_blocks for blocks in self._ranks)
+
+    @property
     def usage(self) -> float:
         """The mean of the ranks' shares in use."""
         return sum(blocks.usage for blocks in self._ranks) / len(self._ranks)

@@ -98,7 +98,7 @@ class EngineReplica:
     def record_replica_metadata(self) -> dict[str, Any]:
         """Facts that the front routes by."""
         blocks = self._engine.scheduler.block_manager
-        tokens = blocks.num_blocks * blocks.block_size
+        tokens = blocks.num_all_blocks * blocks.block_size
         return {"id": self.id, "host": self._host, "port": self._port, "cache_tokens": tokens}
 
     def record_routing_stats(self) -> dict[str, Any]:

@@ -276,8 +276,8 @@ class _EngineTotals:
         blocks = self._engine.scheduler.block_manager
         cache = {
             "block_size": blocks.block_size,
-            "num_gpu_blocks": blocks.num_blocks,
-            "kv_cache_size_tokens": blocks.num_blocks * blocks.block_size,
+            "num_gpu_blocks": blocks.num_all_blocks,
+            "kv_cache_size_tokens": blocks.num_all_blocks * blocks.block_size,
             "cache_dtype": self._engine.resolved.cache_dtype_name,
         }
         return self._families.labelled(

@@ -33,6 +33,7 @@ def test_requests_go_to_the_rank_with_the_fewest() -> None:
     assert admit(blocks, "f", [9] * 5) == 1
     assert blocks.request_ids == {*"acdf"}
     assert blocks.num_available == 3 * BLOCKS - 4 * 2
+    assert (blocks.num_blocks, blocks.num_all_blocks) == (BLOCKS, 3 * BLOCKS)
 
 
 def test_among_equals_the_longest_prefix_counts_and_then_room() -> None:
