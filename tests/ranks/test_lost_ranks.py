@@ -4,8 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from time import monotonic, sleep
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from slipstream import SamplingParams
 from slipstream.core.errors import RanksLostError
 from slipstream.core.request import Request
+from slipstream.engine.ranks import processes
 from slipstream.engine.ranks.messages import Writer
 from slipstream.engine.ranks.ranks import Alone, breaking_off
 from slipstream.models.checkpoint import Checkpoint
@@ -135,6 +137,44 @@ def test_ranks_that_differ_by_one_token_are_found(
     with pytest.raises(RanksLostError, match="come to hold different tokens"):
         llm.generate(prompts, LONG)
     assert follower.wait() == "ended with exit code 1"
+
+
+class Ended:
+    """A process that has ended, and whose end nobody waits for."""
+
+    rank = 1
+
+    def __init__(self) -> None:
+        self.kept: list[bool] = []
+        self.losses: list[str] = []
+        self.followers: Any = Watched(self)
+        self.seen = weakref.ref(self.followers)
+
+    def wait(self) -> str:
+        return "ended"
+
+    def end(self, seconds: float) -> None:
+        self.followers = None  # as the main thread does at its end
+        self.kept.append(self.seen() is not None)
+
+
+class Watched:
+    size = 2
+
+    def __init__(self, process: Ended) -> None:
+        self.lose = process.losses.append
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_what_watches_a_process_keeps_no_connections(closing: bool) -> None:
+    """A thread that ended them while this process exits would abort it."""
+    process, closed = Ended(), Event()
+    if closing:
+        closed.set()
+    given: Any = process.seen, process, closed
+    processes._wait_for(*given)
+    assert process.kept == [False]
+    assert process.losses == ([] if closing else ["rank 1 of 2 ended"])
 
 
 SIGNALS = [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)]

@@ -127,7 +127,7 @@ class Followers:
             for rank in range(1, size):
                 self.processes.append(Process(rank, size, store.port, device))
             for process in self.processes:
-                given = weakref.ref(self), process
+                given = weakref.ref(self), process, self._closing
                 Thread(target=_wait_for, args=given, daemon=True).start()
             self.hear(READY, _START_SECONDS)
             self.collectives = Collectives(store, 0, size, device)
@@ -198,11 +198,18 @@ class Followers:
         self._end()
 
 
-def _wait_for(followers: "weakref.ref[Followers]", process: Process) -> None:
+def _wait_for(followers: "weakref.ref[Followers]", process: Process, closing: Event) -> None:
+    """Report the end of a process that was not told to end.
+
+    Runs in a thread, which keeps no reference to `followers`: with the last one it would end the
+    connections, in C++ that aborts this process if it exits meanwhile.
+    """
     how = process.wait()
-    alive = followers()
-    if alive is not None:
-        alive.lose(f"rank {process.rank} of {alive.size} {how}")
+    if not closing.is_set():
+        alive = followers()
+        if alive is not None:
+            alive.lose(f"rank {process.rank} of {alive.size} {how}")
+        del alive
     # A stopped process would keep the others waiting in an exchange.
     process.end(0)
 
