@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from slipstream import LLM, SamplingParams
+from tests import image_checkpoints
 from tests.checkpoints import write_qwen3
 from tests.image_checkpoints import VOCAB_SIZE, images, prompt, with_images, write
 from tests.ranks.conftest import Opener
@@ -37,6 +39,24 @@ def test_the_text_is_that_of_one_process(
     assert texts(llm) == expected
     assert texts(llm) == expected  # behind prefixes of the first time
     assert (llm.engine.scheduler.num_preemptions > 0) == ("num_kv_blocks" in room)
+
+
+@pytest.mark.full
+def test_ranks_that_share_experts_alone_see_images(
+    tmp_path: Path, ranked: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2}
+    config = image_checkpoints.gemma4()
+    text = {**config.text_config.to_dict(), **experts, "moe_intermediate_size": 24}
+    config.text_config = transformers.Gemma4TextConfig(**text)
+    monkeypatch.setitem(image_checkpoints._CONFIGS, "Gemma4", lambda: config)
+    model = str(write(tmp_path / "target", "Gemma4"))
+    expected = texts(ranked(model, tensor_parallel_size=1, **SIZES))
+    apart = {"tensor_parallel_size": 1, "rank_check_interval": None, "data_parallel_size": 2}
+    drafter = {"method": "ngram", "num_speculative_tokens": 3}
+    llm = ranked(model, drafter, enable_expert_parallel=True, **SIZES, **apart)
+    assert texts(llm) == expected
+    assert texts(llm) == expected  # behind prefixes of the first time
 
 
 def texts(llm: LLM) -> list[list[int]]:
