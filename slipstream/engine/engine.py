@@ -239,7 +239,10 @@ class Engine:
         Returns:
             The submissions that ended.
         """
-        took_part = self._take_back()
+        try:
+            took_part = self._take_back()
+        except RanksLostError as lost:  # other ranks wait for what this one did not come to
+            raise RanksLostError(f"a step failed: {error!r}; {lost}") from error
         ended = self._close_finished()
         blamed = self._isolation.failed(took_part, self._unfinished())
         self._scheduler.restart([] if blamed is None else [blamed])

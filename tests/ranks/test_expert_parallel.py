@@ -19,7 +19,7 @@ from slipstream.core.batch import Batch
 from slipstream.core.errors import RanksLostError, UsageError
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine import build
-from slipstream.engine.ranks import processes
+from slipstream.engine.ranks import leader, processes
 from slipstream.engine.ranks.leader import start_ranks
 from slipstream.engine.step import Step
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
@@ -314,6 +314,21 @@ def test_a_rank_that_fails_alone_fails_with_the_other(
     assert sorted(loads[0]) == [2, 3]
     assert [it.error is None for it in submissions] == [it != place for it in range(5)]
     assert tokens([it.output() for it in submissions if it.error is None]) == expected
+
+
+def test_an_error_behind_the_pass_of_one_rank_is_told(
+    models: Models, ranked: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other waits for the results of this one, so the engine ends."""
+
+    def failing(*given: Any) -> Any:
+        raise ZeroDivisionError("on purpose")
+
+    llm = apart(ranked, models["target"])
+    monkeypatch.setattr(leader, "_SETTLE_SECONDS", 0.5)
+    monkeypatch.setattr(llm.engine._step, "_verify", failing)
+    with pytest.raises(RanksLostError, match=r"on purpose.*rank 1 of 2 does not answer"):
+        llm.generate(make_prompts(4), REQUESTS[:4])
 
 
 def test_requests_end_with_an_error_when_a_rank_is_lost(
