@@ -277,9 +277,10 @@ def _require_chains(shape: DecoderConfig, layout: CacheLayout, speculation: Spec
 
 
 def _num_drafts(speculation: Speculation, max_model_len: int) -> int:
-    """K; UsageError if so many draft tokens do not fit behind one token."""
+    """K; UsageError if a chain of so many draft tokens does not fit behind one token."""
     count = speculation.num_speculative_tokens
-    if count >= max_model_len:
+    is_chain = speculation.drafter.limits.tree_depth is None  # trees are cut at the last position
+    if is_chain and count >= max_model_len:
         raise UsageError(
             f"num_speculative_tokens={count} does not fit max_model_len={max_model_len}; use at "
             f"most {max_model_len - 1}"
