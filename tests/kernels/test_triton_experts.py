@@ -397,8 +397,8 @@ def test_fragments_keep_every_integer(form: str) -> None:
             chunk, word, step = column // 32, step, 0
         held = int(words[group, chunk, unit, g, t, lower, word]) & 0xFFFFFFFF
         if isinstance(made, Int8Matrix):
-            assert (held >> 8 * (2 * eighth + one) & 255) - 128 == made.values[row, column]
-            assert kept.row_scales is made.scales
+            assert (held >> 8 * (2 * one + eighth) & 255) - 128 == made.values[row, column]
+            assert torch.equal(kept.row_scales, made.scales * 2**7)
             continue
         assert kept.scales is not None
         number = held >> (16 * one + 4 * (2 * step + eighth)) & 15
@@ -409,6 +409,8 @@ def test_fragments_keep_every_integer(form: str) -> None:
         at = (word if kept.group == 32 else 0) * (2 if zeros else 1) + (lower if zeros else 0)
         halves = entry[at, unit * 8 + g].view(1).view(torch.bfloat16).double()
         scale, zero = (halves[0], halves[1] - 128) if zeros else (halves[lower], 8)
+        assert kept.lift_back == 1 if zeros else abs(scale) < 2
+        scale *= 1 if zeros else kept.lift_back / 2**7
         assert_close((number - zero) * scale, wide[row, column].double(), rtol=2**-8, atol=0)
 
 

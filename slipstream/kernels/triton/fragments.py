@@ -34,6 +34,7 @@ _SLICE = 1 << 26  # numbers that are rearranged at once
 _FLOATS = ((15, 6), (12, 3), (14, 0), (13, 9))
 _INTEGERS = ((3, 0), (7, 4), (11, 8), (15, 12))
 _FourBits = TypeVar("_FourBits", bound=FourBitMatrix)
+_LIFT_BACK = 2.0**7  # of integers that are 2 ** -7 of what is meant
 _ZERO = 0x4300  # 128 in bfloat16, to which numbers from 0 to 127 are added by their bits
 
 
@@ -164,15 +165,18 @@ def from_int4(weight: Int4Matrix) -> Fragments:
     """Groups that are whole pairs of fragments, or of 32; scales are rounded to bfloat16."""
     group = PAIR if weight.group % PAIR == 0 else 32
     shape, weight = weight.shape, _filled_up(weight.regrouped(group))
-    scales = weight.scales.to(torch.bfloat16).view(torch.int16).unsqueeze(-1)
-    coding = INT4
+    coding, own, lift_back = INT4, weight.scales, 1.0
+    if weight.zeros is None:  # scales below 2, which may be multiplied by 2 ** 126
+        lift_back = 2.0 ** max(0, int(torch.frexp(own.abs().max()).exponent) - 1)
+        own, lift_back = own / lift_back, lift_back * _LIFT_BACK
+    scales = own.to(torch.bfloat16).view(torch.int16).unsqueeze(-1)
     if weight.zeros is not None:
         coding = INT4_ZEROS
         zeros = (weight.zeros.to(torch.int16) + _ZERO).unsqueeze(-1)
         scales = torch.cat((scales, zeros), -1)
     packed = _scale_fragments(scales.contiguous().view(torch.uint8), coding, group)
     values = _fragments(weight.values, _INTEGERS, lambda codes, part: codes)
-    return Fragments(shape, coding, values, packed, None, group=group)
+    return Fragments(shape, coding, values, packed, None, group=group, lift_back=lift_back)
 
 
 def from_int8(weight: Int8Matrix) -> Fragments:
@@ -183,9 +187,9 @@ def from_int8(weight: Int8Matrix) -> Fragments:
         some = weight.values[start : start + step].view(torch.uint8) ^ 128
         # group, unit, row 8, row 1, fragment, word, 8, thread, 1
         apart = some.view(-1, 2, 2, 8, columns // 32, 2, 2, 4, 2)
-        ordered = apart.permute(0, 4, 1, 3, 7, 2, 5, 6, 8).reshape(-1, 128)
+        ordered = apart.permute(0, 4, 1, 3, 7, 2, 5, 8, 6).reshape(-1, 128)
         out[start * columns // 128 :][: len(ordered)] = ordered
-    return Fragments(weight.shape, INT8, out, None, weight.scales)
+    return Fragments(weight.shape, INT8, out, None, weight.scales * _LIFT_BACK)
 
 
 def _filled_up(weight: _FourBits) -> _FourBits:
