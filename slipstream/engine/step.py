@@ -288,8 +288,7 @@ class Step:
         self._state.apply(batch)
         admitted = batch.admitted
         self._runner.begin([it.request.slot for it in admitted], [it.resumed for it in admitted])
-        for item in whole.admitted:
-            self._sampling.admit(item.request.slot, item.request)
+        self._sampling.admit({item.request.slot: item.request for item in whole.admitted})
         uses = self._sampling.uses(item.request.slot for item in whole.requests)
         graphs = self.division.begin(whole, self._graphs, uses)
         padded = graphs is not None and whole.is_decode
