@@ -133,6 +133,9 @@ def on_device(parts: ExpertsParts) -> ExpertsParts:
     def moved(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(DEVICE)
 
+    def matrix(made: Weight) -> Weight:
+        return packed(made) if parts.norm.weight.dtype == HALF else made.to(DEVICE)
+
     router, shared = parts.router, parts.shared
     return replace(
         parts,
@@ -144,14 +147,14 @@ def on_device(parts: ExpertsParts) -> ExpertsParts:
             moved(router.correction),
             moved(router.gains),
         ),
-        gate_up=packed(parts.gate_up),
+        gate_up=matrix(parts.gate_up),
         gate_up_bias=moved(parts.gate_up_bias),
-        down=packed(parts.down),
+        down=matrix(parts.down),
         down_bias=moved(parts.down_bias),
         shared=shared
         and SharedExpert(
-            (packed(shared.gate_up[0]), None),
-            (packed(shared.down[0]), moved(shared.down[1])),
+            (matrix(shared.gate_up[0]), None),
+            (matrix(shared.down[0]), moved(shared.down[1])),
             moved(shared.gate),
         ),
     )
@@ -235,9 +238,11 @@ def test_formats(form: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4", *INTEGERS])
 @pytest.mark.parametrize("clamp", [None, ClampedGate(0.7, 1.702)])
 def test_fragments(form: str, clamp: ClampedGate | None) -> None:
-    all_sizes = ((64, 32), (320, 192), (2880, 1440))
-    for sizes in ((128, 128), (2944, 1408)) if "wide" in form else all_sizes:
-        parts = mixture(*sizes, HALF, form, clamp=clamp, shared=64)
+    all_sizes, shared = [(64, 32), (320, 192), (2880, 1440)], 64
+    if "wide" in form:
+        all_sizes, shared = [(128, 128), (2944, 1408)], 128
+    for sizes in all_sizes:
+        parts = mixture(*sizes, HALF, form, clamp=clamp, shared=shared)
         for rows in (1, 3, 9, 17, 40, 64, 70, 300, 1000):
             assert_like_the_reference(parts, rows, HALF)
 
@@ -398,6 +403,7 @@ def test_fragments_keep_every_integer(form: str) -> None:
         held = int(words[group, chunk, unit, g, t, lower, word]) & 0xFFFFFFFF
         if isinstance(made, Int8Matrix):
             assert (held >> 8 * (2 * one + eighth) & 255) - 128 == made.values[row, column]
+            assert kept.row_scales is not None
             assert torch.equal(kept.row_scales, made.scales * 2**7)
             continue
         assert kept.scales is not None
