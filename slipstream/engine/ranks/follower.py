@@ -41,7 +41,7 @@ class Follower:
     leads = False
 
     def __init__(self, connection: Connection, collectives: Collectives) -> None:
-        self._connection, self._reader = connection, Reader()
+        self._connection, self._reader = connection, Reader(collectives.rank)
         self._collectives = collectives
         self.share = collectives.share()
 
