@@ -285,14 +285,14 @@ class Step:
     @torch.inference_mode()
     def _launch(self, whole: Batch) -> Launched:
         began, batch = perf_counter(), self.division.own(whole)
-        self._drafter.forget(batch.preempted)
-        self._state.apply(batch)
-        admitted = batch.admitted
-        self._runner.begin([it.request.slot for it in admitted], [it.resumed for it in admitted])
         self._sampling.admit({item.request.slot: item.request for item in whole.admitted})
         uses = self._sampling.uses(item.request.slot for item in whole.requests)
         graphs = self.division.begin(whole, self._graphs, uses)
         padded = graphs is not None and whole.is_decode
+        self._drafter.forget(batch.preempted)
+        self._state.apply(batch)
+        admitted = batch.admitted
+        self._runner.begin([it.request.slot for it in admitted], [it.resumed for it in admitted])
         guesses = self._drafter.prepare(batch)
         packed = self.division.agree(lambda: pack(batch, guesses, self._sampling, self._rereads))
         steering = None
