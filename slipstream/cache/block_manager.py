@@ -1,7 +1,7 @@
 """Assigns blocks of the KV cache to requests. The storage itself is elsewhere."""
 
 from collections import Counter
-from collections.abc import Collection, KeysView, Sequence
+from collections.abc import Callable, Collection, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.cache.block_pool import BlockPool
@@ -25,6 +25,9 @@ class _Table:
     @property
     def num_final(self) -> int:
         return len(self.digests)
+
+
+LookUp = Callable[["BlockManager"], list[int]]
 
 
 class BlockManager:
@@ -133,6 +136,11 @@ class BlockManager:
         """Leading tokens in blocks that are never written again while the request lives."""
         return self._tables[request_id].num_final * self.block_size
 
+    def places(self, look_up: LookUp) -> Iterator[tuple[int, "BlockManager", list[int]]]:
+        """Where a new request could go, the best place first: its rank, the blocks there, and the
+        cached prefix that `look_up` finds among them."""
+        yield 0, self, look_up(self)
+
     def match_prefix(
         self, namespace: str, token_ids: Sequence[int], spans: Sequence[Span] = ()
     ) -> list[int]:
@@ -184,6 +192,7 @@ class BlockManager:
         num_queried_tokens: int = 0,
         num_tokens: int = 0,
         num_shared: int = 0,
+        rank: int = 0,
     ) -> None:
         """Start a table with the blocks that `resumable` gave.
 
@@ -192,7 +201,9 @@ class BlockManager:
                 these nor the hits.
             num_tokens: number of tokens of the request.
             num_shared: number of blocks that `match_prefix` found.
+            rank: of `places`.
         """
+        del rank
         assert request_id not in self._tables, f"request {request_id} already has a table"
         digests = self._digests(prefix_blocks)
         for block in prefix_blocks:

@@ -1,18 +1,17 @@
 """Blocks of several ranks, each of which has a cache and requests of its own."""
 
-from collections.abc import Collection, KeysView, Sequence
+from collections.abc import Collection, Iterator, KeysView, Sequence
 
-from slipstream.cache.block_manager import BlockManager
+from slipstream.cache.block_manager import BlockManager, LookUp
 from slipstream.core.spans import Span
 
 
 class SpreadBlocks(BlockManager):
     """One block manager for each rank; a request has all its blocks on one rank.
 
-    A request goes to the rank with the fewest, and among equals to the one that has the longest
-    prefix of it, or else the most room. Tables name blocks by their numbers on their rank. Only in
-    the prefix that an admission looks up are blocks of different ranks told apart: there those of
-    rank r begin at r * num_blocks.
+    A request goes to the rank with the fewest that has room for it, and among equals to the one
+    that has the longest prefix of it, or else the most room. Prefixes are looked up on one of
+    `places`, and tables name blocks by their numbers there.
 
     Args:
         ranks: managers of the ranks, all of the same form. `num_blocks` is the number of each.
@@ -58,25 +57,12 @@ class SpreadBlocks(BlockManager):
 
     # ------------------------------------------------------------------ a request comes
 
-    def match_prefix(
-        self, namespace: str, token_ids: Sequence[int], spans: Sequence[Span] = ()
-    ) -> list[int]:
-        found: list[int] = []
-        for rank in self._least_busy():
-            own = self._ranks[rank].match_prefix(namespace, token_ids, spans)
-            if len(own) > len(found):
-                found = self._told_apart(own, rank)
-        return found
-
-    def resumable(self, blocks: Sequence[int]) -> list[int]:
-        rank, own = self._place(blocks)
-        return self._told_apart(self._ranks[rank].resumable(own), rank)
-
-    def can_admit(self, prefix_blocks: Sequence[int], num_tokens: int, reserve: int = 0) -> bool:
-        """See `BlockManager`; the reserve is a block for each request of the rank at most."""
-        rank, own = self._place(prefix_blocks)
-        blocks = self._ranks[rank]
-        return blocks.can_admit(own, num_tokens, min(reserve, len(blocks.request_ids)))
+    def places(self, look_up: LookUp) -> Iterator[tuple[int, BlockManager, list[int]]]:
+        counts = [len(blocks.request_ids) for blocks in self._ranks]
+        for count in sorted(set(counts)):
+            equals = [rank for rank, number in enumerate(counts) if number == count]
+            found = [(rank, self._ranks[rank], look_up(self._ranks[rank])) for rank in equals]
+            yield from sorted(found, key=lambda it: (-len(it[2]), -it[1].num_available))
 
     def admit(
         self,
@@ -85,28 +71,14 @@ class SpreadBlocks(BlockManager):
         num_queried_tokens: int = 0,
         num_tokens: int = 0,
         num_shared: int = 0,
+        rank: int = 0,
     ) -> None:
-        rank, own = self._place(prefix_blocks)
+        blocks = self._ranks[rank]
         self._on[request_id] = rank
-        self._ranks[rank].admit(request_id, own, num_queried_tokens, num_tokens, num_shared)
+        blocks.admit(request_id, prefix_blocks, num_queried_tokens, num_tokens, num_shared)
         if num_queried_tokens and self.enable_prefix_caching:
             self.num_queried_tokens += num_queried_tokens
-            self.num_hit_tokens += len(own) * self.block_size
-
-    def _least_busy(self) -> list[int]:
-        counts = [len(blocks.request_ids) for blocks in self._ranks]
-        return [rank for rank, count in enumerate(counts) if count == min(counts)]
-
-    def _place(self, prefix: Sequence[int]) -> tuple[int, list[int]]:
-        """The rank of a request with this prefix, and the prefix by its numbers there."""
-        if prefix:
-            rank = prefix[0] // self.num_blocks
-            return rank, [block - rank * self.num_blocks for block in prefix]
-        room = {rank: self._ranks[rank].num_available for rank in self._least_busy()}
-        return max(room, key=lambda rank: (room[rank], -rank)), []
-
-    def _told_apart(self, blocks: Sequence[int], rank: int) -> list[int]:
-        return [rank * self.num_blocks + block for block in blocks]
+            self.num_hit_tokens += len(prefix_blocks) * self.block_size
 
     # ------------------------------------------------------------------ a request is there
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from slipstream.core.config import EngineConfig
+from slipstream.core.errors import UsageError
 from slipstream.deploy.options import ReplicaOptions
 from slipstream.serve.run import ServerOptions
 
@@ -19,3 +20,11 @@ class Plan:
     server: ServerOptions
     replicas: ReplicaOptions
     local: bool = True
+
+    def __post_init__(self) -> None:
+        size, gpus = self.config.num_ranks, self.replicas.replica_gpus
+        if gpus and gpus < size:
+            raise UsageError(
+                f"--replica-gpus {gpus} is less than the {size} processes of a replica, each of "
+                f"which needs a GPU; give at least {size}, or leave it out"
+            )

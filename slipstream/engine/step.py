@@ -203,7 +203,10 @@ class Step:
     ) -> tuple[Verdict, Tensor]:
         """The verdict on every request's draft; and [R, K + 1], for each token of the verdict, the
         largest logit of its row, which is finite if all logits of the row are."""
-        chances = draft.chances(self._sampling.columns)
+        columns = self._sampling.columns
+        # Ops that judge whole rows find their best tokens themselves.
+        peaks = None if columns.gather is None else columns.peaks(logits)
+        chances = draft.chances(columns)
         rows = SampleRows.build(
             batch.slots,
             self._state.num_tokens[batch.slots],
@@ -216,8 +219,10 @@ class Step:
             certain=draft.certain_tokens(chances) if draft.tree is None else None,
             layout=layout.packed,
             draft_chances=chances if draft.shares else None,
+            peaks=peaks,
         )
-        largest = rows.by_request(self._sampling.columns.largest(logits).squeeze(-1))
+        largest = columns.largest(logits) if peaks is None else peaks[0]
+        largest = rows.by_request(largest.squeeze(-1))
         if allowed is not None:
             assert self._sampling.allowed_next is not None
             allowed.index_copy_(0, rows.first_row, self._sampling.allowed_next[batch.slots])
@@ -226,17 +231,13 @@ class Step:
             rates = self._synthetic_rates
             if rates is not None:
                 rates = rates_by_request(rates, self._sampling.seeds[batch.slots])
-            verdict = verify(logits, rows, self._sampling, batch.uses, rates)
-            return verdict, largest
+            return verify(logits, rows, self._sampling, batch.uses, rates), largest
         trees = DraftedTrees(
-            nodes=draft.tree,
-            slots=batch.slots,
-            positions=rows.positions,
-            token_ids=draft.token_ids,
-            num_nodes=draft.num_tokens,
+            *(draft.tree, batch.slots, rows.positions, draft.token_ids, draft.num_tokens),
             most_accepted=self._acceptable(batch.slots),
             num_rows=logits.shape[0],
             allowed=allowed,
+            peaks=peaks,
         )
         verdict = verify_trees(logits, trees, self._sampling, batch.uses)
         assert verdict.path is not None
@@ -284,14 +285,14 @@ class Step:
     @torch.inference_mode()
     def _launch(self, whole: Batch) -> Launched:
         began, batch = perf_counter(), self.division.own(whole)
-        self._drafter.forget(batch.preempted)
-        self._state.apply(batch)
-        admitted = batch.admitted
-        self._runner.begin([it.request.slot for it in admitted], [it.resumed for it in admitted])
         self._sampling.admit({item.request.slot: item.request for item in whole.admitted})
         uses = self._sampling.uses(item.request.slot for item in whole.requests)
         graphs = self.division.begin(whole, self._graphs, uses)
         padded = graphs is not None and whole.is_decode
+        self._drafter.forget(batch.preempted)
+        self._state.apply(batch)
+        admitted = batch.admitted
+        self._runner.begin([it.request.slot for it in admitted], [it.resumed for it in admitted])
         guesses = self._drafter.prepare(batch)
         packed = self.division.agree(lambda: pack(batch, guesses, self._sampling, self._rereads))
         steering = None

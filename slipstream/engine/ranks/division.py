@@ -143,6 +143,8 @@ class Apart:
 
     def guarding(self, launch: Launch) -> Launch:
         def guarded(batch: Batch) -> Launched:
+            # What a batch that just decodes uses is known at once; others are never captured.
+            self._pool.begin_step(not batch.is_decode)
             try:
                 return launch(batch)
             except (CollectiveError, RanksLostError):

@@ -41,7 +41,7 @@ class Follower:
     leads = False
 
     def __init__(self, connection: Connection, collectives: Collectives) -> None:
-        self._connection, self._reader = connection, Reader()
+        self._connection, self._reader = connection, Reader(collectives.rank)
         self._collectives = collectives
         self.share = collectives.share()
 
@@ -91,24 +91,28 @@ class Follower:
         while (call := self._hear()).name != LEAVE:
             try:
                 if call.name == SETTLED:
-                    self._connection.send(SETTLED)
+                    self._settled()
                 else:
                     functions[call.name](*call.arguments)
             except _AbandonedError:
-                self._connection.send(SETTLED)
+                self._settled()
             except (CollectiveError, RanksLostError):
                 raise
-            except Exception:
-                self._wait_until_settled()
+            except Exception as error:
+                self._wait_until_settled(error)
 
-    def _wait_until_settled(self) -> None:
-        cause = traceback.format_exc()
+    def _wait_until_settled(self, error: Exception) -> None:
         while self._connection.poll(_SETTLE_SECONDS):
             heard = self._hear()
             if isinstance(heard, Call) and heard.name == SETTLED:
-                self._connection.send(SETTLED)
+                self._settled()
                 return
-        raise RuntimeError(f"a step failed on this rank alone: {cause}")
+        raise RuntimeError(f"a step failed on this rank alone: {error!r}") from error
+
+    def _settled(self) -> None:
+        # Where a GPU waits for a leader that failed alone, this does not end, but the engine does.
+        self._collectives.finish()
+        self._connection.send(SETTLED)
 
     def _hear(self) -> Any:
         return self._reader.read(self._connection.recv_bytes())
@@ -134,7 +138,8 @@ def main(arguments: list[str]) -> None:
         if not isinstance(error, SlipstreamError | CollectiveError):
             traceback.print_exc()
         with suppress(OSError):
-            connection.send(f"rank {rank}: {error}")
+            whose = "" if isinstance(error, CollectiveError) else f"rank {rank}: "
+            connection.send(f"{whose}{error}")
         sys.stderr.flush()
         os._exit(1)
 
