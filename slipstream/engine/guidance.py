@@ -17,7 +17,7 @@ from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.engine.draft_guide import DraftGuide, GuidedDraft
 from slipstream.engine.grammar import Grammars
-from slipstream.engine.ranks.division import Division, Together
+from slipstream.engine.ranks.division import Division
 from slipstream.engine.ranks.ranks import ALONE
 from slipstream.kernels.devices import Download, send, upload
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
@@ -133,7 +133,7 @@ class Guidance:
         grammars: Grammars,
         sampling: SamplingState,
         most_drafts: int,
-        division: Division = Together(ALONE),  # noqa: B008
+        division: Division = Division(ALONE),  # noqa: B008
     ) -> None:
         division.walk(grammars.guide)
         self._agree = division.agree

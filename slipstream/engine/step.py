@@ -25,7 +25,7 @@ from slipstream.core.batch import Batch, StepReport
 from slipstream.core.request import Request
 from slipstream.core.step_form import StepLimits
 from slipstream.engine.guidance import DraftSteering, Guidance, SteeredDraft
-from slipstream.engine.ranks.division import Division, Together
+from slipstream.engine.ranks.division import Division
 from slipstream.engine.ranks.ranks import ALONE, Ranks, require_agreement
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.step_results import (
@@ -84,7 +84,7 @@ class Step:
         runs_ahead: bool,
         rereads: bool,
         ranks: Ranks = ALONE,
-        division: Division = Together(ALONE),  # noqa: B008
+        division: Division = Division(ALONE),  # noqa: B008
         check_every: int | None = None,
     ) -> None:
         self._scheduler, self._runner, self._drafter = scheduler, runner, drafter

@@ -18,7 +18,7 @@ from slipstream.core.errors import RanksLostError
 from slipstream.core.request import Request
 from slipstream.engine.ranks import processes
 from slipstream.engine.ranks.messages import Writer
-from slipstream.engine.ranks.ranks import Alone, breaking_off
+from slipstream.engine.ranks.ranks import Ranks, breaking_off
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import LoadOptions, load_decoder, no_progress_bar
 from tests.lossless.test_greedy import make_prompts
@@ -97,11 +97,10 @@ def test_requests_end_with_an_error_when_a_rank_is_lost(
         llm.generate(make_prompts(1), LONG)
 
 
-class EndingRanks(Alone):
+class EndingRanks(Ranks):
     """One of them ends after a while."""
 
-    def __init__(self) -> None:
-        self.num_checks = 0
+    num_checks = 0
 
     def check(self) -> None:
         self.num_checks += 1
