@@ -8,8 +8,8 @@ from torch import Tensor
 from slipstream.kernels.experts import ClampedGate, Router, Routing
 from slipstream.kernels.norm import Activation, Made, summed
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Addend, ExpertsParts, Norm, Ops, SharedExpert
-from slipstream.layers.layer import BuildContext, MatrixShape
+from slipstream.kernels.table import ExpertsParts, Norm, Ops, SharedExpert
+from slipstream.layers.layer import BuildContext, Entering, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import (
@@ -177,10 +177,9 @@ class Experts:
     def parts(self) -> object:
         return self._parts if self._ranks.reduce is None else self
 
-    def apply(
-        self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
-    ) -> tuple[Made, Tensor]:
+    def apply(self, ops: Ops, entering: Entering, inputs: PassInputs) -> tuple[Made, Tensor]:
         """See `FeedForward`."""
+        addend, residual, _ = entering
         if self._pool is None:
             made, stream = ops.experts(addend, residual, self._parts)
             if self._ranks.reduce is None:

@@ -11,7 +11,13 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.modules_beside import own_drafter_tensors
 from slipstream.models.sharing import require_equal_shares
-from slipstream.speculative.catalogue import DRAFT_MODEL, METHODS, method_named, recognise
+from slipstream.speculative.catalogue import (
+    DRAFT_MODEL,
+    DRAFTING_KEYS,
+    METHODS,
+    method_named,
+    recognise,
+)
 from slipstream.speculative.drafter import PLAIN_DECODING, LoadedDrafter
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.config import wrapped_num_tokens
@@ -20,7 +26,6 @@ from slipstream.speculative.heads.method import HeadMethod
 from slipstream.speculative.method import Method
 from slipstream.speculative.model_options import ModelOptions
 from slipstream.speculative.options import Options, TargetModel, read_verification
-from slipstream.speculative.parallel.rows import MASK_TOKEN_KEYS
 from slipstream.speculative.trees.shapes import TREE_KEYS, TokenTree, read_tree, require_count
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
@@ -100,7 +105,7 @@ class Choice:
             config.require_ranks(num_ranks)
             if config.num_ranks > 1 and config.model is not None:
                 checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
-                shape = read_decoder_config(checkpoint, MASK_TOKEN_KEYS)
+                shape = read_decoder_config(checkpoint, DRAFTING_KEYS)
                 require_equal_shares(checkpoint, shape, config.num_ranks, random)
         for member in getattr(config, "members", ()):  # of a combination
             member.require_ranks(num_ranks, random)

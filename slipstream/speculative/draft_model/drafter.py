@@ -27,6 +27,7 @@ from slipstream.runner.memory import device_memory
 from slipstream.runner.model_runner import Forward, ModelRunner
 from slipstream.runner.rows import PassRows
 from slipstream.sampling.verification import Verdict
+from slipstream.speculative.catalogue import DRAFTING_KEYS
 from slipstream.speculative.draft_model.context import DraftContext
 from slipstream.speculative.draft_model.vocabularies import (
     TokenMap,
@@ -46,7 +47,6 @@ from slipstream.speculative.drafter import (
 )
 from slipstream.speculative.model_options import ModelKeys, ModelOptions, read_model_options
 from slipstream.speculative.options import Options, TargetModel
-from slipstream.speculative.parallel.rows import MASK_TOKEN_KEYS
 
 _MEMORY_SHARE = 8  # windows by default take at most 1 / 8 of the free memory
 
@@ -61,7 +61,7 @@ def load_network(
     """
     assert config.model is not None, "a draft model has a checkpoint of its own"
     checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
-    shape = read_decoder_config(checkpoint, MASK_TOKEN_KEYS)
+    shape = read_decoder_config(checkpoint, DRAFTING_KEYS)
     tokens = _token_map(config, target, checkpoint, shape.vocab_size)
     vocabulary = _vocabulary(config, target, min(target.vocab_size, shape.vocab_size), tokens)
     load = config.load_options(target)

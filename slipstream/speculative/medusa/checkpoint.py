@@ -28,7 +28,7 @@ from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.kinds import HeadConfig
 from slipstream.speculative.heads.last_hidden import FEATURES
-from slipstream.speculative.medusa.names import BLOCK, HEAD, PREFIX, canonical_name, own_head
+from slipstream.speculative.medusa import BLOCK, HEAD, PREFIX, canonical_name, own_head
 
 SHARED_HEAD: Final = "lm_head"
 TOKEN_MAP: Final = "token_map"

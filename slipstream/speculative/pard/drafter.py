@@ -15,22 +15,22 @@ from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
 from slipstream.sampling.verification import Verdict
+from slipstream.speculative.catalogue import DRAFTING_KEYS
 from slipstream.speculative.draft_model.context import DraftContext
 from slipstream.speculative.draft_model.drafter import DraftNetwork, load_network
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, LoadedDrafter, Needs
 from slipstream.speculative.model_options import ModelKeys, ModelOptions, read_model_options
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.parallel.rows import (
-    MASK_TOKEN_KEYS,
     choose_mask_token,
     most_rows,
     most_waiting,
     parallel_draft,
     parallel_rows,
     read_mask_token,
-    reads_features,
     warn_untrained,
 )
+from slipstream.speculative.pard import reads_features
 from slipstream.speculative.pard.features import (
     FeatureFedRunner,
     FeaturePages,
@@ -59,7 +59,7 @@ def load(options: ModelOptions, target: TargetModel) -> LoadedDrafter:
     assert options.model is not None, "it has a checkpoint of its own"
     checkpoint = Checkpoint(resolve_checkpoint(options.model, options.revision))
     mask = read_mask_token(checkpoint)
-    shape = read_decoder_config(checkpoint, MASK_TOKEN_KEYS)
+    shape = read_decoder_config(checkpoint, DRAFTING_KEYS)
     otherwise = ", or leave out parallel_drafting if the drafter was not trained for it"
     token = choose_mask_token(
         checkpoint.config_file, mask, options.mask_token, shape.vocab_size, otherwise
