@@ -23,22 +23,21 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.guidance import Guidance
 from slipstream.engine.images import ImageReader
+from slipstream.engine.launcher import Launcher
 from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.media import MediaReader
 from slipstream.engine.ranks.division import divide
-from slipstream.engine.ranks.ranks import ALONE, Ranks
+from slipstream.engine.ranks.ranks import Ranks
 from slipstream.engine.resolve import (
     Resolved,
 )
 from slipstream.engine.scheduler import Scheduler
-from slipstream.engine.step import Step
 from slipstream.kernels.registry import kernels_for
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import (
     ProgressBar,
-    no_progress_bar,
 )
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.runner.adapters import AdapterLoader
@@ -58,9 +57,9 @@ def assemble(
     network: Decoder,
     loaded_drafter: LoadedDrafter,
     tokenizer: Tokenizer | None,
-    progress_bar: ProgressBar = no_progress_bar,
-    ranks: Ranks = ALONE,
-    images: ImageReader = ImageReader(),  # noqa: B008
+    progress_bar: ProgressBar,
+    ranks: Ranks,
+    images: ImageReader,
 ) -> Engine:
     """Build the engine from loaded models."""
     limits, shape, needs = resolved.limits, network.config, loaded_drafter.needs
@@ -93,7 +92,7 @@ def assemble(
     )
     grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
     graphs = graph_runner(resolved, form, state, sampling, network.adapters is not None, ranks)
-    step = Step(
+    step = Launcher(
         *(scheduler, runner, loaded_drafter.build(resources), state, sampling),
         resources.synthetic_rates,
         Guidance(grammars, sampling, limits.num_speculative_tokens, division),
@@ -188,7 +187,7 @@ def graph_runner(
 
 
 def capture_plain(
-    graphs: GraphRunner | None, step: Step, guessed: bool, progress_bar: ProgressBar
+    graphs: GraphRunner | None, step: Launcher, guessed: bool, progress_bar: ProgressBar
 ) -> None:
     """Capture the graphs of requests without rare features."""
     if graphs is not None:

@@ -152,31 +152,19 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
         UsageError: an unknown key, method or value.
         CheckpointError: the drafter's checkpoint is broken or does not fit the target.
     """
-    plan = _read(config)
-    if plan is None:
+    found = _read(config)
+    if found is None:
         return Speculation(None, 0, PLAIN_DECODING)
-    choice, tree, count = plan.choice, plan.tree, plan.count
-    drafter = choice.load(target, tree)
+    choice, tree, asked = found
+    drafter, count = choice.load(target, tree), asked.num_speculative_tokens
     if choice.adaptive:
         count = min(count, drafter.limits.max_speculative_tokens or count)
-    verified = plan.verification, plan.rates
-    return Speculation(choice.name, count, drafter, choice.adaptive, *verified, plan.eager)
+    return replace(asked, num_speculative_tokens=count, drafter=drafter)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Everything that a `speculative_config` says; K is `count`, for "auto" the largest."""
-
-    choice: Choice
-    tree: TokenTree | None
-    count: int
-    verification: Verification | None
-    rates: tuple[tuple[float, ...], ...]
-    eager: bool
-
-
-def _read(config: Mapping[str, Any] | None) -> _Plan | None:
-    """Read all keys; None for plain decoding. Raises UsageError for an unknown key or value."""
+def _read(config: Mapping[str, Any] | None) -> tuple[Choice, TokenTree | None, Speculation] | None:
+    """Read all keys of a `speculative_config`; the drafter is not loaded, and K is for "auto" the
+    largest. None for plain decoding. Raises UsageError for an unknown key or value."""
     if config is None or dict(config) == {"num_speculative_tokens": 0}:
         return None
     options = Options(config)
@@ -195,15 +183,16 @@ def _read(config: Mapping[str, Any] | None) -> _Plan | None:
         return None
     if tree is not None:
         require_count(tree, count)
-    return _Plan(choice, tree, count, verification, rates, eager)
+    how = choice.adaptive, verification, rates, eager
+    return choice, tree, Speculation(choice.name, count, PLAIN_DECODING, *how)
 
 
 def require_ranks(config: Mapping[str, Any] | None, num_ranks: int, random: bool) -> None:
     """Raise UsageError if `config` is wrong, or if the drafter that it names cannot run on
     `num_ranks` ranks, more than one; `random` as in `require_equal_shares`."""
-    plan = _read(config)
-    if plan is not None:
-        plan.choice.require_ranks(num_ranks, random)
+    found = _read(config)
+    if found is not None:
+        found[0].require_ranks(num_ranks, random)
 
 
 def _loader(method: Method) -> Loader:

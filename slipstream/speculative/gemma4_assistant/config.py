@@ -74,18 +74,13 @@ class AssistantConfig(HeadConfig):
     centroids: Centroids | None
     suppressed: tuple[int, ...]
 
+    features = "the last hidden state, behind the final norm, and the cache of its last layers"
+    shared = "an assistant reads the target's cache"
+
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
         mixers = (layer.mixer for layer in self.layers.layers)
         return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
-
-    @property
-    def features(self) -> str:
-        return "the last hidden state, behind the final norm, and the cache of its last layers"
-
-    @property
-    def shared(self) -> str:
-        return "an assistant reads the target's cache"
 
     def problems(self, target: DecoderConfig) -> list[str]:
         if problem := width_problem(self.target_width, target):

@@ -83,9 +83,7 @@ class MedusaConfig(HeadConfig):
 
     checkpoint: "MedusaCheckpoint"
 
-    @property
-    def features(self) -> str:
-        return FEATURES
+    features = FEATURES
 
     @property
     def sizes(self) -> Mapping[str, int | None]:

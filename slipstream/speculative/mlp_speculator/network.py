@@ -68,9 +68,7 @@ class MLPSpeculatorConfig(HeadConfig):
     tie_weights: bool
     scale_input: bool
 
-    @property
-    def features(self) -> str:
-        return FEATURES
+    features = FEATURES
 
     @property
     def sizes(self) -> Mapping[str, int | None]:

@@ -23,9 +23,6 @@ from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.excerpts import Excerpt
 from slipstream.runner.rows import PassRows
-from slipstream.speculative.chains import Chains
-from slipstream.speculative.draft_sampling import DraftSampling
-from slipstream.speculative.drafter import Draft, DrafterResources
 from slipstream.speculative.parallel import MASK_ID_KEYS, TRAINED_KEYS
 
 
@@ -60,35 +57,6 @@ def parallel_rows(
     waiting = excerpt.places(state.num_tokens[batch.slots]) - starts
     lengths = torch.where(wanted > 0, waiting + wanted - 1, 0)
     return batch.rows(starts, lengths, most, mask_token=mask_token, excerpt=excerpt)
-
-
-def parallel_draft(
-    state: DeviceState,
-    batch: DeviceBatch,
-    wanted: Tensor,
-    logits: Tensor,
-    drafting: DraftSampling,
-    resources: DrafterResources,
-) -> Draft:
-    """The draft from the logits [R * K, V] of each request's last rows (`RowLayout.tails`), without
-    the places behind the end of a chain (`Chains`)."""
-    slots, width = batch.slots, batch.width
-    place = torch.arange(width, device=slots.device)
-    probs, chains = drafting.probabilities(batch), Chains(batch, resources, wanted, at_once=True)
-    picked = drafting.sample(
-        logits,
-        slots.unsqueeze(1).expand(-1, width).contiguous().flatten(),
-        (state.num_tokens[slots].unsqueeze(1) + place).flatten(),
-        batch,
-        resources,
-        None if probs is None else probs.flatten(0, 1),
-        chains.confidences_out(),
-    )
-    tokens = drafting.token_ids(picked).view(-1, width)
-    for index in range(width):
-        if not chains.take(index):
-            break
-    return chains.finish(drafting.draft(batch, resources, tokens, wanted, probs))
 
 
 MASK_HEAD_KEYS = (
