@@ -363,9 +363,8 @@ class Engine:
         for sample in submission.samples:
             self._owners.pop(sample.request.request_id, None)
         submission.close()
-        del self._submissions[
-            submission.request_id
-        ]  # last, so that a close that is interrupted can be repeated
+        # Last, so that a close that is interrupted can be repeated.
+        del self._submissions[submission.request_id]
 
     def _sample(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, index: int

@@ -221,10 +221,8 @@ def _router(spec: ExpertsSpec, context: BuildContext, layer: str, norm: Norm) ->
     if spec.corrected:
         part = Part(f"{layer}.{names.correction}", count, dtype=torch.float32)
         correction = source.vector([part]).float()
-    weight, width = (
-        source.table([Part(f"{name}.weight", count)], context.width).values,
-        context.width,
-    )
+    width = context.width
+    weight = source.table([Part(f"{name}.weight", count)], width).values
     if spec.scaled_router:
         # The router reads the experts' rows, which lack these factors; so its columns get them.
         scale = source.vector([Part(f"{layer}.{names.router_scale}", width)]).float()

@@ -82,9 +82,8 @@ class ContextDrafter(Drafter):
                 if self._missing[slot] > self._most_missing:
                     behind.append(slot)
                 self._missing[slot] = self._left_by or item.num_draft_tokens + 1
-        if (
-            behind and self._resources.captured
-        ):  # the first pass of an exact round may have any number of rows
+        # The first pass of an exact round may have any number of rows.
+        if behind and self._resources.captured:
             self._catch_up(behind, self._most_missing)
 
     def _is_behind_grammar(self, item: ScheduledRequest) -> bool:
