@@ -55,6 +55,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._window, self._states = window, states
+        self._beside = [kept for kept in (window, states) if kept is not None]
         self.num_queried_tokens = 0  # prompt tokens looked up when their request was admitted
         self.num_hit_tokens = 0  # how many of them were found
         self.reset()
@@ -63,10 +64,8 @@ class BlockManager:
         """Empty all blocks and forget all tables."""
         self._pool = BlockPool(self.num_blocks)
         self._tables: dict[str, _Table] = {}
-        if self._window is not None:
-            self._window.reset()
-        if self._states is not None:
-            self._states.reset()
+        for kept in self._beside:
+            kept.reset()
 
     def forget_prefixes(self) -> None:
         """Empty the prefix index; tables stay as they are.
@@ -75,10 +74,8 @@ class BlockManager:
         again with the same content.
         """
         self._pool.forget_contents()
-        if self._window is not None:
-            self._window.forget_contents()
-        if self._states is not None:
-            self._states.forget_contents()
+        for kept in self._beside:
+            kept.forget_contents()
 
     @property
     def num_available(self) -> int:
@@ -168,9 +165,8 @@ class BlockManager:
         digests, last = self._digests(blocks), -1
         while len(digests) != last:
             last = len(digests)
-            for kept in (self._window, self._states):
-                if kept is not None:
-                    del digests[kept.longest_prefix(digests) :]
+            for kept in self._beside:
+                del digests[kept.longest_prefix(digests) :]
         return [*blocks[:last]]
 
     def can_admit(self, prefix_blocks: Sequence[int], num_tokens: int, reserve: int = 0) -> bool:
@@ -293,10 +289,8 @@ class BlockManager:
         # evicted before them.
         for block in reversed(self._tables.pop(request_id).blocks):
             self._pool.release(block)
-        if self._window is not None:
-            self._window.free(request_id)
-        if self._states is not None:
-            self._states.free(request_id)
+        for kept in self._beside:
+            kept.free(request_id)
 
     # ------------------------------------------------------------------ states of requests
 
@@ -335,10 +329,8 @@ class BlockManager:
             Counter(block for table in self._tables.values() for block in table.blocks)
         )
         num_final = {name: table.num_final for name, table in self._tables.items()}
-        if self._window is not None:
-            self._window.check_invariants(num_final)
-        if self._states is not None:
-            self._states.check_invariants(num_final)
+        for kept in self._beside:
+            kept.check_invariants(num_final)
         for request_id, table in self._tables.items():
             self._check_table(request_id, table)
 

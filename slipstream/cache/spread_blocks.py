@@ -1,9 +1,22 @@
 """Blocks of several ranks, each of which has a cache and requests of its own."""
 
-from collections.abc import Collection, Iterator, KeysView, Sequence
+from collections.abc import Callable, Collection, Iterator, KeysView, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from slipstream.cache.block_manager import BlockManager, LookUp
-from slipstream.core.spans import Span
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _on_its_rank(method: F) -> F:
+    """A method about a request, of the manager that has its blocks."""
+
+    @wraps(method)
+    def on_its_rank(self: "SpreadBlocks", request_id: str, *args: Any, **kwargs: Any) -> Any:
+        return method(self._of(request_id), request_id, *args, **kwargs)
+
+    return cast(F, on_its_rank)
 
 
 class SpreadBlocks(BlockManager):
@@ -85,60 +98,26 @@ class SpreadBlocks(BlockManager):
     def _of(self, request_id: str) -> BlockManager:
         return self._ranks[self._on[request_id]]
 
-    def table(self, request_id: str) -> Sequence[int]:
-        return self._of(request_id).table(request_id)
-
-    def window_table(self, request_id: str) -> Sequence[int]:
-        return self._of(request_id).window_table(request_id)
-
-    def capacity(self, request_id: str) -> int:
-        return self._of(request_id).capacity(request_id)
-
-    def num_final_tokens(self, request_id: str) -> int:
-        return self._of(request_id).num_final_tokens(request_id)
-
-    def grow(self, request_id: str, num_tokens: int, num_written: int | None = None) -> bool:
-        return self._of(request_id).grow(request_id, num_tokens, num_written)
-
-    def rewind(self, request_id: str, num_tokens: int) -> None:
-        self._of(request_id).rewind(request_id, num_tokens)
-
-    def slide(self, request_id: str, num_computed: int) -> None:
-        self._of(request_id).slide(request_id, num_computed)
-
-    def index(
-        self,
-        request_id: str,
-        namespace: str,
-        token_ids: Sequence[int],
-        num_tokens: int,
-        spans: Sequence[Span] = (),
-    ) -> None:
-        self._of(request_id).index(request_id, namespace, token_ids, num_tokens, spans)
+    table = _on_its_rank(BlockManager.table)
+    window_table = _on_its_rank(BlockManager.window_table)
+    capacity = _on_its_rank(BlockManager.capacity)
+    num_final_tokens = _on_its_rank(BlockManager.num_final_tokens)
+    grow = _on_its_rank(BlockManager.grow)
+    rewind = _on_its_rank(BlockManager.rewind)
+    slide = _on_its_rank(BlockManager.slide)
+    index = _on_its_rank(BlockManager.index)
+    checkpoint = _on_its_rank(BlockManager.checkpoint)
+    chunk_end = _on_its_rank(BlockManager.chunk_end)
+    plan_checkpoint = _on_its_rank(BlockManager.plan_checkpoint)
+    take_in = _on_its_rank(BlockManager.take_in)
 
     def free(self, request_id: str) -> None:
         self._of(request_id).free(request_id)
         del self._on[request_id]
 
-    # ------------------------------------------------------------------ states of requests
-
     @property
     def num_checkpoints(self) -> int:
         return sum(blocks.num_checkpoints for blocks in self._ranks)
-
-    def checkpoint(self, request_id: str) -> int:
-        return self._of(request_id).checkpoint(request_id)
-
-    def chunk_end(self, request_id: str, start: int, end: int) -> int:
-        return self._of(request_id).chunk_end(request_id, start, end)
-
-    def plan_checkpoint(
-        self, request_id: str, num_tokens: int, drafts_in_flight: int | None = None
-    ) -> int:
-        return self._of(request_id).plan_checkpoint(request_id, num_tokens, drafts_in_flight)
-
-    def take_in(self, request_id: str, num_tokens: int) -> None:
-        self._of(request_id).take_in(request_id, num_tokens)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless each rank's blocks agree, and each request is on one."""

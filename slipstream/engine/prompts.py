@@ -10,7 +10,7 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.spans import Span
-from slipstream.engine.images import ImageReader, NoImages
+from slipstream.engine.images import ImageReader
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.harmony import find_harmony
@@ -122,7 +122,7 @@ class PromptEncoder:
         self,
         tokenizer: Tokenizer | None,
         vocab_size: int,
-        images: ImageReader = NoImages(),  # noqa: B008
+        images: ImageReader = ImageReader(),  # noqa: B008
     ) -> None:
         self._tokenizer, self._vocab_size, self._images = tokenizer, vocab_size, images
 

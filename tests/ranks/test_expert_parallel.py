@@ -19,10 +19,10 @@ from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.errors import RanksLostError, UsageError
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine import build
+from slipstream.engine.launcher import Launcher
 from slipstream.engine.ranks import leader, processes
 from slipstream.engine.ranks.leader import start_ranks
 from slipstream.engine.ranks.messages import Writer
-from slipstream.engine.step import Step
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from tests.adapters import write_adapter
 from tests.drafters.heads import write_eagle3
@@ -100,14 +100,14 @@ def run_padded(monkeypatch: pytest.MonkeyPatch) -> None:
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The number of requests that each of two ranks has, step by step."""
     seen: list[list[int]] = []
-    launch = Step.launch
+    launch = Launcher.launch
 
-    def noted(self: Step, batch: Batch) -> Any:
+    def noted(self: Launcher, batch: Batch) -> Any:
         ranks = [item.rank for item in batch.requests]
         seen.append([ranks.count(0), ranks.count(1)])
         return launch(self, batch)
 
-    monkeypatch.setattr(Step, "launch", noted)
+    monkeypatch.setattr(Launcher, "launch", noted)
     return seen
 
 

@@ -20,7 +20,7 @@ from slipstream.core.request import Request
 from slipstream.engine.ranks import processes
 from slipstream.engine.ranks.messages import Writer
 from slipstream.engine.ranks.processes import Followers
-from slipstream.engine.ranks.ranks import Alone, breaking_off
+from slipstream.engine.ranks.ranks import Ranks, breaking_off
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import LoadOptions, load_decoder, no_progress_bar
 from slipstream.runner.collectives import CollectiveError
@@ -112,11 +112,10 @@ def test_what_several_ranks_say_of_a_lost_one_is_told_once() -> None:
     )
 
 
-class EndingRanks(Alone):
+class EndingRanks(Ranks):
     """One of them ends after a while."""
 
-    def __init__(self) -> None:
-        self.num_checks = 0
+    num_checks = 0
 
     def check(self) -> None:
         self.num_checks += 1
