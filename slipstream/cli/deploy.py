@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from slipstream.cli.flags import Given, parsed
-from slipstream.cli.listen import ListenFlags, MissingPackagesError, ServingFlags, announce
+from slipstream.cli.listen import MissingPackagesError, ServingFlags, announce
 from slipstream.cli.prompts import require_writable
 from slipstream.cli.terminal import stderr_console
 from slipstream.core.errors import UsageError, counted
@@ -53,9 +53,9 @@ def deploy(
     """
     plan = _plan(serving=serving, replicas=replicas, cluster=cluster)
     if cluster.manifest is not None:
-        _write_manifest(plan, serving.listen, cluster, given.settled)
+        _write_manifest(plan, cluster, given.settled)
         return
-    raise typer.Exit(run_locally(plan, serving.listen, lambda: parsed(_plan, given.line)))
+    raise typer.Exit(run_locally(plan, lambda: parsed(_plan, given.line)))
 
 
 def _plan(*, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFlags) -> "Plan":
@@ -91,11 +91,9 @@ def application(args: Mapping[str, Sequence[str]]) -> Any:
     return build(replace(plan, local=False))
 
 
-def _write_manifest(
-    plan: "Plan", listen: ListenFlags, cluster: ClusterFlags, arguments: Sequence[str]
-) -> None:
+def _write_manifest(plan: "Plan", cluster: ClusterFlags, arguments: Sequence[str]) -> None:
     assert cluster.manifest is not None
-    for name in given_flags(listen):
+    for name in given_flags(plan.server):
         if name in _ELSEWHERE:
             raise UsageError(
                 f"{name} does not go with --manifest; give it to the cluster's ingress"
@@ -116,7 +114,7 @@ def _write_manifest(
             next(words)
         else:
             kept.append(word)
-    text = ray_service(plan, kept, cluster.name, cluster.image, listen.port)
+    text = ray_service(plan, kept, cluster.name, cluster.image, plan.server.port)
     require_writable("--manifest", cluster.manifest)
     cluster.manifest.write_text(text, "utf-8")
     print(f"written: {cluster.manifest}; kubectl apply -f {cluster.manifest} makes the service")
@@ -129,7 +127,7 @@ def _missing(error: ModuleNotFoundError) -> MissingPackagesError:
     )
 
 
-def run_locally(plan: "Plan", listen: ListenFlags, reread: "Callable[[], Plan]") -> int:
+def run_locally(plan: "Plan", reread: "Callable[[], Plan]") -> int:
     """Serve with replicas on this machine until a signal; returns the exit code.
 
     Args:
@@ -142,7 +140,8 @@ def run_locally(plan: "Plan", listen: ListenFlags, reread: "Callable[[], Plan]")
     from slipstream.serve.listening import bind
     from slipstream.serve.listening import listen as let_connect
 
-    sock = bind(listen.host, listen.port, listen.uds)
+    server = plan.server
+    sock = bind(server.host, server.port, server.uds)
     began = perf_counter()
     with suppress(OSError):
         stderr_console().print(f"starting {counted(plan.replicas.replicas, 'replica')} on Ray")
@@ -150,11 +149,11 @@ def run_locally(plan: "Plan", listen: ListenFlags, reread: "Callable[[], Plan]")
     def started() -> None:
         let_connect(sock)
         with suppress(OSError):  # as in serve
-            announce(listen, plan.server, sock, perf_counter() - began)
+            announce(server, sock, perf_counter() - began)
 
     try:
         return serve_locally(plan, sock, reread, started)
     finally:
         sock.close()
-        if listen.uds is not None:
-            listen.uds.unlink(missing_ok=True)
+        if server.uds is not None:
+            server.uds.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from slipstream.core.config import EngineConfig
 from slipstream.deploy.options import ReplicaOptions
-from slipstream.serve.run import ServerOptions
+from slipstream.serve.options import ServerOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,7 +121,7 @@ class AdapterEndpoints:
                 "adapters are loaded and unloaded by requests only where the server was started "
                 "with --trust-request-lora; give them as --lora-modules"
             )
-        if self._service.replica:
+        if self._service.options.replica:
             raise bad_request(
                 "one of several replicas would have it alone; give adapters as --lora-modules"
             )

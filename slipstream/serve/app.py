@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -59,16 +58,12 @@ def create_app(
     service: ModelService,
     metrics: ServerMetrics | None = None,
     pages: Sequence[BaseRoute] = (),
-    profiles: Path | None = None,
-    show_document: bool = True,
 ) -> FastAPI:
     """Create the application; the caller has to start the engine's thread.
 
     Args:
         metrics: served at /metrics; None: there is no such path.
         pages: further routes, which are left out of the OpenAPI document.
-        profiles: an existing folder for traces; None: there are no profiling endpoints.
-        show_document: whether to serve the OpenAPI document at /openapi.json.
     """
 
     @asynccontextmanager
@@ -82,14 +77,14 @@ def create_app(
         summary="The OpenAI protocol over one engine with speculative decoding.",
         lifespan=lifespan,
         # FastAPI's documentation pages are off: they load scripts from other hosts.
-        openapi_url="/openapi.json" if show_document else None,
+        openapi_url=None if service.options.disable_fastapi_docs else "/openapi.json",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # a wrong path gets a 404 in the protocol's form
     )
     _add_error_handlers(app)
     load = LoadCount()
-    routes = _routes(service, profiles, load)
+    routes = _routes(service, load)
     add_routes(app, routes)
     generating = frozenset(route.path for route in routes if route.chunk is not None)
     app.add_middleware(load.middleware, generating)
@@ -99,7 +94,7 @@ def create_app(
     return app
 
 
-def _routes(service: ModelService, profiles: Path | None, load: LoadCount) -> list[Route]:
+def _routes(service: ModelService, load: LoadCount) -> list[Route]:
     completions, chats = CompletionEndpoint(service), ChatEndpoint(service)
     tokens, info = TokenizeEndpoints(service), _InfoEndpoints(service, load)
     routes = [
@@ -133,6 +128,7 @@ def _routes(service: ModelService, profiles: Path | None, load: LoadCount) -> li
         Route("POST", "/reset_prefix_cache", info.reset_prefix_cache, PrefixCacheReset),
         Route("GET", "/version", info.version, Version),
     ]
+    profiles = service.options.enable_profiling
     if profiles is not None:
         profiling = ProfilingEndpoints(service.thread, profiles)
         routes += [

@@ -75,7 +75,7 @@ class ResponsesAnswer(Answer[Increments]):
         self._increments = Increments(reader)
         super().__init__(service, body, generation, [self._increments])
         # a new id that others cannot guess
-        self.id = f"{self.id_prefix}{service.replica}{uuid4().hex}"
+        self.id = f"{self.id_prefix}{service.options.replica}{uuid4().hex}"
         self._params, self._conversation = params, conversation
         self._store = store if store is not None and store.keeps else None
         num_top = MOST_INT if params.logprob_token_ids else params.logprobs
