@@ -4,13 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine.prompts import EncodedPrompt, Prompt
-from slipstream.serve.answer import AnswerForm, ChoicesAnswer, check_stream_fields
+from slipstream.serve.answer import ChoicesAnswer, check_stream_fields
 from slipstream.serve.answer_reader import AnswerReader
 from slipstream.serve.conversation import note_unread, render, require_template
 from slipstream.serve.conversation_images import has_images, read_images
@@ -21,11 +20,9 @@ from slipstream.serve.model_service import ModelService
 from slipstream.serve.output.parts import OutputConstraints, Part
 from slipstream.serve.prompt_fields import placed, truncation
 from slipstream.serve.protocol.base import MOST_INT
-from slipstream.serve.protocol.chat import ChatChoice, ChatCompletion, ChatRequest
+from slipstream.serve.protocol.chat import ChatRequest
 from slipstream.serve.protocol.usage import CompletionTokensDetails, Usage
-from slipstream.serve.request_parsing import read_body
 from slipstream.serve.sampling import logit_bias, sampling_params, structured_output
-from slipstream.serve.sse import cancel_on_disconnect
 from slipstream.serve.tools.call_format import Schemas, ToolFormat
 from slipstream.serve.tools.choice import ToolUse, choose_tools
 from slipstream.serve.tools.events import AnswerEvent, Arguments, CallBegun, Content, Reasoning
@@ -181,12 +178,8 @@ class ChatEndpoint:
     def __init__(self, service: ModelService) -> None:
         self._service = service
 
-    async def answer(self, request: Request) -> Response:
+    async def answer(self, body: ChatRequest) -> Response:
         """Answer a conversation, whole or streamed."""
-        body = await read_body(request, ChatRequest, self._service)
-        return await cancel_on_disconnect(request.receive, self._answer(body))
-
-    async def _answer(self, body: ChatRequest) -> Response:
         service = self._service
         service.thread.check_room(body.n or 1)
         run = service.beside_images if has_images(body.messages) else service.aside
@@ -272,7 +265,7 @@ def prepare(service: ModelService, body: ChatRequest, ends_early: bool = False) 
 
 class _ChatAnswer(ChoicesAnswer[ChatAnswerChoice]):
     id_prefix = "chatcmpl-"
-    form = AnswerForm("chat.completion", "chat.completion.chunk", ChatCompletion, ChatChoice)
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     _body: ChatRequest
     _prompt_logprobs: Any = None
 

@@ -4,13 +4,12 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.core.outputs import RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.prompts import EncodedPrompt, Prompt
-from slipstream.serve.answer import AnswerForm, ChoicesAnswer, check_stream_fields
+from slipstream.serve.answer import ChoicesAnswer, check_stream_fields
 from slipstream.serve.errors import bad_request
 from slipstream.serve.fill_in import fill_in
 from slipstream.serve.generation import Generation
@@ -24,10 +23,8 @@ from slipstream.serve.logprobs_format import (
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.prompt_fields import placed, truncation
 from slipstream.serve.protocol.base import MOST_INT
-from slipstream.serve.protocol.completions import Completion, CompletionChoice, CompletionRequest
-from slipstream.serve.request_parsing import read_body
+from slipstream.serve.protocol.completions import CompletionRequest
 from slipstream.serve.sampling import logit_bias, sampling_params, structured_output
-from slipstream.serve.sse import cancel_on_disconnect
 from slipstream.serve.token_texts import TokenReader, TokenTexts
 from slipstream.serve.updates import Candidates, Delta, RequestUpdate, join_deltas
 
@@ -42,12 +39,8 @@ class CompletionEndpoint:
     def __init__(self, service: ModelService) -> None:
         self._service = service
 
-    async def answer(self, request: Request) -> Response:
+    async def answer(self, body: CompletionRequest) -> Response:
         """Continue prompts, whole or streamed."""
-        body = await read_body(request, CompletionRequest, self._service)
-        return await cancel_on_disconnect(request.receive, self._answer(body))
-
-    async def _answer(self, body: CompletionRequest) -> Response:
         service, prompts, n = self._service, _prompts(body), body.n or 1
         service.thread.check_room(len(prompts) * n)
         params, encoded = await service.aside(self._prepare, body, prompts)
@@ -83,7 +76,7 @@ class CompletionEndpoint:
 
 class _CompletionAnswer(ChoicesAnswer["_Choice"]):
     id_prefix = "cmpl-"
-    form = AnswerForm("text_completion", "text_completion", Completion, CompletionChoice)
+    kind = chunk_kind = "text_completion"
     _body: CompletionRequest
 
     def _updates(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:

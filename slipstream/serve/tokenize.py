@@ -19,7 +19,6 @@ from slipstream.serve.protocol.server import (
     TokenizeResponse,
     TokenizerInfo,
 )
-from slipstream.serve.request_parsing import read_body
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,18 +30,16 @@ class TokenizeEndpoints:
     def __init__(self, service: ModelService) -> None:
         self._service = service
 
-    async def tokenize(self, request: Request) -> Response:
+    async def tokenize(self, body: TokenizeRequest) -> Response:
         """Token ids of a prompt or of messages"""
-        body = await read_body(request, TokenizeRequest, self._service)
         service = self._service
         run = service.beside_images if has_images(body.messages or ()) else service.aside
         if body.chat_template is not None:
             run = service.beside_templates
         return await run(self._tokenize, body)
 
-    async def detokenize(self, request: Request) -> Response:
+    async def detokenize(self, body: DetokenizeRequest) -> Response:
         """The text of token ids"""
-        body = await read_body(request, DetokenizeRequest, self._service)
         return await self._service.aside(self._detokenize, body)
 
     async def info(self, _: Request) -> Response:

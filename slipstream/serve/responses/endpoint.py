@@ -13,7 +13,6 @@ from slipstream.serve.openapi import Route, json_response
 from slipstream.serve.protocol.chat import ChatRequest, Message
 from slipstream.serve.protocol.response_object import DeletedResponse, ResponseEvent, ResponseObject
 from slipstream.serve.protocol.responses import ResponsesRequest
-from slipstream.serve.request_parsing import read_body
 from slipstream.serve.responses.answer import ResponsesAnswer
 from slipstream.serve.responses.messages import Conversation
 from slipstream.serve.responses.request import (
@@ -26,7 +25,6 @@ from slipstream.serve.responses.request import (
     sees_images,
 )
 from slipstream.serve.responses.store import ResponseStore
-from slipstream.serve.sse import cancel_on_disconnect
 
 
 class ResponsesEndpoints:
@@ -50,11 +48,6 @@ class ResponsesEndpoints:
             Route("POST", f"{path}/cancel", self.cancel, ResponseObject, errors=(400, 404)),
         ]
 
-    async def create(self, request: Request) -> Response:
-        """Answer a conversation in items, whole or streamed."""
-        body = await read_body(request, ResponsesRequest, self._service)
-        return await cancel_on_disconnect(request.receive, self._answer(body))
-
     async def retrieve(self, request: Request) -> Response:
         """A response that is stored"""
         _refuse_query(request)
@@ -76,7 +69,8 @@ class ResponsesEndpoints:
             "server has none: close the connection to end an answer"
         )
 
-    async def _answer(self, body: ResponsesRequest) -> Response:
+    async def create(self, body: ResponsesRequest) -> Response:
+        """Answer a conversation in items, whole or streamed."""
         service = self._service
         service.thread.check_room(1)
         self._check(body)
