@@ -228,7 +228,7 @@ class LoadReport:
         names = {TTFT: "TTFT", TPOT: "TPOT", ITL: "ITL, per chunk", E2EL: "end to end"}
         times = {shown: measured[metric] for metric, shown in names.items()}
         speculation = self._result.speculation
-        shares = () if speculation is None else speculation.shares
+        shares = () if speculation is None else speculation.acceptance_per_position
         for file in files:
             if file.suffix not in PAGES:
                 save(lambda: load_figure(times, per_second, shares, self.title), file)

@@ -13,25 +13,63 @@ from slipstream.bench.load import LoadRun
 from slipstream.bench.record import Record
 from slipstream.bench.speculation import NOT_REPORTED, SpeculationCounts
 from slipstream.core.errors import UsageError
+from slipstream.core.flags import flag
 
 TTFT, TPOT, ITL, ITL_PER_TOKEN, E2EL = "ttft", "tpot", "itl", "itl_per_token", "e2el"
 METRICS = (TTFT, TPOT, ITL, ITL_PER_TOKEN, E2EL)
 GOODPUT_METRICS = (TTFT, TPOT, E2EL)
 
 
+def _parse_metrics(name: str, text: str) -> tuple[str, ...]:
+    """Read names of METRICS; none are all."""
+    for metric in _listed(text):
+        if metric not in METRICS:
+            raise UsageError(f"{name} takes {', '.join(METRICS)}, not {metric!r}")
+    return _listed(text) or METRICS
+
+
+def _parse_percentiles(name: str, text: str) -> tuple[float, ...]:
+    """Read numbers from 0 to 100."""
+    try:
+        percentiles = tuple(map(float, _listed(text)))
+    except ValueError:
+        percentiles = (-1.0,)
+    if not all(0 <= percentile <= 100 for percentile in percentiles):
+        raise UsageError(f"{name} must be numbers from 0 to 100 such as 50,99, not {text!r}")
+    return percentiles
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 @dataclass(frozen=True, kw_only=True)
 class SummaryOptions:
-    """What to report.
+    """The figures to report."""
 
-    Attributes:
-        metrics: of METRICS.
-        percentiles: 0 to 100.
-        goodput: maximum milliseconds by metric (of GOODPUT_METRICS) for a request to count.
-    """
+    metrics: tuple[str, ...] = flag(
+        METRICS,
+        "Metrics to show percentiles of: ttft, tpot, itl, itl_per_token, e2el. [all]",
+        panel="Report",
+        name="--percentile-metrics",
+        metavar="<list>",
+        parse=_parse_metrics,
+    )
+    percentiles: tuple[float, ...] = flag(
+        (90.0, 99.0),
+        "Percentiles to show, such as 50,90,99.9. [90,99]",
+        name="--metric-percentiles",
+        metavar="<list>",
+        parse=_parse_percentiles,
+    )
+    goodput: tuple[str, ...] = flag(
+        (),
+        "Count requests within this limit: ttft:200, tpot:30, e2el:5000 (repeatable).",
+        metavar="<metric:ms>",
+    )
 
-    metrics: Sequence[str] = METRICS
-    percentiles: Sequence[float] = (90.0, 99.0)
-    goodput: Mapping[str, float] | None = None
+    def __post_init__(self) -> None:
+        read_goodput(self.goodput)
 
 
 def read_goodput(texts: Sequence[str]) -> dict[str, float] | None:
@@ -105,7 +143,7 @@ def summarise(
         "total_output_tokens": outputs,
         "output_tokens_counted_by": sorted({record.counted_by for record in completed}),
         "request_throughput": len(completed) / seconds,
-        "request_goodput": _goodput(completed, options.goodput, seconds),
+        "request_goodput": _goodput(completed, read_goodput(options.goodput), seconds),
         "output_throughput": outputs / seconds,
         "total_token_throughput": (inputs + outputs) / seconds,
         "max_output_tokens_per_s": max(per_second["output_tokens"], default=0.0),
@@ -130,11 +168,11 @@ def speculation_figures(counts: SpeculationCounts | None) -> dict[str, Any]:
         "spec_decode_source": counts.source,
         "spec_decode_acceptance_length": counts.acceptance_length,
         "spec_decode_acceptance_rate": counts.acceptance_rate * 100,
-        "spec_decode_num_drafts": counts.drafts,
-        "spec_decode_draft_tokens": counts.draft_tokens,
-        "spec_decode_accepted_tokens": counts.accepted,
-        "spec_decode_per_position_acceptance_rates": list(counts.shares),
-        "spec_decode_steps": counts.steps,
+        "spec_decode_num_drafts": counts.num_drafts,
+        "spec_decode_draft_tokens": counts.num_draft_tokens,
+        "spec_decode_accepted_tokens": counts.num_accepted_tokens,
+        "spec_decode_per_position_acceptance_rates": counts.acceptance_per_position,
+        "spec_decode_steps": counts.num_steps or None,
         "spec_decode_steps_without_drafts": counts.without_drafts,
     }
 

@@ -198,7 +198,7 @@ def _point(cell: Cell, run: OfflineRun, plain: Point | None) -> Point:
         cell.k,
         cell.batch,
         acceptance_length=speculation.acceptance_length,
-        per_position=speculation.shares,
+        per_position=tuple(speculation.acceptance_per_position),
         without_drafts=speculation.without_drafts,
         tokens_per_second=rate,
         iteration_ms=run.iteration_ms,

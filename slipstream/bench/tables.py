@@ -74,15 +74,15 @@ def texts_table(compared: int, wrong: Sequence[str]) -> ReportTable:
 
 def speculation_rows(counts: SpeculationCounts) -> list[tuple[str, str]]:
     """Rows about drafts and their acceptance."""
-    if not counts.drafts:
+    if not counts.num_drafts:
         return [("drafts", "none")]
     rows = [
         ("acceptance length (AL)", f"{counts.acceptance_length:.2f}"),
         ("acceptance rate", f"{counts.acceptance_rate:.1%}"),
-        ("drafts", f"{counts.drafts:,}"),
-        ("draft tokens", f"{counts.draft_tokens:,}"),
-        ("accepted tokens", f"{counts.accepted:,}"),
-        ("accepted by position", by_position(counts.shares)),
+        ("drafts", f"{counts.num_drafts:,}"),
+        ("draft tokens", f"{counts.num_draft_tokens:,}"),
+        ("accepted tokens", f"{counts.num_accepted_tokens:,}"),
+        ("accepted by position", by_position(counts.acceptance_per_position)),
     ]
     if counts.without_drafts is not None:
         rows.append(("steps without drafts", f"{counts.without_drafts:.1%}"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from http import HTTPStatus
 from time import time
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from slipstream.core.adapters import NamedAdapter
 from slipstream.core.config import EngineConfig
@@ -154,6 +154,10 @@ class ModelService:
         in_parts = self.answers.chat_template_content_format == "openai"
         return ChatTemplate(self.tokenizer, self.options.chat_template, in_parts)
 
+    def with_options(self, **changes: Any) -> "ModelService":
+        """This service with other options."""
+        return replace(self, options=replace(self.options, **changes))
+
     def with_template(self, source: str) -> "ModelService":
         """Copy this service, with the chat template of a request; slow.
 
@@ -166,7 +170,7 @@ class ModelService:
                 "--trust-request-chat-template; leave it out",
                 "chat_template",
             )
-        other = replace(self, options=replace(self.options, chat_template=source))
+        other = self.with_options(chat_template=source)
         vars(other).update({name: it for name, it in vars(self).items() if name in _OF_VOCABULARY})
         try:
             _ = other.template.variables
