@@ -8,11 +8,11 @@ from typing import Any
 import aiohttp
 
 from slipstream.bench.datasets import BenchPrompt, TextEncoder
+from slipstream.bench.options import Server
 from slipstream.bench.protocol import (
     BrokenStreamError,
     EventStream,
     RequestForm,
-    Server,
     ServerError,
     error_message,
     read_event,

@@ -9,54 +9,10 @@ from time import perf_counter
 from slipstream.bench.datasets import BenchPrompt
 from slipstream.bench.record import Record
 from slipstream.core.errors import UsageError
-from slipstream.core.flags import flag
 
 Ask = Callable[[BenchPrompt, float | None], Awaitable[Record]]
 _POLL_SECONDS = 0.05  # between checks for an interrupt by the user
 _NOT_SENT = "not sent, because the turn before failed"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """How many requests are sent, and when."""
-
-    max_concurrency: int | None = flag(
-        None, "Maximum number of concurrent requests. [no limit]", panel="Load", at_least=1
-    )
-    request_rate: float = flag(
-        float("inf"),
-        "Requests per second, sent whether or not earlier ones are answered; inf sends each as "
-        "soon as --max-concurrency allows.",
-    )
-    burstiness: float = flag(
-        1.0,
-        "Shape of the gamma distribution of gaps between requests: 1 is Poisson, less is burstier.",
-        above=0,
-    )
-    turns: str = flag(
-        "first",
-        "For mt-bench and spec-bench: first sends the first turn of each question, as vllm bench "
-        "serve does; all sends every turn, with the answers before it.",
-        metavar="<first|all>",
-        choices=("first", "all"),
-    )
-    num_warmups: int = flag(
-        1, "Warm-up requests, all of one prompt, sent before the measurement.", at_least=0
-    )
-    num_speculative_tokens: int | None = flag(
-        None,
-        "Draft tokens per step, sent with every request (slipstream servers). [the server's]",
-        also=("-k",),
-        at_least=0,
-    )
-    return_speculation: bool = flag(
-        True,
-        "Ask slipstream servers which draft tokens were accepted; without it, their counters are "
-        "read.",
-    )
-    profile: bool = flag(
-        False, "Switch the server's own profiler on, where it has one (/start_profile)."
-    )
 
 
 @dataclass(kw_only=True)

@@ -1,25 +1,15 @@
 """The OpenAI protocol for a client: bodies of requests, and events of streams."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from slipstream.bench.datasets import BenchPrompt
+from slipstream.bench.options import AUTO, CHAT, COMPLETIONS, PATHS
 from slipstream.core.errors import UsageError
-from slipstream.core.flags import flag, parse_object
 
-AUTO, COMPLETIONS, CHAT = "auto", "completions", "chat"
-ENDPOINTS = (AUTO, COMPLETIONS, CHAT)
 _MOST_BYTES = 64 << 20  # of one event of a stream
-PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
-
-
-_KEY = "OPENAI_API_KEY"
-_HOST, _PORT = "127.0.0.1", 8000
-_BACKENDS = {"openai": "completions", "openai-chat": "chat", "vllm": "completions"}
 
 
 class BrokenStreamError(ValueError):
@@ -28,104 +18,6 @@ class BrokenStreamError(ValueError):
 
 class ServerError(Exception):
     """The server reports an error within a stream."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Server:
-    """A server, and how requests are sent to it."""
-
-    base_url: str | None = flag(
-        None,
-        f"Address of the server, with or without /v1 at its end. [http://{_HOST}:{_PORT}]",
-        panel="Server",
-    )
-    host: str | None = flag(None, f"In place of --base-url. [{_HOST}]")
-    port: int | None = flag(None, f"In place of --base-url. [{_PORT}]", at_least=1, at_most=65535)
-    model: str | None = flag(None, "Name of the model on the server. [the only one]")
-    endpoint: str = flag(
-        "auto", "completions, chat (or their paths), or auto: the one that suits each prompt."
-    )
-    backend: str | None = flag(
-        None,
-        "Spelled as in vllm bench serve: openai or vllm are --endpoint completions, openai-chat is "
-        "--endpoint chat.",
-    )
-    api_key: str | None = flag(None, f"Sent as a bearer token. [{_KEY} of the environment]")
-    header: tuple[str, ...] = flag(
-        (), "Header to send with every request (repeatable).", metavar="<name: value>"
-    )
-    extra_body: dict[str, Any] | None = flag(
-        None, "Fields to add to the body of every request.", metavar="<json>", parse=parse_object
-    )
-    tokenizer: str | None = flag(
-        None,
-        "A model's directory, hub name or a demo. Its tokenizer counts tokens where the server "
-        "does not, draws random prompts, and renders chats as prompts.",
-    )
-    request_timeout: float = flag(600.0, "Seconds that one request may take in all.", above=0)
-    ready_timeout: float = flag(0.0, "Seconds to wait for the server to start.", at_least=0)
-
-    @cached_property
-    def url(self) -> str:
-        """The address without /v1; raises UsageError for a bad one."""
-        url = self._given_url().rstrip("/").removesuffix("/v1")
-        if not url.startswith(("http://", "https://")):
-            raise UsageError(f"--base-url must begin with http:// or https://, not {self.base_url}")
-        return url
-
-    @cached_property
-    def headers(self) -> dict[str, str]:
-        """Headers of every request; raises UsageError for a bad one."""
-        headers = {}
-        for text in self.header:
-            name, colon, value = text.partition(":")
-            if not colon or not name.strip():
-                raise UsageError(f"--header must be such as 'name: value', not {text!r}")
-            headers[name.strip()] = value.strip()
-        key = self.api_key or os.environ.get(_KEY)
-        if key:
-            headers.setdefault("Authorization", f"Bearer {key}")
-        return headers
-
-    def _given_url(self) -> str:
-        if self.base_url is None:
-            host = self.host or _HOST
-            shown = f"[{host}]" if ":" in host else host
-            return f"http://{shown}:{self.port or _PORT}"
-        if self.host is not None or self.port is not None:
-            raise UsageError("--base-url names host and port; leave --host and --port out")
-        return self.base_url
-
-    def wanted_endpoint(self) -> str:
-        """The endpoint by --endpoint and --backend; raises UsageError if they disagree."""
-        names = {path: name for name, path in PATHS.items()}
-        endpoint = names.get(self.endpoint, self.endpoint)
-        if endpoint not in ENDPOINTS:
-            raise UsageError(
-                f"--endpoint must be one of {', '.join(ENDPOINTS)}, not {self.endpoint}"
-            )
-        if self.backend is None:
-            return endpoint
-        if self.backend not in _BACKENDS:
-            raise UsageError(
-                f"--backend must be one of {', '.join(_BACKENDS)}, not {self.backend}: servers are "
-                "benchmarked by the OpenAI protocol only"
-            )
-        meant = _BACKENDS[self.backend]
-        if endpoint not in (AUTO, meant):
-            raise UsageError(
-                f"--backend {self.backend} means --endpoint {meant}, not {self.endpoint}; leave "
-                "one out"
-            )
-        return meant
-
-    def more_fields(self) -> dict[str, Any]:
-        """The fields of --extra-body; raises UsageError for those that the benchmark sets."""
-        given = self.extra_body or {}
-        own = {"model", "prompt", "messages", "stream", "stream_options", "n"} & set(given)
-        if own:
-            raise UsageError(f"--extra-body may not have {', '.join(sorted(own))}")
-        return given
 
 
 @dataclass(frozen=True, kw_only=True)

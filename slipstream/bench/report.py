@@ -10,18 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream import __version__
 from slipstream.bench.datasets import BenchPrompt
+from slipstream.bench.options import E2EL, ITL, TPOT, TTFT, SummaryOptions
 from slipstream.bench.pictures import PAGES, as_svg, load_figure, save, sweep_figure
-from slipstream.bench.summary import (
-    E2EL,
-    ITL,
-    TPOT,
-    TTFT,
-    SummaryOptions,
-    details,
-    series,
-    summarise,
-    timeline,
-)
+from slipstream.bench.summary import details, series, summarise, timeline
 from slipstream.bench.sweep import Failure, Point
 from slipstream.bench.tables import (
     ReportTable,

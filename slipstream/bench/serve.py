@@ -11,8 +11,9 @@ import aiohttp
 
 from slipstream.bench.client import Client, connection_error
 from slipstream.bench.datasets import BenchPrompt, TextEncoder
-from slipstream.bench.load import Ask, LoadOptions, LoadRun, run_load
-from slipstream.bench.protocol import RequestForm, Server
+from slipstream.bench.load import Ask, LoadRun, run_load
+from slipstream.bench.options import LoadOptions, Server
+from slipstream.bench.protocol import RequestForm
 from slipstream.bench.record import Record
 from slipstream.bench.speculation import SpeculationCounts, from_metrics, from_usage
 from slipstream.core.errors import SlipstreamError, UsageError

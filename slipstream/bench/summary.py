@@ -6,88 +6,21 @@ several tokens per chunk; `itl_per_token` is the time between tokens, 0 within a
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from slipstream.bench.load import LoadRun
+from slipstream.bench.options import (
+    E2EL,
+    ITL,
+    ITL_PER_TOKEN,
+    METRICS,
+    TPOT,
+    TTFT,
+    SummaryOptions,
+    read_goodput,
+)
 from slipstream.bench.record import Record
 from slipstream.bench.speculation import NOT_REPORTED, SpeculationCounts
-from slipstream.core.errors import UsageError
-from slipstream.core.flags import flag
-
-TTFT, TPOT, ITL, ITL_PER_TOKEN, E2EL = "ttft", "tpot", "itl", "itl_per_token", "e2el"
-METRICS = (TTFT, TPOT, ITL, ITL_PER_TOKEN, E2EL)
-GOODPUT_METRICS = (TTFT, TPOT, E2EL)
-
-
-def _parse_metrics(name: str, text: str) -> tuple[str, ...]:
-    """Read names of METRICS; none are all."""
-    for metric in _listed(text):
-        if metric not in METRICS:
-            raise UsageError(f"{name} takes {', '.join(METRICS)}, not {metric!r}")
-    return _listed(text) or METRICS
-
-
-def _parse_percentiles(name: str, text: str) -> tuple[float, ...]:
-    """Read numbers from 0 to 100."""
-    try:
-        percentiles = tuple(map(float, _listed(text)))
-    except ValueError:
-        percentiles = (-1.0,)
-    if not all(0 <= percentile <= 100 for percentile in percentiles):
-        raise UsageError(f"{name} must be numbers from 0 to 100 such as 50,99, not {text!r}")
-    return percentiles
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-@dataclass(frozen=True, kw_only=True)
-class SummaryOptions:
-    """The figures to report."""
-
-    metrics: tuple[str, ...] = flag(
-        METRICS,
-        "Metrics to show percentiles of: ttft, tpot, itl, itl_per_token, e2el. [all]",
-        panel="Report",
-        name="--percentile-metrics",
-        metavar="<list>",
-        parse=_parse_metrics,
-    )
-    percentiles: tuple[float, ...] = flag(
-        (90.0, 99.0),
-        "Percentiles to show, such as 50,90,99.9. [90,99]",
-        name="--metric-percentiles",
-        metavar="<list>",
-        parse=_parse_percentiles,
-    )
-    goodput: tuple[str, ...] = flag(
-        (),
-        "Count requests within this limit: ttft:200, tpot:30, e2el:5000 (repeatable).",
-        metavar="<metric:ms>",
-    )
-
-    def __post_init__(self) -> None:
-        read_goodput(self.goodput)
-
-
-def read_goodput(texts: Sequence[str]) -> dict[str, float] | None:
-    """Read goals such as `ttft:200`; raises UsageError for anything else."""
-    goals: dict[str, float] = {}
-    for text in texts:
-        name, colon, value = text.partition(":")
-        try:
-            goal = float(value)
-        except ValueError:
-            goal = -1.0
-        if not colon or name not in GOODPUT_METRICS or not goal > 0:
-            raise UsageError(
-                f"--goodput must be such as ttft:200 (milliseconds; {', '.join(GOODPUT_METRICS)}), "
-                f"not {text!r}"
-            )
-        goals[name] = goal
-    return goals or None
 
 
 def percentile_name(percentile: float) -> str:

@@ -4,18 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.bench.options import E2EL, ITL, ITL_PER_TOKEN, TPOT, TTFT, SummaryOptions
 from slipstream.bench.profile import GROUPS, Profile
 from slipstream.bench.record import CHUNKS, TOKENIZER, USAGE
 from slipstream.bench.speculation import NOT_REPORTED, SpeculationCounts
-from slipstream.bench.summary import (
-    E2EL,
-    ITL,
-    ITL_PER_TOKEN,
-    TPOT,
-    TTFT,
-    SummaryOptions,
-    percentile_name,
-)
+from slipstream.bench.summary import percentile_name
 from slipstream.bench.sweep import Failure, Point, best
 from slipstream.bench.workload import PARTS
 from slipstream.core.errors import counted

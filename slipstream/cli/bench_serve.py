@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from slipstream.bench.load import LoadOptions, arrival_times, num_requests
-from slipstream.bench.protocol import CHAT, COMPLETIONS, RequestForm, Server
-from slipstream.bench.summary import SummaryOptions
+from slipstream.bench.options import CHAT, COMPLETIONS, LoadOptions, Server, SummaryOptions
 from slipstream.cli.bench_flags import (
     BenchSamplingFlags,
     DatasetFlags,
@@ -100,6 +98,7 @@ def serve(
     differs from --compare-texts.
     """
     _require_client()
+    from slipstream.bench.load import num_requests
     from slipstream.bench.report import LoadReport, read_texts
     from slipstream.bench.serve import measure_server
 
@@ -156,6 +155,8 @@ def _show(report: "LoadReport") -> None:
 def _plan(
     server: Server, load: LoadOptions, dataset: DatasetFlags, sampling: BenchSamplingFlags
 ) -> "ServePlan":
+    from slipstream.bench.load import arrival_times
+    from slipstream.bench.protocol import RequestForm
     from slipstream.bench.serve import ServePlan
 
     endpoint = server.wanted_endpoint()
@@ -205,6 +206,8 @@ def _require_client() -> None:
 
 
 def _describe_prompts(dataset: DatasetFlags, plan: "ServePlan") -> str:
+    from slipstream.bench.load import num_requests
+
     distinct = len({str(prompt.shown()) for prompt in plan.prompts})
     again = "" if distinct == len(plan.prompts) else f" ({distinct} different ones)"
     own = any(prompt.max_tokens is not None for prompt in plan.prompts)

@@ -259,7 +259,7 @@ def _methods() -> list[str]:
 
 
 def _bundled() -> list[str]:
-    from slipstream.models.checkpoint import bundled_names
+    from slipstream.models.bundled import bundled_names
 
     return [name for name in bundled_names() if name != DEMO]
 

@@ -10,13 +10,8 @@ import pytest
 from slipstream.bench.client import Client
 from slipstream.bench.datasets import BenchPrompt
 from slipstream.bench.load import LoadRun, run_load
-from slipstream.bench.protocol import (
-    BrokenStreamError,
-    EventStream,
-    RequestForm,
-    Server,
-    read_event,
-)
+from slipstream.bench.options import Server
+from slipstream.bench.protocol import BrokenStreamError, EventStream, RequestForm, read_event
 from slipstream.bench.record import CHUNKS, TOKENIZER, USAGE, Record
 from slipstream.core.errors import UsageError
 from tests.bench.test_datasets import Letters

@@ -6,17 +6,10 @@ import numpy
 import pytest
 
 from slipstream.bench.load import LoadRun, arrival_times
+from slipstream.bench.options import ITL_PER_TOKEN, SummaryOptions, read_goodput
 from slipstream.bench.record import CHUNKS, TOKENIZER, USAGE, Arrival, Record
 from slipstream.bench.speculation import SpeculationCounts, from_metrics, from_usage
-from slipstream.bench.summary import (
-    ITL_PER_TOKEN,
-    SummaryOptions,
-    details,
-    read_goodput,
-    series,
-    summarise,
-    timeline,
-)
+from slipstream.bench.summary import details, series, summarise, timeline
 from slipstream.core.errors import UsageError
 
 
