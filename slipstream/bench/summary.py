@@ -65,7 +65,7 @@ def summarise(
     seconds = max(run.seconds, 1e-9)
     inputs = sum(record.num_prompt_tokens for record in completed)
     outputs = sum(record.num_tokens for record in completed)
-    per_second = timeline(run)
+    per_second, goals = timeline(run), read_goodput(options.goodput)
     summary: dict[str, Any] = {
         "duration": run.seconds,
         "completed": len(completed),
@@ -76,7 +76,7 @@ def summarise(
         "total_output_tokens": outputs,
         "output_tokens_counted_by": sorted({record.counted_by for record in completed}),
         "request_throughput": len(completed) / seconds,
-        "request_goodput": _goodput(completed, read_goodput(options.goodput), seconds),
+        "request_goodput": None if goals is None else _goodput(completed, goals, seconds),
         "output_throughput": outputs / seconds,
         "total_token_throughput": (inputs + outputs) / seconds,
         "max_output_tokens_per_s": max(per_second["output_tokens"], default=0.0),
@@ -148,15 +148,12 @@ def details(run: LoadRun) -> dict[str, Any]:
     }
 
 
-def _goodput(
-    completed: Sequence[Record], goals: Mapping[str, float] | None, seconds: float
-) -> float | None:
+def _goodput(completed: Sequence[Record], goals: Mapping[str, float], seconds: float) -> float:
     """Requests per second that met every goal."""
-    if goals is None:
-        return None
-    return sum(_is_good(record, goals) for record in completed) / seconds
-
-
-def _is_good(record: Record, goals: Mapping[str, float]) -> bool:
-    measured = {TTFT: record.ttft, TPOT: record.tpot or 0.0, E2EL: record.latency}
-    return all(measured[name] * 1e3 <= goal for name, goal in goals.items())
+    measured = [
+        {TTFT: record.ttft, TPOT: record.tpot or 0.0, E2EL: record.latency} for record in completed
+    ]
+    return (
+        sum(all(it[name] * 1e3 <= goal for name, goal in goals.items()) for it in measured)
+        / seconds
+    )

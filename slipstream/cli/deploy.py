@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -15,10 +15,7 @@ from slipstream.cli.prompts import require_writable
 from slipstream.cli.terminal import stderr_console
 from slipstream.core.errors import UsageError, counted
 from slipstream.core.flags import flag, given_flags
-from slipstream.deploy.options import ReplicaOptions
-
-if TYPE_CHECKING:
-    from slipstream.deploy.plan import Plan
+from slipstream.deploy.options import Plan, ReplicaOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +55,7 @@ def deploy(
     raise typer.Exit(run_locally(plan, lambda: parsed(_plan, given.line)))
 
 
-def _plan(*, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFlags) -> "Plan":
+def _plan(*, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFlags) -> Plan:
     """The plan of a command line; UsageError for flags that have no effect without another."""
     if cluster.manifest is None:
         for name in given_flags(cluster):
@@ -71,11 +68,9 @@ def _plan(*, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFl
     return plan_of(serving, replicas)
 
 
-def plan_of(serving: ServingFlags, replicas: ReplicaOptions) -> "Plan":
+def plan_of(serving: ServingFlags, replicas: ReplicaOptions) -> Plan:
     """The plan of replicas that are servers with these flags."""
     config, server = serving.checked()
-    from slipstream.deploy.plan import Plan
-
     return Plan(config=config, server=server, replicas=replicas)
 
 
@@ -91,7 +86,7 @@ def application(args: Mapping[str, Sequence[str]]) -> Any:
     return build(replace(plan, local=False))
 
 
-def _write_manifest(plan: "Plan", cluster: ClusterFlags, arguments: Sequence[str]) -> None:
+def _write_manifest(plan: Plan, cluster: ClusterFlags, arguments: Sequence[str]) -> None:
     assert cluster.manifest is not None
     for name in given_flags(plan.server):
         if name in _ELSEWHERE:
@@ -127,7 +122,7 @@ def _missing(error: ModuleNotFoundError) -> MissingPackagesError:
     )
 
 
-def run_locally(plan: "Plan", reread: "Callable[[], Plan]") -> int:
+def run_locally(plan: Plan, reread: Callable[[], Plan]) -> int:
     """Serve with replicas on this machine until a signal; returns the exit code.
 
     Args:

@@ -137,12 +137,12 @@ def _show(console: Console, facts: CheckpointFacts, fit: Fit | None, target: str
 
 def _rows(facts: dict[str, Any]) -> dict[str, str]:
     """The document of `--json` in words, without what is absent."""
-    number, size = facts["num_parameters"], facts["num_bytes"]
+    number, size, kind = facts["num_parameters"], facts["num_bytes"], facts["kind"]
     weights = "no weights" if number is None else f"{_short(number)} ({_bytes(size)})"
     rows = {
         "path": facts["path"],
         "architecture": facts["architecture"],
-        "kind": _kind(facts["kind"]),
+        "kind": "language model" if kind == "language_model" else f"drafter, method {kind}",
         "target features": facts["features"],
         "drafts": facts["num_speculative_tokens"]
         and f"{counted(facts['num_speculative_tokens'], 'token')} per step by default",
@@ -227,12 +227,6 @@ def _shape_rows(facts: dict[str, Any]) -> dict[str, str]:
         "KV cache": cache,
         **states,
     }
-
-
-def _kind(kind: str) -> str:
-    if kind == "language_model":
-        return "language model"
-    return f"drafter, method {kind}"
 
 
 def _short(number: int) -> str:

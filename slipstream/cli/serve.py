@@ -2,7 +2,6 @@
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -10,10 +9,7 @@ from slipstream.cli.deploy import plan_of, run_locally
 from slipstream.cli.flags import Given, RunFlags, parsed
 from slipstream.cli.listen import ServingFlags, announce
 from slipstream.cli.open_llm import open_llm, print_defaults
-from slipstream.deploy.options import ReplicaOptions
-
-if TYPE_CHECKING:
-    from slipstream.deploy.plan import Plan
+from slipstream.deploy.options import Plan, ReplicaOptions
 
 
 def serve(*, serving: ServingFlags, run: RunFlags, given: Given) -> None:
@@ -52,7 +48,7 @@ def serve(*, serving: ServingFlags, run: RunFlags, given: Given) -> None:
     raise typer.Exit(code)
 
 
-def _plan(*, serving: ServingFlags, run: RunFlags) -> "Plan":
+def _plan(*, serving: ServingFlags, run: RunFlags) -> Plan:
     """The replicas of a command line."""
     plan = plan_of(serving, ReplicaOptions(replicas=serving.engine.data_parallel_size))
     return replace(plan, config=replace(plan.config, data_parallel_size=1))

@@ -147,9 +147,7 @@ class Front:
                 await self._app(scope, receive, send)
             return
         path: str = scope["path"]
-        body = await _read_body(receive)
-        if body is None:
-            return
+        body = (await receive())["body"]  # whole, by `BodyLimits`
         query = scope.get("query_string", b"")
         target = scope.get("raw_path") or path.encode()
         request = _Request(
@@ -381,18 +379,6 @@ def _with_id(headers: Headers) -> Headers:
 def _own_headers(headers: Headers) -> Headers:
     """An answer's headers, but for the id where it is added here."""
     return [it for it in headers if it[0].lower() != _ID] if current_request_id() else headers
-
-
-async def _read_body(receive: Receive) -> bytes | None:
-    """The request's body; None if the client has left."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
 
 
 async def _nothing() -> dict[str, str]:

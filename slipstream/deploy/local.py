@@ -17,7 +17,7 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.deploy.application import NAME, build
 from slipstream.deploy.directory import DIRECTORY
 from slipstream.deploy.front import Front
-from slipstream.deploy.plan import Plan
+from slipstream.deploy.options import Plan
 from slipstream.runner.capability import choose_device
 from slipstream.runner.memory import uses_gpu_memory
 from slipstream.serve.logs import RequestIds, set_up_logs

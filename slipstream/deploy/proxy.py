@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slipstream.deploy.directory import DIRECTORY
 from slipstream.deploy.front import Front
-from slipstream.deploy.plan import Plan
+from slipstream.deploy.options import Plan
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.middleware import BodyLimits
 

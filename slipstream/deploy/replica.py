@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 from uuid import uuid4
 
-from slipstream.deploy.plan import Plan
+from slipstream.deploy.options import Plan
 from slipstream.deploy.scaling import BUSY, QUEUE_TIME
 from slipstream.engine.engine import Engine
 from slipstream.engine.samples import Submission

@@ -12,7 +12,7 @@ import slipstream.cli.deploy
 from slipstream.cli.errors import run
 from slipstream.cli.flags import parsed
 from slipstream.cli.main import app
-from slipstream.deploy.plan import Plan
+from slipstream.deploy.options import Plan
 from slipstream.deploy.proxy import SETTINGS
 
 
