@@ -11,13 +11,13 @@ from uuid import uuid4
 
 from slipstream.deploy.options import Plan
 from slipstream.deploy.scaling import BUSY, QUEUE_TIME
-from slipstream.engine.engine import Engine
 from slipstream.engine.samples import Submission
+from slipstream.serve.observers import Observer
 
 _WINDOW = 10.0  # seconds in which queue times count
 
 
-class QueueTimes:
+class QueueTimes(Observer):
     """Observes how long requests wait for a place in an engine."""
 
     def __init__(self) -> None:
@@ -37,9 +37,6 @@ class QueueTimes:
     def request_ended(self, request_id: str, submission: Submission, reason: str) -> None:
         """It does not wait any more."""
         self._new.pop(submission.request_id, None)
-
-    def step_done(self, engine: Engine) -> None:
-        """Nothing that is not known."""
 
     def mean(self) -> float:
         """Seconds of the requests that were placed lately, and of those that still wait."""

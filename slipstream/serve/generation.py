@@ -9,7 +9,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.stop_conditions import NOT_FINITE
 from slipstream.serve.engine_thread import EngineThread
-from slipstream.serve.errors import ApiError, bad_request, generation_failed
+from slipstream.serve.errors import bad_request, generation_failed
 from slipstream.serve.logs import current_request_id
 from slipstream.serve.protocol.usage import PromptTokensDetails, SpeculationUsage, Usage
 from slipstream.serve.updates import RequestUpdate, UpdateStream
@@ -75,15 +75,12 @@ class Generation:
         self._metrics[place] = update.metrics
         for delta in update.deltas:
             if delta.finish_reason == "error":
-                raise self._output_error(str(delta.stop_reason))
+                message = str(delta.stop_reason)
+                if self._has_grammar and message != NOT_FINITE:  # no token fits
+                    raise bad_request(message, "structured_outputs", "grammar_failed")
+                raise generation_failed(message)
             if self._counts_output:
                 self._num_output_tokens += len(delta.token_ids)
-
-    def _output_error(self, message: str) -> ApiError:
-        """The error if no token fits the request's grammar, or logits are not finite."""
-        if self._has_grammar and message != NOT_FINITE:
-            return bad_request(message, "structured_outputs", "grammar_failed")
-        return generation_failed(message)
 
     def usage(self) -> Usage:
         """Token counts so far."""

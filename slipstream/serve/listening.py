@@ -61,8 +61,9 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._header_bytes += len(data) if self._in_headers else 0
         super().data_received(data)
-        if self._in_headers and self._header_bytes > self.limits.max_header_bytes:
-            self._refuse_headers()
+        too_many = self._in_headers and self._header_bytes > self.limits.max_header_bytes
+        if too_many and not self.transport.is_closing():
+            self._answer(self._too_large())
         # Data that does not begin a request (empty lines, an unread body) is limited as well.
         if self.cycle is None or self.cycle.response_complete:
             self._wait()
@@ -112,10 +113,6 @@ class BoundedConnection(HttpToolsProtocol):
             f"the request's line and headers take more than {self.limits.max_header_bytes} bytes; "
             "send fewer or shorter ones",
         )
-
-    def _refuse_headers(self) -> None:
-        if not self.transport.is_closing():
-            self._answer(self._too_large())
 
     def _answer(self, error: ApiError) -> None:
         body = error.body()

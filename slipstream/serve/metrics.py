@@ -17,6 +17,7 @@ from slipstream.engine.drafting.policy import AdaptivePolicy
 from slipstream.engine.engine import Engine
 from slipstream.engine.samples import Submission
 from slipstream.serve.metric_families import Families, Histogram, Kind, Values
+from slipstream.serve.observers import Observer
 
 Row = tuple[Kind, str, str, Values, *tuple[str, ...]]  # with the names of further labels
 
@@ -71,8 +72,8 @@ def _histograms(max_model_len: int) -> dict[str, Histogram]:
     return {name: Histogram(text, bounds) for name, text, bounds in made}
 
 
-class ServerMetrics(Collector):
-    """The metrics of one server; an `Observer` of its engine's thread.
+class ServerMetrics(Collector, Observer):
+    """The metrics of one server.
 
     Args:
         engine: the engine whose counts are exported.
@@ -98,9 +99,6 @@ class ServerMetrics(Collector):
     def render(self) -> bytes:
         """The metrics in Prometheus's text format."""
         return generate_latest(self.registry)
-
-    def request_added(self, request_id: str, submission: Submission) -> None:
-        """Does nothing: prompt tokens are counted with the first output token."""
 
     def describe(self) -> Iterator[Metric]:
         """Yields nothing, so that registration does not call `collect`."""

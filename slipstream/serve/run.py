@@ -4,10 +4,10 @@ import asyncio
 import logging
 import resource
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -177,15 +177,14 @@ class DrainingServer(uvicorn.Server):
         """Start the work, serve until the server stops, and stop the work."""
         self._loop = asyncio.get_running_loop()
         self._work.start()
-        memory = asyncio.create_task(return_memory(lambda: self._gate.empty, self._work_done))
+        state = self.server_state
+        done = lambda: (state.total_requests, len(state.connections))  # noqa: E731
+        memory = asyncio.create_task(return_memory(lambda: self._gate.empty, done))
         try:
             await super().serve(sockets)
         finally:
             memory.cancel()
             await self._work.stop()
-
-    def _work_done(self) -> tuple[int, int]:
-        return self.server_state.total_requests, len(self.server_state.connections)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, abort requests at the second, exit at the third."""
@@ -194,7 +193,12 @@ class DrainingServer(uvicorn.Server):
             self.exit_code = 1
             self.should_exit = self.force_exit = True
             return
-        self._loop.call_soon_threadsafe(self._begin_ending)
+        self._loop.call_soon_threadsafe(
+            lambda: self._begin(self._stop() if self._tasks else self.drain())
+        )
+
+    def _begin(self, ending: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(ending))
 
     def end_at_once(self, why: str) -> None:
         """Abort all requests and stop the server with exit code 1, because the engine cannot
@@ -205,13 +209,7 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = True
             return
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(
-                lambda: self._tasks.append(asyncio.create_task(self._stop()))
-            )
-
-    def _begin_ending(self) -> None:
-        ending = self._stop() if self._tasks else self.drain()
-        self._tasks.append(asyncio.create_task(ending))
+            self._loop.call_soon_threadsafe(lambda: self._begin(self._stop()))
 
     async def drain(self) -> None:
         """Refuse new requests, let running ones finish, then stop the server."""

@@ -11,14 +11,8 @@ from slipstream.serve.conversation_images import has_images, read_images
 from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.openapi import json_response
+from slipstream.serve.protocol import server
 from slipstream.serve.protocol.bounds import MOST_TEXT_BYTES
-from slipstream.serve.protocol.server import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-    TokenizerInfo,
-)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,7 +24,7 @@ class TokenizeEndpoints:
     def __init__(self, service: ModelService) -> None:
         self._service = service
 
-    async def tokenize(self, body: TokenizeRequest) -> Response:
+    async def tokenize(self, body: server.TokenizeRequest) -> Response:
         """Token ids of a prompt or of messages"""
         service = self._service
         run = service.beside_images if has_images(body.messages or ()) else service.aside
@@ -38,7 +32,7 @@ class TokenizeEndpoints:
             run = service.beside_templates
         return await run(self._tokenize, body)
 
-    async def detokenize(self, body: DetokenizeRequest) -> Response:
+    async def detokenize(self, body: server.DetokenizeRequest) -> Response:
         """The text of token ids"""
         return await self._service.aside(self._detokenize, body)
 
@@ -50,7 +44,7 @@ class TokenizeEndpoints:
         tokenizer = self._service.tokenizer
         named, kind = tokenizer.special_tokens, tokenizer.settings.get("tokenizer_class")
         return json_response(
-            TokenizerInfo(
+            server.TokenizerInfo(
                 tokenizer_class=kind if isinstance(kind, str) else None,
                 eos_token=named.get("eos_token"),
                 bos_token=named.get("bos_token"),
@@ -60,7 +54,7 @@ class TokenizeEndpoints:
             )
         )
 
-    def _tokenize(self, body: TokenizeRequest) -> Response:
+    def _tokenize(self, body: server.TokenizeRequest) -> Response:
         unread: list[str] = []
         images: list[Image] = []
         service, tokenizer = self._service, self._service.tokenizer
@@ -75,14 +69,14 @@ class TokenizeEndpoints:
             given, field = body.prompt, "prompt"
             adds_special = body.add_special_tokens is not False
         tokens = tokens_with(service, given, images, adds_special, field)
-        answer = TokenizeResponse(
+        answer = server.TokenizeResponse(
             count=len(tokens), max_model_len=self._service.max_model_len, tokens=tokens
         )
         if body.return_token_strs:
             answer.token_strs = [tokenizer.id_to_token(token) or "" for token in tokens]
         return note_unread(json_response(answer), unread)
 
-    def _detokenize(self, body: DetokenizeRequest) -> Response:
+    def _detokenize(self, body: server.DetokenizeRequest) -> Response:
         tokenizer, vocab_size = self._service.tokenizer, self._service.engine.resolved.vocab_size
         largest = max(body.tokens, default=0)
         if largest >= vocab_size:
@@ -90,7 +84,7 @@ class TokenizeEndpoints:
                 f"tokens holds {largest}, but token ids go from 0 to {vocab_size - 1}", "tokens"
             )
         text = tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return json_response(DetokenizeResponse(prompt=text))
+        return json_response(server.DetokenizeResponse(prompt=text))
 
 
 def tokens_with(
