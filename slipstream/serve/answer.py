@@ -10,6 +10,8 @@ from uuid import uuid4
 from pydantic_core import to_json
 from starlette.responses import Response
 
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.prompts import EncodedPrompt
 from slipstream.serve.errors import bad_request
 from slipstream.serve.generation import Generation
 from slipstream.serve.model_service import ModelService
@@ -60,16 +62,25 @@ class Answer(ABC, Generic[Reader]):
         self,
         service: ModelService,
         body: SamplingFields,
-        generation: Generation,
+        prompts: Sequence[EncodedPrompt],
         choices: Sequence[Reader],
+        counts_output: bool = True,
     ) -> None:
         self.id = f"{self.id_prefix}{body.request_id or uuid4().hex}"
-        self._service, self._body, self._generation = service, body, generation
+        self._service, self._body = service, body
+        self._generation = Generation(prompts, bool(body.return_speculation), counts_output)
         self._choices = choices
         self._created = int(time())
 
-    async def response(self) -> Response:
-        """The response; a streamed one reads the updates while it is sent."""
+    async def response(self, params: SamplingParams, generates: bool = True) -> Response:
+        """Run the prompts and answer; a streamed response reads the updates while it is sent.
+
+        Args:
+            generates: whether the engine is needed.
+        """
+        await self._service.compile(params)
+        if generates:
+            await self._generation.start(self._service.thread, params, self._body)
         if self._body.stream:
             return EventStream(self._events())
         async with aclosing(self._updates()) as updates:

@@ -12,9 +12,8 @@ from slipstream.engine.prompts import EncodedPrompt, Prompt
 from slipstream.serve.answer import ChoicesAnswer, check_stream_fields
 from slipstream.serve.answer_reader import AnswerReader
 from slipstream.serve.conversation import note_unread, render, require_template
-from slipstream.serve.conversation_images import has_images, read_images
+from slipstream.serve.conversation_images import read_images
 from slipstream.serve.errors import bad_request
-from slipstream.serve.generation import Generation
 from slipstream.serve.logprobs_format import TokenFields, prompt_logprobs
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.output.parts import OutputConstraints, Part
@@ -182,20 +181,16 @@ class ChatEndpoint:
         """Answer a conversation, whole or streamed."""
         service = self._service
         service.thread.check_room(body.n or 1)
-        run = service.beside_images if has_images(body.messages) else service.aside
+        run = service.pool_for(body.messages, body.chat_template)
         if body.chat_template is not None:
-            run = service.beside_templates
             service = await run(service.with_template, body.chat_template)
         chat = await run(prepare, service, body)
-        await service.compile(chat.params)
-        generation = Generation([chat.prompt], bool(body.return_speculation))
         choices = [
             ChatAnswerChoice(body, chat.reader(service, body), index, service.answers.response_role)
             for index in range(body.n or 1)
         ]
-        answer = _ChatAnswer(service, body, generation, choices)
-        await generation.start(service.thread, chat.params, body.request_id, body.stream_interval)
-        return note_unread(await answer.response(), chat.unread)
+        answer = _ChatAnswer(service, body, [chat.prompt], choices)
+        return note_unread(await answer.response(chat.params), chat.unread)
 
 
 @dataclass(frozen=True)

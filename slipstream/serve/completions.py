@@ -12,7 +12,6 @@ from slipstream.engine.prompts import EncodedPrompt, Prompt
 from slipstream.serve.answer import ChoicesAnswer, check_stream_fields
 from slipstream.serve.errors import bad_request
 from slipstream.serve.fill_in import fill_in
-from slipstream.serve.generation import Generation
 from slipstream.serve.logprobs_format import (
     TokenFields,
     completion_logprobs,
@@ -44,16 +43,13 @@ class CompletionEndpoint:
         service, prompts, n = self._service, _prompts(body), body.n or 1
         service.thread.check_room(len(prompts) * n)
         params, encoded = await service.aside(self._prepare, body, prompts)
-        await service.compile(params)
-        generation = Generation(encoded, bool(body.return_speculation), body.max_tokens != 0)
         choices = [
             _Choice(service, body, place * n + sample, prompt)
             for place, prompt in enumerate(encoded)
             for sample in range(n)
         ]
-        if _needs_engine(body):
-            await generation.start(service.thread, params, body.request_id, body.stream_interval)
-        return await _CompletionAnswer(service, body, generation, choices).response()
+        answer = _CompletionAnswer(service, body, encoded, choices, body.max_tokens != 0)
+        return await answer.response(params, _needs_engine(body))
 
     def _prepare(
         self, body: CompletionRequest, prompts: Sequence[Prompt]

@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def has_images(messages: Sequence[Message]) -> bool:
-    """Whether any message has an image."""
-    return any(True for _ in _parts(messages))
-
-
 def read_images(service: ModelService, messages: Sequence[Message]) -> list["Image"]:
     """Load the images of the messages, in order; slow, as it may download them.
 

@@ -324,12 +324,14 @@ class EngineThread:
             for observer in self._observers:
                 observer.request_added(request_id, submission)
 
-    def _abort(self, buffer: UpdateBuffer, error: Exception | None = None) -> None:
+    def _abort(
+        self, buffer: UpdateBuffer, error: Exception | None = None, reason: str = "abort"
+    ) -> None:
         """Abort a request if it is still running."""
         running = self._running.get(buffer)
         if running is not None:
             self._engine.abort(running.engine_id)
-            self._end(running, "abort", partial(buffer.close, error))
+            self._end(running, reason, partial(buffer.close, error))
 
     def _abort_all(self, error: Exception) -> None:
         for buffer in [*self._running]:
@@ -341,8 +343,7 @@ class EngineThread:
             return
         self._next_deadline_check = now + _DEADLINE_INTERVAL
         for running in [it for it in self._running.values() if it.deadline <= now]:
-            self._engine.abort(running.engine_id)
-            self._end(running, "timeout", partial(running.buffer.close, DeadlineExceededError()))
+            self._abort(running.buffer, DeadlineExceededError(), "timeout")
 
     def _step(self) -> None:
         changed = self._engine.step()

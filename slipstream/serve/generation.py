@@ -11,6 +11,7 @@ from slipstream.engine.stop_conditions import NOT_FINITE
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.errors import bad_request, generation_failed
 from slipstream.serve.logs import current_request_id
+from slipstream.serve.protocol.sampling import SamplingFields
 from slipstream.serve.protocol.usage import PromptTokensDetails, SpeculationUsage, Usage
 from slipstream.serve.updates import RequestUpdate, UpdateStream
 
@@ -37,21 +38,13 @@ class Generation:
         self._has_grammar = False
 
     async def start(
-        self,
-        thread: EngineThread,
-        params: SamplingParams,
-        request_id: str | None = None,
-        stream_interval: int | None = None,
+        self, thread: EngineThread, params: SamplingParams, body: SamplingFields
     ) -> None:
-        """Submit all prompts; raises the errors of `EngineThread.submit`.
-
-        Args:
-            request_id: for the log; by default the HTTP request's id.
-        """
+        """Submit all prompts; raises the errors of `EngineThread.submit`."""
         self._has_grammar = params.structured is not None
-        name = request_id or current_request_id()
+        name = body.request_id or current_request_id()  # for the log
         self._streams = await thread.submit(
-            name, self.prompts, params, stream_interval=stream_interval
+            name, self.prompts, params, stream_interval=body.stream_interval
         )
 
     async def updates(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:

@@ -56,6 +56,14 @@ class WorkerPool:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
+def has_images(given: object) -> bool:
+    """Whether a message or a part of any protocol, or one of a list, is or holds an image."""
+    if isinstance(given, list | tuple):
+        return any(map(has_images, given))
+    is_image = getattr(given, "type", None) in ("image", "image_url", "input_image")
+    return is_image or any(has_images(getattr(given, name, None)) for name in ("content", "output"))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelService:
     """The model as the endpoints use it: names, tokenizer, formats, and pools for slow work.
@@ -260,6 +268,12 @@ class ModelService:
                     field,
                     TOO_LONG,
                 )
+
+    def pool_for(self, messages: object, chat_template: str | None = None) -> WorkerPool:
+        """The pool in which to prepare a conversation of any protocol."""
+        if chat_template is not None:
+            return self.beside_templates
+        return self.beside_images if has_images(messages) else self.aside
 
     async def compile(self, params: SamplingParams) -> None:
         """Compile the request's grammar, if any, ahead of the engine, which then need not wait."""

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.serve.conversation import note_unread, render
-from slipstream.serve.conversation_images import has_images, read_images
+from slipstream.serve.conversation_images import read_images
 from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.openapi import json_response
@@ -27,9 +27,7 @@ class TokenizeEndpoints:
     async def tokenize(self, body: server.TokenizeRequest) -> Response:
         """Token ids of a prompt or of messages"""
         service = self._service
-        run = service.beside_images if has_images(body.messages or ()) else service.aside
-        if body.chat_template is not None:
-            run = service.beside_templates
+        run = service.pool_for(body.messages, body.chat_template)
         return await run(self._tokenize, body)
 
     async def detokenize(self, body: server.DetokenizeRequest) -> Response:

@@ -12,8 +12,7 @@ from slipstream.serve.chat import PreparedChat, prepare
 from slipstream.serve.conversation import render
 from slipstream.serve.conversation_images import read_images
 from slipstream.serve.errors import MESSAGES_PATH, ApiError, renamed
-from slipstream.serve.generation import Generation
-from slipstream.serve.messages.translation import NAMES, BlockWriter, chat_request, sees_images
+from slipstream.serve.messages.translation import NAMES, BlockWriter, chat_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.openapi import json_response
 from slipstream.serve.protocol.chat import ChatRequest
@@ -37,21 +36,17 @@ class MessagesEndpoints:
 
     async def count_tokens(self, body: CountTokensRequest) -> Response:
         """Count the tokens of a conversation in the Messages protocol"""
-        run = self._service.beside_images if sees_images(body) else self._service.aside
-        return await run(self._count, body)
+        return await self._service.pool_for(body.messages)(self._count, body)
 
     async def answer(self, body: MessagesRequest) -> Response:
         """Answer a conversation in the Messages protocol, whole or streamed"""
         service = self._service
         service.thread.check_room(1)
-        run = service.beside_images if sees_images(body) else service.aside
-        chat_body, chat = await run(self._prepare, body)
-        await service.compile(chat.params)
-        generation = Generation([chat.prompt], return_speculation=False)
+        chat_body, chat = await service.pool_for(body.messages)(self._prepare, body)
         writer = BlockWriter(chat.reader(service, chat_body))
-        answer = _MessagesAnswer(service, chat_body, generation, [writer])
-        await generation.start(service.thread, chat.params)
-        return await answer.response()
+        return await _MessagesAnswer(service, chat_body, [chat.prompt], [writer]).response(
+            chat.params
+        )
 
     def _prepare(self, body: MessagesRequest) -> tuple[ChatRequest, PreparedChat]:
         """Check, render and tokenize; slow for large requests."""

@@ -259,16 +259,6 @@ def _url(source: given.Base64Source | given.UrlSource) -> str:
     return f"data:{source.media_type};base64,{source.data}"
 
 
-def sees_images(body: given.CountTokensRequest) -> bool:
-    """Whether the conversation has images."""
-    for message in body.messages:
-        for block in () if isinstance(message.content, str) else message.content:
-            inner = block.content or () if isinstance(block, given.ToolResultBlock) else ()
-            if any(isinstance(it, given.ImageBlock) for it in (block, *inner)):
-                return True
-    return False
-
-
 def _takes_beginning(messages: list[chat.Message]) -> bool:
     """Whether the last message is the beginning of the answer; an empty one is removed."""
     last = messages[-1]

@@ -11,11 +11,10 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.prompts import EncodedPrompt
 from slipstream.serve.answer import Answer
 from slipstream.serve.answer_reader import AnswerReader, Increment
-from slipstream.serve.conversation_images import has_images
-from slipstream.serve.generation import Generation
-from slipstream.serve.model_service import ModelService
+from slipstream.serve.model_service import ModelService, has_images
 from slipstream.serve.protocol.base import MOST_INT
 from slipstream.serve.protocol.responses import Item, ResponsesRequest
 from slipstream.serve.responses.messages import Conversation, dump_messages
@@ -66,14 +65,14 @@ class ResponsesAnswer(Answer[Increments]):
         self,
         service: ModelService,
         body: ResponsesRequest,
-        generation: Generation,
+        prompt: EncodedPrompt,
         params: SamplingParams,
         reader: AnswerReader,
         conversation: Conversation,
         store: ResponseStore | None,
     ) -> None:
         self._increments = Increments(reader)
-        super().__init__(service, body, generation, [self._increments])
+        super().__init__(service, body, [prompt], [self._increments])
         # a new id that others cannot guess
         self.id = f"{self.id_prefix}{service.options.replica}{uuid4().hex}"
         self._params, self._conversation = params, conversation

@@ -7,7 +7,6 @@ from starlette.responses import Response
 
 from slipstream.serve.chat import PreparedChat, prepare
 from slipstream.serve.errors import ApiError, bad_request, renamed
-from slipstream.serve.generation import Generation
 from slipstream.serve.model_service import TOO_LONG, ModelService
 from slipstream.serve.openapi import Route, json_response
 from slipstream.serve.protocol.chat import ChatRequest, Message
@@ -22,7 +21,6 @@ from slipstream.serve.responses.request import (
     conversation,
     from_turn,
     later_turns,
-    sees_images,
 )
 from slipstream.serve.responses.store import ResponseStore
 
@@ -78,17 +76,15 @@ class ResponsesEndpoints:
         if body.previous_response_id is not None:
             name = body.previous_response_id
             earlier = self._store.get(name, "previous_response_id")
-        sees = sees_images(body) or (earlier is not None and earlier.has_images)
-        run = service.beside_images if sees else service.aside
-        before = None if earlier is None else earlier.messages
+        run, before = service.pool_for(body.input), None
+        if earlier is not None:
+            before = earlier.messages
+            run = service.beside_images if earlier.has_images else run
         messages, chat_body, chat = await run(self._prepare, body, before)
-        await service.compile(chat.params)
-        generation = Generation([chat.prompt], bool(body.return_speculation))
         reader = chat.reader(service, chat_body)
         store = None if body.store is False else self._store
-        answer = ResponsesAnswer(service, body, generation, chat.params, reader, messages, store)
-        await generation.start(service.thread, chat.params, body.request_id, body.stream_interval)
-        return await answer.response()
+        answer = ResponsesAnswer(service, body, chat.prompt, chat.params, reader, messages, store)
+        return await answer.response(chat.params)
 
     def _check(self, body: ResponsesRequest) -> None:
         check(body)

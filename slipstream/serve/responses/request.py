@@ -46,16 +46,6 @@ def wants_logprobs(body: responses.ResponsesRequest) -> bool:
     return responses.LOGPROBS in (body.include or ())
 
 
-def sees_images(body: responses.ResponsesRequest) -> bool:
-    """Whether the request itself has images (earlier responses aside)."""
-    for item in () if isinstance(body.input, str) else body.input:
-        parts = item.output if isinstance(item, responses.FunctionOutputItem) else ()
-        parts = item.content if isinstance(item, responses.MessageItem) else parts
-        if any(isinstance(part, responses.InputImage) for part in parts):
-            return True
-    return False
-
-
 def conversation(
     service: ModelService, body: responses.ResponsesRequest, earlier: bytes | None
 ) -> Conversation:
