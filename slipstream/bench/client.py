@@ -98,7 +98,7 @@ class Client:
         try:
             async for data in response.content.iter_any():
                 now = perf_counter()
-                for event in _events(stream, data):
+                for event in stream.feed(data):
                     if event == _DONE:
                         done = True
                         continue
@@ -125,13 +125,6 @@ def connection_error(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientPayloadError):
         return "the connection broke off within the answer"
     return f"{type(error).__name__}: {_short(str(error))}"
-
-
-def _events(stream: EventStream, data: bytes) -> list[str]:
-    try:
-        return list(stream.feed(data))
-    except ValueError as error:
-        raise BrokenStreamError(str(error)) from None
 
 
 def _count(record: Record, prompt: BenchPrompt, encoder: TextEncoder | None) -> None:

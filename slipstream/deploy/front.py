@@ -74,7 +74,7 @@ class Counts:
 
 @dataclass
 class _Request:
-    """A request, whole.
+    """A request with its whole body.
 
     Attributes:
         begun: something of the answer was sent on.
@@ -93,7 +93,7 @@ class _Request:
 
     @property
     def generates(self) -> bool:
-        """Whether it is worth waiting for a replica."""
+        """Whether the request waits for a replica, if there is none."""
         return self.method == "POST" and self.path != "/ping"
 
 
@@ -123,14 +123,14 @@ class Front:
         return len(self._open)
 
     def stop(self) -> None:
-        """Break all answers off; their clients are told."""
+        """Abort all answers; clients get an error."""
         self._stopped = True
         for answer in [*self._open]:
             answer.close()
         self._changed.set()
 
     def update(self, replicas: Iterable[Replica]) -> None:
-        """These replicas run; called on the event loop."""
+        """Replace the list of running replicas; called on the event loop."""
         self.routing.update(replicas)
         running = {it.id: it for it in self.routing.replicas}
         for name in self._upstreams.keys() - running.keys():
@@ -172,8 +172,8 @@ class Front:
     # ------------------------------------------------------------------ one replica
 
     async def _forward(self, request: _Request) -> None:
-        """Have a replica answer; NoReplicaError or ReplicaLostError if none does."""
-        # Whoever asks for the state of things wants it now.
+        """Pass the request to a replica; NoReplicaError or ReplicaLostError if none answers it."""
+        # Requests for the server's state are not delayed.
         deadline = monotonic() + (self._wait_timeout if request.generates else 0)
         without: set[str] = set()
         dead = 0
@@ -250,7 +250,7 @@ class Front:
     async def _report_error(
         self, request: _Request, error: RequestError, scope: Scope, receive: Receive
     ) -> None:
-        """The client learns why there is no answer, or no more of it."""
+        """Send the client an error, as a response or at the end of its stream."""
         logger.warning("%s %s: %s", request.method, request.path, error)
         if not request.begun:
             response = as_api_error(error).response(request.path)
@@ -262,10 +262,10 @@ class Front:
     # ------------------------------------------------------------------ all replicas
 
     async def _ask_all(self, request: _Request) -> None:
-        """Ask every replica; one answer for all.
+        """Send the request to every replica, and combine the answers.
 
         Raises:
-            NotAllDoneError: some did what others refused, or refused it otherwise.
+            NotAllDoneError: some replicas failed or refused the request.
         """
         asked = [self._page(it, request) for it in self.routing.replicas]
         results = await asyncio.gather(*asked)
@@ -297,7 +297,7 @@ class Front:
         await response({"type": "http"}, _nothing, request.send)
 
     async def _page(self, replica: Replica, request: _Request) -> tuple[str, int, Headers, bytes]:
-        """A replica's whole answer; status 0 if it is gone."""
+        """A replica's whole answer; status 0 if there was none."""
         upstream = self._upstreams[replica.id]
         try:
             async with asyncio.timeout(_GATHERING_SECONDS):
@@ -312,7 +312,7 @@ class Front:
 
 
 async def _pass_on(answer: Answer, request: _Request) -> None:
-    """The answer to the client: a stream event by event, anything else when it is whole."""
+    """Pass an answer to the client: a stream event by event, others when they are complete."""
     kinds = [value for name, value in answer.headers if name.lower() == b"content-type"]
     if not kinds or not kinds[0].startswith(b"text/event-stream"):
         whole = b"".join([part async for part in answer.body()])
@@ -321,7 +321,7 @@ async def _pass_on(answer: Answer, request: _Request) -> None:
         return
     tail = b""
     async for part in answer.body():
-        # An event that breaks off is not passed on: the one that tells of it must be readable.
+        # Only whole events are passed on, so that an error event may follow at any time.
         end = part.rfind(b"\n\n") + 2
         if end < 2:
             tail += part
@@ -369,7 +369,7 @@ def lost_event(path: str, error: Exception, last: bytes) -> bytes:
 
 
 def _with_id(headers: Headers) -> Headers:
-    """A request's headers with the id that it has here, for the replica's log."""
+    """A request's headers with its id here, for the replica's log."""
     request_id = current_request_id()
     if not request_id:
         return headers
