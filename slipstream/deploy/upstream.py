@@ -87,7 +87,7 @@ class Answer(asyncio.Protocol):
     # ------------------------------------------------------------------ the front's
 
     async def ask(self, request: bytes) -> None:
-        """Send a request and wait for the answer's head; UpstreamError if the connection is lost."""
+        """Send a request and wait for the answer's head; UpstreamError without a connection."""
         if self._closed or self._transport is None:
             raise UpstreamError
         self._clear()
