@@ -60,8 +60,10 @@ def has_images(given: object) -> bool:
     """Whether a message or a part of any protocol, or one of a list, is or holds an image."""
     if isinstance(given, list | tuple):
         return any(map(has_images, given))
-    is_image = getattr(given, "type", None) in ("image", "image_url", "input_image")
-    return is_image or any(has_images(getattr(given, name, None)) for name in ("content", "output"))
+    fields = getattr(given, "__dict__", {})  # of a text none
+    if fields.get("type") in ("image", "image_url", "input_image"):
+        return True
+    return has_images(fields.get("content", ())) or has_images(fields.get("output", ()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

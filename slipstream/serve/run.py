@@ -177,14 +177,15 @@ class DrainingServer(uvicorn.Server):
         """Start the work, serve until the server stops, and stop the work."""
         self._loop = asyncio.get_running_loop()
         self._work.start()
-        state = self.server_state
-        done = lambda: (state.total_requests, len(state.connections))  # noqa: E731
-        memory = asyncio.create_task(return_memory(lambda: self._gate.empty, done))
+        memory = asyncio.create_task(return_memory(lambda: self._gate.empty, self._work_done))
         try:
             await super().serve(sockets)
         finally:
             memory.cancel()
             await self._work.stop()
+
+    def _work_done(self) -> tuple[int, int]:
+        return self.server_state.total_requests, len(self.server_state.connections)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, abort requests at the second, exit at the third."""
