@@ -22,7 +22,7 @@ from tests.serve.api.test_images import GREEDY, message, url_of
 
 TEXT: Any = {"type": "input_text", "text": "w5"}
 BROKEN = "data:image/png;base64,AAAA"
-CHAT = {"type": "image_url", "image_url": {"url": BROKEN}}
+CHAT = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": BROKEN}}]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def respond(client: openai.OpenAI, given: Any, **fields: Any) -> Any:
         (
             ChatRequest,
             "messages",
-            {"role": "user", "content": [{"type": "text", "text": "a"}, CHAT]},
+            {"role": "user", "content": CHAT},
         ),
         (ResponsesRequest, "input", {"role": "user", "content": [TEXT, shown(BROKEN)]}),
         (
