@@ -16,6 +16,7 @@ from slipstream.bench.pictures import PAGES, as_svg, load_figure, save, sweep_fi
 from slipstream.bench.summary import details, series, summarise, timeline
 from slipstream.bench.sweep import Failure, Point
 from slipstream.bench.tables import (
+    METRIC_NAMES,
     ReportTable,
     failures_table,
     load_tables,
@@ -173,8 +174,7 @@ class LoadReport:
     def draw(self, files: Sequence[Path]) -> None:
         """Write pictures and HTML pages."""
         measured, per_second = series(self._done), timeline(self._result.run)
-        names = {TTFT: "TTFT", TPOT: "TPOT", ITL: "ITL, per chunk", E2EL: "end to end"}
-        times = {shown: measured[metric] for metric, shown in names.items()}
+        times = {METRIC_NAMES[metric]: measured[metric] for metric in (TTFT, TPOT, ITL, E2EL)}
         speculation = self._result.speculation
         shares = () if speculation is None else speculation.acceptance_per_position
         for file in files:

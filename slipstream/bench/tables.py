@@ -13,7 +13,7 @@ from slipstream.bench.sweep import Failure, Point, best
 from slipstream.bench.workload import PARTS
 from slipstream.core.errors import counted
 
-_METRICS = {
+METRIC_NAMES = {
     TTFT: "TTFT",
     TPOT: "TPOT",
     ITL: "ITL, per chunk",
@@ -169,7 +169,7 @@ def _times(summary: Mapping[str, Any], options: SummaryOptions) -> ReportTable:
     for metric in options.metrics:
         values = [summary[f"{name}_{metric}_ms"] for name in names]
         cells = ["-" if value is None else f"{value:.2f}" for value in values]
-        rows.append([_METRICS[metric], *cells])
+        rows.append([METRIC_NAMES[metric], *cells])
     notes = []
     if ITL in options.metrics or ITL_PER_TOKEN in options.metrics:
         notes.append(

@@ -46,7 +46,7 @@ class CachedModel:
 
 
 def list_models(*, flags: ListFlags) -> None:
-    """Tell which models are on this machine.
+    """List the models on this machine.
 
     They are the bundled ones, and those in the hub's cache.
     """

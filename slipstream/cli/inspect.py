@@ -230,14 +230,13 @@ def _shape_rows(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def _short(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return str(number)
+    return _scaled(number, {"B": 10**9, "M": 10**6, "K": 10**3}) or str(number)
 
 
 def _bytes(number: int) -> str:
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if number >= 1 << shift:
-            return f"{number / (1 << shift):.2f} {unit}"
-    return f"{number} bytes"
+    return _scaled(number, {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}) or f"{number} bytes"
+
+
+def _scaled(number: int, units: dict[str, int]) -> str | None:
+    found = (f"{number / size:.2f} {unit}" for unit, size in units.items() if number >= size)
+    return next(found, None)
