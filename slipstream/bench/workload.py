@@ -44,12 +44,8 @@ class Workload:
     def stream(self, llm: "LLM") -> "Iterator[RequestOutput]":
         """Snapshots, as `LLM.stream` gives them."""
         given = [engine_prompt(llm, prompt) for prompt in self.prompts]
-        return llm.stream(given, [self._params(prompt) for prompt in self.prompts])
-
-    def _params(self, prompt: BenchPrompt) -> SamplingParams:
-        if prompt.max_tokens is None:
-            return self.params
-        return replace(self.params, max_tokens=prompt.max_tokens)
+        lengths = [prompt.max_tokens or self.params.max_tokens for prompt in self.prompts]
+        return llm.stream(given, [replace(self.params, max_tokens=it) for it in lengths])
 
 
 def chat_tokens(tokenizer: "Tokenizer", prompt: BenchPrompt) -> list[int]:

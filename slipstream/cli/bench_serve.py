@@ -97,7 +97,8 @@ def serve(
     load and reports what was measured so far. The exit code is 1 if a request failed or a text
     differs from --compare-texts.
     """
-    _require_client()
+    if importlib.util.find_spec("aiohttp") is None:
+        raise UsageError("bench serve needs aiohttp: pip install 'slipstream[bench]'")
     from slipstream.bench.load import num_requests
     from slipstream.bench.report import LoadReport, read_texts
     from slipstream.bench.serve import measure_server
@@ -198,11 +199,6 @@ def _as_tokens(prompt: "BenchPrompt", tokenizer: "Tokenizer") -> "BenchPrompt":
     if prompt.messages is None:
         return prompt
     return replace(prompt, messages=None, token_ids=tuple(chat_tokens(tokenizer, prompt)))
-
-
-def _require_client() -> None:
-    if importlib.util.find_spec("aiohttp") is None:
-        raise UsageError("bench serve needs aiohttp: pip install 'slipstream[bench]'")
 
 
 def _describe_prompts(dataset: DatasetFlags, plan: "ServePlan") -> str:

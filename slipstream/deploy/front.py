@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from time import monotonic
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slipstream.deploy.merged_metrics import merged
@@ -178,13 +177,16 @@ class Front:
         without: set[str] = set()
         dead = 0
         while True:
-            replica = self._choose(request.prompt, without)
+            now = monotonic()
+            suspects = {name for name, until in self._suspects.items() if until > now}
+            replica = self.routing.choose(request.prompt, without | suspects)
             if replica is None:
                 await self._wait(deadline, without)
                 continue
             without.add(replica.id)
             try:
-                if await self._send(replica, request, is_last=self._full(without)):
+                is_last = all(it.id in without for it in self.routing.replicas)
+                if await self._send(replica, request, is_last):
                     return
                 self.counts.refused += 1
             except UpstreamError:
@@ -196,15 +198,6 @@ class Front:
                     self.counts.lost += 1
                     raise ReplicaLostError from None
                 self.counts.retried += 1
-
-    def _choose(self, prompt: Prompt, without: set[str]) -> Replica | None:
-        now = monotonic()
-        suspects = {name for name, until in self._suspects.items() if until > now}
-        return self.routing.choose(prompt, without | suspects)
-
-    def _full(self, without: set[str]) -> bool:
-        """Whether no other replica is left to ask."""
-        return all(it.id in without for it in self.routing.replicas)
 
     async def _wait(self, deadline: float, without: set[str]) -> None:
         """Wait for a change of the replicas; NoReplicaError at the deadline."""
@@ -219,6 +212,9 @@ class Front:
 
     async def _send(self, replica: Replica, request: _Request, is_last: bool) -> bool:
         """Pass the request on, and the answer back; whether the replica took it.
+
+        Args:
+            is_last: no other replica is left to ask.
 
         Raises:
             UpstreamError: it died.
@@ -293,8 +289,7 @@ class Front:
         elif not alike:  # such as the traces of a profile
             each = {name: json.loads(page) for name, page in pages.items()}
             whole = json.dumps({**json.loads(first), "replicas": each}).encode()
-        response = Response(whole, media_type=kind)
-        await response({"type": "http"}, _nothing, request.send)
+        await _respond(request.send, HTTPStatus.OK, [(b"content-type", kind.encode())], whole)
 
     async def _page(self, replica: Replica, request: _Request) -> tuple[str, int, Headers, bytes]:
         """A replica's whole answer; status 0 if there was none."""
@@ -379,7 +374,3 @@ def _with_id(headers: Headers) -> Headers:
 def _own_headers(headers: Headers) -> Headers:
     """An answer's headers, but for the id where it is added here."""
     return [it for it in headers if it[0].lower() != _ID] if current_request_id() else headers
-
-
-async def _nothing() -> dict[str, str]:
-    return {"type": "http.disconnect"}

@@ -1,12 +1,11 @@
 """The endpoint /v1/completions."""
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
 
-from slipstream.core.outputs import RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.prompts import EncodedPrompt, Prompt
 from slipstream.serve.answer import ChoicesAnswer, check_stream_fields
@@ -49,7 +48,10 @@ class CompletionEndpoint:
             for sample in range(n)
         ]
         answer = _CompletionAnswer(service, body, encoded, choices, body.max_tokens != 0)
-        return await answer.response(params, _needs_engine(body))
+        # Without output and logprobs there is only an echo.
+        return await answer.response(
+            params, body.max_tokens != 0 or params.prompt_logprobs is not None
+        )
 
     def _prepare(
         self, body: CompletionRequest, prompts: Sequence[Prompt]
@@ -74,13 +76,6 @@ class _CompletionAnswer(ChoicesAnswer["_Choice"]):
     id_prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
     _body: CompletionRequest
-
-    def _updates(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
-        return super()._updates() if _needs_engine(self._body) else self._without_engine()
-
-    async def _without_engine(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
-        for place in range(len(self._generation.prompts)):
-            yield place, RequestUpdate((), True, RequestMetrics())
 
     def _deltas(self, place: int, update: RequestUpdate) -> Iterator[tuple["_Choice", Delta]]:
         num_samples = self._body.n or 1
@@ -163,29 +158,23 @@ class _Choice:
         return self._service.token_names(self._body.return_tokens_as_token_ids)
 
     def _echo(self) -> dict[str, Any]:
-        text = self._prompt_text()
+        prompt, tokenizer = self._prompt, self._service.tokenizer
+        text = prompt.text
+        if text is None:
+            text = tokenizer.decode(prompt.token_ids, skip_special_tokens=self._skip_special)
         piece = _piece(self.index, text, None, None)
         if self._body.return_speculation:
             piece["speculation"] = {"tokens": []}
         if self._body.logprobs is not None:
-            reader = TokenReader(self._service.texts, not self._shows_special(text))
-            tokens = read_tokens(reader, self._prompt.token_ids)
+            # Special tokens may be in the text, or have been added around it by the tokenizer.
+            shows_special = text == tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+            reader = TokenReader(self._service.texts, not shows_special)
+            tokens = read_tokens(reader, prompt.token_ids)
             piece["logprobs"] = completion_logprobs(
                 self._names, tokens, self.prompt_logprobs, self._num_top
             )
         self._reader = TokenReader(self._service.texts, self._skip_special, len(text))
         return piece
-
-    def _prompt_text(self) -> str:
-        if self._prompt.text is not None:
-            return self._prompt.text
-        ids = self._prompt.token_ids
-        return self._service.tokenizer.decode(ids, skip_special_tokens=self._skip_special)
-
-    def _shows_special(self, text: str) -> bool:
-        """Whether special tokens are in the text, rather than added around it by the tokenizer."""
-        ids = self._prompt.token_ids
-        return self._service.tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 def _piece(
@@ -226,11 +215,6 @@ def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
     """The larger of `prompt_logprobs` and, with echo, `logprobs`; None if neither is given."""
     wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((it for it in wanted if it is not None), default=None)
-
-
-def _needs_engine(body: CompletionRequest) -> bool:
-    """Whether the request generates tokens or asks for logprobs, rather than only echoes."""
-    return body.max_tokens != 0 or _num_prompt_logprobs(body) is not None
 
 
 def _params(service: ModelService, body: CompletionRequest) -> SamplingParams:

@@ -48,7 +48,14 @@ class Generation:
         )
 
     async def updates(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
-        """Yield (prompt index, update); closing the generator early aborts all requests."""
+        """Yield (prompt index, update); closing the generator early aborts all requests.
+
+        Prompts that were not submitted have one update, without output.
+        """
+        if not self._streams:
+            for place in range(len(self.prompts)):
+                yield place, RequestUpdate((), True, RequestMetrics())
+            return
         try:
             if len(self._streams) == 1:
                 async for update in self._streams[0]:

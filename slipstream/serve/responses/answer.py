@@ -102,7 +102,11 @@ class ResponsesAnswer(Answer[Increments]):
             yield self._encode(self._writer.finish(status))
             yield self._lifecycle(status, await aside(self._completed))
         except Exception as error:
-            yield self._lifecycle("failed", self._response("failed", error=_failure(error)))
+            told = stream_error(error)
+            internal = told.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            code = "server_error" if internal else "invalid_prompt"
+            failure = {"code": code, "message": told.message}
+            yield self._lifecycle("failed", self._response("failed", error=failure))
 
     def _write(self) -> list[Event]:
         """Write the increments since the last call to the items."""
@@ -204,12 +208,6 @@ class ResponsesAnswer(Answer[Increments]):
         number, self._num_events = self._num_events, self._num_events + 1
         data = b'%s,"sequence_number":%d}' % (event[:-1], number)
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
-
-
-def _failure(error: Exception) -> dict[str, str]:
-    told = stream_error(error)
-    internal = told.status >= HTTPStatus.INTERNAL_SERVER_ERROR
-    return {"code": "server_error" if internal else "invalid_prompt", "message": told.message}
 
 
 def _remembered(items: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -93,9 +93,14 @@ def chat_request(
     if wants_logprobs(body):
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.tools:
+        functions = (chat.Function(**it.model_dump(exclude={"type"})) for it in body.tools)
+        choice: Any = body.tool_choice
+        if isinstance(choice, responses.ChosenFunctionTool):
+            named = chat.ChosenFunction(name=choice.name)
+            choice = chat.ChosenTool(type="function", function=named)
         fields |= {
-            "tools": [_tool(tool) for tool in body.tools],
-            "tool_choice": _choice(body.tool_choice),
+            "tools": [chat.Tool(type="function", function=it) for it in functions],
+            "tool_choice": choice,
             "parallel_tool_calls": body.parallel_tool_calls,
         }
     elif body.tool_choice not in (None, "auto", "none"):
@@ -109,14 +114,3 @@ def _format(body: responses.ResponsesRequest) -> Any:
         return wanted
     schema = NamedSchema(name=wanted.name, schema=wanted.schema_)
     return JsonSchemaFormat(type="json_schema", json_schema=schema)
-
-
-def _tool(tool: responses.FunctionTool) -> chat.Tool:
-    fields = tool.model_dump(exclude={"type"})
-    return chat.Tool(type="function", function=chat.Function(**fields))
-
-
-def _choice(choice: Any) -> Any:
-    if not isinstance(choice, responses.ChosenFunctionTool):
-        return choice
-    return chat.ChosenTool(type="function", function=chat.ChosenFunction(name=choice.name))
