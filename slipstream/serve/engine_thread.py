@@ -241,10 +241,7 @@ class EngineThread:
 
     def _set_open(self) -> None:
         assert self._nothing_open is not None
-        if self._open:
-            self._nothing_open.clear()
-        else:
-            self._nothing_open.set()
+        (self._nothing_open.clear if self._open else self._nothing_open.set)()
 
     def _resolve_rest(self) -> None:
         """Fail all that is pending when the thread has ended, so that no caller hangs."""
