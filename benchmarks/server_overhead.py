@@ -27,13 +27,13 @@ from slipstream import LLM, SamplingParams
 from slipstream.core.config import EngineConfig
 from slipstream.serve.app import create_app
 from slipstream.serve.engine_thread import EngineThread
-from slipstream.serve.limits import ServeLimits
 from slipstream.serve.listening import bind, connection_class
 from slipstream.serve.memory import freeze_garbage_collection
 from slipstream.serve.metrics import ServerMetrics
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.observers import ActivityLog
-from slipstream.serve.run import Access, guarded
+from slipstream.serve.options import ServerOptions
+from slipstream.serve.run import guarded
 
 HELD_OUT = Path(__file__).parent.parent / "slipstream" / "demo" / "prompts" / "held_out.jsonl"
 
@@ -158,16 +158,16 @@ class _Comparison:
 
     def _server(self) -> tuple[EngineThread, ModelService, uvicorn.Server]:
         """What `slipstream serve` runs, on this process's event loop."""
-        engine, limits = self._llm.engine, ServeLimits()
+        engine, options = self._llm.engine, ServerOptions(served_model_name=("demo",))
         metrics = ServerMetrics(engine, "demo")
-        thread = EngineThread(engine, limits, [metrics, ActivityLog()])
+        thread = EngineThread(engine, options.limits, [metrics, ActivityLog()])
         config = EngineConfig(model="demo", **self._engine_options)
-        model = ModelService(names=("demo",), config=config, engine=engine, thread=thread)
-        app, _ = guarded(create_app(model, metrics), limits, Access())
+        model = ModelService(options=options, config=config, engine=engine, thread=thread)
+        app, _ = guarded(create_app(model, metrics), options)
         server = _Server(
             uvicorn.Config(
                 app,
-                http=connection_class(limits),
+                http=connection_class(options.limits),
                 ws="none",
                 log_config=None,
                 access_log=False,

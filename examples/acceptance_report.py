@@ -36,12 +36,12 @@ def main():
     counts = run_offline(llm, Workload(prompts, params)).speculation
 
     print("-" * 50)
-    print(f"num_drafts: {counts.drafts}")
-    print(f"num_draft_tokens: {counts.draft_tokens}")
-    print(f"num_accepted_tokens: {counts.accepted}")
+    print(f"num_drafts: {counts.num_drafts}")
+    print(f"num_draft_tokens: {counts.num_draft_tokens}")
+    print(f"num_accepted_tokens: {counts.num_accepted_tokens}")
     print(f"mean acceptance length: {counts.acceptance_length:.2f}")
     print("-" * 50)
-    for position, share in enumerate(counts.shares):
+    for position, share in enumerate(counts.acceptance_per_position):
         print(f"acceptance at token {position}: {share:.2f}")
 
 

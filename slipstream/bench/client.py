@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import aiohttp
 
 from slipstream.bench.datasets import BenchPrompt, TextEncoder
+from slipstream.bench.options import Server
 from slipstream.bench.protocol import (
     BrokenStreamError,
     EventStream,
@@ -25,20 +25,6 @@ _DONE = "[DONE]"
 _MOST_OF_A_MESSAGE = 200
 
 
-@dataclass(frozen=True, kw_only=True)
-class Server:
-    """A server's address, and how to connect to it.
-
-    Attributes:
-        url: without `/v1`.
-        timeout: seconds that one request may take in all.
-    """
-
-    url: str
-    headers: Mapping[str, str] = field(default_factory=dict)
-    timeout: float = 600.0
-
-
 class Client:
     """Connections to a server; enter it to open them."""
 
@@ -49,8 +35,8 @@ class Client:
     async def __aenter__(self) -> "Client":
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
-            timeout=aiohttp.ClientTimeout(total=self._server.timeout),
-            headers=dict(self._server.headers),
+            timeout=aiohttp.ClientTimeout(total=self._server.request_timeout),
+            headers=self._server.headers,
             read_bufsize=1 << 20,
         )
         return self
@@ -71,7 +57,7 @@ class Client:
         try:
             await self._stream(path, body, record)
         except TimeoutError:
-            record.error = f"no end within {self._server.timeout:g} s"
+            record.error = f"no end within {self._server.request_timeout:g} s"
         except (aiohttp.ClientError, OSError) as error:
             record.error = connection_error(error)
         except BrokenStreamError as error:
@@ -112,7 +98,7 @@ class Client:
         try:
             async for data in response.content.iter_any():
                 now = perf_counter()
-                for event in _events(stream, data):
+                for event in stream.feed(data):
                     if event == _DONE:
                         done = True
                         continue
@@ -139,13 +125,6 @@ def connection_error(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientPayloadError):
         return "the connection broke off within the answer"
     return f"{type(error).__name__}: {_short(str(error))}"
-
-
-def _events(stream: EventStream, data: bytes) -> list[str]:
-    try:
-        return list(stream.feed(data))
-    except ValueError as error:
-        raise BrokenStreamError(str(error)) from None
 
 
 def _count(record: Record, prompt: BenchPrompt, encoder: TextEncoder | None) -> None:

@@ -139,7 +139,9 @@ class _Load:
                     record = Record(id=prompt.id, sent=perf_counter(), error=_NOT_SENT)
                 else:
                     record = await self._ask(prompt, due)
-                self._take(index, record)
+                self._done.setdefault(index, []).append(record)
+                self._ended = perf_counter()
+                self._advance(record)
                 failed, due = failed or record.failed, None
                 prompt = prompt.after(record.text)
                 if prompt is not None:
@@ -147,11 +149,6 @@ class _Load:
         finally:
             self._under_way -= 1
             self._places.release()
-
-    def _take(self, index: int, record: Record) -> None:
-        self._done.setdefault(index, []).append(record)
-        self._ended = perf_counter()
-        self._advance(record)
 
 
 def arrival_times(

@@ -79,7 +79,7 @@ def profile(llm: "LLM", workload: Workload, steps: int, trace: Path) -> Profile:
 
     has_device = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * has_device
-    before, first = _clock(llm), llm.metrics.num_steps
+    before, first = llm.metrics.seconds, llm.metrics.num_steps
     with (
         torch.profiler.profile(activities=activities) as profiler,
         closing(workload.stream(llm)) as outputs,  # type: ignore[type-var]
@@ -89,7 +89,7 @@ def profile(llm: "LLM", workload: Workload, steps: int, trace: Path) -> Profile:
                 break
         if has_device:
             torch.cuda.synchronize()
-    after = _clock(llm)
+    after = llm.metrics.seconds
     plain = trace.with_suffix("")
     profiler.export_chrome_trace(str(plain))
     data = plain.read_bytes()
@@ -113,10 +113,6 @@ def read_trace(events: Iterable[Mapping[str, Any]]) -> tuple[bool, Times]:
     if kernels:
         return True, _by_stamp(kernels)
     return False, _by_range([event for event in listed if event.get("cat") in _ON_HOST])
-
-
-def _clock(llm: "LLM") -> dict[str, float]:
-    return llm.metrics.seconds
 
 
 def _empty() -> Times:

@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.bench.datasets import BenchPrompt
+from slipstream.bench.options import AUTO, CHAT, COMPLETIONS, PATHS
 from slipstream.core.errors import UsageError
 
-AUTO, COMPLETIONS, CHAT = "auto", "completions", "chat"
-ENDPOINTS = (AUTO, COMPLETIONS, CHAT)
 _MOST_BYTES = 64 << 20  # of one event of a stream
-PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
 
 
 class BrokenStreamError(ValueError):
@@ -90,7 +88,7 @@ class EventStream:
         """Yield the data of the events that these bytes complete.
 
         Raises:
-            ValueError: an event is not UTF-8 or is too long.
+            BrokenStreamError: an event is not UTF-8 or is too long.
         """
         # An event ends with an empty line; lines end as the standard lets them.
         text = self._rest + data
@@ -99,15 +97,18 @@ class EventStream:
             text = text.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
         *events, self._rest = text.split(b"\n\n")
         if len(self._rest) > _MOST_BYTES:
-            raise ValueError("an event of the stream is too long")
+            raise BrokenStreamError("an event of the stream is too long")
         for event in events:
             lines = [
                 line[5:].removeprefix(b" ")
                 for line in event.split(b"\n")
                 if line.startswith(b"data:")
             ]
-            if lines:
-                yield b"\n".join(lines).decode("utf-8")
+            try:
+                texts = [b"\n".join(lines).decode("utf-8")] if lines else []
+            except UnicodeDecodeError as error:
+                raise BrokenStreamError(str(error)) from None
+            yield from texts
 
 
 @dataclass(frozen=True)

@@ -4,26 +4,19 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import Template
+
 from slipstream import __version__
 from slipstream.bench.datasets import BenchPrompt
+from slipstream.bench.options import E2EL, ITL, TPOT, TTFT, SummaryOptions
 from slipstream.bench.pictures import PAGES, as_svg, load_figure, save, sweep_figure
-from slipstream.bench.summary import (
-    E2EL,
-    ITL,
-    TPOT,
-    TTFT,
-    SummaryOptions,
-    details,
-    series,
-    summarise,
-    timeline,
-)
+from slipstream.bench.summary import details, series, summarise, timeline
 from slipstream.bench.sweep import Failure, Point
 from slipstream.bench.tables import (
+    METRIC_NAMES,
     ReportTable,
     failures_table,
     load_tables,
@@ -34,25 +27,6 @@ from slipstream.core.errors import UsageError
 
 if TYPE_CHECKING:
     from slipstream.bench.serve import ServePlan, ServeResult
-
-
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem;
-  padding: 0 1rem; color: CanvasText; background: Canvas; }
-h1 { font-size: 1.4rem; margin-bottom: .2rem; }
-h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p.about, p.note { opacity: .75; margin: .2rem 0; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-caption { text-align: left; }
-th, td { padding: .25rem .8rem .25rem 0; text-align: right; white-space: nowrap; }
-th { font-weight: 600; }
-th:first-child, td:first-child { text-align: left; }
-tbody tr { border-top: 1px solid color-mix(in srgb, CanvasText 18%, transparent); }
-tr.best { font-weight: 700; }
-svg { max-width: 100%; height: auto; }
-"""
 
 
 @dataclass(frozen=True)
@@ -68,36 +42,11 @@ def write_page(
     file: Path, title: str, about: Mapping[str, str], parts: Sequence[ReportTable | PageChart]
 ) -> None:
     """Write a page; `about` names what was measured, and where."""
-    lines = "".join(
-        f'<p class="about">{escape(name)}: {escape(value)}</p>\n' for name, value in about.items()
+    template = Template(
+        (Path(__file__).parent / "page.html.jinja").read_text("utf-8"), autoescape=True
     )
-    body = "".join(map(_part, parts))
-    file.write_text(
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>{escape(title)}</h1>\n{lines}{body}</body>\n</html>\n",
-        encoding="utf-8",
-    )
-
-
-def _part(part: ReportTable | PageChart) -> str:
-    heading = f"<h2>{escape(part.heading)}</h2>\n"
-    if isinstance(part, PageChart):
-        label = escape(part.words, quote=True)
-        return f'{heading}<div class="scroll" role="img" aria-label="{label}">{part.svg}</div>\n'
-    note = f'<p class="note">{escape(part.note)}</p>\n' if part.note else ""
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in part.columns)
-    rows = "".join(_row(row, index in part.best) for index, row in enumerate(part.rows))
-    return (
-        f'{heading}{note}<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n'
-        f"<tbody>\n{rows}</tbody>\n</table></div>\n"
-    )
-
-
-def _row(cells: Sequence[str], is_best: bool) -> str:
-    mark = ' class="best"' if is_best else ""
-    return f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>\n"
+    text = template.render(title=title, about=about, parts=parts)
+    file.write_text(text + "\n", encoding="utf-8")
 
 
 def write_json(document: Mapping[str, Any], file: Path) -> None:
@@ -225,10 +174,9 @@ class LoadReport:
     def draw(self, files: Sequence[Path]) -> None:
         """Write pictures and HTML pages."""
         measured, per_second = series(self._done), timeline(self._result.run)
-        names = {TTFT: "TTFT", TPOT: "TPOT", ITL: "ITL, per chunk", E2EL: "end to end"}
-        times = {shown: measured[metric] for metric, shown in names.items()}
+        times = {METRIC_NAMES[metric]: measured[metric] for metric in (TTFT, TPOT, ITL, E2EL)}
         speculation = self._result.speculation
-        shares = () if speculation is None else speculation.shares
+        shares = () if speculation is None else speculation.acceptance_per_position
         for file in files:
             if file.suffix not in PAGES:
                 save(lambda: load_figure(times, per_second, shares, self.title), file)

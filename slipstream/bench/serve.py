@@ -9,9 +9,10 @@ from typing import Any
 
 import aiohttp
 
-from slipstream.bench.client import Client, Server, connection_error
+from slipstream.bench.client import Client, connection_error
 from slipstream.bench.datasets import BenchPrompt, TextEncoder
 from slipstream.bench.load import Ask, LoadRun, run_load
+from slipstream.bench.options import LoadOptions, Server
 from slipstream.bench.protocol import RequestForm
 from slipstream.bench.record import Record
 from slipstream.bench.speculation import SpeculationCounts, from_metrics, from_usage
@@ -39,17 +40,15 @@ class RemoteModel:
     speculative: Mapping[str, Any] | None
 
 
-async def find_model(client: Client, requested: str | None, wait: float, url: str) -> RemoteModel:
-    """Find the model of that name, or the only one.
-
-    Args:
-        wait: seconds to wait for the server to start.
+async def find_model(client: Client, server: Server) -> RemoteModel:
+    """Find the model that the options name, or the only one.
 
     Raises:
         UnreachableError: there is no such server.
         UsageError: it has no such model, or it has several and none was named.
     """
-    entries = await _models(client, wait, url)
+    url, requested = server.url, server.model
+    entries = await _models(client, server.ready_timeout, url)
     names = [str(entry.get("id")) for entry in entries]
     if requested is None and len(names) > 1:
         raise UsageError(f"{url} offers {', '.join(names)}; name one with --model")
@@ -132,28 +131,16 @@ class ServePlan:
     """What to measure.
 
     Attributes:
-        model: None takes the server's only one.
         form: how prompts become requests; its model is filled in.
         due: seconds from the start at which each request is due; None for a closed loop.
-        num_warmups: requests that are sent before the measurement.
-        ready_wait: seconds to wait for the server to start.
-        num_speculative_tokens: draft tokens per step of every request; None for the server's own.
-        return_speculation: ask the server, where it can, which draft tokens were accepted.
-        profile: switch the server's profiler on.
         encoder: counts tokens where the server does not.
     """
 
     server: Server
-    model: str | None
     form: RequestForm
     prompts: Sequence[BenchPrompt]
+    load: LoadOptions
     due: Sequence[float] | None = None
-    max_concurrency: int | None = None
-    num_warmups: int = 1
-    ready_wait: float = 0.0
-    num_speculative_tokens: int | None = None
-    return_speculation: bool = True
-    profile: bool = False
     encoder: TextEncoder | None = None
 
 
@@ -184,7 +171,7 @@ async def _measure(
     plan: ServePlan, stopped: Callable[[], bool], advance: Callable[[Record], None]
 ) -> ServeResult:
     async with Client(plan.server) as client:
-        model = await find_model(client, plan.model, plan.ready_wait, plan.server.url)
+        model = await find_model(client, plan.server)
         form = _form(plan, model)
         for prompt in plan.prompts:
             form.body(prompt)  # may raise UsageError, before anything is sent
@@ -193,19 +180,19 @@ async def _measure(
             return await client.complete(prompt, form, plan.encoder, due)
 
         await _warm_up(ask, plan)
-        if plan.profile:
+        if plan.load.profile:
             await switch_profiler(client, on=True)
         before = await read_counters(client)
         run = await run_load(
             ask,
             plan.prompts,
             due=plan.due,
-            most_at_once=plan.max_concurrency,
+            most_at_once=plan.load.max_concurrency,
             stopped=stopped,
             advance=advance,
         )
         after = await read_counters(client)
-        if plan.profile:
+        if plan.load.profile:
             await switch_profiler(client, on=False)
     speculation = from_usage(run.records)
     if speculation is None and before is not None and after is not None:
@@ -215,15 +202,15 @@ async def _measure(
 
 def _form(plan: ServePlan, model: RemoteModel) -> RequestForm:
     fields = dict(plan.form.fields)
-    if plan.num_speculative_tokens is not None:
+    if plan.load.num_speculative_tokens is not None:
         if not model.supports_speculation:
             raise UsageError(
                 f"{plan.server.url} does not accept a number of draft tokens with a request (its "
                 "/v1/models does not mention speculation); set it where the server is started, and "
                 "leave out --num-speculative-tokens"
             )
-        fields[SPECULATIVE] = {"num_speculative_tokens": plan.num_speculative_tokens}
-    if plan.return_speculation and model.supports_speculation:
+        fields[SPECULATIVE] = {"num_speculative_tokens": plan.load.num_speculative_tokens}
+    if plan.load.return_speculation and model.supports_speculation:
         fields[RETURN_SPECULATION] = True
     return replace(plan.form, model=model.name, fields=fields)
 
@@ -233,10 +220,11 @@ async def _warm_up(ask: Ask, plan: ServePlan) -> None:
 
     The first request is sent alone: if it fails, all would.
     """
-    prompts = [replace(prompt, later_turns=()) for prompt in plan.prompts[:1]] * plan.num_warmups
+    first_alone = [replace(prompt, later_turns=()) for prompt in plan.prompts[:1]]
+    prompts = first_alone * plan.load.num_warmups
     if not prompts:
         return
     first = await ask(prompts[0], None)
     if first.failed:
         raise UnreachableError(f"the first request to {plan.server.url} failed: {first.error}")
-    await run_load(ask, prompts[1:], most_at_once=plan.max_concurrency)
+    await run_load(ask, prompts[1:], most_at_once=plan.load.max_concurrency)

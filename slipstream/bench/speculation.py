@@ -1,10 +1,9 @@
 """Acceptance during a load, summed from answers or from a server's counters."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any
 
 from slipstream.bench.record import Record
 from slipstream.core.outputs import RequestMetrics
@@ -20,55 +19,34 @@ _DRAFTS = "spec_decode_num_drafts"
 _DRAFT_TOKENS = "spec_decode_num_draft_tokens"
 _ACCEPTED = "spec_decode_num_accepted_tokens"
 _PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+_IN_USAGE = ("drafts", "draft_tokens", "accepted_tokens", "steps")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpeculationCounts:
-    """Counts over a load.
+@dataclass
+class SpeculationCounts(RequestMetrics):
+    """Counts over a load; steps are those of all requests, 0 where unknown.
 
     Attributes:
-        steps: steps of all requests, with or without drafts; None where unknown.
         source: where the counts come from, in words.
     """
 
-    drafts: int
-    draft_tokens: int
-    accepted: int
-    per_position: tuple[int, ...]
-    steps: int | None
-    source: str
-
-    @property
-    def acceptance_length(self) -> float:
-        """1 + accepted draft tokens per draft; 1 where nothing was drafted."""
-        return 1.0 + self.accepted / max(1, self.drafts)
+    source: str = ""
 
     @property
     def acceptance_rate(self) -> float:
         """The share of draft tokens that were accepted."""
-        return self.accepted / max(1, self.draft_tokens)
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """For each position i, the share of drafts whose i-th token was accepted."""
-        return tuple(count / max(1, self.drafts) for count in self.per_position)
+        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
 
     @property
     def without_drafts(self) -> float | None:
-        """The share of steps without a draft."""
-        return None if not self.steps else max(0.0, 1.0 - self.drafts / self.steps)
+        """The share of steps without a draft; None where steps are unknown."""
+        return None if not self.num_steps else max(0.0, 1.0 - self.num_drafts / self.num_steps)
 
     def since(self, before: "SpeculationCounts") -> "SpeculationCounts":
         """The difference to an earlier reading."""
-        pairs = zip_longest(self.per_position, before.per_position, fillvalue=0)
-        return SpeculationCounts(
-            drafts=self.drafts - before.drafts,
-            draft_tokens=self.draft_tokens - before.draft_tokens,
-            accepted=self.accepted - before.accepted,
-            per_position=tuple(now - old for now, old in pairs),
-            steps=None,
-            source=self.source,
-        )
+        gained = deepcopy(self)
+        gained.add(before, sign=-1)
+        return gained
 
 
 def from_usage(records: Iterable[Record]) -> SpeculationCounts | None:
@@ -77,14 +55,12 @@ def from_usage(records: Iterable[Record]) -> SpeculationCounts | None:
     reports = [usage for usage in usages if isinstance(usage, dict)]
     if not reports:
         return None
-    return SpeculationCounts(
-        drafts=_sum(reports, "drafts"),
-        draft_tokens=_sum(reports, "draft_tokens"),
-        accepted=_sum(reports, "accepted_tokens"),
-        per_position=_by_place(one.get("accepted_per_position") or [] for one in reports),
-        steps=_sum(reports, "steps"),
-        source=FROM_USAGE,
-    )
+    total = SpeculationCounts(source=FROM_USAGE)
+    for one in reports:
+        drafts, drafted, accepted, steps = (int(one.get(name) or 0) for name in _IN_USAGE)
+        places = [*(one.get("accepted_per_position") or ())]
+        total.add(RequestMetrics(drafts, drafted, accepted, places, steps))
+    return total
 
 
 def from_metrics(text: str) -> SpeculationCounts | None:
@@ -107,37 +83,24 @@ def from_metrics(text: str) -> SpeculationCounts | None:
         if prefix + _DRAFTS in counters:
             per_position = positions.get(prefix + _PER_POSITION, {})
             return SpeculationCounts(
-                drafts=int(counters[prefix + _DRAFTS]),
-                draft_tokens=int(counters.get(prefix + _DRAFT_TOKENS, 0)),
-                accepted=int(counters.get(prefix + _ACCEPTED, 0)),
-                per_position=tuple(
+                int(counters[prefix + _DRAFTS]),
+                int(counters.get(prefix + _DRAFT_TOKENS, 0)),
+                int(counters.get(prefix + _ACCEPTED, 0)),
+                [
                     int(per_position.get(place, 0))
                     for place in range(max(per_position, default=-1) + 1)
-                ),
-                steps=None,
+                ],
                 source=f"the server's counters {prefix}{_DRAFTS} and others, before and after",
             )
     return None
 
 
-def from_outputs(metrics: Sequence[RequestMetrics]) -> SpeculationCounts:
+def from_outputs(metrics: Iterable[RequestMetrics]) -> SpeculationCounts:
     """Sum over the outputs of an engine in this process."""
-    return SpeculationCounts(
-        drafts=sum(one.num_drafts for one in metrics),
-        draft_tokens=sum(one.num_draft_tokens for one in metrics),
-        accepted=sum(one.num_accepted_tokens for one in metrics),
-        per_position=_by_place(one.num_accepted_tokens_per_pos for one in metrics),
-        steps=sum(one.num_steps for one in metrics),
-        source="the engine",
-    )
-
-
-def _by_place(rows: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))
-
-
-def _sum(reports: Sequence[Mapping[str, Any]], key: str) -> int:
-    return sum(int(one.get(key) or 0) for one in reports)
+    total = SpeculationCounts(source="the engine")
+    for one in metrics:
+        total.add(one)
+    return total
 
 
 def _number(text: str) -> float:

@@ -6,50 +6,21 @@ several tokens per chunk; `itl_per_token` is the time between tokens, 0 within a
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from slipstream.bench.load import LoadRun
+from slipstream.bench.options import (
+    E2EL,
+    ITL,
+    ITL_PER_TOKEN,
+    METRICS,
+    TPOT,
+    TTFT,
+    SummaryOptions,
+    read_goodput,
+)
 from slipstream.bench.record import Record
 from slipstream.bench.speculation import NOT_REPORTED, SpeculationCounts
-from slipstream.core.errors import UsageError
-
-TTFT, TPOT, ITL, ITL_PER_TOKEN, E2EL = "ttft", "tpot", "itl", "itl_per_token", "e2el"
-METRICS = (TTFT, TPOT, ITL, ITL_PER_TOKEN, E2EL)
-GOODPUT_METRICS = (TTFT, TPOT, E2EL)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SummaryOptions:
-    """What to report.
-
-    Attributes:
-        metrics: of METRICS.
-        percentiles: 0 to 100.
-        goodput: maximum milliseconds by metric (of GOODPUT_METRICS) for a request to count.
-    """
-
-    metrics: Sequence[str] = METRICS
-    percentiles: Sequence[float] = (90.0, 99.0)
-    goodput: Mapping[str, float] | None = None
-
-
-def read_goodput(texts: Sequence[str]) -> dict[str, float] | None:
-    """Read goals such as `ttft:200`; raises UsageError for anything else."""
-    goals: dict[str, float] = {}
-    for text in texts:
-        name, colon, value = text.partition(":")
-        try:
-            goal = float(value)
-        except ValueError:
-            goal = -1.0
-        if not colon or name not in GOODPUT_METRICS or not goal > 0:
-            raise UsageError(
-                f"--goodput must be such as ttft:200 (milliseconds; {', '.join(GOODPUT_METRICS)}), "
-                f"not {text!r}"
-            )
-        goals[name] = goal
-    return goals or None
 
 
 def percentile_name(percentile: float) -> str:
@@ -94,7 +65,7 @@ def summarise(
     seconds = max(run.seconds, 1e-9)
     inputs = sum(record.num_prompt_tokens for record in completed)
     outputs = sum(record.num_tokens for record in completed)
-    per_second = timeline(run)
+    per_second, goals = timeline(run), read_goodput(options.goodput)
     summary: dict[str, Any] = {
         "duration": run.seconds,
         "completed": len(completed),
@@ -105,7 +76,7 @@ def summarise(
         "total_output_tokens": outputs,
         "output_tokens_counted_by": sorted({record.counted_by for record in completed}),
         "request_throughput": len(completed) / seconds,
-        "request_goodput": _goodput(completed, options.goodput, seconds),
+        "request_goodput": None if goals is None else _goodput(completed, goals, seconds),
         "output_throughput": outputs / seconds,
         "total_token_throughput": (inputs + outputs) / seconds,
         "max_output_tokens_per_s": max(per_second["output_tokens"], default=0.0),
@@ -130,11 +101,11 @@ def speculation_figures(counts: SpeculationCounts | None) -> dict[str, Any]:
         "spec_decode_source": counts.source,
         "spec_decode_acceptance_length": counts.acceptance_length,
         "spec_decode_acceptance_rate": counts.acceptance_rate * 100,
-        "spec_decode_num_drafts": counts.drafts,
-        "spec_decode_draft_tokens": counts.draft_tokens,
-        "spec_decode_accepted_tokens": counts.accepted,
-        "spec_decode_per_position_acceptance_rates": list(counts.shares),
-        "spec_decode_steps": counts.steps,
+        "spec_decode_num_drafts": counts.num_drafts,
+        "spec_decode_draft_tokens": counts.num_draft_tokens,
+        "spec_decode_accepted_tokens": counts.num_accepted_tokens,
+        "spec_decode_per_position_acceptance_rates": counts.acceptance_per_position,
+        "spec_decode_steps": counts.num_steps or None,
         "spec_decode_steps_without_drafts": counts.without_drafts,
     }
 
@@ -177,15 +148,12 @@ def details(run: LoadRun) -> dict[str, Any]:
     }
 
 
-def _goodput(
-    completed: Sequence[Record], goals: Mapping[str, float] | None, seconds: float
-) -> float | None:
+def _goodput(completed: Sequence[Record], goals: Mapping[str, float], seconds: float) -> float:
     """Requests per second that met every goal."""
-    if goals is None:
-        return None
-    return sum(_is_good(record, goals) for record in completed) / seconds
-
-
-def _is_good(record: Record, goals: Mapping[str, float]) -> bool:
-    measured = {TTFT: record.ttft, TPOT: record.tpot or 0.0, E2EL: record.latency}
-    return all(measured[name] * 1e3 <= goal for name, goal in goals.items())
+    measured = [
+        {TTFT: record.ttft, TPOT: record.tpot or 0.0, E2EL: record.latency} for record in completed
+    ]
+    return (
+        sum(all(it[name] * 1e3 <= goal for name, goal in goals.items()) for it in measured)
+        / seconds
+    )

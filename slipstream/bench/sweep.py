@@ -173,12 +173,6 @@ def best(points: Sequence[Point]) -> list[Point]:
     ]
 
 
-def _reason(error: Exception) -> str:
-    """The error in one line."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {text}"
-
-
 def _result(
     cell: Cell, config: dict[str, Any] | None, open_llm: Open, measure: Measure, plain: Point | None
 ) -> Point | Failure | None:
@@ -186,7 +180,10 @@ def _result(
     try:
         run = measure(open_llm(config, cell.batch), cell)
     except Exception as error:  # any error: the other cells are still measured
-        return Failure(cell.drafter, cell.k, cell.batch, reason=_reason(error))
+        reason = " ".join(str(error).split())
+        if not isinstance(error, SlipstreamError):
+            reason = f"{type(error).__name__}: {reason}"
+        return Failure(cell.drafter, cell.k, cell.batch, reason=reason)
     return _point(cell, run, plain) if run.num_tokens else None
 
 
@@ -198,7 +195,7 @@ def _point(cell: Cell, run: OfflineRun, plain: Point | None) -> Point:
         cell.k,
         cell.batch,
         acceptance_length=speculation.acceptance_length,
-        per_position=speculation.shares,
+        per_position=tuple(speculation.acceptance_per_position),
         without_drafts=speculation.without_drafts,
         tokens_per_second=rate,
         iteration_ms=run.iteration_ms,

@@ -4,23 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.bench.options import E2EL, ITL, ITL_PER_TOKEN, TPOT, TTFT, SummaryOptions
 from slipstream.bench.profile import GROUPS, Profile
 from slipstream.bench.record import CHUNKS, TOKENIZER, USAGE
 from slipstream.bench.speculation import NOT_REPORTED, SpeculationCounts
-from slipstream.bench.summary import (
-    E2EL,
-    ITL,
-    ITL_PER_TOKEN,
-    TPOT,
-    TTFT,
-    SummaryOptions,
-    percentile_name,
-)
+from slipstream.bench.summary import percentile_name
 from slipstream.bench.sweep import Failure, Point, best
 from slipstream.bench.workload import PARTS
 from slipstream.core.errors import counted
 
-_METRICS = {
+METRIC_NAMES = {
     TTFT: "TTFT",
     TPOT: "TPOT",
     ITL: "ITL, per chunk",
@@ -74,15 +67,15 @@ def texts_table(compared: int, wrong: Sequence[str]) -> ReportTable:
 
 def speculation_rows(counts: SpeculationCounts) -> list[tuple[str, str]]:
     """Rows about drafts and their acceptance."""
-    if not counts.drafts:
+    if not counts.num_drafts:
         return [("drafts", "none")]
     rows = [
         ("acceptance length (AL)", f"{counts.acceptance_length:.2f}"),
         ("acceptance rate", f"{counts.acceptance_rate:.1%}"),
-        ("drafts", f"{counts.drafts:,}"),
-        ("draft tokens", f"{counts.draft_tokens:,}"),
-        ("accepted tokens", f"{counts.accepted:,}"),
-        ("accepted by position", by_position(counts.shares)),
+        ("drafts", f"{counts.num_drafts:,}"),
+        ("draft tokens", f"{counts.num_draft_tokens:,}"),
+        ("accepted tokens", f"{counts.num_accepted_tokens:,}"),
+        ("accepted by position", by_position(counts.acceptance_per_position)),
     ]
     if counts.without_drafts is not None:
         rows.append(("steps without drafts", f"{counts.without_drafts:.1%}"))
@@ -176,7 +169,7 @@ def _times(summary: Mapping[str, Any], options: SummaryOptions) -> ReportTable:
     for metric in options.metrics:
         values = [summary[f"{name}_{metric}_ms"] for name in names]
         cells = ["-" if value is None else f"{value:.2f}" for value in values]
-        rows.append([_METRICS[metric], *cells])
+        rows.append([METRIC_NAMES[metric], *cells])
     notes = []
     if ITL in options.metrics or ITL_PER_TOKEN in options.metrics:
         notes.append(

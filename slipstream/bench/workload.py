@@ -26,12 +26,10 @@ class Workload:
 
     prompts: Sequence[BenchPrompt]
     params: SamplingParams
-    name: str = "prompts"
 
     @property
     def title(self) -> str:
         """In words."""
-        source = "" if self.name == "prompts" else f" of {self.name}"
         own = any(prompt.max_tokens is not None for prompt in self.prompts)
         tokens = (
             "output lengths of the data set"
@@ -39,19 +37,15 @@ class Workload:
             else f"{counted(self.params.max_tokens or 0, 'token')} each"
         )
         return (
-            f"{counted(len(self.prompts), 'prompt')}{source}, {tokens}, "
+            f"{counted(len(self.prompts), 'prompt')}, {tokens}, "
             f"temperature {self.params.temperature:g}"
         )
 
     def stream(self, llm: "LLM") -> "Iterator[RequestOutput]":
         """Snapshots, as `LLM.stream` gives them."""
         given = [engine_prompt(llm, prompt) for prompt in self.prompts]
-        return llm.stream(given, [self._params(prompt) for prompt in self.prompts])
-
-    def _params(self, prompt: BenchPrompt) -> SamplingParams:
-        if prompt.max_tokens is None:
-            return self.params
-        return replace(self.params, max_tokens=prompt.max_tokens)
+        lengths = [prompt.max_tokens or self.params.max_tokens for prompt in self.prompts]
+        return llm.stream(given, [replace(self.params, max_tokens=it) for it in lengths])
 
 
 def chat_tokens(tokenizer: "Tokenizer", prompt: BenchPrompt) -> list[int]:
@@ -144,12 +138,9 @@ class OfflineRun:
     def times_ms(self) -> dict[str, list[float]]:
         """Milliseconds: TTFT and TPOT of finished requests, and the time of each step."""
         steps = [seconds * 1e3 for seconds in self.iterations]
-        return {"ttft": self.ttfts_ms(), "tpot": self.tpots_ms(), "step": steps}
-
-    def ttfts_ms(self) -> list[float]:
-        """Milliseconds from being queued to the first token, of each finished request."""
-        times = [output.metrics.time_to_first_token for output in self.outputs]
-        return [time * 1e3 for time in times if time is not None]
+        firsts = [output.metrics.time_to_first_token for output in self.outputs]
+        ttfts = [first * 1e3 for first in firsts if first is not None]
+        return {"ttft": ttfts, "tpot": self.tpots_ms(), "step": steps}
 
 
 def run_offline(

@@ -2,24 +2,26 @@
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from slipstream.bench.options import CHAT, COMPLETIONS, LoadOptions, Server, SummaryOptions
 from slipstream.cli.bench_flags import (
     BenchSamplingFlags,
     DatasetFlags,
     ReportFlags,
     model_tokenizer,
 )
-from slipstream.cli.bench_serve_flags import LoadFlags, ResultFlags, ServerFlags, SummaryFlags
 from slipstream.cli.bench_views import Bar, progress_bar, show_tables
 from slipstream.cli.errors import FAILED, INTERRUPTED, say
-from slipstream.cli.prompts import require_writable
+from slipstream.cli.prompts import make_folder, require_writable
 from slipstream.cli.terminal import interrupt_noted, stdout_console
 from slipstream.core.errors import UsageError, counted
+from slipstream.core.flags import flag, given_flags
 
 if TYPE_CHECKING:
     from slipstream.bench.datasets import BenchPrompt
@@ -29,13 +31,62 @@ if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResultFlags:
+    """What is written beside `--output`, and the flags of vllm bench serve in place of it."""
+
+    save_detailed: bool = flag(
+        False, "Add the figures of every request to --output.", panel="Report"
+    )
+    save_texts: Path | None = flag(None, "Write every answer.", metavar="<file>")
+    compare_texts: Path | None = flag(
+        None,
+        "Compare every answer with a file of --save-texts, from here or from bench throughput.",
+        metavar="<file>",
+    )
+    save_result: bool = flag(False, "Write all figures as JSON, to a file named after the load.")
+    result_dir: Path | None = flag(
+        None, "Folder for --save-result; it is made if need be. [here]", metavar="<folder>"
+    )
+    result_filename: str | None = flag(
+        None, "File name for --save-result, in its folder.", metavar="<name>"
+    )
+
+    def prepare(self, output: Path | None) -> None:
+        """Make the folder before anything is measured; raises UsageError if it is not writable."""
+        require_writable("--save-texts", self.save_texts)
+        if not self.save_result:
+            for name in (it for it in given_flags(self) if it.startswith("--result-")):
+                raise UsageError(f"{name} is for --save-result; add that, or use --output")
+            return
+        if output is not None:
+            raise UsageError("--save-result and --output both name the file to write; give one")
+        make_folder("--result-dir", self._folder)
+        require_writable("--result-filename", self._folder / (self.result_filename or "any.json"))
+
+    def file(self, model: str, load: LoadOptions, time: datetime) -> Path | None:
+        """The file to write; None without --save-result."""
+        if not self.save_result:
+            return None
+        if self.result_filename is not None:
+            return self._folder / self.result_filename
+        most = "" if load.max_concurrency is None else f"-concurrency{load.max_concurrency}"
+        name = model.rstrip("/").rpartition("/")[2] or "model"
+        rate = f"{load.request_rate:g}qps"
+        return self._folder / f"slipstream-{rate}{most}-{name}-{time:%Y%m%d-%H%M%S}.json"
+
+    @property
+    def _folder(self) -> Path:
+        return self.result_dir or Path()
+
+
 def serve(
     *,
-    server: ServerFlags,
-    load: LoadFlags,
+    server: Server,
+    load: LoadOptions,
     dataset: DatasetFlags,
     sampling: BenchSamplingFlags,
-    summary: SummaryFlags,
+    summary: SummaryOptions,
     report: ReportFlags,
     result: ResultFlags,
 ) -> None:
@@ -46,17 +97,17 @@ def serve(
     load and reports what was measured so far. The exit code is 1 if a request failed or a text
     differs from --compare-texts.
     """
-    _require_client()
+    if importlib.util.find_spec("aiohttp") is None:
+        raise UsageError("bench serve needs aiohttp: pip install 'slipstream[bench]'")
     from slipstream.bench.load import num_requests
     from slipstream.bench.report import LoadReport, read_texts
     from slipstream.bench.serve import measure_server
 
-    options, files = summary.options(), report.files()
-    require_writable("--save-texts", summary.save_texts)
+    files = report.files()
     result.prepare(report.output)
-    if summary.save_detailed and report.output is None and not result.save_result:
+    if result.save_detailed and report.output is None and not result.save_result:
         raise UsageError("--save-detailed adds to --output; add --output FILE")
-    expected = None if summary.compare_texts is None else read_texts(summary.compare_texts)
+    expected = None if result.compare_texts is None else read_texts(result.compare_texts)
     plan = _plan(server, load, dataset, sampling)
     with interrupt_noted() as pressed, progress_bar() as bar:
         bar.start("requests", num_requests(plan.prompts))
@@ -65,12 +116,12 @@ def serve(
     about = {"prompts": _describe_prompts(dataset, plan), "load": _describe_load(load)}
     if measured.model.speculative is not None:
         about["drafter"] = _describe_drafter(measured.model.speculative, load)
-    outcome = LoadReport(plan, measured, about, options, expected)
+    outcome = LoadReport(plan, measured, about, summary, expected)
     output = report.output or result.file(measured.model.name, load, datetime.now(UTC))
     if output is not None:
-        outcome.write(output, _settings(server, load, dataset), summary.save_detailed)
-    if summary.save_texts is not None:
-        outcome.write_texts(summary.save_texts)
+        outcome.write(output, _settings(server, load, dataset), result.save_detailed)
+    if result.save_texts is not None:
+        outcome.write_texts(result.save_texts)
     outcome.draw(files)
     _show(outcome)  # last, because writing to a closed pipe ends the command
     if interrupted:
@@ -103,10 +154,10 @@ def _show(report: "LoadReport") -> None:
 
 
 def _plan(
-    server: ServerFlags, load: LoadFlags, dataset: DatasetFlags, sampling: BenchSamplingFlags
+    server: Server, load: LoadOptions, dataset: DatasetFlags, sampling: BenchSamplingFlags
 ) -> "ServePlan":
     from slipstream.bench.load import arrival_times
-    from slipstream.bench.protocol import CHAT, COMPLETIONS, RequestForm
+    from slipstream.bench.protocol import RequestForm
     from slipstream.bench.serve import ServePlan
 
     endpoint = server.wanted_endpoint()
@@ -115,31 +166,20 @@ def _plan(
     if endpoint == COMPLETIONS and tokenizer is not None:
         prompts = [_as_tokens(prompt, tokenizer) for prompt in prompts]
     prompts = _with_turns(prompts, load.turns, endpoint)
+    fields = sampling.fields(dataset.seed) | server.more_fields()
+    _ = server.url, server.headers  # raise UsageError
     return ServePlan(
-        server=server.server(),
-        model=server.model,
-        form=RequestForm(
-            model="",
-            endpoint=endpoint,
-            max_tokens=dataset.length,
-            fields=sampling.fields(dataset.seed) | server.more_fields(),
-        ),
+        server=server,
+        form=RequestForm(model="", endpoint=endpoint, max_tokens=dataset.length, fields=fields),
         prompts=prompts,
         due=arrival_times(len(prompts), load.request_rate, load.burstiness, dataset.seed or 0),
-        max_concurrency=load.max_concurrency,
-        num_warmups=load.num_warmups,
-        ready_wait=server.ready_timeout,
-        num_speculative_tokens=load.num_speculative_tokens,
-        return_speculation=load.return_speculation,
-        profile=load.profile,
+        load=load,
         encoder=tokenizer,
     )
 
 
 def _with_turns(prompts: "Sequence[BenchPrompt]", turns: str, endpoint: str) -> "list[BenchPrompt]":
     """The prompts with the turns that --turns asks for."""
-    from slipstream.bench.protocol import COMPLETIONS
-
     if turns == "first":
         return [replace(prompt, later_turns=()) for prompt in prompts]
     if endpoint == COMPLETIONS:
@@ -161,11 +201,6 @@ def _as_tokens(prompt: "BenchPrompt", tokenizer: "Tokenizer") -> "BenchPrompt":
     return replace(prompt, messages=None, token_ids=tuple(chat_tokens(tokenizer, prompt)))
 
 
-def _require_client() -> None:
-    if importlib.util.find_spec("aiohttp") is None:
-        raise UsageError("bench serve needs aiohttp: pip install 'slipstream[bench]'")
-
-
 def _describe_prompts(dataset: DatasetFlags, plan: "ServePlan") -> str:
     from slipstream.bench.load import num_requests
 
@@ -184,7 +219,7 @@ def _describe_prompts(dataset: DatasetFlags, plan: "ServePlan") -> str:
     return f"{number} of {dataset.name}{again}{turns}, {length}, temperature {temperature:g}"
 
 
-def _describe_load(load: LoadFlags) -> str:
+def _describe_load(load: LoadOptions) -> str:
     most = "all at once" if load.max_concurrency is None else f"{load.max_concurrency} at once"
     if load.request_rate == float("inf"):
         return f"closed loop, {most}"
@@ -192,14 +227,14 @@ def _describe_load(load: LoadFlags) -> str:
     return f"open loop, {load.request_rate:g} requests/s, burstiness {load.burstiness:g}{limit}"
 
 
-def _describe_drafter(speculative: Any, load: LoadFlags) -> str:
+def _describe_drafter(speculative: Any, load: LoadOptions) -> str:
     name = speculative.get("model") or speculative.get("method") or "?"
     k = load.num_speculative_tokens
     count = speculative.get("num_speculative_tokens") if k is None else k
     return f"{name}, K = {f'auto, up to {count}' if speculative.get('adaptive') else count}"
 
 
-def _settings(server: ServerFlags, load: LoadFlags, dataset: DatasetFlags) -> dict[str, Any]:
+def _settings(server: Server, load: LoadOptions, dataset: DatasetFlags) -> dict[str, Any]:
     rate = load.request_rate
     return {
         "tokenizer_id": server.tokenizer,

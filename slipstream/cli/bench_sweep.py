@@ -235,7 +235,12 @@ def read_drafters(given: Sequence[str], model: str) -> dict[str, dict[str, Any]]
     if not given:
         if model != DEMO:
             raise UsageError("there is nothing to sweep; add --drafter for each drafter")
-        given = [*_bundled(), *_methods()]
+        from slipstream.models.bundled import bundled_names
+        from slipstream.speculative.catalogue import METHODS
+
+        # Besides the bundled ones, methods that draft for any target without a checkpoint.
+        found = [it for it in METHODS.values() if it.without_model and not it.in_target]
+        given = [*(it for it in bundled_names() if it != DEMO), *(it.name for it in found)]
     drafters: dict[str, dict[str, Any]] = {}
     for text in given:
         name, equals, config = text.partition("=")
@@ -248,20 +253,6 @@ def read_drafters(given: Sequence[str], model: str) -> dict[str, dict[str, Any]]
                 f"--drafter {name} has its own num_speculative_tokens; give -k instead"
             )
     return drafters
-
-
-def _methods() -> list[str]:
-    """Methods that draft for any target without a checkpoint."""
-    from slipstream.speculative.catalogue import METHODS
-
-    found = METHODS.values()
-    return [method.name for method in found if method.without_model and not method.in_target]
-
-
-def _bundled() -> list[str]:
-    from slipstream.models.checkpoint import bundled_names
-
-    return [name for name in bundled_names() if name != DEMO]
 
 
 def _counts(text: str) -> list[int | str]:

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from slipstream.cli.checkpoint_facts import DRAFT_MODEL, CheckpointFacts, read_facts
+import slipstream
+from slipstream.cli.checkpoint_facts import DRAFT_MODEL, CheckpointFacts
 from slipstream.cli.errors import say
 from slipstream.cli.terminal import stderr_console, stdout_console
 from slipstream.core.errors import CheckpointError, SlipstreamError
@@ -44,12 +46,13 @@ class CachedModel:
 
 
 def list_models(*, flags: ListFlags) -> None:
-    """Tell which models are on this machine.
+    """List the models on this machine.
 
     They are the bundled ones, and those in the hub's cache.
     """
-    with stderr_console().status("reading the headers of checkpoints"):
-        models = [*_bundled(), *_downloaded(flags.download_dir)]
+    with stderr_console().status("reading the headers of checkpoints"), _Kept() as kept:
+        places = [*_bundled(), *_downloaded(flags.download_dir)]
+        models = [kept.described(*place) for place in places]
     if flags.json:
         print(json.dumps([asdict(model) for model in models], ensure_ascii=False, indent=2))
         return
@@ -61,14 +64,19 @@ def list_models(*, flags: ListFlags) -> None:
     stdout_console().print(table)
 
 
-def _bundled() -> Iterator[CachedModel]:
-    from slipstream.models.checkpoint import bundled_names
+Place = tuple[str, str | None, Path]  # name, revision, directory or file
+
+
+def _bundled() -> Iterator[Place]:
+    from slipstream.models.bundled import bundled_names, bundled_path
 
     for name in bundled_names():
-        yield _described(name, None, name)
+        path = bundled_path(name)
+        assert path is not None
+        yield name, None, path
 
 
-def _downloaded(folder: str | None) -> Iterator[CachedModel]:
+def _downloaded(folder: str | None) -> Iterator[Place]:
     """The models in the hub's cache."""
     from slipstream.models.gguf.files import models_among, split_stem
 
@@ -78,10 +86,42 @@ def _downloaded(folder: str | None) -> Iterator[CachedModel]:
             name = revision.commit_hash[:8] if several else None
             models = models_among([Path(file.file_path) for file in revision.files])
             for model in models:  # of which a repository may have many
-                tag = split_stem(model)
-                yield _described(f"{repo.repo_id}:{tag}", name, model)
+                yield f"{repo.repo_id}:{split_stem(model)}", name, model
             if not models:
-                yield _described(repo.repo_id, name, revision.snapshot_path)
+                yield repo.repo_id, name, revision.snapshot_path
+
+
+class _Kept:
+    """What earlier runs learned, by place: reading a checkpoint needs torch, which loads slowly."""
+
+    def __enter__(self) -> "_Kept":
+        from slipstream.engine.drafting.kept_costs import cache_folder
+
+        self._file, self._rows = cache_folder() / "listed.json", dict[str, Any]()
+        self._has_new = False
+        # Other versions of the program support other models.
+        code = [it.stat().st_mtime_ns for it in Path(slipstream.__file__).parent.rglob("*.py")]
+        self._version = [slipstream.__version__, max(code)]
+        with suppress(OSError, ValueError):
+            self._rows = dict(json.loads(self._file.read_text("utf-8")))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._has_new:
+            with suppress(OSError):
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._file.write_text(json.dumps(self._rows), "utf-8")
+
+    def described(self, name: str, revision: str | None, place: Path) -> CachedModel:
+        """The model, read anew if it has changed."""
+        files = sorted(place.rglob("*")) if place.is_dir() else [place]
+        sizes = [[it.name, it.lstat().st_size, it.lstat().st_mtime_ns] for it in files]
+        found = self._rows.get(str(place))
+        if not isinstance(found, dict) or found.get("key") != [*self._version, sizes]:
+            row = dict(zip(("num_bytes", "kind", "problem"), _described(place), strict=True))
+            found = {"key": [*self._version, sizes], "row": row}
+            self._rows[str(place)], self._has_new = found, True
+        return CachedModel(name, revision, **found["row"])
 
 
 def _repositories(folder: str | None) -> list[Any]:
@@ -112,15 +152,16 @@ def _repositories(folder: str | None) -> list[Any]:
     return sorted(models, key=lambda repo: repo.repo_id)
 
 
-def _described(name: str, revision: str | None, place: str | Path) -> CachedModel:
+def _described(place: Path) -> tuple[int | None, str | None, str | None]:
+    """(bytes of the weights, kind, problem)."""
+    from slipstream.cli.checkpoint_facts import read_facts
+
     try:
         facts = read_facts(str(place))
     except SlipstreamError as error:
         what = str(error).split("; ")[0]  # without remedies and lists of supported values
-        return CachedModel(
-            name, revision, None, None, what.replace(f"{place}/", "").replace(str(place), "it")
-        )
-    return CachedModel(name, revision, facts.num_bytes, _kind(facts), None)
+        return None, None, what.replace(f"{place}/", "").replace(str(place), "it")
+    return facts.num_bytes, _kind(facts), None
 
 
 def _kind(facts: CheckpointFacts) -> str:

@@ -79,7 +79,8 @@ def chat(
     sampling = with_defaults(llm, sampling, given)
     image = None if flags.image is None else open_image(Path(flags.image))
     conversation = Conversation(llm, sampling, flags.system, template, image)
-    if stdin_is_piped() or not _is_terminal():
+    is_terminal = sys.stdin is None or sys.stdin.isatty()  # /dev/null is not
+    if stdin_is_piped() or not is_terminal:
         _answer_lines(conversation, sampling)
     else:
         Session(conversation, llm, sampling).run()
@@ -188,7 +189,8 @@ class Session:
                 self._conversation.clear()
                 self._quietly("A new conversation starts here.")
             elif text.startswith("/") and text[1:].isalpha():
-                self._help()
+                for command, meaning in _COMMANDS.items():
+                    self._quietly(f"{command:8}{meaning}")
             else:
                 self._ask(text)
 
@@ -221,10 +223,6 @@ class Session:
             say(f"{error}; the last message is dropped (/clear starts a new conversation)")
             return
         self._quietly(f"{status.summary()}\n")
-
-    def _help(self) -> None:
-        for command, meaning in _COMMANDS.items():
-            self._quietly(f"{command:8}{meaning}")
 
     def _quietly(self, text: str) -> None:
         self._console.print(text, style=QUIET_STYLE)
@@ -261,11 +259,6 @@ def open_image(file: Path) -> "Image":
         raise UsageError(f"cannot read {file}: {error.strerror}") from error
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from error
-
-
-def _is_terminal() -> bool:
-    """Whether stdin is a terminal; /dev/null is not."""
-    return sys.stdin is None or sys.stdin.isatty()
 
 
 def _require_template(config: EngineConfig) -> None:

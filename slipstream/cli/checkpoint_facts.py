@@ -35,38 +35,6 @@ _ROWS = (1, 5, 32)
 
 
 @dataclass(frozen=True)
-class TouchedBytes:
-    """The bytes that a pass with a given number of rows reads.
-
-    Attributes:
-        experts: distinct ones of a layer, expected if every row chose independently.
-        num_bytes: of all matrices that are multiplied, in their stored formats.
-    """
-
-    rows: int
-    experts: float
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class ExpertFacts:
-    """A mixture of experts.
-
-    Attributes:
-        expert_size: width of one expert.
-        shared_expert_size: width of the shared expert; None without one.
-        num_active_parameters: parameters of the matrices that a token passes through.
-    """
-
-    num_experts: int
-    num_experts_per_token: int
-    expert_size: int
-    shared_expert_size: int | None
-    num_active_parameters: int
-    touched: tuple[TouchedBytes, ...]
-
-
-@dataclass(frozen=True)
 class CheckpointFacts:
     """A checkpoint and the properties that its files declare.
 
@@ -93,9 +61,9 @@ class CheckpointFacts:
     quantization: str | None = None
     types: "Sequence[TypeBytes]" = ()
 
-    @property
-    def experts(self) -> "ExpertFacts | None":
-        """None where no layer has experts."""
+    def _experts(self) -> dict[str, Any] | None:
+        """The experts and, for passes of some rows, how many of a layer are read (expected if every
+        row chose independently) and the bytes of all matrices; None where no layer has experts."""
         config = self.config
         if config is None or config.experts is None:
             return None
@@ -105,21 +73,21 @@ class CheckpointFacts:
         routing, stored = config.experts.routing, None
         if self.head is None:
             stored = read_quantization(self.checkpoint.config, self.checkpoint.config_file)
-        return ExpertFacts(
-            num_experts=routing.num_experts,
-            num_experts_per_token=routing.num_chosen,
-            expert_size=config.experts.intermediate_size,
-            shared_expert_size=config.experts.shared_size,
-            num_active_parameters=config.num_active_parameters,
-            touched=tuple(
-                TouchedBytes(
-                    rows,
-                    round(expected_experts(routing, rows), 1),
-                    int(pass_bytes(config, rows, config.dtype, stored=stored)),
-                )
+        return {
+            "num_experts": routing.num_experts,
+            "num_experts_per_token": routing.num_chosen,
+            "expert_size": config.experts.intermediate_size,
+            "shared_expert_size": config.experts.shared_size,
+            "num_active_parameters": config.num_active_parameters,
+            "touched": [
+                {
+                    "rows": rows,
+                    "experts": round(expected_experts(routing, rows), 1),
+                    "num_bytes": int(pass_bytes(config, rows, config.dtype, stored=stored)),
+                }
                 for rows in _ROWS
-            ),
-        )
+            ],
+        }
 
     @property
     def _architecture(self) -> str | None:
@@ -161,7 +129,7 @@ class CheckpointFacts:
             "quantization": self.quantization,
             "types": [asdict(each) for each in self.types],
             **self._sizes(),
-            "experts": None if self.experts is None else asdict(self.experts),
+            "experts": self._experts(),
             "eos_token_ids": list(self.checkpoint.eos_token_ids),
             "has_chat_template": self.has_chat_template,
             **self._cache_sizes(),
@@ -226,8 +194,10 @@ def read_facts(name: str) -> CheckpointFacts:
         CheckpointError: not a checkpoint, an unknown architecture, or a head without weights.
     """
     from slipstream.models.catalogue import read_decoder_config
+    from slipstream.models.chat_template import has_chat_template
     from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
     from slipstream.models.quantized.catalogue import read_quantization
+    from slipstream.models.tokenizer import has_tokenizer
     from slipstream.speculative.catalogue import DRAFTING_KEYS, recognise
     from slipstream.speculative.heads.checkpoint import HeadCheckpoint
     from slipstream.speculative.loading import describe_head, describe_own_head
@@ -253,7 +223,7 @@ def read_facts(name: str) -> CheckpointFacts:
         config,
         count,
         sum(entry.nbytes for entry in entries) or None,
-        _has_chat_template(checkpoint),
+        has_tokenizer(checkpoint.path) and has_chat_template(checkpoint.path),
         kind,
         head,
         describe_own_head(of_head) if head is None else None,
@@ -283,10 +253,3 @@ def _device() -> "torch.device":
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _has_chat_template(checkpoint: "Checkpoint") -> bool:
-    from slipstream.models.chat_template import has_chat_template
-    from slipstream.models.tokenizer import has_tokenizer
-
-    return has_tokenizer(checkpoint.path) and has_chat_template(checkpoint.path)

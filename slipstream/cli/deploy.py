@@ -5,20 +5,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from slipstream.cli.flags import Given, parsed
-from slipstream.cli.listen import ListenFlags, MissingPackagesError, ServingFlags, announce
+from slipstream.cli.listen import MissingPackagesError, ServingFlags, announce
 from slipstream.cli.prompts import require_writable
 from slipstream.cli.terminal import stderr_console
 from slipstream.core.errors import UsageError, counted
 from slipstream.core.flags import flag, given_flags
-from slipstream.deploy.options import ReplicaOptions
-
-if TYPE_CHECKING:
-    from slipstream.deploy.plan import Plan
+from slipstream.deploy.options import Plan, ReplicaOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +50,12 @@ def deploy(
     """
     plan = _plan(serving=serving, replicas=replicas, cluster=cluster)
     if cluster.manifest is not None:
-        _write_manifest(plan, serving.listen, cluster, given.settled)
+        _write_manifest(plan, cluster, given.settled)
         return
-    raise typer.Exit(run_locally(plan, serving.listen, lambda: parsed(_plan, given.line)))
+    raise typer.Exit(run_locally(plan, lambda: parsed(_plan, given.line)))
 
 
-def _plan(*, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFlags) -> "Plan":
+def _plan(*, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFlags) -> Plan:
     """The plan of a command line; UsageError for flags that have no effect without another."""
     if cluster.manifest is None:
         for name in given_flags(cluster):
@@ -71,11 +68,9 @@ def _plan(*, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFl
     return plan_of(serving, replicas)
 
 
-def plan_of(serving: ServingFlags, replicas: ReplicaOptions) -> "Plan":
+def plan_of(serving: ServingFlags, replicas: ReplicaOptions) -> Plan:
     """The plan of replicas that are servers with these flags."""
     config, server = serving.checked()
-    from slipstream.deploy.plan import Plan
-
     return Plan(config=config, server=server, replicas=replicas)
 
 
@@ -91,11 +86,9 @@ def application(args: Mapping[str, Sequence[str]]) -> Any:
     return build(replace(plan, local=False))
 
 
-def _write_manifest(
-    plan: "Plan", listen: ListenFlags, cluster: ClusterFlags, arguments: Sequence[str]
-) -> None:
+def _write_manifest(plan: Plan, cluster: ClusterFlags, arguments: Sequence[str]) -> None:
     assert cluster.manifest is not None
-    for name in given_flags(listen):
+    for name in given_flags(plan.server):
         if name in _ELSEWHERE:
             raise UsageError(
                 f"{name} does not go with --manifest; give it to the cluster's ingress"
@@ -116,7 +109,7 @@ def _write_manifest(
             next(words)
         else:
             kept.append(word)
-    text = ray_service(plan, kept, cluster.name, cluster.image, listen.port)
+    text = ray_service(plan, kept, cluster.name, cluster.image, plan.server.port)
     require_writable("--manifest", cluster.manifest)
     cluster.manifest.write_text(text, "utf-8")
     print(f"written: {cluster.manifest}; kubectl apply -f {cluster.manifest} makes the service")
@@ -129,7 +122,7 @@ def _missing(error: ModuleNotFoundError) -> MissingPackagesError:
     )
 
 
-def run_locally(plan: "Plan", listen: ListenFlags, reread: "Callable[[], Plan]") -> int:
+def run_locally(plan: Plan, reread: Callable[[], Plan]) -> int:
     """Serve with replicas on this machine until a signal; returns the exit code.
 
     Args:
@@ -142,7 +135,8 @@ def run_locally(plan: "Plan", listen: ListenFlags, reread: "Callable[[], Plan]")
     from slipstream.serve.listening import bind
     from slipstream.serve.listening import listen as let_connect
 
-    sock = bind(listen.host, listen.port, listen.uds)
+    server = plan.server
+    sock = bind(server.host, server.port, server.uds)
     began = perf_counter()
     with suppress(OSError):
         stderr_console().print(f"starting {counted(plan.replicas.replicas, 'replica')} on Ray")
@@ -150,11 +144,11 @@ def run_locally(plan: "Plan", listen: ListenFlags, reread: "Callable[[], Plan]")
     def started() -> None:
         let_connect(sock)
         with suppress(OSError):  # as in serve
-            announce(listen, plan.server, sock, perf_counter() - began)
+            announce(server, sock, perf_counter() - began)
 
     try:
         return serve_locally(plan, sock, reread, started)
     finally:
         sock.close()
-        if listen.uds is not None:
-            listen.uds.unlink(missing_ok=True)
+        if server.uds is not None:
+            server.uds.unlink(missing_ok=True)

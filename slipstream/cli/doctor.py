@@ -117,7 +117,7 @@ def _read_processor() -> Processor:
     from slipstream.kernels.registry import runs_cpp, use_threads
     from slipstream.runner.threads import usable_cores
 
-    cores, limit = usable_cores()
+    (cores, limit), linux = usable_cores(), hasattr(os, "sched_getaffinity")
     levels: tuple[str, ...] = ()
     level = bandwidth = None
     if runs_cpp(torch.device("cpu")):
@@ -128,7 +128,7 @@ def _read_processor() -> Processor:
         bandwidth = cpp.read_bandwidth(_BANDWIDTH_BYTES)
     return Processor(
         name=processor_name(),
-        threads=_usable_threads(),
+        threads=len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1,
         cores=cores,
         limit=limit,
         nodes=max(1, sum(1 for _ in _NODES.glob("node[0-9]*"))),
@@ -146,12 +146,6 @@ def processor_name(cpuinfo: Path = _CPUINFO) -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _usable_threads() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _gpus() -> tuple[Gpu, ...]:

@@ -41,7 +41,9 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
 
     problems: list[str] = []
     notes: list[str] = []
-    share = _relative_size(draft, target)
+    share = None
+    if draft.num_parameters is not None and target.num_parameters is not None:
+        share = draft.num_parameters / target.num_parameters
     if target.config is None:
         return Fit((f"{target.checkpoint.path} is no language model",), (), share)
     if draft.head is not None:
@@ -96,9 +98,3 @@ def _vocabulary_problem(
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def _relative_size(draft: CheckpointFacts, target: CheckpointFacts) -> float | None:
-    if draft.num_parameters is None or target.num_parameters is None:
-        return None
-    return draft.num_parameters / target.num_parameters

@@ -15,7 +15,7 @@ from slipstream.cli.views import LiveView, Meter, PlainView, Status, View
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag, given_flags
-from slipstream.core.outputs import CompletionOutput, RequestOutput
+from slipstream.core.outputs import RequestOutput
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
 
@@ -183,9 +183,11 @@ class Player:
     def _catch_up(self) -> None:
         """Show the current sample, and the next ones that have finished in the meantime."""
         while self._place < len(self._order):
-            sample = self._current()
-            if sample is None:
+            prompt, number = self._order[self._place]
+            output = self._latest.get(prompt)
+            if output is None:
                 return
+            sample = output.outputs[number]
             self._view.show(sample, self.status)
             if sample.finish_reason is None:
                 return
@@ -197,11 +199,6 @@ class Player:
         if self._place < len(self._order):
             prompt, sample = self._order[self._place]
             self._view.begin(self._heading(prompt, sample), self._prompts[prompt])
-
-    def _current(self) -> CompletionOutput | None:
-        prompt, sample = self._order[self._place]
-        output = self._latest.get(prompt)
-        return None if output is None else output.outputs[sample]
 
     def _heading(self, prompt: int, sample: int) -> str | None:
         parts = []

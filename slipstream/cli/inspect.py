@@ -137,12 +137,12 @@ def _show(console: Console, facts: CheckpointFacts, fit: Fit | None, target: str
 
 def _rows(facts: dict[str, Any]) -> dict[str, str]:
     """The document of `--json` in words, without what is absent."""
-    number, size = facts["num_parameters"], facts["num_bytes"]
+    number, size, kind = facts["num_parameters"], facts["num_bytes"], facts["kind"]
     weights = "no weights" if number is None else f"{_short(number)} ({_bytes(size)})"
     rows = {
         "path": facts["path"],
         "architecture": facts["architecture"],
-        "kind": _kind(facts["kind"]),
+        "kind": "language model" if kind == "language_model" else f"drafter, method {kind}",
         "target features": facts["features"],
         "drafts": facts["num_speculative_tokens"]
         and f"{counted(facts['num_speculative_tokens'], 'token')} per step by default",
@@ -229,21 +229,14 @@ def _shape_rows(facts: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _kind(kind: str) -> str:
-    if kind == "language_model":
-        return "language model"
-    return f"drafter, method {kind}"
-
-
 def _short(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return str(number)
+    return _scaled(number, {"B": 10**9, "M": 10**6, "K": 10**3}) or str(number)
 
 
 def _bytes(number: int) -> str:
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if number >= 1 << shift:
-            return f"{number / (1 << shift):.2f} {unit}"
-    return f"{number} bytes"
+    return _scaled(number, {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}) or f"{number} bytes"
+
+
+def _scaled(number: int, units: dict[str, int]) -> str | None:
+    found = (f"{number / size:.2f} {unit}" for unit, size in units.items() if number >= size)
+    return next(found, None)

@@ -8,34 +8,33 @@ from slipstream.core.outputs import CompletionOutput, Logprob, RequestMetrics, R
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
+_COUNTS = tuple(
+    """
+    num_drafts num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos acceptance_length
+    num_steps num_steps_by_draft_tokens estimated_speedup refused_drafting_seconds num_cached_tokens
+    """.split()
+)
+
 
 def report(
     llm: "LLM", model: str, load_seconds: float, outputs: Sequence[RequestOutput]
 ) -> dict[str, Any]:
     """Outputs in the order of the prompts, and the engine that ran them."""
-    return {
-        "outputs": [_request(output) for output in outputs],
-        **_engine(llm, model, load_seconds),
-    }
-
-
-def _engine(llm: "LLM", model: str, load_seconds: float) -> dict[str, Any]:
     from slipstream.kernels.registry import kernels_for
 
     resolved = llm.engine.resolved
-    return {
-        "engine": {
-            "model": model,
-            "method": resolved.method,
-            "num_speculative_tokens": resolved.limits.num_speculative_tokens,
-            "max_model_len": resolved.limits.max_model_len,
-            "device": str(resolved.device),
-            "dtype": str(resolved.dtype).removeprefix("torch."),
-            "kernels": kernels_for(resolved.device).network.backend,
-            "load_time_s": load_seconds,
-            "time_shares": llm.metrics.time_shares,
-        }
+    engine = {
+        "model": model,
+        "method": resolved.method,
+        "num_speculative_tokens": resolved.limits.num_speculative_tokens,
+        "max_model_len": resolved.limits.max_model_len,
+        "device": str(resolved.device),
+        "dtype": str(resolved.dtype).removeprefix("torch."),
+        "kernels": kernels_for(resolved.device).network.backend,
+        "load_time_s": load_seconds,
+        "time_shares": llm.metrics.time_shares,
     }
+    return {"outputs": [_request(output) for output in outputs], "engine": engine}
 
 
 def _request(output: RequestOutput) -> dict[str, Any]:
@@ -83,16 +82,7 @@ def _candidates(candidates: Mapping[int, Logprob]) -> list[dict[str, Any]]:
 def _metrics(metrics: RequestMetrics, num_tokens: int) -> dict[str, Any]:
     latency = metrics.latency
     return {
-        "num_drafts": metrics.num_drafts,
-        "num_draft_tokens": metrics.num_draft_tokens,
-        "num_accepted_tokens": metrics.num_accepted_tokens,
-        "num_accepted_tokens_per_pos": metrics.num_accepted_tokens_per_pos,
-        "acceptance_length": metrics.acceptance_length,
-        "num_steps": metrics.num_steps,
-        "num_steps_by_draft_tokens": metrics.num_steps_by_draft_tokens,
-        "estimated_speedup": metrics.estimated_speedup,
-        "refused_drafting_seconds": metrics.refused_drafting_seconds,
-        "num_cached_tokens": metrics.num_cached_tokens,
+        **{name: getattr(metrics, name) for name in _COUNTS},
         "time_to_first_token_s": metrics.time_to_first_token,
         "latency_s": latency,
         "tokens_per_s": num_tokens / latency if latency else None,

@@ -4,7 +4,7 @@ import gc
 import logging
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -135,12 +135,9 @@ class Bars:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def bar(self, name: str, size: int, unit: str) -> AbstractContextManager["Report"]:
-        """A bar of `size` units."""
-        return self._bar(name, size, unit)
-
     @contextmanager
-    def _bar(self, name: str, size: int, unit: str) -> Iterator["Report"]:
+    def bar(self, name: str, size: int, unit: str) -> Iterator["Report"]:
+        """A bar of `size` units."""
         task = self._progress.add_task(name, total=size, unit=unit)
         yield lambda count: self._progress.advance(task, count)
 

@@ -54,7 +54,9 @@ class TokenColours:
         """Add the tokens since the last call."""
         for index, (start, end) in self._added(sample):
             if sample.from_draft[index] and end > start:
-                self._note(start, end)
+                if self.drafted and self.drafted[-1][1] == start:
+                    start, _ = self.drafted.pop()
+                self.drafted.append((start, end))
 
     def _added(self, sample: CompletionOutput) -> Iterator[tuple[int, Span]]:
         """The indices of new tokens and the text that each adds."""
@@ -70,11 +72,6 @@ class TokenColours:
     def forget(self, before: int) -> None:
         """Drop the spans that end before this character."""
         self.drafted = [span for span in self.drafted if span[1] > before]
-
-    def _note(self, start: int, end: int) -> None:
-        if self.drafted and self.drafted[-1][1] == start:
-            start, _ = self.drafted.pop()
-        self.drafted.append((start, end))
 
 
 class Page:

@@ -69,7 +69,9 @@ def gather_prompts(texts: Sequence[str], files: Sequence[str], model: str) -> li
     Raises:
         UsageError: nothing was given, or it cannot be read.
     """
-    prompts = [*map(_argument, texts), *map(read_prompt, files)]
+    # Arguments are UTF-8, whatever the locale is.
+    given = [decode(os.fsencode(text), "--prompt") for text in texts]
+    prompts = [*given, *map(read_prompt, files)]
     if prompts:
         return prompts
     if stdin_is_piped():
@@ -78,11 +80,6 @@ def gather_prompts(texts: Sequence[str], files: Sequence[str], model: str) -> li
     if built_in is None:
         raise UsageError("there is no prompt; give --prompt TEXT or --prompt-file FILE, or pipe it")
     return [built_in]
-
-
-def _argument(text: str) -> str:
-    """Decode an argument as UTF-8, whatever the locale is."""
-    return decode(os.fsencode(text), "--prompt")
 
 
 def read_prompt(file: str) -> str:

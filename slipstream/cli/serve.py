@@ -2,7 +2,6 @@
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -10,10 +9,7 @@ from slipstream.cli.deploy import plan_of, run_locally
 from slipstream.cli.flags import Given, RunFlags, parsed
 from slipstream.cli.listen import ServingFlags, announce
 from slipstream.cli.open_llm import open_llm, print_defaults
-from slipstream.deploy.options import ReplicaOptions
-
-if TYPE_CHECKING:
-    from slipstream.deploy.plan import Plan
+from slipstream.deploy.options import Plan, ReplicaOptions
 
 
 def serve(*, serving: ServingFlags, run: RunFlags, given: Given) -> None:
@@ -23,10 +19,9 @@ def serve(*, serving: ServingFlags, run: RunFlags, given: Given) -> None:
     bundled demo is served. The first Ctrl-C or SIGTERM lets running requests
     finish, the second stops at once.
     """
-    listen = serving.listen
     if serving.engine.data_parallel_size > 1 and not serving.engine.shares_experts:
         plan = _plan(serving=serving, run=run)
-        raise typer.Exit(run_locally(plan, listen, lambda: parsed(_plan, given.line)))
+        raise typer.Exit(run_locally(plan, lambda: parsed(_plan, given.line)))
     config, options = serving.checked()
     from slipstream.serve.listening import bind
     from slipstream.serve.listening import listen as let_connect
@@ -34,7 +29,7 @@ def serve(*, serving: ServingFlags, run: RunFlags, given: Given) -> None:
     from slipstream.serve.page import page_routes
     from slipstream.serve.run import start_server
 
-    sock = bind(listen.host, listen.port, listen.uds)
+    sock = bind(options.host, options.port, options.uds)
     keep_few_matmuls()
     try:
         llm, seconds = open_llm(config, run.verbose)
@@ -42,18 +37,18 @@ def serve(*, serving: ServingFlags, run: RunFlags, given: Given) -> None:
         def tell() -> None:
             let_connect(sock)  # before the address is printed
             with suppress(OSError):  # a full disk behind stderr must not keep it from serving
-                announce(listen, options, sock, seconds)
+                announce(options, sock, seconds)
                 print_defaults(llm.engine.resolved.sampling_defaults)
 
         code = start_server(llm.engine, config, options, sock, page_routes(), tell)
     finally:
         sock.close()
-        if listen.uds is not None:
-            listen.uds.unlink(missing_ok=True)
+        if options.uds is not None:
+            options.uds.unlink(missing_ok=True)
     raise typer.Exit(code)
 
 
-def _plan(*, serving: ServingFlags, run: RunFlags) -> "Plan":
+def _plan(*, serving: ServingFlags, run: RunFlags) -> Plan:
     """The replicas of a command line."""
     plan = plan_of(serving, ReplicaOptions(replicas=serving.engine.data_parallel_size))
     return replace(plan, config=replace(plan.config, data_parallel_size=1))

@@ -12,22 +12,11 @@ from slipstream.cli.errors import say
 from slipstream.cli.flags import add_commands
 from slipstream.cli.open_llm import Bars
 from slipstream.cli.terminal import interrupt_noted, stderr_console, stdout_console
-from slipstream.train.settings import DataSettings, TrainSettings
+from slipstream.train.settings import RECIPES, DataSettings, TrainSettings
 
 if TYPE_CHECKING:
     from slipstream.train.losses import ChainAcceptance
     from slipstream.train.trainer import Report
-
-KINDS = {
-    "dflash": "Train a DFlash drafter: a block of tokens in one pass.",
-    "draft": "Train a draft model: a small language model.",
-    "eagle3": "Train an EAGLE-3 head: one layer over target features.",
-    "medusa": "Train Medusa heads: one head per draft position.",
-    "mtp": "Train an MTP module: one layer over the last hidden state.",
-    "p-eagle": "Train a P-EAGLE head: EAGLE-3 with all tokens in one pass.",
-    "pard": "Train a PARD drafter: a draft model with one pass.",
-}
-"""The recipes, and their help."""
 
 app = typer.Typer(
     name="train",
@@ -44,10 +33,10 @@ def _command(kind: str) -> Callable[..., None]:
         from slipstream.train.run import run_training
         from slipstream.train.trainer import RunStoppedError
 
-        console = stderr_console()
+        console, line = stderr_console(), shlex.join(["slipstream", *sys.argv[1:]])
         try:
             with Bars(console) as bars, _TrainingBar(kind) as watch:
-                trained = run_training(settings, _command_line(), watch, bars.bar, interrupt_noted)
+                trained = run_training(settings, line, watch, bars.bar, interrupt_noted)
         except RunStoppedError as stopped:
             say(f"{stopped}, which is kept; run the same command again to continue")
             raise KeyboardInterrupt from stopped
@@ -61,7 +50,7 @@ def _command(kind: str) -> Callable[..., None]:
             soft_wrap=True,
         )
 
-    command.__name__, command.__doc__ = kind, KINDS[kind]
+    command.__name__, command.__doc__ = kind, f"Train {RECIPES[kind][1]}"
     return command
 
 
@@ -83,7 +72,7 @@ def data(*, settings: DataSettings) -> None:
     )
 
 
-add_commands(app, *map(_command, KINDS), data)
+add_commands(app, *map(_command, RECIPES), data)
 
 
 class _TrainingBar:
@@ -128,8 +117,3 @@ class _TrainingBar:
 
 def _describe(acceptance: "ChainAcceptance") -> str:
     return f"{acceptance.greedy_length:.2f} greedy, {acceptance.sampled_length:.2f} sampled"
-
-
-def _command_line() -> str:
-    """The command line, for the model card."""
-    return shlex.join(["slipstream", *sys.argv[1:]])

@@ -5,7 +5,7 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from slipstream.deploy.plan import Plan
+from slipstream.deploy.options import Plan
 from slipstream.deploy.replica import EngineReplica
 
 NAME = "slipstream"

@@ -21,14 +21,14 @@ class Directory:
         self._listener: Listener | None = None
 
     def update(self, replicas: Sequence[Replica]) -> None:
-        """These run now; called on any thread."""
+        """Replace the list of running replicas. Thread-safe."""
         with self._lock:
             self._replicas = replicas
             if self._listener is not None:
                 self._listener(replicas)
 
     def follow(self, listener: Listener) -> None:
-        """Call a function with the replicas soon, and whenever they change, on this event loop."""
+        """Call a function on this event loop with the replicas, now and after every change."""
         loop = asyncio.get_running_loop()
 
         def tell(replicas: Sequence[Replica]) -> None:
@@ -39,7 +39,7 @@ class Directory:
             tell(self._replicas)
 
     def leave(self) -> None:
-        """Tell nobody any more: the event loop ends, and replicas still do."""
+        """Stop calling the listener, because its event loop ends before the replicas do."""
         with self._lock:
             self._listener = None
 

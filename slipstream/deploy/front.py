@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from time import monotonic
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slipstream.deploy.merged_metrics import merged
@@ -74,7 +73,7 @@ class Counts:
 
 @dataclass
 class _Request:
-    """A request, whole.
+    """A request with its whole body.
 
     Attributes:
         begun: something of the answer was sent on.
@@ -93,7 +92,7 @@ class _Request:
 
     @property
     def generates(self) -> bool:
-        """Whether it is worth waiting for a replica."""
+        """Whether the request waits for a replica, if there is none."""
         return self.method == "POST" and self.path != "/ping"
 
 
@@ -123,14 +122,14 @@ class Front:
         return len(self._open)
 
     def stop(self) -> None:
-        """Break all answers off; their clients are told."""
+        """Abort all answers; clients get an error."""
         self._stopped = True
         for answer in [*self._open]:
             answer.close()
         self._changed.set()
 
     def update(self, replicas: Iterable[Replica]) -> None:
-        """These replicas run; called on the event loop."""
+        """Replace the list of running replicas; called on the event loop."""
         self.routing.update(replicas)
         running = {it.id: it for it in self.routing.replicas}
         for name in self._upstreams.keys() - running.keys():
@@ -147,9 +146,7 @@ class Front:
                 await self._app(scope, receive, send)
             return
         path: str = scope["path"]
-        body = await _read_body(receive)
-        if body is None:
-            return
+        body = (await receive())["body"]  # whole, by `BodyLimits`
         query = scope.get("query_string", b"")
         target = scope.get("raw_path") or path.encode()
         request = _Request(
@@ -174,19 +171,22 @@ class Front:
     # ------------------------------------------------------------------ one replica
 
     async def _forward(self, request: _Request) -> None:
-        """Have a replica answer; NoReplicaError or ReplicaLostError if none does."""
-        # Whoever asks for the state of things wants it now.
+        """Pass the request to a replica; NoReplicaError or ReplicaLostError if none answers it."""
+        # Requests for the server's state are not delayed.
         deadline = monotonic() + (self._wait_timeout if request.generates else 0)
         without: set[str] = set()
         dead = 0
         while True:
-            replica = self._choose(request.prompt, without)
+            now = monotonic()
+            suspects = {name for name, until in self._suspects.items() if until > now}
+            replica = self.routing.choose(request.prompt, without | suspects)
             if replica is None:
                 await self._wait(deadline, without)
                 continue
             without.add(replica.id)
             try:
-                if await self._send(replica, request, is_last=self._full(without)):
+                is_last = all(it.id in without for it in self.routing.replicas)
+                if await self._send(replica, request, is_last):
                     return
                 self.counts.refused += 1
             except UpstreamError:
@@ -198,15 +198,6 @@ class Front:
                     self.counts.lost += 1
                     raise ReplicaLostError from None
                 self.counts.retried += 1
-
-    def _choose(self, prompt: Prompt, without: set[str]) -> Replica | None:
-        now = monotonic()
-        suspects = {name for name, until in self._suspects.items() if until > now}
-        return self.routing.choose(prompt, without | suspects)
-
-    def _full(self, without: set[str]) -> bool:
-        """Whether no other replica is left to ask."""
-        return all(it.id in without for it in self.routing.replicas)
 
     async def _wait(self, deadline: float, without: set[str]) -> None:
         """Wait for a change of the replicas; NoReplicaError at the deadline."""
@@ -221,6 +212,9 @@ class Front:
 
     async def _send(self, replica: Replica, request: _Request, is_last: bool) -> bool:
         """Pass the request on, and the answer back; whether the replica took it.
+
+        Args:
+            is_last: no other replica is left to ask.
 
         Raises:
             UpstreamError: it died.
@@ -252,7 +246,7 @@ class Front:
     async def _report_error(
         self, request: _Request, error: RequestError, scope: Scope, receive: Receive
     ) -> None:
-        """The client learns why there is no answer, or no more of it."""
+        """Send the client an error, as a response or at the end of its stream."""
         logger.warning("%s %s: %s", request.method, request.path, error)
         if not request.begun:
             response = as_api_error(error).response(request.path)
@@ -264,10 +258,10 @@ class Front:
     # ------------------------------------------------------------------ all replicas
 
     async def _ask_all(self, request: _Request) -> None:
-        """Ask every replica; one answer for all.
+        """Send the request to every replica, and combine the answers.
 
         Raises:
-            NotAllDoneError: some did what others refused, or refused it otherwise.
+            NotAllDoneError: some replicas failed or refused the request.
         """
         asked = [self._page(it, request) for it in self.routing.replicas]
         results = await asyncio.gather(*asked)
@@ -295,11 +289,10 @@ class Front:
         elif not alike:  # such as the traces of a profile
             each = {name: json.loads(page) for name, page in pages.items()}
             whole = json.dumps({**json.loads(first), "replicas": each}).encode()
-        response = Response(whole, media_type=kind)
-        await response({"type": "http"}, _nothing, request.send)
+        await _respond(request.send, HTTPStatus.OK, [(b"content-type", kind.encode())], whole)
 
     async def _page(self, replica: Replica, request: _Request) -> tuple[str, int, Headers, bytes]:
-        """A replica's whole answer; status 0 if it is gone."""
+        """A replica's whole answer; status 0 if there was none."""
         upstream = self._upstreams[replica.id]
         try:
             async with asyncio.timeout(_GATHERING_SECONDS):
@@ -314,7 +307,7 @@ class Front:
 
 
 async def _pass_on(answer: Answer, request: _Request) -> None:
-    """The answer to the client: a stream event by event, anything else when it is whole."""
+    """Pass an answer to the client: a stream event by event, others when they are complete."""
     kinds = [value for name, value in answer.headers if name.lower() == b"content-type"]
     if not kinds or not kinds[0].startswith(b"text/event-stream"):
         whole = b"".join([part async for part in answer.body()])
@@ -323,7 +316,7 @@ async def _pass_on(answer: Answer, request: _Request) -> None:
         return
     tail = b""
     async for part in answer.body():
-        # An event that breaks off is not passed on: the one that tells of it must be readable.
+        # Only whole events are passed on, so that an error event may follow at any time.
         end = part.rfind(b"\n\n") + 2
         if end < 2:
             tail += part
@@ -371,7 +364,7 @@ def lost_event(path: str, error: Exception, last: bytes) -> bytes:
 
 
 def _with_id(headers: Headers) -> Headers:
-    """A request's headers with the id that it has here, for the replica's log."""
+    """A request's headers with its id here, for the replica's log."""
     request_id = current_request_id()
     if not request_id:
         return headers
@@ -381,19 +374,3 @@ def _with_id(headers: Headers) -> Headers:
 def _own_headers(headers: Headers) -> Headers:
     """An answer's headers, but for the id where it is added here."""
     return [it for it in headers if it[0].lower() != _ID] if current_request_id() else headers
-
-
-async def _read_body(receive: Receive) -> bytes | None:
-    """The request's body; None if the client has left."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-async def _nothing() -> dict[str, str]:
-    return {"type": "http.disconnect"}

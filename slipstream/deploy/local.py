@@ -17,7 +17,7 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.deploy.application import NAME, build
 from slipstream.deploy.directory import DIRECTORY
 from slipstream.deploy.front import Front
-from slipstream.deploy.plan import Plan
+from slipstream.deploy.options import Plan
 from slipstream.runner.capability import choose_device
 from slipstream.runner.memory import uses_gpu_memory
 from slipstream.serve.logs import RequestIds, set_up_logs
@@ -32,12 +32,12 @@ _RAY_CPUS = 1  # besides the replicas'
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_worker_niceness": "0",  # replicas are no background work
+    "RAY_worker_niceness": "0",  # replicas have normal priority
 }
 
 
 class DeployError(SlipstreamError):
-    """The replicas do not start."""
+    """The replicas could not be started."""
 
 
 def serve_locally(
@@ -81,21 +81,21 @@ class _FrontWork:
 
     @property
     def num_open(self) -> int:
-        """Requests that replicas answer."""
+        """Number of requests that replicas are answering."""
         return self._front.num_open
 
     def start(self) -> None:
-        """Follow the replicas, and wait for SIGHUP."""
+        """Follow changes of the replicas, and replace them on SIGHUP."""
         DIRECTORY.follow(self._front.update)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, self._begin_update)
         self._started()
 
     async def drain(self) -> None:
-        """Nothing: the gate waits for what is open."""
+        """Do nothing: the gate waits for running requests."""
 
     async def stop(self) -> None:
-        """Break all answers off."""
+        """Abort all answers."""
         DIRECTORY.leave()
         self._front.stop()
 
@@ -117,7 +117,7 @@ class _FrontWork:
 def _ray(plan: Plan) -> Iterator[None]:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # It tells of port 8000, where its own proxy would listen.
+    # It logs the address of its own proxy, which is not started.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     options = plan.replicas
     ray.init(
@@ -135,7 +135,7 @@ def _ray(plan: Plan) -> Iterator[None]:
 
 
 def _fitted(plan: Plan) -> Plan:
-    """The plan with what follows from this machine: GPUs, or a share of the cores."""
+    """Add to the plan what this machine determines: GPUs, or a share of the cores."""
     options, config = plan.replicas, plan.config
     gpus = options.replica_gpus
     if gpus is None:
@@ -149,7 +149,7 @@ def _fitted(plan: Plan) -> Plan:
 
 
 def _deploy(plan: Plan) -> None:
-    """Have these replicas run, and no others; DeployError where they do not start."""
+    """Start these replicas in place of any others; raises DeployError if that fails."""
     try:
         handle = serve.run(build(plan), name=NAME, route_prefix="/")
         handle.ready.remote().result()

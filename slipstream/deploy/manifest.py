@@ -10,7 +10,7 @@ import jsonschema
 import yaml
 
 from slipstream.core.errors import UsageError
-from slipstream.deploy.plan import Plan
+from slipstream.deploy.options import Plan
 from slipstream.deploy.proxy import environment
 
 # Fields that are used here, of KubeRay 1.4's definition (ray.io/v1).

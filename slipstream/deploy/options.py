@@ -1,9 +1,11 @@
-"""The user's options for the number of replicas and for routing."""
+"""The options of a deployment: the number of replicas, routing, and the servers' own."""
 
 from dataclasses import dataclass
 
+from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import check_fields, flag
+from slipstream.serve.options import ServerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +53,25 @@ class ReplicaOptions:
     def most(self) -> int:
         """The maximum number of replicas at a time."""
         return self.max_replicas or self.replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The plan of a deployment, which is sent to every replica.
+
+    Args:
+        local: all replicas run on this machine and listen on its loopback address.
+    """
+
+    config: EngineConfig
+    server: ServerOptions
+    replicas: ReplicaOptions
+    local: bool = True
+
+    def __post_init__(self) -> None:
+        size, gpus = self.config.num_ranks, self.replicas.replica_gpus
+        if gpus and gpus < size:
+            raise UsageError(
+                f"--replica-gpus {gpus} is less than the {size} processes of a replica, each of "
+                f"which needs a GPU; give at least {size}, or leave it out"
+            )

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slipstream.deploy.directory import DIRECTORY
 from slipstream.deploy.front import Front
-from slipstream.deploy.plan import Plan
+from slipstream.deploy.options import Plan
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.middleware import BodyLimits
 
@@ -21,7 +21,7 @@ SETTINGS: Final = "SLIPSTREAM_FRONT"
 
 
 def environment(plan: Plan) -> dict[str, str]:
-    """What the environment of a cluster's processes must have for a plan."""
+    """The environment variables that a cluster's processes need for a plan."""
     settings = {
         "routing": plan.replicas.routing,
         "wait_timeout": plan.replicas.wait_timeout,
@@ -40,7 +40,7 @@ def middlewares() -> list[Middleware]:
 
 
 class ProxyFront:
-    """Answers in place of the proxy, but for its own paths."""
+    """Answers all requests except those to the proxy's own paths."""
 
     def __init__(self, app: ASGIApp) -> None:
         settings = json.loads(os.environ.get(SETTINGS, "{}"))

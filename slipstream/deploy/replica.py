@@ -9,15 +9,15 @@ from time import perf_counter
 from typing import Any
 from uuid import uuid4
 
-from slipstream.deploy.plan import Plan
+from slipstream.deploy.options import Plan
 from slipstream.deploy.scaling import BUSY, QUEUE_TIME
-from slipstream.engine.engine import Engine
 from slipstream.engine.samples import Submission
+from slipstream.serve.observers import Observer
 
 _WINDOW = 10.0  # seconds in which queue times count
 
 
-class QueueTimes:
+class QueueTimes(Observer):
     """Observes how long requests wait for a place in an engine."""
 
     def __init__(self) -> None:
@@ -25,24 +25,21 @@ class QueueTimes:
         self._new: dict[str, Submission] = {}
 
     def request_added(self, request_id: str, submission: Submission) -> None:
-        """It may wait."""
+        """Note a request that may have to wait."""
         self._new[submission.request_id] = submission
 
     def tokens_added(self, submission: Submission, gap: float | None) -> None:
-        """The first tokens of a request: it got its place before."""
+        """At the first tokens of a request, note how long it waited."""
         if self._new.pop(submission.request_id, None) is not None:
             placed = _place_time(submission) or perf_counter()
             self._placed.append((perf_counter(), placed - submission.metrics.arrival_time))
 
     def request_ended(self, request_id: str, submission: Submission, reason: str) -> None:
-        """It does not wait any more."""
+        """Forget a request that ended."""
         self._new.pop(submission.request_id, None)
 
-    def step_done(self, engine: Engine) -> None:
-        """Nothing that is not known."""
-
     def mean(self) -> float:
-        """Seconds of the requests that were placed lately, and of those that still wait."""
+        """Mean wait in seconds of recently placed requests and of those that still wait."""
         now = perf_counter()
         times = [waited for when, waited in [*self._placed] if now - when < _WINDOW]
         waiting = [it for it in [*self._new.values()] if _place_time(it) is None]
@@ -83,7 +80,7 @@ class EngineReplica:
         sock = bind(self._host, 0)
         listen(sock)
         self._port: int = sock.getsockname()[1]
-        # Ray's event loop is its own; the server has one as in a process of its own.
+        # The server needs an event loop of its own beside Ray's.
         self._serving = threading.Thread(target=self._serve, args=(sock,), name="server")
         self._serving.start()
 
@@ -96,17 +93,17 @@ class EngineReplica:
         return self.id
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Facts that the front routes by."""
+        """The facts that the front uses for routing."""
         blocks = self._engine.scheduler.block_manager
         tokens = blocks.num_all_blocks * blocks.block_size
         return {"id": self.id, "host": self._host, "port": self._port, "cache_tokens": tokens}
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What several fronts cannot know of each other's requests."""
+        """The number of open requests, which a front alone cannot know if there are several."""
         return {} if self._plan.local else {"num_open": self._thread.num_open}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """The engine's queue, by which the number of replicas is chosen."""
+        """The load of the engine, from which the number of replicas is chosen."""
         scheduler, limits = self._engine.scheduler, self._engine.resolved.limits
         return {
             QUEUE_TIME: self._queue_times.mean(),

@@ -20,12 +20,12 @@ class ReplicaList(FIFOMixin, RequestRouter):  # type: ignore[misc]
     """
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Note the replicas that are to be sent requests."""
+        """Update the directory with the replicas that accept requests."""
         super().update_replicas(replicas)
         self._tell(replicas)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
-        """Forget a replica."""
+        """Remove a replica from the directory."""
         super().on_replica_actor_died(replica_id)
         self._tell([it for it in self._replicas.values() if it.replica_id != replica_id])
 
@@ -34,7 +34,7 @@ class ReplicaList(FIFOMixin, RequestRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """All of them: what comes by Ray is about the deployment, not for the engine."""
+        """All of them: calls through Ray concern the deployment, not the engine."""
         return [candidate_replicas]
 
     def _tell(self, replicas: Sequence[RunningReplica]) -> None:

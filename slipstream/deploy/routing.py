@@ -65,15 +65,15 @@ class Routing:
 
     @property
     def replicas(self) -> Collection[Replica]:
-        """Those that run."""
+        """The running replicas."""
         return self._replicas.values()
 
     def totals(self) -> dict[str, int]:
-        """Requests that each replica was sent; a new one starts with the least of the others."""
+        """Number of requests sent to each replica; a new replica starts with the lowest number."""
         return {name: self._sent[name].total for name in self._replicas}
 
     def update(self, replicas: Iterable[Replica]) -> None:
-        """These replicas run, and no others."""
+        """Replace the list of running replicas."""
         self._replicas = {it.id: it for it in replicas}
         least = min((it.total for it in self._sent.values()), default=0)
         for name in self._replicas:
@@ -83,9 +83,9 @@ class Routing:
                 del self._sent[name]
 
     def choose(self, prompt: Prompt, without: Collection[str] = ()) -> Replica | None:
-        """The replica to answer a request; None if there is none but those `without`.
+        """Choose a replica for a request, except those in `without`; None if there is no other.
 
-        `begin` follows where the request is sent there.
+        The caller calls `begin` when it sends the request there.
         """
         able = [it for it in self._replicas.values() if it.id not in without]
         if not able:
@@ -106,7 +106,7 @@ class Routing:
         return min(able, key=lambda it: (self._load(it), self._sent[it.id].total))
 
     def begin(self, replica: Replica, prompt: Prompt) -> None:
-        """A request is sent to a replica."""
+        """Count a request that is sent to a replica."""
         sent = self._sent.setdefault(replica.id, _Sent())
         sent.open += 1
         sent.total += 1
@@ -118,18 +118,18 @@ class Routing:
             sent.keys.popitem(last=False)
 
     def end(self, replica: Replica) -> None:
-        """A request that was sent to a replica is over."""
+        """Count the end of a request."""
         sent = self._sent[replica.id]
         sent.open -= 1
         if not sent.open and replica.id not in self._replicas:
             del self._sent[replica.id]
 
     def _load(self, replica: Replica) -> int:
-        """Requests that it has; what others sent is known a little late."""
+        """Number of its open requests; those from other fronts are known with a delay."""
         return max(self._sent[replica.id].open, replica.num_open)
 
     def _matched(self, replica: Replica, prompt: Prompt) -> int:
-        """Keys of the prompt that were sent to a replica, if they are enough to count."""
+        """Number of the prompt's keys that were sent to a replica; 0 if they are too few."""
         keys = self._sent[replica.id].keys
         count = next((i for i, key in enumerate(prompt.keys) if key not in keys), len(prompt.keys))
         own, most = count - prompt.common, len(prompt.keys) - prompt.common

@@ -20,11 +20,11 @@ _HOP = frozenset(
 
 
 class UpstreamError(Exception):
-    """The server is gone, or was never there."""
+    """The server cannot be reached, or the connection was lost."""
 
 
 class Answer(asyncio.Protocol):
-    """One connection, and the answer that comes by it.
+    """One connection, and the answer that is read from it.
 
     Attributes:
         status, headers: complete when `head` is set.
@@ -65,29 +65,29 @@ class Answer(asyncio.Protocol):
         self._wake()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header that is not of the connection."""
+        """Keep a header, unless it concerns the connection only."""
         if name.lower() not in _HOP:
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """The status is known, too."""
+        """Note the status."""
         self.status, self._has_head = self._parser.get_status_code(), True
         if self._bare:  # no length that the parser reads would be true
             self._complete = self._closed = True
 
     def on_body(self, body: bytes) -> None:
-        """Keep a part of the body."""
+        """Keep a part of the body until it is read."""
         self._parts.append(body)
         self._unread += len(body)
 
     def on_message_complete(self) -> None:
-        """The answer is whole."""
+        """Note that the answer is complete."""
         self._complete = True
 
     # ------------------------------------------------------------------ the front's
 
     async def ask(self, request: bytes) -> None:
-        """Send a request and wait for the answer's head; UpstreamError if the server is gone."""
+        """Send a request and wait for the answer's head; UpstreamError without a connection."""
         if self._closed or self._transport is None:
             raise UpstreamError
         self._clear()
@@ -118,7 +118,7 @@ class Answer(asyncio.Protocol):
         return not self._closed and self._complete and fresh
 
     def rest(self) -> None:
-        """The answer was read; the connection waits for another request."""
+        """Mark the connection as idle, after its answer was read."""
         self._idle_since = monotonic()
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class Answer(asyncio.Protocol):
 
 
 class Upstream:
-    """One server, by a few connections that are used again."""
+    """A server, with a pool of connections."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -152,10 +152,10 @@ class Upstream:
     async def ask(
         self, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes
     ) -> Answer:
-        """Send a request; the answer with its head. Give it back with `done`.
+        """Send a request; returns the answer when its head is complete. Return it with `done`.
 
         Raises:
-            UpstreamError: the server is gone; nothing came from it.
+            UpstreamError: the server cannot be reached, or closed the connection.
         """
         request = self._request(method, target, headers, body)
         while self._idle:
@@ -172,7 +172,7 @@ class Upstream:
         return await self._send(await self._connect(), request)
 
     def done(self, answer: Answer) -> None:
-        """An answer was read to its end, or is not wanted any more."""
+        """Reuse the connection of an answer that was read to its end, or close it."""
         answer.rest()
         if answer.reusable:
             self._idle.append(answer)

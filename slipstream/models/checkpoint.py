@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.models.bundled import bundled_names, bundled_path
 from slipstream.models.config_reader import overridden
 from slipstream.models.gguf.config import read_config, sampling_defaults
 from slipstream.models.gguf.container import Container, read_container
@@ -50,7 +51,7 @@ def resolve_checkpoint(
         pickled: download pickled weights as well; some drafters have no others.
     """
     name = str(name_or_path)
-    bundled = _bundled(name)
+    bundled = bundled_path(name)
     path = Path(name).expanduser()
     local = bundled if bundled is not None and bundled.is_dir() else path
     if name and (local.is_dir() or local.is_file()):  # no name would be the working directory
@@ -246,25 +247,6 @@ def _why_no_config(folder: Path) -> str:
         f"{folder} has no config.json; give the directory of a Hugging Face checkpoint, or for a "
         "GGUF file of the hub its tag behind the name (owner/name:Q4_K_M)"
     )
-
-
-def _bundled(name: str) -> Path | None:
-    """The directory of the demo with this name; None for other names."""
-    head, _, rest = name.partition("/")
-    if head != "demo" or not re.fullmatch(r"[\w-]*", rest):
-        return None
-    return _demo_directory() / (rest or "target")
-
-
-def bundled_names() -> list[str]:
-    """The names of bundled demos; the first is the target, `demo`."""
-    names = sorted(file.parent.name for file in _demo_directory().glob("*/config.json"))
-    target = ["demo"] if "target" in names else []
-    return target + [f"demo/{name}" for name in names if name != "target"]
-
-
-def _demo_directory() -> Path:
-    return Path(__file__).parent.parent / "demo"
 
 
 def _download(name: str, revision: str | None, pickled: bool) -> Path:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.core.errors import CheckpointError, UsageError
@@ -15,7 +14,6 @@ from slipstream.serve.errors import ApiError, bad_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.openapi import Route, json_response
 from slipstream.serve.protocol.server import AdapterChange, LoadAdapter, UnloadAdapter
-from slipstream.serve.request_parsing import read_body
 
 _FLAG = "--lora-modules"
 
@@ -82,9 +80,8 @@ class AdapterEndpoints:
             ),
         ]
 
-    async def load(self, request: Request) -> Response:
+    async def load(self, body: LoadAdapter) -> Response:
         """Let requests ask for the adapter in a folder of the server's machine, by a name"""
-        body = await read_body(request, LoadAdapter, self._service)
         self._require_trust()
         service, name = self._service, body.lora_name
         adapters = service.engine.adapters
@@ -100,9 +97,8 @@ class AdapterEndpoints:
             raise bad_request(str(error), "lora_path") from None
         return json_response(AdapterChange(id=name, object="adapter", loaded=True))
 
-    async def unload(self, request: Request) -> Response:
+    async def unload(self, body: UnloadAdapter) -> Response:
         """Take no more requests for an adapter; those that run with it end with it"""
-        body = await read_body(request, UnloadAdapter, self._service)
         self._require_trust()
         adapters = self._service.engine.adapters
         if body.lora_name not in adapters.names:
@@ -121,7 +117,7 @@ class AdapterEndpoints:
                 "adapters are loaded and unloaded by requests only where the server was started "
                 "with --trust-request-lora; give them as --lora-modules"
             )
-        if self._service.replica:
+        if self._service.options.replica:
             raise bad_request(
                 "one of several replicas would have it alone; give adapters as --lora-modules"
             )

@@ -1,19 +1,20 @@
 """Answers to generating requests, whole or streamed: the base classes of all protocols."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from time import time
 from typing import Any, Generic, Protocol, TypeVar
 from uuid import uuid4
 
+from pydantic_core import to_json
 from starlette.responses import Response
 
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.prompts import EncodedPrompt
 from slipstream.serve.errors import bad_request
 from slipstream.serve.generation import Generation
 from slipstream.serve.model_service import ModelService
-from slipstream.serve.protocol.base import ResponseBody
 from slipstream.serve.protocol.sampling import SamplingFields
 from slipstream.serve.protocol.usage import Usage
 from slipstream.serve.sse import DONE, ChunkWriter, EventStream, error_event
@@ -48,21 +49,6 @@ Reader = TypeVar("Reader", bound=SampleReader)
 Choice = TypeVar("Choice", bound=AnswerChoice)
 
 
-@dataclass(frozen=True)
-class AnswerForm:
-    """The classes and names that a protocol uses for answers with choices.
-
-    Attributes:
-        kind, chunk_kind: the field `object` of a whole answer and of a chunk.
-        answer, choice: create the body of a whole answer and a choice in it.
-    """
-
-    kind: str
-    chunk_kind: str
-    answer: Callable[..., ResponseBody]
-    choice: Callable[..., ResponseBody]
-
-
 class Answer(ABC, Generic[Reader]):
     """Converts the output of a generation to an HTTP response.
 
@@ -76,16 +62,25 @@ class Answer(ABC, Generic[Reader]):
         self,
         service: ModelService,
         body: SamplingFields,
-        generation: Generation,
+        prompts: Sequence[EncodedPrompt],
         choices: Sequence[Reader],
+        counts_output: bool = True,
     ) -> None:
         self.id = f"{self.id_prefix}{body.request_id or uuid4().hex}"
-        self._service, self._body, self._generation = service, body, generation
+        self._service, self._body = service, body
+        self._generation = Generation(prompts, bool(body.return_speculation), counts_output)
         self._choices = choices
         self._created = int(time())
 
-    async def response(self) -> Response:
-        """The response; a streamed one reads the updates while it is sent."""
+    async def response(self, params: SamplingParams, generates: bool = True) -> Response:
+        """Run the prompts and answer; a streamed response reads the updates while it is sent.
+
+        Args:
+            generates: whether the engine is needed.
+        """
+        await self._service.compile(params)
+        if generates:
+            await self._generation.start(self._service.thread, params, self._body)
         if self._body.stream:
             return EventStream(self._events())
         async with aclosing(self._updates()) as updates:
@@ -96,7 +91,7 @@ class Answer(ABC, Generic[Reader]):
         return Response(document, media_type="application/json")
 
     @abstractmethod
-    def _document(self) -> str | bytes:
+    def _document(self) -> bytes:
         """The whole answer as JSON."""
 
     @abstractmethod
@@ -122,25 +117,30 @@ class Answer(ABC, Generic[Reader]):
 
 
 class ChoicesAnswer(Answer[Choice]):
-    """An answer that has one choice per sample."""
+    """An answer that has one choice per sample.
 
-    form: AnswerForm
+    Attributes:
+        kind, chunk_kind: the field `object` of a whole answer and of a chunk.
+    """
 
-    def _document(self) -> str:
-        answer = self.form.answer(
-            **self._common(self.form.kind),
-            choices=[self.form.choice(**choice.whole()) for choice in self._choices],
-            usage=self._usage(),
+    kind: str
+    chunk_kind: str
+
+    def _document(self) -> bytes:
+        answer = {
+            **self._common(self.kind),
+            "choices": [choice.whole() for choice in self._choices],
+            "usage": self._usage().model_dump(exclude_unset=True),
             **self._extra_fields(),
-        )
-        return answer.model_dump_json(exclude_unset=True)
+        }
+        return to_json(answer, inf_nan_mode="null")
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         options = self._body.stream_options
         forced = self._service.answers.enable_force_include_usage
         wants_usage = forced or (options is not None and bool(options.include_usage))
         continuous = options is not None and bool(options.continuous_usage_stats)
-        writer = ChunkWriter(self._common(self.form.chunk_kind), wants_usage or continuous)
+        writer = ChunkWriter(self._common(self.chunk_kind), wants_usage or continuous)
         first: Mapping[str, Any] = self._prompt_fields()
         try:
             async with aclosing(self._updates()) as updates:

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -23,30 +22,7 @@ from slipstream.serve.middleware import LoadCount
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.openapi import Route, add_routes, json_response
 from slipstream.serve.profiling import ProfilingEndpoints
-from slipstream.serve.protocol.chat import ChatChunk, ChatCompletion, ChatRequest
-from slipstream.serve.protocol.completions import Completion, CompletionChunk, CompletionRequest
-from slipstream.serve.protocol.messages import (
-    CountTokensRequest,
-    MessagesAnswer,
-    MessagesError,
-    MessagesEvent,
-    MessagesRequest,
-    TokenCount,
-)
-from slipstream.serve.protocol.server import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    Health,
-    Load,
-    ModelCard,
-    ModelList,
-    PrefixCacheReset,
-    Profiling,
-    TokenizeRequest,
-    TokenizeResponse,
-    TokenizerInfo,
-    Version,
-)
+from slipstream.serve.protocol import chat, completions, messages, server
 from slipstream.serve.responses.endpoint import ResponsesEndpoints
 from slipstream.serve.sse import ClientDisconnectedError
 from slipstream.serve.tokenize import TokenizeEndpoints
@@ -59,16 +35,12 @@ def create_app(
     service: ModelService,
     metrics: ServerMetrics | None = None,
     pages: Sequence[BaseRoute] = (),
-    profiles: Path | None = None,
-    show_document: bool = True,
 ) -> FastAPI:
     """Create the application; the caller has to start the engine's thread.
 
     Args:
         metrics: served at /metrics; None: there is no such path.
         pages: further routes, which are left out of the OpenAPI document.
-        profiles: an existing folder for traces; None: there are no profiling endpoints.
-        show_document: whether to serve the OpenAPI document at /openapi.json.
     """
 
     @asynccontextmanager
@@ -82,15 +54,15 @@ def create_app(
         summary="The OpenAI protocol over one engine with speculative decoding.",
         lifespan=lifespan,
         # FastAPI's documentation pages are off: they load scripts from other hosts.
-        openapi_url="/openapi.json" if show_document else None,
+        openapi_url=None if service.options.disable_fastapi_docs else "/openapi.json",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # a wrong path gets a 404 in the protocol's form
     )
     _add_error_handlers(app)
     load = LoadCount()
-    routes = _routes(service, profiles, load)
-    add_routes(app, routes)
+    routes = _routes(service, load)
+    add_routes(app, routes, service)
     generating = frozenset(route.path for route in routes if route.chunk is not None)
     app.add_middleware(load.middleware, generating)
     if metrics is not None:
@@ -99,63 +71,60 @@ def create_app(
     return app
 
 
-def _routes(service: ModelService, profiles: Path | None, load: LoadCount) -> list[Route]:
-    completions, chats = CompletionEndpoint(service), ChatEndpoint(service)
+def _routes(service: ModelService, load: LoadCount) -> list[Route]:
     tokens, info = TokenizeEndpoints(service), _InfoEndpoints(service, load)
+    conversations, profiles = MessagesEndpoints(service), service.options.enable_profiling
     routes = [
         Route(
-            *("POST", "/v1/completions", completions.answer, Completion, CompletionRequest),
-            errors=_GENERATION_ERRORS,
-            chunk=CompletionChunk,
+            *("POST", "/v1/completions", CompletionEndpoint(service).answer),
+            *(completions.Completion, completions.CompletionRequest, _GENERATION_ERRORS),
+            chunk=completions.CompletionChunk,
             done=True,
         ),
         Route(
-            *("POST", "/v1/chat/completions", chats.answer, ChatCompletion, ChatRequest),
-            errors=_GENERATION_ERRORS,
-            chunk=ChatChunk,
+            *("POST", "/v1/chat/completions", ChatEndpoint(service).answer),
+            *(chat.ChatCompletion, chat.ChatRequest, _GENERATION_ERRORS),
+            chunk=chat.ChatChunk,
             done=True,
         ),
-        *_message_routes(MessagesEndpoints(service)),
+        Route(
+            *("POST", MESSAGES_PATH, conversations.answer),
+            *(messages.MessagesAnswer, messages.MessagesRequest, _GENERATION_ERRORS),
+            chunk=messages.MessagesEvent,
+            error=messages.MessagesError,
+        ),
+        Route(
+            *("POST", f"{MESSAGES_PATH}/count_tokens", conversations.count_tokens),
+            *(messages.TokenCount, messages.CountTokensRequest, (404, 415)),
+            error=messages.MessagesError,
+        ),
         *ResponsesEndpoints(service).routes(_GENERATION_ERRORS),
         *AdapterEndpoints(service).routes(),
-        Route("GET", "/v1/models", info.models, ModelList),
-        Route("GET", "/v1/models/{model:path}", info.model, ModelCard, errors=(404,)),
-        Route("POST", "/tokenize", tokens.tokenize, TokenizeResponse, TokenizeRequest, (404, 415)),
+        Route("GET", "/v1/models", info.models, server.ModelList),
+        Route("GET", "/v1/models/{model:path}", info.model, server.ModelCard, errors=(404,)),
         Route(
-            *("POST", "/detokenize", tokens.detokenize, DetokenizeResponse, DetokenizeRequest),
-            errors=(404, 415),
+            *("POST", "/tokenize", tokens.tokenize),
+            *(server.TokenizeResponse, server.TokenizeRequest, (404, 415)),
         ),
-        Route("GET", "/tokenizer_info", tokens.info, TokenizerInfo, errors=(400,)),
-        Route("GET", "/health", info.health, Health, errors=(503,)),
-        Route("GET", "/ping", info.ping, Health, errors=(503,)),
-        Route("POST", "/ping", info.post_ping, Health, errors=(503,)),
-        Route("GET", "/load", info.load, Load),
-        Route("POST", "/reset_prefix_cache", info.reset_prefix_cache, PrefixCacheReset),
-        Route("GET", "/version", info.version, Version),
+        Route(
+            *("POST", "/detokenize", tokens.detokenize),
+            *(server.DetokenizeResponse, server.DetokenizeRequest, (404, 415)),
+        ),
+        Route("GET", "/tokenizer_info", tokens.info, server.TokenizerInfo, errors=(400,)),
+        Route("GET", "/health", info.health, server.Health, errors=(503,)),
+        Route("GET", "/ping", info.ping, server.Health, errors=(503,)),
+        Route("POST", "/ping", info.post_ping, server.Health, errors=(503,)),
+        Route("GET", "/load", info.load, server.Load),
+        Route("POST", "/reset_prefix_cache", info.reset_prefix_cache, server.PrefixCacheReset),
+        Route("GET", "/version", info.version, server.Version),
     ]
     if profiles is not None:
         profiling = ProfilingEndpoints(service.thread, profiles)
         routes += [
-            Route("POST", "/start_profile", profiling.start, Profiling, errors=(409, 500)),
-            Route("POST", "/stop_profile", profiling.stop, Profiling, errors=(409, 500)),
+            Route("POST", "/start_profile", profiling.start, server.Profiling, errors=(409, 500)),
+            Route("POST", "/stop_profile", profiling.stop, server.Profiling, errors=(409, 500)),
         ]
     return routes
-
-
-def _message_routes(messages: MessagesEndpoints) -> list[Route]:
-    return [
-        Route(
-            *("POST", MESSAGES_PATH, messages.answer, MessagesAnswer, MessagesRequest),
-            errors=_GENERATION_ERRORS,
-            chunk=MessagesEvent,
-            error=MessagesError,
-        ),
-        Route(
-            *("POST", f"{MESSAGES_PATH}/count_tokens", messages.count_tokens),
-            *(TokenCount, CountTokensRequest, (404, 415)),
-            error=MessagesError,
-        ),
-    ]
 
 
 class _InfoEndpoints:
@@ -166,7 +135,7 @@ class _InfoEndpoints:
 
     async def models(self, _: Request) -> Response:
         """The names of the served model"""
-        return json_response(ModelList(object="list", data=self._service.cards()))
+        return json_response(server.ModelList(object="list", data=self._service.cards()))
 
     async def model(self, request: Request) -> Response:
         """One name of the served model"""
@@ -181,7 +150,7 @@ class _InfoEndpoints:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the engine does not run")
         if thread.draining:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is about to stop")
-        return json_response(Health(status="ok"))
+        return json_response(server.Health(status="ok"))
 
     async def ping(self, request: Request) -> Response:
         """Whether requests are accepted, as /health says"""
@@ -193,17 +162,17 @@ class _InfoEndpoints:
 
     async def load(self, _: Request) -> Response:
         """How many generating requests are being answered"""
-        return json_response(Load(server_load=self._load.num_requests))
+        return json_response(server.Load(server_load=self._load.num_requests))
 
     async def reset_prefix_cache(self, _: Request) -> Response:
         """Forget the prompts that were computed before"""
         service = self._service
         await service.thread.between_steps(service.engine.reset_prefix_cache)
-        return json_response(PrefixCacheReset(success=True))
+        return json_response(server.PrefixCacheReset(success=True))
 
     async def version(self, _: Request) -> Response:
         """The version of Slipstream"""
-        return json_response(Version(version=__version__))
+        return json_response(server.Version(version=__version__))
 
 
 def _add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:

@@ -4,28 +4,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine.prompts import EncodedPrompt, Prompt
-from slipstream.serve.answer import AnswerForm, ChoicesAnswer, check_stream_fields
+from slipstream.serve.answer import ChoicesAnswer, check_stream_fields
 from slipstream.serve.answer_reader import AnswerReader
 from slipstream.serve.conversation import note_unread, render, require_template
-from slipstream.serve.conversation_images import has_images, read_images
+from slipstream.serve.conversation_images import read_images
 from slipstream.serve.errors import bad_request
-from slipstream.serve.generation import Generation
 from slipstream.serve.logprobs_format import TokenFields, prompt_logprobs
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.output.parts import OutputConstraints, Part
 from slipstream.serve.prompt_fields import placed, truncation
 from slipstream.serve.protocol.base import MOST_INT
-from slipstream.serve.protocol.chat import ChatChoice, ChatCompletion, ChatRequest
+from slipstream.serve.protocol.chat import ChatRequest
 from slipstream.serve.protocol.usage import CompletionTokensDetails, Usage
-from slipstream.serve.request_parsing import read_body
 from slipstream.serve.sampling import logit_bias, sampling_params, structured_output
-from slipstream.serve.sse import cancel_on_disconnect
 from slipstream.serve.tools.call_format import Schemas, ToolFormat
 from slipstream.serve.tools.choice import ToolUse, choose_tools
 from slipstream.serve.tools.events import AnswerEvent, Arguments, CallBegun, Content, Reasoning
@@ -181,28 +177,20 @@ class ChatEndpoint:
     def __init__(self, service: ModelService) -> None:
         self._service = service
 
-    async def answer(self, request: Request) -> Response:
+    async def answer(self, body: ChatRequest) -> Response:
         """Answer a conversation, whole or streamed."""
-        body = await read_body(request, ChatRequest, self._service)
-        return await cancel_on_disconnect(request.receive, self._answer(body))
-
-    async def _answer(self, body: ChatRequest) -> Response:
         service = self._service
         service.thread.check_room(body.n or 1)
-        run = service.beside_images if has_images(body.messages) else service.aside
+        run = service.pool_for(body.messages, body.chat_template)
         if body.chat_template is not None:
-            run = service.beside_templates
             service = await run(service.with_template, body.chat_template)
         chat = await run(prepare, service, body)
-        await service.compile(chat.params)
-        generation = Generation([chat.prompt], bool(body.return_speculation))
         choices = [
             ChatAnswerChoice(body, chat.reader(service, body), index, service.answers.response_role)
             for index in range(body.n or 1)
         ]
-        answer = _ChatAnswer(service, body, generation, choices)
-        await generation.start(service.thread, chat.params, body.request_id, body.stream_interval)
-        return note_unread(await answer.response(), chat.unread)
+        answer = _ChatAnswer(service, body, [chat.prompt], choices)
+        return note_unread(await answer.response(chat.params), chat.unread)
 
 
 @dataclass(frozen=True)
@@ -272,7 +260,7 @@ def prepare(service: ModelService, body: ChatRequest, ends_early: bool = False) 
 
 class _ChatAnswer(ChoicesAnswer[ChatAnswerChoice]):
     id_prefix = "chatcmpl-"
-    form = AnswerForm("chat.completion", "chat.completion.chunk", ChatCompletion, ChatChoice)
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     _body: ChatRequest
     _prompt_logprobs: Any = None
 

@@ -1,19 +1,16 @@
 """The endpoint /v1/completions."""
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
-from slipstream.core.outputs import RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.prompts import EncodedPrompt, Prompt
-from slipstream.serve.answer import AnswerForm, ChoicesAnswer, check_stream_fields
+from slipstream.serve.answer import ChoicesAnswer, check_stream_fields
 from slipstream.serve.errors import bad_request
 from slipstream.serve.fill_in import fill_in
-from slipstream.serve.generation import Generation
 from slipstream.serve.logprobs_format import (
     TokenFields,
     completion_logprobs,
@@ -24,10 +21,8 @@ from slipstream.serve.logprobs_format import (
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.prompt_fields import placed, truncation
 from slipstream.serve.protocol.base import MOST_INT
-from slipstream.serve.protocol.completions import Completion, CompletionChoice, CompletionRequest
-from slipstream.serve.request_parsing import read_body
+from slipstream.serve.protocol.completions import CompletionRequest
 from slipstream.serve.sampling import logit_bias, sampling_params, structured_output
-from slipstream.serve.sse import cancel_on_disconnect
 from slipstream.serve.token_texts import TokenReader, TokenTexts
 from slipstream.serve.updates import Candidates, Delta, RequestUpdate, join_deltas
 
@@ -42,25 +37,21 @@ class CompletionEndpoint:
     def __init__(self, service: ModelService) -> None:
         self._service = service
 
-    async def answer(self, request: Request) -> Response:
+    async def answer(self, body: CompletionRequest) -> Response:
         """Continue prompts, whole or streamed."""
-        body = await read_body(request, CompletionRequest, self._service)
-        return await cancel_on_disconnect(request.receive, self._answer(body))
-
-    async def _answer(self, body: CompletionRequest) -> Response:
         service, prompts, n = self._service, _prompts(body), body.n or 1
         service.thread.check_room(len(prompts) * n)
         params, encoded = await service.aside(self._prepare, body, prompts)
-        await service.compile(params)
-        generation = Generation(encoded, bool(body.return_speculation), body.max_tokens != 0)
         choices = [
             _Choice(service, body, place * n + sample, prompt)
             for place, prompt in enumerate(encoded)
             for sample in range(n)
         ]
-        if _needs_engine(body):
-            await generation.start(service.thread, params, body.request_id, body.stream_interval)
-        return await _CompletionAnswer(service, body, generation, choices).response()
+        answer = _CompletionAnswer(service, body, encoded, choices, body.max_tokens != 0)
+        # Without output and logprobs there is only an echo.
+        return await answer.response(
+            params, body.max_tokens != 0 or params.prompt_logprobs is not None
+        )
 
     def _prepare(
         self, body: CompletionRequest, prompts: Sequence[Prompt]
@@ -83,15 +74,8 @@ class CompletionEndpoint:
 
 class _CompletionAnswer(ChoicesAnswer["_Choice"]):
     id_prefix = "cmpl-"
-    form = AnswerForm("text_completion", "text_completion", Completion, CompletionChoice)
+    kind = chunk_kind = "text_completion"
     _body: CompletionRequest
-
-    def _updates(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
-        return super()._updates() if _needs_engine(self._body) else self._without_engine()
-
-    async def _without_engine(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
-        for place in range(len(self._generation.prompts)):
-            yield place, RequestUpdate((), True, RequestMetrics())
 
     def _deltas(self, place: int, update: RequestUpdate) -> Iterator[tuple["_Choice", Delta]]:
         num_samples = self._body.n or 1
@@ -174,29 +158,23 @@ class _Choice:
         return self._service.token_names(self._body.return_tokens_as_token_ids)
 
     def _echo(self) -> dict[str, Any]:
-        text = self._prompt_text()
+        prompt, tokenizer = self._prompt, self._service.tokenizer
+        text = prompt.text
+        if text is None:
+            text = tokenizer.decode(prompt.token_ids, skip_special_tokens=self._skip_special)
         piece = _piece(self.index, text, None, None)
         if self._body.return_speculation:
             piece["speculation"] = {"tokens": []}
         if self._body.logprobs is not None:
-            reader = TokenReader(self._service.texts, not self._shows_special(text))
-            tokens = read_tokens(reader, self._prompt.token_ids)
+            # Special tokens may be in the text, or have been added around it by the tokenizer.
+            shows_special = text == tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+            reader = TokenReader(self._service.texts, not shows_special)
+            tokens = read_tokens(reader, prompt.token_ids)
             piece["logprobs"] = completion_logprobs(
                 self._names, tokens, self.prompt_logprobs, self._num_top
             )
         self._reader = TokenReader(self._service.texts, self._skip_special, len(text))
         return piece
-
-    def _prompt_text(self) -> str:
-        if self._prompt.text is not None:
-            return self._prompt.text
-        ids = self._prompt.token_ids
-        return self._service.tokenizer.decode(ids, skip_special_tokens=self._skip_special)
-
-    def _shows_special(self, text: str) -> bool:
-        """Whether special tokens are in the text, rather than added around it by the tokenizer."""
-        ids = self._prompt.token_ids
-        return self._service.tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 def _piece(
@@ -237,11 +215,6 @@ def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
     """The larger of `prompt_logprobs` and, with echo, `logprobs`; None if neither is given."""
     wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((it for it in wanted if it is not None), default=None)
-
-
-def _needs_engine(body: CompletionRequest) -> bool:
-    """Whether the request generates tokens or asks for logprobs, rather than only echoes."""
-    return body.max_tokens != 0 or _num_prompt_logprobs(body) is not None
 
 
 def _params(service: ModelService, body: CompletionRequest) -> SamplingParams:

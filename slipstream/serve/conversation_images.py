@@ -1,6 +1,6 @@
 """The images of a conversation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slipstream.core.errors import UsageError
@@ -13,18 +13,19 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def has_images(messages: Sequence[Message]) -> bool:
-    """Whether any message has an image."""
-    return any(True for _ in _parts(messages))
-
-
 def read_images(service: ModelService, messages: Sequence[Message]) -> list["Image"]:
     """Load the images of the messages, in order; slow, as it may download them.
 
     Raises:
         ApiError: an image cannot be read, or there are more than the model supports.
     """
-    parts = [*_parts(messages)]
+    parts = [
+        (f"messages[{place}].content[{number}]", part)
+        for place, message in enumerate(messages)
+        if not isinstance(message.content, str)
+        for number, part in enumerate(message.content or ())
+        if isinstance(part, ImagePart)
+    ]
     images: list[Image] = []
     try:
         service.engine.images.require(len(parts))
@@ -39,10 +40,3 @@ def read_images(service: ModelService, messages: Sequence[Message]) -> list["Ima
             raise bad_request(f"{where}: {error}", "messages") from error
         left -= images[-1].width * images[-1].height
     return images
-
-
-def _parts(messages: Sequence[Message]) -> Iterator[tuple[str, ImagePart]]:
-    for place, message in enumerate(messages):
-        for number, part in enumerate(message.content or ()):
-            if isinstance(part, ImagePart):
-                yield f"messages[{place}].content[{number}]", part

@@ -241,10 +241,7 @@ class EngineThread:
 
     def _set_open(self) -> None:
         assert self._nothing_open is not None
-        if self._open:
-            self._nothing_open.clear()
-        else:
-            self._nothing_open.set()
+        (self._nothing_open.clear if self._open else self._nothing_open.set)()
 
     def _resolve_rest(self) -> None:
         """Fail all that is pending when the thread has ended, so that no caller hangs."""
@@ -324,12 +321,14 @@ class EngineThread:
             for observer in self._observers:
                 observer.request_added(request_id, submission)
 
-    def _abort(self, buffer: UpdateBuffer, error: Exception | None = None) -> None:
+    def _abort(
+        self, buffer: UpdateBuffer, error: Exception | None = None, reason: str = "abort"
+    ) -> None:
         """Abort a request if it is still running."""
         running = self._running.get(buffer)
         if running is not None:
             self._engine.abort(running.engine_id)
-            self._end(running, "abort", partial(buffer.close, error))
+            self._end(running, reason, partial(buffer.close, error))
 
     def _abort_all(self, error: Exception) -> None:
         for buffer in [*self._running]:
@@ -341,8 +340,7 @@ class EngineThread:
             return
         self._next_deadline_check = now + _DEADLINE_INTERVAL
         for running in [it for it in self._running.values() if it.deadline <= now]:
-            self._engine.abort(running.engine_id)
-            self._end(running, "timeout", partial(running.buffer.close, DeadlineExceededError()))
+            self._abort(running.buffer, DeadlineExceededError(), "timeout")
 
     def _step(self) -> None:
         changed = self._engine.step()

@@ -61,7 +61,9 @@ class ApiError(Exception):
             return json.dumps(told).encode("ascii")
         error = {
             "message": self.message,
-            "type": error_type(self.status),
+            "type": "server_error"
+            if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            else _TYPES.get(HTTPStatus(self.status), "invalid_request_error"),
             "param": self.param,
             "code": self.code,
         }
@@ -74,13 +76,6 @@ class ApiError(Exception):
 def is_messages(path: str) -> bool:
     """Whether a path belongs to the Messages protocol."""
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
-
-
-def error_type(status: int) -> str:
-    """The protocol's name for errors with this status."""
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        return "server_error"
-    return _TYPES.get(HTTPStatus(status), "invalid_request_error")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

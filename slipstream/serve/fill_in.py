@@ -25,8 +25,9 @@ def fill_in(prompt: Prompt, suffix: str, tokenizer: Tokenizer, add_special_token
     Raises:
         ApiError: the vocabulary has no fill-in-the-middle tokens, or the prompt is not a text.
     """
-    marks = next(filter(None, (_ids(tokenizer, marks) for marks in _MARKS)), None)
-    if marks is None:
+    known = ([tokenizer.token_to_id(mark) for mark in marks] for marks in _MARKS)
+    begin, middle, end = next((ids for ids in known if None not in ids), (None,) * 3)
+    if begin is None or middle is None or end is None:
         raise bad_request(
             "suffix needs a model whose vocabulary has marks for filling in, such as "
             "<|fim_middle|>; leave it out, and put what the model needs into prompt",
@@ -41,12 +42,4 @@ def fill_in(prompt: Prompt, suffix: str, tokenizer: Tokenizer, add_special_token
         whole = tokenizer.encode(prompt)
         size = len(whole) - len(before)
         head = whole[:size] if whole[size:] == before else []
-    begin, middle, end = marks
     return {"prompt_token_ids": [*head, begin, *before, middle, *behind, end]}
-
-
-def _ids(tokenizer: Tokenizer, marks: tuple[str, str, str]) -> tuple[int, int, int] | None:
-    first, second, third = (tokenizer.token_to_id(mark) for mark in marks)
-    if first is None or second is None or third is None:
-        return None
-    return first, second, third

@@ -9,8 +9,9 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.stop_conditions import NOT_FINITE
 from slipstream.serve.engine_thread import EngineThread
-from slipstream.serve.errors import ApiError, bad_request, generation_failed
+from slipstream.serve.errors import bad_request, generation_failed
 from slipstream.serve.logs import current_request_id
+from slipstream.serve.protocol.sampling import SamplingFields
 from slipstream.serve.protocol.usage import PromptTokensDetails, SpeculationUsage, Usage
 from slipstream.serve.updates import RequestUpdate, UpdateStream
 
@@ -37,25 +38,24 @@ class Generation:
         self._has_grammar = False
 
     async def start(
-        self,
-        thread: EngineThread,
-        params: SamplingParams,
-        request_id: str | None = None,
-        stream_interval: int | None = None,
+        self, thread: EngineThread, params: SamplingParams, body: SamplingFields
     ) -> None:
-        """Submit all prompts; raises the errors of `EngineThread.submit`.
-
-        Args:
-            request_id: for the log; by default the HTTP request's id.
-        """
+        """Submit all prompts; raises the errors of `EngineThread.submit`."""
         self._has_grammar = params.structured is not None
-        name = request_id or current_request_id()
+        name = body.request_id or current_request_id()  # for the log
         self._streams = await thread.submit(
-            name, self.prompts, params, stream_interval=stream_interval
+            name, self.prompts, params, stream_interval=body.stream_interval
         )
 
     async def updates(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
-        """Yield (prompt index, update); closing the generator early aborts all requests."""
+        """Yield (prompt index, update); closing the generator early aborts all requests.
+
+        Prompts that were not submitted have one update, without output.
+        """
+        if not self._streams:
+            for place in range(len(self.prompts)):
+                yield place, RequestUpdate((), True, RequestMetrics())
+            return
         try:
             if len(self._streams) == 1:
                 async for update in self._streams[0]:
@@ -75,15 +75,12 @@ class Generation:
         self._metrics[place] = update.metrics
         for delta in update.deltas:
             if delta.finish_reason == "error":
-                raise self._output_error(str(delta.stop_reason))
+                message = str(delta.stop_reason)
+                if self._has_grammar and message != NOT_FINITE:  # no token fits
+                    raise bad_request(message, "structured_outputs", "grammar_failed")
+                raise generation_failed(message)
             if self._counts_output:
                 self._num_output_tokens += len(delta.token_ids)
-
-    def _output_error(self, message: str) -> ApiError:
-        """The error if no token fits the request's grammar, or logits are not finite."""
-        if self._has_grammar and message != NOT_FINITE:
-            return bad_request(message, "structured_outputs", "grammar_failed")
-        return generation_failed(message)
 
     def usage(self) -> Usage:
         """Token counts so far."""

@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import ssl
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,10 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from slipstream.core.errors import UsageError
+from slipstream.core.flags import flag_name
 from slipstream.serve.errors import ApiError
 from slipstream.serve.limits import ServeLimits
+from slipstream.serve.options import ServerOptions
 
 
 class HeaderLimitError(Exception):
@@ -60,8 +61,9 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._header_bytes += len(data) if self._in_headers else 0
         super().data_received(data)
-        if self._in_headers and self._header_bytes > self.limits.max_header_bytes:
-            self._refuse_headers()
+        too_many = self._in_headers and self._header_bytes > self.limits.max_header_bytes
+        if too_many and not self.transport.is_closing():
+            self._answer(self._too_large())
         # Data that does not begin a request (empty lines, an unread body) is limited as well.
         if self.cycle is None or self.cycle.response_complete:
             self._wait()
@@ -112,10 +114,6 @@ class BoundedConnection(HttpToolsProtocol):
             "send fewer or shorter ones",
         )
 
-    def _refuse_headers(self) -> None:
-        if not self.transport.is_closing():
-            self._answer(self._too_large())
-
     def _answer(self, error: ApiError) -> None:
         body = error.body()
         self.transport.write(
@@ -164,57 +162,44 @@ def connection_class(own: ServeLimits) -> type[BoundedConnection]:
     return Connection
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tls:
-    """TLS settings.
+_TLS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
 
-    Args:
-        certificate, key: PEM files; the key may be in the certificate's file.
-        authorities: PEM file of the CAs that client certificates are verified with.
-        client_certificates: 0: not requested, 1: optional, 2: required.
-        ciphers: ciphers up to TLS 1.2, in OpenSSL's format.
+
+def tls_options(options: ServerOptions) -> dict[str, Any]:
+    """uvicorn's TLS options, which are named as the server's; empty without a certificate.
 
     Raises:
-        UsageError: the files or ciphers cannot be used.
+        UsageError: the files or ciphers cannot be used, or there is no certificate to go with them.
     """
-
-    certificate: Path
-    key: Path | None = None
-    authorities: Path | None = None
-    client_certificates: int = 0
-    ciphers: str | None = None
-
-    def __post_init__(self) -> None:
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        try:
-            context.load_cert_chain(self.certificate, self.key, password=_refuse_encrypted_key)
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"--ssl-certfile {self.certificate} with --ssl-keyfile {self.key} cannot be used: "
-                f"{error}"
-            ) from None
-        try:
-            if self.authorities is not None:
-                context.load_verify_locations(self.authorities)
-        except OSError as error:
-            raise UsageError(f"--ssl-ca-certs {self.authorities} cannot be used: {error}") from None
-        if self.client_certificates and self.authorities is None:
-            raise UsageError("--ssl-cert-reqs needs --ssl-ca-certs, which says whom to trust")
-        try:
-            context.set_ciphers(self.ciphers or "DEFAULT")
-        except ssl.SSLError:
-            raise UsageError(f"--ssl-ciphers knows no cipher {self.ciphers!r}") from None
-
-    def options(self) -> dict[str, Any]:
-        """The options for uvicorn, which has default ciphers if none are given."""
-        given = {
-            "ssl_certfile": self.certificate,
-            "ssl_keyfile": self.key,
-            "ssl_ca_certs": self.authorities,
-            "ssl_cert_reqs": self.client_certificates,
-            "ssl_ciphers": self.ciphers,
-        }
-        return {name: it for name, it in given.items() if it is not None}
+    given = {name: it for name in _TLS if (it := getattr(options, name))}
+    if given and options.ssl_certfile is None:
+        raise UsageError(f"{flag_name(next(iter(given)))} goes with --ssl-certfile; give both")
+    if options.ssl_certfile is None:
+        return {}
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    certificate, key, authorities = (
+        options.ssl_certfile,
+        options.ssl_keyfile,
+        options.ssl_ca_certs,
+    )
+    try:
+        context.load_cert_chain(certificate, key, password=_refuse_encrypted_key)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--ssl-certfile {certificate} with --ssl-keyfile {key} cannot be used: {error}"
+        ) from None
+    try:
+        if authorities is not None:
+            context.load_verify_locations(authorities)
+    except OSError as error:
+        raise UsageError(f"--ssl-ca-certs {authorities} cannot be used: {error}") from None
+    if options.ssl_cert_reqs and authorities is None:
+        raise UsageError("--ssl-cert-reqs needs --ssl-ca-certs, which says whom to trust")
+    try:
+        context.set_ciphers(options.ssl_ciphers or "DEFAULT")
+    except ssl.SSLError:
+        raise UsageError(f"--ssl-ciphers knows no cipher {options.ssl_ciphers!r}") from None
+    return given
 
 
 def _refuse_encrypted_key() -> str:

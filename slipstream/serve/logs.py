@@ -139,14 +139,14 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
         }
         line |= {name: value for name, value in vars(record).items() if name not in _PLAIN}
-        line = {name: it if _is_json(it) else str(it) for name, it in line.items() if it != ""}
+        line = {
+            name: str(it) if isinstance(it, float) and not isfinite(it) else it
+            for name, it in line.items()
+            if it != ""
+        }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str, allow_nan=False)
-
-
-def _is_json(value: object) -> bool:
-    return not isinstance(value, float) or isfinite(value)
 
 
 class _AddRequestId(logging.Filter):

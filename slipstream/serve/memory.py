@@ -38,16 +38,16 @@ def share_arenas() -> None:
 
     By default each thread has an arena of its own, and others cannot reuse memory freed there.
     """
-    try:
-        ctypes.CDLL(None).mallopt(_ARENA_MAX, _ARENAS)
-    except (OSError, AttributeError):  # another C library
-        return
+    mallopt = _from_c_library("mallopt")
+    if mallopt is not None:
+        mallopt(_ARENA_MAX, _ARENAS)
 
 
-def _malloc_trim() -> Callable[[int], object] | None:
+def _from_c_library(name: str) -> Callable[..., object] | None:
+    """A function of the C library; None if it is another library, without that function."""
     try:
-        found: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):  # another C library
+        found: Callable[..., object] = getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError):
         return None
     return found
 
@@ -62,7 +62,7 @@ async def return_memory(idle: Callable[[], bool], work_done: Callable[[], object
         idle: whether nothing runs that would wait for the allocator.
         work_done: counts that change with any work.
     """
-    trim = _malloc_trim()
+    trim = _from_c_library("malloc_trim")
     last: object = None
     while trim is not None:
         await asyncio.sleep(_INTERVAL)

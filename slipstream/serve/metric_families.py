@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -11,6 +12,9 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+
+Kind = type[CounterMetricFamily | GaugeMetricFamily]
+Values = float | Mapping[Any, float]
 
 PREFIX = "slipstream:"
 VLLM_PREFIX = "vllm:"
@@ -71,31 +75,12 @@ class Families:
     model_name: str
     as_vllm: bool = False
 
-    def one(
-        self,
-        kind: type[CounterMetricFamily | GaugeMetricFamily],
-        name: str,
-        text: str,
-        values: float | Mapping[str, float],
-        label: str | None = None,
-    ) -> Metric:
-        """Create a counter or gauge; with `label`, `values` has a number per label value."""
-        by_value = values if isinstance(values, Mapping) else {"": values}
-        keyed: dict[tuple[str, ...], float] = {(key,): it for key, it in by_value.items()}
-        return self.labelled(kind, name, text, () if label is None else (label,), keyed)
-
-    def labelled(
-        self,
-        kind: type[CounterMetricFamily | GaugeMetricFamily],
-        name: str,
-        text: str,
-        labels: Sequence[str],
-        values: Mapping[tuple[str, ...], float],
-    ) -> Metric:
-        """Create a counter or gauge with further `labels`; `values` is keyed by their values."""
+    def family(self, kind: Kind, name: str, text: str, values: Values, *labels: str) -> Metric:
+        """Create a counter or gauge: one number, or one for each value of its further labels."""
         family = kind(self._name(name), text, labels=[*self._labels, *labels])
-        for key, value in values.items():
-            family.add_metric([*self._labels.values(), *key[: len(labels)]], value)
+        for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
+            own = key if isinstance(key, tuple) else (key,)
+            family.add_metric([*self._labels.values(), *map(str, own)], value)
         return family
 
     def histogram(self, name: str, histogram: Histogram) -> Metric:

@@ -16,9 +16,18 @@ from prometheus_client.registry import Collector
 from slipstream.engine.drafting.policy import AdaptivePolicy
 from slipstream.engine.engine import Engine
 from slipstream.engine.samples import Submission
-from slipstream.serve.metric_families import Families, Histogram
+from slipstream.serve.metric_families import Families, Histogram, Kind, Values
+from slipstream.serve.observers import Observer
+
+Row = tuple[Kind, str, str, Values, *tuple[str, ...]]  # with the names of further labels
 
 _METHODS = ("GET", "POST", "DELETE", "OPTIONS", "HEAD")  # all else is "other"
+_COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
+_DRAFTED = {
+    "num_drafts": "Drafts",
+    "num_draft_tokens": "Draft tokens",
+    "num_accepted_tokens": "Accepted draft tokens",
+}
 REASONS = ("stop", "length", "abort", "error", "timeout")
 
 # Bounds of buckets: all of vLLM's, so that queries by `le` work, and finer ones for fast models.
@@ -63,8 +72,8 @@ def _histograms(max_model_len: int) -> dict[str, Histogram]:
     return {name: Histogram(text, bounds) for name, text, bounds in made}
 
 
-class ServerMetrics(Collector):
-    """The metrics of one server; an `Observer` of its engine's thread.
+class ServerMetrics(Collector, Observer):
+    """The metrics of one server.
 
     Args:
         engine: the engine whose counts are exported.
@@ -76,7 +85,7 @@ class ServerMetrics(Collector):
 
     def __init__(self, engine: Engine, model_name: str, as_vllm: bool = False) -> None:
         self._families = Families(model_name, as_vllm)
-        self._engine_totals = _EngineTotals(engine, self._families)
+        self._engine_totals = _EngineTotals(engine)
         self._histograms = _histograms(engine.resolved.limits.max_model_len)
         self._inter_token = self._histograms["inter_token_latency_seconds"]
         self._step_tokens = self._histograms["iteration_tokens_total"]
@@ -91,34 +100,27 @@ class ServerMetrics(Collector):
         """The metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
-    def request_added(self, request_id: str, submission: Submission) -> None:
-        """Does nothing: prompt tokens are counted with the first output token."""
-
     def describe(self) -> Iterator[Metric]:
         """Yields nothing, so that registration does not call `collect`."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
         """All metrics but those of the process."""
-        yield from self._engine_totals.collect()
         for name, histogram in self._histograms.items():
             yield self._families.histogram(name, histogram)
+        for kind, name, text, values, *labels in (*self._engine_totals.rows(), *self._rows()):
+            yield self._families.family(kind, name, text, values, *labels)
+
+    def _rows(self) -> Iterator[Row]:
         found, cached = self._prompt_tokens, self._cached_tokens
         sources = {"local_compute": found - cached, "local_cache_hit": cached}
-        for name, text, value, label in (
-            ("prompt_tokens", "Prompt tokens of requests that began", found, None),
-            ("prompt_tokens_cached", "Those found in the prefix cache", cached, None),
-            ("prompt_tokens_by_source", "Prompt tokens, computed or found", sources, "source"),
-            ("request_success", "Requests that ended", self._ended, "finished_reason"),
-        ):
-            yield self._families.one(CounterMetricFamily, name, text, value, label)
-        yield self._families.labelled(
-            CounterMetricFamily,
-            "http_requests",
-            "Answers of the server",
-            ("method", "status"),
-            self._answers.copy(),
-        )
+        yield _COUNTER, "prompt_tokens", "Prompt tokens of requests that began", found
+        yield _COUNTER, "prompt_tokens_cached", "Those found in the prefix cache", cached
+        text = "Prompt tokens, computed or found"
+        yield _COUNTER, "prompt_tokens_by_source", text, sources, "source"
+        yield _COUNTER, "request_success", "Requests that ended", self._ended, "finished_reason"
+        answers = self._answers.copy()
+        yield _COUNTER, "http_requests", "Answers of the server", answers, "method", "status"
 
     def count_answer(self, method: str, status: int) -> None:
         """Count an HTTP response, if it has a status; called on the event loop."""
@@ -184,8 +186,8 @@ def _times(submission: Submission, num_tokens: int) -> dict[str, float]:
 class _EngineTotals:
     """Exports the engine's counts; safe on any thread, as they are plain numbers."""
 
-    def __init__(self, engine: Engine, families: Families) -> None:
-        self._engine, self._families = engine, families
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._tokens = self._drafts = self._draft_tokens = 0
         self._current_k = 0.0
 
@@ -200,116 +202,83 @@ class _EngineTotals:
             self._drafts, self._draft_tokens = seen.num_drafts, seen.num_draft_tokens
         return self._tokens - before
 
-    def collect(self) -> Iterator[Metric]:
+    def rows(self) -> Iterator[Row]:
         """The metrics of the engine, its cache and its drafting."""
-        yield from self._totals()
-        yield self._cache_info()
-        yield from self._choices()
+        yield from self._gauges()
+        yield from self._counters()
+        yield from self._drafting()
 
-    def _totals(self) -> Iterator[Metric]:
+    def _gauges(self) -> Iterator[Row]:
+        scheduler, resolved = self._engine.scheduler, self._engine.resolved
+        blocks, most = scheduler.block_manager, resolved.limits.num_speculative_tokens
+        running, waiting = scheduler.num_running, scheduler.num_waiting
+        yield _GAUGE, "num_requests_running", "Samples that have a place", running
+        yield _GAUGE, "num_requests_waiting", "Samples that wait for a place", waiting
+        text = "Samples that wait: all for a place, none for anything else"
+        reasons = {"capacity": waiting, "deferred": 0}
+        yield _GAUGE, "num_requests_waiting_by_reason", text, reasons, "reason"
+        text = "Share of the KV cache in use; 1 is all of it"
+        yield _GAUGE, "kv_cache_usage_perc", text, blocks.usage
+        text = "Checkpoints of recurrent states that prefixes can be resumed from"
+        yield _GAUGE, "state_checkpoints", text, blocks.num_checkpoints
+        yield _GAUGE, "num_speculative_tokens", "K: most draft tokens", most
+        text = "Draft tokens a draft, in the last step"
+        yield _GAUGE, "spec_decode_current_k", text, self._current_k
+        cache = {
+            "block_size": blocks.block_size,
+            "num_gpu_blocks": blocks.num_all_blocks,
+            "kv_cache_size_tokens": blocks.num_all_blocks * blocks.block_size,
+            "cache_dtype": resolved.cache_dtype_name,
+        }
+        text = "1; the labels tell the size of the KV cache, on any device"
+        yield _GAUGE, "cache_config_info", text, {tuple(cache.values()): 1}, *cache
+
+    def _counters(self) -> Iterator[Row]:
         scheduler, metrics = self._engine.scheduler, self._engine.metrics
         blocks, spec = scheduler.block_manager, metrics.speculation
-        limits = self._engine.resolved.limits
-        gauges = (
-            ("num_requests_running", "Samples that have a place", scheduler.num_running),
-            ("num_requests_waiting", "Samples that wait for a place", scheduler.num_waiting),
-            ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it", blocks.usage),
-            (
-                "state_checkpoints",
-                "Checkpoints of recurrent states that prefixes can be resumed from",
-                blocks.num_checkpoints,
-            ),
-            ("num_speculative_tokens", "K: most draft tokens", limits.num_speculative_tokens),
-            ("spec_decode_current_k", "Draft tokens a draft, in the last step", self._current_k),
-        )
-        counters = (
+        for name, text, count in (
             ("prefix_cache_queries", "Prompt tokens looked up", blocks.num_queried_tokens),
             ("prefix_cache_hits", "Prompt tokens found", blocks.num_hit_tokens),
             ("generation_tokens", "Output tokens", metrics.num_output_tokens),
             ("num_nonfinite_logits", "Samples whose logits were not finite", metrics.num_broken),
             ("num_preemptions", "Requests that gave their blocks back", scheduler.num_preemptions),
             ("engine_steps", "Steps of the engine", metrics.num_steps),
-            ("spec_decode_num_drafts", "Drafts", spec.num_drafts),
-            ("spec_decode_num_draft_tokens", "Draft tokens", spec.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Accepted draft tokens", spec.num_accepted_tokens),
-            (
-                "spec_decode_refused_drafting_seconds",
-                "Time spent on draft tokens that were refused",
-                spec.refused_drafting_seconds,
+            *(
+                (f"spec_decode_{name}", text, getattr(spec, name))
+                for name, text in _DRAFTED.items()
             ),
-        )
-        for name, text, value in gauges:
-            yield self._families.one(GaugeMetricFamily, name, text, value)
-        name = "num_requests_waiting_by_reason"
-        text = "Samples that wait: all for a place, none for anything else"
-        reasons = {"capacity": scheduler.num_waiting, "deferred": 0}
-        yield self._families.one(GaugeMetricFamily, name, text, reasons, "reason")
-        for name, text, count in counters:
-            yield self._families.one(CounterMetricFamily, name, text, count)
-        accepted = [*spec.num_accepted_tokens_per_pos]
-        accepted += [0] * (limits.num_positions - len(accepted))
-        by_position = {str(position): count for position, count in enumerate(accepted)}
-        name = "spec_decode_num_accepted_tokens_per_pos"
-        text = "Accepted draft tokens by their position in the draft"
-        yield self._families.one(CounterMetricFamily, name, text, by_position, "position")
-        yield from self._adapters()
-        text = "Time of the steps: drafting, the target's pass, verification, the rest"
-        yield self._families.one(
-            CounterMetricFamily, "step_time_seconds", text, metrics.seconds, "part"
-        )
-
-    def _adapters(self) -> Iterator[Metric]:
-        """Draft counts per adapter, whose output a drafter may predict less well."""
-        counted = {**self._engine.metrics.adapters}
-        for name, what in (
-            ("num_drafts", "Drafts"),
-            ("num_draft_tokens", "Draft tokens"),
-            ("num_accepted_tokens", "Accepted draft tokens"),
         ):
-            values = {key: getattr(it, name) for key, it in counted.items()}
-            text = f"{what} of the requests with an adapter"
-            yield self._families.one(
-                CounterMetricFamily, f"adapter_{name}", text, values, "adapter"
-            )
+            yield _COUNTER, name, text, count
+        text = "Time spent on draft tokens that were refused"
+        refused = spec.refused_drafting_seconds
+        yield _COUNTER, "spec_decode_refused_drafting_seconds", text, refused
+        accepted = [*spec.num_accepted_tokens_per_pos]
+        accepted += [0] * (self._engine.resolved.limits.num_positions - len(accepted))
+        text = "Accepted draft tokens by their position in the draft"
+        by_position = dict(enumerate(accepted))
+        yield _COUNTER, "spec_decode_num_accepted_tokens_per_pos", text, by_position, "position"
+        # A drafter may predict the output of an adapter less well.
+        adapters = {**metrics.adapters}
+        for name, text in _DRAFTED.items():
+            values = {key: getattr(it, name) for key, it in adapters.items()}
+            text += " of the requests with an adapter"
+            yield _COUNTER, f"adapter_{name}", text, values, "adapter"
+        text = "Time of the steps: drafting, the target's pass, verification, the rest"
+        yield _COUNTER, "step_time_seconds", text, metrics.seconds, "part"
 
-    def _cache_info(self) -> Metric:
-        blocks = self._engine.scheduler.block_manager
-        cache = {
-            "block_size": blocks.block_size,
-            "num_gpu_blocks": blocks.num_all_blocks,
-            "kv_cache_size_tokens": blocks.num_all_blocks * blocks.block_size,
-            "cache_dtype": self._engine.resolved.cache_dtype_name,
-        }
-        return self._families.labelled(
-            GaugeMetricFamily,
-            "cache_config_info",
-            "1; the labels tell the size of the KV cache, on any device",
-            [*cache],
-            {tuple(map(str, cache.values())): 1},
-        )
-
-    def _choices(self) -> Iterator[Metric]:
+    def _drafting(self) -> Iterator[Row]:
         """Draft lengths, estimated speed-up and step costs; with K auto, the acceptance rates."""
-        engine = self._engine
-        spec, policy = engine.metrics.speculation, engine.scheduler.policy
-        yield self._families.one(
-            CounterMetricFamily,
-            "spec_decode_num_draft_tokens_chosen",
-            "Steps that gave a request tokens, by the draft tokens it had",
-            {str(k): count for k, count in enumerate([*spec.num_steps_by_draft_tokens])},
-            "k",
-        )
+        spec, policy = self._engine.metrics.speculation, self._engine.scheduler.policy
+        text = "Steps that gave a request tokens, by the draft tokens it had"
+        chosen = dict(enumerate([*spec.num_steps_by_draft_tokens]))
+        yield _COUNTER, "spec_decode_num_draft_tokens_chosen", text, chosen, "k"
         speedup = spec.estimated_speedup
         if speedup is not None:
-            name, text = "spec_decode_estimated_speedup", "Estimated speed-up over plain decoding"
-            yield self._families.one(GaugeMetricFamily, name, text, speedup)
-        yield self._families.labelled(
-            GaugeMetricFamily,
-            "step_cost_seconds",
-            "Predicted time of a decode step in which each request drafts so many tokens",
-            ("requests", "draft_tokens"),
-            {(str(row.requests), str(row.drafts)): row.seconds for row in engine.costs},
-        )
+            text = "Estimated speed-up over plain decoding"
+            yield _GAUGE, "spec_decode_estimated_speedup", text, speedup
+        text = "Predicted time of a decode step in which each request drafts so many tokens"
+        costs = {(row.requests, row.drafts): row.seconds for row in self._engine.costs}
+        yield _GAUGE, "step_cost_seconds", text, costs, "requests", "draft_tokens"
         if isinstance(policy, AdaptivePolicy):
             bins = policy.acceptance.reliability.bins
             tops = [f"{(place + 1) / len(bins):g}" for place in range(len(bins))]
@@ -318,10 +287,6 @@ class _EngineTotals:
                 ("accepted", "Those of them that were accepted", [it.accepted for it in bins]),
                 ("predicted", "Sum of their predicted chances", [it.predicted for it in bins]),
             ):
-                yield self._families.one(
-                    CounterMetricFamily,
-                    f"spec_decode_reliability_{name}",
-                    f"{text}, by predicted chance up to `bin`",
-                    dict(zip(tops, values, strict=True)),
-                    "bin",
-                )
+                text += ", by predicted chance up to `bin`"
+                by_bin = dict(zip(tops, values, strict=True))
+                yield _COUNTER, f"spec_decode_reliability_{name}", text, by_bin, "bin"

@@ -46,11 +46,8 @@ class ApiKeyCheck:
         keys = [key if scheme.lower() == b"bearer" else b""]
         if is_messages(scope["path"]):
             keys += [value for name, value in scope["headers"] if name == b"x-api-key"][:1]
-        return any([self._is_known(key.strip()) for key in keys])
-
-    def _is_known(self, key: bytes) -> bool:
-        digest = sha256(key).digest()
-        return any([compare_digest(digest, own) for own in self._digests])
+        digests = [sha256(key.strip()).digest() for key in keys]
+        return any([compare_digest(it, own) for it in digests for own in self._digests])
 
 
 class BodyLimits:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from http import HTTPStatus
 from time import time
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from slipstream.core.adapters import NamedAdapter
 from slipstream.core.config import EngineConfig
@@ -19,7 +19,7 @@ from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.errors import ApiError, bad_request
-from slipstream.serve.options import AnswerOptions
+from slipstream.serve.options import AnswerOptions, ServerOptions
 from slipstream.serve.output.formats import choose_output_format
 from slipstream.serve.output.parts import OutputFormat
 from slipstream.serve.prompt_fields import Truncation
@@ -56,30 +56,30 @@ class WorkerPool:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
+def has_images(given: object) -> bool:
+    """Whether a message or a part of any protocol, or one of a list, is or holds an image."""
+    if isinstance(given, list | tuple):
+        return any(map(has_images, given))
+    fields = getattr(given, "__dict__", {})  # of a text none
+    if fields.get("type") in ("image", "image_url", "input_image"):
+        return True
+    return has_images(fields.get("content", ())) or has_images(fields.get("output", ()))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelService:
     """The model as the endpoints use it: names, tokenizer, formats, and pools for slow work.
 
     Args:
-        names: names of the model in requests; answers have the first.
+        options: those of the server; answers have the first of its names.
         config: the configuration that the engine was built from.
         engine: used for its properties; only `thread` runs it.
-        tool_call_parser: one of `NAMED` or `CALLS_WITHIN`; None: chosen by the checkpoint.
-        reasoning_parser: a name of `OUTPUT_FORMATS`, or `OFF`; None: chosen by the checkpoint.
-        chat_template: replaces the checkpoint's chat template.
-        answers: server-wide defaults for requests and answers.
-        replica: identifies this server among replicas of the model; a part of response ids.
     """
 
-    names: Sequence[str]
+    options: ServerOptions
     config: EngineConfig
     engine: Engine
     thread: EngineThread
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    chat_template: str | None = None
-    answers: AnswerOptions = field(default_factory=AnswerOptions)
-    replica: str = ""
     created: int = field(default_factory=lambda: int(time()))
     # Slow work runs in `aside`. What may take very long has a pool of its own, so that it does not
     # delay the prompts of others: images, which may be fetched; large grammars; and chat templates
@@ -92,9 +92,14 @@ class ModelService:
     parse: WorkerPool = field(default_factory=lambda: WorkerPool(1, "parse"))
 
     @property
-    def name(self) -> str:
-        """The model's name in answers."""
-        return self.names[0]
+    def names(self) -> Sequence[str]:
+        """Names of the model in requests."""
+        return self.options.served_model_name
+
+    @property
+    def answers(self) -> AnswerOptions:
+        """Server-wide defaults for requests and answers."""
+        return self.options.answers
 
     @property
     def max_model_len(self) -> int:
@@ -126,7 +131,7 @@ class ModelService:
 
     def answers_as(self, name: str | None) -> str:
         """The field `model` of the answer: the adapter's name, or the model's first name."""
-        return self.name if name is None or name in self.names else name
+        return self.names[0] if name is None or name in self.names else name
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -157,7 +162,11 @@ class ModelService:
     def template(self) -> ChatTemplate:
         """The chat template."""
         in_parts = self.answers.chat_template_content_format == "openai"
-        return ChatTemplate(self.tokenizer, self.chat_template, in_parts)
+        return ChatTemplate(self.tokenizer, self.options.chat_template, in_parts)
+
+    def with_options(self, **changes: Any) -> "ModelService":
+        """This service with other options."""
+        return replace(self, options=replace(self.options, **changes))
 
     def with_template(self, source: str) -> "ModelService":
         """Copy this service, with the chat template of a request; slow.
@@ -171,7 +180,7 @@ class ModelService:
                 "--trust-request-chat-template; leave it out",
                 "chat_template",
             )
-        other = replace(self, chat_template=source)
+        other = self.with_options(chat_template=source)
         vars(other).update({name: it for name, it in vars(self).items() if name in _OF_VOCABULARY})
         try:
             _ = other.template.variables
@@ -185,8 +194,8 @@ class ModelService:
         """The output format, if answers have parts such as reasoning; None for plain text. Raises
         UsageError if the parser flags do not fit it."""
         return choose_output_format(
-            self.reasoning_parser,
-            self.tool_call_parser,
+            self.options.reasoning_parser,
+            self.options.tool_call_parser,
             self.template,
             self.tokenizer,
             self.engine.resolved.eos_token_ids,
@@ -203,8 +212,8 @@ class ModelService:
         """The format of the model's tool calls; None if unknown."""
         if self.output_format is not None and self.output_format.calls is not None:
             return self.output_format.calls
-        if self.tool_call_parser is not None:
-            return NAMED[self.tool_call_parser]
+        if self.options.tool_call_parser is not None:
+            return NAMED[self.options.tool_call_parser]
         if not self.template_knows_tools:
             return hermes.FORMAT
         return find_format(self.template, self.tokenizer)
@@ -262,6 +271,12 @@ class ModelService:
                     TOO_LONG,
                 )
 
+    def pool_for(self, messages: object, chat_template: str | None = None) -> WorkerPool:
+        """The pool in which to prepare a conversation of any protocol."""
+        if chat_template is not None:
+            return self.beside_templates
+        return self.beside_images if has_images(messages) else self.aside
+
     async def compile(self, params: SamplingParams) -> None:
         """Compile the request's grammar, if any, ahead of the engine, which then need not wait."""
         if params.structured is not None:
@@ -309,7 +324,7 @@ class ModelService:
     def cards(self) -> list[ModelCard]:
         """The model cards of all names, then those of the adapters."""
         parents: dict[str, str | None] = dict.fromkeys(self.names)
-        parents.update(dict.fromkeys(self.engine.adapters.names, self.name))
+        parents.update(dict.fromkeys(self.engine.adapters.names, self.names[0]))
         return [
             ModelCard(
                 id=name,

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from time import monotonic
-from typing import Protocol
 
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
@@ -17,8 +16,11 @@ logger = logging.getLogger("slipstream.serve")
 _LONGEST_PARAMS = 1000  # characters
 
 
-class Observer(Protocol):
-    """Receives events of the engine's thread, on that thread; its methods must be fast."""
+class Observer:
+    """Receives events of the engine's thread, on that thread; its methods must be fast.
+
+    A method that is not overridden does nothing.
+    """
 
     def request_added(self, request_id: str, submission: Submission) -> None:
         """The engine has accepted a request."""
@@ -33,7 +35,7 @@ class Observer(Protocol):
         """A step ended."""
 
 
-class ActivityLog:
+class ActivityLog(Observer):
     """Logs a line for every request that ends, and at intervals a line about the engine.
 
     Args:
@@ -94,7 +96,8 @@ class ActivityLog:
             facts["prompt"] = self._cut(submission.prompt)
             line += ", prompt %(prompt)r"
         if self._options.log_prompts or self._options.enable_log_outputs:
-            facts["outputs"] = [self._cut(text) for text in _texts(submission)]
+            detokenizers = [sample.detokenizer for sample in submission.samples]
+            facts["outputs"] = [None if it is None else self._cut(it.text) for it in detokenizers]
             line += ", outputs %(outputs)r"
         logger.info(line, facts, extra=facts)
 
@@ -134,11 +137,6 @@ def _given_params(params: SamplingParams) -> str:
     given = {it.name: getattr(params, it.name) for it in fields(params)}
     defaults = vars(SamplingParams())
     return ", ".join(f"{name} {it!r}" for name, it in given.items() if it != defaults[name])
-
-
-def _texts(submission: Submission) -> list[str | None]:
-    samples = submission.samples
-    return [None if it.detokenizer is None else it.detokenizer.text for it in samples]
 
 
 def _log_engine(engine: Engine, done: Mapping[str, int], seconds: float) -> None:

@@ -11,7 +11,11 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
+from slipstream.serve.model_service import ModelService
+from slipstream.serve.protocol.base import ModelRequest
 from slipstream.serve.protocol.server import ErrorResponse
+from slipstream.serve.request_parsing import read_body
+from slipstream.serve.sse import cancel_on_disconnect
 
 _TEMPLATE = "#/components/schemas/{model}"
 _ERRORS = {
@@ -38,7 +42,8 @@ class Route:
     """An endpoint.
 
     Attributes:
-        handler: the first line of its docstring is the summary.
+        handler: gets the body, if there is one, else the request. The first line of its docstring
+            is the summary.
         answer: model of the response's body.
         body: model of the request's body, if it has one.
         errors: statuses besides those of all endpoints.
@@ -49,22 +54,22 @@ class Route:
 
     method: str
     path: str
-    handler: Callable[[Request], Awaitable[Response]]
+    handler: Callable[[Any], Awaitable[Response]]
     answer: type[BaseModel]
-    body: type[BaseModel] | None = None
+    body: type[ModelRequest] | None = None
     errors: Sequence[int] = ()
     chunk: type[BaseModel] | None = None
     done: bool = False
     error: type[BaseModel] = ErrorResponse
 
 
-def add_routes(app: FastAPI, routes: Sequence[Route]) -> None:
+def add_routes(app: FastAPI, routes: Sequence[Route], service: ModelService) -> None:
     """Add routes to the application and its OpenAPI document."""
     models: list[tuple[type[BaseModel], Any]] = []
     for route in routes:
         app.add_api_route(
             route.path,
-            route.handler,
+            _endpoint(route, service),
             methods=[route.method],
             response_class=Response,
             response_model=None,
@@ -92,6 +97,19 @@ def add_routes(app: FastAPI, routes: Sequence[Route]) -> None:
 def json_response(content: BaseModel) -> Response:
     """A response with the fields of the body that are set."""
     return Response(content.model_dump_json(exclude_unset=True), media_type="application/json")
+
+
+def _endpoint(route: Route, service: ModelService) -> Callable[[Request], Awaitable[Response]]:
+    """Read the body before the handler runs; work for a stream ends when its client leaves."""
+    kind = route.body
+    if kind is None:
+        return route.handler
+
+    async def handle(request: Request) -> Response:
+        work = route.handler(await read_body(request, kind, service))
+        return await (work if route.chunk is None else cancel_on_disconnect(request.receive, work))
+
+    return handle
 
 
 def _operation(route: Route) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""How a server answers and what it logs, as users give it."""
+"""The options of a server, as users give them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import check_fields, flag, parse_object
+from slipstream.serve.limits import ServeLimits
 
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -119,3 +120,137 @@ class LogOptions:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--log-config-file {file} cannot be read: {error}") from None
         return parse_object("--log-config-file", text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of a server: where it listens, under which names, for whom, and how it answers.
+
+    Attributes:
+        replica: identifies this server among replicas of the model; a part of response ids.
+    """
+
+    host: str = flag(
+        "127.0.0.1", "Address to listen on; 0.0.0.0 is open to the network.", panel="Listening"
+    )
+    port: int = flag(8000, "0 takes a free port.", at_least=0, at_most=65535)
+    served_model_name: tuple[str, ...] = flag(
+        (),
+        "Name of the model in requests (repeatable); answers have the first. [MODEL, or what a "
+        "GGUF file is called without .gguf]",
+        metavar="<name>",
+    )
+    api_key: tuple[str, ...] = flag(
+        (),
+        "Accept only requests with one of these keys (repeatable); better given in the "
+        "environment, as SLIPSTREAM_API_KEY.",
+        metavar="<key>",
+        envvar="SLIPSTREAM_API_KEY",
+    )
+    uds: Path | None = flag(
+        None,
+        "Listen on a Unix domain socket at this path, in place of host and port.",
+        metavar="<file>",
+    )
+    allowed_origins: tuple[str, ...] = flag(
+        (),
+        "Allow web pages of this origin to use the server (repeatable, or a JSON list); * allows "
+        "all. [none]",
+        metavar="<origin>",
+        also=("--cors-origin",),
+    )
+    allowed_methods: tuple[str, ...] = flag(
+        (),
+        "Methods that pages of allowed origins may use (repeatable, or a JSON list); * allows all. "
+        "[GET, POST]",
+        metavar="<method>",
+        hidden=True,
+    )
+    allowed_headers: tuple[str, ...] = flag(
+        (),
+        "Headers that pages of allowed origins may send (repeatable, or a JSON list). [*]",
+        metavar="<header>",
+        hidden=True,
+    )
+    allow_credentials: bool = flag(
+        False, "Let pages of allowed origins send cookies and the like.", hidden=True
+    )
+    ssl_certfile: Path | None = flag(
+        None, "Serve HTTPS with this certificate (PEM).", metavar="<file>"
+    )
+    ssl_keyfile: Path | None = flag(
+        None, "The certificate's key. [in the certificate's file]", metavar="<file>"
+    )
+    ssl_ca_certs: Path | None = flag(
+        None,
+        "Authorities whose certificates of clients count (PEM).",
+        metavar="<file>",
+        hidden=True,
+    )
+    ssl_cert_reqs: int = flag(
+        0,
+        "Certificates of clients: 0 asks for none, 1 takes them, 2 needs them.",
+        at_least=0,
+        at_most=2,
+        hidden=True,
+    )
+    ssl_ciphers: str | None = flag(
+        None, "Ciphers up to TLS 1.2, as OpenSSL writes them. [uvicorn's]", hidden=True
+    )
+    root_path: str = flag(
+        "", "Path under which a proxy offers this server, such as /models/a.", metavar="<path>"
+    )
+    enable_profiling: Path | None = flag(
+        None,
+        "Let clients profile the server (POST /start_profile, /stop_profile); traces are written "
+        "to this folder.",
+        metavar="<folder>",
+    )
+    profiler_config: Mapping[str, Any] | None = flag(
+        None,
+        'A folder for traces as {"torch_profiler_dir": FOLDER}; clients may then profile.',
+        metavar="<json>",
+        parse=parse_object,
+        hidden=True,
+    )
+    disable_fastapi_docs: bool = flag(
+        False, "Do not offer /openapi.json. (There are no pages about it.)", hidden=True
+    )
+    allow_synthetic: bool = flag(
+        False,
+        "Allow rejection_sample_method synthetic, for benchmarks: the texts are not the model's.",
+    )
+    lora_modules: tuple[str, ...] = flag(
+        (),
+        "An adapter that requests may name as their model (repeatable), with --enable-lora.",
+        metavar="<name=folder>",
+    )
+    tool_call_parser: str | None = flag(
+        None,
+        "Format of tool calls: hermes, qwen3_coder, glm45, llama3_json, pythonic, mistral or "
+        "openai. [found from the checkpoint]",
+        panel="Answers",
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "qwen3, glm45, deepseek_r1, mistral or openai_gptoss; none leaves a model's reasoning in "
+        "the content. [found from the checkpoint]",
+    )
+    chat_template: str | None = flag(
+        None,
+        "A chat template in place of the checkpoint's: a file, or the text of one.",
+        metavar="<file>",
+    )
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
+    limits: ServeLimits = field(default_factory=ServeLimits)
+    log: LogOptions = field(default_factory=LogOptions)
+    replica: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(type(self), vars(self))
+        if not all(key.strip() == key and key.isascii() and key for key in self.api_key):
+            raise UsageError("an API key must be non-empty ASCII text without spaces around it")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path[-1] == "/"):
+            raise UsageError(
+                f"--root-path must begin with a slash and not end with one, not {self.root_path!r}"
+            )

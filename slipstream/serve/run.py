@@ -1,15 +1,13 @@
-"""Runs a server: options, start, draining and shutdown."""
+"""Runs a server: start, draining and shutdown."""
 
 import asyncio
 import logging
 import resource
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -17,21 +15,19 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import UsageError
 from slipstream.engine.engine import Engine
-from slipstream.serve.adapters import NamedPath, load_modules
+from slipstream.serve.adapters import load_modules, parse_modules
 from slipstream.serve.app import create_app
 from slipstream.serve.conversation import require_defaults
 from slipstream.serve.engine_thread import EngineThread
-from slipstream.serve.limits import ServeLimits
-from slipstream.serve.listening import Tls, connection_class
+from slipstream.serve.listening import connection_class, tls_options
 from slipstream.serve.logs import RequestIds, set_up_logs
 from slipstream.serve.memory import freeze_garbage_collection, return_memory, share_arenas
 from slipstream.serve.metrics import ServerMetrics
 from slipstream.serve.middleware import ApiKeyCheck, BodyLimits, DrainGate, RootPath
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.observers import ActivityLog, Observer
-from slipstream.serve.options import AnswerOptions, LogOptions
+from slipstream.serve.options import ServerOptions
 
 logger = logging.getLogger("slipstream.serve")
 
@@ -39,72 +35,6 @@ _BACKLOG = 4096
 _SPARE_FILES = 256  # open files besides connections
 _FLUSH_SECONDS = 10  # time to send answers that are complete
 _LAST_FLUSH_SECONDS = 1  # as above, when requests were aborted
-
-
-@dataclass(frozen=True, kw_only=True)
-class Access:
-    """API keys and CORS settings.
-
-    Args:
-        api_keys: a request must have one of these keys; if empty, no key is needed.
-        allowed_origins: CORS origins ("*": all); by default none.
-        allowed_methods, allowed_headers: CORS methods and headers ("*": all).
-        allow_credentials: whether CORS requests may have credentials, such as cookies.
-        open_paths: paths that need no key.
-    """
-
-    api_keys: Sequence[str] = ()
-    allowed_origins: Sequence[str] = ()
-    allowed_methods: Sequence[str] = ("GET", "POST")
-    allowed_headers: Sequence[str] = ("*",)
-    allow_credentials: bool = False
-    open_paths: Collection[str] = ("/health", "/ping")
-
-    def __post_init__(self) -> None:
-        if not all(key.strip() == key and key.isascii() and key for key in self.api_keys):
-            raise UsageError("an API key must be non-empty ASCII text without spaces around it")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """Options of a server.
-
-    Args:
-        names: names of the model in requests; at least one.
-        tls: TLS settings; None: connections are not encrypted.
-        root_path: path prefix under which a proxy exposes the server.
-        tool_call_parser, reasoning_parser: see `ModelService`.
-        chat_template: replaces the checkpoint's chat template.
-        profiles: folder for traces; None: clients cannot profile the engine.
-        adapters: adapters to load at the start.
-        answers, log: defaults for answers, and what is logged.
-        show_document: whether to serve /openapi.json.
-        replica: identifies this server among replicas of the model; a part of response ids.
-
-    Raises:
-        UsageError: `root_path` does not begin with a slash, or ends with one.
-    """
-
-    names: Sequence[str]
-    limits: ServeLimits
-    access: Access
-    tls: Tls | None = None
-    root_path: str = ""
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    chat_template: str | None = None
-    profiles: Path | None = None
-    adapters: Sequence[NamedPath] = ()
-    answers: AnswerOptions = field(default_factory=AnswerOptions)
-    log: LogOptions = field(default_factory=LogOptions)
-    show_document: bool = True
-    replica: str = ""
-
-    def __post_init__(self) -> None:
-        if self.root_path and (not self.root_path.startswith("/") or self.root_path[-1] == "/"):
-            raise UsageError(
-                f"--root-path must begin with a slash and not end with one, not {self.root_path!r}"
-            )
 
 
 class Work(Protocol):
@@ -158,34 +88,20 @@ def engine_server(
 ) -> tuple["DrainingServer", EngineThread]:
     """Create a server and its engine thread, without starting them."""
     set_up_logs(options.log)
-    load_modules(engine, options.names, options.adapters)
-    metrics = ServerMetrics(engine, options.names[0], options.log.metrics_prefix == "vllm")
+    names = options.served_model_name
+    load_modules(engine, names, parse_modules(options.lora_modules))
+    metrics = ServerMetrics(engine, names[0], options.log.metrics_prefix == "vllm")
     observers: list[Observer] = [metrics, ActivityLog(options.log), *more_observers]
     thread = EngineThread(engine, options.limits, observers)
-    service = ModelService(
-        names=options.names,
-        config=config,
-        engine=engine,
-        thread=thread,
-        tool_call_parser=options.tool_call_parser,
-        reasoning_parser=options.reasoning_parser,
-        chat_template=options.chat_template,
-        answers=options.answers,
-        replica=options.replica,
-    )
+    service = ModelService(options=options, config=config, engine=engine, thread=thread)
     if engine.tokenizer is not None:
         _ = service.output_format  # raises for flags that do not fit the model
         require_defaults(service)
     if logger.isEnabledFor(logging.DEBUG):
         _log_tools(service)
     # Pages need no key: the playground asks its user for one.
-    open_paths = (*options.access.open_paths, *(page.path for page in pages))
-    access = replace(options.access, open_paths=open_paths)
     app, gate = guarded(
-        create_app(service, metrics, pages, options.profiles, options.show_document),
-        options.limits,
-        access,
-        metrics,
+        create_app(service, metrics, pages), options, metrics, [page.path for page in pages]
     )
     if options.root_path:
         app = RootPath(app, options.root_path)
@@ -197,20 +113,27 @@ def engine_server(
 
 
 def guarded(
-    app: ASGIApp, limits: ServeLimits, access: Access, metrics: ServerMetrics | None = None
+    app: ASGIApp,
+    options: ServerOptions,
+    metrics: ServerMetrics | None = None,
+    open_paths: Sequence[str] = (),
 ) -> tuple[ASGIApp, DrainGate]:
-    """Wrap the application in its middleware; returns it with the gate that drains it."""
+    """Wrap the application in its middleware; returns it with the gate that drains it.
+
+    Args:
+        open_paths: paths that need no key, besides those that tell whether the server runs.
+    """
     gate = DrainGate(app)
-    whole: ASGIApp = BodyLimits(gate, limits)
-    if access.api_keys:
-        whole = ApiKeyCheck(whole, access.api_keys, access.open_paths)
-    if access.allowed_origins:
+    whole: ASGIApp = BodyLimits(gate, options.limits)
+    if options.api_key:
+        whole = ApiKeyCheck(whole, options.api_key, ("/health", "/ping", *open_paths))
+    if options.allowed_origins:
         whole = CORSMiddleware(
             whole,
-            allow_origins=access.allowed_origins,
-            allow_methods=access.allowed_methods,
-            allow_headers=access.allowed_headers,
-            allow_credentials=access.allow_credentials,
+            allow_origins=options.allowed_origins,
+            allow_methods=options.allowed_methods or ("GET", "POST"),
+            allow_headers=options.allowed_headers or ("*",),
+            allow_credentials=options.allow_credentials,
             expose_headers=["x-request-id", "retry-after"],
         )
     if metrics is None:
@@ -229,7 +152,7 @@ def _uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
         timeout_keep_alive=round(options.limits.keep_alive_timeout),
         timeout_graceful_shutdown=_FLUSH_SECONDS,
         backlog=_BACKLOG,
-        **({} if options.tls is None else options.tls.options()),
+        **tls_options(options),
     )
 
 
@@ -271,7 +194,12 @@ class DrainingServer(uvicorn.Server):
             self.exit_code = 1
             self.should_exit = self.force_exit = True
             return
-        self._loop.call_soon_threadsafe(self._begin_ending)
+        self._loop.call_soon_threadsafe(
+            lambda: self._begin(self._stop() if self._tasks else self.drain())
+        )
+
+    def _begin(self, ending: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(ending))
 
     def end_at_once(self, why: str) -> None:
         """Abort all requests and stop the server with exit code 1, because the engine cannot
@@ -282,13 +210,7 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = True
             return
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(
-                lambda: self._tasks.append(asyncio.create_task(self._stop()))
-            )
-
-    def _begin_ending(self) -> None:
-        ending = self._stop() if self._tasks else self.drain()
-        self._tasks.append(asyncio.create_task(ending))
+            self._loop.call_soon_threadsafe(lambda: self._begin(self._stop()))
 
     async def drain(self) -> None:
         """Refuse new requests, let running ones finish, then stop the server."""

@@ -58,12 +58,12 @@ class TokenTexts:
         """Whether the token is left out if `skip_special_tokens` is set."""
         return token_id in self._tokenizer.special_token_ids
 
-    def first_text(self, token_id: int) -> str:
-        """The text of a token that begins a text: some tokenizers drop its leading space."""
+    def decoded(self, token_id: int) -> str:
+        """The text of a token alone: some tokenizers drop the leading space of a text."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def _find(self, token_id: int) -> bytes:
-        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        text = self.decoded(token_id)
         spelling = self._tokenizer.id_to_token(token_id)
         if spelling is None or self.is_special(token_id):
             return text.encode()
@@ -96,7 +96,7 @@ class TokenReader:
             return ""
         content = self._texts.content(token_id)
         if self._at_start and content.startswith(b" "):
-            content = self._texts.first_text(token_id).encode()
+            content = self._texts.decoded(token_id).encode()
         self._at_start = False
         added = self._decoder.decode(content)
         self.offset += len(added)

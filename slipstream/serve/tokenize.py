@@ -7,19 +7,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.serve.conversation import note_unread, render
-from slipstream.serve.conversation_images import has_images, read_images
+from slipstream.serve.conversation_images import read_images
 from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.openapi import json_response
+from slipstream.serve.protocol import server
 from slipstream.serve.protocol.bounds import MOST_TEXT_BYTES
-from slipstream.serve.protocol.server import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-    TokenizerInfo,
-)
-from slipstream.serve.request_parsing import read_body
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,18 +24,14 @@ class TokenizeEndpoints:
     def __init__(self, service: ModelService) -> None:
         self._service = service
 
-    async def tokenize(self, request: Request) -> Response:
+    async def tokenize(self, body: server.TokenizeRequest) -> Response:
         """Token ids of a prompt or of messages"""
-        body = await read_body(request, TokenizeRequest, self._service)
         service = self._service
-        run = service.beside_images if has_images(body.messages or ()) else service.aside
-        if body.chat_template is not None:
-            run = service.beside_templates
+        run = service.pool_for(body.messages, body.chat_template)
         return await run(self._tokenize, body)
 
-    async def detokenize(self, request: Request) -> Response:
+    async def detokenize(self, body: server.DetokenizeRequest) -> Response:
         """The text of token ids"""
-        body = await read_body(request, DetokenizeRequest, self._service)
         return await self._service.aside(self._detokenize, body)
 
     async def info(self, _: Request) -> Response:
@@ -53,7 +42,7 @@ class TokenizeEndpoints:
         tokenizer = self._service.tokenizer
         named, kind = tokenizer.special_tokens, tokenizer.settings.get("tokenizer_class")
         return json_response(
-            TokenizerInfo(
+            server.TokenizerInfo(
                 tokenizer_class=kind if isinstance(kind, str) else None,
                 eos_token=named.get("eos_token"),
                 bos_token=named.get("bos_token"),
@@ -63,7 +52,7 @@ class TokenizeEndpoints:
             )
         )
 
-    def _tokenize(self, body: TokenizeRequest) -> Response:
+    def _tokenize(self, body: server.TokenizeRequest) -> Response:
         unread: list[str] = []
         images: list[Image] = []
         service, tokenizer = self._service, self._service.tokenizer
@@ -78,14 +67,14 @@ class TokenizeEndpoints:
             given, field = body.prompt, "prompt"
             adds_special = body.add_special_tokens is not False
         tokens = tokens_with(service, given, images, adds_special, field)
-        answer = TokenizeResponse(
+        answer = server.TokenizeResponse(
             count=len(tokens), max_model_len=self._service.max_model_len, tokens=tokens
         )
         if body.return_token_strs:
             answer.token_strs = [tokenizer.id_to_token(token) or "" for token in tokens]
         return note_unread(json_response(answer), unread)
 
-    def _detokenize(self, body: DetokenizeRequest) -> Response:
+    def _detokenize(self, body: server.DetokenizeRequest) -> Response:
         tokenizer, vocab_size = self._service.tokenizer, self._service.engine.resolved.vocab_size
         largest = max(body.tokens, default=0)
         if largest >= vocab_size:
@@ -93,7 +82,7 @@ class TokenizeEndpoints:
                 f"tokens holds {largest}, but token ids go from 0 to {vocab_size - 1}", "tokens"
             )
         text = tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return json_response(DetokenizeResponse(prompt=text))
+        return json_response(server.DetokenizeResponse(prompt=text))
 
 
 def tokens_with(

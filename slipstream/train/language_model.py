@@ -58,7 +58,9 @@ class LanguageModelRecipe(Recipe[DecoderConfig]):
         if init is None:
             config = _smaller_config(plan)
         else:
-            _require_no_sizes(plan)
+            for name in sorted(_SIZES):
+                if getattr(plan.settings.options, name) is not None:
+                    raise UsageError(f"{flag_name(name)} is given by --init; leave one of them out")
             config = dict(init.config)
             _require_tokens(str(plan.settings.options.init), config, plan.shape.vocab_size)
         config |= cls.changes(plan)
@@ -121,12 +123,6 @@ def _smaller_config(plan: RunPlan) -> dict[str, Any]:
     if isinstance(config.get("layer_types"), list):
         config["layer_types"] = config["layer_types"][:layers]
     return config
-
-
-def _require_no_sizes(plan: RunPlan) -> None:
-    for name in sorted(_SIZES):
-        if getattr(plan.settings.options, name) is not None:
-            raise UsageError(f"{flag_name(name)} is given by --init; leave one of them out")
 
 
 def _require_tokens(name: str, config: dict[str, Any], wanted: int) -> None:

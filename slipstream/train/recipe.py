@@ -24,19 +24,9 @@ from slipstream.train.losses import Agreement
 from slipstream.train.parameters import RandomSource, Trainable
 from slipstream.train.plan import RunPlan
 from slipstream.train.sequences import Sequences
+from slipstream.train.settings import RECIPES
 from slipstream.train.target import Target
 from slipstream.train.vocabulary import DraftVocabulary, most_frequent
-
-# To add a kind of drafter, write its file and add one line here.
-RECIPES = {
-    "dflash": "recipe_dflash.DFlashRecipe",
-    "draft": "recipe_draft.DraftRecipe",
-    "eagle3": "recipe_eagle3.Eagle3Recipe",
-    "medusa": "recipe_medusa.MedusaRecipe",
-    "mtp": "recipe_mtp.MtpRecipe",
-    "p-eagle": "recipe_p_eagle.PEagleRecipe",
-    "pard": "recipe_pard.PardRecipe",
-}
 
 LAYER_OPTIONS = frozenset({"num_heads", "num_kv_heads", "head_dim", "intermediate_size"})
 
@@ -143,10 +133,10 @@ class Recipe(ABC, Generic[Config]):
 
 def recipe_class(kind: str) -> type[Recipe[Any]]:
     """The recipe of a kind of drafter; UsageError for an unknown one."""
-    name = RECIPES.get(kind.replace("_", "-"))
-    if name is None:
+    found = RECIPES.get(kind.replace("_", "-"))
+    if found is None:
         raise UsageError(f"there is no recipe for {kind!r}; there are {', '.join(RECIPES)}")
-    module, _, recipe = name.partition(".")
+    module, _, recipe = found[0].partition(".")
     return cast(type[Recipe[Any]], getattr(import_module(f"slipstream.train.{module}"), recipe))
 
 

@@ -15,6 +15,19 @@ from slipstream.core.flags import (
     spelled,
 )
 
+RECIPES = {
+    "dflash": ("recipe_dflash.DFlashRecipe", "a DFlash drafter: a block of tokens in one pass."),
+    "draft": ("recipe_draft.DraftRecipe", "a draft model: a small language model."),
+    "eagle3": ("recipe_eagle3.Eagle3Recipe", "an EAGLE-3 head: one layer over target features."),
+    "medusa": ("recipe_medusa.MedusaRecipe", "Medusa heads: one head per draft position."),
+    "mtp": ("recipe_mtp.MtpRecipe", "an MTP module: one layer over the last hidden state."),
+    "p-eagle": (
+        "recipe_p_eagle.PEagleRecipe",
+        "a P-EAGLE head: EAGLE-3 with all tokens in one pass.",
+    ),
+    "pard": ("recipe_pard.PardRecipe", "a PARD drafter: a draft model with one pass."),
+}
+"""The kinds of drafters: the recipe's class, and what it trains. A new kind is one line here."""
 LOSS_OPTIONS = ("place_decay", "drop_rate")
 """Settings of the loss that some recipes do not read."""
 _ANSWERING = (

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.bench.client import Client, Server
+from slipstream.bench.client import Client
 from slipstream.bench.datasets import BenchPrompt
 from slipstream.bench.load import LoadRun, run_load
+from slipstream.bench.options import Server
 from slipstream.bench.protocol import BrokenStreamError, EventStream, RequestForm, read_event
 from slipstream.bench.record import CHUNKS, TOKENIZER, USAGE, Record
 from slipstream.core.errors import UsageError
@@ -26,7 +27,8 @@ def ask(script: Script, *prompts: BenchPrompt, form: RequestForm | None = None, 
     """The records of these prompts, one after another."""
 
     async def all_of_them(url: str) -> list[Record]:
-        async with Client(Server(url=url, timeout=more.get("timeout", 10.0))) as client:
+        server = Server(base_url=url, request_timeout=more.get("timeout", 10.0))
+        async with Client(server) as client:
             return [
                 await client.complete(it, form or RequestForm(model="m"), more.get("encoder"))
                 for it in prompts
@@ -140,7 +142,7 @@ def test_a_server_that_is_silent_broken_or_not_there_fails_requests_only() -> No
         port = free.getsockname()[1]
 
     async def ask_nobody() -> Record:
-        async with Client(Server(url=f"http://127.0.0.1:{port}")) as client:
+        async with Client(Server(base_url=f"http://127.0.0.1:{port}")) as client:
             return await client.complete(TEXT, RequestForm(model="m"))
 
     nobody = asyncio.run(ask_nobody())
@@ -161,7 +163,7 @@ def test_a_connection_that_breaks_off_is_a_failure() -> None:
     async def told(handler: Any) -> str | None:
         server = await asyncio.start_server(handler, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        async with server, Client(Server(url=f"http://127.0.0.1:{port}")) as client:
+        async with server, Client(Server(base_url=f"http://127.0.0.1:{port}")) as client:
             return (await client.complete(TEXT, RequestForm(model="m"))).error
 
     assert asyncio.run(told(answer_half)) == "the connection broke off within the answer"

@@ -172,7 +172,7 @@ def test_a_page_shows_texts_as_texts(tmp_path: Path) -> None:
         "<svg></svg>",
     ):
         assert shown in text
-    assert 'aria-label="what &quot;it&quot; shows"' in text
+    assert 'aria-label="what &#34;it&#34; shows"' in text
     assert "color-scheme: light dark" in text
 
 

@@ -6,17 +6,10 @@ import numpy
 import pytest
 
 from slipstream.bench.load import LoadRun, arrival_times
+from slipstream.bench.options import ITL_PER_TOKEN, SummaryOptions, read_goodput
 from slipstream.bench.record import CHUNKS, TOKENIZER, USAGE, Arrival, Record
 from slipstream.bench.speculation import SpeculationCounts, from_metrics, from_usage
-from slipstream.bench.summary import (
-    ITL_PER_TOKEN,
-    SummaryOptions,
-    details,
-    read_goodput,
-    series,
-    summarise,
-    timeline,
-)
+from slipstream.bench.summary import details, series, summarise, timeline
 from slipstream.core.errors import UsageError
 
 
@@ -69,7 +62,7 @@ def test_a_token_without_text_yet_is_no_gap() -> None:
 
 
 def test_the_figures_of_a_load() -> None:
-    options = SummaryOptions(percentiles=(50, 99), goodput={"ttft": 300, "e2el": 2000})
+    options = SummaryOptions(percentiles=(50, 99), goodput=("ttft:300", "e2el:2000"))
     summary = summarise(run(FIRST, SECOND, FAILED, FAILED, left=3), None, options)
     expected = {
         "duration": 2.5,
@@ -182,13 +175,13 @@ def test_counters_of_servers_are_read(prefix: str, ending: str) -> None:
     after = from_metrics(PAGE.format(p=prefix, t=ending, d=16, n=32))
     assert before is not None
     assert after is not None
-    assert (before.drafts, before.draft_tokens, before.accepted) == (10, 20, 12)
-    assert before.per_position == (8, 4)
+    assert (before.num_drafts, before.num_draft_tokens) == (10, 20)
+    assert (before.num_accepted_tokens, before.num_accepted_tokens_per_pos) == (12, [8, 4])
     assert before.acceptance_length == pytest.approx(2.2)
-    assert before.shares == (0.8, 0.4)
+    assert before.acceptance_per_position == [0.8, 0.4]
     assert before.without_drafts is None
     gained = after.since(before)
-    assert (gained.drafts, gained.draft_tokens, gained.accepted) == (6, 12, 0)
+    assert (gained.num_drafts, gained.num_draft_tokens, gained.num_accepted_tokens) == (6, 12, 0)
     assert f"{prefix}spec_decode_num_drafts" in gained.source
     assert from_metrics("process_cpu_seconds_total 3\n") is None
 
@@ -203,7 +196,8 @@ def test_answers_that_tell_are_summed() -> None:
     ]
     counts = from_usage(told)
     assert counts is not None
-    assert (counts.drafts, counts.accepted, counts.per_position) == (5, 6, (5, 1))
+    assert (counts.num_drafts, counts.num_accepted_tokens) == (5, 6)
+    assert counts.num_accepted_tokens_per_pos == [5, 1]
     assert counts.acceptance_length == pytest.approx(2.2)
     assert counts.without_drafts == pytest.approx(3 / 8)
     summary = summarise(run(FIRST), counts, SummaryOptions())
@@ -214,7 +208,5 @@ def test_answers_that_tell_are_summed() -> None:
 
 
 def test_nothing_drafted_is_an_acceptance_length_of_one() -> None:
-    none = SpeculationCounts(
-        drafts=0, draft_tokens=0, accepted=0, per_position=(), steps=9, source="x"
-    )
+    none = SpeculationCounts(num_steps=9, source="x")
     assert (none.acceptance_length, none.acceptance_rate, none.without_drafts) == (1.0, 0.0, 1.0)

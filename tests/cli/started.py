@@ -8,7 +8,7 @@ from typing import Any
 from starlette.routing import Route
 
 from slipstream.core.config import EngineConfig
-from slipstream.serve.run import ServerOptions
+from slipstream.serve.options import ServerOptions
 
 
 @dataclass

@@ -97,7 +97,9 @@ def test_the_list_has_the_bundled_models_and_downloads(
     assert models["some/model"]["kind"] == "Qwen3ForCausalLM"
     assert models["some/model"]["num_bytes"] > 0
     assert "BertModel" in models["other/kind"]["problem"]
+    write_qwen3(add_download(tmp_path, "changed/model"))
     words = slipstream("list", "--download-dir", str(tmp_path)).out
+    assert "changed/model" in words
     assert "some/model" in words
     assert "not supported" in words
 

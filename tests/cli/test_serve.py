@@ -13,8 +13,7 @@ from slipstream.core.errors import UsageError
 from slipstream.engine.llm import LLM
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.listening import bind
-from slipstream.serve.options import LogOptions
-from slipstream.serve.run import Access, ServerOptions
+from slipstream.serve.options import LogOptions, ServerOptions
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
 from tests.cli.started import Started
@@ -27,7 +26,7 @@ def test_nothing_given_is_the_demo_on_loopback(slipstream: CommandLine, started:
     assert ran.code == 0, ran.err
     ((config, options, (_, port)),) = started.calls
     assert config == EngineConfig(model="demo", speculative_config=DEMO_DRAFT)
-    assert options == ServerOptions(names=("demo",), limits=ServeLimits(), access=Access())
+    assert options == ServerOptions(port=0, served_model_name=("demo",))
     assert f"http://127.0.0.1:{port}/v1" in ran.err
     assert "curl" in ran.err
     assert "Authorization" not in ran.err
@@ -39,7 +38,7 @@ def test_a_gguf_file_is_served_by_what_it_is_called(
     ran = slipstream("serve", "models/some-Q4_K_M-00001-of-00002.gguf", "--port", "0")
     assert ran.code == 0, ran.err
     ((_, options, _),) = started.calls
-    assert options.names == ("some-Q4_K_M",)
+    assert options.served_model_name == ("some-Q4_K_M",)
 
 
 def test_every_flag_arrives(slipstream: CommandLine, started: Started, tmp_path: Path) -> None:
@@ -62,7 +61,10 @@ def test_every_flag_arrives(slipstream: CommandLine, started: Started, tmp_path:
         speculative_config={"model": "d", "num_speculative_tokens": 2},
     )
     assert options == ServerOptions(
-        names=("a", "b"),
+        port=0,
+        served_model_name=("a", "b"),
+        api_key=("k1", "k2"),
+        allowed_origins=("https://x.org",),
         limits=ServeLimits(
             max_waiting=7,
             request_timeout=None,
@@ -77,11 +79,10 @@ def test_every_flag_arrives(slipstream: CommandLine, started: Started, tmp_path:
             send_timeout=4.0,
             keep_alive_timeout=5.0,
         ),
-        access=Access(api_keys=("k1", "k2"), allowed_origins=("https://x.org",)),
         root_path="/m",
         tool_call_parser="hermes",
         chat_template="{{messages}}",
-        profiles=tmp_path / "new" / "traces",
+        enable_profiling=tmp_path / "new" / "traces",
         log=LogOptions(log_prompts=True, log_json=True, log_level="debug"),
     )
     assert (tmp_path / "new" / "traces").is_dir()
@@ -94,7 +95,7 @@ def test_the_key_may_stand_in_the_environment(
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_API_KEY", "secret")
     ran = slipstream("serve", "--port", "0", "--host", "0.0.0.0")
-    assert started.calls[0][1].access.api_keys == ("secret",)
+    assert started.calls[0][1].api_key == ("secret",)
     assert "open to the network" not in ran.err
     assert "secret" not in ran.err
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.cli.train import KINDS
-from slipstream.train.settings import DrafterOptions, TrainSettings
+from slipstream.train.settings import RECIPES, DrafterOptions, TrainSettings
 from tests.cli.conftest import CommandLine
 
 
@@ -130,6 +129,6 @@ def test_ctrl_c_tells_how_to_go_on(
 def test_the_kinds_are_told(slipstream: CommandLine) -> None:
     ran = slipstream("train", "--help")
     assert ran.code == 0
-    for kind in (*KINDS, "data"):
+    for kind in (*RECIPES, "data"):
         assert kind in ran.out
     assert slipstream("train", "data", "demo", "--data", "x", "--out", "y.txt").code == 2

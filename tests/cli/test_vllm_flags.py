@@ -10,7 +10,6 @@ from scripts.from_vllm_page import PAGE, page, serve_options
 from slipstream.cli.vllm_flags import DECLARED, ENTRIES, SHORT, NoEffect, Unsupported, arguments_for
 from slipstream.cli.vllm_line import rewritten, unknown_flag
 from slipstream.core.errors import UsageError
-from slipstream.serve.adapters import NamedPath
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
 from tests.cli.started import Started
@@ -30,10 +29,10 @@ ALL = dict.fromkeys([*COMMON, *OLDER, *REST])
 EFFECTS: dict[str, tuple[str, str, Any]] = {
     "--model": ("some/model", "config.model", "some/model"),
     "--host": ("127.0.0.2", "host", "127.0.0.2"),
-    "--port": ("0", "options.names", ("demo",)),
+    "--port": ("0", "options.served_model_name", ("demo",)),
     "--uds": ("{tmp}/s", "host", "{tmp}/s"),
-    "--api-key": ("k", "options.access.api_keys", ("k",)),
-    "--served-model-name": ("a", "options.names", ("a",)),
+    "--api-key": ("k", "options.api_key", ("k",)),
+    "--served-model-name": ("a", "options.served_model_name", ("a",)),
     "--dtype": ("float32", "config.dtype", "float32"),
     "--max-model-len": ("1k", "config.max_model_len", 1000),
     "--max-num-seqs": ("7", "config.max_num_seqs", 7),
@@ -123,21 +122,21 @@ EFFECTS: dict[str, tuple[str, str, Any]] = {
     ),
     "--uvicorn-log-level": ("trace", "options.log.uvicorn_log_level", "trace"),
     "--disable-uvicorn-access-log": ("", "options.log.disable_uvicorn_access_log", True),
-    "--allowed-origins": ('["http://a"]', "options.access.allowed_origins", ("http://a",)),
-    "--allowed-methods": ('["PUT","GET"]', "options.access.allowed_methods", ("PUT", "GET")),
-    "--allowed-headers": ('["x"]', "options.access.allowed_headers", ("x",)),
-    "--allow-credentials": ("", "options.access.allow_credentials", True),
+    "--allowed-origins": ('["http://a"]', "options.allowed_origins", ("http://a",)),
+    "--allowed-methods": ('["PUT","GET"]', "options.allowed_methods", ("PUT", "GET")),
+    "--allowed-headers": ('["x"]', "options.allowed_headers", ("x",)),
+    "--allow-credentials": ("", "options.allow_credentials", True),
     "--root-path": ("/m", "options.root_path", "/m"),
     "--shutdown-timeout": ("0", "options.limits.drain_timeout", 0.001),
     "--enable-force-include-usage": ("", "options.answers.enable_force_include_usage", True),
     "--profiler-config": (
         '{"profiler":"torch","torch_profiler_dir":"{tmp}/traces"}',
-        "options.profiles",
+        "options.enable_profiling",
         Path("{tmp}/traces"),
     ),
-    "--disable-fastapi-docs": ("", "options.show_document", False),
+    "--disable-fastapi-docs": ("", "options.disable_fastapi_docs", True),
     "--enable-lora": ("", "config.enable_lora", True),
-    "--lora-modules": ("a=folder", "options.adapters", (NamedPath("a", "folder"),)),
+    "--lora-modules": ("a=folder", "options.lora_modules", ("a=folder",)),
     "--max-loras": ("2", "config.max_loras", 2),
     "--max-lora-rank": ("64", "config.max_lora_rank", 64),
     # Of versions before, and of the rest.
@@ -296,7 +295,7 @@ def test_a_name_is_never_taken_for_one_of_another_meaning() -> None:
         ("--no-trust-remote-code --trust-remote-code", "config.trust_remote_code", True),
         ("--enable-log-requests --disable-log-requests", "options.log.enable_log_requests", False),
         ("--no-disable-log-requests", "options.log.enable_log_requests", True),
-        ("m --served-model-name a b --api-key k", "options.names", ("a", "b")),
+        ("m --served-model-name a b --api-key k", "options.served_model_name", ("a", "b")),
         ("--served_model_name a m", "config.model", "m"),
         ("--structured-outputs-config.reasoning_parser none", "options.reasoning_parser", "none"),
     ],
@@ -327,7 +326,7 @@ def test_a_file_of_flags_counts_behind_the_command_line(
     assert (config.enable_prefix_caching, config.use_fp64_gumbel) == (False, False)
     assert config.trust_remote_code is True
     assert config.cudagraph_capture_sizes == (1, 2)
-    assert started.options.names == ("a", "b")
+    assert started.options.served_model_name == ("a", "b")
     assert started.drafter == {"method": "ngram"}
     assert slipstream("serve", "n", "--config", str(file)).code == 0
     assert started.config.model == "n"

@@ -12,7 +12,7 @@ import slipstream.cli.deploy
 from slipstream.cli.errors import run
 from slipstream.cli.flags import parsed
 from slipstream.cli.main import app
-from slipstream.deploy.plan import Plan
+from slipstream.deploy.options import Plan
 from slipstream.deploy.proxy import SETTINGS
 
 
@@ -21,8 +21,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """The plan of each command line, and what it is when it is read once more."""
     plans: list[Plan] = []
 
-    def run_locally(plan: Plan, listen: Any, reread: Any) -> int:
-        del listen
+    def run_locally(plan: Plan, reread: Any) -> int:
         plans.extend((plan, reread()))
         return 0
 
@@ -37,7 +36,7 @@ def test_flags_of_serve_hold_for_replicas(planned: list[Plan]) -> None:
     plan, again = planned
     assert plan == again
     assert (plan.replicas.replicas, plan.replicas.most, plan.config.max_num_seqs) == (3, 5, 4)
-    assert (*plan.server.names,) == ("a",)
+    assert (*plan.server.served_model_name,) == ("a",)
     assert plan.config.model == "demo"
 
 

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.core.errors import CheckpointError
-from slipstream.models import checkpoint as module
 from slipstream.models.checkpoint import (
     Checkpoint,
     Replaced,
@@ -61,7 +60,7 @@ def demos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("target", "draft"):
         (folder / name).mkdir(parents=True)
         write_json(folder / name / "config.json", {})
-    monkeypatch.setattr(module, "_demo_directory", lambda: folder)
+    monkeypatch.setattr("slipstream.models.bundled._DEMO", folder)
     return folder
 
 

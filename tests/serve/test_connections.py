@@ -13,7 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.listening import BoundedConnection, bind, connection_class
-from slipstream.serve.run import Access, guarded
+from slipstream.serve.options import ServerOptions
+from slipstream.serve.run import guarded
 
 LIMITS = ServeLimits(
     receive_timeout=0.3,
@@ -41,7 +42,7 @@ class Server:
     """A server in a thread."""
 
     def __init__(self) -> None:
-        whole, _ = guarded(application, LIMITS, Access())
+        whole, _ = guarded(application, ServerOptions(limits=LIMITS))
         self.kind: type[BoundedConnection] = connection_class(LIMITS)
         config = uvicorn.Config(
             whole, http=self.kind, ws="none", lifespan="off", log_config=None, timeout_keep_alive=1

@@ -27,6 +27,7 @@ from slipstream.serve.limits import (
     ServeLimits,
     StoppedError,
 )
+from slipstream.serve.observers import Observer
 from slipstream.serve.updates import Delta, RequestUpdate, UpdateStream, join_deltas
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -34,7 +35,7 @@ LONG = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
 PROMPT = "def main(args):\n    "
 
 
-class Notes:
+class Notes(Observer):
     """An observer that remembers."""
 
     def __init__(self) -> None:

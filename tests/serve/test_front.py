@@ -16,9 +16,8 @@ import httpx
 import pytest
 
 from slipstream.core.errors import UsageError
-from slipstream.serve.limits import ServeLimits
-from slipstream.serve.listening import Tls
-from slipstream.serve.run import Access, ServerOptions
+from slipstream.serve.listening import tls_options
+from slipstream.serve.options import ServerOptions
 
 OPENSSL = shutil.which("openssl")
 needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="certificates are made with openssl")
@@ -27,7 +26,7 @@ ASKED = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
 
 
 def options(**given: Any) -> ServerOptions:
-    return ServerOptions(names=("demo",), limits=ServeLimits(), access=Access(), **given)
+    return ServerOptions(served_model_name=("demo",), **given)
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
@@ -124,12 +123,12 @@ def test_a_profile_is_of_the_steps_between_start_and_stop(
 @needs_openssl
 def test_certificates_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
-    assert Tls(certificate=certificate, key=key).options()
+    assert tls_options(options(ssl_certfile=certificate, ssl_keyfile=key))
     other = tmp_path / "other"
     other.mkdir()
     for wrong in (certificate, tmp_path / "none.pem", make_certificate(other)[1], None):
         with pytest.raises(UsageError, match="cannot be used"):
-            Tls(certificate=certificate, key=wrong)
+            tls_options(options(ssl_certfile=certificate, ssl_keyfile=wrong))
     for path in ("models", "/models/", "/"):
         with pytest.raises(UsageError, match="--root-path must begin with a slash"):
             options(root_path=path)

@@ -13,12 +13,11 @@ import pytest
 
 from slipstream.core.errors import UsageError
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.serve.limits import ServeLimits
-from slipstream.serve.listening import Tls, bind, listen
+from slipstream.serve.listening import bind, listen, tls_options
 from slipstream.serve.logs import set_up_logs
 from slipstream.serve.observers import ActivityLog
-from slipstream.serve.options import LogOptions
-from slipstream.serve.run import Access, guarded
+from slipstream.serve.options import LogOptions, ServerOptions
+from slipstream.serve.run import guarded
 from tests.serve.test_front import make_certificate, needs_openssl
 from tests.serve.test_middleware import echo, request
 
@@ -42,37 +41,31 @@ def test_the_socket_of_a_server_that_is_gone_is_taken_over(tmp_path: Path) -> No
 @needs_openssl
 def test_certificates_of_clients(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
-    tls = Tls(
-        certificate=certificate,
-        key=key,
-        authorities=certificate,
-        client_certificates=2,
-        ciphers="ECDHE+AESGCM",
-    )
-    assert tls.options() == {
+    given: dict[str, Any] = {
         "ssl_certfile": certificate,
         "ssl_keyfile": key,
         "ssl_ca_certs": certificate,
-        "ssl_cert_reqs": ssl.CERT_REQUIRED,
+        "ssl_cert_reqs": 2,
         "ssl_ciphers": "ECDHE+AESGCM",
     }
+    assert tls_options(ServerOptions(**given)) == {**given, "ssl_cert_reqs": ssl.CERT_REQUIRED}
     for wrong, told in (
-        ({"authorities": key}, "--ssl-ca-certs"),
-        ({"client_certificates": 1}, "needs --ssl-ca-certs"),
-        ({"ciphers": "none-such"}, "--ssl-ciphers"),
+        ({"ssl_ca_certs": key}, "--ssl-ca-certs"),
+        ({"ssl_cert_reqs": 1}, "needs --ssl-ca-certs"),
+        ({"ssl_ciphers": "none-such"}, "--ssl-ciphers"),
     ):
         with pytest.raises(UsageError, match=told):
-            Tls(certificate=certificate, key=key, **wrong)
+            tls_options(ServerOptions(ssl_certfile=certificate, ssl_keyfile=key, **wrong))
 
 
 def test_pages_of_other_origins_may_do_what_is_allowed() -> None:
-    access = Access(
+    options = ServerOptions(
         allowed_origins=("https://a",),
         allowed_methods=("PUT",),
         allowed_headers=("x-own",),
         allow_credentials=True,
     )
-    app, _ = guarded(echo, ServeLimits(), access)
+    app, _ = guarded(echo, options)
     asked = [
         (b"origin", b"https://a"),
         (b"access-control-request-method", b"PUT"),
@@ -115,7 +108,7 @@ def test_requests_are_logged_as_they_come(log: io.StringIO, level: str) -> None:
 
 def test_lines_can_be_left_out(log: io.StringIO) -> None:
     set_up_logs(LogOptions(disable_uvicorn_access_log=True, uvicorn_log_level="critical"), log)
-    app, _ = guarded(echo, ServeLimits(), Access())
+    app, _ = guarded(echo, ServerOptions())
     request(app)
     logging.getLogger("uvicorn").error("x")
     assert log.getvalue() == ""

@@ -12,7 +12,7 @@ from slipstream.serve import memory
 def test_it_is_given_back_once_behind_work_and_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[int] = []
     monkeypatch.setattr(memory, "_INTERVAL", 0.001)
-    monkeypatch.setattr(memory, "_malloc_trim", lambda: trims.append)
+    monkeypatch.setattr(memory, "_from_c_library", lambda name: trims.append)
     state = {"idle": False, "work": 1}
 
     async def test() -> None:
@@ -35,7 +35,7 @@ def test_it_is_given_back_once_behind_work_and_when_idle(monkeypatch: pytest.Mon
 
 
 def test_the_library_of_this_machine_can_be_asked() -> None:
-    trim = memory._malloc_trim()
+    trim = memory._from_c_library("malloc_trim")
     assert trim is None or trim(0) in (0, 1)
 
 

@@ -11,7 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipstream.core.errors import UsageError
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.middleware import ApiKeyCheck, BodyLimits, DrainGate
-from slipstream.serve.run import Access, guarded
+from slipstream.serve.options import ServerOptions
+from slipstream.serve.run import guarded
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,7 +148,7 @@ def test_open_paths_need_no_key_and_neighbours_do() -> None:
 @pytest.mark.parametrize("key", ["", " key", "schlüssel"])
 def test_keys_that_no_header_can_hold_are_refused(key: str) -> None:
     with pytest.raises(UsageError, match="API key"):
-        Access(api_keys=[key])
+        ServerOptions(api_key=(key,))
 
 
 # ---------------------------------------------------------------------- bodies
@@ -250,11 +251,11 @@ def test_a_closed_door_waits_for_those_inside_and_lets_nobody_in() -> None:
 
 def test_other_origins_are_not_let_in_unless_named() -> None:
     origin = [(b"origin", b"https://example.org"), (b"access-control-request-method", b"POST")]
-    plain, _ = guarded(echo, ServeLimits(), Access())
+    plain, _ = guarded(echo, ServerOptions())
     _, _, headers = request(plain, headers=origin, method="OPTIONS")
     assert not [name for name in headers if name.startswith(b"access-control")]
     named, _ = guarded(
-        echo, ServeLimits(), Access(allowed_origins=["https://example.org"], api_keys=["key"])
+        echo, ServerOptions(allowed_origins=("https://example.org",), api_key=("key",))
     )
     status, _, headers = request(named, headers=origin, method="OPTIONS")
     assert (status, headers[b"access-control-allow-origin"]) == (200, b"https://example.org")
@@ -264,7 +265,7 @@ def test_other_origins_are_not_let_in_unless_named() -> None:
 
 @pytest.mark.parametrize("given", [b"abc-123", b"", b"two words", b"x" * 200, b"\xff"])
 def test_every_answer_names_its_request(given: bytes) -> None:
-    app, _ = guarded(echo, ServeLimits(), Access(api_keys=["key"]))
+    app, _ = guarded(echo, ServerOptions(api_key=("key",)))
     status, _, headers = request(app, headers=[(b"x-request-id", given)])
     assert status == 401
     own = headers[b"x-request-id"]

@@ -9,13 +9,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream import LLM
-from slipstream.cli.listen import ListenFlags
 from slipstream.core.config import EngineConfig
 from slipstream.core.flags import flag_of
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.metric_families import PREFIX
 from slipstream.serve.metrics import ServerMetrics
-from slipstream.serve.options import AnswerOptions, LogOptions
+from slipstream.serve.options import AnswerOptions, LogOptions, ServerOptions
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "serving.md").read_text()
@@ -42,7 +41,7 @@ def series(tiny_target: str) -> set[str]:
 
 
 def test_the_page_has_every_flag() -> None:
-    groups = (ListenFlags, AnswerOptions, ServeLimits, LogOptions)
+    groups = (ServerOptions, AnswerOptions, ServeLimits, LogOptions)
     flags = {
         it.name: found
         for group in groups

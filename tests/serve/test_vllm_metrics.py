@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream import LLM
-from slipstream.serve.limits import ServeLimits
 from slipstream.serve.metrics import REASONS, ServerMetrics
-from slipstream.serve.run import Access, guarded
+from slipstream.serve.options import ServerOptions
+from slipstream.serve.run import guarded
 
 LISTED = json.loads(Path(__file__).with_name("vllm_metrics.json").read_text())
 ABSENT = {
@@ -77,7 +77,7 @@ def test_kinds_labels_and_buckets_are_those_of_vllm(families: dict[str, Metric])
 def test_answers_are_counted_by_their_class(tiny_target: str) -> None:
     llm = LLM(tiny_target, skip_tokenizer_init=True, num_kv_blocks=8)
     metrics = ServerMetrics(llm.engine, "tiny", as_vllm=True)
-    app, _ = guarded(answer, ServeLimits(), Access(), metrics)
+    app, _ = guarded(answer, ServerOptions(), metrics)
     for method, path in (
         *(("GET", "/v1/models"), ("POST", "/503"), ("POST", "/404"), ("BREW", "/404")),
         *(("GET", "/health"), ("GET", "/metrics"), ("POST", "/418")),

@@ -37,7 +37,7 @@ class CostFile:
     def __init__(self, key: Mapping[str, Any], folder: Path | None = None) -> None:
         self._key = json.loads(json.dumps(key, default=str))
         digest = sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
-        self.path = (_folder() if folder is None else folder) / f"{digest[:32]}.json"
+        self.path = (cache_folder() / "costs" if folder is None else folder) / f"{digest[:32]}.json"
 
     def load(self, costs: CostModel) -> bool:
         """Restore costs from the file; returns whether there was one."""
@@ -122,9 +122,10 @@ def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is no cost")
 
 
-def _folder() -> Path:
+def cache_folder() -> Path:
+    """Where this program keeps what it learned; nothing can be kept in os.devnull."""
     given = os.environ.get(CACHE)
     try:
-        return Path(given or "~/.cache/slipstream").expanduser() / "costs"
+        return Path(given or "~/.cache/slipstream").expanduser()
     except RuntimeError:  # a user without a home, as in containers: nothing can be kept
         return Path(os.devnull)

@@ -4,19 +4,18 @@ A file has a magic number, a version, counts, metadata pairs, tensor description
 bytes, each aligned. Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.gguf.blocks import BLOCK_TYPES, OTHER_TYPES, BlockForm, BlockType
+from slipstream.models.gguf.files import split_paths
 from slipstream.models.gguf.header import DAMAGED, HeaderReader, Value
 from slipstream.models.safetensors_file import TensorEntry, require_content
 
@@ -24,7 +23,6 @@ _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 _ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 16
 _BIG_ENDIAN = 1 << 24  # a version is only this large if its byte order is swapped
-_SPLIT_NAME: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _KEPT = 8  # number of cached headers
 # Minimum for a tensor: the length of its name, number of dimensions, one size, type and offset.
 _LEAST_TENSOR_BYTES = 32
@@ -100,15 +98,6 @@ def read_container(path: Path) -> Container:
             raise CheckpointError(f"{part} has tensor {doubled[0]} of a part before it; {DAMAGED}")
         tensors |= more.tensors
     return replace(container, tensors=tensors) if others else container
-
-
-def split_paths(path: Path) -> list[Path]:
-    """The paths of all parts of a split file, given any of them; of other files only `path`."""
-    match = _SPLIT_NAME.fullmatch(path.name)
-    if match is None or int(match[3]) < 2:
-        return [path]
-    parts = range(1, int(match[3]) + 1)
-    return [path.with_name(f"{match[1]}-{part:05}-of-{match[3]}.gguf") for part in parts]
 
 
 def _read(file: Path) -> Container:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Final
 
 from slipstream.core.errors import CheckpointError
-from slipstream.models.gguf.container import split_paths
 from slipstream.models.hub import download, list_files
 
 EXTENSION: Final = ".gguf"
@@ -16,7 +15,17 @@ _TAGGED = re.compile(r"(?P<name>[^:]+):(?P<tag>[\w.-]+)")
 _REPOSITORY = re.compile(r".+-gguf", re.IGNORECASE)
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
 _PROJECTOR = "mmproj"  # in the names of files with a vision tower
+_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _SHOWN = 12
+
+
+def split_paths(path: Path) -> list[Path]:
+    """The paths of all parts of a split file, given any of them; of other files only `path`."""
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None or int(match[3]) < 2:
+        return [path]
+    parts = range(1, int(match[3]) + 1)
+    return [path.with_name(f"{match[1]}-{part:05}-of-{match[3]}.gguf") for part in parts]
 
 
 def is_gguf(path: Path) -> bool:

@@ -5,7 +5,6 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from pydantic_core import to_json
-from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.serve.answer import Answer
@@ -13,19 +12,16 @@ from slipstream.serve.chat import PreparedChat, prepare
 from slipstream.serve.conversation import render
 from slipstream.serve.conversation_images import read_images
 from slipstream.serve.errors import MESSAGES_PATH, ApiError, renamed
-from slipstream.serve.generation import Generation
-from slipstream.serve.messages.translation import NAMES, BlockWriter, chat_request, sees_images
+from slipstream.serve.messages.translation import NAMES, BlockWriter, chat_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.openapi import json_response
 from slipstream.serve.protocol.chat import ChatRequest
 from slipstream.serve.protocol.messages import (
     CountTokensRequest,
-    MessagesAnswer,
     MessagesRequest,
     TokenCount,
 )
-from slipstream.serve.request_parsing import read_body
-from slipstream.serve.sse import cancel_on_disconnect, stream_error
+from slipstream.serve.sse import stream_error
 from slipstream.serve.tokenize import tokens_with
 from slipstream.serve.tools.choice import choose_tools
 
@@ -38,28 +34,19 @@ class MessagesEndpoints:
     def __init__(self, service: ModelService) -> None:
         self._service = service
 
-    async def answer(self, request: Request) -> Response:
-        """Answer a conversation in the Messages protocol, whole or streamed"""
-        body = await read_body(request, MessagesRequest, self._service)
-        return await cancel_on_disconnect(request.receive, self._answer(body))
-
-    async def count_tokens(self, request: Request) -> Response:
+    async def count_tokens(self, body: CountTokensRequest) -> Response:
         """Count the tokens of a conversation in the Messages protocol"""
-        body = await read_body(request, CountTokensRequest, self._service)
-        run = self._service.beside_images if sees_images(body) else self._service.aside
-        return await run(self._count, body)
+        return await self._service.pool_for(body.messages)(self._count, body)
 
-    async def _answer(self, body: MessagesRequest) -> Response:
+    async def answer(self, body: MessagesRequest) -> Response:
+        """Answer a conversation in the Messages protocol, whole or streamed"""
         service = self._service
         service.thread.check_room(1)
-        run = service.beside_images if sees_images(body) else service.aside
-        chat_body, chat = await run(self._prepare, body)
-        await service.compile(chat.params)
-        generation = Generation([chat.prompt], return_speculation=False)
+        chat_body, chat = await service.pool_for(body.messages)(self._prepare, body)
         writer = BlockWriter(chat.reader(service, chat_body))
-        answer = _MessagesAnswer(service, chat_body, generation, [writer])
-        await generation.start(service.thread, chat.params)
-        return await answer.response()
+        return await _MessagesAnswer(service, chat_body, [chat.prompt], [writer]).response(
+            chat.params
+        )
 
     def _prepare(self, body: MessagesRequest) -> tuple[ChatRequest, PreparedChat]:
         """Check, render and tokenize; slow for large requests."""
@@ -82,12 +69,9 @@ class _MessagesAnswer(Answer[BlockWriter]):
     id_prefix = "msg_"
     _body: ChatRequest
 
-    def _document(self) -> str:
+    def _document(self) -> bytes:
         [writer] = self._choices
-        answer = MessagesAnswer.model_validate(
-            {**self._opening(), "content": writer.whole(), **self._ending()}
-        )
-        return answer.model_dump_json()
+        return to_json({**self._opening(), "content": writer.whole(), **self._ending()})
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         [writer] = self._choices

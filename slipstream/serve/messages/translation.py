@@ -10,22 +10,7 @@ from slipstream.serve.answer_reader import AnswerReader
 from slipstream.serve.conversation import SWITCHES, reads_reasoning
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol import chat
-from slipstream.serve.protocol.messages import (
-    AssistantBlock,
-    Base64Source,
-    CountTokensRequest,
-    ImageBlock,
-    Message,
-    MessagesRequest,
-    TextBlock,
-    Texts,
-    ThinkingBlock,
-    Tool,
-    ToolResultBlock,
-    ToolUseBlock,
-    UrlSource,
-    UserBlock,
-)
+from slipstream.serve.protocol import messages as given
 from slipstream.serve.protocol.sampling import JsonSchemaFormat, NamedSchema
 from slipstream.serve.tools.events import (
     AnswerEvent,
@@ -165,7 +150,7 @@ NAMES: Final = {
 }
 
 
-def chat_request(body: CountTokensRequest, service: ModelService) -> chat.ChatRequest:
+def chat_request(body: given.CountTokensRequest, service: ModelService) -> chat.ChatRequest:
     """Translate to a chat request; its contents are checked when it is prepared, like a chat's."""
     messages = [*_system(body.system), *_messages(body.messages, reads_reasoning(service))]
     continues = _takes_beginning(messages)
@@ -182,21 +167,21 @@ def chat_request(body: CountTokensRequest, service: ModelService) -> chat.ChatRe
     if config is not None and config.format is not None:
         schema = NamedSchema(name="answer", schema=config.format.schema_)
         fields["response_format"] = JsonSchemaFormat(type="json_schema", json_schema=schema)
-    if isinstance(body, MessagesRequest):
+    if isinstance(body, given.MessagesRequest):
         fields |= {name: getattr(body, name) for name in _COMMON}
         fields["stop"] = body.stop_sequences
     # All values were validated by the other protocol.
     return chat.ChatRequest.model_construct(**fields)
 
 
-def _system(system: Texts | None) -> Iterator[chat.Message]:
+def _system(system: given.Texts | None) -> Iterator[chat.Message]:
     texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
     text = "\n".join(text for text in texts if not text.startswith(_BILLING))
     if text:
         yield chat.PlainMessage(role="system", content=text)
 
 
-def _messages(messages: Sequence[Message], keeps_thinking: bool) -> Iterator[chat.Message]:
+def _messages(messages: Sequence[given.Message], keeps_thinking: bool) -> Iterator[chat.Message]:
     """Translate messages; adjacent messages of one role form one turn."""
     for role, turn in groupby(enumerate(messages), lambda placed: placed[1].role):
         blocks = [
@@ -213,22 +198,26 @@ def _messages(messages: Sequence[Message], keeps_thinking: bool) -> Iterator[cha
 
 
 def _blocks(content: str | Sequence[Any]) -> Sequence[Any]:
-    return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+    return [given.TextBlock(type="text", text=content)] if isinstance(content, str) else content
 
 
-def _user(blocks: Sequence[tuple[str, UserBlock]]) -> Iterator[chat.Message]:
-    for is_result, run in groupby(blocks, lambda placed: isinstance(placed[1], ToolResultBlock)):
+def _user(blocks: Sequence[tuple[str, given.UserBlock]]) -> Iterator[chat.Message]:
+    for is_result, run in groupby(
+        blocks, lambda placed: isinstance(placed[1], given.ToolResultBlock)
+    ):
         if not is_result:
             yield chat.PlainMessage(role="user", content=_content([*run]))
             continue
         for where, block in run:
-            assert isinstance(block, ToolResultBlock)
+            assert isinstance(block, given.ToolResultBlock)
             inner = enumerate(_blocks(block.content or ""))
             content = _content([(f"{where}.content[{number}]", it) for number, it in inner])
             yield chat.ToolMessage(role="tool", content=content, tool_call_id=block.tool_use_id)
 
 
-def _assistant(blocks: Sequence[AssistantBlock], keeps_thinking: bool) -> chat.AssistantMessage:
+def _assistant(
+    blocks: Sequence[given.AssistantBlock], keeps_thinking: bool
+) -> chat.AssistantMessage:
     """Join texts without separators: an answer has several if there were calls between them."""
     calls = [
         chat.MessageToolCall(
@@ -236,10 +225,10 @@ def _assistant(blocks: Sequence[AssistantBlock], keeps_thinking: bool) -> chat.A
             function=chat.CalledFunction(name=block.name, arguments=to_json(block.input).decode()),
         )
         for block in blocks
-        if isinstance(block, ToolUseBlock)
+        if isinstance(block, given.ToolUseBlock)
     ]
-    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
-    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    text = "".join(block.text for block in blocks if isinstance(block, given.TextBlock))
+    thoughts = [block.thinking for block in blocks if isinstance(block, given.ThinkingBlock)]
     return chat.AssistantMessage(
         role="assistant",
         content=None if calls and not text else text,
@@ -254,30 +243,20 @@ def _content(blocks: Sequence[tuple[str, Any]]) -> Any:
     Args:
         blocks: (name of the block's field, block).
     """
-    if not any(isinstance(block, ImageBlock) for _, block in blocks):
+    if not any(isinstance(block, given.ImageBlock) for _, block in blocks):
         return "\n".join(block.text for _, block in blocks)
     return [
         chat.ImagePart.at(where, _url(block.source))
-        if isinstance(block, ImageBlock)
+        if isinstance(block, given.ImageBlock)
         else chat.TextPart(type="text", text=block.text)
         for where, block in blocks
     ]
 
 
-def _url(source: Base64Source | UrlSource) -> str:
-    if isinstance(source, UrlSource):
+def _url(source: given.Base64Source | given.UrlSource) -> str:
+    if isinstance(source, given.UrlSource):
         return source.url
     return f"data:{source.media_type};base64,{source.data}"
-
-
-def sees_images(body: CountTokensRequest) -> bool:
-    """Whether the conversation has images."""
-    for message in body.messages:
-        for block in () if isinstance(message.content, str) else message.content:
-            inner = block.content or () if isinstance(block, ToolResultBlock) else ()
-            if any(isinstance(it, ImageBlock) for it in (block, *inner)):
-                return True
-    return False
 
 
 def _takes_beginning(messages: list[chat.Message]) -> bool:
@@ -292,7 +271,7 @@ def _takes_beginning(messages: list[chat.Message]) -> bool:
     return False
 
 
-def _tools(body: CountTokensRequest) -> dict[str, Any]:
+def _tools(body: given.CountTokensRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if body.tools is not None:
         fields["tools"] = [_tool(tool) for tool in body.tools]
@@ -308,7 +287,7 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
     return fields
 
 
-def _tool(tool: Tool) -> chat.Tool:
+def _tool(tool: given.Tool) -> chat.Tool:
     function = chat.Function.model_construct(  # the limits on names are stricter there
         name=tool.name,
         description=tool.description,
@@ -318,7 +297,7 @@ def _tool(tool: Tool) -> chat.Tool:
     return chat.Tool.model_construct(type="function", function=function)
 
 
-def _thinking(body: CountTokensRequest, service: ModelService) -> dict[str, Any]:
+def _thinking(body: given.CountTokensRequest, service: ModelService) -> dict[str, Any]:
     """The fields for `thinking`; without it, the template's default applies."""
     fields: dict[str, Any] = {"chat_template_kwargs": body.chat_template_kwargs}
     thinking = body.thinking

@@ -126,7 +126,10 @@ class HarmonyParser(TokenParser):
             text = self._reader.take(token)
             if self._part is None:
                 self._header.write(text)
-                self._look_for_text()
+                content = self._header.text()
+                if content is not None:
+                    self._begin_message()
+                    self._write(content)
             else:
                 self._write(text)
             return self._part or Part.MARKUP
@@ -144,12 +147,6 @@ class HarmonyParser(TokenParser):
         else:  # a message ends, or begins
             self._end_message()
         return Part.MARKUP
-
-    def _look_for_text(self) -> None:
-        text = self._header.text()
-        if text is not None:
-            self._begin_message()
-            self._write(text)
 
     def _begin_message(self) -> None:
         self._reader, self._has_text = self._new_reader(), False

@@ -5,7 +5,6 @@ files contains a digest of all of them, so a new version has new paths; the docu
 path, is revalidated every time. All URLs are relative, so that a reverse proxy may add a path.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.resources import files
@@ -56,7 +55,7 @@ class _File:
     cache: str
     etag: str
 
-    def answer(self, request: Request) -> Response:
+    async def answer(self, request: Request) -> Response:
         headers = {**_HEADERS, "Cache-Control": self.cache, "ETag": self.etag}
         known = request.headers.get("if-none-match", "")
         if self.etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
@@ -70,37 +69,25 @@ def page_routes() -> list[Route]:
     The page holds no secrets, so these paths may be open on a server with API keys: requests that
     the page sends need a key.
     """
-    contents = _read()
-    version = _digest(contents)[:12]
+    folder = files("slipstream.serve.page") / "assets"
+    known = [entry for entry in folder.iterdir() if _suffix(entry.name) in _TYPES]
+    contents = {entry.name: entry.read_bytes() for entry in known}
+    digest = sha256()
+    for name, body in sorted(contents.items()):
+        digest.update(f"{name}\0{len(body)}\0".encode() + body)
+    version = digest.hexdigest()[:12]
     document = contents.pop(_DOCUMENT).replace(_VERSION.encode(), version.encode())
     answers = {"/": _file(_DOCUMENT, document, "no-cache")}
     for name, body in contents.items():
         answers[f"/page/{version}/{name}"] = _file(name, body, _FOR_EVER)
-    return [_route(path, answer) for path, answer in answers.items()]
-
-
-def _route(path: str, file: _File) -> Route:
-    async def answer(request: Request) -> Response:
-        return file.answer(request)
-
-    return Route(path, answer, methods=["GET"], include_in_schema=False)
-
-
-def _read() -> dict[str, bytes]:
-    folder = files("slipstream.serve.page") / "assets"
-    known = [entry for entry in folder.iterdir() if _suffix(entry.name) in _TYPES]
-    return {entry.name: entry.read_bytes() for entry in known}
+    return [
+        Route(path, file.answer, methods=["GET"], include_in_schema=False)
+        for path, file in answers.items()
+    ]
 
 
 def _suffix(name: str) -> str:
     return name[name.rfind(".") :]
-
-
-def _digest(contents: Mapping[str, bytes]) -> str:
-    digest = sha256()
-    for name in sorted(contents):
-        digest.update(f"{name}\0{len(contents[name])}\0".encode() + contents[name])
-    return digest.hexdigest()
 
 
 def _file(name: str, body: bytes, cache: str) -> _File:

@@ -16,7 +16,7 @@ from slipstream.serve.protocol.base import (
 from slipstream.serve.protocol.bounds import FEW_VALUES, AtMost
 from slipstream.serve.protocol.completions import PromptLogprobs
 from slipstream.serve.protocol.sampling import MOST_LOGPROBS, ResponseFormat, SamplingFields
-from slipstream.serve.protocol.usage import AnswerBody, SpeculatedTokens, Usage, WeightVersion
+from slipstream.serve.protocol.usage import AnswerBody, ChoiceBody, Usage
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -274,17 +274,12 @@ class AnswerMessage(ResponseBody):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(ResponseBody):
+class ChatChoice(ChoiceBody):
     """One answer."""
 
-    index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
-    stop_reason: str | int | None
-    speculation: SpeculatedTokens | None = None
-    token_ids: list[int] | None = None
-    weight_versions: list[WeightVersion] | None = None
 
 
 class ChatCompletion(AnswerBody):
@@ -324,17 +319,12 @@ class ChatDelta(ResponseBody):
     tool_calls: list[ToolCallPiece] | None = None
 
 
-class ChatPiece(ResponseBody):
+class ChatPiece(ChoiceBody):
     """An increment of a choice; the last one has the finish reason."""
 
-    index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
-    stop_reason: str | int | None
-    speculation: SpeculatedTokens | None = None
-    token_ids: list[int] | None = None
-    weight_versions: list[WeightVersion] | None = None
 
 
 class ChatChunk(AnswerBody):

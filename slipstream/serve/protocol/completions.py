@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, Tag
 from slipstream.serve.protocol.base import Count, ResponseBody, TokenIds
 from slipstream.serve.protocol.bounds import MOST_PROMPTS, AtMost
 from slipstream.serve.protocol.sampling import MOST_LOGPROBS, ResponseFormat, SamplingFields
-from slipstream.serve.protocol.usage import AnswerBody, SpeculatedTokens, Usage, WeightVersion
+from slipstream.serve.protocol.usage import AnswerBody, ChoiceBody, Usage
 
 _FEW = AtMost(MOST_PROMPTS, "send them in several requests", "prompts")
 _TEXT, _IDS, _SEVERAL = "a text", "token ids", "several prompts"
@@ -69,19 +69,20 @@ class PromptLogprob(ResponseBody):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-class CompletionChoice(ResponseBody):
-    """One continuation of one prompt: `index` is prompt x n + sample."""
+class CompletionPiece(ChoiceBody):
+    """An increment of a choice; the last one has the finish reason."""
 
-    index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
-    stop_reason: str | int | None
-    prompt_logprobs: PromptLogprobs | None = None
-    speculation: SpeculatedTokens | None = None
+    finish_reason: Literal["stop", "length"] | None
     prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
-    weight_versions: list[WeightVersion] | None = None
+
+
+class CompletionChoice(CompletionPiece):
+    """One continuation of one prompt: `index` is prompt x n + sample."""
+
+    finish_reason: Literal["stop", "length"]
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(AnswerBody):
@@ -90,20 +91,6 @@ class Completion(AnswerBody):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage
-
-
-class CompletionPiece(ResponseBody):
-    """An increment of a choice; the last one has the finish reason."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
-    stop_reason: str | int | None
-    speculation: SpeculatedTokens | None = None
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
-    weight_versions: list[WeightVersion] | None = None
 
 
 class CompletionChunk(AnswerBody):

@@ -8,7 +8,8 @@ from slipstream.serve.protocol import bounds
 from slipstream.serve.protocol.base import JsonSchema, OnlyFalse, Positive, RequestBody
 from slipstream.serve.protocol.bounds import FEW_VALUES, AtMost
 from slipstream.serve.protocol.chat import (
-    FunctionName,
+    ChosenFunction,
+    Function,
     ReasoningEffort,
     TemplateVariables,
     ThinkingBudget,
@@ -137,19 +138,10 @@ _Items = Annotated[
 ]
 
 
-class FunctionTool(RequestBody):
-    """A function that the model may call, which the client runs; the only type of tool here.
-
-    Attributes:
-        parameters: JSON schema of its arguments; without one any object is allowed.
-        strict: whether arguments must follow the schema; false by default.
-    """
+class FunctionTool(Function):
+    """A function that the model may call, which the client runs; the only type of tool here."""
 
     type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: JsonSchema | None = None
-    strict: bool | None = None
 
 
 def _require_function(tool: Any) -> Any:
@@ -170,11 +162,10 @@ Tools = Annotated[
 ]
 
 
-class ChosenFunctionTool(RequestBody):
+class ChosenFunctionTool(ChosenFunction):
     """The function that must be called."""
 
     type: Literal["function"]
-    name: str
 
 
 class SchemaFormat(RequestBody):

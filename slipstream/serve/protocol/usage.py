@@ -111,3 +111,13 @@ class SpeculatedTokens(ResponseBody):
     """The tokens of a choice or a chunk."""
 
     tokens: list[SpeculatedToken]
+
+
+class ChoiceBody(ResponseBody):
+    """Fields of all choices, whole or in increments."""
+
+    index: int
+    stop_reason: str | int | None
+    speculation: SpeculatedTokens | None = None
+    token_ids: list[int] | None = None
+    weight_versions: list[WeightVersion] | None = None

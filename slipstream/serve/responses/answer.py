@@ -11,11 +11,10 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.prompts import EncodedPrompt
 from slipstream.serve.answer import Answer
 from slipstream.serve.answer_reader import AnswerReader, Increment
-from slipstream.serve.conversation_images import has_images
-from slipstream.serve.generation import Generation
-from slipstream.serve.model_service import ModelService
+from slipstream.serve.model_service import ModelService, has_images
 from slipstream.serve.protocol.base import MOST_INT
 from slipstream.serve.protocol.responses import Item, ResponsesRequest
 from slipstream.serve.responses.messages import Conversation, dump_messages
@@ -66,16 +65,16 @@ class ResponsesAnswer(Answer[Increments]):
         self,
         service: ModelService,
         body: ResponsesRequest,
-        generation: Generation,
+        prompt: EncodedPrompt,
         params: SamplingParams,
         reader: AnswerReader,
         conversation: Conversation,
         store: ResponseStore | None,
     ) -> None:
         self._increments = Increments(reader)
-        super().__init__(service, body, generation, [self._increments])
+        super().__init__(service, body, [prompt], [self._increments])
         # a new id that others cannot guess
-        self.id = f"{self.id_prefix}{service.replica}{uuid4().hex}"
+        self.id = f"{self.id_prefix}{service.options.replica}{uuid4().hex}"
         self._params, self._conversation = params, conversation
         self._store = store if store is not None and store.keeps else None
         num_top = MOST_INT if params.logprob_token_ids else params.logprobs
@@ -103,7 +102,11 @@ class ResponsesAnswer(Answer[Increments]):
             yield self._encode(self._writer.finish(status))
             yield self._lifecycle(status, await aside(self._completed))
         except Exception as error:
-            yield self._lifecycle("failed", self._response("failed", error=_failure(error)))
+            told = stream_error(error)
+            internal = told.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            code = "server_error" if internal else "invalid_prompt"
+            failure = {"code": code, "message": told.message}
+            yield self._lifecycle("failed", self._response("failed", error=failure))
 
     def _write(self) -> list[Event]:
         """Write the increments since the last call to the items."""
@@ -205,12 +208,6 @@ class ResponsesAnswer(Answer[Increments]):
         number, self._num_events = self._num_events, self._num_events + 1
         data = b'%s,"sequence_number":%d}' % (event[:-1], number)
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
-
-
-def _failure(error: Exception) -> dict[str, str]:
-    told = stream_error(error)
-    internal = told.status >= HTTPStatus.INTERNAL_SERVER_ERROR
-    return {"code": "server_error" if internal else "invalid_prompt", "message": told.message}
 
 
 def _remembered(items: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

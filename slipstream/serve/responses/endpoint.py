@@ -7,13 +7,11 @@ from starlette.responses import Response
 
 from slipstream.serve.chat import PreparedChat, prepare
 from slipstream.serve.errors import ApiError, bad_request, renamed
-from slipstream.serve.generation import Generation
 from slipstream.serve.model_service import TOO_LONG, ModelService
 from slipstream.serve.openapi import Route, json_response
 from slipstream.serve.protocol.chat import ChatRequest, Message
 from slipstream.serve.protocol.response_object import DeletedResponse, ResponseEvent, ResponseObject
 from slipstream.serve.protocol.responses import ResponsesRequest
-from slipstream.serve.request_parsing import read_body
 from slipstream.serve.responses.answer import ResponsesAnswer
 from slipstream.serve.responses.messages import Conversation
 from slipstream.serve.responses.request import (
@@ -23,10 +21,8 @@ from slipstream.serve.responses.request import (
     conversation,
     from_turn,
     later_turns,
-    sees_images,
 )
 from slipstream.serve.responses.store import ResponseStore
-from slipstream.serve.sse import cancel_on_disconnect
 
 
 class ResponsesEndpoints:
@@ -50,11 +46,6 @@ class ResponsesEndpoints:
             Route("POST", f"{path}/cancel", self.cancel, ResponseObject, errors=(400, 404)),
         ]
 
-    async def create(self, request: Request) -> Response:
-        """Answer a conversation in items, whole or streamed."""
-        body = await read_body(request, ResponsesRequest, self._service)
-        return await cancel_on_disconnect(request.receive, self._answer(body))
-
     async def retrieve(self, request: Request) -> Response:
         """A response that is stored"""
         _refuse_query(request)
@@ -76,7 +67,8 @@ class ResponsesEndpoints:
             "server has none: close the connection to end an answer"
         )
 
-    async def _answer(self, body: ResponsesRequest) -> Response:
+    async def create(self, body: ResponsesRequest) -> Response:
+        """Answer a conversation in items, whole or streamed."""
         service = self._service
         service.thread.check_room(1)
         self._check(body)
@@ -84,17 +76,15 @@ class ResponsesEndpoints:
         if body.previous_response_id is not None:
             name = body.previous_response_id
             earlier = self._store.get(name, "previous_response_id")
-        sees = sees_images(body) or (earlier is not None and earlier.has_images)
-        run = service.beside_images if sees else service.aside
-        before = None if earlier is None else earlier.messages
+        run, before = service.pool_for(body.input), None
+        if earlier is not None:
+            before = earlier.messages
+            run = service.beside_images if earlier.has_images else run
         messages, chat_body, chat = await run(self._prepare, body, before)
-        await service.compile(chat.params)
-        generation = Generation([chat.prompt], bool(body.return_speculation))
         reader = chat.reader(service, chat_body)
         store = None if body.store is False else self._store
-        answer = ResponsesAnswer(service, body, generation, chat.params, reader, messages, store)
-        await generation.start(service.thread, chat.params, body.request_id, body.stream_interval)
-        return await answer.response()
+        answer = ResponsesAnswer(service, body, chat.prompt, chat.params, reader, messages, store)
+        return await answer.response(chat.params)
 
     def _check(self, body: ResponsesRequest) -> None:
         check(body)

@@ -7,34 +7,15 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from slipstream.serve.errors import bad_request
+from slipstream.serve.protocol import chat, responses
 from slipstream.serve.protocol.bounds import MOST_MESSAGES, MOST_PARTS
-from slipstream.serve.protocol.chat import (
-    AssistantMessage,
-    CalledFunction,
-    ImagePart,
-    Message,
-    MessageToolCall,
-    PlainMessage,
-    TextPart,
-    ToolMessage,
-)
-from slipstream.serve.protocol.responses import (
-    EarlierText,
-    FunctionCallItem,
-    FunctionOutputItem,
-    InputImage,
-    InputText,
-    Item,
-    MessageItem,
-    ReasoningItem,
-)
 
-_MESSAGES: Final = TypeAdapter[list[Message]](list[Message])
+_MESSAGES: Final = TypeAdapter[list[chat.Message]](list[chat.Message])
 
-Parts = Sequence[InputText | InputImage | EarlierText]
+Parts = Sequence[responses.InputText | responses.InputImage | responses.EarlierText]
 
 
-def parse_messages(document: bytes) -> list[Message]:
+def parse_messages(document: bytes) -> list[chat.Message]:
     """Parse what `dump_messages` wrote; ApiError if it exceeds the limits of a request."""
     try:
         messages = _MESSAGES.validate_json(document)
@@ -45,11 +26,16 @@ def parse_messages(document: bytes) -> list[Message]:
         ) from None
     for message in messages:
         if isinstance(message.content, list):
-            message.content = [_earlier(part) for part in message.content]
+            message.content = [
+                chat.ImagePart.at("an image of previous_response_id", part.image_url.url)
+                if isinstance(part, chat.ImagePart)
+                else part
+                for part in message.content
+            ]
     return messages
 
 
-def dump_messages(messages: Sequence[Message]) -> bytes:
+def dump_messages(messages: Sequence[chat.Message]) -> bytes:
     """Write messages as JSON."""
     return to_json(messages, exclude_none=True)
 
@@ -66,44 +52,44 @@ class Conversation:
         messages: the messages so far.
     """
 
-    def __init__(self, earlier: Sequence[Message], keeps_reasoning: bool) -> None:
+    def __init__(self, earlier: Sequence[chat.Message], keeps_reasoning: bool) -> None:
         self.messages = [*earlier]
         self._keeps_reasoning = keeps_reasoning
-        self._answer: AssistantMessage | None = None  # the next item may continue it
+        self._answer: chat.AssistantMessage | None = None  # the next item may continue it
         self._call_ids = {
             call.id
             for message in earlier
-            if isinstance(message, AssistantMessage)
+            if isinstance(message, chat.AssistantMessage)
             for call in message.tool_calls or ()
         }
 
-    def add(self, items: Sequence[Item]) -> None:
+    def add(self, items: Sequence[responses.Item]) -> None:
         """Add items; ApiError names an item that is not allowed in its place."""
         for place, item in enumerate(items):
             match item:
-                case MessageItem(role="assistant"):
+                case responses.MessageItem(role="assistant"):
                     self._answered(item)
-                case FunctionCallItem():
+                case responses.FunctionCallItem():
                     self._called(item)
-                case ReasoningItem():
+                case responses.ReasoningItem():
                     self._thought(item)
-                case FunctionOutputItem():
+                case responses.FunctionOutputItem():
                     self._require_call(item.call_id, place)
                     content = _content(item.output, f"input[{place}].output")
                     self._add_message(
-                        ToolMessage(role="tool", content=content, tool_call_id=item.call_id)
+                        chat.ToolMessage(role="tool", content=content, tool_call_id=item.call_id)
                     )
-                case MessageItem():
+                case responses.MessageItem():
                     role: Any = item.role
                     content = _content(item.content, f"input[{place}].content")
-                    self._add_message(PlainMessage(role=role, content=content))
+                    self._add_message(chat.PlainMessage(role=role, content=content))
 
     def require_few(self) -> None:
         """Raise ApiError for more messages, or calls in a message, than a chat may have."""
         num_calls = [
             len(message.tool_calls or ())
             for message in self.messages
-            if isinstance(message, AssistantMessage)
+            if isinstance(message, chat.AssistantMessage)
         ]
         if len(self.messages) > MOST_MESSAGES or max(num_calls, default=0) > MOST_PARTS:
             raise bad_request(
@@ -112,35 +98,35 @@ class Conversation:
                 "input",
             )
 
-    def _add_message(self, message: Message) -> None:
+    def _add_message(self, message: chat.Message) -> None:
         self.messages.append(message)
         self._answer = None
 
-    def _open(self, fits: bool) -> AssistantMessage:
+    def _open(self, fits: bool) -> chat.AssistantMessage:
         """The message that the assistant's next item is added to."""
         if self._answer is None or not fits:
-            self._answer = AssistantMessage(role="assistant", content="")
+            self._answer = chat.AssistantMessage(role="assistant", content="")
             self.messages.append(self._answer)
         return self._answer
 
-    def _thought(self, item: ReasoningItem) -> None:
+    def _thought(self, item: responses.ReasoningItem) -> None:
         texts = [part.text for part in item.content or item.summary or ()]
         open = self._answer
         answer = self._open(open is not None and not (open.content or open.tool_calls))
         if self._keeps_reasoning and texts:
             answer.reasoning = "\n".join([*filter(None, [answer.reasoning]), *texts])
 
-    def _answered(self, item: MessageItem) -> None:
+    def _answered(self, item: responses.MessageItem) -> None:
         open = self._answer
         answer = self._open(open is not None and not (open.content or open.tool_calls))
         answer.content = _content(item.content, "")
 
-    def _called(self, item: FunctionCallItem) -> None:
+    def _called(self, item: responses.FunctionCallItem) -> None:
         answer = self._open(True)
-        function = CalledFunction(name=item.name, arguments=item.arguments)
+        function = chat.CalledFunction(name=item.name, arguments=item.arguments)
         if answer.tool_calls is None:
             answer.tool_calls, answer.content = [], answer.content or None
-        answer.tool_calls.append(MessageToolCall(id=item.call_id, function=function))
+        answer.tool_calls.append(chat.MessageToolCall(id=item.call_id, function=function))
         self._call_ids.add(item.call_id)
 
     def _require_call(self, call_id: str, place: int) -> None:
@@ -155,17 +141,10 @@ class Conversation:
 def _content(given: str | Parts, where: str) -> Any:
     if isinstance(given, str):
         return given
-    parts = [_part(part, f"{where}[{number}]") for number, part in enumerate(given)]
-    return parts[0].text if len(parts) == 1 and isinstance(parts[0], TextPart) else parts
-
-
-def _part(part: InputText | InputImage | EarlierText, where: str) -> TextPart | ImagePart:
-    if isinstance(part, InputImage):
-        return ImagePart.at(where, part.image_url)
-    return TextPart(type="text", text=part.text)
-
-
-def _earlier(part: TextPart | ImagePart) -> Any:
-    if isinstance(part, ImagePart):
-        return ImagePart.at("an image of previous_response_id", part.image_url.url)
-    return part
+    parts = [
+        chat.ImagePart.at(f"{where}[{number}]", part.image_url)
+        if isinstance(part, responses.InputImage)
+        else chat.TextPart(type="text", text=part.text)
+        for number, part in enumerate(given)
+    ]
+    return parts[0].text if len(parts) == 1 and isinstance(parts[0], chat.TextPart) else parts

@@ -45,7 +45,9 @@ class OutputWriter:
                 case Reasoning(text):
                     events += self._add_text("reasoning", text)
                 case CallBegun(name):
-                    events += [*self.close(), *self._call(name)]
+                    fields = {"call_id": self._reader.new_call_id(), "name": name, "arguments": ""}
+                    events += self.close()
+                    events += self._open("fc", {"type": "function_call", **fields})
                 case Arguments(text):
                     self._texts.append(text)
                     events.append(self._event("response.function_call_arguments.delta", delta=text))
@@ -100,11 +102,6 @@ class OutputWriter:
             type = f"response.{_TEXTS[kind][1]}.delta"
             events.append(self._event(type, content_index=0, delta=text, **told))
         return events
-
-    def _call(self, name: str) -> list[Event]:
-        call_id = self._reader.new_call_id()
-        fields = {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}
-        return self._open("fc", fields)
 
     def _open(self, prefix: str, fields: Mapping[str, Any]) -> list[Event]:
         self._item = {"id": f"{prefix}_{uuid4().hex}", **fields, "status": "in_progress"}

@@ -6,25 +6,7 @@ from typing import Any, Final
 from slipstream.serve.conversation import reads_reasoning
 from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService
-from slipstream.serve.protocol.chat import (
-    ChatRequest,
-    ChosenFunction,
-    ChosenTool,
-    Function,
-    Message,
-    PlainMessage,
-    Tool,
-)
-from slipstream.serve.protocol.responses import (
-    LOGPROBS,
-    ChosenFunctionTool,
-    FunctionOutputItem,
-    FunctionTool,
-    InputImage,
-    MessageItem,
-    ResponsesRequest,
-    SchemaFormat,
-)
+from slipstream.serve.protocol import chat, responses
 from slipstream.serve.protocol.sampling import JsonSchemaFormat, NamedSchema, SamplingFields
 from slipstream.serve.responses.messages import Conversation, parse_messages
 
@@ -44,7 +26,7 @@ NAMES: Final = {
 }
 
 
-def check(body: ResponsesRequest) -> None:
+def check(body: responses.ResponsesRequest) -> None:
     """Raise ApiError for fields that contradict each other."""
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options goes with stream: true", "stream_options")
@@ -54,26 +36,18 @@ def check(body: ResponsesRequest) -> None:
                 f"{name} is not supported here; ask /v1/chat/completions for it", name
             )
     if body.top_logprobs and not wants_logprobs(body):
-        raise bad_request(f"top_logprobs goes with include: [{LOGPROBS!r}]", "top_logprobs")
+        raise bad_request(
+            f"top_logprobs goes with include: [{responses.LOGPROBS!r}]", "top_logprobs"
+        )
 
 
-def wants_logprobs(body: ResponsesRequest) -> bool:
+def wants_logprobs(body: responses.ResponsesRequest) -> bool:
     """Whether logprobs are requested."""
-    return LOGPROBS in (body.include or ())
-
-
-def sees_images(body: ResponsesRequest) -> bool:
-    """Whether the request itself has images (earlier responses aside)."""
-    for item in () if isinstance(body.input, str) else body.input:
-        parts = item.output if isinstance(item, FunctionOutputItem) else ()
-        parts = item.content if isinstance(item, MessageItem) else parts
-        if any(isinstance(part, InputImage) for part in parts):
-            return True
-    return False
+    return responses.LOGPROBS in (body.include or ())
 
 
 def conversation(
-    service: ModelService, body: ResponsesRequest, earlier: bytes | None
+    service: ModelService, body: responses.ResponsesRequest, earlier: bytes | None
 ) -> Conversation:
     """The conversation that the response continues, without instructions.
 
@@ -84,30 +58,32 @@ def conversation(
         [] if earlier is None else parse_messages(earlier), reads_reasoning(service)
     )
     if isinstance(body.input, str):
-        found.add([MessageItem(role="user", content=body.input)])
+        found.add([responses.MessageItem(role="user", content=body.input)])
     else:
         found.add(body.input)
     found.require_few()
     return found
 
 
-def later_turns(messages: Sequence[Message]) -> list[int]:
+def later_turns(messages: Sequence[chat.Message]) -> list[int]:
     """Indices at which turns begin (with a user message), except the first turn."""
     return [place for place, message in enumerate(messages) if message.role == "user"][1:]
 
 
-def from_turn(messages: Sequence[Message], start: int) -> list[Message]:
+def from_turn(messages: Sequence[chat.Message], start: int) -> list[chat.Message]:
     """The conversation from `start` on, and the instructions before it."""
     kept = [message for message in messages[:start] if message.role in ("system", "developer")]
     return [*kept, *messages[start:]]
 
 
-def chat_request(body: ResponsesRequest, messages: Sequence[Message]) -> ChatRequest:
+def chat_request(
+    body: responses.ResponsesRequest, messages: Sequence[chat.Message]
+) -> chat.ChatRequest:
     """Translate to a chat request; all values were validated already."""
     given = {name: getattr(body, name) for name in _COMMON}
-    instructions: list[Message] = []
+    instructions: list[chat.Message] = []
     if body.instructions is not None:
-        instructions = [PlainMessage(role="system", content=body.instructions)]
+        instructions = [chat.PlainMessage(role="system", content=body.instructions)]
     fields: dict[str, Any] = {
         "messages": [*instructions, *messages],
         "max_completion_tokens": body.max_output_tokens,
@@ -117,30 +93,24 @@ def chat_request(body: ResponsesRequest, messages: Sequence[Message]) -> ChatReq
     if wants_logprobs(body):
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.tools:
+        functions = (chat.Function(**it.model_dump(exclude={"type"})) for it in body.tools)
+        choice: Any = body.tool_choice
+        if isinstance(choice, responses.ChosenFunctionTool):
+            named = chat.ChosenFunction(name=choice.name)
+            choice = chat.ChosenTool(type="function", function=named)
         fields |= {
-            "tools": [_tool(tool) for tool in body.tools],
-            "tool_choice": _choice(body.tool_choice),
+            "tools": [chat.Tool(type="function", function=it) for it in functions],
+            "tool_choice": choice,
             "parallel_tool_calls": body.parallel_tool_calls,
         }
     elif body.tool_choice not in (None, "auto", "none"):
         raise bad_request("tool_choice goes with tools; give tools, or leave it out", "tool_choice")
-    return ChatRequest.model_construct(**given, **fields)
+    return chat.ChatRequest.model_construct(**given, **fields)
 
 
-def _format(body: ResponsesRequest) -> Any:
+def _format(body: responses.ResponsesRequest) -> Any:
     wanted = body.text and body.text.format
-    if not isinstance(wanted, SchemaFormat):
+    if not isinstance(wanted, responses.SchemaFormat):
         return wanted
     schema = NamedSchema(name=wanted.name, schema=wanted.schema_)
     return JsonSchemaFormat(type="json_schema", json_schema=schema)
-
-
-def _tool(tool: FunctionTool) -> Tool:
-    fields = tool.model_dump(exclude={"type"})
-    return Tool(type="function", function=Function(**fields))
-
-
-def _choice(choice: Any) -> Any:
-    if not isinstance(choice, ChosenFunctionTool):
-        return choice
-    return ChosenTool(type="function", function=ChosenFunction(name=choice.name))

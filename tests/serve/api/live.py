@@ -15,11 +15,10 @@ from slipstream.engine.build import build_engine
 from slipstream.engine.engine import Engine
 from slipstream.serve.app import create_app
 from slipstream.serve.engine_thread import EngineThread
-from slipstream.serve.limits import ServeLimits
 from slipstream.serve.listening import connection_class
 from slipstream.serve.model_service import ModelService
-from slipstream.serve.options import AnswerOptions
-from slipstream.serve.run import Access, guarded
+from slipstream.serve.options import ServerOptions
+from slipstream.serve.run import guarded
 
 DEMO = EngineConfig(
     model="demo",
@@ -68,28 +67,22 @@ class _Server(uvicorn.Server):
 def serving(
     config: EngineConfig = DEMO,
     names: tuple[str, ...] = ("demo",),
-    limits: ServeLimits | None = None,
-    access: Access | None = None,
-    tool_call_parser: str | None = None,
-    reasoning_parser: str | None = None,
-    answers: AnswerOptions | None = None,
+    **given: Any,
 ) -> Iterator[Live]:
-    """A server until the end of the block."""
-    limits, engine = limits or ServeLimits(), build_engine(config)
-    thread = EngineThread(engine, limits)
+    """A server until the end of the block; `given` are fields of its options."""
+    options, engine = ServerOptions(served_model_name=names, **given), build_engine(config)
+    thread = EngineThread(engine, options.limits)
     model = ModelService(
-        names=names,
+        options=options,
         config=config,
         engine=engine,
         thread=thread,
-        tool_call_parser=tool_call_parser,
-        reasoning_parser=reasoning_parser,
-        answers=answers or AnswerOptions(),
     )
-    app, _ = guarded(create_app(model), limits, access or Access())
+    app, _ = guarded(create_app(model), options)
     sock = socket.create_server(("127.0.0.1", 0))
     server = _Server(
-        uvicorn.Config(app, log_config=None, ws="none", http=connection_class(limits)), thread
+        uvicorn.Config(app, log_config=None, ws="none", http=connection_class(options.limits)),
+        thread,
     )
     runner = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     runner.start()

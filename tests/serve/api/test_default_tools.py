@@ -1,7 +1,6 @@
 """Tools on a model whose chat template knows none: the demo's own."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import openai
@@ -105,6 +104,6 @@ def test_another_format_needs_a_template_that_knows_tools(live: Live) -> None:
     assert live.model.tool_format is not None
     assert live.model.tool_format.name == "hermes"
     require_tools(live.model)
-    require_tools(replace(live.model, tool_call_parser="hermes"))
+    require_tools(live.model.with_options(tool_call_parser="hermes"))
     with pytest.raises(ApiError, match="hermes alone"):
-        require_tools(replace(live.model, tool_call_parser="mistral"))
+        require_tools(live.model.with_options(tool_call_parser="mistral"))

@@ -324,9 +324,9 @@ def test_grammars_of_calls_and_final_messages(live: Live) -> None:
 def test_flags_that_contradict_the_model(
     live: Live, calls: str, reasoning: str | None, named: str
 ) -> None:
-    model = replace(live.model, tool_call_parser=calls, reasoning_parser=reasoning)
+    model = live.model.with_options(tool_call_parser=calls, reasoning_parser=reasoning)
     with pytest.raises(UsageError, match=named):
         _ = model.output_format
-    assert replace(live.model, reasoning_parser="none").output_format is None
-    assert replace(live.model, tool_call_parser="openai").output_format is not None
-    assert replace(live.model, reasoning_parser="openai_gptoss").output_format is not None
+    assert live.model.with_options(reasoning_parser="none").output_format is None
+    assert live.model.with_options(tool_call_parser="openai").output_format is not None
+    assert live.model.with_options(reasoning_parser="openai_gptoss").output_format is not None

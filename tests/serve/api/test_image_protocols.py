@@ -12,12 +12,17 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.engine.images import TowerReader
 from slipstream.engine.media import MediaReader
+from slipstream.serve.model_service import has_images
+from slipstream.serve.protocol.chat import ChatRequest
+from slipstream.serve.protocol.messages import MessagesRequest
+from slipstream.serve.protocol.responses import ResponsesRequest
 from tests.image_checkpoints import images, write, write_tokenizer_of
 from tests.serve.api.live import Live, serving
 from tests.serve.api.test_images import GREEDY, message, url_of
 
 TEXT: Any = {"type": "input_text", "text": "w5"}
 BROKEN = "data:image/png;base64,AAAA"
+CHAT = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": BROKEN}}]
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +59,42 @@ def respond(client: openai.OpenAI, given: Any, **fields: Any) -> Any:
     return client.responses.create(
         model="seeing", input=given, temperature=0, max_output_tokens=16, **fields
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "body"),
+    [
+        (
+            ChatRequest,
+            "messages",
+            {"role": "user", "content": CHAT},
+        ),
+        (ResponsesRequest, "input", {"role": "user", "content": [TEXT, shown(BROKEN)]}),
+        (
+            ResponsesRequest,
+            "input",
+            {"type": "function_call_output", "call_id": "c", "output": [shown(BROKEN)]},
+        ),
+        (MessagesRequest, "messages", {"role": "user", "content": [block(BROKEN)]}),
+        (
+            MessagesRequest,
+            "messages",
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c", "content": [block(BROKEN)]}
+                ],
+            },
+        ),
+    ],
+)
+def test_images_of_all_protocols_are_found(kind: Any, field: str, body: dict[str, Any]) -> None:
+    given = {field: [{"role": "user", "content": "a"}, body], "max_tokens": 1}
+    if kind is ResponsesRequest:
+        del given["max_tokens"]
+    messages = getattr(kind.model_validate(given), field)
+    assert has_images(messages)
+    assert not has_images(messages[:1])
 
 
 def test_all_protocols_say_what_a_chat_says(live: Live, client: openai.OpenAI) -> None:

@@ -1,7 +1,6 @@
 """Flags of the server that change its answers."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -90,7 +89,7 @@ TEMPLATE = (
 
 
 def written(live: Live, answers: AnswerOptions, **fields: object) -> object:
-    model = replace(live.model, chat_template=TEMPLATE, answers=answers)
+    model = live.model.with_options(chat_template=TEMPLATE, answers=answers)
     require_defaults(model)
     body = ChatRequest.model_validate({"messages": MESSAGES, **fields})
     return render(model, body.messages, body, None, [])

@@ -230,7 +230,7 @@ def test_history_and_effort_reach_the_template(client: openai.OpenAI, live: Live
 
 
 def test_r1_answers_begin_with_a_thought(client: openai.OpenAI, live: Live) -> None:
-    model = replace(live.model, reasoning_parser="deepseek_r1")
+    model = live.model.with_options(reasoning_parser="deepseek_r1")
     format = model.output_format
     assert isinstance(format, Thinking)
     live.model.__dict__["output_format"] = format

@@ -1,27 +1,25 @@
-"""Flags of `slipstream bench serve` alone."""
+"""The options of `bench serve`: the server, the load on it, and what is reported."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
-from slipstream.cli.prompts import make_folder, require_writable
 from slipstream.core.errors import UsageError
-from slipstream.core.flags import flag, given_flags, parse_object
+from slipstream.core.flags import flag, parse_object
 
-if TYPE_CHECKING:
-    from slipstream.bench.client import Server
-    from slipstream.bench.summary import SummaryOptions
-
+AUTO, COMPLETIONS, CHAT = "auto", "completions", "chat"
+ENDPOINTS = (AUTO, COMPLETIONS, CHAT)
+PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
 _KEY = "OPENAI_API_KEY"
 _HOST, _PORT = "127.0.0.1", 8000
 _BACKENDS = {"openai": "completions", "openai-chat": "chat", "vllm": "completions"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerFlags:
-    """The server and how requests are sent to it."""
+class Server:
+    """A server, and how requests are sent to it."""
 
     base_url: str | None = flag(
         None,
@@ -54,13 +52,17 @@ class ServerFlags:
     request_timeout: float = flag(600.0, "Seconds that one request may take in all.", above=0)
     ready_timeout: float = flag(0.0, "Seconds to wait for the server to start.", at_least=0)
 
-    def server(self) -> "Server":
-        """Where to send requests; raises UsageError for a bad address or header."""
-        from slipstream.bench.client import Server
-
-        url = self._url().rstrip("/").removesuffix("/v1")
+    @cached_property
+    def url(self) -> str:
+        """The address without /v1; raises UsageError for a bad one."""
+        url = self._given_url().rstrip("/").removesuffix("/v1")
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--base-url must begin with http:// or https://, not {self.base_url}")
+        return url
+
+    @cached_property
+    def headers(self) -> dict[str, str]:
+        """Headers of every request; raises UsageError for a bad one."""
         headers = {}
         for text in self.header:
             name, colon, value = text.partition(":")
@@ -70,9 +72,9 @@ class ServerFlags:
         key = self.api_key or os.environ.get(_KEY)
         if key:
             headers.setdefault("Authorization", f"Bearer {key}")
-        return Server(url=url, headers=headers, timeout=self.request_timeout)
+        return headers
 
-    def _url(self) -> str:
+    def _given_url(self) -> str:
         if self.base_url is None:
             host = self.host or _HOST
             shown = f"[{host}]" if ":" in host else host
@@ -83,8 +85,6 @@ class ServerFlags:
 
     def wanted_endpoint(self) -> str:
         """The endpoint by --endpoint and --backend; raises UsageError if they disagree."""
-        from slipstream.bench.protocol import AUTO, ENDPOINTS, PATHS
-
         names = {path: name for name, path in PATHS.items()}
         endpoint = names.get(self.endpoint, self.endpoint)
         if endpoint not in ENDPOINTS:
@@ -116,7 +116,7 @@ class ServerFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadFlags:
+class LoadOptions:
     """How many requests are sent, and when."""
 
     max_concurrency: int | None = flag(
@@ -158,94 +158,76 @@ class LoadFlags:
     )
 
 
+TTFT, TPOT, ITL, ITL_PER_TOKEN, E2EL = "ttft", "tpot", "itl", "itl_per_token", "e2el"
+METRICS = (TTFT, TPOT, ITL, ITL_PER_TOKEN, E2EL)
+GOODPUT_METRICS = (TTFT, TPOT, E2EL)
+
+
+def _parse_metrics(name: str, text: str) -> tuple[str, ...]:
+    """Read names of METRICS; none are all."""
+    for metric in _listed(text):
+        if metric not in METRICS:
+            raise UsageError(f"{name} takes {', '.join(METRICS)}, not {metric!r}")
+    return _listed(text) or METRICS
+
+
+def _parse_percentiles(name: str, text: str) -> tuple[float, ...]:
+    """Read numbers from 0 to 100."""
+    try:
+        percentiles = tuple(map(float, _listed(text)))
+    except ValueError:
+        percentiles = (-1.0,)
+    if not all(0 <= percentile <= 100 for percentile in percentiles):
+        raise UsageError(f"{name} must be numbers from 0 to 100 such as 50,99, not {text!r}")
+    return percentiles
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 @dataclass(frozen=True, kw_only=True)
-class SummaryFlags:
+class SummaryOptions:
     """The figures to report."""
 
-    percentile_metrics: str | None = flag(
-        None,
+    metrics: tuple[str, ...] = flag(
+        METRICS,
         "Metrics to show percentiles of: ttft, tpot, itl, itl_per_token, e2el. [all]",
         panel="Report",
+        name="--percentile-metrics",
         metavar="<list>",
+        parse=_parse_metrics,
     )
-    metric_percentiles: str = flag(
-        "90,99", "Percentiles to show, such as 50,90,99.9.", metavar="<list>"
+    percentiles: tuple[float, ...] = flag(
+        (90.0, 99.0),
+        "Percentiles to show, such as 50,90,99.9. [90,99]",
+        name="--metric-percentiles",
+        metavar="<list>",
+        parse=_parse_percentiles,
     )
     goodput: tuple[str, ...] = flag(
         (),
         "Count requests within this limit: ttft:200, tpot:30, e2el:5000 (repeatable).",
         metavar="<metric:ms>",
     )
-    save_detailed: bool = flag(False, "Add the figures of every request to --output.")
-    save_texts: Path | None = flag(None, "Write every answer.", metavar="<file>")
-    compare_texts: Path | None = flag(
-        None,
-        "Compare every answer with a file of --save-texts, from here or from bench throughput.",
-        metavar="<file>",
-    )
 
-    def options(self) -> "SummaryOptions":
-        """What to report; raises UsageError for unknown metrics or bad percentiles."""
-        from slipstream.bench.summary import METRICS, SummaryOptions, read_goodput
+    def __post_init__(self) -> None:
+        read_goodput(self.goodput)
 
-        metrics = _listed(self.percentile_metrics) or list(METRICS)
-        for metric in metrics:
-            if metric not in METRICS:
-                raise UsageError(f"--percentile-metrics takes {', '.join(METRICS)}, not {metric!r}")
+
+def read_goodput(texts: Sequence[str]) -> dict[str, float] | None:
+    """Read goals such as `ttft:200`; raises UsageError for anything else."""
+    goals: dict[str, float] = {}
+    for text in texts:
+        name, colon, value = text.partition(":")
         try:
-            percentiles = [float(text) for text in _listed(self.metric_percentiles)]
+            goal = float(value)
         except ValueError:
-            percentiles = [-1.0]
-        if not all(0 <= percentile <= 100 for percentile in percentiles):
+            goal = -1.0
+        if not colon or name not in GOODPUT_METRICS or not goal > 0:
             raise UsageError(
-                "--metric-percentiles must be numbers from 0 to 100 such as 50,99, not "
-                f"{self.metric_percentiles!r}"
+                f"--goodput must be such as ttft:200 (milliseconds; {', '.join(GOODPUT_METRICS)}), "
+                f"not {text!r}"
             )
-        return SummaryOptions(
-            metrics=metrics, percentiles=percentiles, goodput=read_goodput(self.goodput)
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResultFlags:
-    """The flags of vllm bench serve that correspond to `--output`."""
-
-    save_result: bool = flag(
-        False, "Write all figures as JSON, to a file named after the load.", panel="Report"
-    )
-    result_dir: Path | None = flag(
-        None, "Folder for --save-result; it is made if need be. [here]", metavar="<folder>"
-    )
-    result_filename: str | None = flag(
-        None, "File name for --save-result, in its folder.", metavar="<name>"
-    )
-
-    def prepare(self, output: Path | None) -> None:
-        """Make the folder before anything is measured; raises UsageError if it is not writable."""
-        if not self.save_result:
-            for name in given_flags(self):
-                raise UsageError(f"{name} is for --save-result; add that, or use --output")
-            return
-        if output is not None:
-            raise UsageError("--save-result and --output both name the file to write; give one")
-        make_folder("--result-dir", self._folder)
-        require_writable("--result-filename", self._folder / (self.result_filename or "any.json"))
-
-    def file(self, model: str, load: LoadFlags, time: datetime) -> Path | None:
-        """The file to write; None without --save-result."""
-        if not self.save_result:
-            return None
-        if self.result_filename is not None:
-            return self._folder / self.result_filename
-        most = "" if load.max_concurrency is None else f"-concurrency{load.max_concurrency}"
-        name = model.rstrip("/").rpartition("/")[2] or "model"
-        rate = f"{load.request_rate:g}qps"
-        return self._folder / f"slipstream-{rate}{most}-{name}-{time:%Y%m%d-%H%M%S}.json"
-
-    @property
-    def _folder(self) -> Path:
-        return self.result_dir or Path()
-
-
-def _listed(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
+        goals[name] = goal
+    return goals or None
