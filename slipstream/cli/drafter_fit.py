@@ -42,7 +42,7 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
     problems: list[str] = []
     notes: list[str] = []
     share = _relative_size(draft, target)
-    if target.config is None:
+    if target.config is None or target.head is not None:
         return Fit((f"{target.checkpoint.path} is no language model",), (), share)
     if draft.head is not None:
         return Fit(tuple(draft.head.problems(target.config)), draft.head.notes, share)
