@@ -189,9 +189,9 @@ class Tls:
         try:
             context.load_cert_chain(self.certificate, self.key, password=_refuse_encrypted_key)
         except (OSError, ValueError) as error:
+            beside = "" if self.key is None else f" with --ssl-keyfile {self.key}"
             raise UsageError(
-                f"--ssl-certfile {self.certificate} with --ssl-keyfile {self.key} cannot be used: "
-                f"{error}"
+                f"--ssl-certfile {self.certificate}{beside} cannot be used: {error}"
             ) from None
         try:
             if self.authorities is not None:

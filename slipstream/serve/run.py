@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import resource
 import socket
 from collections.abc import Callable, Collection, Sequence
@@ -63,6 +64,13 @@ class Access:
     def __post_init__(self) -> None:
         if not all(key.strip() == key and key.isascii() and key for key in self.api_keys):
             raise UsageError("an API key must be non-empty ASCII text without spaces around it")
+        for origin in self.allowed_origins:
+            # Browsers send it in this form, and it is compared as a text.
+            if origin not in ("*", "null") and not re.fullmatch(r"[\w+.-]+://[^/]+", origin):
+                raise UsageError(
+                    "--allowed-origins takes * or origins such as https://example.org, which have "
+                    f"a scheme and no path, not {origin!r}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +90,7 @@ class ServerOptions:
         replica: identifies this server among replicas of the model; a part of response ids.
 
     Raises:
-        UsageError: `root_path` does not begin with a slash, or ends with one.
+        UsageError: a name is empty, or `root_path` does not begin with a slash or ends with one.
     """
 
     names: Sequence[str]
@@ -105,6 +113,8 @@ class ServerOptions:
             raise UsageError(
                 f"--root-path must begin with a slash and not end with one, not {self.root_path!r}"
             )
+        if not all(self.names):
+            raise UsageError("--served-model-name must not be empty; leave it out to serve MODEL")
 
 
 class Work(Protocol):
