@@ -44,7 +44,7 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
     share = None
     if draft.num_parameters is not None and target.num_parameters is not None:
         share = draft.num_parameters / target.num_parameters
-    if target.config is None:
+    if target.config is None or target.head is not None:
         return Fit((f"{target.checkpoint.path} is no language model",), (), share)
     if draft.head is not None:
         return Fit(tuple(draft.head.problems(target.config)), draft.head.notes, share)

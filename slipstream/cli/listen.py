@@ -1,6 +1,7 @@
 """The flags of all commands that serve, and what they mean for a server."""
 
 import json
+import re
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,7 +63,7 @@ class ServingFlags:
         return config, replace(
             server,
             served_model_name=server.served_model_name or (_usual_name(config.model),),
-            allowed_origins=_listed("--allowed-origins", server.allowed_origins),
+            allowed_origins=_origins(server),
             allowed_methods=_listed("--allowed-methods", server.allowed_methods),
             allowed_headers=_listed("--allowed-headers", server.allowed_headers),
             chat_template=None if template is None else read_template(template),
@@ -126,6 +127,18 @@ def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
             raise UsageError(f'{name} takes a text or a JSON list such as ["*"], not {text!r}')
         found += listed
     return tuple(found)
+
+
+def _origins(server: ServerOptions) -> tuple[str, ...]:
+    """Origins in the form in which browsers send them, since they are compared as texts."""
+    origins = _listed("--allowed-origins", server.allowed_origins)
+    for origin in origins:
+        if origin not in ("*", "null") and not re.fullmatch(r"[\w+.-]+://[^/]+", origin):
+            raise UsageError(
+                "--allowed-origins takes * or origins such as https://example.org, which have a "
+                f"scheme and no path, not {origin!r}"
+            )
+    return origins
 
 
 def _refuse_synthetic(config: EngineConfig, allowed: bool) -> None:

@@ -171,7 +171,10 @@ def resolved_table(resolved: "Resolved") -> Table:
 def _log_to(console: Console, verbose: bool) -> None:
     logger = logging.getLogger("slipstream")
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
-    handler = RichHandler(console=console, show_time=False, show_path=False)
+    handler: logging.Handler = RichHandler(console=console, show_time=False, show_path=False)
+    if not console.is_terminal:  # a message is one line there, whatever its length
+        handler = logging.StreamHandler(console.file)
+        handler.setFormatter(logging.Formatter("%(levelname)-8s %(message)s"))
     # The table shows the reasons in its own order.
     handler.addFilter(lambda record: record.module != "sizing")
     logger.handlers = [handler]

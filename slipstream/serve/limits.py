@@ -23,12 +23,14 @@ class ServeLimits:
         "Seconds that a request may take in all (504); 0 is no limit.",
         stands_for_none=0.0,
         above=0,
+        remedy="give 0 for no limit",
     )
     drain_timeout: float | None = flag(
         None,
         "Seconds that running requests have to finish when the server stops; 0 is no limit.",
         stands_for_none=0.0,
         above=0,
+        remedy="give 0 for no limit",
     )
     max_body_bytes: int = flag(
         4 << 20,

@@ -185,9 +185,8 @@ def tls_options(options: ServerOptions) -> dict[str, Any]:
     try:
         context.load_cert_chain(certificate, key, password=_refuse_encrypted_key)
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--ssl-certfile {certificate} with --ssl-keyfile {key} cannot be used: {error}"
-        ) from None
+        beside = "" if key is None else f" with --ssl-keyfile {key}"
+        raise UsageError(f"--ssl-certfile {certificate}{beside} cannot be used: {error}") from None
     try:
         if authorities is not None:
             context.load_verify_locations(authorities)

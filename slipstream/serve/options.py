@@ -250,6 +250,8 @@ class ServerOptions:
         check_fields(type(self), vars(self))
         if not all(key.strip() == key and key.isascii() and key for key in self.api_key):
             raise UsageError("an API key must be non-empty ASCII text without spaces around it")
+        if not all(self.served_model_name):
+            raise UsageError("--served-model-name must not be empty; leave it out to serve MODEL")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path[-1] == "/"):
             raise UsageError(
                 f"--root-path must begin with a slash and not end with one, not {self.root_path!r}"

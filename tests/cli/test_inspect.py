@@ -293,9 +293,10 @@ def test_a_drafter_and_its_fit(
 
 
 def test_a_drafting_head_is_no_target(slipstream: CommandLine, tiny_target: str) -> None:
-    ran = slipstream("inspect", tiny_target, "--target", medusa_for(tiny_target))
-    assert ran.code == 1
-    assert "is no language model" in ran.out
+    for path, head in ((tiny_target, medusa_for(tiny_target)), ("demo/draft", "demo/eagle3")):
+        ran = slipstream("inspect", path, "--target", head)
+        assert ran.code == 1
+        assert "is no language model" in ran.out
 
 
 @pytest.mark.parametrize("style", ["qwen", "deepseek"])

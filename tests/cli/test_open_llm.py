@@ -1,7 +1,14 @@
 """What the commands do before they load a model."""
 
+import logging
 import subprocess
 import sys
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from slipstream.cli.open_llm import _log_to
 
 _IMPORT_TWICE = """
 import gc
@@ -25,3 +32,13 @@ def test_modules_are_left_out_of_the_search_for_cycles() -> None:
         [sys.executable, "-c", _IMPORT_TWICE], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_warning_is_one_line_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("slipstream")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logger.level)
+    pipe = StringIO()
+    _log_to(Console(file=pipe, width=80), verbose=False)
+    logger.warning("word " * 30 + "end")
+    assert pipe.getvalue() == f"WARNING  {'word ' * 30}end\n"

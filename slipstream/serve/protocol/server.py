@@ -1,6 +1,7 @@
 """Requests and responses about the server, its model and its tokenizer."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -124,6 +125,7 @@ class TokenizeRequest(ModelRequest, TemplateFields):
         return_token_strs: also return the tokens as the vocabulary spells them.
     """
 
+    forms: ClassVar[Mapping[str, str]] = {"prompt": "a text"}
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None

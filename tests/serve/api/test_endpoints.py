@@ -129,6 +129,7 @@ def test_messages_become_tokens(live: Live) -> None:
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "give prompt or messages"),
         ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "goes with messages"),
         ("/tokenize", {"prompt": "x", "model": "nobody"}, "there is no model"),
+        ("/tokenize", {"prompt": ["x"]}, "prompt must be a text"),
         (
             "/tokenize",
             {"messages": SILENT, "continue_final_message": True},

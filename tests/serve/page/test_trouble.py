@@ -12,6 +12,10 @@ def test_an_empty_prompt_is_not_sent(open_page: OpenPage, server: FakeServer) ->
     assert page.locator("#prompt[aria-invalid=true]:focus").count() == 1
     page.fill("#prompt", "x")
     assert page.locator("#prompt-error").text_content() == ""
+    page.fill("#prompt", "")
+    page.click("#run")
+    page.click("text=Chat")  # brings an example
+    assert page.locator("#prompt[aria-invalid=true]").count() == 0
     assert server.bodies == []
 
 

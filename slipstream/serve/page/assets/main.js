@@ -146,11 +146,17 @@ function changeMode() {
 
 function clear() {
   images.take();
-  at("prompt-error").textContent = "";
+  forgive();
   transcript.clear();
   meters.watch([]);
   notice.hide();
   inspector.hide();
+}
+
+/** Forget that the prompt was empty. */
+function forgive() {
+  prompt.removeAttribute("aria-invalid");
+  at("prompt-error").textContent = "";
 }
 
 at("composer").addEventListener("submit", (event) => {
@@ -167,10 +173,7 @@ prompt.addEventListener("keydown", (event) => {
   run();
 });
 
-prompt.addEventListener("input", () => {
-  prompt.removeAttribute("aria-invalid");
-  at("prompt-error").textContent = "";
-});
+prompt.addEventListener("input", forgive);
 
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || at("key-dialog").open) return;
