@@ -10,8 +10,8 @@ from torch import Tensor
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference.experts import route
-from slipstream.kernels.table import Addend
 from slipstream.layers.experts import Experts
+from slipstream.layers.layer import Entering
 
 _FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 _WINDOWS = 8  # places in each text
@@ -55,12 +55,10 @@ def _recorded() -> Iterator[dict[int, list[Tensor]]]:
     found: dict[int, list[Tensor]] = {}
     plain = Experts.apply
 
-    def recording(
-        self: Experts, ops: Any, addend: Addend, residual: Tensor | None, inputs: PassInputs
-    ) -> Any:
-        normed, _ = ops.norm(addend, residual, self.norm)
+    def recording(self: Experts, ops: Any, entering: Entering, inputs: PassInputs) -> Any:
+        normed, _ = ops.norm(entering.addend, entering.residual, self.norm)
         found.setdefault(id(self), []).append(route(normed, self.parts.router)[0].cpu())  # type: ignore[attr-defined]
-        return plain(self, ops, addend, residual, inputs)
+        return plain(self, ops, entering, inputs)
 
     Experts.apply = recording  # type: ignore[method-assign]
     try:

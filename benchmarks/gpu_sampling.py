@@ -138,7 +138,7 @@ def _state(case: Case) -> SamplingState:
         params = SamplingParams(**PARAMS[case.kind])
         request = Request("", list(range(512)), params, slot, frozenset({1}), 9, 4, 0)
         request.token_ids.extend(range(300))
-        state.admit(slot, request)
+        state.admit({slot: request})
     return state
 
 
@@ -156,7 +156,7 @@ def _verify(case: Case) -> Work:
         for slot in range(num):
             request = state.request(slot)
             request.verification = Verification.BLOCK
-            state.admit(slot, request)
+            state.admit({slot: request})
     uses = state.uses(range(num))
     batches = []
     slots = torch.arange(num, device=DEVICE)

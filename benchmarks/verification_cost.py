@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.decode_timing import Method, Setup, make_engine, measure_batch, prompt_maker
 from benchmarks.geometries import geometry_named
 from benchmarks.gpu_decode import HEADINGS, show
-from slipstream.engine import step_graphs
+from slipstream.engine import assembly
 from slipstream.engine.draft_policy import FixedPolicy
 
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     sizes = tuple(int(size) for size in given.batch_sizes.split(","))
     method = Method(sizes, given.prompt, given.short, given.long, given.repeat)
-    step_graphs.FixedPolicy = _EveryWidth  # type: ignore[attr-defined]
+    assembly.FixedPolicy = _EveryWidth  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
         llm = make_engine(setup, method, Path(folder))
         prompts = prompt_maker(geometry_named(given.target)["vocab_size"], given.prompt)

@@ -60,7 +60,7 @@ class Costs:
 
 def learn_costs_while_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have engines that choose how much they draft measure nothing at the start: it takes long."""
-    monkeypatch.setattr("slipstream.engine.build.calibrate", lambda *_: 0)
+    monkeypatch.setattr("slipstream.engine.assembly.calibrate", lambda *_: 0)
 
 
 def limits(most: int, tree_depth: int | None = None) -> StepLimits:

@@ -34,7 +34,7 @@ class DirectRecorder:
 def use_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are built from here on run as though they captured graphs."""
     monkeypatch.setattr("slipstream.engine.resolve.captures_graphs", lambda *_: True)
-    monkeypatch.setattr("slipstream.engine.step_graphs.Recorder", DirectRecorder)
+    monkeypatch.setattr("slipstream.engine.assembly.Recorder", DirectRecorder)
 
 
 def use_packed_steps(monkeypatch: pytest.MonkeyPatch) -> None:

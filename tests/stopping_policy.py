@@ -83,5 +83,5 @@ def use_stopping_policy(
             made.append(kind(count))
         return made[0]
 
-    monkeypatch.setattr("slipstream.engine.step_graphs.FixedPolicy", policy)
+    monkeypatch.setattr("slipstream.engine.assembly.FixedPolicy", policy)
     return made

@@ -1,7 +1,7 @@
 """Assigns blocks of the KV cache to requests. The storage itself is elsewhere."""
 
 from collections import Counter
-from collections.abc import Collection, KeysView, Sequence
+from collections.abc import Callable, Collection, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.cache.block_pool import BlockPool
@@ -25,6 +25,9 @@ class _Table:
     @property
     def num_final(self) -> int:
         return len(self.digests)
+
+
+LookUp = Callable[["BlockManager"], list[int]]
 
 
 class BlockManager:
@@ -52,6 +55,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._window, self._states = window, states
+        self._beside = [kept for kept in (window, states) if kept is not None]
         self.num_queried_tokens = 0  # prompt tokens looked up when their request was admitted
         self.num_hit_tokens = 0  # how many of them were found
         self.reset()
@@ -60,10 +64,8 @@ class BlockManager:
         """Empty all blocks and forget all tables."""
         self._pool = BlockPool(self.num_blocks)
         self._tables: dict[str, _Table] = {}
-        if self._window is not None:
-            self._window.reset()
-        if self._states is not None:
-            self._states.reset()
+        for kept in self._beside:
+            kept.reset()
 
     def forget_prefixes(self) -> None:
         """Empty the prefix index; tables stay as they are.
@@ -72,10 +74,8 @@ class BlockManager:
         again with the same content.
         """
         self._pool.forget_contents()
-        if self._window is not None:
-            self._window.forget_contents()
-        if self._states is not None:
-            self._states.forget_contents()
+        for kept in self._beside:
+            kept.forget_contents()
 
     @property
     def num_available(self) -> int:
@@ -133,6 +133,11 @@ class BlockManager:
         """Leading tokens in blocks that are never written again while the request lives."""
         return self._tables[request_id].num_final * self.block_size
 
+    def places(self, look_up: LookUp) -> Iterator[tuple[int, "BlockManager", list[int]]]:
+        """Where a new request could go, the best place first: its rank, the blocks there, and the
+        cached prefix that `look_up` finds among them."""
+        yield 0, self, look_up(self)
+
     def match_prefix(
         self, namespace: str, token_ids: Sequence[int], spans: Sequence[Span] = ()
     ) -> list[int]:
@@ -160,9 +165,8 @@ class BlockManager:
         digests, last = self._digests(blocks), -1
         while len(digests) != last:
             last = len(digests)
-            for kept in (self._window, self._states):
-                if kept is not None:
-                    del digests[kept.longest_prefix(digests) :]
+            for kept in self._beside:
+                del digests[kept.longest_prefix(digests) :]
         return [*blocks[:last]]
 
     def can_admit(self, prefix_blocks: Sequence[int], num_tokens: int, reserve: int = 0) -> bool:
@@ -184,6 +188,7 @@ class BlockManager:
         num_queried_tokens: int = 0,
         num_tokens: int = 0,
         num_shared: int = 0,
+        rank: int = 0,
     ) -> None:
         """Start a table with the blocks that `resumable` gave.
 
@@ -192,7 +197,9 @@ class BlockManager:
                 these nor the hits.
             num_tokens: number of tokens of the request.
             num_shared: number of blocks that `match_prefix` found.
+            rank: of `places`.
         """
+        del rank
         assert request_id not in self._tables, f"request {request_id} already has a table"
         digests = self._digests(prefix_blocks)
         for block in prefix_blocks:
@@ -282,10 +289,8 @@ class BlockManager:
         # evicted before them.
         for block in reversed(self._tables.pop(request_id).blocks):
             self._pool.release(block)
-        if self._window is not None:
-            self._window.free(request_id)
-        if self._states is not None:
-            self._states.free(request_id)
+        for kept in self._beside:
+            kept.free(request_id)
 
     # ------------------------------------------------------------------ states of requests
 
@@ -324,10 +329,8 @@ class BlockManager:
             Counter(block for table in self._tables.values() for block in table.blocks)
         )
         num_final = {name: table.num_final for name, table in self._tables.items()}
-        if self._window is not None:
-            self._window.check_invariants(num_final)
-        if self._states is not None:
-            self._states.check_invariants(num_final)
+        for kept in self._beside:
+            kept.check_invariants(num_final)
         for request_id, table in self._tables.items():
             self._check_table(request_id, table)
 

@@ -1,18 +1,30 @@
 """Blocks of several ranks, each of which has a cache and requests of its own."""
 
-from collections.abc import Collection, KeysView, Sequence
+from collections.abc import Callable, Collection, Iterator, KeysView, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
-from slipstream.cache.block_manager import BlockManager
-from slipstream.core.spans import Span
+from slipstream.cache.block_manager import BlockManager, LookUp
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _on_its_rank(method: F) -> F:
+    """A method about a request, of the manager that has its blocks."""
+
+    @wraps(method)
+    def on_its_rank(self: "SpreadBlocks", request_id: str, *args: Any, **kwargs: Any) -> Any:
+        return method(self._of(request_id), request_id, *args, **kwargs)
+
+    return cast(F, on_its_rank)
 
 
 class SpreadBlocks(BlockManager):
     """One block manager for each rank; a request has all its blocks on one rank.
 
-    A request goes to the rank with the fewest, and among equals to the one that has the longest
-    prefix of it, or else the most room. Tables name blocks by their numbers on their rank. Only in
-    the prefix that an admission looks up are blocks of different ranks told apart: there those of
-    rank r begin at r * num_blocks.
+    A request goes to the rank with the fewest that has room for it, and among equals to the one
+    that has the longest prefix of it, or else the most room. Prefixes are looked up on one of
+    `places`, and tables name blocks by their numbers there.
 
     Args:
         ranks: managers of the ranks, all of the same form. `num_blocks` is the number of each.
@@ -58,25 +70,12 @@ class SpreadBlocks(BlockManager):
 
     # ------------------------------------------------------------------ a request comes
 
-    def match_prefix(
-        self, namespace: str, token_ids: Sequence[int], spans: Sequence[Span] = ()
-    ) -> list[int]:
-        found: list[int] = []
-        for rank in self._least_busy():
-            own = self._ranks[rank].match_prefix(namespace, token_ids, spans)
-            if len(own) > len(found):
-                found = self._told_apart(own, rank)
-        return found
-
-    def resumable(self, blocks: Sequence[int]) -> list[int]:
-        rank, own = self._place(blocks)
-        return self._told_apart(self._ranks[rank].resumable(own), rank)
-
-    def can_admit(self, prefix_blocks: Sequence[int], num_tokens: int, reserve: int = 0) -> bool:
-        """See `BlockManager`; the reserve is a block for each request of the rank at most."""
-        rank, own = self._place(prefix_blocks)
-        blocks = self._ranks[rank]
-        return blocks.can_admit(own, num_tokens, min(reserve, len(blocks.request_ids)))
+    def places(self, look_up: LookUp) -> Iterator[tuple[int, BlockManager, list[int]]]:
+        counts = [len(blocks.request_ids) for blocks in self._ranks]
+        for count in sorted(set(counts)):
+            equals = [rank for rank, number in enumerate(counts) if number == count]
+            found = [(rank, self._ranks[rank], look_up(self._ranks[rank])) for rank in equals]
+            yield from sorted(found, key=lambda it: (-len(it[2]), -it[1].num_available))
 
     def admit(
         self,
@@ -85,88 +84,40 @@ class SpreadBlocks(BlockManager):
         num_queried_tokens: int = 0,
         num_tokens: int = 0,
         num_shared: int = 0,
+        rank: int = 0,
     ) -> None:
-        rank, own = self._place(prefix_blocks)
+        blocks = self._ranks[rank]
         self._on[request_id] = rank
-        self._ranks[rank].admit(request_id, own, num_queried_tokens, num_tokens, num_shared)
+        blocks.admit(request_id, prefix_blocks, num_queried_tokens, num_tokens, num_shared)
         if num_queried_tokens and self.enable_prefix_caching:
             self.num_queried_tokens += num_queried_tokens
-            self.num_hit_tokens += len(own) * self.block_size
-
-    def _least_busy(self) -> list[int]:
-        counts = [len(blocks.request_ids) for blocks in self._ranks]
-        return [rank for rank, count in enumerate(counts) if count == min(counts)]
-
-    def _place(self, prefix: Sequence[int]) -> tuple[int, list[int]]:
-        """The rank of a request with this prefix, and the prefix by its numbers there."""
-        if prefix:
-            rank = prefix[0] // self.num_blocks
-            return rank, [block - rank * self.num_blocks for block in prefix]
-        room = {rank: self._ranks[rank].num_available for rank in self._least_busy()}
-        return max(room, key=lambda rank: (room[rank], -rank)), []
-
-    def _told_apart(self, blocks: Sequence[int], rank: int) -> list[int]:
-        return [rank * self.num_blocks + block for block in blocks]
+            self.num_hit_tokens += len(prefix_blocks) * self.block_size
 
     # ------------------------------------------------------------------ a request is there
 
     def _of(self, request_id: str) -> BlockManager:
         return self._ranks[self._on[request_id]]
 
-    def table(self, request_id: str) -> Sequence[int]:
-        return self._of(request_id).table(request_id)
-
-    def window_table(self, request_id: str) -> Sequence[int]:
-        return self._of(request_id).window_table(request_id)
-
-    def capacity(self, request_id: str) -> int:
-        return self._of(request_id).capacity(request_id)
-
-    def num_final_tokens(self, request_id: str) -> int:
-        return self._of(request_id).num_final_tokens(request_id)
-
-    def grow(self, request_id: str, num_tokens: int, num_written: int | None = None) -> bool:
-        return self._of(request_id).grow(request_id, num_tokens, num_written)
-
-    def rewind(self, request_id: str, num_tokens: int) -> None:
-        self._of(request_id).rewind(request_id, num_tokens)
-
-    def slide(self, request_id: str, num_computed: int) -> None:
-        self._of(request_id).slide(request_id, num_computed)
-
-    def index(
-        self,
-        request_id: str,
-        namespace: str,
-        token_ids: Sequence[int],
-        num_tokens: int,
-        spans: Sequence[Span] = (),
-    ) -> None:
-        self._of(request_id).index(request_id, namespace, token_ids, num_tokens, spans)
+    table = _on_its_rank(BlockManager.table)
+    window_table = _on_its_rank(BlockManager.window_table)
+    capacity = _on_its_rank(BlockManager.capacity)
+    num_final_tokens = _on_its_rank(BlockManager.num_final_tokens)
+    grow = _on_its_rank(BlockManager.grow)
+    rewind = _on_its_rank(BlockManager.rewind)
+    slide = _on_its_rank(BlockManager.slide)
+    index = _on_its_rank(BlockManager.index)
+    checkpoint = _on_its_rank(BlockManager.checkpoint)
+    chunk_end = _on_its_rank(BlockManager.chunk_end)
+    plan_checkpoint = _on_its_rank(BlockManager.plan_checkpoint)
+    take_in = _on_its_rank(BlockManager.take_in)
 
     def free(self, request_id: str) -> None:
         self._of(request_id).free(request_id)
         del self._on[request_id]
 
-    # ------------------------------------------------------------------ states of requests
-
     @property
     def num_checkpoints(self) -> int:
         return sum(blocks.num_checkpoints for blocks in self._ranks)
-
-    def checkpoint(self, request_id: str) -> int:
-        return self._of(request_id).checkpoint(request_id)
-
-    def chunk_end(self, request_id: str, start: int, end: int) -> int:
-        return self._of(request_id).chunk_end(request_id, start, end)
-
-    def plan_checkpoint(
-        self, request_id: str, num_tokens: int, drafts_in_flight: int | None = None
-    ) -> int:
-        return self._of(request_id).plan_checkpoint(request_id, num_tokens, drafts_in_flight)
-
-    def take_in(self, request_id: str, num_tokens: int) -> None:
-        self._of(request_id).take_in(request_id, num_tokens)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless each rank's blocks agree, and each request is on one."""

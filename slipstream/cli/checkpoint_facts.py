@@ -99,7 +99,8 @@ class CheckpointFacts:
     @property
     def _trained_tokens(self) -> int | None:
         """The number of draft tokens that a parallel drafter was trained for."""
-        from slipstream.speculative.parallel.rows import drafts_in_parallel, read_mask_token
+        from slipstream.speculative.parallel.rows import read_mask_token
+        from slipstream.speculative.pard import drafts_in_parallel
 
         if self.head is not None:
             return self.head.trained_tokens
@@ -197,10 +198,9 @@ def read_facts(name: str) -> CheckpointFacts:
     from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
     from slipstream.models.quantized.catalogue import read_quantization
     from slipstream.models.tokenizer import has_tokenizer
-    from slipstream.speculative.catalogue import recognise
+    from slipstream.speculative.catalogue import DRAFTING_KEYS, recognise
     from slipstream.speculative.heads.checkpoint import HeadCheckpoint
     from slipstream.speculative.loading import describe_head, describe_own_head
-    from slipstream.speculative.parallel.rows import MASK_TOKEN_KEYS
 
     path = resolve_checkpoint(name, pickled=True)
     of_head = HeadCheckpoint(path)
@@ -212,7 +212,7 @@ def read_facts(name: str) -> CheckpointFacts:
             "download them, or finish the training run that writes them"
         )
     checkpoint = Checkpoint(path) if head is None else of_head
-    config = read_decoder_config(checkpoint, MASK_TOKEN_KEYS) if head is None else head.layers
+    config = read_decoder_config(checkpoint, DRAFTING_KEYS) if head is None else head.layers
     stored = None if head else read_quantization(checkpoint.config, checkpoint.config_file)
     entries = checkpoint.entries.values() if checkpoint.has_weights else ()
     count = sum(prod(entry.shape) for entry in entries) or None

@@ -77,12 +77,8 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
 
 
 def _parallel_note(draft: CheckpointFacts) -> list[str]:
-    from slipstream.speculative.parallel.rows import (
-        drafts_in_parallel,
-        parallel_note,
-        read_mask_token,
-        reads_features,
-    )
+    from slipstream.speculative.parallel.rows import parallel_note, read_mask_token
+    from slipstream.speculative.pard import drafts_in_parallel, reads_features
 
     if not drafts_in_parallel(draft.checkpoint.config):
         return []

@@ -44,8 +44,7 @@ class DrafterFlags:
     )
     spec_method: str | None = flag(
         None,
-        "draft_model, pard, eagle, eagle3, p-eagle, mtp, dflash, dflash2, dspark, medusa, "
-        "mlp_speculator, gemma4_assistant, ngram, suffix, custom or combination. "
+        "Drafting method, such as draft_model, eagle3 or suffix; docs/drafters.md has all. "
         "[found from the drafter]",
     )
     drafter_quantization: str | None = flag(

@@ -25,7 +25,7 @@ from slipstream.core.sampling_params import SamplingDefaults, SamplingParams
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
     from slipstream.engine.resolve import Resolved
-    from slipstream.models.loading import Progress as Report
+    from slipstream.models.parameter_sources import Progress as Report
 
 
 def open_llm(config: EngineConfig, verbose: bool) -> tuple["LLM", float]:

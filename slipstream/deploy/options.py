@@ -67,3 +67,11 @@ class Plan:
     server: ServerOptions
     replicas: ReplicaOptions
     local: bool = True
+
+    def __post_init__(self) -> None:
+        size, gpus = self.config.num_ranks, self.replicas.replica_gpus
+        if gpus and gpus < size:
+            raise UsageError(
+                f"--replica-gpus {gpus} is less than the {size} processes of a replica, each of "
+                f"which needs a GPU; give at least {size}, or leave it out"
+            )

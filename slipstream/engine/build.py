@@ -1,34 +1,21 @@
-"""Loads the models of an engine and puts it together."""
+"""Loads the models of an engine."""
 
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 
 import torch
 
-from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.core.config import STORED_QUANTIZATIONS, EngineConfig
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.sampling_params import SamplingDefaults
-from slipstream.core.step_form import CapturedForm, StepForm
-from slipstream.engine.adapter_slots import make_adapters, report_adapters, require_slots
-from slipstream.engine.drafting.calibration import calibrate
-from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
+from slipstream.engine.assembly import assemble
 from slipstream.engine.engine import Engine
-from slipstream.engine.grammar import Grammars
-from slipstream.engine.guidance import Guidance
 from slipstream.engine.image_loading import choose_family, image_reader, least_rows, require_images
-from slipstream.engine.images import ImageReader, NoImages
-from slipstream.engine.logprobs import LogprobReader
-from slipstream.engine.media import MediaReader
 from slipstream.engine.named_target import with_named_target
 from slipstream.engine.prompts import eos_token_ids, read_tokenizer, require_rows
-from slipstream.engine.ranks.division import divide
 from slipstream.engine.ranks.leader import start_ranks
-from slipstream.engine.ranks.ranks import ALONE, Ranks, breaking_off
-from slipstream.engine.ranks.requirements import require_sharing
+from slipstream.engine.ranks.ranks import Ranks, breaking_off
 from slipstream.engine.resolve import (
-    Resolved,
     max_batched_tokens,
     require_precision,
     require_stored_precision,
@@ -36,26 +23,16 @@ from slipstream.engine.resolve import (
     resolve_dtype,
     resolve_model_len,
 )
-from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sizing import Reasons, WeightRoom
-from slipstream.engine.step import Step
-from slipstream.engine.step_graphs import (
-    capture_plain,
-    captured_counts,
-    draft_policy,
-    graph_runner,
-    step_form,
-)
-from slipstream.engine.target_cache import block_manager, shares_prefixes, target_sizes
-from slipstream.kernels.registry import kernels_for
+from slipstream.layers.adapters import AdapterSlots
 from slipstream.layers.parameters import WHOLE
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, Replaced, resolve_checkpoint
-from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.generation_config import generation_folder, read_sampling_defaults
 from slipstream.models.hub import HubAccess, hub_settings
 from slipstream.models.loading import (
+    RANDOM_FORMATS,
     LoadOptions,
     ProgressBar,
     decoder_bytes,
@@ -63,23 +40,21 @@ from slipstream.models.loading import (
     no_progress_bar,
 )
 from slipstream.models.quantized.catalogue import read_quantization, require_format
+from slipstream.models.sharing import require_equal_shares
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.vision.tower import ImageFamily
 from slipstream.runner.capability import (
     choose_device,
-    device_name,
     kept_formats,
     require_stored,
     stored_note,
 )
 from slipstream.runner.collectives import CollectiveError
-from slipstream.runner.device_state import DeviceState
-from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.memory import gigabytes
 from slipstream.runner.threads import set_threads
-from slipstream.sampling.state import SamplingState
 from slipstream.speculative.catalogue import kind_of_drafter
-from slipstream.speculative.drafter import NO_STATES, DrafterResources, LoadedDrafter
-from slipstream.speculative.loading import load_drafter
+from slipstream.speculative.drafter import NO_STATES, LoadedDrafter
+from slipstream.speculative.loading import load_drafter, require_ranks
 from slipstream.speculative.options import TargetModel
 
 
@@ -249,108 +224,42 @@ def _replaced(config: EngineConfig) -> Replaced:
     )
 
 
-def assemble(
-    resolved: Resolved,
-    config: EngineConfig,
-    network: Decoder,
-    loaded_drafter: LoadedDrafter,
-    tokenizer: Tokenizer | None,
-    progress_bar: ProgressBar = no_progress_bar,
-    ranks: Ranks = ALONE,
-    images: ImageReader = NoImages(),  # noqa: B008
-) -> Engine:
-    """Build the engine from loaded models."""
-    limits, shape, needs = resolved.limits, network.config, loaded_drafter.needs
-    division = divide(ranks, resolved, network.pool)
-    state, sampling = _device_states(config, resolved, network)
-    form = step_form(resolved, config)
-    layout = shape.cache_layout(resolved.cache_dtype, division.layers)
-    sizes = CacheSizes(resolved.num_blocks, config.block_size, state.num_slots, resolved.device)
-    own = target_sizes(resolved, sizes, needs.features)
-    cache = ModelCache(layout, own)
-    runner = ModelRunner(network, cache, state, None, needs.stream_layers, of_target=True)
-    can_share = shares_prefixes(config, layout, own)
-    costs = _costs(resolved, config, shape, form)
-    policy = draft_policy(resolved, costs, form)
-    adapters = make_adapters(network.adapters, loaded_drafter.adapters, ranks)
-    blocks = block_manager(resolved, own, can_share, division.num_parts)
-    scheduler = Scheduler(limits, blocks, policy, adapters)
-    resources = DrafterResources(
-        state=state,
-        sampling=sampling,
-        cache_sizes=sizes,
-        num_speculative_tokens=limits.num_speculative_tokens,
-        target=network,
-        captured=resolved.captures,
-        target_cache=cache,
-        gives_confidences=scheduler.policy.reads_confidences,
-        shares_prefixes=can_share,
-        synthetic_rates=_synthetic_rates(resolved),
-        leads=ranks.leads or division.num_parts > 1,
-    )
-    grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
-    graphs = graph_runner(resolved, form, state, sampling, network.adapters is not None, ranks)
-    step = Step(
-        *(scheduler, runner, loaded_drafter.build(resources), state, sampling),
-        resources.synthetic_rates,
-        Guidance(grammars, sampling, limits.num_speculative_tokens, division),
-        graphs,
-        runs_ahead=loaded_drafter.limits.on_device and config.async_scheduling is not False,
-        rereads=needs.features,
-        ranks=ranks,
-        division=division,
-        check_every=config.rank_check_interval,
-    )
-    capture_plain(graphs, step, not loaded_drafter.limits.on_device, progress_bar)
-    if resolved.adaptive and ranks.leads:
-        costs.begin(partial(calibrate, costs, step, resolved, policy.widths, config.block_size))
-    reader = LogprobReader(step.rate, tokenizer, config.logprobs_mode == "raw_logprobs")
-    media = MediaReader(config.allowed_local_media_path, config.allowed_media_domains)
-    beside = tokenizer, grammars, costs, adapters, images, media, ranks
-    return Engine(resolved, scheduler, step, reader, *beside)
-
-
-def _device_states(
-    config: EngineConfig, resolved: Resolved, network: Decoder
-) -> tuple[DeviceState, SamplingState]:
-    limits, device, axes = resolved.limits, resolved.device, network.ropes.num_composed > 0
-    sizes = limits.max_num_seqs, limits.max_model_len, config.block_size
-    state = DeviceState(*sizes, device, resolved.num_window_blocks > 0, axes)
-    slots, vocab_size = state.num_slots, network.config.vocab_size
-    columns, fp64 = network.head.columns, config.use_fp64_gumbel
-    return state, SamplingState(slots, vocab_size, device, fp64, columns)
-
-
 def _require_attention(drafter: LoadedDrafter) -> None:
     """Raise UsageError for a drafter with recurrent state, which cannot resume from KV blocks."""
     if not all(kept.blocks_resume for kept in drafter.layouts):
         raise UsageError(NO_STATES)
 
 
-def _synthetic_rates(resolved: Resolved) -> torch.Tensor | None:
-    """[L, K] float32 on the device."""
-    rates = resolved.synthetic_rates
-    return torch.tensor(rates, device=resolved.device) if rates else None
+def require_slots(config: EngineConfig) -> None:
+    """Raise UsageError for adapter options that have no effect."""
+    usual = EngineConfig.max_loras, EngineConfig.max_lora_rank
+    if not config.enable_lora and (config.max_loras, config.max_lora_rank) != usual:
+        raise UsageError("max_loras and max_lora_rank need enable_lora; give it, or leave them out")
 
 
-def _costs(
-    resolved: Resolved, config: EngineConfig, shape: DecoderConfig, form: StepForm
-) -> KeptCosts:
-    """The cost model of steps, still without measurements."""
-    device, most = resolved.device, resolved.limits.max_num_seqs
-    kernels = kernels_for(device, resolved.dtype, config.batch_invariant)
-    threads = [value for name, value, _ in resolved.reasons if name == "threads"]
-    file = CostFile(
-        {
-            "version": import_module("slipstream").__version__,
-            "model": [config.model, config.revision, config.load_format, repr(shape)],
-            "drafter": [config.speculative_config, resolved.limits],
-            "numbers": [resolved.dtype, resolved.cache_dtype, config.quantization],
-            "device": [device_name(device), threads, kernels.network.backend],
-            "ranks": [config.num_ranks, config.shares_experts],
-            "captured": config.cudagraph_capture_sizes or resolved.captures,
-        }
-    )
-    requests = [count for count in (1, 2, 4, 8, 16, 32, 64, 128, 256) if count < most]
-    padded = form.bucket if isinstance(form, CapturedForm) else None
-    return KeptCosts(padded, file, (*requests, most), captured_counts(resolved))
+def report_adapters(
+    target: AdapterSlots | None, drafter: AdapterSlots | None, reasons: Reasons
+) -> None:
+    """Note the memory of the slots; UsageError if the target has no layer that takes adapters."""
+    if target is None:
+        raise UsageError(
+            "enable_lora: no layer of this model takes adapters, which are for projections of "
+            "attention and of feed-forward layers without experts; leave it out"
+        )
+    size = f"{target.count} of rank {target.rank}"
+    nbytes = target.nbytes + (0 if drafter is None else drafter.nbytes)
+    reasons.add("slots of adapters", size, f"max_loras, max_lora_rank: {gigabytes(nbytes)}")
+
+
+def require_sharing(config: EngineConfig, checkpoint: Checkpoint, shape: DecoderConfig) -> None:
+    """Raise UsageError where the model cannot be on so many ranks."""
+    random, apart = config.load_format in RANDOM_FORMATS, config.shares_experts
+    if config.data_parallel_size > 1 and not apart:
+        raise UsageError(
+            f"data_parallel_size={config.data_parallel_size} is for slipstream serve, which starts "
+            "as many whole replicas; one engine has enable_expert_parallel beside it, or "
+            "tensor_parallel_size in its place"
+        )
+    if config.num_ranks > 1:
+        require_equal_shares(checkpoint, shape, config.num_ranks, random, apart)
+        require_ranks(config.drafter_options, 1 if apart else config.num_ranks, random)

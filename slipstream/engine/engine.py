@@ -17,15 +17,15 @@ from slipstream.engine.drafting.kept_costs import KeptCosts
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.images import ImageReader
 from slipstream.engine.isolation import Isolation
+from slipstream.engine.launcher import Launcher
 from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.media import MediaReader
 from slipstream.engine.metrics import EngineMetrics, StepEstimate
 from slipstream.engine.prompts import EncodedPrompt
-from slipstream.engine.ranks.ranks import ALONE, Ranks
+from slipstream.engine.ranks.ranks import Ranks
 from slipstream.engine.resolve import Resolved
 from slipstream.engine.samples import Sample, StepMark, Submission
 from slipstream.engine.scheduler import Scheduler
-from slipstream.engine.step import Step
 from slipstream.engine.step_results import Launched, StepResult
 from slipstream.models.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ class Engine:
         self,
         resolved: Resolved,
         scheduler: Scheduler,
-        step: Step,
+        step: Launcher,
         logprobs: LogprobReader,
         tokenizer: Tokenizer | None,
         grammars: Grammars,
@@ -53,7 +53,7 @@ class Engine:
         adapters: Adapters,
         images: ImageReader,
         media: MediaReader,
-        ranks: Ranks = ALONE,
+        ranks: Ranks,
     ) -> None:
         self.resolved, self.tokenizer, self._grammars = resolved, tokenizer, grammars
         self.metrics, self._costs, self.adapters = EngineMetrics(), costs, adapters
@@ -363,9 +363,8 @@ class Engine:
         for sample in submission.samples:
             self._owners.pop(sample.request.request_id, None)
         submission.close()
-        del self._submissions[
-            submission.request_id
-        ]  # last, so that a close that is interrupted can be repeated
+        # Last, so that a close that is interrupted can be repeated.
+        del self._submissions[submission.request_id]
 
     def _sample(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, index: int

@@ -17,8 +17,7 @@ from slipstream.core.batch import Batch
 from slipstream.core.request import Request
 from slipstream.engine.draft_guide import DraftGuide, GuidedDraft
 from slipstream.engine.grammar import Grammars
-from slipstream.engine.ranks.division import Division, Together
-from slipstream.engine.ranks.ranks import ALONE
+from slipstream.engine.ranks.division import Division
 from slipstream.kernels.devices import Download, send, upload
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.sampling.state import SamplingState
@@ -133,7 +132,7 @@ class Guidance:
         grammars: Grammars,
         sampling: SamplingState,
         most_drafts: int,
-        division: Division = Together(ALONE),  # noqa: B008
+        division: Division,
     ) -> None:
         division.walk(grammars.guide)
         self._agree = division.agree

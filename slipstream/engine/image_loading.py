@@ -2,7 +2,7 @@
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
-from slipstream.engine.images import ImageReader, NoImages, TowerReader
+from slipstream.engine.images import ImageReader, TowerReader
 from slipstream.engine.resolve import Resolved
 from slipstream.engine.sizing import Reasons
 from slipstream.models.checkpoint import Checkpoint
@@ -108,13 +108,15 @@ def image_reader(
     )
 
 
-def _none(resolved: Resolved) -> NoImages:
+def _none(resolved: Resolved) -> ImageReader:
     why = next((why for name, _, why in resolved.reasons if name == _NAME), None)
     if why is None:
-        return NoImages()
+        return ImageReader()
     if why.endswith("missing"):
-        return NoImages(
+        return ImageReader(
             f"images need packages that are not installed ({why}); install them "
             "(pip install 'slipstream[vision]'), or leave images out"
         )
-    return NoImages(f"this engine reads no images ({why}); leave them out, or start it otherwise")
+    return ImageReader(
+        f"this engine reads no images ({why}); leave them out, or start it otherwise"
+    )

@@ -4,10 +4,9 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,21 +23,31 @@ if TYPE_CHECKING:
 _PERSON = b"slipstream.image"
 
 
-class ImageReader(Protocol):
-    """Puts images into prompts. Thread-safe.
+class ImageReader:
+    """Puts images into prompts; this base class is that of an engine without images. Thread-safe.
+
+    Args:
+        why: the reason and the remedy.
 
     Attributes:
         most: maximum number of images of a prompt.
     """
 
-    @property
-    def most(self) -> int: ...
+    most = 0
+
+    def __init__(
+        self, why: str = "this model reads text only; leave images out, or use a model that sees"
+    ) -> None:
+        self._why = why
 
     def require(self, count: int) -> None:
         """Raise UsageError if a prompt may not have this number of images."""
+        if count:
+            raise UsageError(self._why)
 
     def written(self, text: str) -> str:
         """Add to a text the tokens that the model expects around images."""
+        return text
 
     def spread(
         self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
@@ -52,6 +61,8 @@ class ImageReader(Protocol):
             UsageError: the size of an image is not supported, or the number of images differs from
                 that of placeholders.
         """
+        self.require(len(images) or len(options))
+        return token_ids
 
     def place(
         self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
@@ -62,43 +73,10 @@ class ImageReader(Protocol):
             PromptTooLongError: there is no room for output after the prompt.
             UsageError: as in `spread`, or an image cannot be read.
         """
-
-
-@dataclass(frozen=True)
-class NoImages:
-    """The `ImageReader` of an engine without images.
-
-    Attributes:
-        why: the reason and the remedy.
-    """
-
-    why: str = "this model reads text only; leave images out, or use a model that sees"
-    most: int = 0
-
-    def require(self, count: int) -> None:
-        """See `ImageReader`."""
-        if count:
-            raise UsageError(self.why)
-
-    def written(self, text: str) -> str:
-        """See `ImageReader`."""
-        return text
-
-    def spread(
-        self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
-    ) -> list[int]:
-        """See `ImageReader`."""
-        self.require(len(images) or len(options))
-        return token_ids
-
-    def place(
-        self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
-    ) -> tuple[list[int], tuple[Span, ...]]:
-        """See `ImageReader`."""
         return self.spread(token_ids, images, options), ()
 
 
-class TowerReader:
+class TowerReader(ImageReader):
     """Computes embeddings with a vision tower, one image at a time, and caches recent ones.
 
     On a GPU the tower runs in a stream of its own.
@@ -125,6 +103,7 @@ class TowerReader:
         device: torch.device,
         most_whole: int | None = None,
     ) -> None:
+        super().__init__()
         self._tower, self._placeholder, self.most = tower, placeholder, most
         self._max_tokens, self._options = max_tokens, dict(options)
         self._cache_bytes, self._kept_bytes = cache_bytes, 0
@@ -146,7 +125,6 @@ class TowerReader:
         self.num_encoded = 0
 
     def require(self, count: int) -> None:
-        """See `ImageReader`."""
         if count > self.most:
             raise UsageError(
                 f"the prompt has {count} images, but at most {self.most} are read; leave some "
@@ -154,13 +132,11 @@ class TowerReader:
             )
 
     def written(self, text: str) -> str:
-        """See `ImageReader`."""
         return text.replace(self._marker, self._written) if self._written else text
 
     def spread(
         self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
     ) -> list[int]:
-        """See `ImageReader`."""
         self.require(len(images))
         marker, token = self._placeholder.marker, self._placeholder.token
         if images and self._surrounded and token not in token_ids:
@@ -187,7 +163,6 @@ class TowerReader:
     def place(
         self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
     ) -> tuple[list[int], tuple[Span, ...]]:
-        """See `ImageReader`."""
         ids, token = self.spread(token_ids, images, options), self._placeholder.token
         if images and ids[-1] == token:
             raise UsageError("the prompt ends with an image; put some text behind it")

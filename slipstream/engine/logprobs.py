@@ -17,7 +17,7 @@ _PROMPT_SLICE = 64  # prompt rows whose logits are in memory at once
 
 
 class Rate(Protocol):
-    """Log probabilities of a token in each of some rows; see `Step.rate`."""
+    """Log probabilities of a token in each of some rows; see `Launcher.rate`."""
 
     def __call__(
         self, rows: RatedRows, token_ids: Sequence[int], num_top: int, normalised: bool

@@ -195,9 +195,8 @@ def decode(content: bytes, kind: str | None = None, most_pixels: int = MOST_PIXE
         ) from error
     try:
         with Image.open(io.BytesIO(content), formats=list(_FORMATS)) as image:
-            found = (
-                "JPEG" if image.format == "MPO" else image.format or ""
-            )  # several images in one file
+            # MPO: several images in one file.
+            found = "JPEG" if image.format == "MPO" else image.format or ""
             if kind is not None and kind not in _FORMATS[found]:
                 raise UsageError(f"an image that is said to be {kind[:50]} is {image.format}")
             _require_quick(image, content, min(most_pixels, MOST_PIXELS))

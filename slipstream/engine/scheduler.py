@@ -15,7 +15,7 @@ from slipstream.engine.adapters import Adapters
 from slipstream.engine.admission import check_fits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
 from slipstream.engine.invariants import check_gain, check_places, check_queues, order
-from slipstream.engine.shares import Budget, Share, last_beside, may_continue, resumable, scheduled
+from slipstream.engine.shares import Budget, Share, last_beside, may_continue, room_for, scheduled
 from slipstream.engine.stop_conditions import NOT_FINITE, append_output
 
 
@@ -272,19 +272,18 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Move a waiting request to a slot, with blocks for all its known tokens."""
-        shared = self._cached_prefix(request)
-        prefix = resumable(self.block_manager, request, shared)
-        # Leave one block for each running request: it may need one in the next step, and would
-        # then have this request preempted at once.
-        if not self.block_manager.can_admit(prefix, request.num_tokens, reserve=len(self._running)):
+        room = room_for(self.block_manager, request, self.limits.namespace(request))
+        if room is None:
             return False
         first = request.num_preemptions == 0
         queried = request.num_tokens if first and request.uses_prefix_cache else 0
         name = request.request_id
-        self.block_manager.admit(name, prefix, queried, request.num_tokens, len(shared))
-        request.num_computed = len(prefix) * self.block_manager.block_size
+        self.block_manager.admit(
+            name, room.prefix, queried, request.num_tokens, room.num_shared, room.rank
+        )
+        request.num_computed = len(room.prefix) * self.block_manager.block_size
         grown = self.block_manager.grow(name, request.num_tokens, request.num_computed + 1)
-        assert grown, "can_admit promised the blocks"
+        assert grown, "`room_for` promised the blocks"
         if first:
             request.num_cached_tokens = request.num_computed
             request.place_time = request.place_time or perf_counter()
@@ -293,12 +292,6 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.slot = heapq.heappop(self._free_slots)
         return True
-
-    def _cached_prefix(self, request: Request) -> list[int]:
-        if not request.uses_prefix_cache:
-            return []
-        namespace = self.limits.namespace(request)
-        return self.block_manager.match_prefix(namespace, request.token_ids, request.spans)
 
     def _draft_at_prompt_end(self, share: Share, budget: Budget) -> None:
         """Draft in the step that ends a prompt, if only its last token is left, or if the drafter

@@ -87,7 +87,39 @@ def last_beside(running: Sequence[Request], name: str, blocks: BlockManager) -> 
     return next(request for request in reversed(running) if request.request_id in beside)
 
 
-def resumable(blocks: BlockManager, request: Request, shared: Sequence[int]) -> list[int]:
+@dataclass(frozen=True)
+class Room:
+    """Room for a request that is to be admitted.
+
+    Attributes:
+        rank: see `BlockManager.places`.
+        prefix: its blocks that are cached there, from which it resumes.
+        num_shared: number of cached blocks, also of those from which it cannot.
+    """
+
+    rank: int
+    prefix: list[int]
+    num_shared: int
+
+
+def room_for(manager: BlockManager, request: Request, namespace: str) -> Room | None:
+    """The best place with blocks for all known tokens of the request; None: it has to wait."""
+
+    def look_up(blocks: BlockManager) -> list[int]:
+        if not request.uses_prefix_cache:
+            return []
+        return blocks.match_prefix(namespace, request.token_ids, request.spans)
+
+    for rank, blocks, shared in manager.places(look_up):
+        prefix = _resumable(blocks, request, shared)
+        # Leave one block for each request that runs there: it may need one in the next step, and
+        # would then have this request preempted at once.
+        if blocks.can_admit(prefix, request.num_tokens, reserve=len(blocks.request_ids)):
+            return Room(rank, prefix, len(shared))
+    return None
+
+
+def _resumable(blocks: BlockManager, request: Request, shared: Sequence[int]) -> list[int]:
     """The longest prefix of these cached blocks at whose end the request can resume.
 
     Recurrent states resume at checkpoints only, and an image that is read whole is not cut.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+Peaks = tuple[Tensor, Tensor]  # [N, 1], the largest number of each row, and [N] int64, its token
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,14 +77,19 @@ class Columns:
 
     def best(self, rows: Tensor) -> Tensor:
         """[N] int64, the token of the largest number of each row [N, v], the first among equals."""
+        return rows.argmax(-1) if self.gather is None else self.peaks(rows)[1]
+
+    def peaks(self, rows: Tensor) -> Peaks:
+        """`largest` and `best` of rows [N, v], of shares in one pass and by one exchange."""
         if self.gather is None:
-            return rows.argmax(-1)
+            return self.largest(rows), self.best(rows)
         values, places = rows.max(-1)
         kind = _BITS[values.dtype]
         tokens = (places + self.first(rows)).to(kind)
-        values, tokens = self.joined(torch.stack((values.view(kind), tokens))).unbind(1)
-        best = values.contiguous().view(rows.dtype).argmax(0, keepdim=True)
-        return tokens.gather(0, best).squeeze(0).to(torch.int64)
+        bits, tokens = self.joined(torch.stack((values.view(kind), tokens))).unbind(1)
+        values = bits.contiguous().view(rows.dtype)
+        best = values.argmax(0, keepdim=True)
+        return values.gather(0, best).T, tokens.gather(0, best).squeeze(0).to(torch.int64)
 
     def log_total(self, rows: Tensor) -> Tensor:
         """[N, 1], the logarithm of the sum of the exponentials of each row [N, v]."""
@@ -92,11 +98,11 @@ class Columns:
         largest = self.largest(rows)
         return self.total((rows - largest).exp_()).log_() + largest
 
-    def confidence(self, rows: Tensor) -> Tensor:
-        """[N], the largest probability of each row [N, v] of logits."""
+    def confidence(self, rows: Tensor, largest: Tensor) -> Tensor:
+        """[N], the largest probability of each row [N, v] of logits with these `largest`."""
         if self.gather is None:
             return rows.softmax(-1).amax(-1)
-        return self.total((rows - self.largest(rows)).exp_()).reciprocal_().squeeze(-1)
+        return self.total((rows - largest).exp_()).reciprocal_().squeeze(-1)
 
     def at(self, rows: Tensor, index: Tensor, tokens: Tensor) -> Tensor:
         """The numbers that tokens, legal ones, have in the rows `index` of rows [N, v]; both are of

@@ -83,6 +83,9 @@ class Inboxes:
         return self.channel(most, width, dtype.itemsize) if rows <= most else None
 
     def _new_channel(self, rows: int, width: int, item: int) -> Channel | None:
+        # Each replay would set its epochs back to 1.
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        assert not capturing, "a call is run once before it is captured, which makes its channels"
         needed = math.ceil(rows * 2 * self.size * width * 2 * item / LINE) * LINE
         if self._used + needed > self.room:
             return None

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.kernels.columns import Peaks
+
 PADDING = -1
 _NOT_NEGATIVE = (1 << 63) - 1
 # The order is known to all backends.
@@ -92,6 +94,7 @@ class SampleRows:
             request were; their probability counts as 1.
         draft_chances: [R, K] float32, what each draft token was sampled with, where `draft_probs`
             have this rank's columns alone; None: they have all.
+        peaks: of the raw logits, where these are known; None: verification finds them.
     """
 
     slots: Tensor
@@ -105,6 +108,7 @@ class SampleRows:
     allowed: Tensor | None = None
     certain: Tensor | None = None
     draft_chances: Tensor | None = None
+    peaks: Peaks | None = None
 
     @classmethod
     def build(
@@ -120,6 +124,7 @@ class SampleRows:
         certain: Tensor | None = None,
         layout: tuple[Tensor, Tensor, Tensor] | None = None,
         draft_chances: Tensor | None = None,
+        peaks: Peaks | None = None,
     ) -> "SampleRows":
         """Lay the rows out, without waiting for the device.
 
@@ -141,6 +146,7 @@ class SampleRows:
             *sampled_from,
             certain=certain,
             draft_chances=draft_chances,
+            peaks=peaks,
         )
 
     @property

@@ -9,8 +9,8 @@ from slipstream.cache.paged import KVSpec
 from slipstream.cache.spec import LayerCache, SharedCache
 from slipstream.kernels.norm import Made
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Addend, AttentionParts, Heads, Norm, Ops
-from slipstream.layers.layer import BuildContext, MatrixShape
+from slipstream.kernels.table import AttentionParts, Heads, Norm, Ops
+from slipstream.layers.layer import BuildContext, Entering, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import JointNorms, LayerNorms
 from slipstream.layers.parameters import (
@@ -204,16 +204,11 @@ class Attention:
         return self if self.output.is_shared else self._parts
 
     def apply(
-        self,
-        ops: Ops,
-        addend: Addend,
-        residual: Tensor | None,
-        inputs: PassInputs,
-        cache: LayerCache,
-        beside: Tensor | None = None,
+        self, ops: Ops, entering: Entering, inputs: PassInputs, cache: LayerCache
     ) -> tuple[Made, Tensor]:
         """See `Mixer`; writes the rows' keys and values into `cache`, unless the layer has a
         lender."""
+        addend, residual, beside = entering
         if residual is None and self._parts.needs_sources:
             assert isinstance(addend, Tensor), "where the stream begins nothing joins it"
             assert self.qkv.adapters is None, "drafting heads have no adapters"

@@ -11,8 +11,8 @@ from slipstream.core.errors import UsageError
 from slipstream.kernels.delta_net import DeltaHeads
 from slipstream.kernels.norm import Made
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Addend, DeltaNetParts, Ops
-from slipstream.layers.layer import BuildContext, MatrixShape
+from slipstream.kernels.table import DeltaNetParts, Ops
+from slipstream.layers.layer import BuildContext, Entering, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import (
@@ -167,15 +167,10 @@ class DeltaNet:
         return DeltaNetParts(self.norm, self.heads, self.inputs.product, gates, self.output.product)
 
     def apply(
-        self,
-        ops: Ops,
-        addend: Addend,
-        residual: Tensor | None,
-        inputs: PassInputs,
-        cache: LayerCache,
-        beside: Tensor | None = None,
+        self, ops: Ops, entering: Entering, inputs: PassInputs, cache: LayerCache
     ) -> tuple[Made, Tensor]:
         """See `Mixer`; updates the requests' states in `cache`."""
+        addend, residual, beside = entering
         assert beside is None, "a gated delta net has one input"
         heads = self.heads
         if self.gates is None:

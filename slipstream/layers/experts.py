@@ -8,8 +8,8 @@ from torch import Tensor
 from slipstream.kernels.experts import ClampedGate, Router, Routing
 from slipstream.kernels.norm import Activation, Made, summed
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Addend, ExpertsParts, Norm, Ops, SharedExpert
-from slipstream.layers.layer import BuildContext, MatrixShape
+from slipstream.kernels.table import ExpertsParts, Norm, Ops, SharedExpert
+from slipstream.layers.layer import BuildContext, Entering, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import (
@@ -177,10 +177,9 @@ class Experts:
     def parts(self) -> object:
         return self._parts if self._ranks.reduce is None else self
 
-    def apply(
-        self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
-    ) -> tuple[Made, Tensor]:
+    def apply(self, ops: Ops, entering: Entering, inputs: PassInputs) -> tuple[Made, Tensor]:
         """See `FeedForward`."""
+        addend, residual, _ = entering
         if self._pool is None:
             made, stream = ops.experts(addend, residual, self._parts)
             if self._ranks.reduce is None:
@@ -222,10 +221,8 @@ def _router(spec: ExpertsSpec, context: BuildContext, layer: str, norm: Norm) ->
     if spec.corrected:
         part = Part(f"{layer}.{names.correction}", count, dtype=torch.float32)
         correction = source.vector([part]).float()
-    weight, width = (
-        source.table([Part(f"{name}.weight", count)], context.width).values,
-        context.width,
-    )
+    width = context.width
+    weight = source.table([Part(f"{name}.weight", count)], width).values
     if spec.scaled_router:
         # The router reads the experts' rows, which lack these factors; so its columns get them.
         scale = source.vector([Part(f"{layer}.{names.router_scale}", width)]).float()

@@ -12,7 +12,7 @@ half, the addend is the stream, and there is no residual.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,20 @@ class BuildContext:
     pool: ExpertPool | None = None
 
 
+class Entering(NamedTuple):
+    """What enters a half.
+
+    Attributes:
+        addend: the output of the half before.
+        residual: the stream that it is to be added to; None: the addend is the stream.
+        beside: [T, H], the second input of a mixer that has one.
+    """
+
+    addend: Addend
+    residual: Tensor | None = None
+    beside: Tensor | None = None
+
+
 class Half(Protocol):
     """The common interface of mixers and feed-forward parts.
 
@@ -69,27 +83,15 @@ class Mixer(Half, Protocol):
     """A half in which rows depend on other rows, through a cache."""
 
     def apply(
-        self,
-        ops: Ops,
-        addend: Addend,
-        residual: Tensor | None,
-        inputs: PassInputs,
-        cache: LayerCache,
-        beside: Tensor | None = None,
+        self, ops: Ops, entering: Entering, inputs: PassInputs, cache: LayerCache
     ) -> tuple[Made, Tensor]:
-        """Run op by op -> (its own addend, the stream that it is to be added to), each [T, H].
-
-        Args:
-            beside: [T, H], the second input of a mixer that has one.
-        """
+        """Run op by op -> (its own addend, the stream that it is to be added to), each [T, H]."""
 
 
 class FeedForward(Half, Protocol):
     """A half whose rows do not depend on each other."""
 
-    def apply(
-        self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
-    ) -> tuple[Made, Tensor]:
+    def apply(self, ops: Ops, entering: Entering, inputs: PassInputs) -> tuple[Made, Tensor]:
         """Run op by op -> (its own addend, the stream that it is to be added to), each [T, H]."""
 
 
@@ -176,35 +178,27 @@ class Layer:
         )
 
     def apply(
-        self,
-        ops: Ops,
-        addend: Addend,
-        residual: Tensor | None,
-        inputs: PassInputs,
-        cache: LayerCache | None,
-        beside: Tensor | None = None,
-    ) -> tuple[Addend, Tensor, Tensor]:
+        self, ops: Ops, entering: Entering, inputs: PassInputs, cache: LayerCache | None
+    ) -> tuple[Entering, Tensor]:
         """Run op by op.
 
         Args:
             cache: None for a layer without a mixer.
-            beside: [T, H], the second input of a mixer that has one.
 
         Returns:
-            The layer's addend, the stream that it is to be added to, and the stream that entered.
+            What enters the next layer, and the stream that entered this one.
         """
-        entered: Tensor | None = None
+        streams: list[Tensor] = []
         if self.mixer is not None:
             assert cache is not None, "a mixer has a cache"
-            made, residual = self.mixer.apply(ops, addend, residual, inputs, cache, beside)
-            addend, entered = _joining(made, self.behind_mixer), residual
+            made, stream = self.mixer.apply(ops, entering, inputs, cache)
+            entering = Entering(_joining(made, self.behind_mixer), stream)
+            streams.append(stream)
         if self.feed_forward is not None:
-            made, residual = self.feed_forward.apply(ops, addend, residual, inputs)
-            addend = _joining(made, self.behind_feed_forward)
-            entered = residual if entered is None else entered
-        assert residual is not None, "a layer has a half"
-        assert entered is not None, "a layer has a half"
-        return addend, residual, entered
+            made, stream = self.feed_forward.apply(ops, entering, inputs)
+            entering = Entering(_joining(made, self.behind_feed_forward), stream)
+            streams.append(stream)
+        return entering, streams[0]
 
 
 def _joining(made: Made, behind: Behind | None) -> Addend:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from slipstream.kernels.norm import Activation, Made
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Addend, Behind, JoiningAddend, Ops, Product
+from slipstream.kernels.table import Behind, JoiningAddend, Ops, Product
 from slipstream.layers.embedding import Embedding
-from slipstream.layers.layer import BuildContext, FeedForwardSpec, MatrixShape
+from slipstream.layers.layer import BuildContext, Entering, FeedForwardSpec, MatrixShape
 from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import Part
 
@@ -114,12 +114,10 @@ class LayerInputHalf:
     def parts(self) -> object:
         return self
 
-    def apply(
-        self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
-    ) -> tuple[Made, Tensor]:
+    def apply(self, ops: Ops, entering: Entering, inputs: PassInputs) -> tuple[Made, Tensor]:
         """See `FeedForward`."""
         assert inputs.layer_inputs is not None, "the decoder makes them"
-        made, stream = self._feed_forward.apply(ops, addend, residual, inputs)
+        made, stream = self._feed_forward.apply(ops, entering, inputs)
         joining = made if self._behind is None else JoiningAddend(made, self._behind)
         gate, stream = ops.norm_linear(joining, stream, None, *self._gate)
         active = ops.activate(gate, Activation.GELU_TANH) * inputs.layer_inputs[:, self._layer]

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from slipstream.kernels.norm import Activation, Made
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Addend, GatedMLPParts, Ops
-from slipstream.layers.layer import BuildContext, MatrixShape
+from slipstream.kernels.table import GatedMLPParts, Ops
+from slipstream.layers.layer import BuildContext, Entering, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import Part, require_positive
@@ -64,11 +64,10 @@ class GatedMLP:
         products = self.gate_up.product, self.down.product
         return GatedMLPParts(self.norm, *products, self.activation, adapters)
 
-    def apply(
-        self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
-    ) -> tuple[Made, Tensor]:
+    def apply(self, ops: Ops, entering: Entering, inputs: PassInputs) -> tuple[Made, Tensor]:
         """See `FeedForward`."""
         product, adapted = self.gate_up.product, self.gate_up.adapted(inputs)
+        addend, residual, _ = entering
         active, stream = ops.norm_gated_linear(
             addend, residual, self.norm, *product, self.activation, adapted
         )
@@ -124,10 +123,9 @@ class PlainMLP:
     def parts(self) -> object:
         return self
 
-    def apply(
-        self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
-    ) -> tuple[Made, Tensor]:
+    def apply(self, ops: Ops, entering: Entering, inputs: PassInputs) -> tuple[Made, Tensor]:
         """See `FeedForward`."""
         product, adapted = self.up.product, self.up.adapted(inputs)
+        addend, residual, _ = entering
         inner, stream = ops.norm_linear(addend, residual, self.norm, *product, adapted)
         return self.down.apply(ops, ops.activate(inner, self.activation), inputs), stream

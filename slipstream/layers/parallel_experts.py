@@ -6,9 +6,9 @@ from torch import Tensor
 
 from slipstream.kernels.norm import Made, Spread, summed
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Addend, Behind, JoiningAddend, Ops
+from slipstream.kernels.table import Behind, JoiningAddend, Ops
 from slipstream.layers.experts import ExpertsSpec
-from slipstream.layers.layer import BuildContext, FeedForwardSpec, MatrixShape
+from slipstream.layers.layer import BuildContext, Entering, FeedForwardSpec, MatrixShape
 from slipstream.layers.norm import LayerNorms
 
 
@@ -61,13 +61,11 @@ class ParallelExperts:
     def parts(self) -> object:
         return self
 
-    def apply(
-        self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
-    ) -> tuple[Made, Tensor]:
+    def apply(self, ops: Ops, entering: Entering, inputs: PassInputs) -> tuple[Made, Tensor]:
         """See `FeedForward`."""
-        made, stream = self._dense.apply(ops, addend, residual, inputs)
+        made, stream = self._dense.apply(ops, entering, inputs)
         dense = made if isinstance(made, Spread) else summed(made, stream.dtype)
         dense, _ = ops.norm(dense, None, self._dense_after)
-        chosen, _ = self._experts.apply(ops, stream, None, inputs)
+        chosen, _ = self._experts.apply(ops, Entering(stream), inputs)
         joining = JoiningAddend(chosen, Behind(self._experts_after))
         return ops.norm(joining, dense, None)[1], stream

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Addend, Entry, FusedOp, Norm, Ops, StackOp, StackParts
-from slipstream.layers.layer import Layer
+from slipstream.kernels.table import Entry, FusedOp, Norm, Ops, StackOp, StackParts
+from slipstream.layers.layer import Entering, Layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,16 +165,14 @@ class _SingleOps:
             sides = list(zip(sources, self.entry.norms, strict=True))
             sources = [ops.joined_linear(sides, *self.entry.product)]
         *others, first = sources
-        addend: Addend = first
-        beside = others[0] if others else None
-        residual: Tensor | None = None
+        leaving = Entering(first, beside=others[0] if others else None)
         streams: list[Tensor] = []
         remaining = iter(caches)
         for layer in self.layers:
             cache = None if layer.mixer is None else next(remaining)
-            addend, residual, stream = layer.apply(ops, addend, residual, inputs, cache, beside)
+            leaving, stream = layer.apply(ops, leaving, inputs, cache)
             streams.append(stream)
-            beside = None
+        addend, residual, _ = leaving
         assert residual is not None, "a stack has at least one layer"
         if self.last is not None and len(self.layers) not in wanted:
             hidden = ops.add_norm(addend, residual, self.last)

@@ -148,20 +148,11 @@ class _Bounded(ImmutableSandboxedEnvironment):
 _NEVER = ("encode", "to_bytes", "translate")
 _PADDING = ("center", "format", "format_map", "ljust", "rjust", "zfill")
 _PADDING_FILTERS = ("batch", "center", "format", "round", "slice")
-_WRITING_FILTERS = (
-    *("capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "pprint"),
-    *(
-        "replace",
-        "string",
-        "striptags",
-        "title",
-        "tojson",
-        "trim",
-        "truncate",
-        "upper",
-        "urlencode",
-    ),
-    *("urlize", "wordcount", "wordwrap", "xmlattr"),
+_WRITING_FILTERS = tuple(
+    """
+    capitalize center e escape forceescape format indent lower pprint replace string striptags title
+    tojson trim truncate upper urlencode urlize wordcount wordwrap xmlattr
+    """.split()
 )
 _CONTAINERS = (list, tuple, dict)
 

@@ -1,6 +1,6 @@
 """The keys of config.json that the Llama family shares, in all their spellings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.rope_keys import read_rope
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_LAYER_TYPES = {
+_SLIDING = {
     "full_attention": False,
     "attention": False,  # an old name
     "sliding_attention": True,
@@ -78,14 +78,14 @@ class CommonKeys:
         self,
         attention: AttentionSpec,
         windows: Sequence[int | None] | None = None,
-        feed_forwards: Sequence[FeedForwardSpec] | None = None,
+        feed_forwards: FeedForwardSpec | Sequence[FeedForwardSpec] | None = None,
         ropes: Sequence[RopeConfig] | None = None,
     ) -> DecoderConfig:
         """A decoder whose layers differ only in windows, feed-forward parts and RoPE.
 
         Args:
             windows: window of each layer; None: no layer has one.
-            feed_forwards: feed-forward part of each layer; None: all are `feed_forward`.
+            feed_forwards: feed-forward part of all layers, or of each; None: `feed_forward`.
             ropes: RoPE of each layer; None: all have that of `attention`.
         """
         windows = windows or [None] * self.num_layers
@@ -95,10 +95,14 @@ class CommonKeys:
         return self.of_mixers(mixers, feed_forwards)
 
     def of_mixers(
-        self, mixers: Sequence[MixerSpec], feed_forwards: Sequence[FeedForwardSpec] | None = None
+        self,
+        mixers: Sequence[MixerSpec],
+        feed_forwards: FeedForwardSpec | Sequence[FeedForwardSpec] | None = None,
     ) -> DecoderConfig:
         """A decoder with these mixers; `feed_forwards` as in `decoder`."""
-        feed_forwards = feed_forwards or [self.feed_forward] * self.num_layers
+        feed_forwards = feed_forwards or self.feed_forward
+        if not isinstance(feed_forwards, Sequence):
+            feed_forwards = [feed_forwards] * self.num_layers
         layers = [
             LayerSpec(mixer, feed_forward, self.norms)
             for mixer, feed_forward in zip(mixers, feed_forwards, strict=True)
@@ -176,22 +180,42 @@ def norms_behind(common: CommonKeys) -> CommonKeys:
     return replace(common, norms=norms)
 
 
-def read_layer_types(reader: ConfigReader, num_layers: int) -> list[bool] | None:
-    """Whether each layer has a sliding window; None if the config does not say."""
+def read_biases(
+    reader: ConfigReader, common: CommonKeys, default: bool = False, of_mlp: bool = False
+) -> CommonKeys:
+    """The values with biases of all attention projections, which one key turns on.
+
+    Args:
+        of_mlp: another key turns on those of the MLP, which has none otherwise.
+    """
+    bias, mlp_bias = reader.take("attention_bias", bool, default), False
+    if of_mlp:
+        mlp_bias = reader.take("mlp_bias", bool, False)
+    else:
+        reader.expect("mlp_bias", False)
+    attention = replace(common.attention, qkv_bias=bias, output_bias=bias)
+    feed_forward = replace(common.feed_forward, bias=mlp_bias)
+    return replace(common, attention=attention, feed_forward=feed_forward)
+
+
+def read_layer_types(
+    reader: ConfigReader, num_layers: int, types: Mapping[str, bool] = _SLIDING
+) -> list[bool] | None:
+    """The value of `types` for each layer, by default whether it has a sliding window; None if the
+    config does not say."""
     names = reader.take_optional("layer_types", list)
     if names is None:
         return None
     for name in names:
-        if name not in _LAYER_TYPES:
+        if name not in types:
             raise reader.error(
-                "layer_types",
-                f"holds {name!r}, but only full_attention and sliding_attention are supported",
+                "layer_types", f"holds {name!r}, but only {', '.join(types)} are supported"
             )
     if len(names) != num_layers:
         raise reader.error(
             "layer_types", f"has {len(names)} layers, but num_hidden_layers is {num_layers}"
         )
-    return [_LAYER_TYPES[name] for name in names]
+    return [types[name] for name in names]
 
 
 def read_single_window(

@@ -8,7 +8,7 @@ from slipstream.layers.delta_net import DeltaNetSpec
 from slipstream.layers.experts import ExpertNames, ExpertsSpec
 from slipstream.layers.layer import FeedForwardSpec
 from slipstream.layers.parameters import require_positive
-from slipstream.models.config_keys import CommonKeys, Defaults
+from slipstream.models.config_keys import CommonKeys, Defaults, read_biases, read_layer_types
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 
@@ -21,7 +21,7 @@ _LAYER_TYPES = {"linear_attention": True, "full_attention": False}
 def read_hybrid(
     reader: ConfigReader,
     common: CommonKeys,
-    feed_forwards: Sequence[FeedForwardSpec] | None = None,
+    feed_forwards: FeedForwardSpec | Sequence[FeedForwardSpec] | None = None,
     packed: bool = False,
 ) -> DecoderConfig:
     """A decoder in which every fourth layer, or those that are named, attends; all norms but those
@@ -35,8 +35,8 @@ def read_hybrid(
     reader.expect("mamba_ssm_dtype", "float32")
     if reader.take("output_gate_type", str, "silu") not in ("silu", "swish"):
         raise reader.error("output_gate_type", "must be silu; use another model")
-    bias = reader.take("attention_bias", bool, False)
-    attention = replace(common.attention, qkv_bias=bias, output_bias=bias, qk_norm=True, gated=True)
+    common = read_biases(reader, common)
+    attention = replace(common.attention, qk_norm=True, gated=True)
     delta = DeltaNetSpec(
         num_key_heads=reader.take("linear_num_key_heads", int, 16),
         num_value_heads=reader.take("linear_num_value_heads", int, 32),
@@ -45,18 +45,12 @@ def read_hybrid(
         num_taps=reader.take("linear_conv_kernel_dim", int, 4),
         packed=packed,
     )
-    decoder = common.decoder(attention, feed_forwards=feed_forwards)
-    layers = [
-        replace(
-            layer,
-            mixer=delta if is_delta else layer.mixer,
-            norms=replace(layer.norms, zero_centred=True),
-        )
-        for layer, is_delta in zip(
-            decoder.layers, _delta_layers(reader, common.num_layers), strict=True
-        )
-    ]
-    return replace(decoder, layers=tuple(layers))
+    interval = reader.take("full_attention_interval", int, 4)
+    require_positive(full_attention_interval=interval)
+    usual = [bool((layer + 1) % interval) for layer in range(common.num_layers)]
+    are_delta = read_layer_types(reader, common.num_layers, _LAYER_TYPES) or usual
+    common = replace(common, norms=replace(common.norms, zero_centred=True))
+    return common.of_mixers([delta if it else attention for it in are_delta], feed_forwards)
 
 
 def read_experts(reader: ConfigReader, routing: Routing) -> ExpertsSpec:
@@ -68,23 +62,3 @@ def read_experts(reader: ConfigReader, routing: Routing) -> ExpertsSpec:
         shared_gate=True,
         names=ExpertNames(shared="mlp.shared_expert"),
     )
-
-
-def _delta_layers(reader: ConfigReader, num_layers: int) -> list[bool]:
-    """Per layer whether it is a delta net."""
-    interval = reader.take("full_attention_interval", int, 4)
-    require_positive(full_attention_interval=interval)
-    names = reader.take_optional("layer_types", list)
-    if names is None:
-        return [bool((layer + 1) % interval) for layer in range(num_layers)]
-    if len(names) != num_layers:
-        raise reader.error(
-            "layer_types", f"has {len(names)} layers, but num_hidden_layers is {num_layers}"
-        )
-    unknown = [name for name in names if name not in _LAYER_TYPES]
-    if unknown:
-        raise reader.error(
-            "layer_types",
-            f"holds {unknown[0]!r}, but only {' and '.join(_LAYER_TYPES)} are supported",
-        )
-    return [_LAYER_TYPES[name] for name in names]

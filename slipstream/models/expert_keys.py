@@ -5,6 +5,7 @@ from dataclasses import replace
 from slipstream.kernels.experts import Routing, Scores
 from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.latent_attention import LatentAttentionSpec
+from slipstream.layers.layer import FeedForwardSpec
 from slipstream.layers.parameters import require_positive
 from slipstream.models.config_keys import CommonKeys
 from slipstream.models.config_reader import ConfigReader
@@ -55,14 +56,19 @@ def read_corrected_experts(
     )
 
 
-def read_sparse_layers(reader: ConfigReader, num_layers: int) -> list[bool]:
-    """Whether each layer has experts, by Qwen's keys: every n-th layer, except for a list."""
+def read_sparse_layers(
+    reader: ConfigReader, common: CommonKeys, experts: ExpertsSpec
+) -> list[FeedForwardSpec]:
+    """The feed-forward parts by Qwen's keys: every n-th one has experts, except for a list."""
     step = reader.take("decoder_sparse_step", int, 1)
     require_positive(decoder_sparse_step=step)
     dense = reader.take("mlp_only_layers", list, [])
     if not all(type(layer) is int for layer in dense):
         raise reader.error("mlp_only_layers", f"must be a list of layers, not {dense}")
-    return [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+    return [
+        common.feed_forward if layer in dense or (layer + 1) % step else experts
+        for layer in range(common.num_layers)
+    ]
 
 
 def read_latent_attention(reader: ConfigReader, common: CommonKeys) -> LatentAttentionSpec:

@@ -40,14 +40,18 @@ def read_gemma(
     reader.expect("hidden_activation", _TANH)
     reader.expect("attention_bias", False)
     common = read_common(reader, architecture, defaults, rope)
-    norms = LayerNorms(
-        common.norms.eps,
+    feed_forward = replace(common.feed_forward, activation=Activation.GELU_TANH)
+    return replace(common, norms=sandwich_norms(common.norms.eps), feed_forward=feed_forward)
+
+
+def sandwich_norms(eps: float) -> LayerNorms:
+    """Norms before and after both halves."""
+    return LayerNorms(
+        eps,
         feed_forward="pre_feedforward_layernorm",
         mixer_after="post_attention_layernorm",
         feed_forward_after="post_feedforward_layernorm",
     )
-    feed_forward = replace(common.feed_forward, activation=Activation.GELU_TANH)
-    return replace(common, norms=norms, feed_forward=feed_forward)
 
 
 def zero_centred(common: CommonKeys) -> CommonKeys:

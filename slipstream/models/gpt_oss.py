@@ -7,7 +7,13 @@ from dataclasses import replace
 from slipstream.kernels.experts import ClampedGate, Routing, Scores
 from slipstream.layers.experts import ExpertNames, ExpertsSpec
 from slipstream.layers.rope import RopeConfig
-from slipstream.models.config_keys import CommonKeys, Defaults, read_common, read_layer_types
+from slipstream.models.config_keys import (
+    CommonKeys,
+    Defaults,
+    read_biases,
+    read_common,
+    read_layer_types,
+)
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
 
@@ -27,7 +33,6 @@ _PUBLISHED_ROPE = RopeConfig(
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
     """`intermediate_size` is the size of one expert; `hidden_act` must be silu."""
     reader.expect("model_type", "gpt_oss")
-    reader.expect("mlp_bias", False)
     # OpenAI's own names for values that other keys have as well.
     reader.take("initial_context_length", int, 0)
     defaults = Defaults(
@@ -53,15 +58,10 @@ def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
         ),
         names=_NAMES,
     )
-    bias = reader.take("attention_bias", bool, True)
-    attention = replace(
-        common.attention,
-        rope=_rope(reader, common.attention.rope),
-        qkv_bias=bias,
-        output_bias=bias,
-        sinks=True,
-    )
-    return common.decoder(attention, _windows(reader, common), [experts] * common.num_layers)
+    common = read_biases(reader, common, default=True)
+    rope = _rope(reader, common.attention.rope)
+    attention = replace(common.attention, rope=rope, sinks=True)
+    return common.decoder(attention, _windows(reader, common), experts)
 
 
 def _rope(reader: ConfigReader, read: RopeConfig) -> RopeConfig:

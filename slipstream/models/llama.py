@@ -10,6 +10,7 @@ from slipstream.layers.rope import NO_ROPE
 from slipstream.models.config_keys import (
     Defaults,
     norms_behind,
+    read_biases,
     read_common,
     read_layer_types,
     read_single_window,
@@ -29,13 +30,9 @@ def llama(reader: ConfigReader, architecture: str) -> DecoderConfig:
     common = read_common(reader, architecture, Defaults(max_position_embeddings=2048))
     if any(read_layer_types(reader, common.num_layers) or ()):
         raise reader.error("layer_types", f"has sliding_attention, which {architecture} has not")
-    bias = reader.take("attention_bias", bool, False)
+    common = read_biases(reader, common, of_mlp=True)
     paired = reader.take("rope_interleave", bool, False)
-    feed_forward = replace(common.feed_forward, bias=reader.take("mlp_bias", bool, False))
-    return common.decoder(
-        replace(common.attention, qkv_bias=bias, output_bias=bias, paired=paired),
-        feed_forwards=[feed_forward] * common.num_layers,
-    )
+    return common.decoder(replace(common.attention, paired=paired))
 
 
 def phi3(reader: ConfigReader, architecture: str) -> DecoderConfig:
@@ -64,7 +61,7 @@ def seed_oss(reader: ConfigReader, architecture: str) -> DecoderConfig:
         output_bias=reader.take("attention_out_bias", bool, False),
     )
     feed_forward = replace(common.feed_forward, bias=reader.take("mlp_bias", bool, False))
-    return common.decoder(attention, feed_forwards=[feed_forward] * common.num_layers)
+    return common.decoder(attention, feed_forwards=feed_forward)
 
 
 def smollm3(reader: ConfigReader, architecture: str) -> DecoderConfig:
@@ -85,13 +82,11 @@ def smollm3(reader: ConfigReader, architecture: str) -> DecoderConfig:
         turns = [int((layer + 1) % interval > 0) for layer in range(count)]
     if len(turns) < count or any(turn not in (0, 1) for turn in turns):
         raise reader.error("no_rope_layers", f"must have 0 or 1 for each of the {count} layers")
-    bias = reader.take("attention_bias", bool, False)
-    feed_forward = replace(common.feed_forward, bias=reader.take("mlp_bias", bool, False))
+    common = read_biases(reader, common, of_mlp=True)
     return common.decoder(
-        replace(common.attention, qkv_bias=bias, output_bias=bias),
+        common.attention,
         read_switched_windows(reader, count),
-        [feed_forward] * count,
-        [common.attention.rope if turn else NO_ROPE for turn in turns[:count]],
+        ropes=[common.attention.rope if turn else NO_ROPE for turn in turns[:count]],
     )
 
 
@@ -110,11 +105,9 @@ def granite(reader: ConfigReader, architecture: str) -> DecoderConfig:
     divisor = reader.take("logits_scaling", float, 1.0)
     require_positive(residual_multiplier=of_addends, logits_scaling=divisor)
     common = replace(common, norms=replace(common.norms, eps=common.norms.eps / of_addends**2))
-    bias = reader.take("attention_bias", bool, False)
-    attention = replace(common.attention, qkv_bias=bias, output_bias=bias, scale=of_scores)
-    feed_forward = replace(common.feed_forward, bias=reader.take("mlp_bias", bool, False))
+    common = read_biases(reader, common, of_mlp=True)
     return replace(
-        common.decoder(attention, feed_forwards=[feed_forward] * common.num_layers),
+        common.decoder(replace(common.attention, scale=of_scores)),
         embedding_scale=of_embeddings / of_addends,
         embedding_scale_rounded=False,
         stream_scale=of_addends,
@@ -145,7 +138,7 @@ def starcoder2(reader: ConfigReader, architecture: str) -> DecoderConfig:
     return replace(common, norms=norms).decoder(
         replace(common.attention, qkv_bias=bias, output_bias=bias),
         read_single_window(reader, common.num_layers, None),
-        [feed_forward] * common.num_layers,
+        feed_forward,
     )
 
 
@@ -156,14 +149,12 @@ def olmo2(reader: ConfigReader, architecture: str) -> DecoderConfig:
     """
     is_third = architecture == "Olmo3ForCausalLM"
     reader.expect("model_type", "olmo3" if is_third else "olmo2")
-    reader.expect("mlp_bias", False)
     ropes = read_ropes_by_type(reader, _OLMO_POSITIONS, 5e5) if is_third else None
     defaults = Defaults(max_position_embeddings=_OLMO_POSITIONS, rms_norm_eps=1e-5)
     common = norms_behind(
         read_common(reader, architecture, defaults, ropes.full if ropes else None)
     )
-    bias = reader.take("attention_bias", bool, False)
-    attention = replace(common.attention, qkv_bias=bias, output_bias=bias, joint_norms=True)
+    attention = replace(read_biases(reader, common).attention, joint_norms=True)
     if ropes is None:
         return common.decoder(attention)
     count = common.num_layers

@@ -49,17 +49,6 @@ from slipstream.models.safetensors_file import TensorEntry
 from slipstream.models.sharing import shared_unit, without_experts
 from slipstream.models.twin import TwinSource, require_twin
 
-__all__ = [
-    "LoadOptions",
-    "MemoryCheck",
-    "Progress",
-    "ProgressBar",
-    "dtype_named",
-    "load_decoder",
-    "no_memory_check",
-    "no_progress_bar",
-]
-
 logger = logging.getLogger("slipstream")
 
 RANDOM_FORMATS = ("dummy", "twin")  # of `load_format`

@@ -51,11 +51,8 @@ def mixtral(reader: ConfigReader, architecture: str) -> DecoderConfig:
     experts = ExpertsSpec(
         routing=routing, intermediate_size=common.feed_forward.intermediate_size, names=_NAMES
     )
-    return common.decoder(
-        common.attention,
-        read_single_window(reader, common.num_layers, None),
-        [experts] * common.num_layers,
-    )
+    windows = read_single_window(reader, common.num_layers, None)
+    return common.decoder(common.attention, windows, experts)
 
 
 def ministral3(reader: ConfigReader, architecture: str) -> DecoderConfig:

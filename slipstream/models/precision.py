@@ -191,9 +191,8 @@ def weight_bytes(
     table = config.vocab_size * config.hidden_size
     total += table * dtype.itemsize
     if not config.tie_word_embeddings or (precision is not None and precision.head is not None):
-        total += head_bytes(
-            config, dtype, quantization
-        )  # counted as a matrix of its own, even if tied
+        # A matrix of its own, even if tied.
+        total += head_bytes(config, dtype, quantization)
     return int(total)
 
 

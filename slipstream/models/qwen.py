@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from slipstream.layers.experts import ExpertNames, ExpertsSpec
+from slipstream.layers.experts import ExpertsSpec
 from slipstream.models.config_keys import (
     Defaults,
+    read_biases,
     read_common,
     read_single_window,
     read_switched_windows,
@@ -46,18 +47,11 @@ def qwen2_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
     windows = read_switched_windows(
         reader, common.num_layers, lambda layer, limit: layer % 2 == 0 and layer < limit
     )
-    experts = ExpertsSpec(
-        routing=read_softmax_routing(reader, "num_experts", normalised=False),
-        intermediate_size=reader.take("moe_intermediate_size", int),
-        shared_size=reader.take("shared_expert_intermediate_size", int),
-        shared_gate=True,
-        names=ExpertNames(shared="mlp.shared_expert"),
-    )
-    sparse = read_sparse_layers(reader, common.num_layers)
+    experts = read_experts(reader, read_softmax_routing(reader, "num_experts", normalised=False))
     return common.decoder(
         replace(common.attention, qkv_bias=reader.take("qkv_bias", bool, True)),
         windows,
-        [experts if has_experts else common.feed_forward for has_experts in sparse],
+        read_sparse_layers(reader, common, experts),
     )
 
 
@@ -67,12 +61,10 @@ def qwen3(reader: ConfigReader, architecture: str) -> DecoderConfig:
     `head_dim` defaults to 128, whatever the hidden size; `attention_bias` defaults to false.
     """
     reader.expect("model_type", "qwen3")
-    reader.expect("mlp_bias", False)
     reader.expect("use_mrope", False)
     defaults = Defaults(max_position_embeddings=32768, num_kv_heads=32, head_dim=128)
-    common = read_common(reader, architecture, defaults)
-    bias = reader.take("attention_bias", bool, False)
-    attention = replace(common.attention, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    common = read_biases(reader, read_common(reader, architecture, defaults))
+    attention = replace(common.attention, qk_norm=True)
     return common.decoder(attention, read_switched_windows(reader, common.num_layers))
 
 
@@ -82,21 +74,18 @@ def qwen3_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
     Attention is as in Qwen3 with other defaults; a sliding window applies to all layers.
     """
     reader.expect("model_type", "qwen3_moe")
-    reader.expect("mlp_bias", False)
     defaults = Defaults(max_position_embeddings=32768, num_kv_heads=4)
-    common = read_common(reader, architecture, defaults)
-    bias = reader.take("attention_bias", bool, False)
+    common = read_biases(reader, read_common(reader, architecture, defaults))
     switched_on = reader.take("use_sliding_window", bool, False)
     reader.take("max_window_layers", int, 0)  # configs have it, but it has no effect
     experts = ExpertsSpec(
         routing=read_softmax_routing(reader, "num_experts", normalised=False),
         intermediate_size=reader.take("moe_intermediate_size", int),
     )
-    sparse = read_sparse_layers(reader, common.num_layers)
     return common.decoder(
-        replace(common.attention, qkv_bias=bias, output_bias=bias, qk_norm=True),
+        replace(common.attention, qk_norm=True),
         read_single_window(reader, common.num_layers, 4096, switched_on),
-        [experts if has_experts else common.feed_forward for has_experts in sparse],
+        read_sparse_layers(reader, common, experts),
     )
 
 
@@ -110,9 +99,8 @@ def qwen3_vl(reader: ConfigReader, architecture: str) -> DecoderConfig:
         rope_theta=500_000.0,
         sections=(24, 20, 20),
     )
-    common = read_common(reader, architecture, defaults)
-    bias = reader.take("attention_bias", bool, False)
-    return common.decoder(replace(common.attention, qkv_bias=bias, output_bias=bias, qk_norm=True))
+    common = read_biases(reader, read_common(reader, architecture, defaults))
+    return common.decoder(replace(common.attention, qk_norm=True))
 
 
 def qwen3_next(reader: ConfigReader, architecture: str) -> DecoderConfig:
@@ -123,8 +111,7 @@ def qwen3_next(reader: ConfigReader, architecture: str) -> DecoderConfig:
     reader.expect("model_type", "qwen3_next")
     common = read_common(reader, architecture, DELTA_DEFAULTS)
     experts = read_experts(reader, read_softmax_routing(reader, "num_experts", normalised=True))
-    sparse = read_sparse_layers(reader, common.num_layers)
-    feed_forwards = [experts if has_experts else common.feed_forward for has_experts in sparse]
+    feed_forwards = read_sparse_layers(reader, common, experts)
     return read_hybrid(reader, common, feed_forwards, packed=True)
 
 
@@ -148,4 +135,4 @@ def qwen3_5_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
     defaults = replace(DELTA_DEFAULTS, intermediate_size=1)  # unused: there are no dense parts
     common = read_common(reader, architecture, defaults)
     experts = read_experts(reader, read_softmax_routing(reader, "num_experts", normalised=True))
-    return read_hybrid(reader, common, [experts] * common.num_layers)
+    return read_hybrid(reader, common, experts)

@@ -110,21 +110,12 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     @cached_property
-    def bos_token_id(self) -> int | None:
-        """The id of the token that begins a text."""
-        return self._named_id("bos_token")
-
-    @cached_property
     def eos_token_id(self) -> int | None:
         """The id of the token that ends a text (generation may end at more: the checkpoint's)."""
-        return self._named_id("eos_token")
+        return self.named_id("eos_token")
 
-    @cached_property
-    def pad_token_id(self) -> int | None:
-        """The id of the token that fills up batches."""
-        return self._named_id("pad_token")
-
-    def _named_id(self, name: str) -> int | None:
+    def named_id(self, name: str) -> int | None:
+        """The id of a special token by its name in the settings, such as bos_token."""
         token = self.special_tokens.get(name)
         return None if token is None else self.token_to_id(token)
 

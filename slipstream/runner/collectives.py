@@ -34,7 +34,11 @@ Graphs = Iterable[Any]  # torch.cuda.CUDAGraph
 
 
 class CollectiveError(RuntimeError):
-    """An exchange failed because another rank has ended or hangs."""
+    """An exchange failed because another rank has ended or hangs; a library's words for it are in
+    the cause."""
+
+    def __init__(self) -> None:
+        super().__init__("an exchange between ranks was broken off")
 
 
 def open_store(port: int, size: int, leads: bool) -> Any:
@@ -120,7 +124,7 @@ class Collectives:
     def check(self) -> None:
         """Raise CollectiveError if an exchange has ended without the others' numbers."""
         if self._inboxes is not None and self._inboxes.ended.item():
-            raise CollectiveError("an exchange between ranks was broken off")
+            raise CollectiveError
         for neighbours in self._neighbours.values():
             neighbours.check()
 
@@ -158,6 +162,11 @@ class Collectives:
         """Reset these CUDA graphs, which contain exchanges, before this group ends."""
         self._graphs.append(graphs)
 
+    def finish(self) -> None:
+        """Wait until the exchanges that this rank has launched have ended."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def abort(self) -> None:
         """Abort: threads that wait in an exchange get an error. May be called from any thread. On
         GPUs it returns only when all graphs with exchanges are reset."""
@@ -188,7 +197,7 @@ def _run(exchange: Any, found: Tensor, mine: Tensor, *rest: Any) -> None:
     try:
         exchange(*(it.view(-1).view(torch.uint8) for it in (found, mine)), *rest).wait()
     except RuntimeError as error:
-        raise CollectiveError(f"an exchange between ranks failed: {error}") from error
+        raise CollectiveError from error
 
 
 def _connected(store: Any, rank: int, size: int, device: torch.device) -> Any:

@@ -6,9 +6,10 @@ from functools import cached_property
 import torch
 
 from slipstream.core.adapters import NO_ADAPTER
-from slipstream.core.batch import Batch
+from slipstream.core.batch import Batch, ScheduledRequest
+from slipstream.core.request import Request
 from slipstream.core.spans import position_offset
-from slipstream.kernels.devices import upload
+from slipstream.kernels.devices import send, upload
 from slipstream.kernels.preparation import RequestTables
 from slipstream.kernels.registry import kernels_for
 
@@ -77,23 +78,11 @@ class DeviceState:
 
     def apply(self, batch: Batch) -> None:
         """Copy newly admitted requests and new entries of block tables to the device."""
+        self._admit([item for item in batch.requests if item.admitted])
         cells: list[int] = []
         blocks: list[int] = []
         for item in batch.requests:
             slot = item.request.slot
-            if item.admitted:
-                known = torch.tensor(item.request.token_ids, dtype=torch.int32)
-                self.token_ids[slot, : len(known)] = known
-                self.num_tokens[slot] = len(known)
-                self.num_computed[slot] = item.start
-                longest = item.request.num_prompt_tokens + item.request.max_tokens
-                self.most_drafted[slot] = min(longest, self.max_model_len) - 1
-                adapter = item.request.adapter
-                adapts_drafts = adapter is not None and adapter.adapts_drafts
-                self.adapters[slot] = item.adapter
-                self.draft_adapters[slot] = item.adapter if adapts_drafts else NO_ADAPTER
-                if self.position_offsets is not None:
-                    self.position_offsets[slot] = position_offset(item.request.spans)
             tables = (item.block_table, item.window_table)
             for number, (column, table) in enumerate(zip(self._columns, tables, strict=False)):
                 first = self._changed_from(slot * len(self._columns) + number, table)
@@ -104,6 +93,31 @@ class DeviceState:
         if cells:
             changes = upload([cells, blocks], self.device)
             self.block_tables.view(-1).index_copy_(0, changes[0], changes[1].to(torch.int32))
+
+    def _admit(self, items: Sequence[ScheduledRequest]) -> None:
+        """Write the requests to their slots, all in a few copies: an idle GPU waits for them."""
+        if not items:
+            return
+        known = [item.request.token_ids for item in items]
+        token_ids = torch.tensor([token for ids in known for token in ids], dtype=torch.int32)
+        of_requests = send(token_ids, self.device).split_with_sizes([len(ids) for ids in known])
+        for item, own in zip(items, of_requests, strict=True):
+            self.token_ids[item.request.slot, : len(own)] = own
+        columns = {
+            "num_tokens": [len(ids) for ids in known],
+            "num_computed": [item.start for item in items],
+            "most_drafted": [self._most_drafted(item.request) for item in items],
+            "adapters": [item.adapter for item in items],
+            "draft_adapters": [_draft_adapter(item) for item in items],
+        }
+        if self.position_offsets is not None:
+            columns["position_offsets"] = [position_offset(it.request.spans) for it in items]
+        sent = upload([[item.request.slot for item in items], *columns.values()], self.device)
+        for name, column in zip(columns, sent[1:], strict=True):
+            getattr(self, name).index_copy_(0, sent[0], column)
+
+    def _most_drafted(self, request: Request) -> int:
+        return min(request.num_prompt_tokens + request.max_tokens, self.max_model_len) - 1
 
     @cached_property
     def tables(self) -> RequestTables:
@@ -124,6 +138,11 @@ class DeviceState:
         if same < len(table):
             written[same:] = table[same:]
         return same
+
+
+def _draft_adapter(item: ScheduledRequest) -> int:
+    adapter = item.request.adapter
+    return item.adapter if adapter is not None and adapter.adapts_drafts else NO_ADAPTER
 
 
 def num_equal(one: Sequence[int], other: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar
-from weakref import WeakSet
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -83,12 +83,12 @@ class Recorder:
     """Captures calls in CUDA graphs that share one memory pool.
 
     Attributes:
-        graphs: those that still exist.
+        graphs: those that still exist; see `keep_until_reset`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.graphs = WeakSet[torch.cuda.CUDAGraph]()
+        self.graphs = set[torch.cuda.CUDAGraph]()
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(
@@ -121,7 +121,6 @@ class Recorder:
 
                 def begin() -> None:
                     graphs.append(torch.cuda.CUDAGraph())
-                    self.graphs.add(graphs[-1])
                     capture.enter_context(torch.cuda.graph(graphs[-1], pool=self._pool))
 
                 def cut(value: Any) -> Any:
@@ -143,7 +142,24 @@ class Recorder:
                 graph.replay()
             return result
 
+        keep_until_reset(graphs, replay, self.graphs)
         return replay
+
+
+def keep_until_reset(graphs: list[torch.cuda.CUDAGraph], owner: object, kept: set[Any]) -> None:
+    """Keep these graphs in `kept` until `owner` is freed, and reset them then.
+
+    `kept` refers to them strongly, so that whoever ends first can reset them. Weak references would
+    not do: the garbage collector clears those to an unreachable cycle before it calls finalizers.
+    """
+    kept.update(graphs)
+    finalize(owner, _reset, graphs, kept)
+
+
+def _reset(graphs: list[torch.cuda.CUDAGraph], kept: set[Any]) -> None:
+    for graph in graphs:
+        graph.reset()
+    kept.difference_update(graphs)
 
 
 class GraphRunner:

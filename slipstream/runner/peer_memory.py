@@ -41,6 +41,7 @@ class PeerMemory:
 
     def __init__(self, rank: int, size: int) -> None:
         self.addresses, self._rank = [0] * size, rank
+        self._context = ctypes.c_void_p()
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -50,6 +51,7 @@ class PeerMemory:
         """Allocate `ROOM` bytes of zeros on the current GPU -> its index, and what others need to
         open them."""
         torch.cuda.synchronize()  # makes the context
+        self._call("cuCtxGetCurrent", ctypes.byref(self._context))
         address, handle, room = ctypes.c_uint64(), _Handle(), ctypes.c_size_t(ROOM)
         self._call("cuMemAlloc_v2", ctypes.byref(address), room)
         self.addresses[self._rank] = address.value
@@ -69,11 +71,15 @@ class PeerMemory:
         self.addresses[rank] = address.value
 
     def release(self) -> None:
-        """Close the others' memory and free this rank's."""
+        """Close the others' memory and free this rank's, from whatever thread."""
+        if not self._context:  # nothing was allocated
+            return
+        self._driver.cuCtxPushCurrent_v2(self._context)
         for rank, address in enumerate(self.addresses):
             if address:
                 name = "cuMemFree_v2" if rank == self._rank else "cuIpcCloseMemHandle"
                 getattr(self._driver, name)(ctypes.c_uint64(address))
+        self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def _call(self, name: str, *arguments: Any) -> None:
         result = getattr(self._driver, name)(*arguments)

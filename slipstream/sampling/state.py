@@ -1,7 +1,7 @@
 """The sampling parameters of the running requests: tensors with a row for each slot."""
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams, Verification
 from slipstream.kernels.columns import ALL_COLUMNS, Columns
-from slipstream.kernels.devices import send
+from slipstream.kernels.devices import send, upload
 from slipstream.kernels.registry import sampling_over
 from slipstream.kernels.sampling import SamplingSlots
 
@@ -142,25 +142,37 @@ class SamplingState:
         self._biased = set() if self.bias is None else set(slots)
         self._guided = set() if self.allowed_next is None else set(slots)
 
-    def admit(self, slot: int, request: Request) -> None:
-        """Write the parameters and the history of a request to its slot.
+    def admit(self, requests: Mapping[int, Request]) -> None:
+        """Write the parameters and the history of requests to their slots.
 
-        The slot's old contents are replaced. Does not wait for the device.
+        The slots' old contents are replaced. Does not wait for the device.
+
+        Args:
+            requests: by slot.
         """
+        if not requests:
+            return
+        numbers = [
+            NUMBERS.pack(*self._int_parameters(request), *_float_parameters(request.params))
+            for request in requests.values()
+        ]
+        packed = torch.frombuffer(bytearray(b"".join(numbers)), dtype=torch.int64)
+        rows = send(packed.view(len(requests), -1), self.device)
+        self._numbers.index_copy_(0, upload([*requests], self.device), rows)
+        for slot, request in requests.items():
+            self._admit(slot, request)
+
+    def _admit(self, slot: int, request: Request) -> None:
+        """What few requests have of their own."""
         self._requests[slot] = request
         uses = _uses(request)
         for use, slots in self._slots.items():
             (slots.add if use in uses else slots.discard)(slot)
-        params = request.params
-        numbers = NUMBERS.pack(*self._int_parameters(request), *_float_parameters(params))
-        self._numbers[slot] = send(
-            torch.frombuffer(bytearray(numbers), dtype=torch.int64), self.device
-        )
         self._fill_stop_ids(slot, sorted(request.stop_token_ids))
         if Uses.PENALTIES in uses:
             self._fill_history(slot, request)
         if Uses.BIAS in uses:
-            self._fill_bias(slot, params)
+            self._fill_bias(slot, request.params)
         elif slot in self._biased:
             assert self.bias is not None
             self.bias[slot].zero_()

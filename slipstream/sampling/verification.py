@@ -14,13 +14,13 @@ is on the path, so the output has exactly the distribution p, and equals the tex
 decoding gives with the same seed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.columns import ALL_COLUMNS
+from slipstream.kernels.columns import ALL_COLUMNS, Peaks
 from slipstream.kernels.sampling import PADDING, Needs, SampleRows
 from slipstream.sampling.logits import allow_next, ban_words
 from slipstream.sampling.state import SamplingState, Uses
@@ -71,7 +71,7 @@ def verify(
         The verdict for the R requests of `rows`.
     """
     if Uses.BAD_WORDS in uses:
-        logits = ban_words(logits, rows, state)
+        logits, rows = ban_words(logits, rows, state), replace(rows, peaks=None)
     if rates is not None or not rows.max_draft_tokens:
         uses -= {Uses.BLOCK, Uses.COUPLED}
     if rates is not None:
@@ -185,7 +185,7 @@ class DraftedTrees:
         most_accepted: [R] int64, maximum number of accepted tokens, however deep the tree is.
         num_rows: number of ragged rows, which is the sum of `num_nodes` + 1; None if every request
             has K + 1 rows. Row i of a request is that of its node i.
-        allowed: [N, ceil(V / 32)] int32 or None, see `SampleRows`.
+        allowed, peaks: see `SampleRows`.
     """
 
     nodes: TreeNodes
@@ -196,6 +196,7 @@ class DraftedTrees:
     most_accepted: Tensor
     num_rows: int | None
     allowed: Tensor | None = None
+    peaks: Peaks | None = None
 
 
 def verify_trees(
@@ -242,6 +243,7 @@ def _node_rows(trees: DraftedTrees, layout: SampleRows, uses: frozenset[Uses]) -
         one_hot=torch.ones_like(request, dtype=torch.bool),
         layout=(row, depths, row),
         allowed=trees.allowed,
+        peaks=trees.peaks,
     )
 
 

@@ -37,6 +37,8 @@ def _method(folder: str) -> Method:
 
 METHODS: Final = {method.name: method for method in map(_method, _FOLDERS)}
 DRAFT_MODEL: Final = "draft_model"  # any language model is of this kind
+DRAFTING_KEYS: Final = frozenset(key for method in METHODS.values() for key in method.config_keys)
+"""Keys of a language model's config.json that only say how it drafts."""
 
 
 def method_named(name: str) -> Method | None:

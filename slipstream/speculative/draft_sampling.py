@@ -35,7 +35,8 @@ class DraftSampling:
     vocabulary: Tensor | None
     num_legal_tokens: int
     greedy_only: bool
-    num_ranks: int = 1
+    num_ranks: int
+    resources: DrafterResources
 
     def probabilities(self, batch: DeviceBatch) -> Tensor | None:
         """[R, K, v], this rank's columns, to be filled with the draft distributions; None if no
@@ -48,7 +49,6 @@ class DraftSampling:
     def draft_chain(
         self,
         batch: DeviceBatch,
-        resources: DrafterResources,
         known: Tensor,
         starts: Tensor,
         wanted: Tensor,
@@ -69,10 +69,10 @@ class DraftSampling:
         Returns:
             The draft, and [R] int64, the number of passes in which each request had rows.
         """
-        state, slots = resources.state, batch.slots
+        state, slots = self.resources.state, batch.slots
         tokens = slots.new_zeros((batch.num_requests, batch.width))
         probs = self.probabilities(batch)
-        chains = Chains(batch, resources, wanted)
+        chains = Chains(batch, self.resources, wanted)
         placed, starts = excerpt.places(known), excerpt.places(starts)
         lengths = torch.where(wanted > 0, placed - starts, 0)
         for index in range(batch.width):
@@ -80,9 +80,7 @@ class DraftSampling:
             logits = forward(batch.rows(starts, lengths, most, excerpt=excerpt), index)
             probs_out = None if probs is None else probs[:, index]
             confidences = chains.out(index)
-            picked = self.sample(
-                logits, slots, known + index, batch, resources, probs_out, confidences
-            )
+            picked = self.sample(logits, slots, known + index, batch, probs_out, confidences)
             goes_on = chains.take(index)
             starts, lengths = state.ops.advance_drafts(
                 *(excerpt.tables, excerpt.rows, placed, chains.num_passes),
@@ -90,34 +88,53 @@ class DraftSampling:
             )
             if not goes_on:
                 break
-        draft = self.draft(batch, resources, tokens, wanted, probs)
+        draft = self.draft(batch, tokens, wanted, probs)
         draft = replace(draft, written=excerpt.skipped is None)
         return chains.finish(draft), chains.num_passes
 
-    def draft_places(
-        self, batch: DeviceBatch, resources: DrafterResources, wanted: Tensor, places: Places
-    ) -> Draft:
+    def draft_places(self, batch: DeviceBatch, wanted: Tensor, places: Places) -> Draft:
         """Draft autoregressively with a network that has no cache, such as heads for each position.
 
         Args:
             wanted: [R] int64, how many tokens to draft for each request.
         """
-        state, slots = resources.state, batch.slots
+        state, slots = self.resources.state, batch.slots
         known = state.num_tokens[slots]
         last = state.token_ids[slots, (known - 1).clamp_min(0)]
         tokens = slots.new_zeros((batch.num_requests, batch.width))
-        probs, chains = self.probabilities(batch), Chains(batch, resources, wanted)
+        probs, chains = self.probabilities(batch), Chains(batch, self.resources, wanted)
         for index in range(batch.width):
             logits, confidences = places(index, last)
             probs_out, out = None if probs is None else probs[:, index], chains.out(index)
-            picked = self.sample(logits, slots, known + index, batch, resources, probs_out, out)
+            picked = self.sample(logits, slots, known + index, batch, probs_out, out)
             if out is not None and confidences is not None:
                 out.copy_(confidences)
             last = self.token_ids(picked)
             tokens[:, index] = last
             if not chains.take(index):
                 break
-        return chains.finish(self.draft(batch, resources, tokens, wanted, probs))
+        return chains.finish(self.draft(batch, tokens, wanted, probs))
+
+    def draft_at_once(self, batch: DeviceBatch, wanted: Tensor, logits: Tensor) -> Draft:
+        """The draft from the logits [R * K, V] of each request's last rows (`RowLayout.tails`),
+        without the places behind the end of a chain (`Chains`)."""
+        slots, width = batch.slots, batch.width
+        place = torch.arange(width, device=slots.device)
+        probs = self.probabilities(batch)
+        chains = Chains(batch, self.resources, wanted, at_once=True)
+        picked = self.sample(
+            logits,
+            slots.unsqueeze(1).expand(-1, width).contiguous().flatten(),
+            (self.resources.state.num_tokens[slots].unsqueeze(1) + place).flatten(),
+            batch,
+            None if probs is None else probs.flatten(0, 1),
+            chains.confidences_out(),
+        )
+        tokens = self.token_ids(picked).view(-1, width)
+        for index in range(width):
+            if not chains.take(index):
+                break
+        return chains.finish(self.draft(batch, tokens, wanted, probs))
 
     def sample(
         self,
@@ -125,7 +142,6 @@ class DraftSampling:
         slots: Tensor,
         positions: Tensor,
         batch: DeviceBatch,
-        resources: DrafterResources,
         probs_out: Tensor | None,
         confidence_out: Tensor | None,
     ) -> Tensor:
@@ -134,7 +150,7 @@ class DraftSampling:
             logits,
             slots,
             positions,
-            resources.sampling,
+            self.resources.sampling,
             batch.uses,
             self.num_legal_tokens,
             greedy_only=self.greedy_only,
@@ -151,13 +167,12 @@ class DraftSampling:
     def draft(
         self,
         batch: DeviceBatch,
-        resources: DrafterResources,
         tokens: Tensor,
         wanted: Tensor,
         probs: Tensor | None,
     ) -> Draft:
         """The draft of these tokens [R, K] (the target's ids), which were sampled from `probs`."""
-        one_hot = resources.sampling.temperature[batch.slots] == 0
+        one_hot = self.resources.sampling.temperature[batch.slots] == 0
         if self.greedy_only:
             one_hot = torch.ones_like(one_hot)
         shares = self.num_ranks > 1

@@ -11,7 +11,13 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.modules_beside import own_drafter_tensors
 from slipstream.models.sharing import require_equal_shares
-from slipstream.speculative.catalogue import DRAFT_MODEL, METHODS, method_named, recognise
+from slipstream.speculative.catalogue import (
+    DRAFT_MODEL,
+    DRAFTING_KEYS,
+    METHODS,
+    method_named,
+    recognise,
+)
 from slipstream.speculative.drafter import PLAIN_DECODING, LoadedDrafter
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.config import wrapped_num_tokens
@@ -20,7 +26,6 @@ from slipstream.speculative.heads.method import HeadMethod
 from slipstream.speculative.method import Method
 from slipstream.speculative.model_options import ModelOptions
 from slipstream.speculative.options import Options, TargetModel, read_verification
-from slipstream.speculative.parallel.rows import MASK_TOKEN_KEYS
 from slipstream.speculative.trees.shapes import TREE_KEYS, TokenTree, read_tree, require_count
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
@@ -100,7 +105,7 @@ class Choice:
             config.require_ranks(num_ranks)
             if config.num_ranks > 1 and config.model is not None:
                 checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
-                shape = read_decoder_config(checkpoint, MASK_TOKEN_KEYS)
+                shape = read_decoder_config(checkpoint, DRAFTING_KEYS)
                 require_equal_shares(checkpoint, shape, config.num_ranks, random)
         for member in getattr(config, "members", ()):  # of a combination
             member.require_ranks(num_ranks, random)
@@ -147,31 +152,19 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
         UsageError: an unknown key, method or value.
         CheckpointError: the drafter's checkpoint is broken or does not fit the target.
     """
-    plan = _read(config)
-    if plan is None:
+    found = _read(config)
+    if found is None:
         return Speculation(None, 0, PLAIN_DECODING)
-    choice, tree, count = plan.choice, plan.tree, plan.count
-    drafter = choice.load(target, tree)
+    choice, tree, asked = found
+    drafter, count = choice.load(target, tree), asked.num_speculative_tokens
     if choice.adaptive:
         count = min(count, drafter.limits.max_speculative_tokens or count)
-    verified = plan.verification, plan.rates
-    return Speculation(choice.name, count, drafter, choice.adaptive, *verified, plan.eager)
+    return replace(asked, num_speculative_tokens=count, drafter=drafter)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Everything that a `speculative_config` says; K is `count`, for "auto" the largest."""
-
-    choice: Choice
-    tree: TokenTree | None
-    count: int
-    verification: Verification | None
-    rates: tuple[tuple[float, ...], ...]
-    eager: bool
-
-
-def _read(config: Mapping[str, Any] | None) -> _Plan | None:
-    """Read all keys; None for plain decoding. Raises UsageError for an unknown key or value."""
+def _read(config: Mapping[str, Any] | None) -> tuple[Choice, TokenTree | None, Speculation] | None:
+    """Read all keys of a `speculative_config`; the drafter is not loaded, and K is for "auto" the
+    largest. None for plain decoding. Raises UsageError for an unknown key or value."""
     if config is None or dict(config) == {"num_speculative_tokens": 0}:
         return None
     options = Options(config)
@@ -190,15 +183,16 @@ def _read(config: Mapping[str, Any] | None) -> _Plan | None:
         return None
     if tree is not None:
         require_count(tree, count)
-    return _Plan(choice, tree, count, verification, rates, eager)
+    how = choice.adaptive, verification, rates, eager
+    return choice, tree, Speculation(choice.name, count, PLAIN_DECODING, *how)
 
 
 def require_ranks(config: Mapping[str, Any] | None, num_ranks: int, random: bool) -> None:
     """Raise UsageError if `config` is wrong, or if the drafter that it names cannot run on
     `num_ranks` ranks, more than one; `random` as in `require_equal_shares`."""
-    plan = _read(config)
-    if plan is not None:
-        plan.choice.require_ranks(num_ranks, random)
+    found = _read(config)
+    if found is not None:
+        found[0].require_ranks(num_ranks, random)
 
 
 def _loader(method: Method) -> Loader:

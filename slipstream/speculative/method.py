@@ -41,6 +41,8 @@ class Method:
         model_types, architectures: those of its checkpoints in config.json that only it has.
         recognise: whether another checkpoint is one of this method; or the name in `variants`
             that it is.
+        config_keys: keys of config.json about drafting, which do not change a language model's
+            network.
         weight_files: names of weight files that only this method has.
         library_names: what the speculators library calls its checkpoints.
         is_head: its checkpoints are drafting heads, which the module's `HEAD` loads.
@@ -60,6 +62,7 @@ class Method:
     architectures: tuple[str, ...] = ()
     recognise: Callable[[CheckpointSigns], bool | str] = lambda signs: False
     variants: tuple[str, ...] = ()
+    config_keys: tuple[str, ...] = ()
     weight_files: tuple[str, ...] = ()
     library_names: tuple[str, ...] = ()
     is_head: bool = False

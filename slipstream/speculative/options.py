@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.core.config_values import known_quantization
 from slipstream.core.errors import UsageError
@@ -21,6 +21,8 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, Replaced
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,25 +71,20 @@ class Options:
             self._left[key] = value
 
     def take_int(self, key: str, default: int | None) -> int | None:
-        value = self.take(key, default)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise UsageError(f"speculative_config: {key} must be an integer, not {value!r}")
-        return value
+        return self._typed(key, default, int, "an integer")
 
     def take_str(self, key: str, default: str | None) -> str | None:
-        value = self.take(key, default)
-        if value is not None and not isinstance(value, str):
-            raise UsageError(f"speculative_config: {key} must be a string, not {value!r}")
-        return value
+        return self._typed(key, default, str, "a string")
 
     def take_bool(self, key: str) -> bool:
         """Read a boolean; False if it is not given."""
-        value = self.take(key, False)
-        if not isinstance(value, bool):
-            raise UsageError(f"speculative_config: {key} must be true or false, not {value!r}")
-        return value
+        return self._typed(key, False, bool, "true or false") or False
+
+    def _typed(self, key: str, default: T | None, kind: type[T], words: str) -> T | None:
+        value = self.take(key, default)
+        if value is None or (isinstance(value, kind) and isinstance(value, bool) == (kind is bool)):
+            return value
+        raise UsageError(f"speculative_config: {key} must be {words}, not {value!r}")
 
     def take_quantization(self) -> str | None:
         """Read `quantization`, the drafter's quantisation method; None if it is not given."""

@@ -16,7 +16,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import CheckpointSource, TensorSource
 from slipstream.models.quantized.catalogue import refuse_quantized
-from slipstream.speculative.parallel.rows import MASK_TOKEN_KEYS
+from slipstream.speculative.catalogue import DRAFTING_KEYS
 from slipstream.train.dense import DENSE, DenseContext
 from slipstream.train.files import copy_tokenizer
 from slipstream.train.parameters import RandomSource
@@ -64,7 +64,7 @@ class LanguageModelRecipe(Recipe[DecoderConfig]):
             config = dict(init.config)
             _require_tokens(str(plan.settings.options.init), config, plan.shape.vocab_size)
         config |= cls.changes(plan)
-        return config, read_decoder_config(config, MASK_TOKEN_KEYS)
+        return config, read_decoder_config(config, DRAFTING_KEYS)
 
     def next_logits(self, token_ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """[B * Q, V] over the target's tokens, after rows [B, Q] at positions [Q].
@@ -126,7 +126,7 @@ def _smaller_config(plan: RunPlan) -> dict[str, Any]:
 
 
 def _require_tokens(name: str, config: dict[str, Any], wanted: int) -> None:
-    found = read_decoder_config(config, MASK_TOKEN_KEYS).vocab_size
+    found = read_decoder_config(config, DRAFTING_KEYS).vocab_size
     if found < wanted:
         raise CheckpointError(
             f"{name} knows {found} tokens and the target {wanted}; begin with a model of the "

@@ -16,7 +16,9 @@ from slipstream.models.loading import LoadOptions
 from slipstream.models.parameter_sources import TensorSource
 from slipstream.models.quantized.catalogue import QUANTIZATION_KEYS
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.loading import HeadContext
 from slipstream.train.batches import Batch
+from slipstream.train.dense import DENSE
 from slipstream.train.files import write_checkpoint
 from slipstream.train.losses import Agreement
 from slipstream.train.parameters import RandomSource, Trainable
@@ -88,7 +90,8 @@ class Recipe(ABC, Generic[Config]):
         self.num_draft_tokens = plan.num_draft_tokens
         self.decay = settings.place_decay or self.DECAY
         self.argmax_weight = settings.argmax_weight
-        self.load = LoadOptions(torch.float32, target.device, "auto", plan.max_positions)
+        load = LoadOptions(torch.float32, target.device, "auto", plan.max_positions)
+        self.context = HeadContext(DENSE, self.trained, plan.shape.hidden_size, load)
 
     @classmethod
     @abstractmethod

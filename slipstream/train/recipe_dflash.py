@@ -17,7 +17,7 @@ from slipstream.speculative.dflash.network import DFlashConfig, DFlashNetwork, r
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.train.batches import Batch
 from slipstream.train.chain import ChainRecipe, DraftPosition
-from slipstream.train.dense import DENSE, DenseContext
+from slipstream.train.dense import DenseContext
 from slipstream.train.plan import RunPlan
 from slipstream.train.recipe import LAYER_OPTIONS, layer_config, planned_checkpoint
 from slipstream.train.recipe_eagle3 import usual_layers
@@ -42,8 +42,7 @@ class DFlashRecipe(ChainRecipe[DFlashConfig]):
         # g is 4 for blocks of 8 and 7 for blocks of 16.
         self.decay = plan.settings.place_decay or math.exp(-2 / (self.num_draft_tokens + 1))
         self.stream_layers = self.config.stream_layers(target.config.num_layers)
-        width = target.config.hidden_size
-        self.network = DFlashNetwork(DENSE, self.trained, self.config, width, self.load)
+        self.network = DFlashNetwork(self.context, self.config)
         self.network.share(target.network.embedding, target.network.head)
         self.trained.put("norm.weight", target.network.norm.weight)
 

@@ -17,7 +17,6 @@ from slipstream.speculative.eagle3.network import Eagle3Config, Eagle3Head, read
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.train.batches import Batch
 from slipstream.train.chain import ChainRecipe, DraftPosition, unroll
-from slipstream.train.dense import DENSE
 from slipstream.train.parameters import Trainable
 from slipstream.train.plan import RunPlan
 from slipstream.train.recipe import LAYER_OPTIONS, layer_config, planned_checkpoint
@@ -48,8 +47,7 @@ class Eagle3Recipe(ChainRecipe[Eagle3Config]):
         super().__init__(plan, target, sequences)
         self.stream_layers = self.config.stream_layers(target.config.num_layers)
         self.num_layers = self.config.layers.num_layers
-        width = target.config.hidden_size
-        self.network = Eagle3Head(DENSE, self.trained, self.config, width, self.load)
+        self.network = Eagle3Head(self.context, self.config)
         self.network.share(target.network.embedding, target.network.head)
         initialise_head(self.trained, target, self.vocabulary)
 

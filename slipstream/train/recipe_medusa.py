@@ -14,7 +14,6 @@ from slipstream.speculative.medusa.checkpoint import TOKEN_MAP, MedusaShape
 from slipstream.speculative.medusa.network import MedusaHeads
 from slipstream.train.batches import Batch
 from slipstream.train.chain import ChainRecipe, DraftPosition
-from slipstream.train.dense import DENSE
 from slipstream.train.plan import RunPlan
 from slipstream.train.sequences import Sequences
 from slipstream.train.target import Target
@@ -41,7 +40,7 @@ class MedusaRecipe(ChainRecipe[None]):
             num_legal_tokens=self.vocabulary.size,
             vocabulary=self.vocabulary.token_ids,
         )
-        self.network = MedusaHeads(DENSE, self.trained, shape, self.load)
+        self.network = MedusaHeads(self.context, shape)
         self.network.share(target.network.embedding, target.network.head)
         rows = self.vocabulary.rows(target.network.head.weight)
         for name, tensor in self.trained.named():

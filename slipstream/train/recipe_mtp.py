@@ -16,7 +16,6 @@ from slipstream.speculative.mtp.config import MtpCheckpoint, MtpConfig, read_mtp
 from slipstream.speculative.mtp.network import MtpHead
 from slipstream.train.batches import Batch
 from slipstream.train.chain import ChainRecipe, DraftPosition, unroll
-from slipstream.train.dense import DENSE
 from slipstream.train.plan import RunPlan
 from slipstream.train.recipe import dense_config, planned_checkpoint
 from slipstream.train.sequences import Sequences
@@ -42,7 +41,7 @@ class MtpRecipe(ChainRecipe[MtpConfig]):
         super().__init__(plan, target, sequences)
         style, names = self.config.style, self.config.modules[0]
         plain = replace(self.config, style=style.plain)
-        self.network = MtpHead(DENSE, self.trained, plain, self.load)
+        self.network = MtpHead(self.context, plain)
         self.network.share(target.network.embedding, target.network.head)
         self.trained.put(f"{names.final_norm}.weight", target.network.norm.weight)
         # The module starts by repeating the target's hidden state of the token before.

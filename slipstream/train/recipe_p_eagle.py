@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.speculative.heads.checkpoint import MASK_HIDDEN, HeadCheckpoint
 from slipstream.speculative.p_eagle.network import PEagleConfig, PEagleHead, read_p_eagle_config
 from slipstream.train.batches import Batch
-from slipstream.train.dense import DENSE, DenseContext
+from slipstream.train.dense import DenseContext
 from slipstream.train.parallel import ParallelRecipe, ParallelRows
 from slipstream.train.plan import RunPlan
 from slipstream.train.recipe import planned_checkpoint
@@ -36,8 +36,7 @@ class PEagleRecipe(ParallelRecipe[PEagleConfig]):
         super().__init__(plan, target, sequences)
         self.mask_token = self.config_json["mask_token_id"]
         self.stream_layers = self.config.stream_layers(target.config.num_layers)
-        width = target.config.hidden_size
-        self.network = PEagleHead(DENSE, self.trained, self.config, width, self.load)
+        self.network = PEagleHead(self.context, self.config)
         # `share` must not find the target's numbers in the head's own embedding yet.
         self.network.share(target.network.embedding, target.network.head)
         initialise_head(self.trained, target, self.vocabulary)

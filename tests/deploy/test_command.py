@@ -75,7 +75,8 @@ def test_each_replica_may_be_several_ranks(
     assert [it.config.threads for it in fitted] == [4, None]
     assert [it.replicas.replica_gpus for it in fitted] == [0, 2]
     assert run(app, ["deploy", "demo", "--replicas", "3", "-dp", "2", "-ep"]) == 0
-    assert local._fitted(planned[1]).replicas.replica_gpus == 2
+    plan = local._fitted(planned[-1])
+    assert (plan.replicas.replicas, plan.replicas.replica_gpus, plan.config.num_ranks) == (3, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,7 @@ def test_each_replica_may_be_several_ranks(
         ("serve demo -dp 0", "--data-parallel-size must be"),
         ("deploy demo -dp 2", "--data-parallel-size is for slipstream serve; here --replicas"),
         ("serve demo -dp 2 -ep -tp 2", "give tensor_parallel_size 1, or leave out"),
+        ("deploy demo -dp 2 -ep --replica-gpus 1", "is less than the 2 processes of a replica"),
     ],
 )
 def test_wrong_flags_are_refused(

@@ -39,7 +39,7 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
     """Filled by every greedy draft from here on. No draft may change a cache of the target's.
 
     What is recorded on the host cannot be captured: on a GPU such steps run directly."""
-    monkeypatch.setattr("slipstream.engine.step_graphs.Recorder", DirectRecorder)
+    monkeypatch.setattr("slipstream.engine.assembly.Recorder", DirectRecorder)
     drafted: list[Drafted] = []
     rows: list[Tensor] = []
     for kind in (*CHAINS, *AT_ONCE):

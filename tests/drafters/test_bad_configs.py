@@ -139,7 +139,7 @@ TEXT_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "rope": ({"rope_parameters": {FULL: ROPE}}, r"rope of theta 1e\+06 and kind default"),
     "partial rope": ({"rope_parameters": None}, "kind proportional"),
     "sliding": ({"layer_types": [SLIDING, FULL]}, "sliding .* target, which has none"),
-    "kinds": ({"layer_types": [FULL]}, "must name 2 layers"),
+    "kinds": ({"layer_types": [FULL]}, "has 1 layers, but num_hidden_layers is 2"),
     "unshared": ({"num_kv_shared_layers": 1}, "has no keys and values of its own"),
     "mixture": ({"enable_moe_block": True}, "enable_moe_block.* only false"),
     "per layer": ({"hidden_size_per_layer_input": 256}, "only 0 is supported"),

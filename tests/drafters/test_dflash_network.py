@@ -13,6 +13,7 @@ from slipstream.layers.parameters import Part
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.dflash.network import DFlashNetwork, read_dflash_config
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.loading import HeadContext
 from tests.drafters.blocks import MASK, write_dflash
 from tests.drafters.trainable import Trainable
 from tests.kernels.batches import Requests, attention_inputs, num_blocks, only
@@ -31,7 +32,7 @@ def build(folder: Path) -> tuple[DFlashNetwork, Trainable]:
         max_positions=64,
         seed=0,
     )
-    network = DFlashNetwork(REFERENCE, source, config, 48, options)
+    network = DFlashNetwork(HeadContext(REFERENCE, source, 48, options), config)
     table = source.table([Part("embed_tokens.weight", 96)], 48)
     embedding = Embedding(source, "embed_tokens", 96, 48)
     network.share(embedding, LanguageModelHead(REFERENCE, table))

@@ -16,6 +16,7 @@ from slipstream.kernels.reference import REFERENCE
 from slipstream.layers.parameters import Part
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import LoadOptions, load_decoder
+from slipstream.speculative.heads.loading import HeadContext
 from slipstream.speculative.mtp.config import MtpCheckpoint, read_mtp_config
 from slipstream.speculative.mtp.network import FIRST_ROW, MtpHead, load_mtp
 from tests.drafters.engines import GREEDY, make, run
@@ -127,7 +128,8 @@ def test_the_network_learns_and_is_published_under_its_names(
     names = set(load_file(folder / "model.safetensors"))
     config = read_mtp_config(MtpCheckpoint(folder))
     learned = Learned(seed=2)
-    head = MtpHead(REFERENCE, learned, replace(config, style=config.style.plain), OPTIONS)
+    context = HeadContext(REFERENCE, learned, config.layers.hidden_size, OPTIONS)
+    head = MtpHead(context, replace(config, style=config.style.plain))
     target = load_decoder(Checkpoint(Path(tiny_target)), OPTIONS)
     head.share(target.embedding, target.head)
     hidden = Target(tiny_target)(IDS.tolist())[1]

@@ -19,7 +19,7 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.heads.loading import load_network
+from slipstream.speculative.heads.loading import HeadContext, load_network
 from slipstream.speculative.p_eagle.network import PEagleHead, read_p_eagle_config
 from tests.drafters.engines import PROMPT
 from tests.drafters.heads import write_p_eagle
@@ -145,7 +145,8 @@ def test_the_network_learns(changes: dict[str, Any], tiny_target: str, tmp_path:
     config = read_p_eagle_config(HeadCheckpoint(folder))
     source, target = Learning(folder), Target(tiny_target)
     options = LoadOptions(torch.float32, torch.device("cpu"), "auto", max_positions=256)
-    network = PEagleHead(REFERENCE, source, config, target.embedding.shape[1], options)
+    context = HeadContext(REFERENCE, source, target.embedding.shape[1], options)
+    network = PEagleHead(context, config)
     network.share(Table(DenseMatrix(target.embedding)), None)  # type: ignore[arg-type]
     ids, count = PROMPT[:12], 4
     streams = target(ids[:-1])[0]

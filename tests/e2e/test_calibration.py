@@ -8,8 +8,8 @@ from slipstream import LLM, SamplingParams
 from slipstream.core.batch import Batch
 from slipstream.engine.drafting.calibration import calibrate
 from slipstream.engine.drafting.costs import CostModel
+from slipstream.engine.launcher import Launcher
 from slipstream.engine.prompts import Prompt
-from slipstream.engine.step import Step
 from slipstream.engine.step_results import Launched
 from tests.drafters.assistants import write_sliding_target
 from tests.padded_steps import use_padded_steps
@@ -121,13 +121,13 @@ def test_the_budget_is_kept(
 ) -> None:
     llm, clock = build(tiny_target, {"model": tiny_draft}), Clock()
     launched: list[tuple[float, Batch]] = []
-    launch = Step.launch
+    launch = Launcher.launch
 
-    def recorded(step: Step, batch: Batch) -> Launched:
+    def recorded(step: Launcher, batch: Batch) -> Launched:
         launched.append((clock.looks / 10, batch))
         return launch(step, batch)
 
-    monkeypatch.setattr(Step, "launch", recorded)
+    monkeypatch.setattr(Launcher, "launch", recorded)
     measure(llm, budget_seconds=1.0, now=clock)
     began = next(when for when, batch in launched if batch.is_decode)
     assert launched[-1][0] < began + 1.0 + 0.5  # what was begun in time was ended

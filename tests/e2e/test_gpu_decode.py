@@ -114,7 +114,7 @@ def test_every_number_of_drafts_has_a_row(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Put back afterwards.
-    monkeypatch.setattr("slipstream.engine.step_graphs.FixedPolicy", FixedPolicy)
+    monkeypatch.setattr("slipstream.engine.assembly.FixedPolicy", FixedPolicy)
     line = "--target tiny --draft tiny:1 --device cpu --most 2 --prompt 12 --short 4 --long 16"
     assert verification_cost([*line.split(), "--batch-sizes", "2"]) == 0
     rows = [row.split()[:2] for row in capsys.readouterr().out.splitlines()[2:]]

@@ -95,7 +95,7 @@ def make_state(
         )
         request.token_ids.extend(token % vocab_size for token in (7, 7, 36, 9))
         request.num_steps = 3 * index
-        state.admit(len(kinds) - 1 - index, request)
+        state.admit({len(kinds) - 1 - index: request})
     return state
 
 

@@ -141,7 +141,7 @@ def test_bad_words_are_banned_first() -> None:
     for slot in range(2):
         params = replace(state.request(slot).params)
         request = Request("", [3, 4], params, 1, frozenset(), 9, 2, 0, bad_words=((4, 5), (6,)))
-        state.admit(slot, request)
+        state.admit({slot: request})
     logits, rows = make_batch(state, 1, 0, False, True)
     logits[:] = 0.0
     logits[:, 5], logits[:, 6] = 9.0, 8.0
@@ -265,7 +265,7 @@ def state_of(kinds: list[dict[str, Any]], vocab_size: int) -> SamplingState:
     state = SamplingState(len(kinds), vocab_size, CPU)
     for slot, params in enumerate(kinds):
         request = Request("", [0], SamplingParams(**params), 1, frozenset(), 9, 4, 0)
-        state.admit(slot, request)
+        state.admit({slot: request})
     return state
 
 

@@ -162,8 +162,8 @@ def test_another_models_vocabulary_is_put_together() -> None:
         torch.testing.assert_close(found, expected)
 
 
-# Bytes that a rank gives of each row, with and without truncation, beside 8 for confidences.
-BYTES = {"greedy": 8, "lean": 8 + 8 + 8, "coupled": 8 + 8 + 8 + 8 + 8 + 2 * 512}
+# Bytes that a rank gives of each row, with and without truncation, beside 4 for confidences.
+BYTES = {"greedy": 8, "lean": 8 + 4 + 8, "coupled": 8 + 4 + 8 + 8 + 8 + 2 * 512}
 
 
 @pytest.mark.parametrize("name", BYTES)
@@ -175,7 +175,7 @@ def test_few_bytes_are_exchanged_however_large_the_vocabulary_is(
     case = Drafting(name, vocab_size)
     case.weight *= 3  # so that few tokens have nearly all of the mass
     drafts = exchange.run(case.draft)
-    assert exchange.num_bytes == [(BYTES[name] + 8) * NUM * PLACES] * 2
+    assert exchange.num_bytes == [(BYTES[name] + 4) * NUM * PLACES] * 2
     exchange = Exchange(2)
     exchange.run(lambda it: drafts[it.rank].chances(it))
     assert exchange.num_bytes == [0 if name == "greedy" else 4 * NUM * PLACES] * 2

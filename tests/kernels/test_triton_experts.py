@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="it is there for Linux only")
@@ -132,6 +133,9 @@ def on_device(parts: ExpertsParts) -> ExpertsParts:
     def moved(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(DEVICE)
 
+    def matrix(made: Weight) -> Weight:
+        return packed(made) if parts.norm.weight.dtype == HALF else made.to(DEVICE)
+
     router, shared = parts.router, parts.shared
     return replace(
         parts,
@@ -143,14 +147,14 @@ def on_device(parts: ExpertsParts) -> ExpertsParts:
             moved(router.correction),
             moved(router.gains),
         ),
-        gate_up=packed(parts.gate_up),
+        gate_up=matrix(parts.gate_up),
         gate_up_bias=moved(parts.gate_up_bias),
-        down=packed(parts.down),
+        down=matrix(parts.down),
         down_bias=moved(parts.down_bias),
         shared=shared
         and SharedExpert(
-            (packed(shared.gate_up[0]), None),
-            (packed(shared.down[0]), moved(shared.down[1])),
+            (matrix(shared.gate_up[0]), None),
+            (matrix(shared.down[0]), moved(shared.down[1])),
             moved(shared.gate),
         ),
     )
@@ -234,9 +238,11 @@ def test_formats(form: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4", *INTEGERS])
 @pytest.mark.parametrize("clamp", [None, ClampedGate(0.7, 1.702)])
 def test_fragments(form: str, clamp: ClampedGate | None) -> None:
-    all_sizes = ((64, 32), (320, 192), (2880, 1440))
-    for sizes in ((128, 128), (2944, 1408)) if "wide" in form else all_sizes:
-        parts = mixture(*sizes, HALF, form, clamp=clamp, shared=64)
+    all_sizes, shared = [(64, 32), (320, 192), (2880, 1440)], 64
+    if "wide" in form:
+        all_sizes, shared = [(128, 128), (2944, 1408)], 128
+    for sizes in all_sizes:
+        parts = mixture(*sizes, HALF, form, clamp=clamp, shared=shared)
         for rows in (1, 3, 9, 17, 40, 64, 70, 300, 1000):
             assert_like_the_reference(parts, rows, HALF)
 
@@ -349,16 +355,17 @@ def test_every_power_of_two() -> None:
     assert_close(TRITON.logits(x, packed(made)).T.cpu(), made.dequantised(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("columns", [192, 160])
 @pytest.mark.parametrize("form", [ToMxfp4(), ToNvfp4()], ids=["mxfp4", "nvfp4"])
-def test_fragments_keep_every_number(form: ToMxfp4 | ToNvfp4) -> None:
-    """Word by word as the kernel takes them apart."""
-    made = form.round(randn(64, 192, seed=1) * torch.logspace(-3, 3, 192))
+def test_fragments_keep_every_number(form: ToMxfp4 | ToNvfp4, columns: int) -> None:
+    """Word by word as the kernel takes them apart; the last fragments may end in zeros."""
+    made = form.round(randn(64, columns, seed=1) * torch.logspace(-3, 3, columns))
     made.scales.view(torch.uint8)[5, :3] = torch.tensor([0, 1, 9])
     kept = from_mxfp4(made) if isinstance(made, Mxfp4Matrix) else from_nvfp4(made)
     words = kept.values.view(torch.int32).view(2, 3, 2, 8, 4, 2, 2)  # the last: of 32 columns
     assert kept.scales is not None
     scales = kept.scales.view(torch.uint8).view(2, 3, *kept.scales.shape[1:], 4).int()
-    truth = made.dequantised()
+    truth = F.pad(made.dequantised(), (0, 192 - columns))
     for row, column in ((0, 0), (5, 3), (5, 40), (13, 17), (31, 63), (40, 100), (63, 191), (5, 16)):
         group, unit, lower, g = row // 32, row // 16 % 2, row // 8 % 2, row % 8
         chunk, word, step, eight, t, one = (
@@ -395,8 +402,9 @@ def test_fragments_keep_every_integer(form: str) -> None:
             chunk, word, step = column // 32, step, 0
         held = int(words[group, chunk, unit, g, t, lower, word]) & 0xFFFFFFFF
         if isinstance(made, Int8Matrix):
-            assert (held >> 8 * (2 * eighth + one) & 255) - 128 == made.values[row, column]
-            assert kept.row_scales is made.scales
+            assert (held >> 8 * (2 * one + eighth) & 255) - 128 == made.values[row, column]
+            assert kept.row_scales is not None
+            assert torch.equal(kept.row_scales, made.scales * 2**7)
             continue
         assert kept.scales is not None
         number = held >> (16 * one + 4 * (2 * step + eighth)) & 15
@@ -407,22 +415,26 @@ def test_fragments_keep_every_integer(form: str) -> None:
         at = (word if kept.group == 32 else 0) * (2 if zeros else 1) + (lower if zeros else 0)
         halves = entry[at, unit * 8 + g].view(1).view(torch.bfloat16).double()
         scale, zero = (halves[0], halves[1] - 128) if zeros else (halves[lower], 8)
+        assert kept.lift_back == 1 if zeros else abs(scale) < 2
+        scale *= 1 if zeros else kept.lift_back / 2**7
         assert_close((number - zero) * scale, wide[row, column].double(), rtol=2**-8, atol=0)
 
 
+@pytest.mark.parametrize("columns", [384, 416])
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4", *INTEGERS])
-def test_rows_of_fragments(form: str) -> None:
+def test_rows_of_fragments(form: str, columns: int) -> None:
     rounding = FORMATS[form]
     assert rounding is not None
-    made = rounding.round(randn(128, 384, seed=1))
+    columns = 384 if "wide" in form else columns
+    made = rounding.round(randn(128, columns, seed=1))
     index = torch.randperm(128, generator=seeded(2))[:64]
     kept, truth = in_fragments(made), in_fragments(made.select(index))
     own = kept.select(index)
-    assert own.shape == (64, 384)
+    assert own.shape == (64, columns)
     for name in ("values", "scales", "row_scales"):
         assert_close(getattr(own, name), getattr(truth, name), rtol=0, atol=0)
     part, of_group = kept.rows(32, 65), len(kept.values) // 4
-    assert part.shape == (33, 384)
+    assert part.shape == (33, columns)
     assert_close(part.values[:of_group], kept.values[of_group : 2 * of_group], rtol=0, atol=0)
     assert len(part.values) == len(own.values)
 

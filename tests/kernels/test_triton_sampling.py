@@ -271,7 +271,7 @@ def test_thresholds(vocab_size: int, spread: float) -> None:
     state = SamplingState(len(kinds), vocab_size, DEVICE)
     for slot, params in enumerate(kinds):
         params = SamplingParams(**params)
-        state.admit(slot, Request("", [0], params, 1, frozenset(), 9, 4, 0))
+        state.admit({slot: Request("", [0], params, 1, frozenset(), 9, 4, 0)})
     slots = torch.arange(len(kinds), device=DEVICE)
     for seed in range(3 if ON_GPU else 1):
         generator = torch.Generator().manual_seed(seed)

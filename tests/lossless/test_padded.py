@@ -340,7 +340,7 @@ def test_a_policy_may_draft_another_number_in_each_step(
     drafter: str, make: Maker, tiny_heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = make.one("none").generate(PROMPTS, seeded(temperature=0))
-    monkeypatch.setattr("slipstream.engine.step_graphs.FixedPolicy", ByLength)
+    monkeypatch.setattr("slipstream.engine.assembly.FixedPolicy", ByLength)
     options: dict[str, Any] = {}
     if drafter in tiny_heads:
         options = {"speculative_config": {"model": tiny_heads[drafter]}}

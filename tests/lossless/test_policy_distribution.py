@@ -55,7 +55,7 @@ def test_a_nosy_policy_biases_nothing(
         made.append(NosyPolicy(count))
         return made[-1]
 
-    monkeypatch.setattr("slipstream.engine.step_graphs.FixedPolicy", policy)
+    monkeypatch.setattr("slipstream.engine.assembly.FixedPolicy", policy)
     check({"drafter": drafter, "num_speculative_tokens": 3}, pair, heads)
     planned = {asked for asked, _ in made[-1].asked}
     assert planned == {1, 2}

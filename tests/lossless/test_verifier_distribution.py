@@ -153,7 +153,7 @@ def requests(
     for slot in range(NUM_REQUESTS):
         request = Request(str(slot), list(PROMPT), chosen, 0, frozenset(), 100, 3, slot)
         request.verification = verification
-        state.admit(slot, request)
+        state.admit({slot: request})
     return state
 
 

@@ -23,6 +23,7 @@ from slipstream.models.loading import LoadOptions
 from slipstream.speculative.gemma4_assistant.config import read_assistant_config
 from slipstream.speculative.gemma4_assistant.network import AssistantNetwork, load_assistant
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
+from slipstream.speculative.heads.loading import HeadContext
 from tests.drafters.trainable import Trainable
 from tests.pass_inputs import pass_inputs
 
@@ -127,7 +128,8 @@ def test_every_parameter_gets_a_gradient(ordered: bool, tmp_path: Path) -> None:
     ordering = stored.pop("masked_embedding.token_ordering", torch.arange(VOCAB))
     source = Trainable(stored)
     config = read_assistant_config(HeadCheckpoint(tmp_path))
-    network = AssistantNetwork(REFERENCE, source, config, [0, 0, 0, 1], ordering, OPTIONS)
+    context = HeadContext(REFERENCE, source, BACKBONE, OPTIONS)
+    network = AssistantNetwork(context, config, [0, 0, 0, 1], ordering)
     table = torch.randn(VOCAB, BACKBONE, generator=torch.Generator().manual_seed(6))
     network.share(Embedding(Trainable({"target.weight": table}), "target", VOCAB, BACKBONE), None)  # type: ignore[arg-type]
     pages, _ = cached()
@@ -153,9 +155,8 @@ def test_drafts_are_those_of_the_library(ordered: bool, tmp_path: Path) -> None:
     theirs = export(tmp_path, ordered)
     checkpoint = HeadCheckpoint(tmp_path)
     config = read_assistant_config(checkpoint)
-    network = load_assistant(
-        checkpoint, config, SimpleNamespace(layers=config.layers.layers[-2:]), OPTIONS
-    )
+    target = SimpleNamespace(layers=config.layers.layers[-2:], hidden_size=BACKBONE)
+    network = load_assistant(checkpoint, config, target, OPTIONS)
     generator = torch.Generator().manual_seed(6)
     table = torch.randn(VOCAB, BACKBONE, generator=generator)
     network.share(Embedding(Trainable({"target.weight": table}), "target", VOCAB, BACKBONE), None)  # type: ignore[arg-type]

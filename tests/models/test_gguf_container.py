@@ -10,7 +10,8 @@ import torch
 
 from slipstream.core.errors import CheckpointError
 from slipstream.models.gguf.blocks import BF16, F32, MXFP4, Q4_0, Q6_K
-from slipstream.models.gguf.container import read_container, split_paths
+from slipstream.models.gguf.container import read_container
+from slipstream.models.gguf.files import split_paths
 from tests.gguf_files import Stored, random_blocks, write_gguf, write_split
 
 METADATA = {

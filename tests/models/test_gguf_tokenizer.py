@@ -72,7 +72,7 @@ def test_byte_level_vocabularies(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("the ↗ in<|end|>")) == "the ↗ in"
     assert tokenizer.special_token_ids == {0, 1}
     assert tokenizer.added_token_ids == {0, 1, 2}
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 0)
+    assert (tokenizer.named_id("bos_token"), tokenizer.eos_token_id) == (1, 0)
     assert "[PAD99]" not in tokenizer.vocabulary()  # only fills up the table
     assert tokenizer.token_to_id("other") == len(PIECES)
 

@@ -20,8 +20,8 @@ from slipstream.layers.parameters import Part
 from slipstream.models import loading, parameter_sources, safetensors_file
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
-from slipstream.models.loading import LoadOptions, Progress, dtype_named, load_decoder
-from slipstream.models.parameter_sources import CheckpointSource, DummySource
+from slipstream.models.loading import LoadOptions, dtype_named, load_decoder
+from slipstream.models.parameter_sources import CheckpointSource, DummySource, Progress
 from slipstream.models.safetensors_file import TensorEntry
 from tests.checkpoints import QWEN3, VOCAB_SIZE, write_qwen3
 

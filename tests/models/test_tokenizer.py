@@ -93,7 +93,7 @@ def test_tokens_and_ids(folder: Path) -> None:
     ours, oracle = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     assert ours.vocab_size == len(oracle)
     assert ours.vocabulary() == oracle.get_vocab()
-    assert (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id) == (0, 1, None)
+    assert [ours.named_id(f"{it}_token") for it in ("bos", "eos", "pad")] == [0, 1, None]
     assert ours.special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
     assert ours.special_token_ids == {0, 1, ours.token_to_id("<|im_start|>")}
     assert ours.id_to_token(0) == "<|begin|>"
@@ -110,7 +110,7 @@ def test_a_named_token_is_special_even_where_the_file_has_it_as_a_word(tmp_path:
     assert ids == oracle.encode(text)
     assert ours.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
     assert ours.eos_token_id in ours.special_token_ids
-    assert ours.pad_token_id is None  # the model has no row for a new token
+    assert ours.named_id("pad_token") is None  # the model has no row for a new token
     assert (
         ours.vocab_size
         == tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab_size()
@@ -157,11 +157,11 @@ def test_the_old_file_of_special_tokens(tmp_path: Path) -> None:
     write(tmp_path, train(), bos_token="<|end|>")
     names = {"bos_token": {"content": "<|begin|>"}, "additional_special_tokens": []}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
-    assert Tokenizer(tmp_path).bos_token_id == 0
+    assert Tokenizer(tmp_path).named_id("bos_token") == 0
     assert AutoTokenizer.from_pretrained(tmp_path).bos_token_id == 0
     declared = {"0": {"content": "<|begin|>", "special": True}}
     write(tmp_path, train(), bos_token="<|end|>", added_tokens_decoder=declared)
-    assert Tokenizer(tmp_path).bos_token_id == 1
+    assert Tokenizer(tmp_path).named_id("bos_token") == 1
     assert AutoTokenizer.from_pretrained(tmp_path).bos_token_id == 1
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, LoRARequest, SamplingParams
-from slipstream.core.batch import Batch
+from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.errors import RanksLostError, UsageError
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine import build
+from slipstream.engine.launcher import Launcher
 from slipstream.engine.ranks import leader, processes
 from slipstream.engine.ranks.leader import start_ranks
-from slipstream.engine.step import Step
+from slipstream.engine.ranks.messages import Writer
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from tests.adapters import write_adapter
 from tests.drafters.heads import write_eagle3
@@ -99,14 +100,14 @@ def run_padded(monkeypatch: pytest.MonkeyPatch) -> None:
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The number of requests that each of two ranks has, step by step."""
     seen: list[list[int]] = []
-    launch = Step.launch
+    launch = Launcher.launch
 
-    def noted(self: Step, batch: Batch) -> Any:
+    def noted(self: Launcher, batch: Batch) -> Any:
         ranks = [item.rank for item in batch.requests]
         seen.append([ranks.count(0), ranks.count(1)])
         return launch(self, batch)
 
-    monkeypatch.setattr(Step, "launch", noted)
+    monkeypatch.setattr(Launcher, "launch", noted)
     return seen
 
 
@@ -314,6 +315,37 @@ def test_a_rank_that_fails_alone_fails_with_the_other(
     assert sorted(loads[0]) == [2, 3]
     assert [it.error is None for it in submissions] == [it != place for it in range(5)]
     assert tokens([it.output() for it in submissions if it.error is None]) == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_before_a_step_begins_is_heard_of(
+    rank: int, models: Models, ranked: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one does not wait for it: both undo the step."""
+    prompts, failed = make_prompts(4), list[Batch]()
+    expected = tokens(alone(ranked, models["target"]).generate(prompts, REQUESTS[:4]))
+    llm = apart(ranked, models["target"])
+    apply, write = llm.engine._step._state.apply, Writer._scheduled
+    steps: list[Batch] = []
+
+    def failing(batch: Batch) -> None:
+        steps.append(batch)
+        if rank == 0 and len(steps) == 8:
+            failed.append(batch)
+            raise ZeroDivisionError("on purpose")
+        apply(batch)
+
+    def altered(self: Writer, item: ScheduledRequest) -> Any:
+        made, (rest, slot, kept, gained) = write(self, item)
+        if rank == item.rank == 1 and gained[0] and len(steps) > 8 and not failed:
+            failed.append(Batch((item,)))
+            gained = [["no block"], *gained[1:]]
+        return made, (rest, slot, kept, gained)
+
+    monkeypatch.setattr(llm.engine._step._state, "apply", failing)
+    monkeypatch.setattr(Writer, "_scheduled", altered)
+    assert tokens(llm.generate(prompts, REQUESTS[:4])) == expected
+    assert [batch.is_decode for batch in failed] == [True]
 
 
 def test_an_error_behind_the_pass_of_one_rank_is_told(

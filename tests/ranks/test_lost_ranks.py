@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic, sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from slipstream.core.errors import RanksLostError
 from slipstream.core.request import Request
 from slipstream.engine.ranks import processes
 from slipstream.engine.ranks.messages import Writer
-from slipstream.engine.ranks.ranks import Alone, breaking_off
+from slipstream.engine.ranks.processes import Followers
+from slipstream.engine.ranks.ranks import Ranks, breaking_off
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import LoadOptions, load_decoder, no_progress_bar
+from slipstream.runner.collectives import CollectiveError
 from tests.lossless.test_greedy import make_prompts
 from tests.ranks.conftest import Opener, Pool
 from tests.serve.test_stopping import process
@@ -92,16 +95,27 @@ def test_requests_end_with_an_error_when_a_rank_is_lost(
     reader.join(MOST_SECONDS)
     assert not reader.is_alive()
     assert isinstance(errors[0], RanksLostError)
-    assert f"rank 1 of 2 {how}" in str(errors[0])
+    assert str(errors[0]) == f"rank 1 of 2 {how}; the engine has ended: start it again"
     with pytest.raises(RanksLostError):
         llm.generate(make_prompts(1), LONG)
 
 
-class EndingRanks(Alone):
+def test_what_several_ranks_say_of_a_lost_one_is_told_once() -> None:
+    said = ["", str(CollectiveError()), "rank 3: no memory", str(CollectiveError())]
+    processes = [SimpleNamespace(last_words=lambda words=words: words) for words in said]
+    followers: Any = SimpleNamespace(loss="rank 1 of 5 ended", processes=processes)
+    with pytest.raises(RanksLostError) as raised:
+        Followers.check(followers)
+    assert str(raised.value) == (
+        "rank 1 of 5 ended; an exchange between ranks was broken off; rank 3: no memory; "
+        "the engine has ended: start it again"
+    )
+
+
+class EndingRanks(Ranks):
     """One of them ends after a while."""
 
-    def __init__(self) -> None:
-        self.num_checks = 0
+    num_checks = 0
 
     def check(self) -> None:
         self.num_checks += 1

@@ -2,6 +2,7 @@
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from threading import local
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from slipstream.kernels.inboxes import Inboxes
 from slipstream.runner.collectives import open_store
 from slipstream.runner.peer_memory import connect_inboxes
 
-SIZE = 3
+SIZE, CONTEXT = 3, 0x7F00DEAD0000
 CPU = torch.device("cpu")
 
 
@@ -28,6 +29,17 @@ class Driver:
         self.freed: list[int] = []
         self.closed: list[int] = []
         self.out_of_reach = 0
+        self._contexts = local()
+
+    def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
+        context._obj.value = CONTEXT
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: Any) -> None:  # noqa: N802
+        self._contexts.pushed = context.value
+
+    def cuCtxPopCurrent_v2(self, context: Any) -> None:  # noqa: N802
+        del self._contexts.pushed
 
     def cuMemAlloc_v2(self, address: Any, room: Any) -> int:  # noqa: N802
         address._obj.value = (len(self.given) + 1) << 12
@@ -47,9 +59,11 @@ class Driver:
         return 217 if found == self.out_of_reach else 0
 
     def cuMemFree_v2(self, address: Any) -> None:  # noqa: N802
+        assert self._contexts.pushed == CONTEXT
         self.freed.append(address.value)
 
     def cuIpcCloseMemHandle(self, address: Any) -> None:  # noqa: N802
+        assert self._contexts.pushed == CONTEXT
         self.closed.append(address.value)
 
 
@@ -91,6 +105,15 @@ def test_where_one_does_not_reach_another_none_has_inboxes(driver: Driver) -> No
     driver.out_of_reach = 1 << 12
     assert connected() == [None] * SIZE
     assert sorted(driver.freed) == driver.given
+
+
+def test_a_channel_is_not_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its epochs would begin anew with each replay."""
+    device, ended = torch.device("cuda"), torch.zeros(1, dtype=torch.int32)
+    inboxes = Inboxes(0, 2, [0, 1 << 20], 1 << 20, device, ended, 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(AssertionError, match="is run once before it is captured"):
+        inboxes.channel(1, 8, 4)
 
 
 def test_without_a_driver_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from slipstream.speculative.catalogue import recognise
+from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.heads.checkpoint import MASK_HIDDEN, HeadCheckpoint
 from slipstream.train.parallel import ParallelRows
 from slipstream.train.recipe_p_eagle import PEagleRecipe
@@ -76,11 +77,11 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int
 
     found: list[tuple[list[int], list[int], torch.Tensor]] = []
     given: list[torch.Tensor] = []
-    parallel_draft, propose = p_eagle.parallel_draft, p_eagle.PEagleDrafter.propose
+    draft_at_once, propose = DraftSampling.draft_at_once, p_eagle.PEagleDrafter.propose
 
-    def recorded(state: Any, batch: Any, wanted: Any, logits: Any, *rest: Any) -> Any:
+    def recorded(sampling: DraftSampling, batch: Any, wanted: Any, logits: Any) -> Any:
         given.append(logits)
-        return parallel_draft(state, batch, wanted, logits, *rest)
+        return draft_at_once(sampling, batch, wanted, logits)
 
     def proposed(self: Any, batch: Any) -> Any:
         given.clear()
@@ -92,6 +93,6 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int
                 found.append((known, draft.token_ids[index].tolist(), logits))
         return draft
 
-    monkeypatch.setattr(p_eagle, "parallel_draft", recorded)
+    monkeypatch.setattr(DraftSampling, "draft_at_once", recorded)
     monkeypatch.setattr(p_eagle.PEagleDrafter, "propose", proposed)
     return found

@@ -105,7 +105,7 @@ class Rules:
 @pytest.fixture
 def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Engines built from here on follow rules; which graphs they ran."""
-    monkeypatch.setattr("slipstream.engine.build.Grammars", Rules)
+    monkeypatch.setattr("slipstream.engine.assembly.Grammars", Rules)
     monkeypatch.setattr(guidance, "DraftGuide", RuleGuide)
     ran: list[str] = []
     run = GraphRunner.run

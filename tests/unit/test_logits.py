@@ -57,7 +57,7 @@ def make_batch(
     state = SamplingState(len(requests) + 2, VOCAB, "cpu")
     slots = [len(requests) - index for index in range(len(requests))]
     for slot, request in zip(slots, requests, strict=True):
-        state.admit(slot, request)
+        state.admit({slot: request})
     longest = max(map(len, drafts))
     # Garbage behind a short draft must not count.
     padded = [[*draft, *[VOCAB - 1] * (longest - len(draft))] for draft in drafts]
@@ -233,7 +233,7 @@ def test_committed_tokens_equal_a_fresh_admission() -> None:
 
 def test_slots_that_were_never_used_change_nothing() -> None:
     state = SamplingState(2, VOCAB, "cpu")
-    state.admit(0, make_request([1, 2], [3, 3], **PROCESSED["everything"]))
+    state.admit({0: make_request([1, 2], [3, 3], **PROCESSED["everything"])})
     slot = torch.tensor([1])
     rows = SampleRows.build(slot, slot, slot.view(1, 1), slot, slot > 0)
     logits = torch.randn(2, VOCAB)
@@ -248,11 +248,11 @@ def test_slots_that_were_never_used_change_nothing() -> None:
 
 def test_a_slot_is_reused() -> None:
     state = SamplingState(2, VOCAB, "cpu")
-    state.admit(1, make_request([1, 2], [3, 3], seed=-5, **PROCESSED["everything"]))
+    state.admit({1: make_request([1, 2], [3, 3], seed=-5, **PROCESSED["everything"])})
     assert Uses.PENALTIES in state.uses([0, 1])
     assert Uses.PENALTIES not in state.uses([0])
     assert state.seeds[1] == -5
-    state.admit(1, make_request([4], [5], presence_penalty=1.0, seed=(1 << 64) - 1))
+    state.admit({1: make_request([4], [5], presence_penalty=1.0, seed=(1 << 64) - 1)})
     assert state.seeds[1] == -1
     assert state.output_counts is not None
     assert state.prompt_mask is not None
@@ -265,9 +265,9 @@ def test_a_slot_is_reused() -> None:
 def test_leftovers_of_a_slot_change_nothing() -> None:
     """Processors run over all rows of a batch; what a slot held before must not show."""
     state = SamplingState(2, VOCAB, "cpu")
-    state.admit(0, make_request([1, 2], [3, 3], **PROCESSED["everything"]))
-    state.admit(0, make_request([1, 3], [2]))
-    state.admit(1, make_request([1, 3], [2], **PROCESSED["everything"]))
+    state.admit({0: make_request([1, 2], [3, 3], **PROCESSED["everything"])})
+    state.admit({0: make_request([1, 3], [2])})
+    state.admit({1: make_request([1, 3], [2], **PROCESSED["everything"])})
     rows = SampleRows.build(
         torch.tensor([0, 1]), torch.tensor([3, 3]), torch.tensor([[3], [2]]),
         torch.tensor([1, 1]), torch.tensor([True, True]),
@@ -284,11 +284,11 @@ def test_leftovers_of_a_slot_change_nothing() -> None:
 def test_stop_ids_grow() -> None:
     state = SamplingState(2, VOCAB, "cpu")
     before = state.stop_ids
-    state.admit(0, make_request([1], stop=[3]))
-    state.admit(1, make_request([1], stop=[5, 4, VOCAB + 1]))
+    state.admit({0: make_request([1], stop=[3])})
+    state.admit({1: make_request([1], stop=[5, 4, VOCAB + 1])})
     assert state.stop_ids.tolist() == [[3, *[-1] * 7], [4, 5, *[-1] * 6]]
     assert state.stop_ids is before
-    state.admit(0, make_request([1], stop=range(1, 10)))
+    state.admit({0: make_request([1], stop=range(1, 10))})
     assert state.stop_ids[0].tolist() == [*range(1, 10), *[-1] * 7]
     assert state.stop_ids[1].tolist() == [4, 5, *[-1] * 14]
 
@@ -307,7 +307,7 @@ def test_the_generation_rises_when_a_tensor_is_replaced() -> None:
     ):
         names = ("ints", "floats", "stop_ids", "output_counts", "prompt_mask", "bias")
         before = [getattr(state, name) for name in names]
-        state.admit(len(generations) % 2, make_request([1], **params))
+        state.admit({len(generations) % 2: make_request([1], **params)})
         replaced = any(a is not getattr(state, n) for a, n in zip(before, names, strict=True))
         assert replaced == (state.generation > generations[-1])
         generations.append(state.generation)

@@ -40,7 +40,7 @@ def make_state(ops: SamplingOps = SAMPLING) -> SamplingState:
         stops = frozenset(chosen.stop_token_ids)
         request = Request(str(slot), list(KNOWN), chosen, 40 + slot, stops, 100, 9, slot)
         request.num_prompt_tokens = 3
-        state.admit(slot, request)
+        state.admit({slot: request})
     return state
 
 

@@ -35,7 +35,7 @@ def make_state(
     state = SamplingState(len(params), vocab_size, "cpu", fp64)
     state.ops = FP64_SAMPLING if fp64 else SAMPLING
     for slot, arguments in enumerate(params):
-        state.admit(slot, make_request(slot, arguments))
+        state.admit({slot: make_request(slot, arguments)})
     return state
 
 
@@ -449,7 +449,7 @@ def test_nothing_waits_for_a_real_device(
 
         def admit(state: SamplingState = state, requests: list[Request] = requests) -> None:
             for slot, request in enumerate(requests):
-                state.admit(slot, request)
+                state.admit({slot: request})
 
         for one_row in (False, True):
             admit()

@@ -16,8 +16,8 @@ from slipstream.core.batch import Batch, ScheduledRequest, StepReport
 from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.drafting.costs import CostModel, Point
+from slipstream.engine.launcher import Launcher
 from slipstream.engine.resolve import Resolved
-from slipstream.engine.step import Step
 from slipstream.engine.step_results import Launched
 
 BUDGET_SECONDS = 2.0
@@ -42,7 +42,7 @@ class Shape:
 
 def calibrate(
     costs: CostModel,
-    step: Step,
+    step: Launcher,
     resolved: Resolved,
     widths: Sequence[int],
     block_size: int,
@@ -128,7 +128,7 @@ class Measured:
     """The artificial requests, by their slots."""
 
     def __init__(
-        self, step: Step, resolved: Resolved, block_size: int, now: Callable[[], float]
+        self, step: Launcher, resolved: Resolved, block_size: int, now: Callable[[], float]
     ) -> None:
         self._step, self._resolved, self._now = step, resolved, now
         limits = resolved.limits

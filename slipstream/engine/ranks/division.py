@@ -1,6 +1,6 @@
 """Which requests of a step each rank runs, and how the results come together.
 
-Tensor parallel ranks run all requests of a step, on shares of the network (`Together`). Ranks that
+Tensor parallel ranks run all requests of a step, on shares of the network (`Division`). Ranks that
 share experts alone run requests of their own, on whole layers (`Apart`). All of them are told whole
 steps, so each knows without asking which shape the others' parts have.
 """
@@ -8,7 +8,7 @@ steps, so each knows without asking which shape the others' parts have.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from slipstream.engine.resolve import Resolved
 from slipstream.engine.step_results import Collected, Launched, Outcome, RatedRows, num_columns
 from slipstream.kernels.devices import upload
 from slipstream.layers.expert_pool import ExpertPool
-from slipstream.layers.parameters import WHOLE, Share
+from slipstream.layers.parameters import WHOLE
 from slipstream.runner.collectives import CollectiveError
 from slipstream.runner.device_batch import PackedBatch
 from slipstream.runner.graphs import GraphRunner
@@ -31,34 +31,41 @@ T = TypeVar("T")
 Launch = Callable[[Batch], Launched]
 
 
-class Division(Protocol):
-    """How the requests of a step are divided among ranks.
+class Division:
+    """How the requests of a step are divided among ranks: here, all ranks run all of them.
 
     Attributes:
         num_parts: number of parts, which different ranks run.
         layers: this rank's share of layers without experts.
     """
 
-    num_parts: int
-    layers: Share
+    num_parts = 1
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self.layers = ranks, ranks.share
 
     def guarding(self, launch: Launch) -> Launch:
         """`launch` of a step, which does not leave other ranks waiting where it fails."""
+        return launch
 
     def begin(
         self, batch: Batch, graphs: GraphRunner | None, uses: frozenset[Uses]
     ) -> GraphRunner | None:
         """Begin the whole step `batch`, whose requests have these features. Returns what captures
         it; None: nothing."""
+        return None if Uses.BAD_WORDS in uses else graphs  # they are matched on the host
 
     def own(self, batch: Batch) -> Batch:
         """The part of a step that this rank runs, which may have no requests."""
+        return batch
 
     def agree(self, make: Callable[[], T]) -> T:
         """What `make` returns, equal on all ranks that run the same requests."""
+        return self._ranks.agree(make)
 
     def walk(self, make: MakeGuide) -> None:
-        """Where ranks run requests of their own, have each walk the grammars of its requests."""
+        """Where ranks run requests of their own, have each walk the grammars of its requests; else
+        the leader walks all."""
 
     def in_shape(self, packed: PackedBatch, batch: Batch, sampling: SamplingState) -> PackedBatch:
         """A rank's own part, packed, in the shape that captured steps have on all ranks.
@@ -66,6 +73,7 @@ class Division(Protocol):
         Args:
             batch: the whole step.
         """
+        return packed
 
     def collected(
         self, batch: Batch, outcome: Outcome | None, num_rows: int, padded: bool
@@ -77,47 +85,6 @@ class Division(Protocol):
             num_rows: see `Collected`.
             padded: it was captured, in the shape that all ranks have.
         """
-
-    def rated(
-        self, rows: RatedRows, num_top: int, make: Callable[[], TokenLogprobs]
-    ) -> TokenLogprobs:
-        """What `make` returns on the rank that has the rows; valid on the leader."""
-
-
-class Together:
-    """All ranks run all requests."""
-
-    num_parts = 1
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self.layers = ranks, ranks.share
-
-    def guarding(self, launch: Launch) -> Launch:
-        return launch
-
-    def begin(
-        self, batch: Batch, graphs: GraphRunner | None, uses: frozenset[Uses]
-    ) -> GraphRunner | None:
-        del batch
-        return None if Uses.BAD_WORDS in uses else graphs  # they are matched on the host
-
-    def own(self, batch: Batch) -> Batch:
-        return batch
-
-    def agree(self, make: Callable[[], T]) -> T:
-        return self._ranks.agree(make)
-
-    def walk(self, make: MakeGuide) -> None:
-        """Does nothing: the leader walks all grammars."""
-
-    def in_shape(self, packed: PackedBatch, batch: Batch, sampling: SamplingState) -> PackedBatch:
-        del batch, sampling
-        return packed
-
-    def collected(
-        self, batch: Batch, outcome: Outcome | None, num_rows: int, padded: bool
-    ) -> Collected:
-        del padded
         assert outcome is not None, "a step has requests"
         numbers = outcome.numbers[: len(batch.requests)]
         return Collected(numbers, outcome.width, num_rows, outcome.path)
@@ -125,17 +92,18 @@ class Together:
     def rated(
         self, rows: RatedRows, num_top: int, make: Callable[[], TokenLogprobs]
     ) -> TokenLogprobs:
-        del rows, num_top
+        """What `make` returns on the rank that has the rows; valid on the leader."""
         return make()
 
 
-class Apart:
+class Apart(Division):
     """Each rank runs the requests that were placed on it (`ScheduledRequest.rank`)."""
 
     def __init__(
         self, ranks: Ranks, pool: ExpertPool, device: torch.device, drafts_trees: bool
     ) -> None:
-        self._ranks, self._pool, share = ranks, pool, ranks.share
+        super().__init__(ranks)
+        self._pool, share = pool, ranks.share
         assert share.stack is not None, "there are other ranks"
         self._rank, self._size, self._stack = share.rank, share.size, share.stack
         self._device, self._drafts_trees = device, drafts_trees
@@ -143,6 +111,8 @@ class Apart:
 
     def guarding(self, launch: Launch) -> Launch:
         def guarded(batch: Batch) -> Launched:
+            # What a batch that just decodes uses is known at once; others are never captured.
+            self._pool.begin_step(not batch.is_decode)
             try:
                 return launch(batch)
             except (CollectiveError, RanksLostError):
@@ -231,7 +201,7 @@ class Apart:
 def divide(ranks: Ranks, resolved: Resolved, pool: ExpertPool | None) -> Division:
     """How steps are divided; ranks that share experts in a pool run requests of their own."""
     if pool is None:
-        return Together(ranks)
+        return Division(ranks)
     return Apart(ranks, pool, resolved.device, resolved.limits.drafts_trees)
 
 

@@ -10,20 +10,19 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor
 
 from slipstream.core.errors import RanksLostError, SlipstreamError
 from slipstream.engine.ranks.leader import LEAVE
 from slipstream.engine.ranks.messages import Call, Reader
 from slipstream.engine.ranks.processes import READY, SETTLED
-from slipstream.engine.ranks.ranks import MakeGuide
+from slipstream.engine.ranks.ranks import MakeGuide, Ranks
 from slipstream.runner.collectives import CollectiveError, Collectives, open_store
 from slipstream.runner.memory import uses_gpu_memory
 
@@ -35,21 +34,15 @@ class _AbandonedError(Exception):
     """The leader has aborted a call that it had sent to the followers."""
 
 
-class Follower:
+class Follower(Ranks):
     """The `Ranks` of a rank other than 0."""
 
     leads = False
 
     def __init__(self, connection: Connection, collectives: Collectives) -> None:
-        self._connection, self._reader = connection, Reader()
-        self._collectives = collectives
-        self.share = collectives.share()
-
-    def check(self) -> None:
-        """Does nothing: the leader checks the ranks, and this process exits when it does."""
-
-    def tell(self, name: str, *arguments: Any) -> None:
-        """Does nothing: every follower receives the leader's calls itself."""
+        super().__init__(collectives)
+        self._connection, self._reader = connection, Reader(collectives.rank)
+        self._connected = collectives
 
     def agree(self, make: Callable[[], T]) -> T:
         agreed: Any = self._hear()
@@ -61,27 +54,6 @@ class Follower:
     def walk(self, make: MakeGuide) -> None:
         self._reader.make_guide = make
 
-    def call(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
-        return function(*arguments)
-
-    def lost(self, error: Exception) -> RanksLostError:
-        return RanksLostError(str(error))
-
-    def require_equal(self, *tensors: Tensor) -> None:
-        self._collectives.require_equal(tensors)
-
-    def settle(self) -> None:
-        """Does nothing: only the leader waits for followers."""
-
-    def outlive(self, graphs: Iterable[Any]) -> None:
-        self._collectives.outlive(graphs)
-
-    def watch(self, call: Callable[[str], None]) -> None:
-        """Does nothing: only the leader watches the ranks."""
-
-    def close(self) -> None:
-        """Does nothing: only the leader ends followers."""
-
     def follow(self, functions: Mapping[str, Callable[..., Any]]) -> None:
         """Run the functions that the leader calls, until it closes this engine.
 
@@ -91,24 +63,28 @@ class Follower:
         while (call := self._hear()).name != LEAVE:
             try:
                 if call.name == SETTLED:
-                    self._connection.send(SETTLED)
+                    self._settled()
                 else:
                     functions[call.name](*call.arguments)
             except _AbandonedError:
-                self._connection.send(SETTLED)
+                self._settled()
             except (CollectiveError, RanksLostError):
                 raise
-            except Exception:
-                self._wait_until_settled()
+            except Exception as error:
+                self._wait_until_settled(error)
 
-    def _wait_until_settled(self) -> None:
-        cause = traceback.format_exc()
+    def _wait_until_settled(self, error: Exception) -> None:
         while self._connection.poll(_SETTLE_SECONDS):
             heard = self._hear()
             if isinstance(heard, Call) and heard.name == SETTLED:
-                self._connection.send(SETTLED)
+                self._settled()
                 return
-        raise RuntimeError(f"a step failed on this rank alone: {cause}")
+        raise RuntimeError(f"a step failed on this rank alone: {error!r}") from error
+
+    def _settled(self) -> None:
+        # Where a GPU waits for a leader that failed alone, this does not end, but the engine does.
+        self._connected.finish()
+        self._connection.send(SETTLED)
 
     def _hear(self) -> Any:
         return self._reader.read(self._connection.recv_bytes())
@@ -134,7 +110,8 @@ def main(arguments: list[str]) -> None:
         if not isinstance(error, SlipstreamError | CollectiveError):
             traceback.print_exc()
         with suppress(OSError):
-            connection.send(f"rank {rank}: {error}")
+            whose = "" if isinstance(error, CollectiveError) else f"rank {rank}: "
+            connection.send(f"{whose}{error}")
         sys.stderr.flush()
         os._exit(1)
 

@@ -2,19 +2,18 @@
 
 import pickle
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import RanksLostError, UsageError
 from slipstream.engine.ranks.messages import Call, Writer
 from slipstream.engine.ranks.processes import SETTLED, Followers
-from slipstream.engine.ranks.ranks import ALONE, MakeGuide, Ranks
+from slipstream.engine.ranks.ranks import ALONE, Ranks
 from slipstream.runner.collectives import CollectiveError
 from slipstream.runner.memory import uses_gpu_memory
 
@@ -42,28 +41,26 @@ def start_ranks(config: EngineConfig, device: torch.device) -> Ranks:
     return Leader(config, followers, followers.close)
 
 
-class Leader:
+class Leader(Ranks):
     """Rank 0; see `Ranks`.
 
     Args:
         close: called by `close` to end the followers.
     """
 
-    leads = True
-
     def __init__(
         self, config: EngineConfig, followers: Followers, close: Callable[[], None]
     ) -> None:
         assert followers.collectives is not None, "they are connected"
+        super().__init__(followers.collectives)
         self._followers, self._close, self._writer = followers, close, Writer()
-        self._collectives = followers.collectives
-        self.share = self._collectives.share()
+        self._connected = followers.collectives
         followers.send(pickle.dumps(config))
 
     def check(self) -> None:
         self._followers.check()
         try:
-            self._collectives.check()
+            self._connected.check()
         except CollectiveError as error:
             self._followers.lose(str(error))
             self._followers.check()
@@ -86,9 +83,6 @@ class Leader:
         self._followers.send(self._writer.write(made))
         return made
 
-    def walk(self, make: MakeGuide) -> None:
-        """Does nothing: requests come with guides."""
-
     def lost(self, error: Exception) -> RanksLostError:
         self._followers.wait_for_loss(str(error))
         try:
@@ -97,16 +91,10 @@ class Leader:
             return found
         return RanksLostError(str(error))  # the engine is being closed
 
-    def require_equal(self, *tensors: Tensor) -> None:
-        self._collectives.require_equal(tensors)
-
     def settle(self) -> None:
         self._writer.begin_anew()
         self.tell(SETTLED)
         self._followers.hear(SETTLED, _SETTLE_SECONDS)
-
-    def outlive(self, graphs: Iterable[Any]) -> None:
-        self._collectives.outlive(graphs)
 
     def watch(self, call: Callable[[str], None]) -> None:
         self._followers.watch(call)

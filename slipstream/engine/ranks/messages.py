@@ -39,12 +39,12 @@ class Call:
 
 
 class GuideElsewhere:
-    """Replaces a request's grammar on followers, since only the leader advances grammars."""
+    """Replaces a request's grammar on ranks that do not walk it."""
 
     problem = ""
 
     def advance(self, token: int) -> Advance:
-        raise AssertionError("the leader alone walks grammars")
+        raise AssertionError("other ranks walk this grammar")
 
 
 class Writer:
@@ -103,12 +103,16 @@ class Writer:
 class Reader:
     """Reads all messages of a `Writer`, in order.
 
+    Args:
+        rank: of this process.
+
     Attributes:
-        make_guide: makes the guides of requests that follow a grammar; None: the leader alone
-            walks grammars.
+        make_guide: makes the guides of this rank's requests that follow a grammar; None: the leader
+            alone walks grammars.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self.make_guide: MakeGuide | None = None
         self._requests: dict[str, Request] = {}
         self._tables: dict[int, list[list[int]]] = {}
@@ -120,22 +124,21 @@ class Reader:
         request = Request(**given)
         request.num_prompt_tokens = num_prompt_tokens
         self._requests[request.request_id] = request
-        structured = request.params.structured
-        if self.make_guide is not None and request.guide is not None and structured is not None:
-            request.guide = self.make_guide(structured, request.stop_token_ids)
-            self._advance(request, request.output_token_ids)
         return self._with(request, counters)
 
     def grown(self, name: str, token_ids: list[int], counters: list[Any]) -> Request:
         request = self._requests[name]
         request.token_ids.extend(token_ids)
-        self._advance(request, token_ids)
+        if request.guide is not None and not isinstance(request.guide, GuideElsewhere):
+            for token in token_ids:
+                request.guide.advance(token)
         return self._with(request, counters)
 
-    def _advance(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Walk on, if grammars are walked here."""
-        if self.make_guide is not None and request.guide is not None:
-            for token in token_ids:
+    def _begin_to_walk(self, request: Request) -> None:
+        structured = request.params.structured
+        if self.make_guide is not None and structured is not None:
+            request.guide = self.make_guide(structured, request.stop_token_ids)
+            for token in request.output_token_ids:
                 request.guide.advance(token)
 
     def planned(
@@ -145,6 +148,8 @@ class Reader:
         kept: Sequence[int],
         gained: Sequence[list[int]],
     ) -> ScheduledRequest:
+        if rest["rank"] == self._rank and isinstance(rest["request"].guide, GuideElsewhere):
+            self._begin_to_walk(rest["request"])
         old = self._tables.get(slot, [[], []])
         # New lists, since an earlier step may still use the old ones.
         tables = [

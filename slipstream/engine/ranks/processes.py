@@ -138,8 +138,8 @@ class Followers:
     def check(self) -> None:
         """Raise RanksLostError if a rank was lost."""
         if self.loss:
-            reasons = [it for it in (process.last_words() for process in self.processes) if it]
-            told = "; ".join([self.loss, *reasons])
+            reasons = (process.last_words() for process in self.processes)
+            told = "; ".join(dict.fromkeys(it for it in (self.loss, *reasons) if it))
             raise RanksLostError(f"{told}; the engine has ended: start it again")
 
     def send(self, written: bytes) -> None:

@@ -6,7 +6,7 @@ the drafts of host drafters, the masks of grammars) is decided by the leader and
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from slipstream.kernels.devices import upload
 from slipstream.layers.parameters import WHOLE, Share
 from slipstream.models.loading import ProgressBar
 from slipstream.models.parameter_sources import Progress
+from slipstream.runner.collectives import Collectives
 from slipstream.runner.device_state import DeviceState
 from slipstream.sampling.state import SamplingState
 
@@ -25,19 +26,25 @@ T = TypeVar("T")
 MakeGuide = Callable[[StructuredOutput, frozenset[int]], Guide]
 
 
-class Ranks(Protocol):
-    """The ranks of one engine.
+class Ranks:
+    """The ranks of one engine; this base class is that of an engine of one process.
+
+    Args:
+        collectives: connect this process with the other ranks.
 
     Attributes:
         share: this process's share of the network.
         leads: whether this is rank 0, which receives requests and directs the other ranks.
     """
 
-    share: Share
-    leads: bool
+    leads = True
+
+    def __init__(self, collectives: Collectives | None = None) -> None:
+        self._collectives = collectives
+        self.share: Share = WHOLE if collectives is None else collectives.share()
 
     def check(self) -> None:
-        """Raise RanksLostError if a rank has ended."""
+        """Raise RanksLostError if a rank has ended. Followers exit when the leader does."""
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Have the followers call their function `name`, in the order of these calls. Does nothing
@@ -49,10 +56,12 @@ class Ranks(Protocol):
         Raises:
             RanksLostError: a rank has ended.
         """
+        return function(*arguments)
 
     def agree(self, make: Callable[[], T]) -> T:
         """Return on every rank what `make` returns on the leader; used only within functions that
         all ranks run."""
+        return make()
 
     def walk(self, make: MakeGuide) -> None:
         """Have the requests that a follower is told of come with guides of its own, which it
@@ -60,9 +69,12 @@ class Ranks(Protocol):
 
     def lost(self, error: Exception) -> RanksLostError:
         """The error to raise after an exchange failed with `error`, since a rank was lost."""
+        return RanksLostError(str(error))
 
     def require_equal(self, *tensors: Tensor) -> None:
         """Raise RanksLostError if these tensors are not equal on all ranks."""
+        if self._collectives is not None:
+            self._collectives.require_equal(tensors)
 
     def settle(self) -> None:
         """Wait until the followers have finished all calls; RanksLostError if they do not in
@@ -70,6 +82,8 @@ class Ranks(Protocol):
 
     def outlive(self, graphs: Iterable[Any]) -> None:
         """Reset these CUDA graphs before the connections to other ranks end; see `Collectives`."""
+        if self._collectives is not None:
+            self._collectives.outlive(graphs)
 
     def watch(self, call: Callable[[str], None]) -> None:
         """Have `call` called with the reason, from another thread, when a rank is lost."""
@@ -78,46 +92,7 @@ class Ranks(Protocol):
         """End the followers."""
 
 
-class Alone:
-    """The only rank, which has the whole network."""
-
-    share, leads = WHOLE, True
-
-    def check(self) -> None:
-        """Does nothing: there are no other ranks."""
-
-    def tell(self, name: str, *arguments: Any) -> None:
-        """Does nothing: there are no followers."""
-
-    def call(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
-        return function(*arguments)
-
-    def agree(self, make: Callable[[], T]) -> T:
-        return make()
-
-    def walk(self, make: MakeGuide) -> None:
-        """Does nothing: requests come with guides."""
-
-    def lost(self, error: Exception) -> RanksLostError:
-        return RanksLostError(str(error))
-
-    def require_equal(self, *tensors: Tensor) -> None:
-        """Does nothing: there are no other ranks."""
-
-    def settle(self) -> None:
-        """Does nothing: there are no followers."""
-
-    def outlive(self, graphs: Iterable[Any]) -> None:
-        """Does nothing: there are no connections."""
-
-    def watch(self, call: Callable[[str], None]) -> None:
-        """Does nothing: no rank can be lost."""
-
-    def close(self) -> None:
-        """Does nothing: there are no followers."""
-
-
-ALONE = Alone()
+ALONE = Ranks()
 
 
 def breaking_off(progress_bar: ProgressBar, ranks: Ranks) -> ProgressBar:

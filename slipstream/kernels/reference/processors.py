@@ -52,6 +52,7 @@ def probabilities(
     min_p: Tensor,
     needs: Needs = TRUNCATIONS,
     columns: Columns = ALL_COLUMNS,
+    largest: Tensor | None = None,
 ) -> Tensor:
     """The distribution that each row is sampled from.
 
@@ -66,12 +67,13 @@ def probabilities(
         top_k: [N] int64; V, 0 or less keeps all.
         needs: which truncations are computed; the others must keep everything in every row.
         columns: of logits, which are all V or some of them.
+        largest: [N, 1], the largest logit of each row, where it is known.
 
     Returns:
         [N, v] float32: a distribution in each row, or its share of one if columns are split.
     """
     # The largest logit becomes 0 before the division, so no temperature can overflow.
-    largest = columns.largest(logits)
+    largest = columns.largest(logits) if largest is None else largest
     largest = torch.where(largest == -torch.inf, 0.0, largest)
     scale = temperature.clamp_min(SMALLEST_TEMPERATURE).unsqueeze(-1)
     weights = (logits - largest).div_(scale).exp_()  # in [0, 1]; the largest is exactly 1

@@ -42,12 +42,13 @@ def verify(
         fp64: sample with 63-bit noise and float64 logarithms.
         columns: of logits, which are all of V tokens or some of them.
     """
-    logits = process(logits, rows, state, needs, columns)
-    choice = columns.best(logits)  # [N]
+    raw, logits = logits, process(logits, rows, state, needs, columns)
+    known = rows.peaks if logits is raw else None
+    largest, choice = columns.peaks(logits) if known is None else known
     is_sampled = state.float_column("temperature", rows.slots) > 0
     target = None
     if needs.sampling:
-        target = _distribution(logits, rows.row_slots, state, needs, columns)
+        target = _distribution(logits, rows.row_slots, state, needs, columns, largest)
     if target is not None and needs.coupled:
         is_coupled = is_sampled & _is_coupled(state, rows.slots)
         keys = _keys(state, rows.row_slots, rows.positions[rows.request] + rows.offset)
@@ -90,13 +91,13 @@ def draft(
 ) -> Tensor:
     """See `DraftOp`; `fp64` and `columns` as in `verify`."""
     logits = logits[:, :num_legal_tokens].float()
-    choice = columns.best(logits)
+    largest, choice = columns.peaks(logits)
     if confidence_out is not None:
-        confidence_out.copy_(columns.confidence(logits))
+        confidence_out.copy_(columns.confidence(logits, largest))
     if probs_out is None:
         return choice
     is_sampled = state.float_column("temperature", slots) > 0
-    probs = _distribution(logits, slots, state, needs, columns)
+    probs = _distribution(logits, slots, state, needs, columns, largest)
     keys = _keys(state, slots, positions)
     drawn = _sample(probs, keys, Purpose.DRAFT, fp64, columns=columns)
     if needs.coupled:
@@ -138,8 +139,9 @@ def _distribution(
     state: SamplingSlots,
     needs: Needs,
     columns: Columns = ALL_COLUMNS,
+    largest: Tensor | None = None,
 ) -> Tensor:
-    """[n, v]: the distributions of rows with these slots [n]."""
+    """[n, v]: the distributions of rows with these slots [n]; `largest` as in `probabilities`."""
     return probabilities(
         logits,
         state.float_column("temperature", slots),
@@ -148,6 +150,7 @@ def _distribution(
         state.float_column("min_p", slots),
         needs,
         columns,
+        largest,
     )
 
 

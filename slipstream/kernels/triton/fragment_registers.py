@@ -23,33 +23,41 @@ lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $2, a, $9;
 shr.u32 a, $4, 3; shl.b32 b, $4, 2; and.b32 a, a, 0x01C001C0;
 lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $3, a, $9;
 }""")
-# Four bits below an exponent are 128 and more, exactly; the middle or the group's zero, 128 more as
-# well, is taken off, and only the product with the scale is rounded.
-_UNPACK_INT4 = """{
-.reg .b32 a, b, z; mov.b32 z, ZERO;
-lop3.b32 a, $4, 0x000F000F, 0x43004300, 0xEA;
-sub.rn.bf16x2 a, a, z; mul.rn.bf16x2 $0, a, $5;
-shr.u32 b, $4, 4; lop3.b32 a, b, 0x000F000F, 0x43004300, 0xEA;
-sub.rn.bf16x2 a, a, z; mul.rn.bf16x2 $1, a, $5;
-shr.u32 b, $4, 8; lop3.b32 a, b, 0x000F000F, 0x43004300, 0xEA;
-sub.rn.bf16x2 a, a, z; mul.rn.bf16x2 $2, a, $5;
-shr.u32 b, $4, 12; lop3.b32 a, b, 0x000F000F, 0x43004300, 0xEA;
-sub.rn.bf16x2 a, a, z; mul.rn.bf16x2 $3, a, $5;
-}"""
-_UNPACK_MIDDLE = gl.constexpr(_UNPACK_INT4.replace("ZERO", "0x43084308"))
-_UNPACK_ZEROS = gl.constexpr(_UNPACK_INT4.replace("ZERO", "$9"))
-# A byte below the exponent of 2 ** 23 is that and itself, as float32. What is left without 2 ** 23
-# and 128 has eight bits: the upper half of the float32 is the bfloat16.
+# Numbers of at most eight bits are a bfloat16's lowest: themselves times 2 ** -133, since the least
+# exponent has the steps of none. With the factors of `_MIDDLES` or those below, one rounding makes
+# them what is meant, times 2 ** -7, which the sums make good.
+_UNPACK_MIDDLE = gl.constexpr("""{
+.reg .b32 a, b, s; mov.b32 s, 0x3D803D80; mul.rn.bf16x2 s, s, $5; shr.u32 b, $4, 8;
+and.b32 a, $4, 0x000F000F; fma.rn.bf16x2 $0, a, $5, $9;
+and.b32 a, $4, 0x00F000F0; fma.rn.bf16x2 $1, a, s, $9;
+and.b32 a, b, 0x000F000F; fma.rn.bf16x2 $2, a, $5, $9;
+and.b32 a, b, 0x00F000F0; fma.rn.bf16x2 $3, a, s, $9;
+}""")
 _UNPACK_INT8 = gl.constexpr("""{
-.reg .b32 a, b, c, d;
-prmt.b32 a, $2, 0x4B000000, 0x7440; prmt.b32 b, $2, 0x4B000000, 0x7441;
-prmt.b32 c, $2, 0x4B000000, 0x7442; prmt.b32 d, $2, 0x4B000000, 0x7443;
-sub.rn.f32 a, a, 0f4B000080; sub.rn.f32 b, b, 0f4B000080;
-sub.rn.f32 c, c, 0f4B000080; sub.rn.f32 d, d, 0f4B000080;
-prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632;
+.reg .b32 a, s, m; mov.b32 s, 0x7E807E80; mov.b32 m, 0xBF80BF80;
+and.b32 a, $2, 0x00FF00FF; fma.rn.bf16x2 $0, a, s, m;
+shr.u32 a, $2, 8; and.b32 a, a, 0x00FF00FF; fma.rn.bf16x2 $1, a, s, m;
+}""")
+# A group's zero may have four bits: it is taken off, exactly, from 128 and more, and only the
+# product with the scale is rounded.
+_UNPACK_ZEROS = gl.constexpr("""{
+.reg .b32 a, b;
+lop3.b32 a, $4, 0x000F000F, 0x43004300, 0xEA;
+sub.rn.bf16x2 a, a, $9; mul.rn.bf16x2 $0, a, $5;
+shr.u32 b, $4, 4; lop3.b32 a, b, 0x000F000F, 0x43004300, 0xEA;
+sub.rn.bf16x2 a, a, $9; mul.rn.bf16x2 $1, a, $5;
+shr.u32 b, $4, 8; lop3.b32 a, b, 0x000F000F, 0x43004300, 0xEA;
+sub.rn.bf16x2 a, a, $9; mul.rn.bf16x2 $2, a, $5;
+shr.u32 b, $4, 12; lop3.b32 a, b, 0x000F000F, 0x43004300, 0xEA;
+sub.rn.bf16x2 a, a, $9; mul.rn.bf16x2 $3, a, $5;
 }""")
 # A half of a word twice.
 _HALF = gl.constexpr("prmt.b32 $0, $1, 0, $2;")
+# A scale, in a half of a word, times 2 ** 126, and -8 of it times 2 ** -7.
+_MIDDLES = gl.constexpr("""{
+.reg .b32 a, s, m; prmt.b32 a, $2, 0, $3;
+mov.b32 s, 0x7E807E80; mul.rn.bf16x2 $0, a, s; mov.b32 m, 0xBD80BD80; mul.rn.bf16x2 $1, a, m;
+}""")
 # A byte of a word as two halves of a word, as bfloat16: times 2 ** shift, plus an exponent.
 _FACTOR = gl.constexpr("{ .reg .b32 a; prmt.b32 a, $1, 0, $2; mad.lo.u32 $0, a, $3, $4; }")
 
@@ -57,14 +65,16 @@ _FACTOR = gl.constexpr("{ .reg .b32 a; prmt.b32 a, $1, 0, $2; mad.lo.u32 $0, a, 
 @gluon.jit
 def _scales(raw, coding: gl.constexpr, words: gl.constexpr, shift: gl.constexpr, lift):
     """Scales [2, chunks, words, 2, 4, 2, 1, 1, 1] of two chunks or of both -> those of the even
-    steps and of the odd ones, each twice in a word; of integers scales and zeros."""
+    steps and of the odd ones, each twice in a word; of integers scales and what is added."""
     spread: gl.constexpr = _spread()
     half = gl.convert_layout(gl.reshape(_two(), (1, 1, 1, 1, 1, 1, 2, 1, 1)), spread)
     pair = gl.convert_layout(gl.reshape(_two(), (1, 1, 1, 1, 1, 1, 1, 2, 1)), spread)
     if coding == INT4:
         raw = gl.convert_layout(gl.permute(raw, (0, 1, 3, 4, 5, 6, 7, 2, 8)), spread)
-        even = _half(raw, 0x1010 + 0x2222 * half)
-        odd = even
+        even, odd = gl.inline_asm_elementwise(
+            _MIDDLES, "=r,=r,r,r", [raw, 0x1010 + 0x2222 * half],
+            dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
     elif coding == INT4_ZEROS:
         apart = gl.reshape(raw, _rows_apart(raw.shape))
         raw = gl.convert_layout(gl.permute(apart, (0, 1, 4, 5, 6, 7, 3, 2, 8)), spread)

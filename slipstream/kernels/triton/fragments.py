@@ -5,16 +5,19 @@ bytes of row g and 8 of row g + 8, and of each row two words. A word of four bit
 those at 2 t and 2 t + 1, and 8 further, of 16 columns and of the next 16 (see `warpgroup_mma`'s
 first operand); a word of eight bits is of 16 columns. Their bits are such that pairs of numbers
 become bfloat16 by few shifts. 32 rows lie together, fragment after fragment; so do their scales,
-16 rows' side by side in words of four bytes.
+16 rows' side by side in words of four bytes. Where columns end inside a fragment, or inside those
+that share a scale, zeros follow.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.formats.float4 import Float4Matrix
+from slipstream.kernels.formats.four_bits import FourBitMatrix
 from slipstream.kernels.formats.int4 import Int4Matrix
 from slipstream.kernels.formats.int8 import Int8Matrix
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
@@ -30,6 +33,8 @@ _SLICE = 1 << 26  # numbers that are rearranged at once
 # 16 and 24.
 _FLOATS = ((15, 6), (12, 3), (14, 0), (13, 9))
 _INTEGERS = ((3, 0), (7, 4), (11, 8), (15, 12))
+_FourBits = TypeVar("_FourBits", bound=FourBitMatrix)
+_LIFT_BACK = 2.0**7  # of integers that are 2 ** -7 of what is meant
 _ZERO = 0x4300  # 128 in bfloat16, to which numbers from 0 to 127 are added by their bits
 
 
@@ -71,14 +76,19 @@ class Fragments(Weight):
         return COLUMNS // 2 if self.coding == INT8 else COLUMNS
 
     @property
+    def stored_columns(self) -> int:
+        """K, and the zeros behind it."""
+        entry = max(self.columns_of_fragment, self.group)
+        return -(-self.size[1] // entry) * entry
+
+    @property
     def nbytes(self) -> int:
         beside = (self.scales, self.row_scales)
         return self.values.nbytes + sum(each.nbytes for each in beside if each is not None)
 
     def select(self, index: Tensor) -> "Fragments":
         """Fragments are whole: after the last row there are copies of the first row."""
-        count, columns = len(index), self.size[1]
-        fragments = columns // self.columns_of_fragment
+        count, fragments = len(index), self.stored_columns // self.columns_of_fragment
         index = torch.cat((index, index[:1].expand(-count % (2 * ROWS))))
         group, unit, lower, row = index // 32, index // 16 % 2, index // 8 % 2, index % 8
         values = self.values.view(-1, fragments, 2, 8, 4, 2, 8)
@@ -88,7 +98,7 @@ class Fragments(Weight):
             scales = _scale_fragments(self._own_scales()[index], self.coding, self.group)
         return replace(
             self,
-            size=(count, columns),
+            size=(count, self.size[1]),
             values=values.permute(0, 4, 1, 3, 5, 2, 6).reshape(-1, 128),
             scales=scales,
             row_scales=None if self.row_scales is None else self.row_scales[index[:count]],
@@ -102,41 +112,43 @@ class Fragments(Weight):
         """[N, K / group, bytes of a scale] uint8."""
         assert self.scales is not None
         order, size = _order(self.coding, self.group)
-        entry = max(COLUMNS, self.group)
+        entry, columns = max(COLUMNS, self.group), self.stored_columns
         natural = (
-            len(self.values) * 256 // 32 // self.size[1],
+            len(self.values) * 256 // 32 // columns,
             2,
             2,
             8,
-            self.size[1] // entry,
+            columns // entry,
             entry // self.group,
             size,
         )
         lying = self.scales.view(torch.uint8).view([natural[place] for place in order])
         own = lying.permute([order.index(place) for place in range(len(order))])
-        return own.reshape(-1, self.size[1] // self.group, size)
+        return own.reshape(-1, columns // self.group, size)
 
 
 def fits(weight: Weight) -> bool:
     rows, columns = weight.shape
-    return rows % (2 * ROWS) == 0 and columns % COLUMNS == 0  # so that gates are whole, too
+    return rows % (2 * ROWS) == 0 and columns % (COLUMNS // 2) == 0  # gates are whole, too
 
 
 def from_mxfp4(weight: Mxfp4Matrix) -> Fragments:
     """Exponents are lowered where the largest would be none of bfloat16."""
+    shape, weight = weight.shape, _filled_up(weight)
     lowered = max(0, int(weight.scales.max()) - 128)
     codes = weight.scales.int()
     least = lowered - 125
     values = _float_fragments(weight, codes < least, None)
     bits = codes.clamp_min(least).to(torch.uint8).unsqueeze(-1)
     return Fragments(
-        weight.shape, E2M1, values, _scale_fragments(bits, E2M1, 32), None, group=32,
+        shape, E2M1, values, _scale_fragments(bits, E2M1, 32), None, group=32,
         shift=7, lift=(126 - lowered) << 7, lift_back=2.0**lowered,
     )  # fmt: skip
 
 
 def from_nvfp4(weight: Nvfp4Matrix) -> Fragments:
     """Scales with five bits of exponent, among which the subnormal ones of e4m3 are none."""
+    shape, weight = weight.shape, _filled_up(weight)
     scales = weight.scales.float()
     mantissa, exponent = torch.frexp(scales.abs())
     codes = ((exponent + 9) << 3) + ((2 * mantissa - 1) * 8).int()
@@ -144,7 +156,7 @@ def from_nvfp4(weight: Nvfp4Matrix) -> Fragments:
     values = _float_fragments(weight, nothing, scales < 0)
     bits = codes.masked_fill(nothing, 0).to(torch.uint8).unsqueeze(-1)
     return Fragments(
-        weight.shape, E2M1, values, _scale_fragments(bits, E2M1, 16),
+        shape, E2M1, values, _scale_fragments(bits, E2M1, 16),
         weight.global_scales * 2.0**8, group=16, shift=4, lift=235 << 7,
     )  # fmt: skip
 
@@ -152,16 +164,19 @@ def from_nvfp4(weight: Nvfp4Matrix) -> Fragments:
 def from_int4(weight: Int4Matrix) -> Fragments:
     """Groups that are whole pairs of fragments, or of 32; scales are rounded to bfloat16."""
     group = PAIR if weight.group % PAIR == 0 else 32
-    weight = weight.regrouped(group)
-    scales = weight.scales.to(torch.bfloat16).view(torch.int16).unsqueeze(-1)
-    coding = INT4
+    shape, weight = weight.shape, _filled_up(weight.regrouped(group))
+    coding, own, lift_back = INT4, weight.scales, 1.0
+    if weight.zeros is None:  # scales below 2, which may be multiplied by 2 ** 126
+        lift_back = 2.0 ** max(0, int(torch.frexp(own.abs().max()).exponent) - 1)
+        own, lift_back = own / lift_back, lift_back * _LIFT_BACK
+    scales = own.to(torch.bfloat16).view(torch.int16).unsqueeze(-1)
     if weight.zeros is not None:
         coding = INT4_ZEROS
         zeros = (weight.zeros.to(torch.int16) + _ZERO).unsqueeze(-1)
         scales = torch.cat((scales, zeros), -1)
     packed = _scale_fragments(scales.contiguous().view(torch.uint8), coding, group)
     values = _fragments(weight.values, _INTEGERS, lambda codes, part: codes)
-    return Fragments(weight.shape, coding, values, packed, None, group=group)
+    return Fragments(shape, coding, values, packed, None, group=group, lift_back=lift_back)
 
 
 def from_int8(weight: Int8Matrix) -> Fragments:
@@ -172,9 +187,15 @@ def from_int8(weight: Int8Matrix) -> Fragments:
         some = weight.values[start : start + step].view(torch.uint8) ^ 128
         # group, unit, row 8, row 1, fragment, word, 8, thread, 1
         apart = some.view(-1, 2, 2, 8, columns // 32, 2, 2, 4, 2)
-        ordered = apart.permute(0, 4, 1, 3, 7, 2, 5, 6, 8).reshape(-1, 128)
+        ordered = apart.permute(0, 4, 1, 3, 7, 2, 5, 8, 6).reshape(-1, 128)
         out[start * columns // 128 :][: len(ordered)] = ordered
-    return Fragments(weight.shape, INT8, out, None, weight.scales)
+    return Fragments(weight.shape, INT8, out, None, weight.scales * _LIFT_BACK)
+
+
+def _filled_up(weight: _FourBits) -> _FourBits:
+    """`weight` with zeros behind its columns, up to whole fragments."""
+    lacking = -weight.shape[1] % COLUMNS
+    return weight.widened(weight.shape[1] + lacking) if lacking else weight
 
 
 def _float_fragments(weight: Float4Matrix, nothing: Tensor, negative: Tensor | None) -> Tensor:

@@ -209,7 +209,7 @@ def _sum(
     first = gl.program_id(2) * part
     last_column = gl.minimum(first + part, depth)
     steps = (last_column - first + columns * chunks - 1) // (columns * chunks)
-    first, of_group = first // columns, depth // columns
+    first, of_group = first // columns, (depth + columns * span - 1) // (columns * span) * span
     for slot in gl.static_range(stages - 1):
         _fetch_weights(
             weight, ring, full.index(slot), slot, group, beside, first + slot * chunks, of_group,

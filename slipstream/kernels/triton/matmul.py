@@ -22,7 +22,7 @@ from slipstream.kernels.triton.adapters import NOT_SHRUNK, Shrunk
 from slipstream.kernels.triton.launch import empty_rows, with_spare
 from slipstream.kernels.triton.matmul_kernels import matmul_kernel
 from slipstream.kernels.triton.matmul_tiles import (
-    STEP,
+    NARROWEST,
     Plan,
     Stream,
     Tiles,
@@ -56,7 +56,7 @@ def streams(x: Tensor, weight: Tensor) -> bool:
         and is_hopper(x.device)
         and x.dtype == weight.dtype
         and weight.dtype in (torch.bfloat16, torch.float16)
-        and weight.shape[1] % STEP == 0
+        and weight.shape[1] % NARROWEST == 0
         and weight.data_ptr() % ALIGNMENT == 0
     )
 

@@ -171,7 +171,7 @@ def _multiply(
     tile, split = gl.program_id(1), gl.program_id(2)
     first = split * part
     end = gl.minimum(first + part, depth)
-    steps = (end - first) // step_k
+    steps = (end - first + step_k - 1) // step_k  # past the last column there are zeros
     for slot in gl.static_range(stages):
         barrier, k, wanted = full.index(slot), first + slot * step_k, slot < steps
         mbarrier.expect(barrier, size, wanted)

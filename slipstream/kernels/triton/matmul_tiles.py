@@ -163,7 +163,8 @@ def _fitting(tiles: Tiles, depth: int, part: int) -> Tiles:
     return tiles
 
 
-STEP = 128  # columns: every part is a multiple of it
+STEP = 128  # columns: every part but the last is a multiple of it
+NARROWEST = 64  # columns: the last part is a multiple of it
 SHORTEST = 512  # fewest columns of a part where the splits may be chosen freely
 MEMORY = 221 * 1024  # bytes of shared memory of a multiprocessor, for tiles in flight
 DEEPEST = {64: 12, 128: 6, 256: 4}  # most stages that are of use, by a tile's columns

@@ -17,7 +17,7 @@ from slipstream.kernels.formats.float4 import MAGNITUDES
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.quantized.module import StoredModule, StoredQuantization
+from slipstream.models.quantized.module import StoredForm, StoredModule, StoredQuantization
 
 _NIBBLES = 16  # bytes of 32 numbers with 4 bits each
 _K = 256  # numbers in a block of the K types
@@ -235,11 +235,43 @@ def _as_mxfp4(raw: Tensor) -> Mxfp4Matrix:
     return Mxfp4Matrix(_pairs(blocks[..., 1:]), blocks[..., 0].contiguous())
 
 
-def form_of(kind: BlockType, is_table: bool) -> type[Weight]:
-    """The weight class that keeps this type quantised; `is_table`: rows must be looked up."""
-    if kind is MXFP4:  # no class supports looking up its rows
-        return DenseMatrix if is_table else Mxfp4Matrix
-    return BlockMatrix if kind.floats is None else DenseMatrix
+@dataclass(frozen=True)
+class BlockForm(StoredForm):
+    """A matrix of blocks; `is_table`: its rows must be looked up."""
+
+    block: BlockType
+    is_table: bool
+
+    @property
+    def bits(self) -> int:  # type: ignore[override]
+        return int(self.block.bits)
+
+    @property
+    def words(self) -> str:
+        return self.block.name
+
+    @property
+    def kind(self) -> type[Weight]:
+        if self.block is MXFP4:  # no class supports looking up its rows
+            return DenseMatrix if self.is_table else Mxfp4Matrix
+        return BlockMatrix if self.block.floats is None else DenseMatrix
+
+    def count(self, nbytes: int) -> int:
+        return self.block.columns(nbytes)
+
+    def unit(self, columns: int) -> int:
+        return self.block.numbers
+
+    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
+        kind = self.block
+        module.require_groups(columns, kind.numbers)
+        raw = module.take("weight", (torch.uint8,), (rows, kind.row_bytes(columns)))
+        if not kind.is_finite(raw):
+            raise module.error(
+                f"holds NaN or infinity in {module.full_name('weight')}, so no text can be made "
+                "with it; copy or download the file again"
+            )
+        return _as_mxfp4(raw) if kind is MXFP4 else BlockMatrix((Blocks(raw, kind),))
 
 
 @dataclass(frozen=True)
@@ -252,44 +284,24 @@ class BlockTypes(StoredQuantization):
 
     types: Mapping[str, BlockType]
 
+    name = "GGUF"
     becomes_floats = True
 
     @property
     def description(self) -> str:
-        names = sorted({kind.name for kind in self.types.values()})
-        return f"GGUF, {', '.join(names)}"
+        return f"GGUF, {', '.join(sorted({form.words for form in self.forms}))}"
 
     @property
-    def kinds(self) -> frozenset[type[Weight]]:
-        return frozenset(map(self.kind, self.types))
+    def forms(self) -> list[BlockForm]:
+        return [BlockForm(kind, module == _TABLE) for module, kind in self.types.items()]
 
-    def bits(self, module: str) -> int:
-        return int(self.types[module].bits)
-
-    def count(self, module: str, nbytes: int) -> int:
-        return self.types[module].columns(nbytes)
-
-    def kind(self, module: str) -> type[Weight]:
-        return form_of(self.types[module], module == _TABLE)
-
-    def unit(self, module: str, columns: int) -> int:
-        return self.types[module].numbers if module in self.types else 1
+    def form_of(self, module: str) -> BlockForm | None:
+        kind = self.types.get(module)
+        return None if kind is None else BlockForm(kind, module == _TABLE)
 
     def rounding(self, module: str) -> Rounding | None:
         """None: random weights are not quantised."""
         return None
-
-    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        kind = self.types[module.name]
-        module.require_groups(columns, kind.numbers)
-        shape = (rows, kind.row_bytes(columns))
-        raw = module.take("weight", (torch.uint8,), shape)
-        if not kind.is_finite(raw):
-            raise module.error(
-                f"holds NaN or infinity in {module.full_name('weight')}, so no text can be made "
-                "with it; copy or download the file again"
-            )
-        return _as_mxfp4(raw) if kind is MXFP4 else BlockMatrix((Blocks(raw, kind),))
 
 
 def read_settings(reader: ConfigReader) -> BlockTypes:

@@ -14,7 +14,7 @@ import torch
 
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.weight import Weight
-from slipstream.models.gguf.blocks import BLOCK_TYPES, OTHER_TYPES, BlockType, form_of
+from slipstream.models.gguf.blocks import BLOCK_TYPES, OTHER_TYPES, BlockForm, BlockType
 from slipstream.models.gguf.files import split_paths
 from slipstream.models.gguf.header import DAMAGED, HeaderReader, Value
 from slipstream.models.safetensors_file import TensorEntry, require_content
@@ -247,7 +247,7 @@ def types_by_bytes(
     """
     sizes: dict[tuple[BlockType, bool], int] = {}
     for tensor in container.tensors.values():
-        form = form_of(tensor.kind, is_table=tensor.name == _TABLE)
+        form = BlockForm(tensor.kind, is_table=tensor.name == _TABLE).kind
         key = tensor.kind, form in kept
         sizes[key] = sizes.get(key, 0) + tensor.nbytes
     name = str(dtype).removeprefix("torch.")

@@ -16,9 +16,9 @@ from torch import Tensor
 from slipstream.kernels.formats.int4 import packed, unpacked
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.quantized.gptq import described, read_group
-from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, grouped_unit, integer_kind
-from slipstream.models.quantized.module import StoredModule, StoredQuantization
+from slipstream.models.quantized.gptq import read_group
+from slipstream.models.quantized.grouped import IntegerForm, as_bytes, grouped_matrix
+from slipstream.models.quantized.module import OneForm, StoredModule
 
 HARMLESS = {
     "backend",
@@ -34,22 +34,8 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of rows 0 to 7
 
 
 @dataclass(frozen=True)
-class Awq(StoredQuantization):
-    """AWQ settings of a checkpoint; `group` is in columns, None: one group a row."""
-
-    group: int | None
-
-    num_bits = 4
-
-    @property
-    def description(self) -> str:
-        return f"awq, {described(4, self.group, False)}"
-
-    def kind(self, module: str) -> type[Weight]:
-        return integer_kind(4, self.group, ordered=False, symmetric=False)
-
-    def unit(self, module: str, columns: int) -> int:
-        return grouped_unit(self.kind(module), self.group, columns)
+class AwqForm(IntegerForm):
+    """AWQ's packing of four bits."""
 
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
         group = self.group or columns
@@ -68,7 +54,7 @@ def _rows(words: Tensor) -> Tensor:
     return in_words[..., _PLACES].flatten(1).T.contiguous()
 
 
-def read_settings(reader: ConfigReader) -> Awq:
+def read_settings(reader: ConfigReader) -> OneForm:
     """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     reader.expect("bits", 4)
     reader.expect("zero_point", True)
@@ -76,4 +62,4 @@ def read_settings(reader: ConfigReader) -> Awq:
         version = reader.take(key, str, "gemm")
         if version.lower() != "gemm":
             raise reader.error(key, f"is {version!r}, but only gemm is supported")
-    return Awq(read_group(reader))
+    return OneForm("awq", AwqForm(bits=4, group=read_group(reader), symmetric=False))

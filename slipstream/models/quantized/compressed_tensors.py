@@ -18,19 +18,21 @@ from typing import Final
 
 import torch
 
-from slipstream.kernels.formats.dense import DenseMatrix
-from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.int4 import unpacked
 from slipstream.kernels.formats.int8 import Int8Matrix, ToInt8
-from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix, ToMxfp4
-from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix, ToNvfp4
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.quantized.float4 import read_mxfp4, read_nvfp4
-from slipstream.models.quantized.float8 import float8_kind, float8_rounding, read_block, read_float8
-from slipstream.models.quantized.gptq import described
-from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, grouped_unit, integer_kind
-from slipstream.models.quantized.module import StoredModule, StoredQuantization, row_scale_shapes
+from slipstream.models.quantized.float4 import Mxfp4Form, Nvfp4Form
+from slipstream.models.quantized.float8 import Float8Form, read_block
+from slipstream.models.quantized.grouped import IntegerForm, as_bytes, grouped_matrix
+from slipstream.models.quantized.module import (
+    StoredForm,
+    StoredModule,
+    StoredQuantization,
+    row_scale_shapes,
+)
 from slipstream.models.quantized.module_lists import ModuleList, matches, read_list
 
 FORMATS: Final = (
@@ -46,32 +48,68 @@ _SHARED_SCALES: Final = {  # floats: how scales are shared, and by how many colu
     "mxfp4-pack-quantized": ("group", Mxfp4Matrix.group),
     "nvfp4-pack-quantized": ("tensor_group", Nvfp4Matrix.group),
 }
+_FOUR_BITS: Final[dict[str, StoredForm]] = {
+    "mxfp4-pack-quantized": Mxfp4Form("weight_packed", "weight_scale"),
+    "nvfp4-pack-quantized": Nvfp4Form("weight_packed", "weight_global_scale", divides=True),
+}
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """The quantization scheme of the modules of one config group.
+class PackedForm(IntegerForm):
+    """pack-quantized."""
 
-    Attributes:
-        format: one of `FORMATS`.
-        group: number of columns that share a scale; None: all columns.
-        block: (rows, columns) of a block that shares a scale, for FP8; None: a scale for each row
-            or for the matrix.
-        ordered: weights have an activation order (g_idx), so a group's columns may be scattered.
-        rounds_input: activations are quantised at run time; next to integer weights, per row.
-    """
+    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
+        in_word, group = 32 // self.bits, self.group or columns
+        groups = -(-columns // group)
+        module.require_words(columns, in_word, "columns")
+        words = module.take("weight_packed", (torch.int32,), (rows, columns // in_word))
+        if "weight_shape" in module:
+            shape = module.take("weight_shape", (torch.int32, torch.int64), (2,)).tolist()
+            if shape != [rows, columns]:
+                raise module.error(
+                    f"says in {module.name}.weight_shape {shape}, where its config.json asks for "
+                    f"{[rows, columns]}"
+                )
+        scales = module.take_scales("weight_scale", (rows, groups))
+        zeros = None
+        if not self.symmetric:
+            stored = module.take("weight_zero_point", (torch.int32,), (-(-rows // in_word), groups))
+            zeros = as_bytes(stored.T)
+            zeros = (unpacked(zeros) if self.bits == 4 else zeros)[:, :rows].T.contiguous()
+        group_of = None
+        if self.ordered:
+            group_of = module.take_groups("weight_g_idx", columns, groups)
+        return grouped_matrix(as_bytes(words), self.bits, scales, zeros, group, group_of)
 
-    format: str
-    bits: int
-    is_float: bool
-    symmetric: bool
-    group: int | None
-    block: tuple[int, int] | None
-    ordered: bool
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Form(IntegerForm):
+    """int-quantized."""
+
     rounds_input: bool
 
+    @property
+    def words(self) -> str:
+        return f"{super().words}{', activations too' if self.rounds_input else ''}"
 
-def read_scheme(group: ConfigReader, format: str) -> Scheme:
+    @property
+    def rounding(self) -> Rounding:
+        return ToInt8(self.rounds_input)
+
+    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
+        values = module.take("weight", (torch.int8,), (rows, columns), stays=True)
+        scales = module.take_row_scales("weight_scale", rows)
+        if "weight_zero_point" in module:
+            zeros = module.take(
+                "weight_zero_point", (torch.int8, torch.int32), *row_scale_shapes(rows)
+            )
+            if bool(zeros.any()):
+                raise module.error(
+                    f"holds {module.name}.weight_zero_point other than 0 for symmetric weights"
+                )
+        return Int8Matrix(values, scales, self.rounds_input)
+
+
+def read_scheme(group: ConfigReader, format: str) -> StoredForm:
     """Read one config group; CheckpointError names a key that is not supported."""
     weights = group.nested("weights")
     is_float, bits = _is_float(weights), weights.take("num_bits", int, 8)
@@ -87,7 +125,13 @@ def read_scheme(group: ConfigReader, format: str) -> Scheme:
     rounds_input = _read_activations(group, format, is_float)
     if group.take_optional("output_activations", dict):
         raise group.error("output_activations", "is not supported; use a checkpoint without it")
-    return Scheme(format, bits, is_float, symmetric, size, block, ordered, rounds_input)
+    if format in _FOUR_BITS:
+        return _FOUR_BITS[format]
+    if is_float:
+        return Float8Form(block, rounds_input)
+    if format == _PACKED:
+        return PackedForm(bits=bits, group=size, ordered=ordered, symmetric=symmetric)
+    return Int8Form(bits=bits, rounds_input=rounds_input)
 
 
 def _is_float(settings: ConfigReader) -> bool:
@@ -176,10 +220,6 @@ def _pass_over_search(settings: ConfigReader) -> None:
 
 HARMLESS = {"global_compression_ratio", "quant_method", "version"}
 _CLASS = "Linear"
-_FOUR_BITS: Final[dict[str, tuple[type[Weight], Rounding]]] = {
-    "mxfp4-pack-quantized": (Mxfp4Matrix, ToMxfp4()),
-    "nvfp4-pack-quantized": (Nvfp4Matrix, ToNvfp4()),
-}
 _OF_SPARSITY = (
     "global_sparsity",
     "ignore",
@@ -198,136 +238,24 @@ class CompressedTensors(StoredQuantization):
         unquantised: modules that are not quantised.
     """
 
-    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+    groups: tuple[tuple[tuple[str, ...], StoredForm], ...]
     unquantised: ModuleList
 
-    @property
-    def description(self) -> str:
-        words = dict.fromkeys(_words(scheme) for _, scheme in self.groups)
-        return f"compressed-tensors, {'; '.join(words)}"
+    name = "compressed-tensors"
 
     @property
-    def kinds(self) -> frozenset[type[Weight]]:
-        return frozenset(_kind(scheme) for _, scheme in self.groups)
+    def forms(self) -> list[StoredForm]:
+        return [form for _, form in self.groups]
 
-    @property
-    def rounds_activations(self) -> bool:
-        schemes = (scheme for _, scheme in self.groups if _kind(scheme) is Float8Matrix)
-        return all(scheme.rounds_input for scheme in schemes)
-
-    def bits(self, module: str) -> int:
-        scheme = self.scheme_of(module)
-        return 8 if scheme is None else scheme.bits
-
-    def kind(self, module: str) -> type[Weight]:
-        scheme = self.scheme_of(module)
-        return DenseMatrix if scheme is None else _kind(scheme)
-
-    def unit(self, module: str, columns: int) -> int:
-        scheme = self.scheme_of(module)
-        if scheme is None or scheme.format in _FOUR_BITS:
-            return super().unit(module, columns)
-        if scheme.block is not None:
-            return scheme.block[1]
-        return grouped_unit(_kind(scheme), scheme.group, columns)
-
-    def rounding(self, module: str) -> Rounding | None:
-        scheme = self.scheme_of(module)
-        if scheme is None or self.unquantised.names(module):
-            return None
-        return _rounding(scheme) or super().rounding(module)
-
-    def scheme_of(self, module: str) -> Scheme | None:
-        """The scheme of a module; targets by name take precedence over targets by class. None: no
-        config group matches it."""
-        by_class: Scheme | None = None
-        for targets, scheme in self.groups:
+    def form_of(self, module: str) -> StoredForm | None:
+        """See `StoredQuantization`; targets by name take precedence over targets by class."""
+        by_class: StoredForm | None = None
+        for targets, form in self.groups:
             if any(matches(target, module) for target in targets):
-                return scheme
+                return form
             if _CLASS in targets and by_class is None:
-                by_class = scheme
+                by_class = form
         return by_class
-
-    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        scheme = self.scheme_of(module.name)
-        if scheme is None:
-            raise module.error(
-                f"stores {module.name} quantised, but none of config_groups is about it"
-            )
-        module.ignore("input_global_scale")
-        if scheme.format == "nvfp4-pack-quantized":
-            shared = "weight_global_scale"
-            return read_nvfp4(module, rows, columns, "weight_packed", shared, divides=True)
-        if scheme.format == "mxfp4-pack-quantized":
-            return read_mxfp4(module, rows, columns, "weight_packed", "weight_scale")
-        if scheme.is_float:
-            return read_float8(module, rows, columns, "weight_scale", scheme.block)
-        if scheme.format == _PACKED:
-            return _read_packed(module, rows, columns, scheme)
-        return _read_int8(module, rows, columns, scheme)
-
-
-def _words(scheme: Scheme) -> str:
-    if scheme.format in _FOUR_BITS:
-        return scheme.format.partition("-")[0]
-    if scheme.is_float:
-        return "fp8" if scheme.block is None else "fp8 in blocks"
-    activations = ", activations too" if scheme.rounds_input else ""
-    return f"{described(scheme.bits, scheme.group, scheme.symmetric)}{activations}"
-
-
-def _kind(scheme: Scheme) -> type[Weight]:
-    if scheme.format in _FOUR_BITS:
-        return _FOUR_BITS[scheme.format][0]
-    if scheme.is_float:
-        return float8_kind(scheme.block)
-    if scheme.format != _PACKED:
-        return Int8Matrix
-    return integer_kind(scheme.bits, scheme.group, scheme.ordered, scheme.symmetric)
-
-
-def _rounding(scheme: Scheme) -> Rounding | None:
-    if scheme.format in _FOUR_BITS:
-        return _FOUR_BITS[scheme.format][1]
-    if scheme.is_float:
-        return float8_rounding(scheme.block)
-    return None if scheme.format == _PACKED else ToInt8(scheme.rounds_input)
-
-
-def _read_packed(module: StoredModule, rows: int, columns: int, scheme: Scheme) -> Weight:
-    in_word, group = 32 // scheme.bits, scheme.group or columns
-    groups = -(-columns // group)
-    module.require_words(columns, in_word, "columns")
-    words = module.take("weight_packed", (torch.int32,), (rows, columns // in_word))
-    if "weight_shape" in module:
-        shape = module.take("weight_shape", (torch.int32, torch.int64), (2,)).tolist()
-        if shape != [rows, columns]:
-            raise module.error(
-                f"says in {module.name}.weight_shape {shape}, where its config.json asks for "
-                f"{[rows, columns]}"
-            )
-    scales = module.take_scales("weight_scale", (rows, groups))
-    zeros = None
-    if not scheme.symmetric:
-        stored = module.take("weight_zero_point", (torch.int32,), (-(-rows // in_word), groups))
-        zeros = as_bytes(stored.T)
-        zeros = (unpacked(zeros) if scheme.bits == 4 else zeros)[:, :rows].T.contiguous()
-    group_of = None
-    if scheme.ordered:
-        group_of = module.take_groups("weight_g_idx", columns, groups)
-    return grouped_matrix(as_bytes(words), scheme.bits, scales, zeros, group, group_of)
-
-
-def _read_int8(module: StoredModule, rows: int, columns: int, scheme: Scheme) -> Weight:
-    values = module.take("weight", (torch.int8,), (rows, columns), stays=True)
-    scales = module.take_row_scales("weight_scale", rows)
-    if "weight_zero_point" in module:
-        zeros = module.take("weight_zero_point", (torch.int8, torch.int32), *row_scale_shapes(rows))
-        if bool(zeros.any()):
-            raise module.error(
-                f"holds {module.name}.weight_zero_point other than 0 for symmetric weights"
-            )
-    return Int8Matrix(values, scales, scheme.rounds_input)
 
 
 def read_settings(reader: ConfigReader) -> CompressedTensors:

@@ -4,12 +4,14 @@ MXFP4  scales [N, K / 32], e8m0 or uint8 with the same bits
 NVFP4  scales [N, K / 16] e4m3, and one float32 global scale
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
-from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
-from slipstream.models.quantized.module import StoredModule
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix, ToMxfp4
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix, ToNvfp4
+from slipstream.models.quantized.module import StoredForm, StoredModule
 
 BYTES = (torch.uint8,)
 POWERS = (torch.uint8, torch.float8_e8m0fnu)
@@ -17,16 +19,26 @@ _NAN = 255  # NaN in e8m0
 _SCALARS = (), (1,), (1, 1)
 
 
-def read_mxfp4(
-    module: StoredModule, rows: int, columns: int, values: str, scales: str
-) -> Mxfp4Matrix:
-    """Read an MXFP4 matrix [rows, columns]; `values` and `scales` are tensor name endings."""
-    group = Mxfp4Matrix.group
-    module.require_groups(columns, group)
-    found = module.take(values, BYTES, (rows, columns // 2), stays=True)
-    powers = module.take(scales, POWERS, (rows, columns // group), stays=True).view(torch.uint8)
-    require_powers(module, scales, powers)
-    return Mxfp4Matrix(found, powers)
+@dataclass(frozen=True)
+class Mxfp4Form(StoredForm):
+    """MXFP4 in tensors whose names have these endings."""
+
+    values: str
+    scales: str
+
+    bits = 4
+    words = "mxfp4"
+    kind = Mxfp4Matrix
+    rounding = ToMxfp4()
+
+    def read(self, module: StoredModule, rows: int, columns: int) -> Mxfp4Matrix:
+        group = Mxfp4Matrix.group
+        module.require_groups(columns, group)
+        found = module.take(self.values, BYTES, (rows, columns // 2), stays=True)
+        shape = (rows, columns // group)
+        powers = module.take(self.scales, POWERS, shape, stays=True).view(torch.uint8)
+        require_powers(module, self.scales, powers)
+        return Mxfp4Matrix(found, powers)
 
 
 def require_powers(module: StoredModule, scales: str, powers: Tensor) -> None:
@@ -38,26 +50,36 @@ def require_powers(module: StoredModule, scales: str, powers: Tensor) -> None:
         )
 
 
-def read_nvfp4(
-    module: StoredModule, rows: int, columns: int, values: str, whole: str, divides: bool
-) -> Nvfp4Matrix:
-    """Read an NVFP4 matrix [rows, columns].
+@dataclass(frozen=True)
+class Nvfp4Form(StoredForm):
+    """NVFP4 beside `weight_scale`.
 
-    Args:
-        values, whole: name endings of the packed values and the global scale.
-        divides: weights are divided by the global scale instead of multiplied.
+    Attributes:
+        values, whole: name endings of the values and of the global scale.
+        divides: other scales are divided by the global one, not multiplied.
     """
-    group = Nvfp4Matrix.group
-    module.require_groups(columns, group)
-    found = module.take(values, BYTES, (rows, columns // 2), stays=True)
-    scales = module.take(
-        "weight_scale", (torch.float8_e4m3fn,), (rows, columns // group), stays=True
-    )
-    shared = module.take_scales(whole, *_SCALARS).flatten()
-    if not float(shared) > 0:
-        raise module.error(
-            f"holds {float(shared)} in {module.full_name(whole)}, where a global scale is above 0; "
-            "use another checkpoint"
+
+    values: str
+    whole: str
+    divides: bool
+
+    bits = 4
+    words = "nvfp4"
+    kind = Nvfp4Matrix
+    rounding = ToNvfp4()
+
+    def read(self, module: StoredModule, rows: int, columns: int) -> Nvfp4Matrix:
+        group = Nvfp4Matrix.group
+        module.require_groups(columns, group)
+        found = module.take(self.values, BYTES, (rows, columns // 2), stays=True)
+        scales = module.take(
+            "weight_scale", (torch.float8_e4m3fn,), (rows, columns // group), stays=True
         )
-    shared = shared.reciprocal() if divides else shared
-    return Nvfp4Matrix(found, scales, shared.expand(rows).contiguous())
+        shared = module.take_scales(self.whole, *_SCALARS).flatten()
+        if not float(shared) > 0:
+            raise module.error(
+                f"holds {float(shared)} in {module.full_name(self.whole)}, where a global scale is "
+                "above 0; use another checkpoint"
+            )
+        shared = shared.reciprocal() if self.divides else shared
+        return Nvfp4Matrix(found, scales, shared.expand(rows).contiguous())

@@ -16,8 +16,8 @@ import torch
 from slipstream.kernels.formats.int4 import unpacked
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.quantized.grouped import as_bytes, grouped_matrix, grouped_unit, integer_kind
-from slipstream.models.quantized.module import StoredModule, StoredQuantization
+from slipstream.models.quantized.grouped import IntegerForm, as_bytes, grouped_matrix
+from slipstream.models.quantized.module import OneForm, StoredModule
 
 # Keys about calibration, and hints for other engines' kernels.
 HARMLESS = set(
@@ -31,36 +31,18 @@ HARMLESS = set(
 )
 
 
-@dataclass(frozen=True)
-class Gptq(StoredQuantization):
-    """GPTQ settings of a checkpoint.
+@dataclass(frozen=True, kw_only=True)
+class GptqForm(IntegerForm):
+    """GPTQ's packing.
 
     Attributes:
-        group: number of columns that share a scale; None: all columns.
-        ordered: desc_act: a group's columns may be scattered.
         zero_offset: added to stored zeros (1 in version 1).
-        symmetric: all zeros are the middle of the range.
     """
 
-    num_bits: int
-    group: int | None
-    ordered: bool
     zero_offset: int
-    symmetric: bool
-
-    @property
-    def description(self) -> str:
-        order = ", columns in an order of their own" if self.ordered else ""
-        return f"gptq, {described(self.num_bits, self.group, self.symmetric)}{order}"
-
-    def kind(self, module: str) -> type[Weight]:
-        return integer_kind(self.num_bits, self.group, self.ordered, self.symmetric)
-
-    def unit(self, module: str, columns: int) -> int:
-        return grouped_unit(self.kind(module), self.group, columns)
 
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        in_word = 32 // self.num_bits
+        in_word = 32 // self.bits
         group = self.group or columns
         groups = -(-columns // group)
         module.require_words(columns, in_word, "columns")
@@ -69,11 +51,11 @@ class Gptq(StoredQuantization):
         scales = module.take_scales("scales", (groups, rows)).T.contiguous()
         stored = module.take("qzeros", (torch.int32,), (groups, rows // in_word))
         zeros = as_bytes(stored)
-        if self.num_bits == 4:
+        if self.bits == 4:
             zeros = unpacked(zeros)
         # Version 1 stores a zero of 0 as the largest integer, so the addition must wrap around.
-        zeros = (zeros + self.zero_offset) & ((1 << self.num_bits) - 1)
-        if self.symmetric and bool((zeros != 1 << (self.num_bits - 1)).any()):
+        zeros = (zeros + self.zero_offset) & ((1 << self.bits) - 1)
+        if self.symmetric and bool((zeros != 1 << (self.bits - 1)).any()):
             raise module.error(
                 f'says "sym" in its quantization_config, but {module.name}.qzeros are not in the '
                 'middle; correct "sym", or "checkpoint_format" (gptq or gptq_v2)'
@@ -84,17 +66,11 @@ class Gptq(StoredQuantization):
         elif self.ordered:
             raise module.error(f"has no tensor {module.name}.g_idx, which desc_act asks for")
         return grouped_matrix(
-            as_bytes(words.T), self.num_bits, scales, zeros.T.contiguous(), group, group_of
+            as_bytes(words.T), self.bits, scales, zeros.T.contiguous(), group, group_of
         )
 
 
-def described(bits: int, group: int | None, symmetric: bool) -> str:
-    """A description of the integer format for the log."""
-    size = "a scale a row" if group is None else f"groups of {group}"
-    return f"{bits} bits, {size}{'' if symmetric else ' with zeros'}"
-
-
-def read_settings(reader: ConfigReader) -> Gptq:
+def read_settings(reader: ConfigReader) -> OneForm:
     """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     bits = reader.take("bits", int)
     if bits not in (4, 8):
@@ -109,14 +85,14 @@ def read_settings(reader: ConfigReader) -> Gptq:
     reader.expect("pack_dtype", "int32")
     if reader.take("dynamic", dict, {}):
         raise reader.error("dynamic", "has modules with other settings, which is not supported")
-    symmetric = reader.take("sym", bool, True)
-    return Gptq(
-        num_bits=bits,
+    form = GptqForm(
+        bits=bits,
         group=read_group(reader),
         ordered=reader.take("desc_act", bool, False),
+        symmetric=reader.take("sym", bool, True),
         zero_offset=1 if version == "gptq" else 0,
-        symmetric=symmetric,
     )
+    return OneForm("gptq", form)
 
 
 def read_group(reader: ConfigReader) -> int | None:

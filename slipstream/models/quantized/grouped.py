@@ -1,4 +1,6 @@
-"""Converts integers with group-wise scales to the weight classes that ops take."""
+"""Integers with group-wise scales, converted to the weight classes that ops take."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -7,6 +9,7 @@ from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.int4 import GROUPS, Int4Matrix, half_scales, unpacked
 from slipstream.kernels.formats.int8 import Int8Matrix
 from slipstream.kernels.formats.weight import Weight
+from slipstream.models.quantized.module import StoredForm
 
 _ROWS_AT_ONCE = 256
 
@@ -51,11 +54,41 @@ def grouped_matrix(
     return DenseMatrix(_whole(values, bits, scales, zeros, order))
 
 
-def integer_kind(bits: int, group: int | None, ordered: bool, symmetric: bool) -> type[Weight]:
-    """The class that `grouped_matrix` returns; `group` None: one group a row."""
-    if bits == 8:
-        return Int8Matrix if group is None and symmetric else DenseMatrix
-    return Int4Matrix if group is None or not (ordered or group % GROUPS[-1]) else DenseMatrix
+@dataclass(frozen=True, kw_only=True)
+class IntegerForm(StoredForm):
+    """Integers with a scale, and maybe a zero, for each group of a row's columns.
+
+    Attributes:
+        group: number of columns of a group; None: one group a row.
+        ordered: the columns of a group may be scattered.
+        symmetric: the zeros are in the middle of the range.
+    """
+
+    bits: int
+    group: int | None = None
+    ordered: bool = False
+    symmetric: bool = True
+
+    @property
+    def words(self) -> str:
+        size = "a scale a row" if self.group is None else f"groups of {self.group}"
+        zeros = "" if self.symmetric else " with zeros"
+        order = ", columns in an order of their own" if self.ordered else ""
+        return f"{self.bits} bits, {size}{zeros}{order}"
+
+    @property
+    def kind(self) -> type[Weight]:
+        """The class that `grouped_matrix` returns."""
+        group = self.group
+        if self.bits == 8:
+            return Int8Matrix if group is None and self.symmetric else DenseMatrix
+        is_kept = group is None or not (self.ordered or group % GROUPS[-1])
+        return Int4Matrix if is_kept else DenseMatrix
+
+    def unit(self, columns: int) -> int:
+        if self.kind is not Int4Matrix:
+            return 1
+        return whole_group(self.group or columns, columns) or 1
 
 
 def whole_group(group: int, columns: int) -> int | None:
@@ -63,12 +96,6 @@ def whole_group(group: int, columns: int) -> int | None:
     group = min(group, columns)
     fitting = [unit for unit in GROUPS if group % unit == 0 and columns % unit == 0]
     return fitting[0] if fitting else None
-
-
-def grouped_unit(kind: type[Weight], group: int | None, columns: int) -> int:
-    """`StoredQuantization.unit` for a class from `integer_kind`."""
-    unit = whole_group(group or columns, columns) if kind is Int4Matrix else None
-    return unit or 1
 
 
 def _per_unit(of_groups: Tensor, group: int, unit: int, columns: int) -> Tensor:

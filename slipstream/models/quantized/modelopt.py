@@ -17,17 +17,11 @@ from pathlib import Path
 from typing import Final
 
 from slipstream.kernels.formats.float8_blocks import BLOCK
-from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix, ToNvfp4
-from slipstream.kernels.formats.weight import Rounding, Weight
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.quantized.float4 import read_nvfp4
-from slipstream.models.quantized.float8 import (
-    block_words,
-    float8_kind,
-    float8_rounding,
-    read_float8,
-)
-from slipstream.models.quantized.module import StoredModule, StoredQuantization
+from slipstream.models.quantized.float4 import Nvfp4Form
+from slipstream.models.quantized.float8 import Float8Form
+from slipstream.models.quantized.module import StoredForm, StoredQuantization
 from slipstream.models.quantized.module_lists import (
     ModuleList,
     bare,
@@ -39,36 +33,15 @@ from slipstream.models.quantized.module_lists import (
 _OF_CACHES = ("kv_cache_quant_algo", "kv_cache_scheme")
 HARMLESS: Final = {"producer", "quant_method"}
 _MIXED = "MIXED_PRECISION"
-_ROWS, _BLOCKS = None, (BLOCK, BLOCK)
-
-
-@dataclass(frozen=True)
-class _Algorithm:
-    """The format of a module: FP8, maybe with a scale for each block, or NVFP4."""
-
-    block: tuple[int, int] | None = None
-    is_nvfp4: bool = False
-
-    @property
-    def words(self) -> str:
-        return "nvfp4" if self.is_nvfp4 else f"fp8, {block_words(self.block)}"
-
-    @property
-    def kind(self) -> type[Weight]:
-        return Nvfp4Matrix if self.is_nvfp4 else float8_kind(self.block)
-
-    @property
-    def rounding(self) -> Rounding | None:
-        return ToNvfp4() if self.is_nvfp4 else float8_rounding(self.block)
-
-
-_ALGORITHMS: Final = {
-    "NVFP4": _Algorithm(is_nvfp4=True),
-    "W4A16_NVFP4": _Algorithm(is_nvfp4=True),
-    "FP8": _Algorithm(_ROWS),
-    "FP8_PER_CHANNEL_PER_TOKEN": _Algorithm(_ROWS),
-    "FP8_PB_WO": _Algorithm(_BLOCKS),
-    "FP8_BLOCK_SCALES": _Algorithm(_BLOCKS),
+_NVFP4 = Nvfp4Form("weight", "weight_scale_2", divides=False)
+_ROWS, _BLOCKS = Float8Form(), Float8Form((BLOCK, BLOCK))
+_ALGORITHMS: Final[dict[str, StoredForm]] = {
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
+    "FP8": _ROWS,
+    "FP8_PER_CHANNEL_PER_TOKEN": _ROWS,
+    "FP8_PB_WO": _BLOCKS,
+    "FP8_BLOCK_SCALES": _BLOCKS,
 }
 
 
@@ -77,63 +50,27 @@ class ModelOpt(StoredQuantization):
     """ModelOpt settings of a checkpoint.
 
     Attributes:
-        whole: algorithm of all modules; None for MIXED_PRECISION.
-        layers: algorithms by module name or pattern, without `model.`, for MIXED_PRECISION.
+        whole: form of all modules; None for MIXED_PRECISION.
+        layers: forms by module name or pattern, without `model.`, for MIXED_PRECISION.
         unquantised: modules that are not quantised.
     """
 
-    whole: _Algorithm | None
-    layers: Mapping[str, _Algorithm]
+    whole: StoredForm | None
+    layers: Mapping[str, StoredForm]
     unquantised: ModuleList
 
-    @property
-    def description(self) -> str:
-        return f"modelopt, {'; '.join(dict.fromkeys(one.words for one in self._all))}"
+    name = "modelopt"
 
     @property
-    def kinds(self) -> frozenset[type[Weight]]:
-        return frozenset(one.kind for one in self._all)
-
-    @property
-    def _all(self) -> list[_Algorithm]:
+    def forms(self) -> list[StoredForm]:
         return [*self.layers.values(), *(() if self.whole is None else (self.whole,))]
 
-    def algorithm(self, module: str) -> _Algorithm | None:
-        """The algorithm of a module; None if the table has none for it."""
+    def form_of(self, module: str) -> StoredForm | None:
         own = self.layers.get(bare(module))
         if own is not None or self.whole is not None:
             return own or self.whole
         patterns = (name for name in self.layers if "*" in name)
         return next((self.layers[name] for name in patterns if matches(name, module)), None)
-
-    def bits(self, module: str) -> int:
-        found = self.algorithm(module)
-        return 4 if found is not None and found.is_nvfp4 else 8
-
-    def kind(self, module: str) -> type[Weight]:
-        found = self.algorithm(module)
-        return found.kind if found is not None else next(iter(self.kinds))
-
-    def unit(self, module: str, columns: int) -> int:
-        found = self.algorithm(module)
-        block = None if found is None else found.block
-        return super().unit(module, columns) if block is None else block[1]
-
-    def rounding(self, module: str) -> Rounding | None:
-        found = self.algorithm(module)
-        return None if found is None or self.unquantised.names(module) else found.rounding
-
-    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        found = self.algorithm(module.name)
-        if found is None:
-            raise module.error(
-                f"stores {module.name} quantised, but quantized_layers of its quantization config "
-                "does not name it"
-            )
-        module.ignore("input_scale")
-        if found.is_nvfp4:
-            return read_nvfp4(module, rows, columns, "weight", "weight_scale_2", divides=False)
-        return read_float8(module, rows, columns, "weight_scale", found.block)
 
     def require_modules(self, modules: Collection[str], path: Path) -> None:
         table = ModuleList("quantized_layers", tuple(self.layers))
@@ -165,7 +102,7 @@ def read_settings(reader: ConfigReader) -> ModelOpt:
     return ModelOpt(whole, {}, unquantised)
 
 
-def _read_layers(reader: ConfigReader) -> dict[str, _Algorithm]:
+def _read_layers(reader: ConfigReader) -> dict[str, StoredForm]:
     for key in ("config_groups", "group_size"):  # the table has the same information
         reader.take_any(key)
     layers, table = {}, reader.nested("quantized_layers")
@@ -181,7 +118,7 @@ def _read_layers(reader: ConfigReader) -> dict[str, _Algorithm]:
     return layers
 
 
-def _algorithm(reader: ConfigReader, key: str, name: str) -> _Algorithm:
+def _algorithm(reader: ConfigReader, key: str, name: str) -> StoredForm:
     found = _ALGORITHMS.get(name)
     if found is None:
         raise reader.error(
@@ -192,8 +129,8 @@ def _algorithm(reader: ConfigReader, key: str, name: str) -> _Algorithm:
     return found
 
 
-def _require_group(reader: ConfigReader, found: _Algorithm) -> None:
-    if found.is_nvfp4:
+def _require_group(reader: ConfigReader, found: StoredForm) -> None:
+    if found is _NVFP4:
         reader.expect("group_size", Nvfp4Matrix.group)
     else:
         reader.take_any("group_size")

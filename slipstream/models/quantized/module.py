@@ -2,14 +2,20 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.weight import Rounding, Weight
+from slipstream.models.quantized.module_lists import NO_MODULES, ModuleList
 from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_into
+
+_STATIC_SCALES = ("input_scale", "input_global_scale", "activation_scale", "output_scale")
 
 
 class StackAllocator:
@@ -186,35 +192,39 @@ class StoredModule:
         return CheckpointError(f"{self._path} {what}")
 
 
-class StoredQuantization(ABC):
-    """The quantised format of a checkpoint, from its quantization_config.
+class StoredForm(ABC):
+    """How a matrix of a checkpoint is stored.
 
     Attributes:
-        num_bits: bits of a stored number, where all modules have the same.
-        fused_endings: name endings of tensors that stack all experts of a layer; such a tensor is
-            named as the unquantised one, `_` and the ending. Empty: experts are stored separately.
-        becomes_floats: matrices without a kernel on the device are dequantised; if False, a GPU
-            refuses formats that have a weight class but no kernel there.
+        bits: bits of a stored number.
+        rounds_input: activations are to be quantised next to it.
     """
 
-    num_bits: int
-    fused_endings: tuple[str, ...] = ()
-    becomes_floats: bool = False
+    bits: int
+    rounds_input: bool = True
 
     @property
     @abstractmethod
-    def description(self) -> str:
-        """The format and its bits, in words."""
+    def words(self) -> str:
+        """A description for the log."""
 
     @property
-    def kinds(self) -> frozenset[type[Weight]]:
-        """All classes that `read` may return."""
-        return frozenset({self.kind("")})
+    @abstractmethod
+    def kind(self) -> type[Weight]:
+        """The class that `read` returns."""
 
     @property
-    def rounds_activations(self) -> bool:
-        """Whether activations are to be quantised next to e4m3 matrices with row scales."""
-        return True
+    def rounding(self) -> Rounding | None:
+        """The rounding of random weights to this form; None: that is not supported."""
+        return None
+
+    def count(self, nbytes: int) -> int:
+        """How many numbers `nbytes` of values hold."""
+        return nbytes * 8 // self.bits
+
+    def unit(self, columns: int) -> int:
+        """Number of adjacent columns that must stay on one rank; 1: it can be split anywhere."""
+        return int(getattr(self.kind, "group", 1))
 
     @abstractmethod
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
@@ -222,6 +232,60 @@ class StoredQuantization(ABC):
 
         A layout that no quantised weight class supports is dequantised to float32.
         """
+
+
+class StoredQuantization(ABC):
+    """The quantised format of a checkpoint, from its quantization_config.
+
+    Attributes:
+        name: of the format; empty where the words of its forms say it.
+        unquantised: modules that are not quantised.
+        fused_endings: name endings of tensors that stack all experts of a layer; such a tensor is
+            named as the unquantised one, `_` and the ending. Empty: experts are stored separately.
+        becomes_floats: matrices without a kernel on the device are dequantised; if False, a GPU
+            refuses formats that have a weight class but no kernel there.
+    """
+
+    name: str
+    unquantised: ModuleList
+    fused_endings: tuple[str, ...] = ()
+    becomes_floats: bool = False
+
+    @property
+    @abstractmethod
+    def forms(self) -> Collection[StoredForm]:
+        """The forms of all modules."""
+
+    @abstractmethod
+    def form_of(self, module: str) -> StoredForm | None:
+        """The form of a module's matrix; None if the settings do not tell."""
+
+    @property
+    def description(self) -> str:
+        """The format and its bits, in words."""
+        words = "; ".join(dict.fromkeys(form.words for form in self.forms))
+        return f"{self.name}, {words}" if self.name else words
+
+    @property
+    def kinds(self) -> frozenset[type[Weight]]:
+        """All classes that `read` may return."""
+        return frozenset(form.kind for form in self.forms)
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether activations are to be quantised next to e4m3 matrices with row scales."""
+        return all(form.rounds_input for form in self.forms if form.kind is Float8Matrix)
+
+    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
+        """See `StoredForm.read`. Static scales of activations are not used."""
+        form = self.form_of(module.name)
+        if form is None:
+            raise module.error(
+                f"stores {module.name} quantised, but nothing in its quantization_config is about "
+                "it"
+            )
+        module.ignore(*_STATIC_SCALES)
+        return form.read(module, rows, columns)
 
     def read_fused(
         self, module: StoredModule, experts: int, rows: int, columns: int, turns: int
@@ -234,17 +298,15 @@ class StoredQuantization(ABC):
         """
         raise AssertionError(f"{module.name}: {type(self).__name__} has no fused experts")
 
-    def bits(self, module: str) -> int:
-        """Bits of a stored number in this module."""
-        return self.num_bits
-
     def count(self, module: str, nbytes: int) -> int:
         """How many numbers `nbytes` of this module's values hold."""
-        return nbytes * 8 // self.bits(module)
+        form = self.form_of(module)
+        return nbytes if form is None else form.count(nbytes)
 
-    @abstractmethod
     def kind(self, module: str) -> type[Weight]:
         """The class that `read` returns for this module."""
+        form = self.form_of(module)
+        return DenseMatrix if form is None else form.kind
 
     def rounding(self, module: str) -> Rounding | None:
         """The rounding of random weights to this module's format; None: it is not quantised.
@@ -252,19 +314,41 @@ class StoredQuantization(ABC):
         Raises:
             UsageError: the format does not support random weights.
         """
-        raise UsageError(
-            f"random weights cannot be rounded to {self.description}, which the "
-            f"quantization_config asks for ({module}); leave that out, and give quantization to "
-            "round them"
-        )
+        form = self.form_of(module)
+        if form is None or self.unquantised.names(module):
+            return None
+        if form.rounding is None:
+            raise UsageError(
+                f"random weights cannot be rounded to {self.description}, which the "
+                f"quantization_config asks for ({module}); leave that out, and give quantization "
+                "to round them"
+            )
+        return form.rounding
 
     def unit(self, module: str, columns: int) -> int:
-        """Number of adjacent columns that must stay on one rank; 1: it can be split anywhere."""
-        return int(getattr(self.kind(module), "group", 1))
+        """See `StoredForm.unit`."""
+        form = self.form_of(module)
+        return 1 if form is None else form.unit(columns)
 
     def require_modules(self, modules: Collection[str], path: Path) -> None:
         """Raise CheckpointError if the settings do not match these module names at all."""
         del modules, path
+
+
+@dataclass(frozen=True)
+class OneForm(StoredQuantization):
+    """A format in which all quantised matrices have one form."""
+
+    name: str
+    form: StoredForm
+    unquantised: ModuleList = NO_MODULES
+
+    @property
+    def forms(self) -> tuple[StoredForm]:
+        return (self.form,)
+
+    def form_of(self, module: str) -> StoredForm:
+        return self.form
 
 
 def row_scale_shapes(rows: int) -> tuple[tuple[int, ...], ...]:

@@ -41,6 +41,9 @@ class ModuleList:
         )
 
 
+NO_MODULES = ModuleList("", ())
+
+
 def read_list(reader: ConfigReader, key: str) -> ModuleList:
     """Read the list at this key; empty if it is missing."""
     entries = reader.take(key, list, [])

@@ -7,42 +7,29 @@ down_proj_blocks, down_proj_scales: the same for the down projection
 
 from dataclasses import dataclass
 
-from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix, ToMxfp4
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.quantized.float4 import BYTES, POWERS, read_mxfp4, require_powers
-from slipstream.models.quantized.module import StoredModule, StoredQuantization
-from slipstream.models.quantized.module_lists import ModuleList, read_list
+from slipstream.models.quantized.float4 import BYTES, POWERS, Mxfp4Form, require_powers
+from slipstream.models.quantized.module import OneForm, StoredModule
+from slipstream.models.quantized.module_lists import read_list
 
 HARMLESS = {"dequantize", "quant_method"}
 _EXPERTS = ".experts."
 
 
 @dataclass(frozen=True)
-class Mxfp4(StoredQuantization):
-    """MXFP4 settings of a checkpoint.
+class Mxfp4Experts(OneForm):
+    """gpt-oss's settings."""
 
-    Attributes:
-        unquantised: modules that are not quantised.
-    """
-
-    unquantised: ModuleList
-
-    num_bits = 4
     fused_endings = ("blocks", "scales")
 
     @property
     def description(self) -> str:
         return "mxfp4, experts alone"
 
-    def kind(self, module: str) -> type[Weight]:
-        return Mxfp4Matrix
-
     def rounding(self, module: str) -> Rounding | None:
-        return ToMxfp4() if _EXPERTS in module and not self.unquantised.names(module) else None
-
-    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        return read_mxfp4(module, rows, columns, "blocks", "scales")
+        return super().rounding(module) if _EXPERTS in module else None
 
     def read_fused(
         self, module: StoredModule, experts: int, rows: int, columns: int, turns: int
@@ -56,6 +43,7 @@ class Mxfp4(StoredQuantization):
         return Mxfp4Matrix(values.flatten(1), powers)
 
 
-def read_settings(reader: ConfigReader) -> Mxfp4:
+def read_settings(reader: ConfigReader) -> Mxfp4Experts:
     """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
-    return Mxfp4(read_list(reader, "modules_to_not_convert"))
+    unquantised = read_list(reader, "modules_to_not_convert")
+    return Mxfp4Experts("mxfp4", Mxfp4Form("blocks", "scales"), unquantised)

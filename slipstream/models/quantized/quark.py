@@ -1,13 +1,10 @@
 """MXFP4 as Quark stores it: weight [N, K / 2] uint8 and weight_scale [N, K / 32] uint8, e8m0."""
 
-from dataclasses import dataclass
-
-from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix, ToMxfp4
-from slipstream.kernels.formats.weight import Rounding, Weight
+from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.quantized.float4 import read_mxfp4
-from slipstream.models.quantized.module import StoredModule, StoredQuantization
-from slipstream.models.quantized.module_lists import ModuleList, read_list
+from slipstream.models.quantized.float4 import Mxfp4Form
+from slipstream.models.quantized.module import OneForm
+from slipstream.models.quantized.module_lists import read_list
 
 # Keys about calibration and the export.
 HARMLESS = {"algo_config", "export", "quant_method", "quant_mode", "version"}
@@ -19,34 +16,7 @@ _FOUND = tuple(
 )
 
 
-@dataclass(frozen=True)
-class Quark(StoredQuantization):
-    """Quark settings of a checkpoint.
-
-    Attributes:
-        unquantised: modules that are not quantised.
-    """
-
-    unquantised: ModuleList
-
-    num_bits = 4
-
-    @property
-    def description(self) -> str:
-        return "quark, mxfp4"
-
-    def kind(self, module: str) -> type[Weight]:
-        return Mxfp4Matrix
-
-    def rounding(self, module: str) -> Rounding | None:
-        return None if self.unquantised.names(module) else ToMxfp4()
-
-    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        module.ignore("input_scale")
-        return read_mxfp4(module, rows, columns, "weight", "weight_scale")
-
-
-def read_settings(reader: ConfigReader) -> Quark:
+def read_settings(reader: ConfigReader) -> OneForm:
     """Read a quantization_config; CheckpointError for keys that are unknown or unsupported."""
     for key in ("layer_quant_config", "layer_type_quant_config", "softmax_quant_spec"):
         if reader.take_optional(key, dict):
@@ -68,4 +38,4 @@ def read_settings(reader: ConfigReader) -> Quark:
         if whole.take_any(key):
             raise whole.error(key, "is quantised, which is not supported; use another checkpoint")
     whole.finish()
-    return Quark(read_list(reader, "exclude"))
+    return OneForm("quark", Mxfp4Form("weight", "weight_scale"), read_list(reader, "exclude"))

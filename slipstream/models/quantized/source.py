@@ -91,8 +91,8 @@ class QuantizedSource(CheckpointSource):
     def _form(self, name: str) -> object:
         if not self._is_quantised(name):
             return None
-        module = name.removesuffix(_WEIGHT)
-        return self._stored.kind(module), self._stored.bits(module)
+        form = self._stored.form_of(name.removesuffix(_WEIGHT))
+        return None if form is None else (form.kind, form.bits)
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
         """See `CheckpointSource`. Some exporters give every quantised module a bias of zeros."""

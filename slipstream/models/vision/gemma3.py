@@ -9,7 +9,7 @@ import torch
 from slipstream.core.errors import UsageError
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.vision.library import image_processor, require_class, tower_of
-from slipstream.models.vision.tower import Placeholder, SpanEmbeddings, has_tensors, load_tensors
+from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings, load_tensors
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,25 +22,21 @@ _TOWER = (
 _PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
 
 
-class Gemma3Family:
+class Gemma3Family(ImageFamily):
     """Gemma 3, with tokens for the beginning and the end of an image."""
 
-    several_axes, num_added_layers = False, 0
+    prefixes = _PROJECTOR
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint, config = checkpoint, checkpoint.whole_config
-        self._num_tokens: int = config.get("mm_tokens_per_image", 256)
-        self.placeholder = Placeholder(
+        config = checkpoint.whole_config
+        placeholder = Placeholder(
             config.get("boi_token_index", 255999),
             config.get("image_token_index", config.get("image_token_id", 262144)),
             config.get("eoi_token_index", 256000),
             around="\n\n",
         )
-
-    @property
-    def has_tower(self) -> bool:
-        """See `ImageFamily`."""
-        return has_tensors(self._checkpoint, _PROJECTOR)
+        super().__init__(checkpoint, placeholder)
+        self._num_tokens: int = config.get("mm_tokens_per_image", 256)
 
     def most_whole(self, options: Mapping[str, Any]) -> int:
         """See `ImageFamily`: all images have equally many tokens."""
@@ -48,7 +44,6 @@ class Gemma3Family:
         return self._num_tokens
 
     def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
-        """See `ImageFamily`."""
         return _Tower(self._checkpoint, self._num_tokens, dtype, device)
 
 

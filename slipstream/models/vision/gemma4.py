@@ -9,7 +9,7 @@ import torch
 
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.vision.library import image_processor, require_class, tower_of
-from slipstream.models.vision.tower import Placeholder, SpanEmbeddings, has_tensors, load_tensors
+from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings, load_tensors
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,28 +20,19 @@ _BUDGET = "max_soft_tokens"
 _BUDGETS = (70, 140, 280, 560, 1120)
 
 
-class Gemma4Family:
+class Gemma4Family(ImageFamily):
     """In large models attention within an image is bidirectional, in layers with a window; in E2B
     and E4B it is causal. The library's processor puts two tokens around each image."""
 
-    several_axes, num_added_layers = False, 0
+    prefixes = _EMBEDDER
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint, config = checkpoint, checkpoint.whole_config
+        config = checkpoint.whole_config
         token = config.get("image_token_id", 258880)
-        self.placeholder = Placeholder(
-            token,
-            token,
-            begin=config.get("boi_token_id", 255999),
-            end=config.get("eoi_token_id", 258882),
-        )
+        begin, end = config.get("boi_token_id", 255999), config.get("eoi_token_id", 258882)
+        super().__init__(checkpoint, Placeholder(token, token, end, begin))
         text = config.get("text_config") or {}
         self._is_whole = text.get("use_bidirectional_attention") == "vision"
-
-    @property
-    def has_tower(self) -> bool:
-        """See `ImageFamily`."""
-        return has_tensors(self._checkpoint, _EMBEDDER)
 
     @cached_property
     def _processor(self) -> Any:
@@ -51,11 +42,9 @@ class Gemma4Family:
         return image_processor(self._checkpoint, "Gemma4ImageProcessorPil", sizes)
 
     def most_whole(self, options: Mapping[str, Any]) -> int:
-        """See `ImageFamily`."""
         return _budget(self._processor, options) if self._is_whole else 0
 
     def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
-        """See `ImageFamily`."""
         return _Tower(self._checkpoint, self._processor, dtype, device)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.vision.library import image_processor, tower_of
-from slipstream.models.vision.tower import Placeholder, SpanEmbeddings, has_tensors
+from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -16,7 +16,7 @@ _LAYERS = "deepstack_visual_indexes"
 _PREFIXES = ("model.visual.", "visual.")
 
 
-class Qwen3VLFamily:
+class Qwen3VLFamily(ImageFamily):
     """Qwen's vision models: M-RoPE, and in Qwen3-VL features from several layers of the tower,
     which are added to the first layers of the decoder (DeepStack).
 
@@ -26,6 +26,7 @@ class Qwen3VLFamily:
         deep: default layers of the tower whose features are added.
     """
 
+    prefixes = _PREFIXES
     several_axes = True
 
     def __init__(
@@ -35,22 +36,13 @@ class Qwen3VLFamily:
         token: int = 151655,
         deep: Sequence[int] = (8, 16, 24),
     ) -> None:
-        self._checkpoint, self._names, config = checkpoint, names, checkpoint.whole_config
+        config = checkpoint.whole_config
         token = config.get("image_token_id", token)
-        self.placeholder = Placeholder(token, token)
+        super().__init__(checkpoint, Placeholder(token, token))
+        self._names = names
         self.num_added_layers = len(config["vision_config"].get(_LAYERS, deep)) if deep else 0
 
-    @property
-    def has_tower(self) -> bool:
-        """See `ImageFamily`."""
-        return has_tensors(self._checkpoint, _PREFIXES)
-
-    def most_whole(self, options: Mapping[str, Any]) -> int:
-        """See `ImageFamily`: attention within an image is causal."""
-        return 0
-
     def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
-        """See `ImageFamily`."""
         return _Tower(self._checkpoint, self._names, dtype, device)
 
 

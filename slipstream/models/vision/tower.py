@@ -1,5 +1,6 @@
 """The interface of vision towers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -52,26 +53,29 @@ class Placeholder:
     around: str = ""
 
 
-class ImageFamily(Protocol):
+class ImageFamily(ABC):
     """What is known about a model's image input before its tower is loaded.
 
     Attributes:
+        prefixes: possible prefixes of tensors that every checkpoint with a tower has.
         num_added_layers: see `DecoderConfig`.
         several_axes: whether the language model uses M-RoPE positions.
-        has_tower: whether the checkpoint includes the tower's tensors.
     """
 
-    @property
-    def placeholder(self) -> Placeholder: ...
+    prefixes: tuple[str, ...]
+    num_added_layers = 0
+    several_axes = False
+
+    def __init__(self, checkpoint: Checkpoint, placeholder: Placeholder) -> None:
+        self._checkpoint, self.placeholder = checkpoint, placeholder
 
     @property
-    def num_added_layers(self) -> int: ...
-
-    @property
-    def several_axes(self) -> bool: ...
-
-    @property
-    def has_tower(self) -> bool: ...
+    def has_tower(self) -> bool:
+        """Whether the checkpoint includes the tower's tensors."""
+        checkpoint = self._checkpoint
+        return checkpoint.has_weights and any(
+            name.startswith(self.prefixes) for name in checkpoint.all_entries
+        )
 
     def most_whole(self, options: Mapping[str, Any]) -> int:
         """Number of tokens of the largest image if attention within it is bidirectional, else 0.
@@ -82,7 +86,9 @@ class ImageFamily(Protocol):
         Raises:
             ValueError: an option is unknown.
         """
+        return 0
 
+    @abstractmethod
     def load(self, dtype: torch.dtype, device: torch.device) -> "ImageTower":
         """Load the tower; CheckpointError if tensors are missing or do not fit."""
 
@@ -99,13 +105,6 @@ class ImageTower(Protocol):
 
     def encode(self, image: "Image", options: Mapping[str, Any]) -> SpanEmbeddings:
         """Compute the embeddings of an RGB image, row by row; `options` as in `most_whole`."""
-
-
-def has_tensors(checkpoint: Checkpoint, prefixes: Sequence[str]) -> bool:
-    """Whether a checkpoint has tensors with one of these prefixes."""
-    return checkpoint.has_weights and any(
-        name.startswith(tuple(prefixes)) for name in checkpoint.all_entries
-    )
 
 
 def load_tensors(module: torch.nn.Module, checkpoint: Checkpoint, prefixes: Sequence[str]) -> None:

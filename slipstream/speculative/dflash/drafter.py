@@ -25,7 +25,6 @@ from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
 from slipstream.speculative.heads.loading import load_network
 from slipstream.speculative.heads.method import Head, HeadMethod
 from slipstream.speculative.model_options import ModelKeys
-from slipstream.speculative.parallel.rows import parallel_draft
 
 
 class DFlashDrafter(Drafter):
@@ -37,7 +36,7 @@ class DFlashDrafter(Drafter):
         super().__init__(resources.state)
         self._network, self._config = head.network, head.config
         self._network.share(resources.target.embedding, resources.target.head)
-        self._drafting, self._resources = head.sampling, resources
+        self._drafting = head.sampling(resources)
         layout = head.layout
         assert layout is not None, "its layers have keys and values"
         self._dtype = layout.dtype
@@ -49,7 +48,7 @@ class DFlashDrafter(Drafter):
         known = self._state.num_tokens[batch.slots]
         hidden = self._hidden(batch, (known - 1).clamp_min(0), wanted)
         logits = self._network.head(hidden.flatten(0, 1))
-        return parallel_draft(self._state, batch, wanted, logits, self._drafting, self._resources)
+        return self._drafting.draft_at_once(batch, wanted, logits)
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """Write the context of the computed tokens. Rejected tokens are left out if rows can be
@@ -108,4 +107,4 @@ class BlockChainDrafter(DFlashDrafter):
         known = self._state.num_tokens[batch.slots]
         hidden = self._hidden(batch, (known - 1).clamp_min(0), wanted)
         places = self._chooser.places(hidden)
-        return self._drafting.draft_places(batch, self._resources, wanted, places)
+        return self._drafting.draft_places(batch, wanted, places)

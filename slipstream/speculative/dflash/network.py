@@ -12,31 +12,29 @@ and no feed-forward part.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Addend, Ops
 from slipstream.layers.attention import Attention
-from slipstream.layers.layer import BuildContext, build_layers
+from slipstream.layers.layer import Entering
 from slipstream.layers.linear import column_linear
 from slipstream.layers.norm import rms_norm
-from slipstream.layers.parameters import ParameterSource, Part
-from slipstream.layers.rope import RopeTables
+from slipstream.layers.parameters import Part
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.loading import LoadOptions
 from slipstream.speculative.drafter import DrafterLimits, Needs
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.config import HeadReader, head_reader, is_wrapped, read_layers
 from slipstream.speculative.heads.kinds import StreamHeadConfig, stream_fields
-from slipstream.speculative.heads.loading import HeadNetwork
+from slipstream.speculative.heads.loading import HeadContext, HeadNetwork
 from slipstream.speculative.model_options import ModelOptions
 
 T = TypeVar("T")
+C = TypeVar("C", bound="DFlashConfig")
 _BLOCK, _MASK = "block_size", "mask_token_id"
 _LAYERS, _ENTERED = "target_layer_ids", "aux_hidden_state_layer_ids"
 _USUAL_BLOCK = 8  # the default of the speculators library
@@ -153,30 +151,34 @@ class BlockKeys:
 
 def read_dflash_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
     """Read a DFlash config: plain, with a nested `dflash_config`, or wrapped by speculators."""
-    return read_block_config(checkpoint, lambda keys: keys.expect("projector_type", "dflash"))
+    return read_block_config(checkpoint, DFlashConfig, "dflash")
 
 
 def read_block_config(
     checkpoint: HeadCheckpoint,
-    read_own: Callable[[BlockKeys], None],
+    kind: type[C],
+    projector: str,
+    read_own: Callable[[BlockKeys], dict[str, Any]] = lambda keys: {},
     from_anchor: bool = False,
     free_windows: bool | None = None,
-) -> DFlashConfig:
+) -> C:
     """Read the keys that DFlash has in common with the methods built on it.
 
     Args:
-        read_own: reads the keys that are specific to the method.
+        projector: the value of `projector_type`.
+        read_own: reads the fields that only this kind of config has.
         from_anchor: the default of `DFlashConfig.from_anchor`.
         free_windows: whether sliding windows are not causal within a block by default.
     """
     _refuse_beside(checkpoint)
     reader = head_reader(checkpoint)
     keys = BlockKeys(reader)
-    for key, kind in _NOT_READ.items():
-        reader.take_optional(key, kind)
+    for key, type_read in _NOT_READ.items():
+        reader.take_optional(key, type_read)
     keys.expect("sliding_window_prefix", 0)
     keys.inner.expect("attention_sink_bias", False)
-    read_own(keys)
+    keys.expect("projector_type", projector)
+    own = read_own(keys)
     wrapped = is_wrapped(checkpoint.config)
     block, mask = keys.take(_BLOCK, int), keys.take(_MASK, int)
     stated = [flag for flag in (keys.take(key, bool) for key in _SHIFTED) if flag is not None]
@@ -198,7 +200,8 @@ def read_block_config(
         raise reader.error(
             _BLOCK, f"is {block}, but a draft block holds a known token and one more"
         )
-    config = DFlashConfig(
+    config = kind(
+        **own,
         **stream_fields(checkpoint, layers, draft_vocab_size, own_head=False),
         mask_token=mask,
         block_size=block or _USUAL_BLOCK,
@@ -255,23 +258,14 @@ def _causal_layers(stated: bool | None, windows: Sequence[int | None]) -> tuple[
 class DFlashNetwork(HeadNetwork):
     """Maps features to the context's keys and values, and draft blocks to the lm_head's input."""
 
-    def __init__(
-        self,
-        ops: Ops,
-        source: ParameterSource,
-        config: DFlashConfig,
-        target_width: int,
-        options: LoadOptions,
-    ) -> None:
-        super().__init__(ops, source, config)
+    def __init__(self, context: HeadContext, config: DFlashConfig) -> None:
+        super().__init__(context, config)
         layers, width = config.layers, config.layers.hidden_size
-        self._ops, self._causal = ops, config.causal
-        self._fc = column_linear(
-            source, [Part("fc", width)], config.num_read * target_width, config.parts.fc_bias
-        )
+        self._ops, self._causal, source = context.ops, config.causal, context.source
+        columns = config.num_read * context.target_width
+        self._fc = column_linear(source, [Part("fc", width)], columns, config.parts.fc_bias)
         self._context_norm = rms_norm(source, "hidden_norm", width, layers.rms_norm_eps)
-        ropes = RopeTables(options.max_positions, options.device)
-        self._layers = build_layers(layers.layers, BuildContext(source, width, ropes))
+        self._layers = context.layers(layers)
         self._norm = rms_norm(source, "norm", width, layers.rms_norm_eps)
 
     def context(self, streams: Sequence[Tensor]) -> Tensor:
@@ -294,10 +288,9 @@ class DFlashNetwork(HeadNetwork):
         `caches` must already hold the context. The draft blocks' keys and values are written to
         the slots of `inputs`, and are valid during this pass only.
         """
-        addend: Addend = self.embedded(token_ids)
-        residual: Tensor | None = None
+        stream = Entering(self.embedded(token_ids))
         for layer, cache, causal in zip(self._layers, caches, self._causal, strict=True):
             own = replace(inputs, sees=replace(inputs.sees, causal=causal))
-            addend, residual, _ = layer.apply(self._ops, addend, residual, own, cache)
-        assert residual is not None, "a drafter has at least one layer"
-        return self._ops.add_norm(addend, residual, self._norm)
+            stream, _ = layer.apply(self._ops, stream, own, cache)
+        assert stream.residual is not None, "a drafter has at least one layer"
+        return self._ops.add_norm(stream.addend, stream.residual, self._norm)

@@ -9,7 +9,7 @@ The scores are the logits of the candidates; all other tokens have probability 0
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from typing import Any
@@ -27,7 +27,6 @@ from slipstream.layers.linear import Linear, column_linear
 from slipstream.layers.mlp import GatedMLP
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.loading import LoadOptions
 from slipstream.models.safetensors_file import TensorEntry
 from slipstream.speculative.dflash.drafter import BlockChainDrafter
 from slipstream.speculative.dflash.network import (
@@ -39,7 +38,7 @@ from slipstream.speculative.dflash.network import (
 from slipstream.speculative.draft_sampling import Places
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.config import is_wrapped
-from slipstream.speculative.heads.loading import load_network
+from slipstream.speculative.heads.loading import HeadContext, load_network
 from slipstream.speculative.heads.method import HeadMethod
 from slipstream.speculative.model_options import ModelKeys
 
@@ -99,24 +98,26 @@ class DFlash2Config(DFlashConfig):
 
 def read_dflash2_config(checkpoint: HeadCheckpoint) -> DFlash2Config:
     """Read the keys of DFlash, of the convolutions and of the selector."""
-    own: dict[str, Any] = {}
-
-    def read_own(keys: BlockKeys) -> None:
-        keys.expect("projector_type", "dflash2")
-        for key, (field, kind, usual) in _OWN.items():
-            own[field] = value = keys.take_or(key, kind, usual)
-            if value < 0 or (value == 0 and field != "softcap"):
-                raise keys.outer.error(key, f"must be above 0, not {value}")
-
     free_windows = True if is_wrapped(checkpoint.config) else None
-    base = read_block_config(checkpoint, read_own, free_windows=free_windows)
-    width, vocab_size = base.layers.hidden_size, base.layers.vocab_size
-    if width % own["group_size"] or own["num_candidates"] > vocab_size:
+    config = read_block_config(
+        checkpoint, DFlash2Config, "dflash2", _read_own, free_windows=free_windows
+    )
+    width, vocab_size = config.layers.hidden_size, config.layers.vocab_size
+    if width % config.group_size or config.num_candidates > vocab_size:
         raise CheckpointError(
             f"{checkpoint.config_file}: conv_group_size must divide the hidden size {width}, and "
             f"selector_top_k must not be above the {vocab_size} tokens of the vocabulary"
         )
-    return DFlash2Config(**{field.name: getattr(base, field.name) for field in fields(base)}, **own)
+    return config
+
+
+def _read_own(keys: BlockKeys) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    for key, (field, kind, usual) in _OWN.items():
+        own[field] = value = keys.take_or(key, kind, usual)
+        if value < 0 or (value == 0 and field != "softcap"):
+            raise keys.outer.error(key, f"must be above 0, not {value}")
+    return own
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,16 +174,9 @@ def block_offsets(rows: RowPlaces) -> Tensor:
 class DFlash2Network(DFlashNetwork):
     """A DFlash network with convolutions, whose tokens a selector chooses in turn."""
 
-    def __init__(
-        self,
-        ops: Ops,
-        source: ParameterSource,
-        config: DFlash2Config,
-        target_width: int,
-        options: LoadOptions,
-    ) -> None:
-        super().__init__(ops, source, config, target_width, options)
-        self._config = config
+    def __init__(self, context: HeadContext, config: DFlash2Config) -> None:
+        super().__init__(context, config)
+        self._config, source = config, context.source
         layers, vocab_size = config.layers, config.layers.vocab_size
         self._convolutions = [
             [

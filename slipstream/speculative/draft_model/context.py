@@ -14,43 +14,44 @@ from torch import Tensor
 
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.runner.device_batch import DeviceBatch
-from slipstream.runner.device_state import DeviceState
 from slipstream.runner.excerpts import Excerpt, ExcerptSizes, whole
-from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.model_runner import Forward, ModelRunner
 from slipstream.runner.rows import PassRows
+from slipstream.speculative.drafter import Drafter, DrafterResources
 
 
-class DraftContext:
-    """Counts the leading tokens whose keys and values a draft model has, by slot.
+class ContextDrafter(Drafter):
+    """Drafts with a language model, and counts the leading tokens whose keys and values that has.
 
-    `computed[slot]` never exceeds what the target has once a step is over.
+    `_computed[slot]` never exceeds what the target has once a step is over.
 
     Args:
         most_missing: the most known tokens that the first pass of a round can compute; if more are
             missing, a pass before the round computes them.
-        captured, shares_prefixes: see `DrafterResources`.
+        left_by: the most tokens that are missing after a round that drafted; None: one more than it
+            drafted.
         window: sizes of the excerpt that rounds see of a request; None: they see all of it.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
-        state: DeviceState,
+        resources: DrafterResources,
         max_model_len: int,
         most_missing: int,
-        captured: bool = True,
-        window: ExcerptSizes | None = None,
-        shares_prefixes: bool = True,
+        left_by: int | None,
+        window: ExcerptSizes | None,
     ) -> None:
-        self._runner, self._state, self._captured = runner, state, captured
-        self._window = window
-        self._joins_late = window is not None or not shares_prefixes
+        super().__init__(resources.state)
+        self._runner, self._resources, self._window = runner, resources, window
+        self._joins_late = window is not None or not resources.shares_prefixes
         self._max_model_len, self._most_missing = max_model_len, most_missing
-        self.computed = torch.zeros_like(state.num_computed)
+        self._left_by = left_by
+        self._computed = torch.zeros_like(self._state.num_computed)
         # On the host: an upper bound of the missing tokens of a slot when the next step begins.
-        self._missing = [0] * state.num_slots
+        self._missing = [0] * self._state.num_slots
 
-    def excerpt(self, slots: Tensor) -> Excerpt:
+    def _excerpt(self, slots: Tensor) -> Excerpt:
         """The tokens that rounds see of the requests in these slots."""
         if self._window is None:
             return whole(self._state, slots)
@@ -58,23 +59,17 @@ class DraftContext:
         return self._window.excerpt(self._state, slots, known, self._window.ring)
 
     def cached_tokens(self, slots: Tensor) -> Tensor:
-        """See `Drafter.cached_tokens`."""
-        return (self.computed if self._window is None else self._state.num_computed)[slots]
+        return (self._computed if self._window is None else self._state.num_computed)[slots]
 
-    def prepare(self, batch: Batch, left_by: int | None) -> None:
-        """Compute missing tokens of requests that miss more than a round can compute itself.
-
-        Args:
-            left_by: the most tokens that are missing after a round that drafted; None: one more
-                than it drafted.
-        """
+    def prepare(self, batch: Batch) -> None:
+        """Compute missing tokens of requests that miss more than a round can compute itself."""
         behind: list[int] = []
         left = self._state.max_model_len if self._joins_late else 1  # missing after a prompt
         for item in batch.requests:
             slot = item.request.slot
             if item.admitted:
                 computed = min(item.start, self._max_model_len) if self._window is None else 0
-                self.computed[slot] = computed
+                self._computed[slot] = computed
                 self._missing[slot] = left
             if item.is_prompt_chunk:  # `read_prompts` will catch up
                 self._missing[slot] = left
@@ -86,10 +81,9 @@ class DraftContext:
             else:
                 if self._missing[slot] > self._most_missing:
                     behind.append(slot)
-                self._missing[slot] = left_by or item.num_draft_tokens + 1
-        if (
-            behind and self._captured
-        ):  # the first pass of an exact round may have any number of rows
+                self._missing[slot] = self._left_by or item.num_draft_tokens + 1
+        # The first pass of an exact round may have any number of rows.
+        if behind and self._resources.captured:
             self._catch_up(behind, self._most_missing)
 
     def _is_behind_grammar(self, item: ScheduledRequest) -> bool:
@@ -97,7 +91,7 @@ class DraftContext:
         have replaced draft tokens, and what it put there was never computed. Such steps are not
         launched ahead, so the host's counts are up to date; exact batches can compute any number.
         """
-        if not item.num_draft_tokens or not self._captured:
+        if not item.num_draft_tokens or not self._resources.captured:
             return False
         if self._window is not None:  # `_catch_up` compares the counts on the device
             return True
@@ -105,23 +99,25 @@ class DraftContext:
             return False
         return item.request.num_tokens - item.request.drafter_computed > self._most_missing
 
-    def advance(self, slots: Tensor, wanted: Tensor, computed: Tensor) -> None:
+    def _advance(self, slots: Tensor, wanted: Tensor, computed: Tensor) -> None:
         """Set how many tokens are computed, draft tokens included, of requests that drafted."""
-        self.computed.index_copy_(0, slots, torch.where(wanted > 0, computed, self.computed[slots]))
+        self._computed.index_copy_(
+            0, slots, torch.where(wanted > 0, computed, self._computed[slots])
+        )
 
-    def settle(self, batch: DeviceBatch, gained: Tensor) -> None:
+    def _settle(self, batch: DeviceBatch, gained: Tensor) -> None:
         """Lower the counts to the tokens that were accepted.
 
         Args:
             gained: [R] int64, tokens that became known since the round began.
         """
         slots, state = batch.slots, self._state
-        computed = torch.minimum(self.computed[slots], state.num_computed[slots])
+        computed = torch.minimum(self._computed[slots], state.num_computed[slots])
         if batch.kept is not None:
             computed = torch.minimum(computed, state.num_tokens[slots] - gained + batch.kept)
-        self.computed.index_copy_(0, slots, computed)
+        self._computed.index_copy_(0, slots, computed)
 
-    def read_prompts(self, batch: Batch) -> None:
+    def read_prompts(self, batch: Batch, forward: Forward) -> None:
         """Compute the prompt chunks of a step; see `Drafter.read_prompts`. Where prompts are
         computed late, the first round does that, if there ever is one."""
         if self._joins_late:
@@ -138,7 +134,7 @@ class DraftContext:
         """Compute the tokens that the target has computed and the draft model lacks, if a request
         lacks `least` or more. With a window, tokens outside of it are left out."""
         slots = torch.tensor(host_slots, device=self._state.device)
-        excerpt, computed = self.excerpt(slots), self.computed[slots]
+        excerpt, computed = self._excerpt(slots), self._computed[slots]
         ends = self._state.num_computed[slots].clamp(max=self._max_model_len)
         starts = excerpt.places(computed)
         lengths = (excerpt.places(ends) - starts).clamp(min=0)
@@ -146,4 +142,4 @@ class DraftContext:
             adapted = bool((self._state.draft_adapters[slots] >= 0).any())
             rows = PassRows(slots, starts, lengths, excerpt=excerpt, adapted=adapted)
             self._runner.forward(rows)
-            self.computed[slots] = torch.maximum(computed, ends)
+            self._computed[slots] = torch.maximum(computed, ends)

@@ -13,21 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.cache.spec import ModelCache
-from slipstream.core.batch import Batch
+from slipstream.cache.spec import CacheLayout, ModelCache
 from slipstream.layers.embedding import WholeRows
-from slipstream.layers.parameters import Share
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
-from slipstream.models.decoder import Decoder
-from slipstream.models.loading import load_decoder
+from slipstream.models.loading import LoadOptions, load_decoder
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.excerpts import ExcerptSizes
 from slipstream.runner.memory import device_memory
 from slipstream.runner.model_runner import Forward, ModelRunner
 from slipstream.runner.rows import PassRows
 from slipstream.sampling.verification import Verdict
-from slipstream.speculative.draft_model.context import DraftContext
+from slipstream.speculative.catalogue import DRAFTING_KEYS
+from slipstream.speculative.draft_model.context import ContextDrafter
 from slipstream.speculative.draft_model.vocabularies import (
     TokenMap,
     map_tokens,
@@ -38,7 +36,6 @@ from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.draft_vocabulary import choose_draft_vocabulary
 from slipstream.speculative.drafter import (
     Draft,
-    Drafter,
     DrafterLimits,
     DrafterResources,
     DraftWindow,
@@ -46,35 +43,8 @@ from slipstream.speculative.drafter import (
 )
 from slipstream.speculative.model_options import ModelKeys, ModelOptions, read_model_options
 from slipstream.speculative.options import Options, TargetModel
-from slipstream.speculative.parallel.rows import MASK_TOKEN_KEYS
 
 _MEMORY_SHARE = 8  # windows by default take at most 1 / 8 of the free memory
-
-
-def load_network(
-    config: ModelOptions, target: TargetModel, method: str, mask_token: int | None = None
-) -> "DraftNetwork":
-    """Load the draft model's weights and check that it fits the target.
-
-    Args:
-        mask_token: the draft model's id of the mask token, for methods that have one.
-    """
-    assert config.model is not None, "a draft model has a checkpoint of its own"
-    checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
-    shape = read_decoder_config(checkpoint, MASK_TOKEN_KEYS)
-    tokens = _token_map(config, target, checkpoint, shape.vocab_size)
-    vocabulary = _vocabulary(config, target, min(target.vocab_size, shape.vocab_size), tokens)
-    load = config.load_options(target)
-    network, dtype = load_decoder(checkpoint, load, shape), load.dtype
-    kind = "tli" if tokens else "same"
-    window = config.window_within(load.max_positions)
-    if window is not None and config.draft_window is None:  # it is a default
-        size = target.max_num_seqs * window * shape.cache_layout(dtype, load.share).bytes_per_token
-        free = target.load.share.least(device_memory(load.device).free)
-        window = window if size <= free // _MEMORY_SHARE else None
-    identity = f"{method}:{checkpoint.path}:{dtype}:{config.quantization}:{kind}:{mask_token}"
-    drafting = identity, vocabulary, tokens, mask_token, window, load.share
-    return DraftNetwork(config, network, target, dtype, *drafting)
 
 
 def _token_map(
@@ -97,11 +67,25 @@ def _vocabulary(
     return shared
 
 
+def _window(
+    config: ModelOptions, target: TargetModel, load: LoadOptions, layout: CacheLayout
+) -> int | None:
+    """The window in tokens; None: there is none, or a default one would take much memory."""
+    window = config.window_within(load.max_positions)
+    if window is None or config.draft_window is not None:
+        return window
+    size = target.max_num_seqs * window * layout.bytes_per_token
+    free = target.load.share.least(device_memory(load.device).free)
+    return window if size <= free // _MEMORY_SHARE else None
+
+
 class DraftNetwork:
     """A draft model in memory, whose inputs and outputs are the target's token ids.
 
+    Args:
+        mask_token: the draft model's id of the mask token, for methods that have one.
+
     Attributes:
-        drafting: makes draft tokens of its logits.
         mask_token: the input id of the mask token; None without one.
         identity: see `DrafterLimits.cache_identity`.
     """
@@ -109,53 +93,61 @@ class DraftNetwork:
     def __init__(
         self,
         config: ModelOptions,
-        network: Decoder,
         target: TargetModel,
-        dtype: torch.dtype,
-        identity: str,
-        vocabulary: list[int] | None,
-        tokens: TokenMap | None,
-        mask_token: int | None,
-        window: int | None,
-        share: Share,
+        method: str,
+        mask_token: int | None = None,
     ) -> None:
-        device, shape = target.load.device, network.config
-        self.mask_token, self.identity, self._window = mask_token, identity, window
-        num_legal_tokens, ids = min(target.vocab_size, shape.vocab_size), None
-        same = shape.vocab_size == target.vocab_size and share.size == target.load.share.size
-        if share.size > 1 and not same:
-            network.head = WholeRows(network.head)  # the target's ranks have other tokens
+        """Load the weights and check that they fit the target."""
+        assert config.model is not None, "a draft model has a checkpoint of its own"
+        checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
+        shape = read_decoder_config(checkpoint, DRAFTING_KEYS)
+        tokens = _token_map(config, target, checkpoint, shape.vocab_size)
+        num_legal = min(target.vocab_size, shape.vocab_size)
+        vocabulary = _vocabulary(config, target, num_legal, tokens)
+        load = config.load_options(target)
+        self.decoder, self.width = load_decoder(checkpoint, load, shape), shape.hidden_size
+        self.dtype, self.layout = load.dtype, shape.cache_layout(load.dtype, load.share)
+        self._window = _window(config, target, load, self.layout)
+        self.identity = (
+            f"{method}:{checkpoint.path}:{load.dtype}:{config.quantization}:"
+            f"{'tli' if tokens else 'same'}:{mask_token}"
+        )
+        same = shape.vocab_size == target.vocab_size and load.share.size == target.load.share.size
+        if load.share.size > 1 and not same:
+            self.decoder.head = WholeRows(self.decoder.head)  # the target's ranks have other tokens
+        drafted: tuple[Tensor | None, int] = None, num_legal
         if vocabulary is not None:
-            ids, num_legal_tokens = torch.tensor(vocabulary, device=device), len(vocabulary)
-            own = (
-                vocabulary if tokens is None else [tokens.draft_ids[token] for token in vocabulary]
-            )
-            network.head = network.head.over(
-                torch.tensor(own, device=device)
-            )  # frees the whole head
-            if tokens is None:
-                ids, num_legal_tokens = network.head.tokens, network.head.num_tokens
+            drafted = self._draft_only(vocabulary, tokens, load.device)
+        self.mask_token = mask_token
         if tokens is not None:
-            inputs = [
-                tokens.draft_ids.get(token, tokens.fallback) for token in range(target.vocab_size)
-            ]
-            if mask_token is not None:
-                self.mask_token = len(inputs)
-                inputs.append(mask_token)
-            network.renumber(torch.tensor(inputs, device=device))
-        num_ranks = network.head.columns.num_ranks
-        self.drafting = DraftSampling(ids, num_legal_tokens, config.greedy_only, num_ranks)
+            self._renumber(tokens, target.vocab_size, load.device)
+        self._sampling = *drafted, config.greedy_only, self.decoder.head.columns.num_ranks
         longest = config.max_model_len or shape.max_position_embeddings
         self.max_model_len = min(longest, shape.max_position_embeddings, target.load.max_positions)
         self.limits = DrafterLimits(
             max_model_len=self.max_model_len,
-            cache_identity=identity if window is None else "",
+            cache_identity=self.identity if self._window is None else "",
             may_skip_steps=True,
         )
-        self.width = shape.hidden_size
-        self.dtype = dtype
-        self.decoder = network
-        self.layout = shape.cache_layout(dtype, share)
+
+    def _draft_only(
+        self, vocabulary: list[int], tokens: TokenMap | None, device: torch.device
+    ) -> tuple[Tensor | None, int]:
+        """Cut the head to these tokens; returns the target's ids of its columns, and how many."""
+        own = vocabulary if tokens is None else [tokens.draft_ids[token] for token in vocabulary]
+        head = self.decoder.head.over(torch.tensor(own, device=device))
+        self.decoder.head = head  # frees the whole head
+        if tokens is not None:
+            return torch.tensor(vocabulary, device=device), len(vocabulary)
+        return head.tokens, head.num_tokens
+
+    def _renumber(self, tokens: TokenMap, vocab_size: int, device: torch.device) -> None:
+        """Let the network read the target's ids, and the mask token behind them."""
+        inputs = [tokens.draft_ids.get(token, tokens.fallback) for token in range(vocab_size)]
+        if self.mask_token is not None:
+            inputs.append(self.mask_token)
+            self.mask_token = vocab_size
+        self.decoder.renumber(torch.tensor(inputs, device=device))
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -172,6 +164,10 @@ class DraftNetwork:
             return None
         size = resources.cache_sizes.block_size
         return ExcerptSizes(self._window, resources.num_speculative_tokens, size)
+
+    def sampling(self, resources: DrafterResources) -> DraftSampling:
+        """How its logits become draft tokens."""
+        return DraftSampling(*self._sampling, resources)
 
     def cache(self, resources: DrafterResources) -> ModelCache:
         sizes, window = resources.cache_sizes, self.excerpt_sizes(resources)
@@ -202,58 +198,37 @@ def read_options(options: Options) -> ModelOptions:
 
 def load(options: ModelOptions, target: TargetModel) -> LoadedDrafter:
     """Load the draft model's weights and check that it fits the target."""
-    network = load_network(options, target, "draft_model")
+    network = DraftNetwork(options, target, "draft_model")
     return LoadedDrafter(
         build=partial(DraftModelDrafter, network), limits=network.limits, **network.kept
     )
 
 
-class DraftModelDrafter(Drafter):
+class DraftModelDrafter(ContextDrafter):
     """Drafts with its own network over the shared blocks."""
 
     def __init__(self, network: DraftNetwork, resources: DrafterResources) -> None:
-        super().__init__(resources.state)
-        self._network, self._resources = network, resources
-        self._runner = network.runner(resources)
         # It has seen none of the tokens that another drafter drafted in the last round.
-        self._most_missing = (
-            resources.num_speculative_tokens + 1 if resources.in_combination else MOST_MISSING
-        )
-        self._context = DraftContext(
-            self._runner,
-            resources.state,
-            network.max_model_len,
-            self._most_missing,
-            resources.captured,
-            network.excerpt_sizes(resources),
-            resources.shares_prefixes,
-        )
-
-    def prepare(self, batch: Batch) -> None:
-        self._context.prepare(batch, self._most_missing)
+        combined = resources.in_combination
+        most = resources.num_speculative_tokens + 1 if combined else MOST_MISSING
+        window, longest = network.excerpt_sizes(resources), network.max_model_len
+        super().__init__(network.runner(resources), resources, longest, most, most, window)
+        self._drafting = network.sampling(resources)
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """One ragged pass over the missing tokens, then one row per request and draft token."""
         slots, wanted = batch.slots, batch.num_draft_tokens
-        known, starts = self._state.num_tokens[slots], self._context.computed[slots]
+        known, starts = self._state.num_tokens[slots], self._computed[slots]
         runner = self._runner
 
         def logits(rows: PassRows, index: int) -> Tensor:
             forward = runner.forward(rows)
             return forward.layout.over_last(runner.logits, forward.hidden)
 
-        draft, passes = self._network.drafting.draft_chain(
-            *(batch, self._resources, known, starts, wanted, self._most_missing, logits),
-            self._context.excerpt(slots),
-        )
-        self._context.advance(slots, wanted, known + passes - 1)
+        places = known, starts, wanted, self._most_missing
+        draft, passes = self._drafting.draft_chain(batch, *places, logits, self._excerpt(slots))
+        self._advance(slots, wanted, known + passes - 1)
         return draft
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
-        self._context.settle(batch, verdict.num_tokens)
-
-    def read_prompts(self, batch: Batch, forward: Forward) -> None:
-        self._context.read_prompts(batch)
-
-    def cached_tokens(self, slots: Tensor) -> Tensor:
-        return self._context.cached_tokens(slots)
+        self._settle(batch, verdict.num_tokens)

@@ -10,19 +10,18 @@
 W1 has a row for each token of the target's vocabulary, W2 for each of the draft vocabulary.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.core.errors import CheckpointError
-from slipstream.kernels.table import Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import Linear, column_linear
-from slipstream.layers.parameters import ParameterSource, Part
-from slipstream.models.loading import LoadOptions
+from slipstream.layers.parameters import Part
 from slipstream.speculative.dflash.drafter import BlockChainDrafter
 from slipstream.speculative.dflash.network import (
     BlockKeys,
@@ -32,7 +31,7 @@ from slipstream.speculative.dflash.network import (
 )
 from slipstream.speculative.draft_sampling import Places
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.speculative.heads.loading import load_network
+from slipstream.speculative.heads.loading import HeadContext, load_network
 from slipstream.speculative.heads.method import HeadMethod
 from slipstream.speculative.model_options import ModelKeys
 
@@ -60,53 +59,40 @@ class DSparkConfig(DFlashConfig):
 
 def read_dspark_config(checkpoint: HeadCheckpoint) -> DSparkConfig:
     """Read the keys of DFlash and of both heads; which heads exist is read from the tensors."""
-    rank, head_type = _USUAL_RANK, "vanilla"
-    confident, sees_token = True, True
-
-    def read_own(keys: BlockKeys) -> None:
-        nonlocal rank, head_type, confident, sees_token
-        keys.expect("projector_type", "dspark")
-        # Restricts the correction to the likeliest tokens in other engines; not needed here.
-        keys.take("dspark_draft_topk", int)
-        rank = keys.take_or("markov_rank", int, _USUAL_RANK)
-        head_type = keys.take_or("markov_head_type", str, "vanilla")
-        confident = keys.take_or("enable_confidence_head", bool, True)
-        sees_token = keys.take_or("confidence_head_with_markov", bool, True)
-        if head_type not in _HEAD_TYPES:
-            known = ", ".join(_HEAD_TYPES)
-            raise keys.outer.error("markov_head_type", f"is {head_type!r}; supported are {known}")
-        if rank < 0:
-            raise keys.outer.error("markov_rank", f"must not be below 0, but is {rank}")
-
-    base = read_block_config(checkpoint, read_own, from_anchor=True)
-    if checkpoint.has_weights:
-        confident = confident and "confidence_head.proj.weight" in checkpoint.tensor_names
-    if confident and sees_token and not rank:
+    config = read_block_config(checkpoint, DSparkConfig, "dspark", _read_own, from_anchor=True)
+    if checkpoint.has_weights and "confidence_head.proj.weight" not in checkpoint.tensor_names:
+        config = replace(config, tells_confidence=False)
+    if config.tells_confidence and config.confidence_sees_token and not config.rank:
         raise CheckpointError(
             f"{checkpoint.config_file}: confidence_head_with_markov needs a markov_rank above 0"
         )
-    return DSparkConfig(
-        **{field.name: getattr(base, field.name) for field in fields(base)},
-        rank=rank,
-        head_type=head_type,
-        tells_confidence=confident,
-        confidence_sees_token=sees_token,
-    )
+    return config
+
+
+def _read_own(keys: BlockKeys) -> dict[str, Any]:
+    # Restricts the correction to the likeliest tokens in other engines; not needed here.
+    keys.take("dspark_draft_topk", int)
+    rank = keys.take_or("markov_rank", int, _USUAL_RANK)
+    head_type = keys.take_or("markov_head_type", str, "vanilla")
+    if head_type not in _HEAD_TYPES:
+        known = ", ".join(_HEAD_TYPES)
+        raise keys.outer.error("markov_head_type", f"is {head_type!r}; supported are {known}")
+    if rank < 0:
+        raise keys.outer.error("markov_rank", f"must not be below 0, but is {rank}")
+    return {
+        "rank": rank,
+        "head_type": head_type,
+        "tells_confidence": keys.take_or("enable_confidence_head", bool, True),
+        "confidence_sees_token": keys.take_or("confidence_head_with_markov", bool, True),
+    }
 
 
 class DSparkNetwork(DFlashNetwork):
     """A DFlash network whose correction head adjusts each position's logits in turn."""
 
-    def __init__(
-        self,
-        ops: Ops,
-        source: ParameterSource,
-        config: DSparkConfig,
-        target_width: int,
-        options: LoadOptions,
-    ) -> None:
-        super().__init__(ops, source, config, target_width, options)
-        layers, rank = config.layers, config.rank
+    def __init__(self, context: HeadContext, config: DSparkConfig) -> None:
+        super().__init__(context, config)
+        layers, rank, source = config.layers, config.rank, context.source
         width, name = layers.hidden_size, "markov_head"
         self._rank, self._type = rank, config.head_type
         self._sees_token = config.confidence_sees_token
@@ -116,7 +102,7 @@ class DSparkNetwork(DFlashNetwork):
         if rank:
             self._first = Embedding(source, f"{name}.markov_w1", layers.vocab_size, rank)
             second = Part(f"{name}.markov_w2.weight", config.draft_vocab_size)
-            self._second = LanguageModelHead(ops, source.head([second], rank))
+            self._second = LanguageModelHead(context.ops, source.head([second], rank))
         if rank and config.head_type == "gated":
             part = Part(f"{name}.gate_proj", rank)
             self._mixing = column_linear(source, [part], width + rank, bias=True)

@@ -16,18 +16,15 @@ from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Entry, Ops
-from slipstream.layers.layer import BuildContext, build_layers
+from slipstream.kernels.table import Entry
 from slipstream.layers.linear import column_linear
-from slipstream.layers.parameters import ParameterSource, Part
-from slipstream.layers.rope import RopeTables
+from slipstream.layers.parameters import Part
 from slipstream.layers.stack import Stack
-from slipstream.models.loading import LoadOptions
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.config import head_reader, read_layers, wrapped_num_tokens
 from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
 from slipstream.speculative.heads.kinds import DecoderHeadConfig, HeadParts
-from slipstream.speculative.heads.loading import HeadNetwork, load_network
+from slipstream.speculative.heads.loading import HeadContext, HeadNetwork, load_network
 from slipstream.speculative.heads.method import HeadMethod
 from slipstream.speculative.model_options import ModelKeys
 from slipstream.speculative.trees.drafter import TreeDrafter
@@ -53,23 +50,15 @@ def read_eagle1_config(checkpoint: HeadCheckpoint) -> DecoderHeadConfig:
 class Eagle1Head(HeadNetwork):
     """Maps token ids and features to the lm_head's input, which is also the next feature."""
 
-    def __init__(
-        self,
-        ops: Ops,
-        source: ParameterSource,
-        config: DecoderHeadConfig,
-        target_width: int,
-        options: LoadOptions,
-    ) -> None:
-        super().__init__(ops, source, config)
+    def __init__(self, context: HeadContext, config: DecoderHeadConfig) -> None:
+        super().__init__(context, config)
         layers, width = config.layers, config.layers.hidden_size
-        assert target_width == width
-        fc = column_linear(source, [Part("fc", width)], 2 * width, config.parts.fc_bias)
-        ropes = RopeTables(options.max_positions, options.device, shifted=True)
+        assert context.target_width == width
+        fc = column_linear(context.source, [Part("fc", width)], 2 * width, config.parts.fc_bias)
         first, *others = layers.layers
         unnormed = replace(first, norms=replace(first.norms, mixer=None))
-        built = build_layers([unnormed, *others], BuildContext(source, width, ropes))
-        self._stack = Stack(ops, built, None, Entry(fc.product, (None, None)))
+        built = context.layers(layers, [unnormed, *others], shifted=True)
+        self._stack = Stack(context.ops, built, None, Entry(fc.product, (None, None)))
 
     def __call__(
         self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]

@@ -19,21 +19,19 @@ from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Norm, Ops
-from slipstream.layers.layer import BuildContext, LayerSpec, build_layers
+from slipstream.kernels.table import Norm
+from slipstream.layers.layer import LayerSpec
 from slipstream.layers.linear import Linear, column_linear
 from slipstream.layers.norm import rms_norm
-from slipstream.layers.parameters import ParameterSource, Part
-from slipstream.layers.rope import RopeTables
+from slipstream.layers.parameters import Part
 from slipstream.layers.stack import Stack
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.loading import LoadOptions
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.config import head_reader, is_wrapped, read_layers
 from slipstream.speculative.heads.feature_rows import FeatureRowsDrafter
 from slipstream.speculative.heads.kinds import StreamHeadConfig, stream_fields, width_problem
-from slipstream.speculative.heads.loading import HeadNetwork, load_network
+from slipstream.speculative.heads.loading import HeadContext, HeadNetwork, load_network
 from slipstream.speculative.heads.method import HeadMethod
 from slipstream.speculative.model_options import ModelKeys
 from slipstream.speculative.trees.drafter import TreeDrafter
@@ -179,11 +177,10 @@ def _expect_usual(reader: ConfigReader, inner: ConfigReader) -> None:
 class FeatureFusion:
     """The target's streams to one feature of the head's width, with the norms before it."""
 
-    def __init__(
-        self, ops: Ops, source: ParameterSource, config: Eagle3Config, target_width: int
-    ) -> None:
+    def __init__(self, context: HeadContext, config: Eagle3Config) -> None:
         width, eps, count = config.layers.hidden_size, config.layers.rms_norm_eps, config.num_read
-        self._ops = ops
+        source, target_width = context.source, context.target_width
+        self._ops = context.ops
         self._fc: Linear = column_linear(
             source, [Part("fc", width)], count * target_width, config.parts.fc_bias
         )
@@ -221,23 +218,15 @@ def head_layers(config: Eagle3Config) -> list[LayerSpec]:
 class Eagle3Head(HeadNetwork):
     """(tokens, features) to what enters the lm_head and the next feature."""
 
-    def __init__(
-        self,
-        ops: Ops,
-        source: ParameterSource,
-        config: Eagle3Config,
-        target_width: int,
-        options: LoadOptions,
-    ) -> None:
-        super().__init__(ops, source, config)
+    def __init__(self, context: HeadContext, config: Eagle3Config) -> None:
+        super().__init__(context, config)
         layers, width = config.layers, config.layers.hidden_size
         self._fusion: FeatureFusion | None = None
         if config.use_aux_hidden_state:
-            self._fusion = FeatureFusion(ops, source, config, target_width)
-        ropes = RopeTables(options.max_positions, options.device, shifted=True)
-        built = build_layers(head_layers(config), BuildContext(source, width, ropes))
-        last = rms_norm(source, "norm", width, layers.rms_norm_eps)
-        self._stack = Stack(ops, built, last)
+            self._fusion = FeatureFusion(context, config)
+        built = context.layers(layers, head_layers(config), shifted=True)
+        last = rms_norm(context.source, "norm", width, layers.rms_norm_eps)
+        self._stack = Stack(context.ops, built, last)
         # What is the next feature: the stream behind all layers, or what the norm makes of it.
         self._wanted = () if config.norm_output else (layers.num_layers,)
 

@@ -1,20 +1,27 @@
 """The config of Gemma 4's assistants, and whether an assistant fits a target."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from slipstream.core.errors import CheckpointError
+from slipstream.kernels.norm import Activation
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.layer import LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
-from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import InvalidSizesError
 from slipstream.layers.rope import RopeConfig
+from slipstream.models.config_keys import read_layer_types
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.gemma_keys import FULL, PATTERN, SLIDING, read_attention, read_ropes
+from slipstream.models.gemma_keys import (
+    PATTERN,
+    SLIDING,
+    read_attention,
+    read_ropes,
+    sandwich_norms,
+)
 from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.kinds import HeadConfig, vocabulary_problem, width_problem
@@ -67,18 +74,13 @@ class AssistantConfig(HeadConfig):
     centroids: Centroids | None
     suppressed: tuple[int, ...]
 
+    features = "the last hidden state, behind the final norm, and the cache of its last layers"
+    shared = "an assistant reads the target's cache"
+
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
         mixers = (layer.mixer for layer in self.layers.layers)
         return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
-
-    @property
-    def features(self) -> str:
-        return "the last hidden state, behind the final norm, and the cache of its last layers"
-
-    @property
-    def shared(self) -> str:
-        return "an assistant reads the target's cache"
 
     def problems(self, target: DecoderConfig) -> list[str]:
         if problem := width_problem(self.target_width, target):
@@ -179,10 +181,13 @@ def _read_layers(text: ConfigReader, checkpoint: HeadCheckpoint) -> DecoderConfi
             head_dim=text.take("head_dim", int, 256),
             rope=read_ropes(text, positions)[SLIDING],
         )
-        slides = [kind == SLIDING for kind in _read_kinds(text, count)]
+        usual = [(layer + 1) % PATTERN > 0 and layer + 1 < count for layer in range(count)]
+        slides = read_layer_types(text, count) or usual
         attention = read_attention(text, sliding, positions, slides)
-        dense = GatedMLPSpec(text.take("intermediate_size", int))
-        norms = LayerNorms(text.take("rms_norm_eps", float, 1e-6))
+        inner = text.take("intermediate_size", int)
+        dense = GatedMLPSpec(inner, activation=Activation.GELU_TANH)
+        norms = sandwich_norms(text.take("rms_norm_eps", float, 1e-6))
+        norms = replace(norms, scalar="layer_scalar")
         return DecoderConfig(
             architecture="Gemma4AssistantForCausalLM",
             vocab_size=text.take("vocab_size", int, 262144),
@@ -195,16 +200,6 @@ def _read_layers(text: ConfigReader, checkpoint: HeadCheckpoint) -> DecoderConfi
         )
     except InvalidSizesError as error:
         raise CheckpointError(f"{text.file}: {error}") from error
-
-
-def _read_kinds(text: ConfigReader, count: int) -> list[str]:
-    usual = [FULL if (index + 1) % PATTERN == 0 else SLIDING for index in range(count)]
-    kinds = text.take("layer_types", list, [*usual[:-1], FULL])
-    if len(kinds) != count or not count or any(kind not in (FULL, SLIDING) for kind in kinds):
-        raise text.error(
-            "layer_types", f"must name {count} layers, each {FULL} or {SLIDING}, not {kinds}"
-        )
-    return kinds
 
 
 def _read_centroids(reader: ConfigReader, vocab_size: int) -> Centroids | None:

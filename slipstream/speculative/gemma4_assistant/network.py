@@ -15,21 +15,22 @@ So the assistant has no cache of its own, and rejected drafts leave nothing behi
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.pass_inputs import PassInputs, RowPlaces
-from slipstream.kernels.table import Heads, Ops
+from slipstream.kernels.table import Entry, Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
-from slipstream.layers.rope import rope_table
+from slipstream.layers.stack import Stack
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
 from slipstream.runner.device_batch import DeviceBatch
@@ -42,7 +43,7 @@ from slipstream.speculative.gemma4_assistant.config import (
 )
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint, fill
 from slipstream.speculative.heads.last_hidden import LastHiddenDrafter
-from slipstream.speculative.heads.loading import load_head
+from slipstream.speculative.heads.loading import HeadContext, load_head
 from slipstream.speculative.heads.method import Head, HeadMethod
 from slipstream.speculative.model_options import ModelKeys
 
@@ -56,11 +57,8 @@ def load_assistant(
     read = [target_layer(layer, target) for layer in config.attention]
     read_layers = [layer for layer in read if layer is not None]
     ordering = _read_ordering(checkpoint, config, options)
-
-    def build(ops: Ops, source: ParameterSource) -> AssistantNetwork:
-        return AssistantNetwork(ops, source, config, read_layers, ordering, options)
-
-    return load_head(checkpoint, options, build, ignored=(_ORDERING, _HEAD))
+    build = partial(AssistantNetwork, config=config, read_layers=read_layers, ordering=ordering)
+    return load_head(checkpoint, target, options, build, ignored=(_ORDERING, _HEAD))
 
 
 def _read_ordering(
@@ -83,58 +81,6 @@ def _read_ordering(
             f"tensor {_ORDERING} in {checkpoint.path} must hold every token id once"
         )
     return ordering.long().to(options.device)
-
-
-class AssistantLayer:
-    """A decoder layer with sandwich norms whose attention reads the cache of a target's layer."""
-
-    def __init__(
-        self,
-        ops: Ops,
-        source: ParameterSource,
-        config: AssistantConfig,
-        index: int,
-        options: LoadOptions,
-    ) -> None:
-        sizes, own, name = config.layers, config.attention[index], f"model.layers.{index}"
-        width, eps, inner = sizes.hidden_size, sizes.rms_norm_eps, sizes.intermediate_size
-        rows = own.query_rows
-        self._ops = ops
-        self._before, self._behind, self._before_mlp, self._behind_mlp = (
-            rms_norm(source, f"{name}.{norm}_layernorm", width, eps)
-            for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward")
-        )
-        self._query = column_linear(source, [Part(f"{name}.self_attn.q_proj", rows)], width, False)
-        self._output = row_linear(source, f"{name}.self_attn.o_proj", width, rows, False)
-        norm = rms_norm(source, f"{name}.self_attn.q_norm", own.head_dim, eps)
-        self._heads = Heads(
-            num_heads=own.num_heads,
-            num_kv_heads=own.num_kv_heads,
-            head_dim=own.head_dim,
-            norms=(norm, norm),  # no keys are computed
-            cos_sin=rope_table(own.head_dim, own.rope, options.max_positions, options.device),
-            scale=1.0,
-            window=own.window,
-        )
-        parts = [Part(f"{name}.mlp.{part}_proj", inner) for part in ("gate", "up")]
-        self._gate_up = column_linear(source, parts, width, False)
-        self._down = row_linear(source, f"{name}.mlp.down_proj", width, inner, False)
-        self._scalar = source.vector([Part(f"{name}.layer_scalar", 1)])
-
-    def __call__(self, x: Tensor, inputs: PassInputs, cache: LayerCache) -> Tensor:
-        """x [T, H] -> [T, H]; nothing is written to `cache`."""
-        ops, heads = self._ops, self._heads
-        query, _ = ops.norm_linear(x, None, self._before, self._query.weight, None)
-        nothing = query.new_zeros((len(x), 2 * heads.num_kv_heads * heads.head_dim))
-        inputs = inputs.within_window(heads.window)
-        mixed = ops.attend(torch.cat((query, nothing), -1), heads, inputs, cache)
-        addend = ops.joined_linear([(mixed, None)], self._output.weight, None)
-        addend = ops.norm(addend, None, self._behind)[0]
-        gate_up, x = ops.norm_linear(addend, x, self._before_mlp, self._gate_up.weight, None)
-        gate, up = gate_up.chunk(2, -1)
-        active = F.gelu(gate, approximate="tanh") * up
-        addend = ops.joined_linear([(active, None)], self._down.weight, None)
-        return (x + ops.norm(addend, None, self._behind_mlp)[0]) * self._scalar
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -178,34 +124,35 @@ class AssistantNetwork:
 
     def __init__(
         self,
-        ops: Ops,
-        source: ParameterSource,
+        context: HeadContext,
         config: AssistantConfig,
         read_layers: Sequence[int],
         ordering: Tensor,
-        options: LoadOptions,
     ) -> None:
+        ops, source = context.ops, context.source
         sizes, target_width = config.layers, config.target_width
         width, vocab = sizes.hidden_size, sizes.vocab_size
         self._ops, self._read_layers, self._softcap = ops, tuple(read_layers), config.softcap
         self._embedding: Embedding | None = None
         self.num_legal_tokens = vocab
         self._embedding_scale = target_width**0.5
-        self._enter = column_linear(
-            source, [Part("pre_projection", width)], 2 * target_width, False
-        )
+        enter = column_linear(source, [Part("pre_projection", width)], 2 * target_width, False)
         self._leave = row_linear(source, "post_projection", target_width, width, False)
-        self._layers = [
-            AssistantLayer(ops, source, config, index, options) for index in range(sizes.num_layers)
+        reading = [
+            replace(layer, mixer=replace(mixer, lender=read))
+            for layer, mixer, read in zip(sizes.layers, config.attention, read_layers, strict=True)
         ]
-        self._norm = rms_norm(source, "norm", width, sizes.rms_norm_eps)
+        last = rms_norm(source, "norm", width, sizes.rms_norm_eps)
+        entry = Entry(enter.product, (None, None))
+        self._stack = Stack(ops, context.layers(sizes, reading), last, entry)
         table = source.table([Part(_TABLE, vocab)], width)
         self._head: LanguageModelHead | SomeLogits
         if config.centroids is None:
             self._head = LanguageModelHead(ops, source.tied(table))
         else:
             self._head = SomeLogits(ops, source, config.centroids, ordering, table, config.softcap)
-        self._suppressed = torch.tensor(config.suppressed, dtype=torch.int64, device=options.device)
+        device = context.options.device
+        self._suppressed = torch.tensor(config.suppressed, dtype=torch.int64, device=device)
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Use the target's embedding."""
@@ -236,11 +183,8 @@ class AssistantNetwork:
         """
         assert self._embedding is not None, "share() comes first"
         embedded = self._embedding(token_ids) * self._embedding_scale
-        sides = [(embedded.to(hidden.dtype), None), (hidden, None)]
-        x = self._ops.joined_linear(sides, self._enter.weight, None)
-        for layer, read in zip(self._layers, self._read_layers, strict=True):
-            x = layer(x, inputs, caches[read])
-        normed = self._ops.norm(x, None, self._norm)[0]
+        read = [caches[layer] for layer in self._read_layers]
+        normed, _ = self._stack([embedded.to(hidden.dtype), hidden], inputs, read)
         return normed, self._ops.joined_linear([(normed, None)], self._leave.weight, None)
 
 

@@ -78,7 +78,7 @@ class FeatureRowsDrafter(Drafter):
         super().__init__(resources.state)
         self._network: FeatureNetwork = head.network
         self._network.share(resources.target.embedding, resources.target.head)
-        self._drafting, self._resources = head.sampling, resources
+        self._drafting, self._resources = head.sampling(resources), resources
         state, layout = resources.state, head.layout
         assert layout is not None, "its rows have keys and values"
         self._cache = ModelCache(layout, resources.cache_sizes)
@@ -119,10 +119,8 @@ class FeatureRowsDrafter(Drafter):
             features = last.unsqueeze(1)
             return logits
 
-        draft, _ = self._drafting.draft_chain(
-            *(batch, self._resources, known, starts, wanted, self._most, forward),
-            self._excerpt(slots),
-        )
+        places = known, starts, wanted, self._most
+        draft, _ = self._drafting.draft_chain(batch, *places, forward, self._excerpt(slots))
         computed = torch.where(wanted > 0, known, starts)
         self._computed.index_copy_(0, slots, computed)
         return draft

@@ -77,7 +77,7 @@ class LastHiddenDrafter(Drafter):
         super().__init__(resources.state)
         self._network: LastHiddenNetwork = head.network
         self._network.share(resources.target.embedding, resources.target.head)
-        self._drafting, self._resources = head.sampling, resources
+        self._drafting = head.sampling(resources)
         dtype = resources.target.embedding.dtype
         self._last = LastHidden(resources.state, head.target.hidden_size, dtype)
 
@@ -95,7 +95,7 @@ class LastHiddenDrafter(Drafter):
             logits, state = self._next(index, state, last)
             return logits, None
 
-        return self._drafting.draft_places(batch, self._resources, wanted, place)
+        return self._drafting.draft_places(batch, wanted, place)
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         self._last.keep(batch, verdict, forward)

@@ -1,6 +1,7 @@
 """Builds drafting heads with their weights, and shares the target's embedding and lm_head."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -12,7 +13,9 @@ from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.table import Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
+from slipstream.layers.layer import BuildContext, Layer, LayerSpec, build_layers
 from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.layers.rope import RopeTables
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import RANDOM_FORMATS, LoadOptions, open_quantized, tensor_bytes
 from slipstream.models.parameter_sources import CheckpointSource, DummySource, TensorSource
@@ -25,6 +28,33 @@ T = TypeVar("T")
 C = TypeVar("C", bound=DecoderHeadConfig)
 N = TypeVar("N", bound="HeadNetwork")
 _COMPARED = 1 << 14  # tokens that are compared at a time
+
+
+@dataclass(frozen=True, eq=False)
+class HeadContext:
+    """What a head's network is built from, beside its config.
+
+    Attributes:
+        target_width: hidden size of the target.
+    """
+
+    ops: Ops
+    source: ParameterSource
+    target_width: int
+    options: LoadOptions
+
+    def layers(
+        self, config: DecoderConfig, specs: Sequence[LayerSpec] | None = None, shifted: bool = False
+    ) -> list[Layer]:
+        """Build the decoder layers.
+
+        Args:
+            specs: in place of those of the config.
+            shifted: see `RopeTables`.
+        """
+        ropes = RopeTables(self.options.max_positions, self.options.device, shifted=shifted)
+        built = BuildContext(self.source, config.hidden_size, ropes)
+        return build_layers(config.layers if specs is None else specs, built)
 
 
 class HeadNetwork:
@@ -40,12 +70,11 @@ class HeadNetwork:
 
     def __init__(
         self,
-        ops: Ops,
-        source: ParameterSource,
+        context: HeadContext,
         config: DecoderHeadConfig,
         names: tuple[str, str] = (EMBEDDING, HEAD),
     ) -> None:
-        layers, parts = config.layers, config.parts
+        layers, parts, source = config.layers, config.parts, context.source
         self.feature_size = width = layers.hidden_size
         self.num_legal_tokens = config.draft_vocab_size
         self._embedding: Embedding | None = None
@@ -55,7 +84,7 @@ class HeadNetwork:
             self._embedding = Embedding(source, embedding, layers.vocab_size, width)
         if parts.head:
             weight = source.head([Part(f"{head}.weight", config.draft_vocab_size)], width)
-            self._head = LanguageModelHead(ops, weight)
+            self._head = LanguageModelHead(context.ops, weight)
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Use the target's embedding and lm_head where the head has none, or an equal embedding."""
@@ -100,8 +129,9 @@ def _same(own: Weight, other: Weight) -> bool:
 
 def load_head(
     checkpoint: HeadCheckpoint,
+    target: DecoderConfig,
     options: LoadOptions,
-    build: Callable[[Ops, ParameterSource], T],
+    build: Callable[[HeadContext], T],
     ignored: Sequence[str] = (),
     stored: StoredQuantization | None = None,
 ) -> T:
@@ -117,7 +147,8 @@ def load_head(
     ops = kernels_for(options.device, options.dtype, options.batch_invariant).network
 
     def built(tensors: TensorSource) -> T:
-        return build(ops, in_precision(tensors, options.quantization, ops))
+        source = in_precision(tensors, options.quantization, ops)
+        return build(HeadContext(ops, source, target.hidden_size, options))
 
     if options.load_format in RANDOM_FORMATS:  # random weights of a head predict nothing
         return built(DummySource(options.dtype, options.device, options.seed))
@@ -144,20 +175,18 @@ def load_head(
 
 
 def load_network(
-    network: Callable[[Ops, ParameterSource, C, int, LoadOptions], N],
+    network: Callable[[HeadContext, C], N],
     checkpoint: HeadCheckpoint,
     config: C,
     target: DecoderConfig,
     options: LoadOptions,
 ) -> N:
     """Load a network of decoder layers with its weights and its draft vocabulary."""
-
-    def build(ops: Ops, source: ParameterSource) -> N:
-        return network(ops, source, config, target.hidden_size, options)
-
     size = config.draft_vocab_size
     vocabulary = _read_draft_ids(checkpoint, size, target.vocab_size, options.device)
-    loaded = load_head(checkpoint, options, build, ignored=(DRAFT_IDS,))
+    loaded = load_head(
+        checkpoint, target, options, lambda context: network(context, config), (DRAFT_IDS,)
+    )
     loaded.vocabulary = vocabulary
     return loaded
 

@@ -62,12 +62,11 @@ class Head(Generic[C, N]):
     target: DecoderConfig
     window: int | None = None
 
-    @property
-    def sampling(self) -> DraftSampling:
+    def sampling(self, resources: DrafterResources) -> DraftSampling:
         """How its logits become draft tokens, once it has what it takes of the target."""
         network = self.network
         tokens = network.vocabulary, network.num_legal_tokens
-        return DraftSampling(*tokens, self.greedy_only, network.num_ranks)
+        return DraftSampling(*tokens, self.greedy_only, network.num_ranks, resources)
 
 
 @dataclass(frozen=True)

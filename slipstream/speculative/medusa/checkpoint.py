@@ -28,7 +28,7 @@ from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.kinds import HeadConfig
 from slipstream.speculative.heads.last_hidden import FEATURES
-from slipstream.speculative.medusa.names import BLOCK, HEAD, PREFIX, canonical_name, own_head
+from slipstream.speculative.medusa import BLOCK, HEAD, PREFIX, canonical_name, own_head
 
 SHARED_HEAD: Final = "lm_head"
 TOKEN_MAP: Final = "token_map"
@@ -83,9 +83,7 @@ class MedusaConfig(HeadConfig):
 
     checkpoint: "MedusaCheckpoint"
 
-    @property
-    def features(self) -> str:
-        return FEATURES
+    features = FEATURES
 
     @property
     def sizes(self) -> Mapping[str, int | None]:

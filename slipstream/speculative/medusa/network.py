@@ -9,20 +9,21 @@ Every head has its own layers. The lm_head is its own, shared by all heads, or t
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.formats.weight import Weight
-from slipstream.kernels.table import Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
 from slipstream.speculative.heads.last_hidden import LastHiddenDrafter
-from slipstream.speculative.heads.loading import load_head
+from slipstream.speculative.heads.loading import HeadContext, load_head
 from slipstream.speculative.heads.method import HeadMethod
+from slipstream.speculative.medusa import own_head
 from slipstream.speculative.medusa.checkpoint import (
     SHARED_HEAD,
     TOKEN_MAP,
@@ -33,7 +34,6 @@ from slipstream.speculative.medusa.checkpoint import (
     read_medusa_config,
     read_shape,
 )
-from slipstream.speculative.medusa.names import own_head
 
 
 def load_medusa(
@@ -41,11 +41,7 @@ def load_medusa(
 ) -> "MedusaHeads":
     read = dummy_shape if options.load_format == "dummy" else read_shape
     shape = read(checkpoint, target.hidden_size, target.vocab_size)
-
-    def build(ops: Ops, source: ParameterSource) -> MedusaHeads:
-        return MedusaHeads(ops, source, shape, options)
-
-    return load_head(checkpoint, options, build, (TOKEN_MAP,))
+    return load_head(checkpoint, target, options, partial(MedusaHeads, shape=shape), (TOKEN_MAP,))
 
 
 class MedusaHeads:
@@ -56,10 +52,9 @@ class MedusaHeads:
         num_legal_tokens: size of the draft vocabulary, Vq.
     """
 
-    def __init__(
-        self, ops: Ops, source: ParameterSource, shape: MedusaShape, options: LoadOptions
-    ) -> None:
-        self._ops, self._shape, self._dtype = ops, shape, options.dtype
+    def __init__(self, context: HeadContext, shape: MedusaShape) -> None:
+        source, options = context.source, context.options
+        self._ops, self._shape, self._dtype = context.ops, shape, options.dtype
         self.vocabulary = _on(shape.vocabulary, options.device)
         self._head_rows = _on(shape.head_rows, options.device)
         self.num_legal_tokens = shape.num_legal_tokens

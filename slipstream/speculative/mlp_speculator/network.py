@@ -13,9 +13,9 @@ among all steps, and proj among all steps but the first.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -32,7 +32,7 @@ from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.kinds import HeadConfig, vocabulary_problem
 from slipstream.speculative.heads.last_hidden import FEATURES, LastHiddenDrafter
-from slipstream.speculative.heads.loading import load_head
+from slipstream.speculative.heads.loading import HeadContext, load_head
 from slipstream.speculative.heads.method import HeadMethod
 
 EPS = 1e-6  # epsilon of all norms, which configs do not state
@@ -68,9 +68,7 @@ class MLPSpeculatorConfig(HeadConfig):
     tie_weights: bool
     scale_input: bool
 
-    @property
-    def features(self) -> str:
-        return FEATURES
+    features = FEATURES
 
     @property
     def sizes(self) -> Mapping[str, int | None]:
@@ -122,12 +120,7 @@ def load_mlp_speculator(
     options: LoadOptions,
 ) -> "MLPSpeculator":
     copies = [] if options.load_format == "dummy" else _copies(config, checkpoint)
-    return load_head(
-        checkpoint,
-        options,
-        lambda ops, source: MLPSpeculator(ops, source, config, options.dtype),
-        copies,
-    )
+    return load_head(checkpoint, target, options, partial(MLPSpeculator, config=config), copies)
 
 
 def _copies(config: MLPSpeculatorConfig, checkpoint: MLPSpeculatorCheckpoint) -> list[str]:
@@ -165,14 +158,12 @@ class MLPSpeculator:
     vocabulary: Tensor | None = None
     num_ranks = 1
 
-    def __init__(
-        self, ops: Ops, source: ParameterSource, config: MLPSpeculatorConfig, dtype: torch.dtype
-    ) -> None:
-        self._ops, self._config, self._dtype = ops, config, dtype
+    def __init__(self, context: HeadContext, config: MLPSpeculatorConfig) -> None:
+        self._ops, self._config, self._dtype = context.ops, config, context.options.dtype
         self.num_legal_tokens = config.vocab_size
         self._state_weight = 0.5 ** (0.5 / config.num_tokens)
         self._token_weight = sqrt((1 - self._state_weight**2) * config.inner_dim / 2)
-        self._steps = _read_steps(ops, source, config)
+        self._steps = _read_steps(context.ops, context.source, config)
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         """Does nothing: the network has its own embeddings and lm_heads."""

@@ -18,6 +18,7 @@ are stored by slot in the blocks, beside their keys and values.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Entry, Norm, Ops
+from slipstream.kernels.table import Entry, Norm
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.layer import BuildContext
 from slipstream.layers.linear import Linear, column_linear
@@ -37,7 +38,7 @@ from slipstream.models.loading import LoadOptions
 from slipstream.runner.rows import RowLayout
 from slipstream.speculative.drafter import Drafter, DrafterResources
 from slipstream.speculative.heads.feature_rows import FIRST_ROW, FeatureRowsDrafter
-from slipstream.speculative.heads.loading import HeadNetwork, load_head
+from slipstream.speculative.heads.loading import HeadContext, HeadNetwork, load_head
 from slipstream.speculative.heads.method import Head, HeadMethod
 from slipstream.speculative.model_options import ModelKeys
 from slipstream.speculative.mtp.config import ModuleNames, MtpCheckpoint, MtpConfig, read_mtp_config
@@ -47,11 +48,9 @@ def load_mtp(
     checkpoint: MtpCheckpoint, config: MtpConfig, target: DecoderConfig, options: LoadOptions
 ) -> "MtpHead":
 
-    def build(ops: Ops, source: ParameterSource) -> MtpHead:
-        return MtpHead(ops, source, config, options)
-
-    copies = _copies(checkpoint, config)
-    return load_head(checkpoint, options, build, ignored=copies, stored=checkpoint.quantization)
+    copies, stored = _copies(checkpoint, config), checkpoint.quantization
+    build = partial(MtpHead, config=config)
+    return load_head(checkpoint, target, options, build, ignored=copies, stored=stored)
 
 
 def _copies(checkpoint: MtpCheckpoint, config: MtpConfig) -> list[str]:
@@ -98,11 +97,9 @@ class MtpEnds:
 class MtpHead(HeadNetwork):
     """Maps token ids and features to the lm_head's input, which is also the next feature."""
 
-    def __init__(
-        self, ops: Ops, source: ParameterSource, config: MtpConfig, options: LoadOptions
-    ) -> None:
-        layers, first = config.layers, config.modules[0]
-        super().__init__(ops, source, config, names=(first.embedding, first.head))
+    def __init__(self, context: HeadContext, config: MtpConfig) -> None:
+        layers, first, options = config.layers, config.modules[0], context.options
+        super().__init__(context, config, names=(first.embedding, first.head))
         if config.drafted is not None:
             self.vocabulary = torch.tensor(config.drafted, device=options.device)
             self.num_legal_tokens = len(config.drafted)
@@ -110,15 +107,15 @@ class MtpHead(HeadNetwork):
         self._feature_first = config.style.feature_first
         self._blanks_first = config.style.blanks_first
         ropes = RopeTables(options.max_positions, options.device, shifted=True)
-        context = BuildContext(source, layers.hidden_size, ropes)
+        built = BuildContext(context.source, layers.hidden_size, ropes)
         all_ends: dict[str, MtpEnds] = {}  # Qwen's modules share all but the layer
         self._modules: list[Stack] = []
         for spec, names in zip(layers.layers, config.modules, strict=True):
-            ends = all_ends.get(names.projection) or MtpEnds.read(source, config, names)
+            ends = all_ends.get(names.projection) or MtpEnds.read(context.source, config, names)
             all_ends[names.projection] = ends
-            layer = replace(spec, norms=config.norms).build(context, names.layer)
+            layer = replace(spec, norms=config.norms).build(built, names.layer)
             entry = Entry(ends.projection.product, ends.norms)
-            self._modules.append(Stack(ops, [layer], ends.last, entry))
+            self._modules.append(Stack(context.ops, [layer], ends.last, entry))
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
         super().share(embedding, head)

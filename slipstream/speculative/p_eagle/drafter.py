@@ -19,7 +19,6 @@ from slipstream.speculative.model_options import ModelKeys
 from slipstream.speculative.p_eagle.network import PEagleConfig, PEagleHead, read_p_eagle_config
 from slipstream.speculative.parallel.rows import (
     most_rows,
-    parallel_draft,
     parallel_rows,
     warn_untrained,
 )
@@ -52,7 +51,7 @@ class PEagleDrafter(FeatureRowsDrafter):
             return Draft.empty(batch)
         hidden, _ = self._pass(layout, self._row_features(rows, layout), 0)
         logits = self._network.head(layout.tails(hidden, wanted, batch.width).flatten(0, 1))
-        draft = parallel_draft(state, batch, wanted, logits, self._drafting, self._resources)
+        draft = self._drafting.draft_at_once(batch, wanted, logits)
         computed = torch.where(wanted > 0, state.num_tokens[slots], starts)
         self._computed.index_copy_(0, slots, computed)
         return draft

@@ -13,13 +13,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from slipstream.kernels.table import Ops
-from slipstream.layers.parameters import ParameterSource, Part
+from slipstream.layers.parameters import Part
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.loading import LoadOptions
 from slipstream.speculative.drafter import DrafterLimits
 from slipstream.speculative.eagle3.network import Eagle3Config, Eagle3Head, read_eagle3_config
 from slipstream.speculative.heads.checkpoint import MASK_HIDDEN, HeadCheckpoint
+from slipstream.speculative.heads.loading import HeadContext
 from slipstream.speculative.model_options import ModelOptions
 from slipstream.speculative.options import TargetModel
 from slipstream.speculative.parallel.rows import (
@@ -98,18 +97,11 @@ def read_p_eagle_config(checkpoint: HeadCheckpoint) -> PEagleConfig:
 class PEagleHead(Eagle3Head):
     """Maps token ids and features, including mask rows, to the lm_head's input."""
 
-    def __init__(
-        self,
-        ops: Ops,
-        source: ParameterSource,
-        config: PEagleConfig,
-        target_width: int,
-        options: LoadOptions,
-    ) -> None:
-        super().__init__(ops, source, config, target_width, options)
-        self._target_width = target_width
-        columns = config.feature_columns(target_width)
-        self._mask_hidden = source.vector([Part(MASK_HIDDEN, columns)])
+    def __init__(self, context: HeadContext, config: PEagleConfig) -> None:
+        super().__init__(context, config)
+        self._target_width = context.target_width
+        columns = config.feature_columns(context.target_width)
+        self._mask_hidden = context.source.vector([Part(MASK_HIDDEN, columns)])
 
     def mask_feature(self) -> Tensor:
         """The feature of mask rows, [1, H]."""

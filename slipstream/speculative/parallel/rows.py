@@ -11,10 +11,8 @@ it reads them. A request has at most K rows more here than in the target's pass.
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +23,7 @@ from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.excerpts import Excerpt
 from slipstream.runner.rows import PassRows
-from slipstream.speculative.chains import Chains
-from slipstream.speculative.draft_sampling import DraftSampling
-from slipstream.speculative.drafter import Draft, DrafterResources
-from slipstream.speculative.parallel import MASK_ID_KEYS as _ID_KEYS
-from slipstream.speculative.pard.features import PARD2_KEYS
+from slipstream.speculative.parallel import MASK_ID_KEYS, TRAINED_KEYS
 
 
 def most_waiting(num_speculative_tokens: int) -> int:
@@ -65,43 +59,9 @@ def parallel_rows(
     return batch.rows(starts, lengths, most, mask_token=mask_token, excerpt=excerpt)
 
 
-def parallel_draft(
-    state: DeviceState,
-    batch: DeviceBatch,
-    wanted: Tensor,
-    logits: Tensor,
-    drafting: DraftSampling,
-    resources: DrafterResources,
-) -> Draft:
-    """The draft from the logits [R * K, V] of each request's last rows (`RowLayout.tails`), without
-    the places behind the end of a chain (`Chains`)."""
-    slots, width = batch.slots, batch.width
-    place = torch.arange(width, device=slots.device)
-    probs, chains = drafting.probabilities(batch), Chains(batch, resources, wanted, at_once=True)
-    picked = drafting.sample(
-        logits,
-        slots.unsqueeze(1).expand(-1, width).contiguous().flatten(),
-        (state.num_tokens[slots].unsqueeze(1) + place).flatten(),
-        batch,
-        resources,
-        None if probs is None else probs.flatten(0, 1),
-        chains.confidences_out(),
-    )
-    tokens = drafting.token_ids(picked).view(-1, width)
-    for index in range(width):
-        if not chains.take(index):
-            break
-    return chains.finish(drafting.draft(batch, resources, tokens, wanted, probs))
-
-
-_KIND, _TRAINED = "spd_type", ("para_num", "num_depths")
-
-MASK_TOKEN_KEYS = (*_ID_KEYS, _KIND, *_TRAINED, *PARD2_KEYS)
-"""Keys of config.json about drafting, which do not change the network."""
-
 MASK_HEAD_KEYS = (
-    *_ID_KEYS,
-    *_TRAINED,
+    *MASK_ID_KEYS,
+    *TRAINED_KEYS,
     "down_sample_ratio",
     "down_sample_ratio_min",
     "num_draft_layers",
@@ -125,20 +85,10 @@ class MaskToken:
     trained_tokens: int | None
 
 
-def drafts_in_parallel(config: Mapping[str, Any]) -> bool:
-    """Whether a language model was trained for parallel drafting, by its config.json (PARD)."""
-    return config.get(_KIND) in ("pard", "pard2") or config.get("pard_token") is not None
-
-
-def reads_features(config: Mapping[str, Any]) -> bool:
-    """Whether it reads the target's features besides token ids (PARD-2)."""
-    return bool(config.get("pard2")) or config.get(_KIND) == "pard2"
-
-
 def read_mask_token(checkpoint: Checkpoint) -> MaskToken:
     """Read the mask token; CheckpointError for values that are not ids."""
-    ids = [_number(checkpoint, key) for key in _ID_KEYS]
-    trained = [_number(checkpoint, key) for key in _TRAINED]
+    ids = [_number(checkpoint, key) for key in MASK_ID_KEYS]
+    trained = [_number(checkpoint, key) for key in TRAINED_KEYS]
     return MaskToken(_first(ids), _first(trained))
 
 

@@ -7,30 +7,26 @@ gets the feature of the token before it, and mask tokens get the last known feat
 
 from dataclasses import replace
 
-from torch import Tensor
-
-from slipstream.core.batch import Batch
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
 from slipstream.sampling.verification import Verdict
-from slipstream.speculative.draft_model.context import DraftContext
-from slipstream.speculative.draft_model.drafter import DraftNetwork, load_network
+from slipstream.speculative.catalogue import DRAFTING_KEYS
+from slipstream.speculative.draft_model.context import ContextDrafter
+from slipstream.speculative.draft_model.drafter import DraftNetwork
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, LoadedDrafter, Needs
 from slipstream.speculative.model_options import ModelKeys, ModelOptions, read_model_options
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.parallel.rows import (
-    MASK_TOKEN_KEYS,
     choose_mask_token,
     most_rows,
     most_waiting,
-    parallel_draft,
     parallel_rows,
     read_mask_token,
-    reads_features,
     warn_untrained,
 )
+from slipstream.speculative.pard import reads_features
 from slipstream.speculative.pard.features import (
     FeatureFedRunner,
     FeaturePages,
@@ -59,12 +55,12 @@ def load(options: ModelOptions, target: TargetModel) -> LoadedDrafter:
     assert options.model is not None, "it has a checkpoint of its own"
     checkpoint = Checkpoint(resolve_checkpoint(options.model, options.revision))
     mask = read_mask_token(checkpoint)
-    shape = read_decoder_config(checkpoint, MASK_TOKEN_KEYS)
+    shape = read_decoder_config(checkpoint, DRAFTING_KEYS)
     otherwise = ", or leave out parallel_drafting if the drafter was not trained for it"
     token = choose_mask_token(
         checkpoint.config_file, mask, options.mask_token, shape.vocab_size, otherwise
     )
-    network = load_network(options, target, "pard", token)
+    network = DraftNetwork(options, target, "pard", token)
     needs, projection, kept = Needs(), None, network.kept
     limits = replace(network.limits, parallel=True)
     if options.adaptive:
@@ -87,7 +83,7 @@ def load(options: ModelOptions, target: TargetModel) -> LoadedDrafter:
     return LoadedDrafter(build=build, limits=limits, needs=needs, **kept)
 
 
-class PardDrafter(Drafter):
+class PardDrafter(ContextDrafter):
     """Drafts all K tokens in one pass."""
 
     def __init__(
@@ -96,51 +92,36 @@ class PardDrafter(Drafter):
         projection: TargetProjection | None,
         resources: DrafterResources,
     ) -> None:
-        super().__init__(resources.state)
-        self._network, self._resources = network, resources
         self._features: FeaturePages | None = None
         if projection is None:
-            self._runner = network.runner(resources)
+            runner = network.runner(resources)
         else:
             self._features = FeaturePages.empty(projection, network.width, resources)
-            cache = network.cache(resources)
-            self._runner = FeatureFedRunner(network.decoder, cache, self._state, self._features)
+            given = network.decoder, network.cache(resources), resources.state
+            runner = FeatureFedRunner(*given, self._features)
+        count, window = resources.num_speculative_tokens, network.excerpt_sizes(resources)
+        longest, most = network.max_model_len, most_waiting(count)
+        super().__init__(runner, resources, longest, most, None, window)
         assert network.mask_token is not None
-        self._mask_token = network.mask_token
-        count = resources.num_speculative_tokens
+        self._drafting, self._mask_token = network.sampling(resources), network.mask_token
         self._most_rows = most_rows(count)
-        self._context = DraftContext(
-            *(self._runner, self._state, network.max_model_len, most_waiting(count)),
-            resources.captured,
-            network.excerpt_sizes(resources),
-            resources.shares_prefixes,
-        )
-
-    def prepare(self, batch: Batch) -> None:
-        self._context.prepare(batch, None)
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """Run one ragged pass over the uncomputed committed tokens and the mask tokens."""
         state, slots, wanted = self._state, batch.slots, batch.num_draft_tokens
-        starts = self._context.computed[slots]
+        starts = self._computed[slots]
         rows = parallel_rows(
             *(state, batch, starts, wanted, self._most_rows, self._mask_token),
-            self._context.excerpt(slots),
+            self._excerpt(slots),
         )
         forward = self._runner.forward(rows)
         logits = self._runner.logits(
             forward.layout.tails(forward.hidden, wanted, batch.width).flatten(0, 1)
         )
-        self._context.advance(slots, wanted, state.num_tokens[slots])
-        return parallel_draft(state, batch, wanted, logits, self._network.drafting, self._resources)
+        self._advance(slots, wanted, state.num_tokens[slots])
+        return self._drafting.draft_at_once(batch, wanted, logits)
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """Store PARD-2's features; the count of computed tokens never includes draft tokens."""
         if self._features is not None:
             self._features.write(forward)
-
-    def read_prompts(self, batch: Batch, forward: Forward) -> None:
-        self._context.read_prompts(batch)
-
-    def cached_tokens(self, slots: Tensor) -> Tensor:
-        return self._context.cached_tokens(slots)

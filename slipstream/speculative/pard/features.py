@@ -32,7 +32,6 @@ from slipstream.runner.rows import PassRows, lay_out
 from slipstream.speculative.drafter import DrafterResources
 from slipstream.speculative.heads.checkpoint import fill, read_pickled
 
-PARD2_KEYS = ("pard2", "pard2_scale", "pard2_proj_bias", "pard2_target_dim", "pard2_target_layers")
 WEIGHTS = "warp_model.bin"
 _PROJECTION = "target_proj"
 

@@ -1,0 +1,260 @@
+"""Puts an engine together from loaded models."""
+
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+
+import torch
+
+from slipstream.cache.block_manager import BlockManager
+from slipstream.cache.spec import CacheLayout, CacheSizes, ModelCache
+from slipstream.cache.spread_blocks import SpreadBlocks
+from slipstream.cache.state_places import StatePlaces
+from slipstream.cache.window_blocks import WindowBlocks
+from slipstream.core.config import EngineConfig
+from slipstream.core.sampling_params import Verification
+from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
+from slipstream.engine.adapters import Adapters
+from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
+from slipstream.engine.drafting.calibration import calibrate
+from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
+from slipstream.engine.drafting.policy import AdaptivePolicy, captured_widths
+from slipstream.engine.engine import Engine
+from slipstream.engine.grammar import Grammars
+from slipstream.engine.guidance import Guidance
+from slipstream.engine.images import ImageReader
+from slipstream.engine.launcher import Launcher
+from slipstream.engine.logprobs import LogprobReader
+from slipstream.engine.media import MediaReader
+from slipstream.engine.ranks.division import divide
+from slipstream.engine.ranks.ranks import Ranks
+from slipstream.engine.resolve import (
+    Resolved,
+)
+from slipstream.engine.scheduler import Scheduler
+from slipstream.kernels.registry import kernels_for
+from slipstream.layers.adapters import AdapterSlots
+from slipstream.models.decoder import Decoder
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.loading import (
+    ProgressBar,
+)
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.runner.adapters import AdapterLoader
+from slipstream.runner.capability import (
+    device_name,
+)
+from slipstream.runner.device_state import DeviceState
+from slipstream.runner.graphs import GraphRunner, Recorder
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.sampling.state import SamplingState, Uses
+from slipstream.speculative.drafter import DrafterResources, LoadedDrafter
+
+
+def assemble(
+    resolved: Resolved,
+    config: EngineConfig,
+    network: Decoder,
+    loaded_drafter: LoadedDrafter,
+    tokenizer: Tokenizer | None,
+    progress_bar: ProgressBar,
+    ranks: Ranks,
+    images: ImageReader,
+) -> Engine:
+    """Build the engine from loaded models."""
+    limits, shape, needs = resolved.limits, network.config, loaded_drafter.needs
+    division = divide(ranks, resolved, network.pool)
+    state, sampling = _device_states(config, resolved, network)
+    form = step_form(resolved, config)
+    layout = shape.cache_layout(resolved.cache_dtype, division.layers)
+    sizes = CacheSizes(resolved.num_blocks, config.block_size, state.num_slots, resolved.device)
+    own = target_sizes(resolved, sizes, needs.features)
+    cache = ModelCache(layout, own)
+    runner = ModelRunner(network, cache, state, None, needs.stream_layers, of_target=True)
+    can_share = shares_prefixes(config, layout, own)
+    costs = _costs(resolved, config, shape, form)
+    policy = draft_policy(resolved, costs, form)
+    adapters = make_adapters(network.adapters, loaded_drafter.adapters, ranks)
+    blocks = block_manager(resolved, own, can_share, division.num_parts)
+    scheduler = Scheduler(limits, blocks, policy, adapters)
+    resources = DrafterResources(
+        state=state,
+        sampling=sampling,
+        cache_sizes=sizes,
+        num_speculative_tokens=limits.num_speculative_tokens,
+        target=network,
+        captured=resolved.captures,
+        target_cache=cache,
+        gives_confidences=scheduler.policy.reads_confidences,
+        shares_prefixes=can_share,
+        synthetic_rates=_synthetic_rates(resolved),
+        leads=ranks.leads or division.num_parts > 1,
+    )
+    grammars = Grammars(tokenizer, shape.vocab_size, resolved.eos_token_ids)
+    graphs = graph_runner(resolved, form, state, sampling, network.adapters is not None, ranks)
+    step = Launcher(
+        *(scheduler, runner, loaded_drafter.build(resources), state, sampling),
+        resources.synthetic_rates,
+        Guidance(grammars, sampling, limits.num_speculative_tokens, division),
+        graphs,
+        runs_ahead=loaded_drafter.limits.on_device and config.async_scheduling is not False,
+        rereads=needs.features,
+        ranks=ranks,
+        division=division,
+        check_every=config.rank_check_interval,
+    )
+    capture_plain(graphs, step, not loaded_drafter.limits.on_device, progress_bar)
+    if resolved.adaptive and ranks.leads:
+        costs.begin(partial(calibrate, costs, step, resolved, policy.widths, config.block_size))
+    reader = LogprobReader(step.rate, tokenizer, config.logprobs_mode == "raw_logprobs")
+    media = MediaReader(config.allowed_local_media_path, config.allowed_media_domains)
+    beside = tokenizer, grammars, costs, adapters, images, media, ranks
+    return Engine(resolved, scheduler, step, reader, *beside)
+
+
+def shares_prefixes(config: EngineConfig, layout: CacheLayout, sizes: CacheSizes) -> bool:
+    """Whether requests begin behind prefixes that others have computed."""
+    resumes = layout.blocks_resume or sizes.num_checkpoints > 0
+    return config.enable_prefix_caching and resumes
+
+
+def target_sizes(resolved: Resolved, sizes: CacheSizes, rereads: bool) -> CacheSizes:
+    """`sizes` with what the target's layers alone have."""
+    return replace(
+        sizes,
+        num_window_blocks=resolved.num_window_blocks,
+        num_drafts=resolved.limits.num_speculative_tokens,
+        num_checkpoints=resolved.num_checkpoints,
+        rereads=int(rereads),
+    )
+
+
+def block_manager(
+    resolved: Resolved, sizes: CacheSizes, shares_prefixes: bool, num_ranks: int
+) -> BlockManager:
+    """What hands out the blocks of the target's cache.
+
+    Args:
+        sizes: those of `target_sizes`.
+        num_ranks: number of ranks that have caches of their own for different requests.
+    """
+    make = partial(_manager_of_one, resolved, sizes, shares_prefixes)
+    return make() if num_ranks == 1 else SpreadBlocks([make() for _ in range(num_ranks)])
+
+
+def _manager_of_one(resolved: Resolved, sizes: CacheSizes, shares_prefixes: bool) -> BlockManager:
+    window = states = None
+    size = sizes.block_size
+    if resolved.num_window_blocks:
+        window = WindowBlocks(resolved.num_window_blocks, size, resolved.window)
+    if shares_prefixes and sizes.num_checkpoints:
+        interval = resolved.checkpoint_interval
+        states = StatePlaces(sizes.num_checkpoints, size, interval, sizes.rereads)
+    return BlockManager(resolved.num_blocks, size, shares_prefixes, window, states)
+
+
+def _device_states(
+    config: EngineConfig, resolved: Resolved, network: Decoder
+) -> tuple[DeviceState, SamplingState]:
+    limits, device, axes = resolved.limits, resolved.device, network.ropes.num_composed > 0
+    sizes = limits.max_num_seqs, limits.max_model_len, config.block_size
+    state = DeviceState(*sizes, device, resolved.num_window_blocks > 0, axes)
+    slots, vocab_size = state.num_slots, network.config.vocab_size
+    columns, fp64 = network.head.columns, config.use_fp64_gumbel
+    return state, SamplingState(slots, vocab_size, device, fp64, columns)
+
+
+def _synthetic_rates(resolved: Resolved) -> torch.Tensor | None:
+    """[L, K] float32 on the device."""
+    rates = resolved.synthetic_rates
+    return torch.tensor(rates, device=resolved.device) if rates else None
+
+
+def graph_runner(
+    resolved: Resolved,
+    form: StepForm,
+    state: DeviceState,
+    sampling: SamplingState,
+    adapted: bool,
+    ranks: Ranks,
+) -> GraphRunner | None:
+    """The runner of captured steps; None if steps are not captured."""
+    if not isinstance(form, CapturedForm):
+        return None
+    recorder = Recorder(resolved.device)
+    ranks.outlive(recorder.graphs)
+    return GraphRunner(state, sampling, form, recorder, _of_drafts(resolved), adapted)
+
+
+def capture_plain(
+    graphs: GraphRunner | None, step: Launcher, guessed: bool, progress_bar: ProgressBar
+) -> None:
+    """Capture the graphs of requests without rare features."""
+    if graphs is not None:
+        with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
+            graphs.capture_all("step", step.run, guessed, progress)
+
+
+def draft_policy(resolved: Resolved, costs: KeptCosts, form: StepForm) -> DraftPolicy:
+    """The policy that decides how many tokens are drafted."""
+    if resolved.adaptive:
+        return AdaptivePolicy(resolved.limits, captured_counts(resolved), costs, form)
+    return FixedPolicy(resolved.limits.num_speculative_tokens)
+
+
+def step_form(resolved: Resolved, config: EngineConfig) -> StepForm:
+    limits = resolved.limits
+    if not resolved.captures:
+        return ExactForm()
+    return CapturedForm(
+        limits.max_num_seqs,
+        captured_counts(resolved),
+        packs=not limits.drafts_trees,
+        sizes=config.cudagraph_capture_sizes,
+    )
+
+
+def captured_counts(resolved: Resolved) -> tuple[int, ...]:
+    """Numbers of draft tokens that captured steps have."""
+    if resolved.adaptive:
+        return captured_widths(resolved.limits)
+    return FixedPolicy(resolved.limits.num_speculative_tokens).widths
+
+
+def _of_drafts(resolved: Resolved) -> frozenset[Uses]:
+    """The features that all sampled requests with drafts use."""
+    uses = {Verification.BLOCK: Uses.BLOCK, Verification.COUPLED: Uses.COUPLED}
+    return frozenset(use for way, use in uses.items() if way is resolved.verification)
+
+
+def _costs(
+    resolved: Resolved, config: EngineConfig, shape: DecoderConfig, form: StepForm
+) -> KeptCosts:
+    """The cost model of steps, still without measurements."""
+    device, most = resolved.device, resolved.limits.max_num_seqs
+    kernels = kernels_for(device, resolved.dtype, config.batch_invariant)
+    threads = [value for name, value, _ in resolved.reasons if name == "threads"]
+    file = CostFile(
+        {
+            "version": import_module("slipstream").__version__,
+            "model": [config.model, config.revision, config.load_format, repr(shape)],
+            "drafter": [config.speculative_config, resolved.limits],
+            "numbers": [resolved.dtype, resolved.cache_dtype, config.quantization],
+            "device": [device_name(device), threads, kernels.network.backend],
+            "ranks": [config.num_ranks, config.shares_experts],
+            "captured": config.cudagraph_capture_sizes or resolved.captures,
+        }
+    )
+    requests = [count for count in (1, 2, 4, 8, 16, 32, 64, 128, 256) if count < most]
+    padded = form.bucket if isinstance(form, CapturedForm) else None
+    return KeptCosts(padded, file, (*requests, most), captured_counts(resolved))
+
+
+def make_adapters(
+    target: AdapterSlots | None, drafter: AdapterSlots | None, ranks: Ranks
+) -> Adapters:
+    """The `Adapters` of an engine whose networks have these slots; None: they take no adapters."""
+    if target is None:
+        return Adapters()
+    loader = AdapterLoader(target, drafter)
+    return Adapters(target.count, loader.read, loader.write, loader.fill, ranks.tell)
