@@ -227,7 +227,7 @@ class EngineThread:
 
     def _abandon(self, buffer: UpdateBuffer) -> None:
         """Abort a request whose reader has gone; called on the event loop."""
-        self._inbox.append(partial(self._abort, buffer))
+        self._inbox.append(partial(self._abort, buffer, None))
         self._wake.set()
 
     def _deliver(self, deliveries: Iterable[Delivery]) -> None:
@@ -241,7 +241,10 @@ class EngineThread:
 
     def _set_open(self) -> None:
         assert self._nothing_open is not None
-        (self._nothing_open.clear if self._open else self._nothing_open.set)()
+        if self._open:
+            self._nothing_open.clear()
+        else:
+            self._nothing_open.set()
 
     def _resolve_rest(self) -> None:
         """Fail all that is pending when the thread has ended, so that no caller hangs."""
@@ -321,9 +324,7 @@ class EngineThread:
             for observer in self._observers:
                 observer.request_added(request_id, submission)
 
-    def _abort(
-        self, buffer: UpdateBuffer, error: Exception | None = None, reason: str = "abort"
-    ) -> None:
+    def _abort(self, buffer: UpdateBuffer, error: Exception | None, reason: str = "abort") -> None:
         """Abort a request if it is still running."""
         running = self._running.get(buffer)
         if running is not None:
