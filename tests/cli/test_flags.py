@@ -223,6 +223,7 @@ def test_ways_to_choose_a_drafter(
         ("--drafter d --no-speculation", ["--drafter", "--no-speculation"]),
         ("-k 3 --no-speculation", ["-k", "--no-speculation"]),
         ("demo/draft -k 3", ["-k", "--drafter"]),
+        ("--drafter eagle3", ["eagle3 is a method", "--drafter"]),
         ("demo/draft --drafter-quantization fp8", ["--drafter-quantization", "--drafter"]),
         ("-sc {} --drafter-quantization fp8", ["--drafter-quantization", "--speculative-config"]),
         ("--quantization int3", ["quantization", "fp8"]),
