@@ -242,6 +242,7 @@ def test_ways_to_choose_a_drafter(
         ("-tp 0", ["--tensor-parallel-size"]),
         ("--device tpu", ["--device"]),
         ("--no-such-flag", ["--no-such-flag", "generate --help"]),
+        ("-hf a/b", ["no such flag: -hf;"]),
     ],
 )
 def test_wrong_flags_are_one_sentence_and_exit_code_2(
