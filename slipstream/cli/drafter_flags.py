@@ -93,6 +93,7 @@ class DrafterFlags:
     def _named(self, model: str) -> dict[str, Any]:
         """Method and model, if they are given or follow from the demo."""
         names = {"method": self.spec_method, "model": self.drafter}
+        _require_no_bare_method(self.drafter)
         if is_method(self.drafter) and self.spec_method in (None, self.drafter):
             names = {"method": self.drafter, "model": None}
         if self.drafter is None and self.spec_method is None and model == DEMO:
@@ -120,6 +121,17 @@ def is_method(drafter: str | None) -> bool:
     from slipstream.speculative.catalogue import METHODS
 
     return drafter in METHODS and METHODS[drafter].without_model
+
+
+def _require_no_bare_method(drafter: str | None) -> None:
+    """Raise UsageError for a method that needs a checkpoint; the hub would be asked for it."""
+    from slipstream.speculative.catalogue import METHODS
+
+    if drafter in METHODS and not is_method(drafter) and not Path(str(drafter)).exists():
+        raise UsageError(
+            f"{drafter} is a method, and --drafter names the drafter itself: give its directory or "
+            "hub name, from which the method is found"
+        )
 
 
 def _may_wrap_target(model: str) -> bool:

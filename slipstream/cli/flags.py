@@ -219,12 +219,16 @@ class GroupedHelp(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the command line; UsageError for an unknown flag."""
+        whole = [*args]  # the parser empties the other
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
             name = getattr(error, "option_name", None)
             if name is None or not hasattr(error, "possibilities"):
                 raise
+            # Of -hf the parser names -f alone, since it reads letters singly.
+            spelled_out = (it for it in whole if it[:1] == "-" != it[1:2] and name[1:] in it)
+            name = name if name.startswith("--") else next(spelled_out, name)
             declared = [it for parameter in self.get_params(ctx) for it in parameter.opts]
             raise unknown_flag(name, declared, ctx.command_path) from None
 

@@ -223,6 +223,7 @@ def test_ways_to_choose_a_drafter(
         ("--drafter d --no-speculation", ["--drafter", "--no-speculation"]),
         ("-k 3 --no-speculation", ["-k", "--no-speculation"]),
         ("demo/draft -k 3", ["-k", "--drafter"]),
+        ("--drafter eagle3", ["eagle3 is a method", "--drafter"]),
         ("demo/draft --drafter-quantization fp8", ["--drafter-quantization", "--drafter"]),
         ("-sc {} --drafter-quantization fp8", ["--drafter-quantization", "--speculative-config"]),
         ("--quantization int3", ["quantization", "fp8"]),
@@ -241,6 +242,7 @@ def test_ways_to_choose_a_drafter(
         ("-tp 0", ["--tensor-parallel-size"]),
         ("--device tpu", ["--device"]),
         ("--no-such-flag", ["--no-such-flag", "generate --help"]),
+        ("-hf a/b", ["no such flag: -hf;"]),
     ],
 )
 def test_wrong_flags_are_one_sentence_and_exit_code_2(
