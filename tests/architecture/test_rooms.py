@@ -179,3 +179,14 @@ def test_the_public_names_are_the_documented_ones() -> None:
     assert set(slipstream.__all__) == {*slipstream._HOMES, "__version__"}
     for name in slipstream.__all__:
         assert getattr(slipstream, name) is not None
+
+
+def test_asserts_of_the_cpp_column_only_narrow_types() -> None:
+    """`python -O` leaves them out: what C++ must not be given is refused by errors."""
+    for file in (ROOT / "kernels" / "cpu").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Assert):
+                conditions = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
+                for condition in map(ast.unparse, conditions):
+                    narrows = r"isinstance\(.*\)|[\w.]+ is (not )?None"
+                    assert re.fullmatch(narrows, condition), f"{file}:{node.lineno}"

@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 PROMPT = [5, 17, 40, 5, 17]
-SAMPLED = SamplingParams(temperature=1, max_tokens=4, ignore_eos=True, seed=100)
+SAMPLED = SamplingParams(temperature=1, max_tokens=3, ignore_eos=True, seed=100)
 
 
 @contextmanager
@@ -119,7 +119,6 @@ def test_packed_steps(tiny_target: str, tiny_draft: str, monkeypatch: pytest.Mon
             seed=index,
             temperature=min(index, 1),
             num_speculative_tokens=count,
-            max_tokens=3,
         )
         for index, count in enumerate((2, 0))
     ]

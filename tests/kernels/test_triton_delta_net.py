@@ -32,7 +32,7 @@ DECODING = [
 ]
 MIXED = [
     Request(3, 1, pending=2, save_at=103),
-    Request(100, 100, covered=0, save_at=70),
+    Request(75, 75, covered=0, save_at=70),
     Request(1, 1),
     Request(17, 15, pending=3, save_at=101),
 ]
@@ -71,7 +71,7 @@ def test_many_rows_beside_few() -> None:
 
 def test_many_rows_one_by_one_and_no_draft_tokens() -> None:
     requests = [Request(1, 1), Request(20, 20, covered=0), Request(2, 2, save_at=101)]
-    assert_agrees(make_case(SMALL, requests, drafts=0), in_chunks=False)
+    assert_agrees(make_case(Shape(1, 2, 12, 20), requests, drafts=0), in_chunks=False)
 
 
 def alone(case: Case, first: int, end: int, known: int, pending: int) -> Tensor:

@@ -6,7 +6,6 @@ tests of tokens use few enough numbers that this does not happen by chance.
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -24,20 +23,17 @@ from slipstream.kernels.reference import noise
 from slipstream.kernels.reference.noise import NoiseKeys, Purpose
 from slipstream.kernels.reference.processors import TRUNCATIONS, probabilities, process
 from slipstream.kernels.registry import kernels_for
-from slipstream.kernels.sampling import Needs, SampleRows, rates_by_request
+from slipstream.kernels.sampling import Needs, SampleRows
 from slipstream.kernels.triton import sampling as fused
 from slipstream.kernels.triton.launch import options
 from slipstream.kernels.triton.philox import noise_words, token_noise, uniform
 from slipstream.sampling.state import SamplingState, Uses
-from slipstream.sampling.verification import needs_of, sample_draft, verify
+from slipstream.sampling.verification import needs_of, sample_draft
 from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU
 from tests.kernels.sampling_cases import (
-    FULL,
-    GREEDY,
     KINDS,
     LEAN,
     PROCESSED,
-    SAMPLED,
     TRUNCATED,
     check_confidences,
     check_coupled,
@@ -149,46 +145,6 @@ def test_sampled_requests_are_neither_all_accepted_nor_all_refused() -> None:
     assert min(counts) > 3, counts
 
 
-@pytest.mark.parametrize("most_drafts", [0, 2, 4])
-def test_synthetic_rates(most_drafts: int) -> None:
-    state = make_state(LEAN, 37)
-    lists = torch.tensor([(1.0, 0.6, 0.3, 0.0), (0.5, 0.5, 0.5, 0.5)], device=DEVICE)
-    for seed in range(3):
-        _, rows = batch = make_batch(state, most_drafts, seed, False, True)
-        rates = rates_by_request(lists, state.seeds[rows.slots])
-        assert judge(fused.SAMPLING, *batch, state, rates) == judge(PLAIN, *batch, state, rates)
-
-
-def test_a_grammar_forbids_tokens() -> None:
-    for name, vocab_size in (("lean", 151), ("full", 37)):
-        state = make_state(KINDS[name], vocab_size)
-        logits, rows = make_batch(state, 2, 5, False, True)
-        words = -(-vocab_size // 32)
-        generator = torch.Generator().manual_seed(1)
-        allowed = torch.randint(-(1 << 31), 1 << 31, (rows.num_rows, words), generator=generator)
-        rows = replace(rows, allowed=allowed.to(DEVICE, torch.int32))
-        expected = judge(PLAIN, logits, rows, state)
-        assert judge(fused.SAMPLING, logits, rows, state) == expected
-        for tokens, count in zip(*expected[:2], strict=True):
-            row = tokens.index(tokens[count - 1]) if count else 0
-            assert 0 <= tokens[count - 1] < vocab_size
-            assert row < 3
-
-
-@pytest.mark.parametrize("uniform_rows", [True, False])
-def test_some_drafts_of_a_sampled_request_are_certain(uniform_rows: bool) -> None:
-    state, changed = make_state(LEAN, 151), 0
-    for seed in range(4):
-        logits, rows = make_batch(state, 3, seed, bool(seed % 2), uniform_rows)
-        before = judge(PLAIN, logits, rows, state)
-        chance = torch.rand(rows.draft_tokens.shape, generator=torch.Generator().manual_seed(seed))
-        rows = replace(rows, certain=(chance < 0.5).to(DEVICE))
-        expected = judge(PLAIN, logits, rows, state)
-        assert judge(fused.SAMPLING, logits, rows, state) == expected
-        changed += expected != before
-    assert changed
-
-
 def test_processed_logits_equal_the_reference_to_the_bit() -> None:
     for name in ("processed", "full"):
         state = make_state(KINDS[name], 151)
@@ -201,40 +157,6 @@ def test_processed_logits_equal_the_reference_to_the_bit() -> None:
         expected = process(logits, rows, state.tensors(), needs_of(uses))
         assert torch.equal(scanned.source.view(torch.int32), expected.view(torch.int32))
         assert not torch.equal(expected, logits)
-
-
-def test_the_smallest_of_equal_tokens_is_chosen() -> None:
-    state = make_state([GREEDY] * 3, 1000)
-    logits = torch.zeros(3, 1000, device=DEVICE)
-    logits[0, [300, 299, 999]] = 7.0
-    logits[1, 0], logits[1, 1] = -0.0, 0.0
-    logits[2] = -torch.inf
-    rows = make_batch(state, 0, 0, False, True)[1]
-    assert judge(fused.SAMPLING, logits, rows, state)[0] == [[299], [0], [0]]
-
-
-@pytest.mark.parametrize("kinds", [LEAN, FULL])
-def test_rows_without_a_legal_logit_give_a_legal_token(kinds: list[dict[str, Any]]) -> None:
-    state = make_state(kinds, 300)
-    for value in (-torch.inf, torch.nan):
-        logits, rows = make_batch(state, 1, 0, False, True)
-        logits[:] = value
-        for tokens, count, _ in zip(*judge(fused.SAMPLING, logits, rows, state), strict=True):
-            assert all(0 <= token < 300 for token in tokens[:count])
-
-
-def test_an_empty_residual_samples_the_target() -> None:
-    """A draft that is refused although it is the target's only token."""
-    state = make_state([SAMPLED] * 5, 37)
-    logits, rows = make_batch(state, 1, 0, False, True)
-    logits[:] = -torch.inf
-    logits[:, 11] = 1.0
-    rows = replace(
-        rows, draft_tokens=torch.full_like(rows.draft_tokens, 12),
-        num_draft_tokens=torch.ones_like(rows.num_draft_tokens), one_hot=rows.slots < 3,
-        draft_probs=torch.nn.functional.one_hot(torch.full((5, 1), 11, device=DEVICE), 37).float(),
-    )  # fmt: skip
-    assert judge(fused.SAMPLING, logits, rows, state)[0] == [[11, -1]] * 5
 
 
 @pytest.mark.parametrize(
@@ -329,56 +251,7 @@ def test_rows_do_not_depend_on_the_others_nor_on_what_they_need() -> None:
             assert torch.equal(found.facts[0], full.facts[index])
 
 
-def test_the_verdict_does_not_depend_on_the_layout_of_the_batch() -> None:
-    """One request alone with K draft tokens, ragged, and beside others, uniform."""
-    vocab_size = 151936 if ON_GPU else 151
-    state = make_state([*LEAN, *FULL], vocab_size)
-    logits, rows = make_batch(state, 3, 1, False, True)
-    tokens, _, accepted = judge(fused.SAMPLING, logits, rows, state)
-    for index in range(10):
-        length = int(rows.num_draft_tokens[index])
-        one = slice(index, index + 1)
-        alone = SampleRows.build(
-            rows.slots[one],
-            rows.positions[one],
-            rows.draft_tokens[one, :length],
-            rows.num_draft_tokens[one],
-            rows.one_hot[one],
-            None if rows.draft_probs is None else rows.draft_probs[one, :length],
-            num_rows=length + 1,
-        )
-        found = judge(fused.SAMPLING, logits[index * 4 : index * 4 + length + 1], alone, state)
-        assert found[0][0] == tokens[index][: length + 1]
-        assert found[2][0] == accepted[index]
-
-
 # Drafts and commits
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("legal", [30, 151, 1000])
-@pytest.mark.parametrize("name", ["greedy", "lean", "truncated", "coupled"])
-def test_draft(name: str, legal: int, dtype: torch.dtype) -> None:
-    vocab_size = 151
-    state = make_state(KINDS[name], 1000)
-    uses = state.uses(range(5))
-    for seed in range(10 if ON_GPU else 2):
-        generator = torch.Generator().manual_seed(seed)
-        logits = (torch.randn(5, vocab_size, generator=generator) * 2).to(DEVICE, dtype)
-        slots = torch.tensor([4, 0, 1, 3, 2], device=DEVICE)
-        found = []
-        for ops in (PLAIN, fused.SAMPLING):
-            whole = torch.full((5, 3, min(legal, vocab_size)), torch.nan, device=DEVICE)
-            out = whole[:, 1] if Uses.SAMPLING in uses else None
-            with served_by(ops, state):
-                tokens = sample_draft(logits, slots, slots + 9, state, uses, legal, probs_out=out)
-            assert whole[:, ::2].isnan().all()
-            found.append((tokens, whole[:, 1]))
-        assert torch.equal(found[0][0], found[1][0])
-        torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-9, equal_nan=True)
-        with served_by(fused.SAMPLING, state):
-            tokens = sample_draft(logits, slots, slots, state, uses, legal, greedy_only=True)
-        assert torch.equal(tokens, logits[:, :legal].argmax(-1))
 
 
 @pytest.mark.parametrize(
@@ -387,55 +260,6 @@ def test_draft(name: str, legal: int, dtype: torch.dtype) -> None:
 )
 def test_confidences(name: str, vocab_size: int, legal: int) -> None:
     check_confidences(fused.SAMPLING, name, vocab_size, legal, DEVICE)
-
-
-@pytest.mark.parametrize("rows", [1, 5, 9])
-def test_numbers_of_requests_may_have_gaps_or_be_one(rows: int) -> None:
-    """As `expand` and slices make them; what stands between is some other request's number."""
-    state = make_state(LEAN, 151)
-    uses = state.uses(range(5))
-    logits = torch.randn(rows, 151, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    numbers = torch.tensor([2, 0, 1, 3, 4] * 4, device=DEVICE)
-    for view in (numbers[:1].expand(rows), numbers[: 2 * rows : 2]):
-        found = []
-        for ops, slots, positions in (
-            (PLAIN, view, view + 9),
-            (fused.SAMPLING, view, (numbers + 9)[: 2 * rows : 2] if view.stride(0) else view + 9),
-        ):
-            probs = torch.empty(rows, 151, device=DEVICE)
-            with served_by(ops, state):
-                found.append(
-                    sample_draft(logits, slots, positions, state, uses, 151, probs_out=probs)
-                )
-        assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("penalties", [False, True])
-def test_commit(penalties: bool) -> None:
-    states = [make_state(PROCESSED, 37) for _ in range(2)]
-    slots = torch.tensor([3, 0, 4, 0], device=DEVICE)  # padding stands in slot 0 again
-    token_ids = torch.tensor([[4, 4, 4], [1, -1, -1], [8, 2, -1], [9, 9, 9]], device=DEVICE)
-    counts = torch.tensor([3, 1, 2, 0], device=DEVICE)
-    uses = frozenset({Uses.PENALTIES} if penalties else ())
-    for state, ops in zip(states, (PLAIN, fused.SAMPLING), strict=True):
-        with served_by(ops, state):
-            state.commit(slots, token_ids, counts, uses)
-    for name in ("ints", "floats", "output_counts", "prompt_mask"):
-        assert torch.equal(getattr(states[0], name), getattr(states[1], name)), name
-    fresh = make_state(PROCESSED, 37)
-    assert fresh.output_counts is not None
-    assert torch.equal(states[0].output_counts, fresh.output_counts) != penalties
-
-
-def test_batches_without_requests() -> None:
-    state = make_state(LEAN, 37)
-    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    rows = SampleRows.build(none, none, none.view(0, 2), none, none > 0)
-    with served_by(fused.SAMPLING, state):
-        logits = torch.zeros(0, 37, device=DEVICE)
-        assert verify(logits, rows, state, frozenset({Uses.SAMPLING})).token_ids.shape == (0, 3)
-        assert sample_draft(logits, none, none, state, frozenset(), 37).shape == (0,)
-        state.commit(none, none.view(0, 3), none, frozenset())
 
 
 def test_cuda_devices_are_served() -> None:

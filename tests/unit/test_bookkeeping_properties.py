@@ -529,7 +529,7 @@ wishes = st.fixed_dictionaries(
 seeds = st.integers(0, 2**32 - 1)
 
 
-@settings(SAME_EVERY_TIME, max_examples=600)
+@settings(SAME_EVERY_TIME, max_examples=300)
 @given(worlds, st.lists(st.tuples(wishes, st.integers(0, 4)), max_size=8), seeds)
 def test_every_request_ends_with_the_plain_output(
     world: World, arrivals: list[tuple[dict[str, object], int]], seed: int
@@ -747,6 +747,6 @@ class Blocks(RuleBasedStateMachine):
 
 
 TestEngine = Engine.TestCase
-TestEngine.settings = settings(SAME_EVERY_TIME, max_examples=150, stateful_step_count=25)
+TestEngine.settings = settings(SAME_EVERY_TIME, max_examples=100, stateful_step_count=25)
 TestBlocks = Blocks.TestCase
-TestBlocks.settings = settings(SAME_EVERY_TIME, max_examples=150, stateful_step_count=40)
+TestBlocks.settings = settings(SAME_EVERY_TIME, max_examples=75, stateful_step_count=40)

@@ -36,7 +36,7 @@ def test_requests_get_them_and_the_limit(client: openai.OpenAI, offline: LLM) ->
     assert short.usage is not None
     assert short.usage.completion_tokens == 2
     hello = [{"role": "user", "content": "write hello"}]
-    chat = client.chat.completions.create(model="demo", messages=hello)  # type: ignore[arg-type]
+    chat = client.chat.completions.create(model="demo", messages=hello)
     assert chat.usage is not None
     assert chat.usage.completion_tokens == 5
     expected = offline.chat(hello, params)[0].outputs[0].text

@@ -200,7 +200,7 @@ def test_a_stream_that_fails_says_so(messages: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(BlockWriter, "events", failing)
     with pytest.raises(anthropic.APIStatusError) as caught:
         streamed(messages)
-    assert caught.value.body["error"]["type"] == "api_error"  # type: ignore[index]
+    assert caught.value.body["error"]["type"] == "api_error"
 
 
 # ---------------------------------------------------------------------- tools

@@ -84,7 +84,7 @@ def test_a_stream_ends_with_the_whole_answer(live: Live, client: openai.OpenAI) 
 def test_logprobs_are_those_of_a_chat(live: Live, client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 6}
     expected = client.chat.completions.create(
-        messages=[user(PROMPT)],  # type: ignore[list-item]
+        messages=[user(PROMPT)],
         logprobs=True,
         top_logprobs=2,
         **fields,

@@ -1,0 +1,243 @@
+"""What fused sampling has to do in each column: in C++ at every level, in Triton on the GPU where
+there is one, else interpreted.
+
+Probabilities agree up to rounding, so choices may differ where two tokens are as good as equal:
+tests of tokens use few enough numbers that this does not happen by chance.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.kernels.reference import SAMPLING as PLAIN
+from slipstream.kernels.sampling import SampleRows, SamplingOps, rates_by_request
+from slipstream.sampling.state import Uses
+from slipstream.sampling.verification import sample_draft, verify
+from tests.kernels.conftest import LEVELS
+from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU
+from tests.kernels.sampling_cases import (
+    FULL,
+    GREEDY,
+    KINDS,
+    LEAN,
+    PROCESSED,
+    SAMPLED,
+    judge,
+    make_batch,
+    make_state,
+    served_by,
+)
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON:  # here, so that interpreted kernels are watched
+    from slipstream.kernels.triton import sampling as triton_sampling
+
+pytestmark = INTERPRETED
+
+
+@dataclass(frozen=True)
+class Column:
+    """Ops, where they run, and whether they take large sizes in little time."""
+
+    ops: SamplingOps
+    device: torch.device
+    quick: bool
+
+
+@pytest.fixture(params=[*LEVELS, *["triton"] * HAS_TRITON])
+def column(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Column]:
+    if request.param == "triton":
+        if not ON_GPU:  # several chunks and groups even of a small vocabulary
+            tiles = triton_sampling.Tiles(block=256, group=16, groups_at_once=8)
+            monkeypatch.setattr(triton_sampling, "TILES", tiles)
+        yield Column(triton_sampling.SAMPLING, DEVICE, ON_GPU)
+        return
+    cpp = importlib.import_module("_slipstream_cpu")
+    before = cpp.level()
+    cpp.set_level(request.param)
+    ops = importlib.import_module("slipstream.kernels.cpu.sampling").SAMPLING
+    yield Column(ops, torch.device("cpu"), True)
+    cpp.set_level(before)
+
+
+@pytest.mark.parametrize("most_drafts", [0, 2, 4])
+def test_synthetic_rates(most_drafts: int, column: Column) -> None:
+    state = make_state(LEAN, 37, column.device)
+    lists = torch.tensor([(1.0, 0.6, 0.3, 0.0), (0.5, 0.5, 0.5, 0.5)], device=column.device)
+    for seed in range(3):
+        _, rows = batch = make_batch(state, most_drafts, seed, False, True)
+        rates = rates_by_request(lists, state.seeds[rows.slots])
+        assert judge(column.ops, *batch, state, rates) == judge(PLAIN, *batch, state, rates)
+
+
+@pytest.mark.parametrize(("name", "vocab_size"), [("lean", 151), ("full", 37), ("full", 4100)])
+def test_a_grammar_forbids_tokens(name: str, vocab_size: int, column: Column) -> None:
+    vocab_size = vocab_size if column.quick else min(vocab_size, 300)
+    state = make_state(KINDS[name], vocab_size, column.device)
+    logits, rows = make_batch(state, 2, 5, False, True)
+    words = -(-vocab_size // 32)
+    generator = torch.Generator().manual_seed(1)
+    allowed = torch.randint(-(1 << 31), 1 << 31, (rows.num_rows, words), generator=generator)
+    allowed[0, 1:] = -1
+    allowed[2] = 0
+    allowed[2, -1] = 1  # all but one
+    rows = replace(rows, allowed=allowed.to(column.device, torch.int32))
+    assert judge(column.ops, logits, rows, state) == judge(PLAIN, logits, rows, state)
+
+
+@pytest.mark.parametrize("uniform_rows", [True, False])
+def test_some_drafts_of_a_sampled_request_are_certain(uniform_rows: bool, column: Column) -> None:
+    state, changed = make_state(LEAN, 151, column.device), 0
+    for seed in range(4):
+        logits, rows = make_batch(state, 3, seed, bool(seed % 2), uniform_rows)
+        before = judge(PLAIN, logits, rows, state)
+        chance = torch.rand(rows.draft_tokens.shape, generator=torch.Generator().manual_seed(seed))
+        rows = replace(rows, certain=(chance < 0.5).to(column.device))
+        expected = judge(PLAIN, logits, rows, state)
+        assert judge(column.ops, logits, rows, state) == expected
+        changed += expected != before
+    assert changed
+
+
+def test_the_smallest_of_equal_tokens_is_chosen(column: Column) -> None:
+    vocab_size, at = (9000, 4300) if column.quick else (1000, 300)
+    state = make_state([GREEDY] * 3, vocab_size, column.device)
+    logits = torch.zeros(3, vocab_size, device=column.device)
+    logits[0, [at, at - 1, vocab_size - 1]] = 7.0
+    logits[1, 0], logits[1, 1] = -0.0, 0.0
+    logits[2] = -torch.inf
+    rows = make_batch(state, 0, 0, False, True)[1]
+    assert judge(column.ops, logits, rows, state)[0] == [[at - 1], [0], [0]]
+
+
+@pytest.mark.parametrize("kinds", [LEAN, FULL], ids=["lean", "full"])
+def test_rows_without_a_legal_logit_give_a_legal_token(
+    kinds: list[dict[str, Any]], column: Column
+) -> None:
+    state = make_state(kinds, 300, column.device)
+    for value in (-torch.inf, torch.nan, torch.inf):
+        logits, rows = make_batch(state, 1, 0, False, True)
+        logits[:] = value
+        for tokens, count, _ in zip(*judge(column.ops, logits, rows, state), strict=True):
+            assert all(0 <= token < 300 for token in tokens[:count])
+
+
+def test_an_empty_residual_samples_the_target(column: Column) -> None:
+    """A draft that is refused although it is the target's only token."""
+    state = make_state([SAMPLED] * 5, 37, column.device)
+    logits, rows = make_batch(state, 1, 0, False, True)
+    logits[:] = -torch.inf
+    logits[:, 11] = 1.0
+    probs = torch.zeros(5, 1, 37, device=column.device)
+    probs[..., 11] = 1.0
+    rows = replace(
+        rows,
+        draft_tokens=torch.full_like(rows.draft_tokens, 12),
+        num_draft_tokens=torch.ones_like(rows.num_draft_tokens),
+        one_hot=rows.slots < 3,
+        draft_probs=probs,
+    )
+    assert judge(column.ops, logits, rows, state)[0] == [[11, -1]] * 5
+
+
+def test_the_verdict_does_not_depend_on_the_layout_of_the_batch(column: Column) -> None:
+    """One request alone with K draft tokens, ragged, and beside others, uniform."""
+    state = make_state([*LEAN, *FULL], 9001 if column.quick else 151, column.device)
+    logits, rows = make_batch(state, 3, 1, False, True)
+    tokens, _, accepted = judge(column.ops, logits, rows, state)
+    for index in range(10):
+        length = int(rows.num_draft_tokens[index])
+        one = slice(index, index + 1)
+        alone = SampleRows.build(
+            rows.slots[one],
+            rows.positions[one],
+            rows.draft_tokens[one, :length],
+            rows.num_draft_tokens[one],
+            rows.one_hot[one],
+            None if rows.draft_probs is None else rows.draft_probs[one, :length],
+            num_rows=length + 1,
+        )
+        found = judge(column.ops, logits[index * 4 : index * 4 + length + 1], alone, state)
+        assert found[0][0] == tokens[index][: length + 1]
+        assert found[2][0] == accepted[index]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("legal", [30, 151, 1000])
+@pytest.mark.parametrize("name", ["greedy", "lean", "truncated", "coupled"])
+def test_draft(name: str, legal: int, dtype: torch.dtype, column: Column) -> None:
+    vocab_size = 151
+    state = make_state(KINDS[name], 1000, column.device)
+    uses, slots = state.uses(range(5)), torch.tensor([4, 0, 1, 3, 2], device=column.device)
+    for seed in range(3 if column.quick else 2):
+        logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
+        logits = logits.to(column.device, dtype)
+        found = []
+        for ops in (PLAIN, column.ops):
+            whole = torch.full((5, 3, min(legal, vocab_size)), torch.nan, device=column.device)
+            out = whole[:, 1] if Uses.SAMPLING in uses else None
+            with served_by(ops, state):
+                tokens = sample_draft(logits, slots, slots + 9, state, uses, legal, probs_out=out)
+            assert whole[:, ::2].isnan().all()
+            found.append((tokens, whole[:, 1]))
+        assert torch.equal(found[0][0], found[1][0])
+        torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-9, equal_nan=True)
+        with served_by(column.ops, state):
+            tokens = sample_draft(logits, slots, slots, state, uses, legal, greedy_only=True)
+        assert torch.equal(tokens, logits[:, :legal].argmax(-1))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 9])
+def test_numbers_of_requests_may_have_gaps_or_be_one(rows: int, column: Column) -> None:
+    """As `expand` and slices make them; what stands between is some other request's number."""
+    state = make_state(LEAN, 151, column.device)
+    uses = state.uses(range(5))
+    logits = torch.randn(rows, 151, generator=torch.Generator().manual_seed(2)).to(column.device)
+    numbers = torch.tensor([2, 0, 1, 3, 4] * 4, device=column.device)
+    for view in (numbers[:1].expand(rows), numbers[: 2 * rows : 2]):
+        found = []
+        for ops, slots, positions in (
+            (PLAIN, view, view + 9),
+            (column.ops, view, (numbers + 9)[: 2 * rows : 2] if view.stride(0) else view + 9),
+        ):
+            probs = torch.empty(rows, 151, device=column.device)
+            with served_by(ops, state):
+                found.append(
+                    sample_draft(logits, slots, positions, state, uses, 151, probs_out=probs)
+                )
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("penalties", [False, True])
+def test_commit(penalties: bool, column: Column) -> None:
+    device = column.device
+    states = [make_state(PROCESSED, 37, device) for _ in range(2)]
+    slots = torch.tensor([3, 0, 4, 0], device=device)  # padding stands in slot 0 again
+    token_ids = torch.tensor([[4, 4, 4], [1, -1, -1], [8, 2, -1], [9, 9, 9]], device=device)
+    counts = torch.tensor([3, 1, 2, 0], device=device)
+    uses = frozenset({Uses.PENALTIES} if penalties else ())
+    for state, ops in zip(states, (PLAIN, column.ops), strict=True):
+        with served_by(ops, state):
+            state.commit(slots, token_ids, counts, uses)
+    for name in ("ints", "floats", "output_counts", "prompt_mask"):
+        assert torch.equal(getattr(states[0], name), getattr(states[1], name)), name
+    fresh = make_state(PROCESSED, 37, device)
+    assert states[0].output_counts is not None
+    assert fresh.output_counts is not None
+    assert torch.equal(states[0].output_counts, fresh.output_counts) != penalties
+
+
+def test_batches_without_requests(column: Column) -> None:
+    state = make_state(LEAN, 37, column.device)
+    none = torch.zeros(0, dtype=torch.int64, device=column.device)
+    rows = SampleRows.build(none, none, none.view(0, 2), none, none > 0)
+    with served_by(column.ops, state):
+        logits = torch.zeros(0, 37, device=column.device)
+        assert verify(logits, rows, state, frozenset({Uses.SAMPLING})).token_ids.shape == (0, 3)
+        assert sample_draft(logits, none, none, state, frozenset(), 37).shape == (0,)
+        state.commit(none, none.view(0, 3), none, frozenset())
