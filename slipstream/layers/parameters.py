@@ -159,6 +159,7 @@ class Share:
             for this shape.
         swap: [size, ...], a part for each rank -> [size, ...], the part that each rank had for
             this one.
+        reaches_memory: ranks reach each other's GPU memory, so that sums take few microseconds.
     """
 
     rank: int = 0
@@ -171,6 +172,7 @@ class Share:
     stack: Callable[[Tensor], Tensor] | None = None
     spread: Callable[[Tensor, torch.dtype], Spread | None] = lambda made, dtype: None
     swap: Callable[[Tensor], Tensor] | None = None
+    reaches_memory: bool = False
 
     def addend(self, made: Tensor, dtype: torch.dtype, sums_addends: bool) -> Made:
         """The sum over ranks of their partial results, as an addend of the stream.

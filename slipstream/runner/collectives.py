@@ -81,7 +81,8 @@ class Collectives:
         """This rank's share of a network."""
         exchanges = self.reduce, self.gather, self.least, self.within
         whole = Share(self.rank, self.size, *exchanges, stack=self.all_of, swap=self.swap)
-        return replace(whole, spread=self.spread)
+        reaches = self._inboxes is not None
+        return replace(whole, spread=self.spread, reaches_memory=reaches)
 
     def within(self, size: int) -> Share:
         """See `Share.within`."""

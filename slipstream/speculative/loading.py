@@ -103,10 +103,11 @@ class Choice:
         config = self.config
         if isinstance(config, ModelOptions):
             config.require_ranks(num_ranks)
-            if config.num_ranks > 1 and config.model is not None:
+            split = config.num_ranks or 1
+            if split > 1 and config.model is not None:
                 checkpoint = Checkpoint(resolve_checkpoint(config.model, config.revision))
                 shape = read_decoder_config(checkpoint, DRAFTING_KEYS)
-                require_equal_shares(checkpoint, shape, config.num_ranks, random)
+                require_equal_shares(checkpoint, shape, split, random)
         for member in getattr(config, "members", ()):  # of a combination
             member.require_ranks(num_ranks, random)
 

@@ -53,7 +53,8 @@ class ModelOptions:
         draft_window: attention is limited to the last `draft_window` tokens and the first few;
             None: no limit, or the default for long texts if the engine is `adaptive`.
         adaptive: the engine chooses how many tokens are drafted.
-        num_ranks: `draft_tensor_parallel_size`, the ranks over which the network is split.
+        num_ranks: `draft_tensor_parallel_size`, the ranks over which the network is split; None:
+            the one that is faster, for methods that split it, else 1.
         whole_target: see `ModelKeys`.
     """
 
@@ -68,7 +69,7 @@ class ModelOptions:
     maps_tokens: bool = False
     draft_window: int | None = None
     adaptive: bool = False
-    num_ranks: int = 1
+    num_ranks: int | None = None
     whole_target: bool = False
 
     def window_within(self, longest: int) -> int | None:
@@ -85,7 +86,7 @@ class ModelOptions:
                 "an assistant reads all keys and values of its target, of which each process of "
                 "tensor_parallel_size has some heads; give that as 1, or use another drafter"
             )
-        if self.num_ranks > 1 and self.maps_tokens:
+        if (self.num_ranks or 1) > 1 and self.maps_tokens:
             raise UsageError(
                 "speculative_config: use_heterogeneous_vocab renumbers the draft model's "
                 "embeddings, which ranks do not share; give draft_tensor_parallel_size 1"
@@ -94,7 +95,7 @@ class ModelOptions:
 
     def require_num_ranks(self, num_ranks: int) -> None:
         """Raise UsageError if `draft_tensor_parallel_size` does not fit the target's ranks."""
-        if num_ranks % self.num_ranks:
+        if num_ranks % (self.num_ranks or 1):
             fitting = [str(it) for it in range(1, num_ranks + 1) if num_ranks % it == 0]
             raise UsageError(
                 f"speculative_config: draft_tensor_parallel_size={self.num_ranks} does not divide "
@@ -102,23 +103,27 @@ class ModelOptions:
                 f"no share of the drafter; give one that does ({', '.join(fitting)})"
             )
 
-    def load_options(self, target: TargetModel) -> LoadOptions:
-        """The load options: those of the target, except where the user has set others."""
+    def load_options(self, target: TargetModel, usual_ranks: int = 1) -> LoadOptions:
+        """The load options: those of the target, except where the user has set others.
+
+        Args:
+            usual_ranks: the ranks that share the network if the user has not set their number.
+        """
         dtype = dtype_named(self.dtype) if self.dtype else target.load.dtype
         self.require_num_ranks(target.load.share.size)
-        share = WHOLE
-        if self.num_ranks > 1:
+        share, num_ranks = WHOLE, self.num_ranks or usual_ranks
+        if num_ranks > 1:
             assert target.load.share.within is not None, "there are other ranks"
-            share = target.load.share.within(self.num_ranks)
+            share = target.load.share.within(num_ranks)
         return replace(target.load, dtype=dtype, quantization=self.quantization, share=share)
 
 
 def read_model_options(options: Options, method: str, keys: ModelKeys) -> ModelOptions:
     """Read the keys of a network drafter; keys that other engines support are read or refused."""
     options.take_only("parallel_drafting", keys.parallel, keys.remedy)
-    num_ranks = 1
+    num_ranks: int | None = 1
     if keys.splits:
-        num_ranks = options.take_positive("draft_tensor_parallel_size") or 1
+        num_ranks = options.take_positive("draft_tensor_parallel_size")
     else:
         options.take_only("draft_tensor_parallel_size", 1, _WHOLE_HEAD)
     model, revision = options.take_str("model", None), options.take_str("revision", None)

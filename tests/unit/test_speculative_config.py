@@ -1,12 +1,18 @@
 """Every key of a speculative_config is honoured or refused, with the remedy."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
+from slipstream.layers.parameters import WHOLE
+from slipstream.models.catalogue import read_decoder_config
+from slipstream.models.checkpoint import Checkpoint
+from slipstream.speculative.draft_model import drafter as draft_model
 from slipstream.speculative.draft_model.vocabularies import require_same_vocabulary
 from tests.checkpoints import write_qwen3
 from tests.draft_traffic import learn_costs_while_running
@@ -108,6 +114,36 @@ def test_hyphens_equal_underscores(tiny_target: str, tiny_draft: str) -> None:
     )
     assert llm.engine.resolved.limits.num_speculative_tokens == 2
     assert llm.engine.resolved.limits.drafter_max_model_len == 100
+
+
+@pytest.mark.parametrize(
+    ("large", "reaches", "vocab_size", "size", "expected"),
+    [
+        (True, True, 96, 2, 2),
+        (False, True, 96, 2, 1),  # so small a draft model is as fast whole
+        (True, False, 96, 2, 1),  # sums would go through NCCL or gloo
+        (True, True, 97, 2, 1),  # ranks have other tokens of the draft than of the target
+        (True, True, 96, 3, 1),  # its sizes cannot be shared by three
+    ],
+)
+def test_large_drafts_are_shared_where_ranks_reach_each_others_memory(
+    large: bool,
+    reaches: bool,
+    vocab_size: int,
+    size: int,
+    expected: int,
+    tiny_draft: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checkpoint = Checkpoint(Path(tiny_draft))
+    shape = read_decoder_config(checkpoint)
+    smallest = shape.num_matrix_parameters + (0 if large else 1)
+    monkeypatch.setattr(draft_model, "_SHARED_PARAMETERS", smallest)
+    share = replace(WHOLE, size=size, reaches_memory=reaches)
+    load: Any = SimpleNamespace(share=share, load_format="auto")
+    target: Any = SimpleNamespace(load=load, vocab_size=vocab_size)
+    assert shape.vocab_size == 96
+    assert draft_model.usual_ranks(checkpoint, shape, target, None) == expected
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.spec import CacheLayout, ModelCache
+from slipstream.core.errors import UsageError
 from slipstream.layers.embedding import WholeRows
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
-from slipstream.models.loading import LoadOptions, load_decoder
+from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.loading import RANDOM_FORMATS, LoadOptions, load_decoder
+from slipstream.models.sharing import require_equal_shares
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.excerpts import ExcerptSizes
 from slipstream.runner.memory import device_memory
@@ -44,6 +47,7 @@ from slipstream.speculative.drafter import (
 from slipstream.speculative.model_options import ModelKeys, ModelOptions, read_model_options
 from slipstream.speculative.options import Options, TargetModel
 
+_SHARED_PARAMETERS = 10**9  # a draft model with as many is large: 1.7B was measured
 _MEMORY_SHARE = 8  # windows by default take at most 1 / 8 of the free memory
 
 
@@ -79,6 +83,24 @@ def _window(
     return window if size <= free // _MEMORY_SHARE else None
 
 
+def usual_ranks(
+    checkpoint: Checkpoint, shape: DecoderConfig, target: TargetModel, tokens: TokenMap | None
+) -> int:
+    """How many ranks share a draft model unless the user says. All of the target's, where that is
+    faster than a whole one on each (docs/several_gpus.md): for a large one with the target's own
+    vocabulary, if sums over the ranks are quick."""
+    share, random = target.load.share, target.load.load_format in RANDOM_FORMATS
+    own_tokens = tokens is None and shape.vocab_size == target.vocab_size
+    large = shape.num_matrix_parameters >= _SHARED_PARAMETERS
+    if not (share.reaches_memory and own_tokens and large):
+        return 1
+    try:
+        require_equal_shares(checkpoint, shape, share.size, random)
+    except UsageError:
+        return 1
+    return share.size
+
+
 class DraftNetwork:
     """A draft model in memory, whose inputs and outputs are the target's token ids.
 
@@ -104,7 +126,7 @@ class DraftNetwork:
         tokens = _token_map(config, target, checkpoint, shape.vocab_size)
         num_legal = min(target.vocab_size, shape.vocab_size)
         vocabulary = _vocabulary(config, target, num_legal, tokens)
-        load = config.load_options(target)
+        load = config.load_options(target, usual_ranks(checkpoint, shape, target, tokens))
         self.decoder, self.width = load_decoder(checkpoint, load, shape), shape.hidden_size
         self.dtype, self.layout = load.dtype, shape.cache_layout(load.dtype, load.share)
         self._window = _window(config, target, load, self.layout)
