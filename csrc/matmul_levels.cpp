@@ -67,7 +67,7 @@ template <Storage storage, int digits>
 void run_groups(const Calls<RoundedRows>& calls) {
     calls.for_parts([](const auto& part, [[maybe_unused]] ProductUnit& unit) {
         const RoundedRows& rows = part.rows;
-        const int64_t row = part.first / digits, num_rows = part.count / digits;
+        const int64_t row = part.first / rows.row_lines, num_rows = part.count / rows.row_lines;
         const GroupedBlock<storage> block(*part.call.weight, part.block);
         auto* values = static_cast<float*>(
             scratch(Scratch::values, num_rows * block_rows * sizeof(float)));
