@@ -73,13 +73,15 @@ class ProductUnit {
 
   private:
     // Sums of so many lines times so many panels fit into the registers beside what they meet; floats
-    // meet the even and the odd columns of bf16.
+    // meet the even and the odd columns of bf16. Sums of one line of floats alone would wait for each other.
 #if defined(__AVX512F__)
-    static constexpr int panels = 4;
     static constexpr int most_lines_of(size_t) { return 6; }
+    static constexpr int panels_of(int, size_t) { return 4; }
 #else
-    static constexpr int panels = 1;
     static constexpr int most_lines_of(size_t number_bytes) { return number_bytes == 4 ? 5 : 6; }
+    static constexpr int panels_of(int lines, size_t number_bytes) {
+        return number_bytes == 4 && lines == 1 ? 4 : 1;
+    }
 #endif
     static constexpr int64_t resident_tiles = 4;
 
@@ -88,47 +90,47 @@ class ProductUnit {
                            const Weight* weight, int64_t num_tiles, bool adds, bool asks_ahead,
                            Sum* sums) {
         const Number* x = lines.at(line, tile);
-        for (int panel = 0; panel < block_panels; panel += panels)
-            switch (count) {
-                case 1: chains<1>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
-                case 2: chains<2>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
-                case 3: chains<3>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
-                case 4: chains<4>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
-                case 5: chains<5>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
-                case 6: chains<6>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
-            }
+        switch (count) {
+            case 1: chains<1>(x, lines, weight, num_tiles, adds, asks_ahead, sums); break;
+            case 2: chains<2>(x, lines, weight, num_tiles, adds, asks_ahead, sums); break;
+            case 3: chains<3>(x, lines, weight, num_tiles, adds, asks_ahead, sums); break;
+            case 4: chains<4>(x, lines, weight, num_tiles, adds, asks_ahead, sums); break;
+            case 5: chains<5>(x, lines, weight, num_tiles, adds, asks_ahead, sums); break;
+            case 6: chains<6>(x, lines, weight, num_tiles, adds, asks_ahead, sums); break;
+        }
     }
 
-    // R lines times the panels from `panel` on. Loops over both are unrolled: only so all sums stay in
-    // registers.
+    // R lines. Loops over them and over panels are unrolled: only so all sums stay in registers.
     template <int R, typename Number, typename Weight, typename Sum>
     static void chains(const Number* x, const Lines<Number>& lines, const Weight* weight,
-                       int64_t num_tiles, int panel, bool adds, bool asks_ahead, Sum* sums) {
+                       int64_t num_tiles, bool adds, bool asks_ahead, Sum* sums) {
+        constexpr int panels = panels_of(R, sizeof(Number));
         const int depth = lines.depth;
         const int64_t stride = lines.stride(), panel_numbers = depth * panel_rows;
-        decltype(load(sums)) acc[R][panels];
+        for (int panel = 0; panel < block_panels; panel += panels, sums += panels * panel_rows) {
+            decltype(load(sums)) acc[R][panels];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
+            for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int p = 0; p < panels; ++p)
-                acc[r][p] = adds ? load(sums + r * block_rows + (panel + p) * panel_rows)
-                                 : start(sums);
-        for (int64_t tile = 0; tile < num_tiles; ++tile) {
-            const Weight* w = weight + (tile * block_panels + panel) * panel_numbers;
-            if (asks_ahead) look_ahead<panels * 1024>(w);
-            multiply_tile<R>(x + tile * depth, stride, depth, w, acc);
+                for (int p = 0; p < panels; ++p)
+                    acc[r][p] = adds ? load(sums + r * block_rows + p * panel_rows) : start(sums);
+            for (int64_t tile = 0; tile < num_tiles; ++tile) {
+                const Weight* w = weight + (tile * block_panels + panel) * panel_numbers;
+                if (asks_ahead) look_ahead<panels * 1024>(w);
+                multiply_tile(x + tile * depth, stride, depth, w, acc);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+                for (int p = 0; p < panels; ++p)
+                    store(sums + r * block_rows + p * panel_rows, acc[r][p]);
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-            for (int p = 0; p < panels; ++p)
-                store(sums + r * block_rows + (panel + p) * panel_rows, acc[r][p]);
     }
 
     static F16 start(const float*) { return zero(); }
     static I16 start(const int32_t*) { return integers(0); }
 
-    template <int R>
+    template <int R, int panels>
     static inline __attribute__((always_inline)) void multiply_tile(
         const Digit* x, int64_t stride, int depth, const uint8_t* w, I16 (&acc)[R][panels]) {
         for (int k = 0; k < depth; k += 4) {
@@ -136,7 +138,7 @@ class ProductUnit {
             if (quad_parts == 2) add_quads<1>(x + k + 2, stride, depth, w + k * panel_rows, acc);
         }
     }
-    template <int part, int R>
+    template <int part, int R, int panels>
     static inline __attribute__((always_inline)) void add_quads(
         const Digit* x, int64_t stride, int depth, const uint8_t* w, I16 (&acc)[R][panels]) {
 #pragma GCC unroll 8
@@ -149,7 +151,7 @@ class ProductUnit {
         }
     }
 
-    template <int R>
+    template <int R, int panels>
     static inline __attribute__((always_inline)) void multiply_tile(
         const float* x, int64_t stride, int depth, const bf16* w, F16 (&acc)[R][panels]) {
         for (int k = 0; k < depth; k += 2)
@@ -166,7 +168,7 @@ class ProductUnit {
     }
 
 #if defined(__AVX512BF16__)
-    template <int R>
+    template <int R, int panels>
     static inline __attribute__((always_inline)) void multiply_tile(
         const bf16* x, int64_t stride, int depth, const bf16* w, F16 (&acc)[R][panels]) {
         for (int k = 0; k < depth; k += 2)
