@@ -68,41 +68,68 @@ struct Pairs {
 };
 #endif
 
+// Lines and panels whose sums fit into the registers beside what they meet.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int lines_at_once = 6;
+constexpr int panels_at_once(int lines) { return lines == 1 ? 4 : lines <= 3 ? 2 : 1; }
+#else
+constexpr int lines_at_once = 4;
+constexpr int panels_at_once(int) { return 4; }
+#endif
+
 template <typename Mode, int R>
 inline void multiply_lines(const Product& product, int64_t line, int64_t panel, int width) {
-    F16 sums[R][4];
-    for (int r = 0; r < R; ++r)
-        for (int p = 0; p < 4; ++p) sums[r][p] = zero();
+    constexpr int P = panels_at_once(R);
     const char* a = static_cast<const char*>(product.a) + line * product.a_stride;
     const char* b = product.b + panel * product.panel_stride;
-    // Where there are fewer panels the last is multiplied again instead.
-    int64_t at[4];
-    for (int p = 0; p < 4; ++p) at[p] = (p < width ? p : width - 1) * product.panel_stride;
-    for (int64_t tile = 0; tile < product.tiles; ++tile)
-        for (int step = 0; step < tile_steps; ++step) {
-            const char* factor = a + (tile * tile_steps + step) * 4;
-            const char* others = b + tile * product.tile_stride + step * 64;
-            for (int r = 0; r < R; ++r)
-                for (int p = 0; p < 4; ++p)
-                    sums[r][p] = Mode::add(sums[r][p], factor + r * product.a_stride, others + at[p]);
+    float* out = product.out + line * product.out_stride + panel * lanes;
+    for (int first = 0; first < width; first += P) {
+        F16 sums[R][P];
+        // Where there are fewer panels the last is multiplied again instead.
+        int64_t at[P];
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) {
+            at[p] = (first + p < width ? first + p : width - 1) * product.panel_stride;
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) sums[r][p] = zero();
         }
-    for (int r = 0; r < R; ++r)
-        for (int p = 0; p < width; ++p)
-            store(product.out + (line + r) * product.out_stride + (panel + p) * lanes, sums[r][p]);
+        for (int64_t tile = 0; tile < product.tiles; ++tile)
+            for (int step = 0; step < tile_steps; ++step) {
+                const char* factor = a + (tile * tile_steps + step) * 4;
+                const char* others = b + tile * product.tile_stride + step * 64;
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+                    for (int p = 0; p < P; ++p)
+                        sums[r][p] =
+                            Mode::add(sums[r][p], factor + r * product.a_stride, others + at[p]);
+            }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int p = 0; p < P; ++p)
+                if (first + p < width)
+                    store(out + r * product.out_stride + (first + p) * lanes, sums[r][p]);
+    }
 }
 
-// In vector instructions, four lines and four panels at once.
+// In vector instructions. All lines take a few panels, which stay in the first cache.
 template <typename Mode>
 inline void multiply_vectors(const Product& product) {
-    for (int64_t panel = 0; panel < product.panels; panel += 4) {
-        const int64_t panels = product.panels - panel;
-        const int width = static_cast<int>(panels < 4 ? panels : 4);
-        for (int64_t line = 0; line < product.lines; line += 4) {
-            const int64_t count = product.lines - line;
+    const int parts = (product.lines + lines_at_once - 1) / lines_at_once;
+    const int unit = panels_at_once(product.lines < 2 ? 1 : 2);
+    for (int64_t panel = 0; panel < product.panels; panel += unit) {
+        const int64_t left = product.panels - panel;
+        const int width = static_cast<int>(left < unit ? left : unit);
+        for (int part = 0; part < parts; ++part) {
+            const int line = product.lines * part / parts;
+            const int count = product.lines * (part + 1) / parts - line;
             const auto multiply = count == 1   ? multiply_lines<Mode, 1>
                                   : count == 2 ? multiply_lines<Mode, 2>
                                   : count == 3 ? multiply_lines<Mode, 3>
-                                               : multiply_lines<Mode, 4>;
+                                  : count == 4 ? multiply_lines<Mode, 4>
+                                  : count == 5 ? multiply_lines<Mode, lines_at_once < 5 ? 1 : 5>
+                                               : multiply_lines<Mode, lines_at_once < 6 ? 1 : 6>;
             multiply(product, line, panel, width);
         }
     }

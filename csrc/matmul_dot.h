@@ -55,23 +55,33 @@ class ProductUnit {
     void multiply(const Lines<Number>& lines, int64_t first, int64_t count, int64_t tile,
                   const Weight* weight, int64_t num_tiles, Sum* sums) {
         // As many tiles as stay in the first cache while all lines pass.
-        const int64_t most = count <= most_lines ? num_tiles : resident_tiles;
+        constexpr int64_t most_lines = most_lines_of(sizeof(Number));
+        const int64_t parts = (count + most_lines - 1) / most_lines;
+        const int64_t most = parts == 1 ? num_tiles : resident_tiles;
         const int64_t tile_numbers = lines.depth * int64_t{block_rows};
         for (int64_t done = 0; done < num_tiles; done += most) {
-            const int64_t part = num_tiles - done < most ? num_tiles - done : most;
-            for (int64_t line = 0; line < count; line += most_lines)
-                some_lines(lines, first + line, count - line, tile + done,
-                           weight + done * tile_numbers, part, done > 0, line == 0,
+            const int64_t some = num_tiles - done < most ? num_tiles - done : most;
+            // In parts of nearly one size: sums of one line alone wait for each other.
+            for (int64_t part = 0; part < parts; ++part) {
+                const int64_t line = count * part / parts, next = count * (part + 1) / parts;
+                some_lines(lines, first + line, next - line, tile + done,
+                           weight + done * tile_numbers, some, done > 0, part == 0,
                            sums + line * block_rows);
+            }
         }
     }
 
   private:
-    // Sums of so many lines times so many panels fit into the registers beside what they meet.
+    // Sums of so many lines times so many panels fit into the registers beside what they meet; floats
+    // meet the even and the odd columns of bf16. Sums of one line of floats alone would wait for each other.
 #if defined(__AVX512F__)
-    static constexpr int most_lines = 6, panels = 4;
+    static constexpr int most_lines_of(size_t) { return 6; }
+    static constexpr int panels_of(int, size_t) { return 4; }
 #else
-    static constexpr int most_lines = 4, panels = 1;
+    static constexpr int most_lines_of(size_t number_bytes) { return number_bytes == 4 ? 5 : 6; }
+    static constexpr int panels_of(int lines, size_t number_bytes) {
+        return number_bytes == 4 && lines == 1 ? 4 : 1;
+    }
 #endif
     static constexpr int64_t resident_tiles = 4;
 
@@ -80,61 +90,75 @@ class ProductUnit {
                            const Weight* weight, int64_t num_tiles, bool adds, bool asks_ahead,
                            Sum* sums) {
         const Number* x = lines.at(line, tile);
-        for (int panel = 0; panel < block_panels; panel += panels)
-            switch (count < most_lines ? count : most_lines) {
-                case 1: chains<1>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
-                case 2: chains<2>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
-                case 3: chains<3>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
-                case 4: chains<4>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
-#if defined(__AVX512F__)
-                case 5: chains<5>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
-                case 6: chains<6>(x, lines, weight, num_tiles, panel, adds, asks_ahead, sums); break;
-#endif
-            }
+        switch (count) {
+            case 1: chains<1>(x, lines, weight, num_tiles, adds, asks_ahead, sums); break;
+            case 2: chains<2>(x, lines, weight, num_tiles, adds, asks_ahead, sums); break;
+            case 3: chains<3>(x, lines, weight, num_tiles, adds, asks_ahead, sums); break;
+            case 4: chains<4>(x, lines, weight, num_tiles, adds, asks_ahead, sums); break;
+            case 5: chains<5>(x, lines, weight, num_tiles, adds, asks_ahead, sums); break;
+            case 6: chains<6>(x, lines, weight, num_tiles, adds, asks_ahead, sums); break;
+        }
     }
 
-    // R lines times the panels from `panel` on, in registers.
+    // R lines. Loops over them and over panels are unrolled: only so all sums stay in registers.
     template <int R, typename Number, typename Weight, typename Sum>
     static void chains(const Number* x, const Lines<Number>& lines, const Weight* weight,
-                       int64_t num_tiles, int panel, bool adds, bool asks_ahead, Sum* sums) {
+                       int64_t num_tiles, bool adds, bool asks_ahead, Sum* sums) {
+        constexpr int panels = panels_of(R, sizeof(Number));
         const int depth = lines.depth;
         const int64_t stride = lines.stride(), panel_numbers = depth * panel_rows;
-        decltype(load(sums)) acc[R][panels];
-        for (int r = 0; r < R; ++r)
-            for (int p = 0; p < panels; ++p)
-                acc[r][p] = adds ? load(sums + r * block_rows + (panel + p) * panel_rows)
-                                 : start(sums);
-        for (int64_t tile = 0; tile < num_tiles; ++tile) {
-            const Weight* w = weight + (tile * block_panels + panel) * panel_numbers;
-            if (asks_ahead) look_ahead<panels * 1024>(w);
-            multiply_tile<R>(x + tile * depth, stride, depth, w, acc);
+        for (int panel = 0; panel < block_panels; panel += panels, sums += panels * panel_rows) {
+            decltype(load(sums)) acc[R][panels];
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+                for (int p = 0; p < panels; ++p)
+                    acc[r][p] = adds ? load(sums + r * block_rows + p * panel_rows) : start(sums);
+            for (int64_t tile = 0; tile < num_tiles; ++tile) {
+                const Weight* w = weight + (tile * block_panels + panel) * panel_numbers;
+                if (asks_ahead) look_ahead<panels * 1024>(w);
+                multiply_tile(x + tile * depth, stride, depth, w, acc);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+                for (int p = 0; p < panels; ++p)
+                    store(sums + r * block_rows + p * panel_rows, acc[r][p]);
         }
-        for (int r = 0; r < R; ++r)
-            for (int p = 0; p < panels; ++p)
-                store(sums + r * block_rows + (panel + p) * panel_rows, acc[r][p]);
     }
 
     static F16 start(const float*) { return zero(); }
     static I16 start(const int32_t*) { return integers(0); }
 
-    template <int R>
-    static void multiply_tile(const int8_t* x, int64_t stride, int depth, const uint8_t* w,
-                              I16 (&acc)[R][panels]) {
-        for (int k = 0; k < depth; k += 4)
-            for (int r = 0; r < R; ++r) {
-                const int32_t quad = quad_at(x + r * stride + k);
-                for (int p = 0; p < panels; ++p)
-                    acc[r][p] = add_quads<false>(
-                        acc[r][p], load_quads(w + (p * depth + k) * panel_rows), quad);
-            }
+    template <int R, int panels>
+    static inline __attribute__((always_inline)) void multiply_tile(
+        const Digit* x, int64_t stride, int depth, const uint8_t* w, I16 (&acc)[R][panels]) {
+        for (int k = 0; k < depth; k += 4) {
+            add_quads<0>(x + k, stride, depth, w + k * panel_rows, acc);
+            if (quad_parts == 2) add_quads<1>(x + k + 2, stride, depth, w + k * panel_rows, acc);
+        }
+    }
+    template <int part, int R, int panels>
+    static inline __attribute__((always_inline)) void add_quads(
+        const Digit* x, int64_t stride, int depth, const uint8_t* w, I16 (&acc)[R][panels]) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const int32_t digits = digits_at(x + r * stride);
+#pragma GCC unroll 8
+            for (int p = 0; p < panels; ++p)
+                acc[r][p] = add_part(
+                    acc[r][p], part_of<part>(load_quads(w + p * depth * panel_rows)), digits);
+        }
     }
 
-    template <int R>
-    static void multiply_tile(const float* x, int64_t stride, int depth, const bf16* w,
-                              F16 (&acc)[R][panels]) {
+    template <int R, int panels>
+    static inline __attribute__((always_inline)) void multiply_tile(
+        const float* x, int64_t stride, int depth, const bf16* w, F16 (&acc)[R][panels]) {
         for (int k = 0; k < depth; k += 2)
+#pragma GCC unroll 8
             for (int p = 0; p < panels; ++p) {
                 const Columns columns = widen_columns(w + (p * depth + k) * panel_rows);
+#pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
                     const float* at = x + r * stride + k;
                     acc[r][p] = fma(columns.even, broadcast(at[0]), acc[r][p]);
@@ -144,13 +168,15 @@ class ProductUnit {
     }
 
 #if defined(__AVX512BF16__)
-    template <int R>
-    static void multiply_tile(const bf16* x, int64_t stride, int depth, const bf16* w,
-                              F16 (&acc)[R][panels]) {
+    template <int R, int panels>
+    static inline __attribute__((always_inline)) void multiply_tile(
+        const bf16* x, int64_t stride, int depth, const bf16* w, F16 (&acc)[R][panels]) {
         for (int k = 0; k < depth; k += 2)
+#pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 int32_t pair;
                 std::memcpy(&pair, x + r * stride + k, 4);
+#pragma GCC unroll 8
                 for (int p = 0; p < panels; ++p)
                     acc[r][p] = add_pair(acc[r][p], w + (p * depth + k) * panel_rows, pair);
             }

@@ -41,13 +41,13 @@ class GroupedRows {
 
   private:
     static constexpr TileShape shape = tile_shape(storage);
-    static constexpr bool are_small = storage != Storage::g8;  // below 64
+    static constexpr int lines_of_row = lines_of_digits(digits, true);
     // Of groups that stay in the first cache while all parts pass.
     static constexpr int64_t resident_bytes = 16384;
     // Rows whose sums fit into the registers beside what they meet, and panels that they are taken
     // with: each number of x is loaded once for all of these.
 #if defined(__AVX2__)
-    static constexpr bool may_unpack = storage != Storage::g8;
+    static constexpr bool may_unpack = takes_words || storage != Storage::g8;
 #else
     static constexpr bool may_unpack = false;  // what is written takes longer than what it saves
 #endif
@@ -57,16 +57,22 @@ class GroupedRows {
         return rows * digits <= 4 ? 4 : rows * digits <= 12 ? 2 : 1;
     }
 #else
-    static constexpr int most_rows = digits == 3 ? 1 : 2;
+    static constexpr int most_rows = takes_words ? 6 / lines_of_row : digits == 3 ? 1 : 2;
     static constexpr int panels_of(int) { return 1; }
 #endif
 
-    // ---- unpacked groups: [tile][4 panels][columns / 4][16][4], then scales of the panels -------
+    // ---- unpacked groups: [tile][4 panels][part of a quad][16][4], then scales of the panels -----
 
-    static constexpr int unpacked_panel = shape.columns * panel_rows;
+    static constexpr int unpacked_panel = shape.columns * panel_rows * int{sizeof(Digit)};
     int64_t unpacked_tiles() const { return block_.tiles * block_panels * unpacked_panel; }
     int64_t unpacked_bytes() const {
         return unpacked_tiles() + block_panels * int64_t{sizeof(GroupScales)};
+    }
+
+    static char* store_parts(Quads quads, char* to) {
+        store_quads(to, part_of<0>(quads));
+        if (quad_parts == 2) store_quads(to + 64, part_of<1>(quads));
+        return to + quad_parts * 64;
     }
 
     void unpack(int64_t group, char* to) const {
@@ -80,10 +86,10 @@ class GroupedRows {
         for (int64_t panel = 0; panel < block_.tiles * block_panels; ++panel) {
             const char* from = at.tiles + panel * shape.panel_bytes();
             look_ahead<shape.panel_bytes()>(from);
-            for (int pair = 0; pair < shape.columns / 8; ++pair, to += 128) {
+            for (int pair = 0; pair < shape.columns / 8; ++pair) {
                 const auto [first, second] = pair_at<storage>(from, pair);
-                store_quads(to, first);
-                store_quads(to + 64, second);
+                to = store_parts(first, to);
+                to = store_parts(second, to);
             }
         }
     }
@@ -127,7 +133,7 @@ class GroupedRows {
             if (unpacked) memory += unpacked_bytes();
             else look_ahead<block_rows * 4>(at.tail);
             for (int panel = 0; panel < block_panels; panel += panels) {
-                I16 sums[R][digits][panels];
+                I16 sums[R][lines_of_row][panels];
                 add_tiles<R, panels, unpacked>(tiles + panel * panel_bytes, digits_of(group, row),
                                                sums);
                 with_zeros<storage>(block_.zeros, [&](auto zeros) __attribute__((always_inline)) {
@@ -145,23 +151,23 @@ class GroupedRows {
 
     template <int R, int panels, Zeros zeros>
     inline __attribute__((always_inline)) void fold(const GroupScales& by, const RowGroup& x,
-                                                    const I16 (&sums)[R][digits][panels], int p,
+                                                    const I16 (&sums)[R][lines_of_row][panels], int p,
                                                     float* values) const {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             float* value = values + r * block_rows;
-            const I16 joined = shift_left<7>(sums[r][0][p]) + sums[r][1][p];
+            I16 joined = sums[r][0][p];
+            if constexpr (lines_of_row == digits) joined = shift_left<7>(joined) + sums[r][1][p];
             store(value, add_group<storage, digits, zeros>(load(value), joined,
-                                                           sums[r][digits - 1][p], by, x, r));
+                                                           sums[r][lines_of_row - 1][p], by, x, r));
         }
     }
 
     // Sums of a group: loops are unrolled to their ends, for only so all of them stay in registers.
     template <int R, int panels, bool unpacked>
-    inline __attribute__((always_inline)) void add_tiles(const char* from, const int8_t* x,
-                                                         I16 (&sums)[R][digits][panels]) const {
-        constexpr int lines = R * digits;
-        constexpr Storage source = unpacked ? Storage::g8 : storage;
+    inline __attribute__((always_inline)) void add_tiles(
+        const char* from, const Digit* x, I16 (&sums)[R][lines_of_row][panels]) const {
+        constexpr int lines = R * lines_of_row;
         constexpr int panel_bytes = unpacked ? unpacked_panel : shape.panel_bytes();
         I16 sum[lines][panels];
 #pragma GCC unroll 32
@@ -171,37 +177,65 @@ class GroupedRows {
         for (int64_t tile = 0; tile < block_.tiles; ++tile) {
             if (!unpacked) look_ahead<panels * panel_bytes>(from);
 #pragma GCC unroll 4
-            for (int pair = 0; pair < shape.columns / 8; ++pair) {
-                QuadPair quads[panels];
-#pragma GCC unroll 4
-                for (int p = 0; p < panels; ++p)
-                    quads[p] = pair_at<source>(from + p * panel_bytes, pair);
-#pragma GCC unroll 32
-                for (int line = 0; line < lines; ++line) {
-                    const int8_t* const quad = x + line * shape.columns + pair * 8;
-#pragma GCC unroll 4
-                    for (int p = 0; p < panels; ++p)
-                        sum[line][p] =
-                            add_quads<are_small>(sum[line][p], quads[p].first, quad_at(quad));
-#pragma GCC unroll 4
-                    for (int p = 0; p < panels; ++p)
-                        sum[line][p] =
-                            add_quads<are_small>(sum[line][p], quads[p].second, quad_at(quad + 4));
-                }
-            }
+            for (int pair = 0; pair < shape.columns / 8; ++pair)
+                add_pair<lines, panels, unpacked>(from, pair, x + pair * 8, sum);
             x += rows_.lines.count * shape.columns;
             from += block_panels * panel_bytes;
         }
 #pragma GCC unroll 32
         for (int line = 0; line < lines; ++line)
 #pragma GCC unroll 4
-            for (int p = 0; p < panels; ++p) sums[line / digits][line % digits][p] = sum[line][p];
+            for (int p = 0; p < panels; ++p)
+                sums[line / lines_of_row][line % lines_of_row][p] = sum[line][p];
+    }
+
+    // Eight columns.
+    template <int lines, int panels, bool unpacked>
+    static inline __attribute__((always_inline)) void add_pair(const char* from, int pair,
+                                                               const Digit* x,
+                                                               I16 (&sum)[lines][panels]) {
+        constexpr Storage source = unpacked ? Storage::g8 : storage;
+        constexpr int panel_bytes = unpacked ? unpacked_panel : shape.panel_bytes();
+        if constexpr (takes_words && unpacked) {
+#pragma GCC unroll 4
+            for (int part = 0; part < 4; ++part)
+                add_words<lines>(load_quads(from + pair * 256 + part * 64), x + part * 2, sum);
+            return;
+        }
+        QuadPair quads[panels];
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; ++p) quads[p] = pair_at<source>(from + p * panel_bytes, pair);
+        if constexpr (takes_words) {
+            add_words<lines>(part_of<0>(quads[0].first), x, sum);
+            add_words<lines>(part_of<1>(quads[0].first), x + 2, sum);
+            add_words<lines>(part_of<0>(quads[0].second), x + 4, sum);
+            add_words<lines>(part_of<1>(quads[0].second), x + 6, sum);
+            return;
+        }
+#pragma GCC unroll 32
+        for (int line = 0; line < lines; ++line, x += shape.columns) {
+#pragma GCC unroll 4
+            for (int p = 0; p < panels; ++p)
+                sum[line][p] = add_part(sum[line][p], quads[p].first, digits_at(x));
+#pragma GCC unroll 4
+            for (int p = 0; p < panels; ++p)
+                sum[line][p] = add_part(sum[line][p], quads[p].second, digits_at(x + 4));
+        }
+    }
+
+    // Two columns, times all lines: the sums leave no room for more words.
+    template <int lines, int panels>
+    static inline __attribute__((always_inline)) void add_words(Quads words, const Digit* x,
+                                                                I16 (&sum)[lines][panels]) {
+#pragma GCC unroll 32
+        for (int line = 0; line < lines; ++line)
+            sum[line][0] = add_part(sum[line][0], words, digits_at(x + line * shape.columns));
     }
 
     // The digits of a row in a group's first tile, one behind the other, and before those of the next
     // row.
-    const int8_t* digits_of(int64_t group, int64_t row) const {
-        const int64_t line = group * block_.tiles * rows_.lines.count + row * digits;
+    const Digit* digits_of(int64_t group, int64_t row) const {
+        const int64_t line = group * block_.tiles * rows_.lines.count + row * lines_of_row;
         return rows_.lines.values + line * shape.columns;
     }
 

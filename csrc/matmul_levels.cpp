@@ -67,7 +67,7 @@ template <Storage storage, int digits>
 void run_groups(const Calls<RoundedRows>& calls) {
     calls.for_parts([](const auto& part, [[maybe_unused]] ProductUnit& unit) {
         const RoundedRows& rows = part.rows;
-        const int64_t row = part.first / digits, num_rows = part.count / digits;
+        const int64_t row = part.first / rows.row_lines, num_rows = part.count / rows.row_lines;
         const GroupedBlock<storage> block(*part.call.weight, part.block);
         auto* values = static_cast<float*>(
             scratch(Scratch::values, num_rows * block_rows * sizeof(float)));
@@ -94,24 +94,38 @@ void run_groups(const Calls<RoundedRows>& calls) {
 
 // ---- float32 ----------------------------------------------------------------------------------
 
+// Panels that are multiplied at once: as many as have room for R rows' sums in registers.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int f32_panels(int rows) { return 4 / rows; }
+#else
+constexpr int f32_panels(int) { return block_panels; }
+#endif
+
 template <int R>
 void multiply_f32(const float* const* x, const float* block, int64_t columns, float* sums) {
-    F16 acc[R][block_panels];
-    for (int r = 0; r < R; ++r)
-        for (int p = 0; p < block_panels; ++p) acc[r][p] = zero();
-    for (int64_t k = 0; k < columns; ++k) {
-        // A tile is 16 columns of 4 panels, one behind the other.
-        const float* at = block + k / 16 * 16 * block_rows + k % 16 * panel_rows;
-        F16 w[block_panels];
-        for (int p = 0; p < block_panels; ++p) w[p] = load(at + p * 16 * panel_rows);
-        for (int r = 0; r < R; ++r) {
-            const F16 factor = broadcast(x[r][k]);
-            for (int p = 0; p < block_panels; ++p) acc[r][p] = fma(factor, w[p], acc[r][p]);
+    constexpr int panels = f32_panels(R);
+    for (int panel = 0; panel < block_panels; panel += panels) {
+        F16 acc[R][panels];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int p = 0; p < panels; ++p) acc[r][p] = zero();
+        for (int64_t k = 0; k < columns; ++k) {
+            // A tile is 16 columns of 4 panels, one behind the other.
+            const float* at = block + k / 16 * 16 * block_rows + k % 16 * panel_rows +
+                              panel * 16 * panel_rows;
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+                for (int p = 0; p < panels; ++p)
+                    acc[r][p] = fma(broadcast(x[r][k]), load(at + p * 16 * panel_rows), acc[r][p]);
         }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int p = 0; p < panels; ++p)
+                store(sums + r * block_rows + (panel + p) * panel_rows, acc[r][p]);
     }
-    for (int r = 0; r < R; ++r)
-        for (int p = 0; p < block_panels; ++p)
-            store(sums + r * block_rows + p * panel_rows, acc[r][p]);
 }
 
 void run_f32(const Calls<PlainRows>& calls) {

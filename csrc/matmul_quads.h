@@ -1,15 +1,26 @@
-// Sums of small integers: four columns of sixteen rows at once. Compiled for each level.
+// Sums of small integers: two or four columns of sixteen rows at once. Compiled for each level.
 #pragma once
 
 #include "simd.h"
 
 namespace slipstream::SLIPSTREAM_LEVEL {
 
-// Four signed bytes. One load each: of two at once the compiler would make one, and take it apart.
-inline int32_t quad_at(const int8_t* p) {
-    int32_t quad;
-    std::memcpy(&quad, p, 4);
-    return quad;
+// What integer weights meet: digits are bytes where an instruction adds four products to a sum, and
+// else words, of which it adds two. Two digits of a row that fit into a word may be joined in it.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+using Digit = int16_t;
+#else
+using Digit = int8_t;
+#endif
+constexpr bool takes_words = sizeof(Digit) == 2;
+// Quads of bytes are multiplied in so many parts, each by four bytes of digits.
+constexpr int quad_parts = sizeof(Digit);
+
+// Four bytes of digits. One load each: of two at once the compiler would make one, and take it apart.
+inline int32_t digits_at(const Digit* p) {
+    int32_t digits;
+    std::memcpy(&digits, p, 4);
+    return digits;
 }
 
 // Unsigned bytes: four of each of 16 lanes.
@@ -50,10 +61,14 @@ inline Quads look_up_high(const uint8_t* table, Quads x) {
     return {_mm512_shuffle_epi8(table_of(table), high_halves(x).v)};
 }
 #endif
-// sum += lanes' bytes times the four signed bytes of `x`. The bytes of halves are below 64.
-template <bool are_halves>
-inline I16 add_quads(I16 sum, Quads quads, int32_t x) {
-    return {_mm512_dpbusd_epi32(sum.v, quads.v, _mm512_set1_epi32(x))};
+// A part of quads: what digits of four bytes are multiplied by. Here it is the quads themselves.
+template <int part>
+inline Quads part_of(Quads x) {
+    return x;
+}
+// sum += a part of quads times so many digits.
+inline I16 add_part(I16 sum, Quads part, int32_t digits) {
+    return {_mm512_dpbusd_epi32(sum.v, part.v, _mm512_set1_epi32(digits))};
 }
 
 #elif defined(__AVX2__)
@@ -91,19 +106,20 @@ inline Quads look_up(const uint8_t* table, Quads indices) {
 }
 inline Quads look_up_low(const uint8_t* table, Quads x) { return look_up(table, low_halves(x)); }
 inline Quads look_up_high(const uint8_t* table, Quads x) { return look_up(table, high_halves(x)); }
-// Pairs of products fit into 16 bits while one factor has six.
-inline __m256i add_halves(__m256i sum, __m256i halves, __m256i x, int16_t unit) {
-    const __m256i pairs = _mm256_maddubs_epi16(halves, x);
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(unit)));
+// Bytes 0 and 2 of each lane as words, or bytes 1 and 3.
+template <int part>
+inline Quads part_of(Quads x) {
+    if constexpr (part) return {_mm256_srli_epi16(x.a, 8), _mm256_srli_epi16(x.b, 8)};
+    const __m256i low = _mm256_set1_epi16(255);
+    return {_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low)};
 }
-template <bool are_halves>
-inline I16 add_quads(I16 sum, Quads quads, int32_t x) {
-    const __m256i factor = _mm256_set1_epi32(x);
-    if constexpr (are_halves)
-        return {add_halves(sum.a, quads.a, factor, 1), add_halves(sum.b, quads.b, factor, 1)};
-    sum = add_quads<true>(sum, low_halves(quads), x);
-    const Quads high = high_halves(quads);
-    return {add_halves(sum.a, high.a, factor, 16), add_halves(sum.b, high.b, factor, 16)};
+inline I16 add_part(I16 sum, Quads part, int32_t digits) {
+    const __m256i factor = _mm256_set1_epi32(digits);
+    sum.a = _mm256_add_epi32(sum.a, _mm256_madd_epi16(part.a, factor));
+    sum.b = _mm256_add_epi32(sum.b, _mm256_madd_epi16(part.b, factor));
+    // One chain, in registers: else the compiler keeps all products and adds them as a tree.
+    __asm__("" : "+x"(sum.a), "+x"(sum.b));
+    return sum;
 }
 
 #else
@@ -138,12 +154,15 @@ inline Quads look_up_low(const uint8_t* table, Quads x) {
 inline Quads look_up_high(const uint8_t* table, Quads x) {
     return each_byte([&](int i) { return table[x.v[i] >> 4]; });
 }
-template <bool are_halves>
-inline I16 add_quads(I16 sum, Quads quads, int32_t x) {
+template <int part>
+inline Quads part_of(Quads x) {
+    return x;
+}
+inline I16 add_part(I16 sum, Quads part, int32_t digits) {
     int8_t factors[4];
-    std::memcpy(factors, &x, 4);
+    std::memcpy(factors, &digits, 4);
     for (int lane = 0; lane < lanes; ++lane)
-        for (int i = 0; i < 4; ++i) sum.v[lane] += quads.v[lane * 4 + i] * factors[i];
+        for (int i = 0; i < 4; ++i) sum.v[lane] += part.v[lane * 4 + i] * factors[i];
     return sum;
 }
 

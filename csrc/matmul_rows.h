@@ -2,6 +2,7 @@
 #pragma once
 
 #include "matmul.h"
+#include "matmul_quads.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -121,42 +122,51 @@ struct PackedRows {
     }
 };
 
-// Sixteen numbers, rounded, in digits, the highest first: to memory at to[digit], and added to totals.
-template <int digits>
-inline void write_digits(F16 x, int8_t* const (&to)[digits], I16 (&totals)[digits]) {
+// In how many lines a row is written. A line has a digit, or in words the first two joined, where a
+// group's sums of these fit into 32 bits.
+constexpr int lines_of_digits(int digits, bool in_groups) {
+    return takes_words && in_groups ? digits - 1 : digits;
+}
+
+// Sixteen integers as digits, to memory.
+inline void store_digits(Digit* to, I16 x) {
 #if defined(__AVX512F__)
-    __m512i whole = _mm512_cvtps_epi32(x.v);
-#pragma GCC unroll 3
-    for (int digit = digits - 1; digit >= 0; --digit) {
-        __m512i low = whole;
-        if (digit) {
-            const __m512i half = _mm512_set1_epi32(64);
-            low = _mm512_and_si512(_mm512_add_epi32(whole, half), _mm512_set1_epi32(127));
-            low = _mm512_sub_epi32(low, half);
-            whole = _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 7);
-        }
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to[digit]), _mm512_cvtepi32_epi8(low));
-        totals[digit] = totals[digit] + I16{low};
-    }
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x.v));
+#elif defined(__AVX2__)
+    // Words of four columns are those of columns 0 and 2, then 1 and 3: as `words_of` has them.
+    const __m256i eights = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+    const __m256i order = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_shuffle_epi8(eights, order));
 #else
-    float values[lanes];
-    store(values, x);
-    int32_t whole[lanes], low[lanes];
-    for (int i = 0; i < lanes; ++i) whole[i] = static_cast<int32_t>(__builtin_rintf(values[i]));
-    for (int digit = digits - 1; digit >= 0; --digit) {
-        for (int i = 0; i < lanes; ++i) {
-            low[i] = digit ? ((whole[i] + 64) & 127) - 64 : whole[i];
-            to[digit][i] = static_cast<int8_t>(low[i]);
-            whole[i] = (whole[i] - low[i]) >> 7;
-        }
-        totals[digit] = totals[digit] + load(low);
-    }
+    for (int i = 0; i < lanes; ++i) to[i] = static_cast<Digit>(x.v[i]);
 #endif
+}
+
+// Sixteen numbers, rounded, in lines of digits, the highest first: to memory, and added to totals.
+template <int lines>
+inline void write_digits(F16 x, Digit* const (&to)[lines], I16 (&totals)[lines]) {
+    I16 whole = nearest(x);
+#pragma GCC unroll 3
+    for (int line = lines - 1; line >= 0; --line) {
+        I16 low = whole;
+        if (line) {
+            low = ((whole + integers(64)) & integers(127)) - integers(64);
+            whole = shift_right<7>(whole - low);
+        }
+        store_digits(to[line], low);
+        totals[line] = totals[line] + low;
+    }
 }
 
 inline int32_t sum(I16 x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32(x.v);
+#elif defined(__AVX2__)
+    const __m256i half = _mm256_add_epi32(x.a, x.b);
+    __m128i quarter = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    quarter = _mm_add_epi32(quarter, _mm_shuffle_epi32(quarter, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(quarter, _mm_shuffle_epi32(quarter, 0xb1)));
 #else
     int32_t values[lanes], total = 0;
     store(values, x);
@@ -191,11 +201,11 @@ inline float largest_of(const MatmulCall& call, int64_t row, int64_t first, int6
 
 // Rows as integers: x = scale * (.. + 128 * digit + last digit).
 struct RoundedRows {
-    Lines<int8_t> lines;  // digit d of row r is line r * digits + d, the highest first
-    int digits;
+    Lines<Digit> lines;  // those of a row one behind the other, the highest digit first
+    int digits, row_lines;
     int64_t count, groups;
     float* scales;     // [rows]; [rows, groups] where the weight is e2m1, whose table they halve
-    int32_t* sums;     // [lines, groups], of the numbers of a group; not of two digits in groups
+    int32_t* sums;     // [rows, digits, groups], of the numbers of a group; in groups only of a third
     int32_t* offsets;  // [groups, rows] of groups: of the first one or two digits joined, times the
                        // zero that all weights have, if they do
     float* x_sums;     // in place of `offsets`, where the weight has minima: of all digits joined
@@ -208,10 +218,10 @@ struct RoundedRows {
         const Sizes sizes(call);
         auto* scales = reinterpret_cast<float*>(memory + sizes.value_bytes);
         auto* sums = reinterpret_cast<int32_t*>(scales + sizes.scales);
-        return {{reinterpret_cast<int8_t*>(memory), sizes.columns, sizes.lines, sizes.depth,
+        return {{reinterpret_cast<Digit*>(memory), sizes.columns, sizes.lines, sizes.depth,
                  sizes.bundle},
-                sizes.digits, call.num_rows, sizes.groups, scales, sums, sums + sizes.sums,
-                reinterpret_cast<float*>(sums + sizes.sums)};
+                sizes.digits, sizes.row_lines, call.num_rows, sizes.groups, scales, sums,
+                sums + sizes.sums, reinterpret_cast<float*>(sums + sizes.sums)};
     }
     void fill(const MatmulCall& call, int64_t row) const {
         if (is_e2m1(call.weight->storage)) fill_by_groups(call, row);
@@ -220,22 +230,23 @@ struct RoundedRows {
 
   private:
     struct Sizes {
-        int digits, depth, bundle = Lines<int8_t>{}.bundle;
+        int digits, row_lines, depth, bundle = Lines<Digit>{}.bundle;
         int64_t columns, lines, groups, value_bytes, scales, sums, offsets;
 
         explicit Sizes(const MatmulCall& call) {
             const Matrix& weight = *call.weight;
             digits = weight.one_digit ? 1 : call.x_is_bf16 ? 2 : 3;
-            lines = call.num_rows * digits;
+            row_lines = lines_of_digits(digits, weight.group);
+            lines = call.num_rows * row_lines;
             const bool is_direct = weight.group && lines <= most_direct_lines;
             if (is_direct) bundle = all_lines;
             // Groups that are no whole number of 64 columns are multiplied in the weight's tiles.
             depth = is_direct || weight.group % 64 ? tile_shape(weight.storage).columns : 64;
             columns = (weight.padded_columns() + depth - 1) / depth * depth;
             groups = weight.num_groups();
-            value_bytes = (lines * columns + 63) / 64 * 64;
+            value_bytes = (lines * columns * int64_t{sizeof(Digit)} + 63) / 64 * 64;
             scales = call.num_rows * (is_e2m1(weight.storage) ? groups : 1);
-            sums = lines * groups;
+            sums = call.num_rows * digits * groups;
             offsets = call.num_rows * groups;
         }
     };
@@ -248,7 +259,7 @@ struct RoundedRows {
         scales[row] = bound / steps;
         const F16 scale = broadcast(scales[row]), inverse = broadcast(steps / bound);
         for (int64_t group = 0; group < groups; ++group)
-            if (digits == 1) write_as<1>(call, row, group, [&](F16 x) { return x / scale; });
+            if (digits == 1) write_as<1, false>(call, row, group, [&](F16 x) { return x / scale; });
             else write(call, row, group, inverse);
     }
 
@@ -272,8 +283,11 @@ struct RoundedRows {
 
     void write(const MatmulCall& call, int64_t row, int64_t group, F16 inverse) const {
         const auto divide = [&](F16 x) { return x * inverse; };
-        if (digits == 2) write_as<2>(call, row, group, divide);
-        else write_as<3>(call, row, group, divide);
+        const bool in_groups = call.weight->group;
+        if (digits == 2 && in_groups) write_as<2, true>(call, row, group, divide);
+        else if (digits == 2) write_as<2, false>(call, row, group, divide);
+        else if (in_groups) write_as<3, true>(call, row, group, divide);
+        else write_as<3, false>(call, row, group, divide);
     }
 
     static int32_t wrapped(int64_t number) {
@@ -290,35 +304,43 @@ struct RoundedRows {
 #endif
     }
 
-    template <int digits, typename Divide>
+    template <int digits, bool in_groups, typename Divide>
     void write_as(const MatmulCall& call, int64_t row, int64_t group, Divide&& divide) const {
+        constexpr int num_lines = lines_of_digits(digits, in_groups);
         const int64_t tiles = lines.columns / groups / lines.depth;
-        I16 totals[digits];
-        for (int digit = 0; digit < digits; ++digit) totals[digit] = integers(0);
+        I16 totals[num_lines];
+        for (I16& total : totals) total = integers(0);
         for (int64_t tile = group * tiles; tile < (group + 1) * tiles; ++tile) {
-            int8_t* to[digits];
-            for (int digit = 0; digit < digits; ++digit)
-                to[digit] = lines.at(row * digits + digit, tile);
+            Digit* to[num_lines];
+            for (int line = 0; line < num_lines; ++line)
+                to[line] = lines.at(row * num_lines + line, tile);
             for (int k = 0; k < lines.depth; k += lanes) {
                 const F16 x = numbers_at(call, row, tile * lines.depth + k);
-                write_digits<digits>(divide(x), to, totals);
-                for (int digit = 0; digit < digits; ++digit) to[digit] += lanes;
+                write_digits(divide(x), to, totals);
+                for (Digit*& at : to) at += lanes;
             }
         }
-        const Matrix& weight = *call.weight;
-        if (digits != 2 || !weight.group)
+        if constexpr (in_groups) {
+            write_group_sums<digits>(*call.weight, row, group, totals);
+        } else {
             for (int digit = 0; digit < digits; ++digit)
-                sums[(row * digits + digit) * groups + group] = sum(totals[digit]);
-        if constexpr (digits > 1) {
-            if (!weight.group) return;
-            const int32_t joined = joined_sum(totals[0], totals[1]);
-            const int64_t place = group * count + row;
-            const int32_t zero_of_all = weight.has_zeros ? 1 : zero_of(weight.storage);
-            if (!weight.has_minima) offsets[place] = wrapped(int64_t{zero_of_all} * joined);
-            else x_sums[place] = static_cast<float>(joined);
-            if (digits == 3 && weight.has_minima)
-                x_sums[place] = x_sums[place] * 128.0f + static_cast<float>(sum(totals[digits - 1]));
+                sums[row * digits + digit] = sum(totals[digit]);
         }
+    }
+
+    template <int digits, int num_lines>
+    void write_group_sums(const Matrix& weight, int64_t row, int64_t group,
+                          const I16 (&totals)[num_lines]) const {
+        int32_t joined = sum(totals[0]);
+        if constexpr (num_lines == digits) joined = joined_sum(totals[0], totals[1]);
+        const int32_t last = sum(totals[num_lines - 1]);
+        const int64_t place = group * count + row;
+        const int32_t zero_of_all = weight.has_zeros ? 1 : zero_of(weight.storage);
+        if (digits == 3) sums[(row * digits + 2) * groups + group] = last;
+        if (!weight.has_minima) offsets[place] = wrapped(int64_t{zero_of_all} * joined);
+        else x_sums[place] = static_cast<float>(joined);
+        if (digits == 3 && weight.has_minima)
+            x_sums[place] = x_sums[place] * 128.0f + static_cast<float>(last);
     }
 };
 

@@ -136,10 +136,19 @@ inline F16 load(const bf16* p) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)),
             _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
 }
+inline __m256i rounded_to_bf16(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256 is_nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    const __m256 chosen =
+        _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), is_nan);
+    return _mm256_srli_epi32(_mm256_castps_si256(chosen), 16);
+}
 inline void store(bf16* p, F16 x) {
-    float wide[lanes];
-    store(wide, x);
-    for (int i = 0; i < lanes; ++i) p[i] = narrow(wide[i]);
+    const __m256i pairs = _mm256_packus_epi32(rounded_to_bf16(x.a), rounded_to_bf16(x.b));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(pairs, 0xd8));
 }
 inline F16 round(F16 x) { return {_mm256_round_ps(x.a, 0x8), _mm256_round_ps(x.b, 0x8)}; }
 inline __m256 scale_by_power(__m256 x, __m256 n) {
@@ -222,7 +231,14 @@ template <int bits>
 inline I16 shift_left(I16 x) {
     return {_mm512_slli_epi32(x.v, bits)};
 }
+template <int bits>
+inline I16 shift_right(I16 x) {  // keeps the sign
+    return {_mm512_srai_epi32(x.v, bits)};
+}
+inline I16 operator&(I16 a, I16 b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline I16 maximum(I16 a, I16 b) { return {_mm512_max_epi32(a.v, b.v)}; }
+// To the nearest, ties to even.
+inline I16 nearest(F16 x) { return {_mm512_cvtps_epi32(x.v)}; }
 inline F16 floats(I16 x) { return {_mm512_cvtepi32_ps(x.v)}; }
 // The floats that have these bits.
 inline F16 as_floats(I16 x) { return {_mm512_castsi512_ps(x.v)}; }
@@ -259,9 +275,17 @@ template <int bits>
 inline I16 shift_left(I16 x) {
     return {_mm256_slli_epi32(x.a, bits), _mm256_slli_epi32(x.b, bits)};
 }
+template <int bits>
+inline I16 shift_right(I16 x) {
+    return {_mm256_srai_epi32(x.a, bits), _mm256_srai_epi32(x.b, bits)};
+}
+inline I16 operator&(I16 x, I16 y) {
+    return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)};
+}
 inline I16 maximum(I16 x, I16 y) {
     return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)};
 }
+inline I16 nearest(F16 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 inline F16 floats(I16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline F16 as_floats(I16 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 
@@ -287,8 +311,16 @@ template <int bits>
 inline I16 shift_left(I16 x) {
     return each_integer([&](int i) { return x.v[i] * (1 << bits); });
 }
+template <int bits>
+inline I16 shift_right(I16 x) {
+    return each_integer([&](int i) { return x.v[i] >> bits; });
+}
+inline I16 operator&(I16 a, I16 b) { return each_integer([&](int i) { return a.v[i] & b.v[i]; }); }
 inline I16 maximum(I16 a, I16 b) {
     return each_integer([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline I16 nearest(F16 x) {
+    return each_integer([&](int i) { return static_cast<int32_t>(__builtin_rintf(x.v[i])); });
 }
 inline F16 floats(I16 x) {
     float values[lanes];
@@ -320,6 +352,9 @@ inline F16 exp(F16 x) {
     const F16 e = scale_by_power(p, n);
 #if defined(__AVX512F__)
     return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, least.v, _CMP_GE_OQ), e.v)};
+#elif defined(__AVX2__)
+    return {_mm256_and_ps(e.a, _mm256_cmp_ps(x.a, least.a, _CMP_GE_OQ)),
+            _mm256_and_ps(e.b, _mm256_cmp_ps(x.b, least.b, _CMP_GE_OQ))};
 #else
     float in[lanes], out[lanes];
     store(in, x);

@@ -151,7 +151,7 @@ def require_apart(whole: BlockMatrix) -> None:
     assert packed.shape == whole.shape
     assert packed.nbytes >= whole.nbytes
     x, bias = inputs(2, 256, torch.float32), torch.arange(float(whole.shape[0]))
-    expected = x @ whole.dequantised().T
+    expected = (x.double() @ whole.dequantised().double().T).float()
     size = float(expected.abs().max())
     assert torch.allclose(packed.logits(x), expected, rtol=0, atol=2e-6 * size)
     assert torch.equal(packed.linear(x, None), packed.logits(x))
