@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from slipstream.core.config import EngineConfig
+from slipstream.core.errors import counted
 from slipstream.engine.engine import Engine
 from slipstream.serve.adapters import load_modules, parse_modules
 from slipstream.serve.app import create_app
@@ -215,8 +216,8 @@ class DrainingServer(uvicorn.Server):
     async def drain(self) -> None:
         """Refuse new requests, let running ones finish, then stop the server."""
         logger.info(
-            "stopping: %d running requests may finish (a second signal stops at once)",
-            self._work.num_open,
+            "stopping: %s may finish (a second signal stops at once)",
+            counted(self._work.num_open, "running request"),
         )
         try:
             async with asyncio.timeout(self._drain_timeout):
@@ -228,7 +229,7 @@ class DrainingServer(uvicorn.Server):
 
     async def _stop(self) -> None:
         """Abort all requests, whose clients get an error, and stop the server."""
-        logger.warning("%d requests are cut off", self._work.num_open)
+        logger.warning("cut off: %s", counted(self._work.num_open, "request"))
         self.exit_code, self.config.timeout_graceful_shutdown = 1, _LAST_FLUSH_SECONDS
         await self._work.stop()
         self.should_exit = True

@@ -147,7 +147,7 @@ def test_a_second_signal_stops_at_once() -> None:
         assert b"the server stopped" in stream.read()
         assert server.exit_code() == 1
         log = server.log()
-        assert "2 requests are cut off" in log
+        assert "cut off: 2 requests" in log
         assert "Traceback" not in log
 
 
