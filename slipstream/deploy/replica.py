@@ -4,7 +4,6 @@ import asyncio
 import socket
 import threading
 from collections import deque
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 from uuid import uuid4
@@ -73,7 +72,7 @@ class EngineReplica:
         self._server, self._thread = engine_server(
             self._engine,
             plan.config,
-            replace(plan.server, replica=self.id),
+            plan.server.behind_front(self.id),
             page_routes(),
             [self._queue_times],
         )

@@ -1,7 +1,7 @@
 """The options of a server, as users give them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +256,15 @@ class ServerOptions:
             raise UsageError(
                 f"--root-path must begin with a slash and not end with one, not {self.root_path!r}"
             )
+
+    def behind_front(self, replica: str) -> "ServerOptions":
+        """The options of a replica, which a front asks by plain HTTP."""
+        return replace(
+            self,
+            replica=replica,
+            ssl_certfile=None,
+            ssl_keyfile=None,
+            ssl_ca_certs=None,
+            ssl_cert_reqs=0,
+            ssl_ciphers=None,
+        )

@@ -123,7 +123,9 @@ def test_a_profile_is_of_the_steps_between_start_and_stop(
 @needs_openssl
 def test_certificates_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
-    assert tls_options(options(ssl_certfile=certificate, ssl_keyfile=key))
+    encrypted = options(ssl_certfile=certificate, ssl_keyfile=key)
+    assert tls_options(encrypted)
+    assert not tls_options(encrypted.behind_front("a"))  # the front alone is reached from outside
     other = tmp_path / "other"
     other.mkdir()
     for wrong in (certificate, tmp_path / "none.pem", make_certificate(other)[1], None):
