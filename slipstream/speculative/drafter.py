@@ -74,7 +74,7 @@ class Draft:
             return None
         places = self.token_ids
         if self.vocabulary is not None:
-            places = torch.searchsorted(self.vocabulary, places)
+            places = torch.searchsorted(self.vocabulary, places.contiguous())
         # A token of another drafter may have no column here; its row is one-hot, so any will do.
         if not self.shares:
             places = places.clamp(0, self.probs.shape[2] - 1)

@@ -1,15 +1,20 @@
 """The subset holds what is common, and the end tokens."""
 
 import json
+import warnings
 from pathlib import Path
 
+import torch
+
 from slipstream import LLM, SamplingParams
+from slipstream.kernels.columns import ALL_COLUMNS
 from slipstream.models.checkpoint import resolve_checkpoint
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.speculative.draft_vocabulary import (
     DraftVocabularyConfig,
     choose_draft_vocabulary,
 )
+from slipstream.speculative.drafter import Draft
 
 DEMO = resolve_checkpoint("demo")
 
@@ -51,3 +56,21 @@ def test_only_chosen_tokens_are_drafted(tiny_target: str, tiny_draft: str) -> No
     assert drafted
     assert max(drafted) < 50
     assert max(token for output in outputs for token in output.outputs[0].token_ids) >= 50
+
+
+def test_the_probabilities_of_a_cut_draft_are_found_without_a_warning() -> None:
+    vocabulary = torch.tensor([3, 5, 9])
+    drawn = torch.tensor([[5, 9, 3], [3, 3, 9]])
+    probs = torch.rand(2, 2, 3)
+    one_hot = torch.zeros(2, dtype=torch.bool)
+    draft = Draft(drawn[:, :2], torch.tensor([2, 2]), one_hot, probs, vocabulary)
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            chances = draft.chances(ALL_COLUMNS)
+    finally:
+        torch.set_warn_always(before)
+    assert chances is not None
+    assert chances.tolist() == [[probs[0, 0, 1], probs[0, 1, 2]], [probs[1, 0, 0], probs[1, 1, 0]]]
