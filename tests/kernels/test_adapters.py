@@ -68,7 +68,10 @@ def test_cpp_equals_the_reference_and_a_row_its_bits_alone(
     made, slots = factors(ends, columns, rank, dtype), adapters_of(rows)
     x, y = rows_of(rows, columns, 2, dtype), rows_of(rows, ends[-1], 3, dtype)
     found = adapters.add_low_rank(y.clone(), x, Adapted(made, slots))
-    assert_close(found, add_low_rank(y.clone(), x, Adapted(made, slots)))
+    # The order of the reference's sums is that of the processor's library.
+    rtol, atol = (2e-5, 2e-5) if dtype == torch.float32 else (1.6e-2, 1e-5)
+    truth = add_low_rank(y.clone(), x, Adapted(made, slots))
+    assert_close(found, truth, rtol=rtol, atol=atol)
     assert torch.equal(found[slots < 0], y[slots < 0])
     for row in range(rows):
         alone = Adapted(made, slots[row : row + 1])

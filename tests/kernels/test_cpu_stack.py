@@ -23,7 +23,6 @@ from slipstream.kernels.norm import Activation
 from slipstream.kernels.pass_inputs import PassInputs, StateInputs
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import (
-    Addend,
     Entry,
     FusedOp,
     Norm,
@@ -36,7 +35,7 @@ from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.delta_net import DeltaNetSpec
 from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.latent_attention import LatentAttentionSpec
-from slipstream.layers.layer import BuildContext, Layer, LayerCache, LayerSpec
+from slipstream.layers.layer import BuildContext, Entering, Layer, LayerCache, LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
@@ -74,11 +73,10 @@ class Squared:
         self.up = source.matrix([Part("up", INNER)], width)
         self.down = source.matrix([Part("down", width)], INNER)
 
-    def apply(
-        self, ops: Ops, addend: Addend, residual: Tensor | None, inputs: PassInputs
-    ) -> tuple[Tensor, Tensor]:
+    def apply(self, ops: Ops, entering: Entering, inputs: PassInputs) -> tuple[Tensor, Tensor]:
         del inputs
-        up, stream = ops.norm_linear(addend, residual, self.norm, self.up, None)
+        given = entering.addend, entering.residual
+        up, stream = ops.norm_linear(*given, self.norm, self.up, None)
         return ops.linear(up.relu().square(), self.down, None), stream
 
 
