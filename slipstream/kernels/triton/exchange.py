@@ -19,7 +19,8 @@ GATHERED_BYTES = 256 * WORDS * 4  # at most, of each rank
 
 @triton.jit
 def _at(address, of: tl.constexpr):
-    return tl.multiple_of(address.to(tl.pointer_type(of)), 16)
+    # An address below 2 ** 31 comes as 32 bits: a program at a fixed place has such memory.
+    return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(of)), 16)
 
 
 @triton.jit
