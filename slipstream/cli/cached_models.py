@@ -102,7 +102,7 @@ class _Kept:
         # Other versions of the program support other models.
         code = [it.stat().st_mtime_ns for it in Path(slipstream.__file__).parent.rglob("*.py")]
         self._version = [slipstream.__version__, max(code)]
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError):
             self._rows = dict(json.loads(self._file.read_text("utf-8")))
         return self
 

@@ -28,22 +28,16 @@ from slipstream.engine.logprobs import LogprobReader
 from slipstream.engine.media import MediaReader
 from slipstream.engine.ranks.division import divide
 from slipstream.engine.ranks.ranks import Ranks
-from slipstream.engine.resolve import (
-    Resolved,
-)
+from slipstream.engine.resolve import Resolved
 from slipstream.engine.scheduler import Scheduler
 from slipstream.kernels.registry import kernels_for
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.loading import (
-    ProgressBar,
-)
+from slipstream.models.loading import ProgressBar
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.runner.adapters import AdapterLoader
-from slipstream.runner.capability import (
-    device_name,
-)
+from slipstream.runner.capability import device_name
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner, Recorder
 from slipstream.runner.model_runner import ModelRunner

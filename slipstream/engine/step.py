@@ -21,11 +21,7 @@ from torch.nn.functional import pad
 
 from slipstream.core.step_form import StepLimits
 from slipstream.engine.guidance import SteeredDraft
-from slipstream.engine.step_results import (
-    Outcome,
-    Proposal,
-    TrimRates,
-)
+from slipstream.engine.step_results import Outcome, Proposal, TrimRates
 from slipstream.kernels.devices import label
 from slipstream.kernels.sampling import SampleRows, rates_by_request
 from slipstream.runner.device_batch import DeviceBatch
