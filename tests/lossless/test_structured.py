@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jsonschema
 import pytest
 
 from slipstream import LLM, RequestOutput, SamplingParams, StructuredOutput
@@ -19,6 +18,7 @@ from tests.pairwise import Case
 from tests.tokenizers import write_byte_tokenizer
 
 pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
 
 LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 MARKS = [*'0123456789{}[]":,.-_ \\/()+*=<>!?', "\n"]
