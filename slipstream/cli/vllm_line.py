@@ -73,7 +73,8 @@ def unknown_flag(name: str, declared: Iterable[str], command: str) -> UsageError
         entry = ENTRIES.get(near[0])
         why = f", which is not supported: {entry.why}" if isinstance(entry, Unsupported) else "?"
         return UsageError(f"no such flag: {name}; did you mean {near[0]}{why}")
-    return UsageError(f"no such flag: {name}; see {command} --help")
+    also = "" if name.startswith("--") else "; docs/from_llama_cpp.md has the flags of llama.cpp"
+    return UsageError(f"no such flag: {name}; see {command} --help{also}")
 
 
 def _means(name: str, flag: str) -> bool:
@@ -83,7 +84,7 @@ def _means(name: str, flag: str) -> bool:
         return True
     return len(given) == len(words) and all(
         one == other
-        or (len(one) > 2 and (one.startswith(other) or other.startswith(one)))
+        or (min(len(one), len(other)) > 2 and (one.startswith(other) or other.startswith(one)))
         or SequenceMatcher(None, one, other).ratio() >= _ALIKE
         for one, other in zip(given, words, strict=True)
     )

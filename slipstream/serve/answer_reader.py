@@ -62,6 +62,8 @@ class AnswerReader:
         events = [*piece.events, *(self._parser.finish() if over else ())]
         if self._tools.single:
             events = self._up_to_first_call(events)
+        if self._tools.only_calls:  # of a call that is cut short, a mark may be left
+            events = [event for event in events if not isinstance(event, Content)]
         self.ended = self.ended or over
         self.num_calls += sum(isinstance(event, CallBegun) for event in events)
         if self._body.include_reasoning is False:

@@ -66,9 +66,3 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
     signs = CheckpointSigns(config, names)
     found = ((method.name, method.kind_of(signs)) for method in METHODS.values())
     return next(name if kind is True else str(kind) for name, kind in found if kind)
-
-
-def kind_of_drafter(config: Mapping[str, Any]) -> str | None:
-    """The kind of a checkpoint that can only draft, from config.json alone; None for others."""
-    kind = recognise(config, ())
-    return None if kind == DRAFT_MODEL else kind

@@ -137,6 +137,15 @@ def test_a_drafter_in_the_target_s_place_is_told_as_one(slipstream: CommandLine,
     assert f"is a drafter of the kind {name}, which goes with a target" in ran.err
 
 
+def test_a_drafter_is_no_target_of_training(slipstream: CommandLine, tmp_path: Path) -> None:
+    data, out = tmp_path / "a.txt", tmp_path / "out"
+    data.write_text("text")
+    line = ["eagle3", "demo/eagle3", "--data", str(data), "--out", str(out), "--steps", "1"]
+    ran = slipstream("train", *line)
+    assert ran.code == 1
+    assert "is a drafter of the kind eagle3, which goes with a target" in ran.err
+
+
 def test_a_missing_model_directory(slipstream: CommandLine, tmp_path: Path) -> None:
     missing = str(tmp_path / "nowhere")
     for command in (["generate", missing, "--prompt", "x"], ["inspect", missing]):
