@@ -109,7 +109,7 @@ def _renamed(flag: str) -> Spelling:
 
 
 def _shutdown(_: str, value: str) -> list[str]:
-    # There 0 cuts requests off, which no limit means here.
+    # In vLLM 0 means to end requests at once; here it means no limit.
     return ["--drain-timeout", value if value.strip("0.") else "0.001"]
 
 
@@ -259,7 +259,7 @@ def _entries() -> dict[str, Entry]:
 
 
 ENTRIES: Final = _entries()
-"""What is no flag of `slipstream serve`, by its spelling (`--swap-space`)."""
+"""Flags that `slipstream serve` lacks, by name (`--swap-space`)."""
 
 
 def arguments_for(name: str, value: str | None, off: bool = False) -> list[str]:
