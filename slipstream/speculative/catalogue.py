@@ -66,3 +66,9 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
     signs = CheckpointSigns(config, names)
     found = ((method.name, method.kind_of(signs)) for method in METHODS.values())
     return next(name if kind is True else str(kind) for name, kind in found if kind)
+
+
+def parallel_method(kind: str) -> Method | None:
+    """The method of language models of this kind, if they draft all tokens in one pass."""
+    found = (it for it in METHODS.values() if it.parallel_of == DRAFT_MODEL)
+    return next((it for it in found if kind in (it.name, *it.variants)), None)
