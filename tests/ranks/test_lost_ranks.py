@@ -18,7 +18,7 @@ from slipstream import SamplingParams
 from slipstream.core.errors import RanksLostError
 from slipstream.core.request import Request
 from slipstream.engine.ranks import processes
-from slipstream.engine.ranks.division import Apart
+from slipstream.engine.ranks.division import DataParallelDivision
 from slipstream.engine.ranks.messages import Writer
 from slipstream.engine.ranks.processes import Followers
 from slipstream.engine.ranks.ranks import Ranks, breaking_off
@@ -250,7 +250,7 @@ def test_log_probabilities_that_one_rank_cannot_compute_leave_no_rank_waiting(ra
     share: Any = SimpleNamespace(rank=rank, size=2, stack=stack)
     ranks: Any = SimpleNamespace(share=share, leads=not rank)
     pool: Any = SimpleNamespace()
-    apart = Apart(ranks, pool, torch.device("cpu"), False)
+    apart = DataParallelDivision(ranks, pool, torch.device("cpu"), False)
     rows = RatedRows(of_pass=True, places=(0, 1, 2), rank=rank)
     if rank:
         assert (apart.rated(rows, 4, fail).token_ids == -1).all()

@@ -1,8 +1,8 @@
 """Which requests of a step each rank runs, and how the results come together.
 
 Tensor parallel ranks run all requests of a step, on shares of the network (`Division`). Ranks that
-share experts alone run requests of their own, on whole layers (`Apart`). All of them are told whole
-steps, so each knows without asking which shape the others' parts have.
+share experts alone run requests of their own, on whole layers (`DataParallelDivision`). All ranks
+are sent whole steps, so each knows the shapes of the others' parts.
 """
 
 import logging
@@ -98,7 +98,7 @@ class Division:
         return make()
 
 
-class Apart(Division):
+class DataParallelDivision(Division):
     """Each rank runs the requests that were placed on it (`ScheduledRequest.rank`)."""
 
     def __init__(
@@ -212,7 +212,7 @@ def divide(ranks: Ranks, resolved: Resolved, pool: ExpertPool | None) -> Divisio
     """How steps are divided; ranks that share experts in a pool run requests of their own."""
     if pool is None:
         return Division(ranks)
-    return Apart(ranks, pool, resolved.device, resolved.limits.drafts_trees)
+    return DataParallelDivision(ranks, pool, resolved.device, resolved.limits.drafts_trees)
 
 
 def _width(batch: Batch) -> int:
