@@ -22,7 +22,9 @@ def main() -> None:
     """Run the command line of this process and leave with its exit code."""
     before = signal.signal(signal.SIGINT, _leave)
     from slipstream.cli.main import main as run
+    from slipstream.cli.terminal import TorchFinder
 
+    sys.meta_path.insert(0, TorchFinder(_leave))
     signal.signal(signal.SIGINT, before)
     try:
         run()

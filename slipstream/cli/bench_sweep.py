@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 
+_LARGEST = 1 << 16  # in a list of numbers
+_DIGITS = 9  # that are read of a number
+
+
 @dataclass(frozen=True, kw_only=True)
 class SweepFlags:
     """What to sweep over."""
@@ -272,9 +276,11 @@ def _numbers(flag: str, text: str, least: int) -> list[int]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UsageError(f"{flag} must be a list such as 1,2,4 or 1-8, not {text!r}")
-        numbers.extend(range(int(first), int(last or first) + 1))
-    if not numbers or min(numbers) < least:
-        raise UsageError(f"{flag} must be numbers from {least} on, not {text!r}")
+        end = int((last or first)[:_DIGITS])
+        start = min(int(first[:_DIGITS]), _LARGEST + 1)
+        numbers.extend(range(start, min(end, _LARGEST + 1) + 1))
+    if not numbers or min(numbers) < least or max(numbers) > _LARGEST:
+        raise UsageError(f"{flag} must be numbers from {least} to {_LARGEST}, not {text[:80]!r}")
     return list(dict.fromkeys(numbers))
 
 

@@ -92,7 +92,7 @@ def _downloaded(folder: str | None) -> Iterator[Place]:
 
 
 class _Kept:
-    """What earlier runs learned, by place: reading a checkpoint needs torch, which loads slowly."""
+    """Descriptions from earlier runs, by path: to read a checkpoint needs torch, which is slow."""
 
     def __enter__(self) -> "_Kept":
         from slipstream.engine.drafting.kept_costs import cache_folder

@@ -99,12 +99,12 @@ class CheckpointFacts:
     @property
     def _trained_tokens(self) -> int | None:
         """The number of draft tokens that a parallel drafter was trained for."""
+        from slipstream.speculative.catalogue import parallel_method
         from slipstream.speculative.parallel.rows import read_mask_token
-        from slipstream.speculative.pard import drafts_in_parallel
 
         if self.head is not None:
             return self.head.trained_tokens
-        if not drafts_in_parallel(self.checkpoint.config):
+        if parallel_method(self.kind) is None:
             return None
         return read_mask_token(self.checkpoint).trained_tokens
 

@@ -112,7 +112,7 @@ def _write_manifest(plan: Plan, cluster: ClusterFlags, arguments: Sequence[str])
     text = ray_service(plan, kept, cluster.name, cluster.image, plan.server.port)
     require_writable("--manifest", cluster.manifest)
     cluster.manifest.write_text(text, "utf-8")
-    print(f"written: {cluster.manifest}; kubectl apply -f {cluster.manifest} makes the service")
+    print(f"written: {cluster.manifest}; kubectl apply -f {cluster.manifest} creates the service")
 
 
 def _missing(error: ModuleNotFoundError) -> MissingPackagesError:

@@ -77,13 +77,14 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
 
 
 def _parallel_note(draft: CheckpointFacts) -> list[str]:
+    from slipstream.speculative.catalogue import parallel_method
     from slipstream.speculative.parallel.rows import parallel_note, read_mask_token
-    from slipstream.speculative.pard import drafts_in_parallel, reads_features
 
-    if not drafts_in_parallel(draft.checkpoint.config):
+    method = parallel_method(draft.kind)
+    if method is None:
         return []
-    beside = " and features of the target" if reads_features(draft.checkpoint.config) else ""
-    return [parallel_note("pard", read_mask_token(draft.checkpoint), beside)]
+    name = method.name if draft.kind == method.name else f"{method.name}, variant {draft.kind}"
+    return [parallel_note(name, read_mask_token(draft.checkpoint))]
 
 
 def _vocabulary_problem(

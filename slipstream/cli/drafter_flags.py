@@ -124,14 +124,19 @@ def is_method(drafter: str | None) -> bool:
 
 
 def _require_no_bare_method(drafter: str | None) -> None:
-    """Raise UsageError for a method that needs a checkpoint; the hub would be asked for it."""
+    """Raise UsageError for a method that needs a checkpoint, and for one that is misspelled by its
+    case: the hub would be asked for either."""
     from slipstream.speculative.catalogue import METHODS
 
-    if drafter in METHODS and not is_method(drafter) and not Path(str(drafter)).exists():
-        raise UsageError(
-            f"{drafter} is a method, and --drafter names the drafter itself: give its directory or "
-            "hub name, from which the method is found"
-        )
+    name = "" if drafter is None else drafter.lower()
+    if drafter is None or is_method(drafter) or name not in METHODS or Path(drafter).exists():
+        return
+    if is_method(name):
+        raise UsageError(f"there is no drafter {drafter}; did you mean --drafter {name}?")
+    raise UsageError(
+        f"{name} is a method, and --drafter names the drafter itself: give its directory or "
+        "hub name, from which the method is found"
+    )
 
 
 def _may_wrap_target(model: str) -> bool:

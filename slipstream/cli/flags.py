@@ -223,12 +223,9 @@ class GroupedHelp(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            name = getattr(error, "option_name", None)
-            if name is None or not hasattr(error, "possibilities"):
+            name = _unknown(error, whole)
+            if name is None:
                 raise
-            # Of -hf the parser names -f alone, since it reads letters singly.
-            spelled_out = (it for it in whole if it[:1] == "-" != it[1:2] and name[1:] in it)
-            name = name if name.startswith("--") else next(spelled_out, name)
             declared = [it for parameter in self.get_params(ctx) for it in parameter.opts]
             raise unknown_flag(name, declared, ctx.command_path) from None
 
@@ -248,6 +245,20 @@ class GroupedHelp(TyperCommand):
         if any(getattr(parameter, "hidden", False) for parameter in self.get_params(ctx)):
             formatter.write_paragraph()
             formatter.write_text("Rare flags and those of other engines: docs/from_vllm.md.")
+
+
+def _unknown(error: Any, arguments: Sequence[str]) -> str | None:
+    """The flag as it was typed, if an error of the parser is about one that does not exist.
+
+    The parser reads letters after one dash singly: of -hf it names -f, and -ngl is a value of -n.
+    """
+    letters = [it for it in arguments if it[:1] == "-" != it[1:2] and it[2:3].isalpha()]
+    name, parameter = getattr(error, "option_name", None), getattr(error, "param", None)
+    if name is not None and hasattr(error, "possibilities"):
+        is_long = name.startswith("--")
+        return name if is_long else next((it for it in letters if name[1:] in it), name)
+    options = () if parameter is None else parameter.opts
+    return next((it for it in letters if it[:2] in options), None)
 
 
 class VllmCommand(GroupedHelp):

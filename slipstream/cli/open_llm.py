@@ -95,7 +95,7 @@ def tell_cut(llm: "LLM", params: SamplingParams, outputs: Iterable[RequestOutput
     ):
         return False
     why = "that is max_model_len, which --max-model-len sets"
-    if any(name == "max_model_len" for name, _, _ in resolved.reasons):
+    if resolved.limits.cache_bounds_length:
         why = "the KV cache holds no more; --kv-cache-memory or --num-kv-blocks makes it larger"
     wanted = "" if params.max_tokens is None else f", before --max-tokens {params.max_tokens}"
     say(f"an output ended at {longest} tokens, prompt included{wanted}: {why}")

@@ -4,7 +4,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from threading import current_thread, main_thread
+from types import FrameType, ModuleType
 
 from rich.console import Console
 
@@ -54,3 +57,23 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
         yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+class TorchFinder(MetaPathFinder):
+    """Handles Ctrl-C while torch is imported, since its C++ code aborts at a KeyboardInterrupt."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], None]) -> None:
+        self._handler = handler
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name) if name == "torch" else None
+        if spec is not None and spec.loader is not None and current_thread() is main_thread():
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                before = signal.signal(signal.SIGINT, self._handler)
+                execute(module)
+                signal.signal(signal.SIGINT, before)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

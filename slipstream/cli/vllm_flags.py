@@ -109,7 +109,7 @@ def _renamed(flag: str) -> Spelling:
 
 
 def _shutdown(_: str, value: str) -> list[str]:
-    # There 0 cuts requests off, which no limit means here.
+    # In vLLM 0 means to end requests at once; here it means no limit.
     return ["--drain-timeout", value if value.strip("0.") else "0.001"]
 
 
@@ -169,15 +169,20 @@ def _arguments(flag: str, value: object) -> list[str]:
 _SPELLINGS: Final[Mapping[str, Spelling]] = {
     "model": Spelling("the argument `MODEL`", lambda _, model: [model]),
     "config": Spelling(
-        "a YAML file of flags, `port: 8000`, and `model:`; the command line counts before it",
+        "a YAML file of flags, `port: 8000`, and `model:`; the command line takes precedence",
         _config,
     ),
     "disable-log-requests": Spelling(
         "`--no-enable-log-requests`", lambda _, __: ["--no-enable-log-requests"], switch=True
     ),
+    "language-model-only": Spelling(
+        """`--limit-mm-per-prompt '{"image": 0}'`""",
+        lambda _, __: ["--limit-mm-per-prompt", '{"image": 0}'],
+        switch=True,
+    ),
     "seed": _renamed("--engine-seed"),
     "shutdown-timeout": Spelling(
-        "`--drain-timeout`; 0 cuts requests off at once, as in vLLM", _shutdown
+        "`--drain-timeout`; 0 ends requests at once, as in vLLM", _shutdown
     ),
     "structured-outputs-config": Spelling(
         "`backend` auto or guidance (llguidance compiles all grammars), and `reasoning_parser`; "
@@ -202,32 +207,31 @@ _NO_EFFECT: Final[Mapping[str, NoEffect]] = {
     "data-parallel-start-rank": NoEffect(ONE_GPU, ("0",)),
     "decode-context-parallel-size": NoEffect(ONE_GPU, _ONE),
     "disable-cascade-attn": NoEffect("there is no cascade attention"),
-    "disable-custom-all-reduce": NoEffect("one GPU reduces nothing over several"),
+    "disable-custom-all-reduce": NoEffect("the engine chooses how GPUs exchange sums"),
     "disable-frontend-multiprocessing": NoEffect("the engine is a thread of the server's process"),
     "distributed-executor-backend": NoEffect(ONE_GPU, ("uni", "mp")),
     "enable-auto-tool-choice": NoEffect(
         "models choose tools freely unless a request's tool_choice says otherwise; send none there"
     ),
     "enable-prompt-tokens-details": NoEffect("usage always has prompt_tokens_details"),
-    "enable-reasoning": NoEffect("reasoning is told apart where the model's format is known"),
+    "enable-reasoning": NoEffect("reasoning is separated where the model's format is known"),
     "enable-request-id-headers": NoEffect("every answer has X-Request-Id"),
     "enable-server-load-tracking": NoEffect("/load always counts"),
     "enable-tokenizer-info-endpoint": NoEffect("/tokenizer_info is always there"),
     "exclude-tools-when-tool-choice-none": NoEffect("tools that may not be called are not written"),
     "fingerprint-mode": NoEffect("answers have no system_fingerprint", ("none",)),
     "kv-offloading-size": NoEffect("the KV cache stays on its device", _NONE),
-    "language-model-only": NoEffect("the language model is all that is loaded of a checkpoint"),
-    "linear-backend": NoEffect("each device has one kernel of a kind", ("auto",)),
+    "linear-backend": NoEffect("each device has one kernel for each op", ("auto",)),
     "log-error-stack": NoEffect("the log has the traceback of every internal error"),
     "long-prefill-token-threshold": NoEffect(READ_IN_PARTS, ("0",)),
     "model-impl": NoEffect("each family has one implementation, the engine's own", ("auto",)),
-    "moe-backend": NoEffect("each device has one kernel of a kind", ("auto",)),
+    "moe-backend": NoEffect("each device has one kernel for each op", ("auto",)),
     "nnodes": NoEffect(ONE_GPU, _ONE),
     "node-rank": NoEffect(ONE_GPU, ("0",)),
-    "num-scheduler-steps": NoEffect("every step is scheduled, and the next beside it", _ONE),
+    "num-scheduler-steps": NoEffect("every step is scheduled by itself", _ONE),
     "offload-backend": NoEffect("weights stay on their device", ("auto",)),
     "performance-mode": NoEffect(
-        "--max-num-seqs and -k auto weigh throughput against latency", ("balanced",)
+        "throughput and latency are balanced by --max-num-seqs and -k auto", ("balanced",)
     ),
     "pipeline-parallel-size": NoEffect(ONE_GPU, _ONE),
     "preemption-mode": NoEffect("what is preempted is computed again", ("recompute",)),
@@ -241,10 +245,10 @@ _NO_EFFECT: Final[Mapping[str, NoEffect]] = {
     ),
     "task": NoEffect("models generate; embeddings are not served", ("auto", "generate")),
     "ubatch-size": NoEffect("batches are not split", ("0",)),
-    "use-tqdm-on-load": NoEffect("bars are shown on a terminal"),
+    "use-tqdm-on-load": NoEffect("progress bars are shown on a terminal"),
     "use-v2-block-manager": NoEffect("there is one block manager"),
-    "watermark": NoEffect("no blocks are held back; lower --max-num-seqs for room", _NONE),
-    "worker-cls": NoEffect("the engine has no worker processes", ("auto",)),
+    "watermark": NoEffect("no blocks are kept free; lower --max-num-seqs for that", _NONE),
+    "worker-cls": NoEffect("there is one kind of worker", ("auto",)),
 }
 
 
@@ -259,7 +263,7 @@ def _entries() -> dict[str, Entry]:
 
 
 ENTRIES: Final = _entries()
-"""What is no flag of `slipstream serve`, by its spelling (`--swap-space`)."""
+"""Flags that `slipstream serve` lacks, by name (`--swap-space`)."""
 
 
 def arguments_for(name: str, value: str | None, off: bool = False) -> list[str]:
@@ -277,7 +281,9 @@ def arguments_for(name: str, value: str | None, off: bool = False) -> list[str]:
         if isinstance(entry, Unsupported) and entry.switch:
             return []
         if isinstance(entry, Spelling) and entry.switch:
-            return [it.replace("--no-", "--", 1) for it in entry.expand(name, "")]
+            on = entry.expand(name, "")
+            is_negated = on[0].startswith("--no-")
+            return [it.replace("--no-", "--", 1) for it in on] if is_negated else []
         if isinstance(entry, Spelling) or takes_value(name):
             raise UsageError(f"no such flag: {negated(name)}; {name} takes a value")
         raise UsageError(f"{negated(name)} is not supported: {entry.why}")

@@ -27,7 +27,7 @@ _ALIKE = 0.75  # of two words, one of which may be a misspelling of the other
 
 
 @dataclass
-class _Piece:
+class _ArgumentGroup:
     """Arguments that belong together, and the option that they set; None: MODEL, or unknown."""
 
     arguments: list[str]
@@ -73,7 +73,8 @@ def unknown_flag(name: str, declared: Iterable[str], command: str) -> UsageError
         entry = ENTRIES.get(near[0])
         why = f", which is not supported: {entry.why}" if isinstance(entry, Unsupported) else "?"
         return UsageError(f"no such flag: {name}; did you mean {near[0]}{why}")
-    return UsageError(f"no such flag: {name}; see {command} --help")
+    also = "" if name.startswith("--") else "; docs/from_llama_cpp.md has the flags of llama.cpp"
+    return UsageError(f"no such flag: {name}; see {command} --help{also}")
 
 
 def _means(name: str, flag: str) -> bool:
@@ -83,7 +84,7 @@ def _means(name: str, flag: str) -> bool:
         return True
     return len(given) == len(words) and all(
         one == other
-        or (len(one) > 2 and (one.startswith(other) or other.startswith(one)))
+        or (min(len(one), len(other)) > 2 and (one.startswith(other) or other.startswith(one)))
         or SequenceMatcher(None, one, other).ratio() >= _ALIKE
         for one, other in zip(given, words, strict=True)
     )
@@ -98,8 +99,8 @@ class _Line:
             for name in (*option.opts, *option.secondary_opts)
             if name.startswith("-")
         }
-        self._pieces: list[_Piece] = []
-        self._file: list[_Piece] = []  # from --config
+        self._groups: list[_ArgumentGroup] = []
+        self._file: list[_ArgumentGroup] = []  # from --config
         self._keys: dict[str, dict[str, Any]] = {}  # of JSON objects
         self._cleared: set[int] = set()  # options that --no-NAME took back
         self._rest: list[str] = []  # behind --
@@ -114,29 +115,29 @@ class _Line:
             if token.startswith("-") and token != "-":
                 self._flag(token, waiting)
             else:
-                self._pieces.append(_Piece([token]))
+                self._groups.append(_ArgumentGroup([token]))
 
-    def pieces(self) -> list[_Piece]:
-        """All pieces that were read; keys of an object are combined."""
+    def groups(self) -> list[_ArgumentGroup]:
+        """All groups that were read; keys of an object are combined."""
         for name, keys in self._keys.items():
             option = self._options.get(name)
-            if option is not None and any(it.option is option for it in self._pieces):
+            if option is not None and any(it.option is option for it in self._groups):
                 raise UsageError(f"{name} is given whole and by its keys; give one of them")
             self.read([f"{name}={json.dumps(keys)}"])
-        return self._pieces
+        return self._groups
 
     def finish(self) -> list[str]:
-        self.pieces()
-        models = dict.fromkeys(it.arguments[0] for it in self._pieces if it.is_model)
+        self.groups()
+        models = dict.fromkeys(it.arguments[0] for it in self._groups if it.is_model)
         # A second MODEL may be the value of an unknown flag, which the parser will refuse.
-        unknown = any(it.option is None and not it.is_model for it in self._pieces)
+        unknown = any(it.option is None and not it.is_model for it in self._groups)
         if len(models) > 1 and not unknown:
             raise UsageError(f"{' and '.join(models)} are two models; name one, as MODEL")
-        given = {id(it.option) for it in self._pieces if it.option is not None} | self._cleared
+        given = {id(it.option) for it in self._groups if it.option is not None} | self._cleared
         if not models:
             models = dict.fromkeys(it.arguments[0] for it in self._file if it.is_model)
-        pieces = [it for it in self._file if id(it.option) not in given] + self._pieces
-        words = [word for it in pieces if not it.is_model for word in it.arguments]
+        groups = [it for it in self._file if id(it.option) not in given] + self._groups
+        words = [word for it in groups if not it.is_model for word in it.arguments]
         return [*models, *words, *self._rest]
 
     def _flag(self, token: str, waiting: deque[str]) -> None:
@@ -156,7 +157,7 @@ class _Line:
             if self._of_file:
                 raise UsageError("--config cannot stand in a file of flags; give it twice")
             file.read(arguments_for(name, value if is_set else self._value(name, waiting)))
-            self._file += file.pieces()
+            self._file += file.groups()
         elif name in ENTRIES:
             given = value if is_set else None
             if given is None and takes_value(name):
@@ -166,17 +167,17 @@ class _Line:
             waiting.extendleft(reversed(arguments_for(positive, None, off=True)))
         elif name.startswith("--no-") and getattr(self._options.get(positive), "is_flag", False):
             option = self._options[positive]  # back to its default, whatever a file says
-            self._pieces = [it for it in self._pieces if it.option is not option]
+            self._groups = [it for it in self._groups if it.option is not option]
             self._cleared.add(id(option))
         else:
-            self._pieces.append(_Piece([token]))
+            self._groups.append(_ArgumentGroup([token]))
 
     def _declared(self, name: str, value: str | None, waiting: deque[str]) -> None:
         option = self._options[name]
         if option.is_flag:
             if value is not None:
                 raise UsageError(f"{name} takes no value; it has the form {negated(name)}")
-            self._pieces.append(_Piece([name], option))
+            self._groups.append(_ArgumentGroup([name], option))
             return
         if value is None:
             value = self._value(name, waiting)
@@ -184,14 +185,14 @@ class _Line:
             while waiting and waiting[0].isdigit():
                 value += f",{waiting.popleft()}"
         main = max(option.opts, key=len)
-        self._pieces.append(_Piece([main, value], option))
+        self._groups.append(_ArgumentGroup([main, value], option))
         # Behind MODEL, what follows the first value cannot be MODEL.
         while option.multiple and waiting and not waiting[0].startswith("-") and self._has_model:
-            self._pieces.append(_Piece([main, waiting.popleft()], option))
+            self._groups.append(_ArgumentGroup([main, waiting.popleft()], option))
 
     @property
     def _has_model(self) -> bool:
-        return any(it.is_model for it in self._pieces)
+        return any(it.is_model for it in self._groups)
 
     def _key(self, name: str, key: str, text: str) -> None:
         option = self._options.get(name)

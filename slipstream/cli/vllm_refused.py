@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Final
 
 ONE_GPU = (
-    "an engine runs on one GPU or CPU; --data-parallel-size serves by several on this machine, and "
-    "slipstream deploy by those of a cluster"
+    "an engine runs on one machine, on several GPUs with --tensor-parallel-size; "
+    "--data-parallel-size serves several replicas there, and slipstream deploy on a cluster"
 )
 
 READ_IN_PARTS: Final = (
-    "long prompts are read in parts of up to --max-num-batched-tokens, beside what else runs; set "
+    "prompts are split into chunks of up to --max-num-batched-tokens, beside other requests; set "
     "that"
 )
 
@@ -21,8 +21,8 @@ REFUSED: Final[Mapping[str, str]] = {
         default-mm-loras enable-mixed-moe-lora-format! enable-moe-shared-loras!
         enable-tower-connector-lora! fully-sharded-loras! lora-dtype lora-target-modules
         max-cpu-loras specialize-active-lora!""",
-    "images are read beside the engine, neither video nor audio is read, and there is nothing to "
-    "set about how; leave it out": """
+    "images are encoded beside the engine, without such settings, and neither video nor audio is "
+    "read; leave it out": """
         disable-chunked-mm-input! ec-transfer-config enable-mm-embeds! interleave-mm-strings!
         media-io-kwargs mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
         mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path mm-encoder-only!
@@ -38,20 +38,20 @@ REFUSED: Final[Mapping[str, str]] = {
         dp-supervisor-probe-timeout-s enable-elastic-ep! enable-ep-weight-filter! enable-eplb!
         eplb-config expert-placement-strategy headless! master-addr master-port
         ray-workers-use-nsight!""",
-    "batches are not split in two, as nothing waits for other GPUs; leave it out": """
+    "batches are not split in two (dual batch overlap); leave it out": """
         dbo-decode-token-threshold dbo-prefill-token-threshold enable-dbo!""",
-    "embeddings, scores and models that denoise are not served; serve a model that generates": """
+    "embeddings, scores and diffusion models are not served; serve a model that generates text": """
         diffusion-config enable-flash-late-interaction! io-processor-plugin pooler-config""",
     "recurrent states are float32, and copied at edges of blocks; --num-state-checkpoints sets "
     "how many copies are kept": """
         enable-mamba-cache-stochastic-rounding! gdn-prefill-backend mamba-backend mamba-block-size
         mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds mamba-ssm-cache-dtype""",
-    "the server loads no code of others; --drafter takes a class of your own, and a proxy can "
-    "stand before the server": """
+    "no custom code is loaded but a drafter's (docs/drafters.md); in place of middleware, put a "
+    "proxy in front of the server": """
         code-revision middleware model-class-overrides reasoning-parser-plugin tool-parser-plugin
         worker-extension-cls""",
-    "processors of logits are built in; use logit_bias, allowed_token_ids, bad_words or "
-    "structured_outputs of a request": "logits-processors",
+    "custom logits processors are not supported; use logit_bias, allowed_token_ids, bad_words or "
+    "structured_outputs in requests": "logits-processors",
     "weights and the KV cache stay on their device; use --quantization, --kv-cache-dtype int8 (fp8 "
     "on GPUs) or a shorter --max-model-len": """
         cpu-offload-params kv-offloading-backend offload-group-size offload-num-in-group
@@ -60,11 +60,11 @@ REFUSED: Final[Mapping[str, str]] = {
     "request": "kv-events-config kv-sharing-fast-prefill! kv-transfer-config",
     "all layers keep keys and values in one dtype, int8 and fp8 with scales of their own; "
     "use --kv-cache-dtype": "calculate-kv-scales! kv-cache-dtype-skip-layers",
-    "a model sees what it was trained with; use a --max-model-len of the window's length": """
+    "windows are as the model was trained; use a --max-model-len of the window's length": """
         disable-sliding-window!""",
-    "layers with a window always give back what is behind it; leave it out": """
+    "blocks behind a sliding window are always freed; leave it out": """
         disable-hybrid-kv-cache-manager!""",
-    "each device has one kernel of a kind, tuned beforehand; leave it out, or see "
+    "each device has one kernel for each op, tuned beforehand; leave it out, or see "
     "--attention-backend and --device": """
         additional-config attention-config enable-bf16x3-router-gemm! enable-flashinfer-autotune!
         ir-op-priority jit-monitor-mode jit-monitor-verbose! kernel-config
@@ -81,7 +81,7 @@ REFUSED: Final[Mapping[str, str]] = {
         enable-cumem-allocator! enable-sleep-mode!""",
     "set CUDA_VISIBLE_DEVICES, or start the server under numactl": """
         device-ids numa-bind! numa-bind-cpus numa-bind-nodes""",
-    "there is no tracing by OpenTelemetry; use /metrics, --log-json, or --enable-profiling for a "
+    "OpenTelemetry is not supported; use /metrics, --log-json, or --enable-profiling for a "
     "trace of steps": """
         collect-detailed-traces enable-layerwise-nvtx-tracing! otlp-traces-endpoint""",
     "/metrics has the cache's use, prefix hits and the time of every part of a step; --verbose "
@@ -95,17 +95,17 @@ REFUSED: Final[Mapping[str, str]] = {
     "/health, /metrics and /ping are logged at level debug alone; use --disable-uvicorn-access-log "
     "for all": "disable-access-log-for-endpoints",
     "there are no pages about the protocol; /openapi.json describes it": "enable-offline-docs!",
-    "prompts are texts or token ids; send one of them": "enable-prompt-embeds!",
+    "prompts are text or token ids; send one of them": "enable-prompt-embeds!",
     "routing is not reported; leave it out": "enable-return-routed-experts!",
     "certificates are read at the start; start the server again, or let a proxy handle TLS": """
         enable-ssl-refresh!""",
     "no environment variable of vLLM is read; use flags": "fail-on-environ-validation!",
     "answers have no system_fingerprint; use --served-model-name to tell servers apart": """
         fingerprint-value""",
-    "the server speaks HTTP alone; use it, over --uds if need be": "grpc!",
+    "the server speaks only HTTP; use that, also over a socket (--uds)": "grpc!",
     "headers and bodies have limits of their own; use --max-header-bytes and --max-body-bytes": """
         h11-max-header-count h11-max-incomplete-event-size""",
-    "drafts need no slots set aside; use --num-speculative-tokens": "num-lookahead-slots",
+    "no slots are reserved for draft tokens; use --num-speculative-tokens": "num-lookahead-slots",
     READ_IN_PARTS: "max-long-partial-prefills max-num-partial-prefills",
     "it is the number of tokens in a pass; use --max-num-batched-tokens": """
         max-num-scheduled-tokens""",

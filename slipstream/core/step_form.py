@@ -113,6 +113,7 @@ class StepLimits:
         max_num_seqs: maximum of running requests, which is the number of slots.
         max_num_batched_tokens: maximum of rows of one target pass, draft tokens included.
         max_model_len: maximum of tokens of one request, prompt and output.
+        cache_bounds_length: max_model_len was reduced to what the KV cache holds.
         drafter_max_model_len: a request of more tokens than this runs without drafts.
         num_speculative_tokens: the engine's K; no request drafts more.
         drafts_at_prefill: see `DrafterLimits`; the step that ends a prompt may then verify drafts.
@@ -134,6 +135,7 @@ class StepLimits:
     tree_depth: int | None = None
     by_priority: bool = False
     adaptive: bool = False
+    cache_bounds_length: bool = False
 
     @property
     def drafts_trees(self) -> bool:

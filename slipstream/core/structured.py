@@ -1,4 +1,4 @@
-"""Outputs that must follow a grammar, and what the engine asks of whoever follows one along."""
+"""Outputs that must follow a grammar, and the interface of guides through grammars."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -12,7 +12,7 @@ Headers = list[tuple[bytes, bytes]]
 
 _CONNECT_SECONDS = 2.0
 _IDLE_SECONDS = 5.0  # less than servers keep connections
-_MOST_UNREAD = 1 << 18  # bytes
+_MOST_READ = 1 << 16  # bytes
 # Of one connection, not of the message; `date` is written by every server on the way.
 _HOP = frozenset(
     (b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect", b"date")
@@ -23,46 +23,26 @@ class UpstreamError(Exception):
     """The server cannot be reached, or the connection was lost."""
 
 
-class Answer(asyncio.Protocol):
+class Answer:
     """One connection, and the answer that is read from it.
 
     Attributes:
-        status, headers: complete when `head` is set.
+        status, headers: complete when `ask` returns.
+        received: whether anything of the answer has come.
     """
 
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._waiter: asyncio.Future[None] | None = None
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
         self._idle_since = 0.0
-        self._closed = False
         self._clear()
 
     def _clear(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self.status, self.headers = 0, cast(Headers, [])
         self._parts: list[bytes] = []
-        self._unread = 0
-        self.received = False  # anything at all
-        self._has_head = self._complete = self._bare = False
+        self.received = self._has_head = self._complete = self._bare = False
 
-    # ------------------------------------------------------------------ asyncio's and httptools'
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._closed = True
-        self._wake()
-
-    def data_received(self, data: bytes) -> None:
-        self.received = True
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self.close()
-        if self._unread > _MOST_UNREAD and self._transport is not None:
-            self._transport.pause_reading()
-        self._wake()
+    # ------------------------------------------------------------------ called by httptools
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header, unless it concerns the connection only."""
@@ -73,26 +53,24 @@ class Answer(asyncio.Protocol):
         """Note the status."""
         self.status, self._has_head = self._parser.get_status_code(), True
         if self._bare:  # no length that the parser reads would be true
-            self._complete = self._closed = True
+            self._complete = True
+            self.close()
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of the body until it is read."""
         self._parts.append(body)
-        self._unread += len(body)
 
     def on_message_complete(self) -> None:
         """Note that the answer is complete."""
         self._complete = True
 
-    # ------------------------------------------------------------------ the front's
+    # ------------------------------------------------------------------ called by the front
 
     async def ask(self, request: bytes) -> None:
         """Send a request and wait for the answer's head; UpstreamError without a connection."""
-        if self._closed or self._transport is None:
-            raise UpstreamError
         self._clear()
         self._bare = request.startswith(b"HEAD ")
-        self._transport.write(request)
+        self._writer.write(request)
         while not self._has_head:
             await self._more()
 
@@ -100,11 +78,8 @@ class Answer(asyncio.Protocol):
         """The parts of the body, joined if they came together; UpstreamError if it breaks off."""
         while True:
             if self._parts:
-                part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+                part = b"".join(self._parts)
                 self._parts.clear()
-                if self._unread > _MOST_UNREAD and self._transport is not None:
-                    self._transport.resume_reading()
-                self._unread = 0
                 yield part
             elif self._complete:
                 return
@@ -115,7 +90,8 @@ class Answer(asyncio.Protocol):
     def reusable(self) -> bool:
         """Whether the next request can come by this connection."""
         fresh = monotonic() - self._idle_since < _IDLE_SECONDS
-        return not self._closed and self._complete and fresh
+        closed = self._writer.is_closing() or self._reader.at_eof()
+        return not closed and self._complete and fresh
 
     def rest(self) -> None:
         """Mark the connection as idle, after its answer was read."""
@@ -123,23 +99,18 @@ class Answer(asyncio.Protocol):
 
     def close(self) -> None:
         """End the connection, and so the request."""
-        self._closed = True
-        if self._transport is not None:
-            self._transport.abort()
-        self._wake()
+        self._writer.transport.abort()
 
     async def _more(self) -> None:
-        if self._closed:
-            raise UpstreamError
-        self._waiter = asyncio.get_running_loop().create_future()
         try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            data = await self._reader.read(_MOST_READ)
+            self.received |= bool(data)
+            self._parser.feed_data(data)
+        except (OSError, httptools.HttpParserError) as error:
+            self.close()
+            raise UpstreamError from error
+        if not data:
+            raise UpstreamError
 
 
 class Upstream:
@@ -193,13 +164,11 @@ class Upstream:
         return answer
 
     async def _connect(self) -> Answer:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                _, answer = await loop.create_connection(Answer, self._host, self._port)
+                return Answer(*await asyncio.open_connection(self._host, self._port))
         except OSError as error:  # TimeoutError is one
             raise UpstreamError from error
-        return answer
 
     def _request(
         self, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes

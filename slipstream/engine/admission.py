@@ -54,10 +54,15 @@ def _check_lengths(request: Request, limits: StepLimits) -> None:
     if request.num_prompt_tokens == 0:
         raise UsageError("the prompt is empty; give at least one token")
     if request.num_prompt_tokens > longest:
+        why, remedy = "", "raise max_model_len"
+        if limits.cache_bounds_length:
+            why = " since the KV cache holds no more"
+            remedy = "give the cache more memory (kv_cache_memory, num_kv_blocks)"
         raise UsageError(
             f"the prompt has {counted(request.num_prompt_tokens, 'token')}, but max_model_len is "
-            f"{limits.max_model_len}, which leaves room for {counted(longest, 'prompt token')} "
-            "and one output token; shorten the prompt or raise max_model_len"
+            f"{limits.max_model_len}{why}, which leaves room for "
+            f"{counted(longest, 'prompt token')} and one output token; shorten the prompt, or "
+            f"{remedy}"
         )
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from slipstream.core.config import STORED_QUANTIZATIONS, EngineConfig
-from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.errors import UsageError
 from slipstream.core.sampling_params import SamplingDefaults
 from slipstream.engine.assembly import assemble
 from slipstream.engine.engine import Engine
@@ -26,7 +26,6 @@ from slipstream.engine.resolve import (
 from slipstream.engine.sizing import Reasons, WeightRoom
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.layers.parameters import WHOLE
-from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, Replaced, resolve_checkpoint
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.generation_config import generation_folder, read_sampling_defaults
@@ -52,24 +51,9 @@ from slipstream.runner.capability import (
 from slipstream.runner.collectives import CollectiveError
 from slipstream.runner.memory import gigabytes
 from slipstream.runner.threads import set_threads
-from slipstream.speculative.catalogue import kind_of_drafter
 from slipstream.speculative.drafter import NO_STATES, LoadedDrafter
 from slipstream.speculative.loading import load_drafter, require_ranks
-from slipstream.speculative.options import TargetModel
-
-
-def _read_shape(checkpoint: Checkpoint) -> DecoderConfig:
-    """The target's configuration; a drafter that is given in its place is refused as one."""
-    try:
-        return read_decoder_config(checkpoint)
-    except CheckpointError as error:
-        kind = kind_of_drafter(checkpoint.config)
-        if kind is None:
-            raise
-        raise CheckpointError(
-            f"{checkpoint.path} is a drafter of the kind {kind}, which goes with a target: give "
-            "the target as model, and this as the drafter (--drafter)"
-        ) from error
+from slipstream.speculative.options import TargetModel, read_target_config
 
 
 def build_engine(
@@ -99,7 +83,7 @@ def _build_engine(config: EngineConfig, progress_bar: ProgressBar, ranks: Ranks 
     )
     if defaults.values:
         reasons.add("defaults of requests", defaults, defaults.source)
-    shape = _read_shape(checkpoint)
+    shape = read_target_config(checkpoint)
     require_images(config, checkpoint)
     tokenizer = read_tokenizer(config, checkpoint)
     if tokenizer is not None:

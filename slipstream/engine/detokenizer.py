@@ -1,4 +1,4 @@
-"""From token ids to text as they come, and stop strings."""
+"""Incremental detokenization, and stop strings."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ class Detokenizer:
         self._longest_stop = max(map(len, stop), default=0)
         self._token_ids: list[int] = []
         self._window = 0  # decoding starts at this token
-        self._done = 0  # the text of tokens before this one is out
+        self._done = 0  # the text of tokens before this one was released
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, params: SamplingParams) -> "Detokenizer | None":
@@ -62,7 +62,7 @@ class Detokenizer:
         return self._find_stop(before)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add tokens at the price of one; only where there is no stop string to look for."""
+        """Add several tokens with one decoding; only if there are no stop strings."""
         assert not self._stop
         held = len(self._token_ids)
         self._token_ids.extend(token_ids)
@@ -79,7 +79,7 @@ class Detokenizer:
         return bool(self._stop)
 
     def finish(self) -> None:
-        """Let out what was held back."""
+        """Release the text that was held back."""
         self._ended = True
         shown = self._decode(self._window, self._done)
         self.text += self._decode(self._window, None)[len(shown) :]

@@ -79,18 +79,18 @@ class Engine:
 
     @property
     def costs(self) -> Sequence[CostRow]:
-        """The costs of decode steps that the draft policy reckons with; empty where K is fixed."""
+        """The costs of decode steps that the draft policy uses; empty if K is fixed."""
         return self._costs.rows if self.resolved.adaptive else ()
 
     def compile(self, structured: StructuredOutput) -> None:
         """Compile a grammar before `add` needs it. May be called from any thread.
 
         Raises:
-            UsageError: it cannot be used, or this engine has no use for it.
+            UsageError: it is invalid, or this engine does not support it.
         """
         if self.resolved.synthetic_rates:
             raise UsageError(
-                "structured output needs drafts that are judged by the target; leave out "
+                "structured output needs real verification of drafts; leave out "
                 "rejection_sample_method synthetic"
             )
         self._grammars.compile(structured)
@@ -148,15 +148,15 @@ class Engine:
     def step(self) -> list[Submission]:
         """Run one step; returns the requests that gained tokens or ended, each once.
 
-        On a GPU the step after it may be under way already when this returns. A request whose own
-        share of the results cannot be taken in ends with `Submission.error`. A step that raises is
-        taken back as a whole, and the requests in it are tried one by one, so that only the one
-        that makes steps fail ends with the error. An interrupt (any other BaseException) also takes
-        the step back and is raised again; the next call goes on from there.
+        On a GPU the next step may already be running when this returns. If applying the results of
+        one request fails, that request ends with `Submission.error`. A step that raises is undone
+        as a whole, and its requests are tried one by one, so that only the one that causes the
+        failure ends with the error. An interrupt (any other BaseException) also undoes the step and
+        is raised again; the next call continues from there.
 
         Raises:
             RanksLostError: a process that holds a share of the model has ended; nothing can run.
-            Exception: steps fail whatever they run, even a request without any demands.
+            Exception: steps fail whatever they run, even for a minimal request.
         """
         try:
             self._proceed_with_trials()
@@ -241,7 +241,7 @@ class Engine:
         """
         try:
             took_part = self._take_back()
-        except RanksLostError as lost:  # other ranks wait for what this one did not come to
+        except RanksLostError as lost:  # other ranks wait for exchanges that this one did not reach
             raise RanksLostError(f"a step failed: {error!r}; {lost}") from error
         ended = self._close_finished()
         blamed = self._isolation.failed(took_part, self._unfinished())
@@ -261,7 +261,7 @@ class Engine:
         return ended
 
     def _proceed_with_trials(self) -> None:
-        """End a trial that is over, whose request ran alone, and begin the next one."""
+        """End the trial (a request running alone) if it is over, and begin the next one."""
         if self._isolation.is_over:
             self._take_back()
             self._scheduler.restart([])

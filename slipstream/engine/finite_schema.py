@@ -9,18 +9,18 @@ _NESTING = {"object", "array"}
 
 
 def has_finite_document(text: str) -> bool:
-    """False where every document would have to hold another of its kind, without end.
+    """False if every document would have to contain another such document, endlessly.
 
-    Such a schema constrains a text for ever and never lets it be complete: an object that requires
-    a property of its own kind, an array of at least one of its own kind, a reference to itself.
-    Whatever else a schema says is not looked at.
+    No text of such a schema is ever complete: an object that requires a property of its own type,
+    an array of at least one element of its own type, a reference to itself. Other keywords are
+    ignored.
 
     Args:
         text: of the schema, as JSON.
     """
     schema = json.loads(text)
     targets = {name: target for name in _references(schema) if (target := _find(schema, name))}
-    finite = dict.fromkeys(targets, False)  # grows to what is finite: the least fixed point
+    finite = dict.fromkeys(targets, False)  # grows to the least fixed point
     while True:
         grown = {name: _is_finite(target, finite) for name, target in targets.items()}
         if grown == finite:

@@ -35,8 +35,8 @@ _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"')
 _UNFORCED = '%llguidance {"no_forcing": true}\n'
 _IN_SLASHES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 NOTHING_LEFT = (
-    "the grammar, with what logit_bias, allowed_token_ids, bad_words and min_tokens rule out, left "
-    "no token to go on with"
+    "the grammar leaves no token that logit_bias, allowed_token_ids, bad_words and min_tokens do "
+    "not rule out"
 )
 
 TOO_COSTLY = (

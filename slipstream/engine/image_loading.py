@@ -117,6 +117,4 @@ def _none(resolved: Resolved) -> ImageReader:
             f"images need packages that are not installed ({why}); install them "
             "(pip install 'slipstream[vision]'), or leave images out"
         )
-    return ImageReader(
-        f"this engine reads no images ({why}); leave them out, or start it otherwise"
-    )
+    return ImageReader(f"this engine reads no images ({why}); leave them out, or change this")

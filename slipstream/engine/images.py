@@ -36,7 +36,7 @@ class ImageReader:
     most = 0
 
     def __init__(
-        self, why: str = "this model reads text only; leave images out, or use a model that sees"
+        self, why: str = "this model reads text only; leave images out, or use a multimodal model"
     ) -> None:
         self._why = why
 

@@ -90,7 +90,7 @@ class LLM:
 
         Args:
             prompts: one prompt or several, each a string, {"prompt": text} or
-                {"prompt_token_ids": [ids]}; the latter two with images of PIL's as
+                {"prompt_token_ids": [ids]}; the latter two with PIL images as
                 {"multi_modal_data": {"image": [images]}}, each for a placeholder in the text.
             sampling_params: one for all, or one per prompt; None:
                 `get_default_sampling_params()`.
@@ -115,7 +115,7 @@ class LLM:
         """Answer one conversation or several; messages are {"role": ..., "content": ...}.
 
         A content is a text or a list of parts: {"type": "text", "text": ...}, {"type": "image_pil",
-        "image_pil": an image of PIL's} or {"type": "image_url", "image_url": {"url": ...}}.
+        "image_pil": a PIL image} or {"type": "image_url", "image_url": {"url": ...}}.
 
         Args:
             chat_template: in place of the checkpoint's.

@@ -287,7 +287,7 @@ def _marked(part: Any, media: MediaReader, images: list["Image"]) -> Any:
         given = media.open(given)
     if not hasattr(given, "convert"):
         raise UsageError(
-            f"a part of the type {kind} needs an image under {kind!r}: a URL, or one of PIL's"
+            f"a part of the type {kind} needs an image under {kind!r}: a URL, or a PIL image"
         )
     images.append(given)
     return {"type": "image"}

@@ -40,8 +40,8 @@ class StepEstimate:
         context = sum([item.start + 1 for item in batch.requests])
         plain = costs.target_seconds(requests, requests, context)
         plain = max(plain, costs.host_seconds(requests))
-        # What made this step longer than expected would have delayed plain ones as well: other
-        # load on the machine, say, of which the usual times that costs are made of know nothing.
+        # Whatever made this step slower than predicted, such as other load on the machine, would
+        # have slowed a plain step down as well, and is not part of its prediction.
         took = times.device + times.rest
         expected = max(plain, costs.report_seconds(report))  # nothing is known at first
         return cls(requests, drafting, took, plain * took / expected)

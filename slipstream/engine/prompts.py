@@ -220,7 +220,7 @@ def images_of(prompt: Prompt) -> tuple[list[Any], Mapping[str, Any]]:
     for image in images:
         if not callable(getattr(image, "convert", None)) or not hasattr(image, "size"):
             raise UsageError(
-                f"an image of multi_modal_data must be one of PIL's, not {type(image).__name__}"
+                f"an image of multi_modal_data must be a PIL image, not {type(image).__name__}"
             )
     return images, options
 

@@ -208,7 +208,7 @@ def resolve(
     _note_precision(config, device, reasons)
     _note_accepted_flags(config, device, captures, reasons)
     return Resolved(
-        limits=_step_limits(config, rows, max_model_len, speculation),
+        limits=_step_limits(config, rows, max_model_len, speculation, max_model_len < longest),
         num_blocks=counts.num_blocks,
         num_window_blocks=counts.num_window_blocks,
         window=blocks.window,
@@ -248,7 +248,7 @@ def _layer_state(
 
 
 def _step_limits(
-    config: EngineConfig, rows: int, max_model_len: int, speculation: Speculation
+    config: EngineConfig, rows: int, max_model_len: int, speculation: Speculation, reduced: bool
 ) -> StepLimits:
     drafter = speculation.drafter.limits
     return StepLimits(
@@ -262,6 +262,7 @@ def _step_limits(
         cache_identity=drafter.cache_identity,
         tree_depth=drafter.tree_depth,
         adaptive=speculation.adaptive,
+        cache_bounds_length=reduced,
     )
 
 

@@ -1,8 +1,8 @@
-"""Adapters: what a row may add to the product of a matrix (LoRA, Hu et al. 2021).
+"""LoRA adapters (Hu et al. 2021): low-rank addends to the product of a matrix.
 
 y += B (A x), with A [R, K] and B [N, R] of the row's adapter and R far below N and K. The factors
-of all adapters lie in slots of one size, so that a captured step finds them where they were; a row
-names its slot, or -1 for none, and such a row keeps its bits.
+of all adapters are in slots of one size, so that their addresses are fixed for captured steps. Each
+row names its slot, or -1 for none; the result of a row without an adapter is unchanged bit for bit.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class LowRank:
         down: [S, P R, K], of each slot the first factors, part by part.
         up: [S, R, N], the second ones, transposed.
         ends: the row before which each of the P parts ends, rising up to N.
-        packed: what a backend made of it, by the backend's name.
+        packed: a backend's own form of the factors, by the backend's name.
     """
 
     down: Tensor
@@ -39,7 +39,7 @@ class LowRank:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "LowRank":
-        """With factors of zeros."""
+        """Slots filled with zeros."""
         return cls(
             torch.zeros((slots, len(ends) * rank, columns), dtype=dtype, device=device),
             torch.zeros((slots, rank, ends[-1]), dtype=dtype, device=device),
@@ -58,7 +58,7 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class Adapted:
-    """What the rows of one product add to it.
+    """The adapters of the rows of one product.
 
     Attributes:
         slots: [T] int64, of each row's adapter, or -1.

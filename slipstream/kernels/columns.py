@@ -1,9 +1,9 @@
-"""Which tokens the columns of logits stand for, and what is found out about whole rows of them.
+"""The tokens of the columns of logits, and reductions over whole rows.
 
-Ranks that share a vocabulary hold some columns of every row each. What is asked of a whole row (its
-largest number, the sum of its weights, the best token) is found of the own columns first; the ranks
-exchange what they found, a few numbers a row, and combine it in the order of the ranks. So all of
-them hold equal bits, and no row is ever put together.
+If ranks split the vocabulary, each holds some columns of every row. A reduction over a whole row
+(maximum, sum, argmax) is first computed over a rank's own columns; then the ranks exchange the
+results, a few numbers a row, and combine them in the order of the ranks. So all ranks get equal
+bits, and whole rows are never gathered.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ class Columns:
     """The columns that this rank holds; all ranks hold equally many.
 
     Attributes:
-        rank: of `num_ranks`; they hold the vocabulary in their order.
-        gather: joins the last dimension of a tensor [T, n], rank by rank -> [T, num_ranks n]; None
-            where one holds all.
+        rank: of `num_ranks`, which hold consecutive parts of the vocabulary.
+        gather: all-gather along the last dimension, [T, n] -> [T, num_ranks n]; None if one rank
+            holds all columns.
     """
 
     rank: int = 0
@@ -41,15 +41,15 @@ class Columns:
         return torch.arange(first, first + rows.shape[-1], device=rows.device)
 
     def own(self, whole: Tensor, rows: Tensor) -> Tensor:
-        """The part of whole [..., V or fewer] that stands beside rows [N, v]; a view."""
+        """The part of `whole` [..., V or fewer] for the columns of rows [N, v]; a view."""
         if self.gather is None:
             return whole
         first = self.first(rows)
         return whole[..., first : first + rows.shape[-1]]
 
     def places(self, tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The columns of rows [N, v] that tokens, in any shape, have, and whether they have
-        one; where not, some column."""
+        """The column of each token in rows [N, v], and whether this rank has it (otherwise the
+        column is arbitrary). Tokens may have any shape."""
         place = tokens - self.first(rows)
         is_own = (place >= 0) & (place < rows.shape[-1])
         return torch.where(is_own, place, 0), is_own
@@ -61,7 +61,7 @@ class Columns:
         return self.gather(found.reshape(1, -1)).view(self.num_ranks, *found.shape)
 
     def combined(self, found: Tensor) -> Tensor:
-        """What each rank found, added in the order of the ranks."""
+        """The sum of all ranks' values, in the order of the ranks."""
         if self.gather is None:
             return found
         first, *others = self.joined(found).unbind(0)
@@ -80,7 +80,7 @@ class Columns:
         return rows.argmax(-1) if self.gather is None else self.peaks(rows)[1]
 
     def peaks(self, rows: Tensor) -> Peaks:
-        """`largest` and `best` of rows [N, v], of shares in one pass and by one exchange."""
+        """`largest` and `best` of rows [N, v], by one pass and one exchange."""
         if self.gather is None:
             return self.largest(rows), self.best(rows)
         values, places = rows.max(-1)
@@ -105,8 +105,7 @@ class Columns:
         return self.total((rows - largest).exp_()).reciprocal_().squeeze(-1)
 
     def at(self, rows: Tensor, index: Tensor, tokens: Tensor) -> Tensor:
-        """The numbers that tokens, legal ones, have in the rows `index` of rows [N, v]; both are of
-        one shape."""
+        """The numbers of legal tokens in the rows `index` of rows [N, v]; both have one shape."""
         places, is_own = self.places(tokens, rows)
         return self.combined(rows[index, places].masked_fill(~is_own, 0.0))
 
@@ -124,7 +123,7 @@ class Columns:
         return best.values, tokens.gather(-1, best.indices)
 
     def top_values(self, rows: Tensor, count: int) -> Tensor:
-        """The numbers of `top`."""
+        """The values of `top`, without their tokens."""
         values = torch.topk(rows, min(count, rows.shape[-1])).values
         if self.gather is None:
             return values
@@ -133,4 +132,4 @@ class Columns:
 
 
 ALL_COLUMNS: Final = Columns()
-"""The columns of rows that no rank shares: all tokens of the vocabulary."""
+"""All tokens of the vocabulary on one rank."""

@@ -1,4 +1,4 @@
-"""What kernels and their callers ask of devices: labels for profiles, and how tensors get there."""
+"""Profiler labels, and copies between host and device."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,39 +16,39 @@ V = TypeVar("V")
 
 _NO_LABEL = nullcontext()
 
-# Of activations that the C++ kernels take.
+# Dtypes of activations that the C++ kernels support.
 CPP_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def profiling() -> bool:
-    """Whether torch's profiler is on, which sees nothing of what kernels of our own do."""
+    """Whether torch's profiler is on; it sees our own kernels only through labels."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
 def is_host_memory(tensor: Tensor) -> bool:
-    """Whether bytes can be read straight into it."""
+    """Whether a file can be read directly into the tensor."""
     return tensor.device.type == "cpu"
 
 
 def label(name: str) -> AbstractContextManager[object]:
-    """Names what happens in it where somebody profiles; a label costs more than a small op."""
+    """A named range if a profiler runs; otherwise none, as it costs more than a small op."""
     return torch.profiler.record_function(name) if profiling() else _NO_LABEL
 
 
 def open_range(name: str) -> Callable[[], object]:
-    """Opens a range of torch's profiler; what it gives ends the range."""
+    """Open a range of torch's profiler; returns a function that closes it."""
     opened = torch.profiler.record_function(name)
     opened.__enter__()  # type: ignore[no-untyped-call]
     return lambda: opened.__exit__(None, None, None)
 
 
 def part_labels() -> Callable[[str], Callable[[], object]] | None:
-    """How C++ names the parts of a long call where somebody profiles; None where nobody does."""
+    """The function by which C++ labels parts of a long call; None if no profiler runs."""
     return open_range if profiling() else None
 
 
 def labelled(name: str, op: Callable[P, R]) -> Callable[P, R]:
-    """`op`, under a name where somebody profiles; see `label`."""
+    """Wrap `op` in a `label`."""
 
     @functools.wraps(op)
     def named(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -61,7 +61,7 @@ def labelled(name: str, op: Callable[P, R]) -> Callable[P, R]:
 
 
 def kept(make: Callable[[K], V]) -> Callable[[K], V]:
-    """`make`, each of whose results is kept as long as what it was made of lives."""
+    """Cache the results of `make`, each as long as its argument lives."""
     found: WeakKeyDictionary[K, V] = WeakKeyDictionary()
 
     @functools.wraps(make)
@@ -75,7 +75,7 @@ def kept(make: Callable[[K], V]) -> Callable[[K], V]:
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """`values`, made on the host, on `device`, without waiting for the device.
+    """Copy `values` from the host to `device` without waiting for the device.
 
     A copy to a GPU leaves from pinned memory, which torch keeps until the copy is done.
     """
@@ -85,12 +85,12 @@ def send(values: Tensor, device: torch.device) -> Tensor:
 
 
 def upload(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """`values` as int64 on the device; on a GPU the copy takes its turn in the stream."""
+    """Copy `values` to the device as int64; on a GPU the copy is queued in the stream."""
     return send(torch.tensor(values, dtype=torch.int64), device)
 
 
 class Download:
-    """A tensor [R, W] on its way to the host.
+    """A copy of a tensor [R, W] to the host that may still be under way.
 
     The tensor may be overwritten by later work of the same stream at once.
     """
@@ -105,7 +105,7 @@ class Download:
             self._event.record()
 
     def wait(self) -> list[list[int]]:
-        """The numbers, once they are here."""
+        """Wait for the copy; returns the numbers."""
         if self._event is not None:
             self._event.synchronize()
         rows: list[list[int]] = self._host.tolist()

@@ -1,15 +1,15 @@
-"""Memory of all ranks in which each finds what the others have written for it.
+"""Exchanges between ranks through each other's memory.
 
-An exchange is one write and one wait: a rank writes its numbers into the memory of every other one,
-and waits until those of the others stand in its own. A number travels in a *packet* of twice its
-size, whose other half is the *epoch*, the count of exchanges; a packet is written and read whole,
-so that a number is there when the packet has the epoch that is waited for, and nothing else has to
-be ordered. (NCCL's protocol LL does the same with 8 bytes.)
+In an exchange a rank writes its numbers into the memory of every other rank, and then waits until
+theirs have arrived in its own. A number is sent in a *packet* of twice its size, whose other half
+is the *epoch*, the count of exchanges. Packets are written and read atomically: a number has
+arrived when its packet has the expected epoch, so no memory fences are needed. (NCCL's protocol LL
+does the same with 8 bytes.)
 
-There are two places for each number, used in turn by the parity of the epoch. A rank writes in
-epoch e where the number of e - 2 stood, and cannot be too early: it has ended e - 1, for which it
-waited for the reader's numbers of e - 1, and those the reader wrote after it had ended e - 2.
-Epochs are counted on the device, where kernels read them, so that captured graphs count on.
+There are two places for each number, used in turn by the parity of the epoch. In epoch e a rank
+overwrites the number of epoch e - 2. That is never too early: it has finished e - 1, so it has
+received the reader's numbers of e - 1, which the reader wrote after it had finished e - 2. Epochs
+are counted on the device, where kernels read them, so replays of captured graphs go on counting.
 """
 
 import math
@@ -42,15 +42,15 @@ class Channel:
 
 @dataclass(eq=False)
 class Inboxes:
-    """What one rank knows of this memory. All ranks ask for the same channels in the same order.
+    """One rank's view of all memory. All ranks ask for the same channels in the same order.
 
     Attributes:
         addresses: of the memory of each rank, as this process sees it; it was filled with zeros.
         room: its size in bytes, on each rank.
         device: of this rank.
         ended: [1] int32 that host and device share. If it is not 0, waits end at once, with
-            arbitrary numbers; a kernel that has waited in vain sets it.
-        patience: how often a kernel looks before it gives up, each time for about half a
+            arbitrary numbers; a kernel whose wait times out sets it.
+        patience: how often a kernel polls before it gives up; a poll takes about half a
             microsecond.
     """
 

@@ -1,7 +1,7 @@
-"""Ops of batch preparation: what they mean.
+"""The interface of batch preparation ops: small work between the models' passes.
 
-Small work between the models' passes. In plain torch each op is a dozen launches, which a captured
-step would feel; as kernels they are one each.
+In plain torch each op is about a dozen kernel launches, which would slow captured steps down; as
+Triton kernels each is one launch.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class RequestTables:
     """What the device keeps of every slot.
 
     Attributes:
-        token_ids: [S, L + 1] int32; the last column takes what has no place.
+        token_ids: [S, L + 1] int32; writes without a place go to the last column.
         num_tokens, num_computed: [S] int64.
         block_tables: [S, max_blocks] int32.
         block_size: tokens in a block.
@@ -285,7 +285,7 @@ class TimestampOp(Protocol):
 
 @dataclass(frozen=True)
 class PreparationOps:
-    """What one backend has of them."""
+    """One backend's implementations."""
 
     expand_rows: ExpandRowsOp
     place_rows: PlaceRowsOp

@@ -52,6 +52,7 @@ class Defaults:
 
 
 _MOST_LAYERS = 4096  # far more than any model has; specs of all are made before tensors are read
+_MOST_POSITIONS = 1 << 24  # tables of their angles would take gigabytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +139,9 @@ def read_common(
     kv_heads = reader.take_optional("num_key_value_heads", int, defaults.num_kv_heads)
     head_dim = reader.take_optional("head_dim", int, defaults.head_dim)
     positions = reader.take("max_position_embeddings", int, defaults.max_position_embeddings)
+    if positions > _MOST_POSITIONS:
+        problem = f"is {positions}, but at most {_MOST_POSITIONS} work; correct it (--hf-overrides)"
+        raise reader.error("max_position_embeddings", problem)
     if rope is None:
         rope = read_rope(
             reader,

@@ -34,11 +34,11 @@ Graphs = Iterable[Any]  # torch.cuda.CUDAGraph
 
 
 class CollectiveError(RuntimeError):
-    """An exchange failed because another rank has ended or hangs; a library's words for it are in
-    the cause."""
+    """An exchange failed because another rank has ended or hangs; `__cause__` is the library's
+    error."""
 
     def __init__(self) -> None:
-        super().__init__("an exchange between ranks was broken off")
+        super().__init__("an exchange between ranks failed")
 
 
 def open_store(port: int, size: int, leads: bool) -> Any:
@@ -154,9 +154,9 @@ class Collectives:
         found = self.all_of(mine.to(self._device))
         if not torch.equal(found, found[:1].expand_as(found)):
             raise RanksLostError(
-                "the ranks have come to hold different tokens or counters, so their text means "
-                "nothing: report this with the model and the options, and use "
-                "tensor_parallel_size 1 until it is mended"
+                "the ranks hold different tokens or counters, so their output is invalid: report "
+                "this with the model and the options, and use tensor_parallel_size 1 until it is "
+                "fixed"
             )
 
     def outlive(self, graphs: Graphs) -> None:

@@ -17,8 +17,8 @@ from slipstream.kernels.inboxes import Inboxes
 
 logger = logging.getLogger("slipstream")
 ROOM: Final = 128 << 20
-# Looks of a kernel at its memory, half a microsecond each: about as long as NCCL waits. A rank may
-# be late by the time that it takes to compile kernels; the loss of a rank ends all waits for it.
+# How often a kernel polls its memory, half a microsecond each: about as long as NCCL waits. A rank
+# may be late because it compiles kernels; if a rank is lost, all waits for it are ended.
 PATIENCE: Final = 1_200_000_000
 _CONNECT = timedelta(seconds=120)
 _LAZY_PEER_ACCESS: Final = 1

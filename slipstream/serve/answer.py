@@ -41,7 +41,7 @@ class AnswerChoice(SampleReader, Protocol):
     def whole(self) -> dict[str, Any]:
         """The choice of a whole answer, from all collected deltas."""
 
-    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+    def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
         """The choices of the chunks to send for a delta; may be empty."""
 
 
@@ -145,16 +145,16 @@ class ChoicesAnswer(Answer[Choice]):
         try:
             async with aclosing(self._updates()) as updates:
                 async for place, update in updates:
-                    pieces = [
-                        piece
+                    chunk_choices = [
+                        chunk_choice
                         for choice, delta in self._deltas(place, update)
-                        for piece in choice.pieces(delta)
+                        for chunk_choice in choice.chunk_choices(delta)
                     ]
-                    if pieces:
+                    if chunk_choices:
                         usage = self._usage() if continuous else None
                         yield b"".join(
-                            writer.chunk([piece], usage, None if place else first)
-                            for place, piece in enumerate(pieces)
+                            writer.chunk([chunk_choice], usage, None if place else first)
+                            for place, chunk_choice in enumerate(chunk_choices)
                         )
                         first = {}
             if wants_usage:

@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.serve.logprobs_format import chat_logprobs, read_tokens, speculation
 from slipstream.serve.model_service import ModelService
-from slipstream.serve.output.parts import AnswerParser, CallsInText, Part, Piece, Reading
+from slipstream.serve.output.parts import AnswerParser, CallsInText, ParsedOutput, Part, Reading
 from slipstream.serve.protocol.chat import ChatRequest
 from slipstream.serve.token_texts import TokenReader
 from slipstream.serve.tools.choice import ToolUse
@@ -55,18 +55,20 @@ class AnswerReader:
         if self._parser is None:
             self.ended = over
             return Increment([Content(delta.text)], delta)
-        piece = self._parser.feed(delta)
-        if piece.stop is not None:
-            delta, over = _cut(delta, piece), True
-        self.num_reasoning_tokens += sum(part is Part.REASONING for part in piece.parts or ())
-        events = [*piece.events, *(self._parser.finish() if over else ())]
+        parsed = self._parser.feed(delta)
+        if parsed.stop is not None:
+            delta, over = _cut(delta, parsed), True
+        self.num_reasoning_tokens += sum(part is Part.REASONING for part in parsed.parts or ())
+        events = [*parsed.events, *(self._parser.finish() if over else ())]
         if self._tools.single:
             events = self._up_to_first_call(events)
+        if self._tools.only_calls:  # of a call that is cut short, a mark may be left
+            events = [event for event in events if not isinstance(event, Content)]
         self.ended = self.ended or over
         self.num_calls += sum(isinstance(event, CallBegun) for event in events)
         if self._body.include_reasoning is False:
             events = [event for event in events if not isinstance(event, Reasoning)]
-        return Increment(events, delta, piece.parts)
+        return Increment(events, delta, parsed.parts)
 
     def finish_reason(self, delta: Delta) -> str | None:
         """The finish reason in the protocol's terms; None if the answer goes on."""
@@ -127,14 +129,14 @@ def _parser(
     return service.output_format.parser(service.texts, reading)
 
 
-def _cut(delta: Delta, piece: Piece) -> Delta:
+def _cut(delta: Delta, parsed: ParsedOutput) -> Delta:
     """Cut a delta off behind the token that completed a stop string."""
-    end = len(piece.parts or ())
+    end = len(parsed.parts or ())
     return replace(
         delta,
         token_ids=delta.token_ids[:end],
         logprobs=None if delta.logprobs is None else delta.logprobs[:end],
         origins=delta.origins[:end],
         finish_reason="stop",
-        stop_reason=piece.stop,
+        stop_reason=parsed.stop,
     )

@@ -11,7 +11,7 @@ from slipstream.core.structured import StructuredOutput
 from slipstream.engine.prompts import EncodedPrompt, Prompt
 from slipstream.serve.answer import ChoicesAnswer, check_stream_fields
 from slipstream.serve.answer_reader import AnswerReader
-from slipstream.serve.conversation import note_unread, render, require_template
+from slipstream.serve.conversation import note_ignored, render, require_template
 from slipstream.serve.conversation_images import read_images
 from slipstream.serve.errors import bad_request
 from slipstream.serve.logprobs_format import TokenFields, prompt_logprobs
@@ -88,23 +88,23 @@ class ChatAnswerChoice:
             message["tool_calls"] = self._calls
         return {"message": message, **self._rest(delta, self._parts or None)}
 
-    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+    def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
         """The choices of this delta's chunks; empty while the text may begin a tool call."""
         if self.ended:
             return []
         increment = self._reader.take(delta)
         found = self._found(increment.events)
-        pieces = []
+        chunk_choices = []
         if not self._begun:
             self._begun = True
             opening = {"role": self._role, "content": ""}
             begins = [opening, {"content": self._echo}] if self._echo else [opening]
             rest = {**self._rest(_EMPTY, None), "finish_reason": None}
-            pieces = [{"delta": it, **rest} for it in begins]
+            chunk_choices = [{"delta": it, **rest} for it in begins]
         rest = self._rest(increment.delta, increment.parts)
         if found or self.ended or any(rest.get(name) for name in _TELLING):
-            pieces.append({"delta": found, **rest})
-        return pieces
+            chunk_choices.append({"delta": found, **rest})
+        return chunk_choices
 
     def _found(self, events: Sequence[AnswerEvent]) -> dict[str, Any]:
         """Convert events to the `delta` field of a chunk."""
@@ -190,7 +190,7 @@ class ChatEndpoint:
             for index in range(body.n or 1)
         ]
         answer = _ChatAnswer(service, body, [chat.prompt], choices)
-        return note_unread(await answer.response(chat.params), chat.unread)
+        return note_ignored(await answer.response(chat.params), chat.ignored)
 
 
 @dataclass(frozen=True)
@@ -201,13 +201,13 @@ class PreparedChat:
         tools: how the model's tool calls are constrained and parsed.
         params: sampling parameters; their grammar is not compiled yet.
         prompt: the rendered and tokenized conversation.
-        unread: paths of speaker names that the chat template does not render.
+        ignored: paths of speaker names that the chat template does not render.
     """
 
     tools: ToolUse
     params: SamplingParams
     prompt: EncodedPrompt
-    unread: Sequence[str]
+    ignored: Sequence[str]
 
     def reader(self, service: ModelService, body: ChatRequest) -> AnswerReader:
         """Create a reader for one sample of the answer."""
@@ -234,9 +234,9 @@ def prepare(service: ModelService, body: ChatRequest, ends_early: bool = False) 
     require_template(service.template)
     tools = choose_tools(body, service)
     params = _params(body, tools, service)
-    unread: list[str] = []
+    ignored: list[str] = []
     images = read_images(service, body.messages)
-    written = render(service, body.messages, body, tools.in_prompt, unread)
+    written = render(service, body.messages, body, tools.in_prompt, ignored)
     given: Prompt = written if isinstance(written, str) else {"prompt_token_ids": written}
     cut = truncation(body, params.max_tokens, service.max_model_len)
     if images:
@@ -255,7 +255,7 @@ def prepare(service: ModelService, body: ChatRequest, ends_early: bool = False) 
     most, name = _max_tokens(body)
     service.require_room([prompt], None if ends_early else most, name, "messages")
     structured = _structured(body, tools, service, prompt.token_ids)
-    return PreparedChat(tools, replace(params, structured=structured), prompt, unread)
+    return PreparedChat(tools, replace(params, structured=structured), prompt, ignored)
 
 
 class _ChatAnswer(ChoicesAnswer[ChatAnswerChoice]):

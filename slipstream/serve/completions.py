@@ -115,12 +115,14 @@ class _Choice:
         self._collected.append(delta)
 
     def whole(self) -> dict[str, Any]:
-        first, *rest = self.pieces(join_deltas(self._collected))
-        for piece in rest:  # after the echo
-            text, logprobs = first["text"] + piece["text"], first["logprobs"]
+        first, *rest = self.chunk_choices(join_deltas(self._collected))
+        for chunk_choice in rest:  # after the echo
+            text, logprobs = first["text"] + chunk_choice["text"], first["logprobs"]
             if logprobs is not None:
-                logprobs = {name: [*logprobs[name], *piece["logprobs"][name]] for name in logprobs}
-            first = {**first, **piece, "text": text, "logprobs": logprobs}
+                logprobs = {
+                    name: [*logprobs[name], *chunk_choice["logprobs"][name]] for name in logprobs
+                }
+            first = {**first, **chunk_choice, "text": text, "logprobs": logprobs}
         if self._body.prompt_logprobs is not None:
             first["prompt_logprobs"] = prompt_logprobs(
                 self._service.texts,
@@ -130,28 +132,28 @@ class _Choice:
             )
         return first
 
-    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+    def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
         begins, self._begun = not self._begun, True
-        pieces = [self._echo()] if begins and self._body.echo else []
-        pieces.append(self._piece(delta))
+        chunk_choices = [self._echo()] if begins and self._body.echo else []
+        chunk_choices.append(self._chunk_choice(delta))
         if begins and self._body.return_token_ids:
-            pieces[0]["prompt_token_ids"] = [*self._prompt.token_ids]
-        return pieces
+            chunk_choices[0]["prompt_token_ids"] = [*self._prompt.token_ids]
+        return chunk_choices
 
-    def _piece(self, delta: Delta) -> dict[str, Any]:
-        piece = _piece(self.index, delta.text, delta.finish_reason, delta.stop_reason)
-        piece.update(self._token_fields.of(delta, delta.finish_reason is not None))
+    def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        chunk_choice = _chunk_choice(self.index, delta.text, delta.finish_reason, delta.stop_reason)
+        chunk_choice.update(self._token_fields.of(delta, delta.finish_reason is not None))
         if self._reads:
             if self._reader is None:
                 self._reader = TokenReader(self._service.texts, self._skip_special)
             tokens = read_tokens(self._reader, delta.token_ids)
             if self._body.logprobs is not None:
-                piece["logprobs"] = completion_logprobs(
+                chunk_choice["logprobs"] = completion_logprobs(
                     self._names, tokens, delta.logprobs or _NOTHING, self._num_top
                 )
             if self._body.return_speculation:
-                piece["speculation"] = speculation(delta, tokens)
-        return piece
+                chunk_choice["speculation"] = speculation(delta, tokens)
+        return chunk_choice
 
     @property
     def _names(self) -> TokenTexts:
@@ -162,22 +164,22 @@ class _Choice:
         text = prompt.text
         if text is None:
             text = tokenizer.decode(prompt.token_ids, skip_special_tokens=self._skip_special)
-        piece = _piece(self.index, text, None, None)
+        chunk_choice = _chunk_choice(self.index, text, None, None)
         if self._body.return_speculation:
-            piece["speculation"] = {"tokens": []}
+            chunk_choice["speculation"] = {"tokens": []}
         if self._body.logprobs is not None:
             # Special tokens may be in the text, or have been added around it by the tokenizer.
             shows_special = text == tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
             reader = TokenReader(self._service.texts, not shows_special)
             tokens = read_tokens(reader, prompt.token_ids)
-            piece["logprobs"] = completion_logprobs(
+            chunk_choice["logprobs"] = completion_logprobs(
                 self._names, tokens, self.prompt_logprobs, self._num_top
             )
         self._reader = TokenReader(self._service.texts, self._skip_special, len(text))
-        return piece
+        return chunk_choice
 
 
-def _piece(
+def _chunk_choice(
     index: int, text: str, finish_reason: str | None, stop_reason: str | int | None
 ) -> dict[str, Any]:
     return {

@@ -64,15 +64,15 @@ def require_coverage(
         found = render(marked)
     except UsageError:
         return []
-    unread = [it for it, mark in zip(fields, marks, strict=True) if mark not in found]
-    for field in unread:
+    ignored = [it for it, mark in zip(fields, marks, strict=True) if mark not in found]
+    for field in ignored:
         if not field.where.endswith(".name"):
             raise bad_request(
                 f"{field.where} would be ignored: the chat template of this model does not read "
                 "it; leave it out, or say it in the content of a message that is read",
                 "messages",
             )
-    return [field.where for field in unread]
+    return [field.where for field in ignored]
 
 
 def _fields(messages: Sequence[_Message], text: str) -> Iterator[_Field]:
@@ -166,7 +166,7 @@ def render(
     messages: Sequence[Message],
     fields: TemplateFields,
     tools: Sequence[Tool] | None,
-    unread: list[str],
+    ignored: list[str],
 ) -> str | list[int]:
     """Render a conversation to its prompt, as text or as token ids; slow for large ones.
 
@@ -174,7 +174,7 @@ def render(
 
     Args:
         tools: the tools to write into the prompt; maybe not all of the request.
-        unread: the paths of speaker names that the template does not render are appended here.
+        ignored: the paths of speaker names that the template does not render are appended here.
 
     Raises:
         ApiError: the template does not support the request, or would drop a part of it.
@@ -214,17 +214,17 @@ def render(
     if spelled is not None:
         plain, functions, options = map(spelled.hide, (plain, functions, options))
     text = write(plain)
-    unread += require_coverage(write, plain, text)
+    ignored += require_coverage(write, plain, text)
     if continues:
         text = _cut(text, plain[-1])
     return text if spelled is None else spelled.show(text)
 
 
-def note_unread(response: Response, unread: Sequence[str]) -> Response:
+def note_ignored(response: Response, ignored: Sequence[str]) -> Response:
     """List ignored fields in the header `x-ignored-fields`."""
-    if unread:
-        more = [f"and {len(unread) - _MOST_NOTED} more"] if len(unread) > _MOST_NOTED else []
-        response.headers["x-ignored-fields"] = ", ".join([*unread[:_MOST_NOTED], *more])
+    if ignored:
+        more = [f"and {len(ignored) - _MOST_NOTED} more"] if len(ignored) > _MOST_NOTED else []
+        response.headers["x-ignored-fields"] = ", ".join([*ignored[:_MOST_NOTED], *more])
     return response
 
 

@@ -15,8 +15,6 @@ from slipstream.serve.protocol.sampling import SamplingFields
 from slipstream.serve.protocol.usage import PromptTokensDetails, SpeculationUsage, Usage
 from slipstream.serve.updates import RequestUpdate, UpdateStream
 
-_Queue = asyncio.Queue[tuple[int, RequestUpdate | Exception | None]]
-
 
 class Generation:
     """Runs the prompts of one HTTP request and counts tokens for its usage.
@@ -99,36 +97,24 @@ class Generation:
         return usage
 
     async def _merged(self) -> AsyncGenerator[tuple[int, RequestUpdate], None]:
-        # The queue holds one update; while the reader is slow, buffers merge further updates.
-        queue: _Queue = asyncio.Queue(1)
-        readers = [
-            asyncio.create_task(_read(place, stream, queue))
-            for place, stream in enumerate(self._streams)
-        ]
+        # One update of each stream is read ahead; the streams merge further ones meanwhile.
+        reads = {asyncio.create_task(_next(it)): place for place, it in enumerate(self._streams)}
         try:
-            num_open = len(readers)
-            while num_open:
-                place, item = await queue.get()
-                if item is None:
-                    num_open -= 1
-                elif isinstance(item, Exception):
-                    raise item
-                else:
-                    yield place, item
+            while reads:
+                done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+                for read in done:
+                    place, update = reads.pop(read), read.result()
+                    if update is not None:
+                        reads[asyncio.create_task(_next(self._streams[place]))] = place
+                        yield place, update
         finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+            for read in reads:
+                read.cancel()
+            await asyncio.gather(*reads, return_exceptions=True)
 
 
-async def _read(place: int, stream: UpdateStream, queue: _Queue) -> None:
-    try:
-        async for update in stream:
-            await queue.put((place, update))
-    except Exception as error:
-        await queue.put((place, error))
-    else:
-        await queue.put((place, None))
+async def _next(stream: UpdateStream) -> RequestUpdate | None:
+    return await anext(stream, None)
 
 
 def _speculation(metrics: Sequence[RequestMetrics]) -> SpeculationUsage:

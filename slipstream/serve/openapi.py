@@ -77,6 +77,8 @@ def add_routes(app: FastAPI, routes: Sequence[Route], service: ModelService) -> 
             operation_id=route.handler.__qualname__.strip("_").replace(".", "_").lower(),
             openapi_extra=_operation(route),
         )
+        if route.method == "GET" and route.chunk is None:  # the HTTP server drops the body
+            app.add_api_route(route.path, route.handler, methods=["HEAD"], include_in_schema=False)
         models += [(route.answer, "serialization"), (route.error, "serialization")]
         if route.chunk is not None:
             models.append((route.chunk, "serialization"))

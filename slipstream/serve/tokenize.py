@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slipstream.serve.conversation import note_unread, render
+from slipstream.serve.conversation import note_ignored, render
 from slipstream.serve.conversation_images import read_images
 from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService
@@ -53,14 +53,14 @@ class TokenizeEndpoints:
         )
 
     def _tokenize(self, body: server.TokenizeRequest) -> Response:
-        unread: list[str] = []
+        ignored: list[str] = []
         images: list[Image] = []
         service, tokenizer = self._service, self._service.tokenizer
         if body.messages is not None:
             if body.chat_template is not None:
                 service = service.with_template(body.chat_template)
             images = read_images(service, body.messages)
-            given = render(service, body.messages, body, body.tools, unread)
+            given = render(service, body.messages, body, body.tools, ignored)
             field, adds_special = "messages", body.add_special_tokens is True
         else:
             assert body.prompt is not None, "one of the two is given"
@@ -72,7 +72,7 @@ class TokenizeEndpoints:
         )
         if body.return_token_strs:
             answer.token_strs = [tokenizer.id_to_token(token) or "" for token in tokens]
-        return note_unread(json_response(answer), unread)
+        return note_ignored(json_response(answer), ignored)
 
     def _detokenize(self, body: server.DetokenizeRequest) -> Response:
         tokenizer, vocab_size = self._service.tokenizer, self._service.engine.resolved.vocab_size

@@ -68,7 +68,7 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
     return next(name if kind is True else str(kind) for name, kind in found if kind)
 
 
-def kind_of_drafter(config: Mapping[str, Any]) -> str | None:
-    """The kind of a checkpoint that can only draft, from config.json alone; None for others."""
-    kind = recognise(config, ())
-    return None if kind == DRAFT_MODEL else kind
+def parallel_method(kind: str) -> Method | None:
+    """The method of language models of this kind, if they draft all tokens in one pass."""
+    found = (it for it in METHODS.values() if it.parallel_of == DRAFT_MODEL)
+    return next((it for it in found if kind in (it.name, *it.variants)), None)

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.core.config_values import known_quantization
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.sampling_params import Verification
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, Replaced
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
+from slipstream.speculative.catalogue import DRAFT_MODEL, recognise
 
 T = TypeVar("T")
 
@@ -43,6 +44,20 @@ class TargetModel:
     def shape(self) -> DecoderConfig:
         """The config of the target's network, read from config.json."""
         return read_decoder_config(Checkpoint(self.path, self.replaced))
+
+
+def read_target_config(checkpoint: Checkpoint) -> DecoderConfig:
+    """The decoder config of a target; CheckpointError if a drafter is given in its place."""
+    try:
+        return read_decoder_config(checkpoint)
+    except CheckpointError as error:
+        kind = recognise(checkpoint.config, ())
+        if kind == DRAFT_MODEL:
+            raise
+        raise CheckpointError(
+            f"{checkpoint.path} is a drafter of the kind {kind}, which goes with a target: give "
+            "the target as the model, and this as the drafter (--drafter)"
+        ) from error
 
 
 class Options:

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from slipstream.core.errors import UsageError
-from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.loading import ProgressBar, no_progress_bar
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.speculative.options import read_target_config
 from slipstream.train.generation import generate_answers, require_enough
 from slipstream.train.plan import make_writable
 from slipstream.train.sequences import Sequences, encode, pack
@@ -41,7 +41,7 @@ def pack_data(settings: DataSettings, progress_bar: ProgressBar = no_progress_ba
             "training"
         )
     checkpoint = Checkpoint(resolve_checkpoint(settings.target, settings.revision))
-    data = Data(settings, checkpoint, read_decoder_config(checkpoint).vocab_size)
+    data = Data(settings, checkpoint, read_target_config(checkpoint).vocab_size)
     make_writable(out.parent, settings)
     return data.sequences(out, out.with_suffix(".answers.jsonl"), progress_bar)
 

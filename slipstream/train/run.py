@@ -7,10 +7,10 @@ from typing import Any
 
 from slipstream.core.errors import UsageError
 from slipstream.models.adapters import adapter_rank
-from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.loading import ProgressBar, dtype_named, no_progress_bar
 from slipstream.runner.capability import choose_device, training_dtype
+from slipstream.speculative.options import read_target_config
 from slipstream.train.batches import Batches, FeatureSource, OnlineFeatures
 from slipstream.train.card import write_card
 from slipstream.train.data import Data
@@ -108,7 +108,7 @@ def make_plan(settings: TrainSettings, recipe: type[Recipe[Any]]) -> tuple[RunPl
     require_unused(settings.out)
     device, _ = choose_device(settings.device)
     target = Checkpoint(resolve_checkpoint(settings.target, settings.revision))
-    shape = read_decoder_config(target)
+    shape = read_target_config(target)
     require_trainable(target, shape)
     if settings.lora is not None:
         adapter_rank(settings.lora)  # which raises an error where it cannot be read

@@ -82,7 +82,9 @@ def test_all_drafters_are_measured_at_every_k(
     ("arguments", "says"),
     [
         (("-k", "1,x"), "-k must be a list such as 1,2,4 or 1-8, not '1,x'"),
-        (("-k", "0-2"), "-k must be numbers from 1 on"),
+        (("-k", "0-2"), "-k must be numbers from 1 to"),
+        (("-k", f"1-1{'0' * 5000}"), "-k must be numbers from 1 to"),
+        (("-k", "4,100000"), "-k must be numbers from 1 to"),
         (("--batch-sizes", ""), "--batch-sizes must be a list"),
         (("some/model",), "nothing to sweep; add --drafter"),
         (("--dataset", "mtbench"), "--dataset-name must be one of demo, custom, mt-bench"),

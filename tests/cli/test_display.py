@@ -14,7 +14,7 @@ from slipstream.cli.views import LiveView, Meter, PlainView, Status, held_back
 from slipstream.core.config import EngineConfig
 from slipstream.core.outputs import CompletionOutput, RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.serve.output.parts import Piece
+from slipstream.serve.output.parts import ParsedOutput
 from slipstream.serve.tools.events import AnswerEvent, Content, Reasoning
 from slipstream.serve.updates import Delta
 from tests.cli.fake_llm import ByteTokenizer, FakeLLM
@@ -254,7 +254,7 @@ class Thinking:
     def __init__(self) -> None:
         self._quiet = False
 
-    def feed(self, delta: Delta) -> Piece:
+    def feed(self, delta: Delta) -> ParsedOutput:
         letters = bytes(delta.token_ids).decode()
         events: list[AnswerEvent] = []
         for letter in letters:
@@ -262,7 +262,7 @@ class Thinking:
                 self._quiet = letter == "["
             elif letter != "*":
                 events.append(Reasoning(letter) if self._quiet else Content(letter))
-        return Piece(events, stop="*" if "*" in letters else None)
+        return ParsedOutput(events, stop="*" if "*" in letters else None)
 
     def finish(self) -> Sequence[AnswerEvent]:
         return [Content("!")]

@@ -137,6 +137,35 @@ def test_a_drafter_in_the_target_s_place_is_told_as_one(slipstream: CommandLine,
     assert f"is a drafter of the kind {name}, which goes with a target" in ran.err
 
 
+def test_a_drafter_is_no_target_of_training(slipstream: CommandLine, tmp_path: Path) -> None:
+    data, out = tmp_path / "a.txt", tmp_path / "out"
+    data.write_text("text")
+    line = ["eagle3", "demo/eagle3", "--data", str(data), "--out", str(out), "--steps", "1"]
+    ran = slipstream("train", *line)
+    assert ran.code == 1
+    assert "is a drafter of the kind eagle3, which goes with a target" in ran.err
+
+
+def test_ctrl_c_while_torch_is_imported_ends_the_command_quietly(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    # As in a shell: of a command in the background SIGINT may be ignored.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "import sys; sys.argv = ['slipstream', 'list']; "
+        "from slipstream.__main__ import main; main()"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (130, "slipstream: interrupted\n")
+
+
 def test_a_missing_model_directory(slipstream: CommandLine, tmp_path: Path) -> None:
     missing = str(tmp_path / "nowhere")
     for command in (["generate", missing, "--prompt", "x"], ["inspect", missing]):

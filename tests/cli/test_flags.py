@@ -243,6 +243,9 @@ def test_ways_to_choose_a_drafter(
         ("--device tpu", ["--device"]),
         ("--no-such-flag", ["--no-such-flag", "generate --help"]),
         ("-hf a/b", ["no such flag: -hf;"]),
+        ("-ngl 99", ["no such flag: -ngl;", "generate --help"]),
+        ("--drafter NGRAM", ["NGRAM", "--drafter ngram"]),
+        ("--drafter Eagle3", ["eagle3 is a method", "--drafter"]),
     ],
 )
 def test_wrong_flags_are_one_sentence_and_exit_code_2(

@@ -140,6 +140,7 @@ EFFECTS: dict[str, tuple[str, str, Any]] = {
     "--max-loras": ("2", "config.max_loras", 2),
     "--max-lora-rank": ("64", "config.max_lora_rank", 64),
     # Of versions before, and of the rest.
+    "--language-model-only": ("", "config.max_images", 0),
     "--disable-log-requests": ("", "options.log.enable_log_requests", False),
     "--guided-decoding-backend": ("guidance", "config.model", "demo"),
     "--config-format": ("hf", "config.config_format", "hf"),
@@ -295,6 +296,8 @@ def test_a_name_is_never_taken_for_one_of_another_meaning() -> None:
         ("--no-trust-remote-code --trust-remote-code", "config.trust_remote_code", True),
         ("--enable-log-requests --disable-log-requests", "options.log.enable_log_requests", False),
         ("--no-disable-log-requests", "options.log.enable_log_requests", True),
+        ("--language-model-only", "config.max_images", 0),
+        ("--no-language-model-only", "config.limit_mm_per_prompt", None),
         ("m --served-model-name a b --api-key k", "options.served_model_name", ("a", "b")),
         ("--served_model_name a m", "config.model", "m"),
         ("--structured-outputs-config.reasoning_parser none", "options.reasoning_parser", "none"),

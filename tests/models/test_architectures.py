@@ -557,11 +557,14 @@ def test_a_decoder_has_layers() -> None:
         replace(config, layers=())
 
 
-def test_a_config_of_absurdly_many_layers_is_refused_at_once() -> None:
-    with pytest.raises(
-        CheckpointError, match=r'"num_hidden_layers" is 1000000000, but at most 4096'
-    ):
-        read_decoder_config(tiny("LlamaForCausalLM", num_hidden_layers=1_000_000_000))
+@pytest.mark.parametrize(
+    ("key", "most"), [("num_hidden_layers", 4096), ("max_position_embeddings", 1 << 24)]
+)
+def test_a_config_of_absurdly_many_layers_or_positions_is_refused_at_once(
+    key: str, most: int
+) -> None:
+    with pytest.raises(CheckpointError, match=f'"{key}" is 1000000000, but at most {most} work'):
+        read_decoder_config(tiny("LlamaForCausalLM", **{key: 1_000_000_000}))
 
 
 # Checkpoints

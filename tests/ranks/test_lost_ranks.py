@@ -18,12 +18,15 @@ from slipstream import SamplingParams
 from slipstream.core.errors import RanksLostError
 from slipstream.core.request import Request
 from slipstream.engine.ranks import processes
+from slipstream.engine.ranks.division import DataParallelDivision
 from slipstream.engine.ranks.messages import Writer
 from slipstream.engine.ranks.processes import Followers
 from slipstream.engine.ranks.ranks import Ranks, breaking_off
+from slipstream.engine.step_results import RatedRows
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import LoadOptions, load_decoder, no_progress_bar
 from slipstream.runner.collectives import CollectiveError
+from slipstream.sampling.logits import TokenLogprobs
 from tests.lossless.test_greedy import make_prompts
 from tests.ranks.conftest import Opener, Pool
 from tests.serve.test_stopping import process
@@ -107,7 +110,7 @@ def test_what_several_ranks_say_of_a_lost_one_is_told_once() -> None:
     with pytest.raises(RanksLostError) as raised:
         Followers.check(followers)
     assert str(raised.value) == (
-        "rank 1 of 5 ended; an exchange between ranks was broken off; rank 3: no memory; "
+        "rank 1 of 5 ended; an exchange between ranks failed; rank 3: no memory; "
         "the engine has ended: start it again"
     )
 
@@ -148,7 +151,7 @@ def test_ranks_that_differ_by_one_token_are_found(
     monkeypatch.setattr(Writer, "_request", altered)
     llm = ranked(tiny_target, rank_check_interval=4)
     (follower,) = pool.followers(2).processes
-    with pytest.raises(RanksLostError, match="come to hold different tokens"):
+    with pytest.raises(RanksLostError, match="hold different tokens"):
         llm.generate(prompts, LONG)
     assert follower.wait() == "ended with exit code 1"
 
@@ -229,3 +232,29 @@ def test_a_server_ends_when_a_rank_is_killed(busy: bool) -> None:
         assert "rank 1 of 2 ended with exit code -9" in log
         assert "Traceback" not in log
         wait_until_gone(followers)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_log_probabilities_that_one_rank_cannot_compute_leave_no_rank_waiting(rank: int) -> None:
+    """Every rank exchanges numbers as ever; the leader alone raises, for that request."""
+
+    def fail() -> TokenLogprobs:
+        raise ValueError("no memory")
+
+    sent: list[torch.Tensor] = []
+
+    def stack(part: torch.Tensor) -> torch.Tensor:
+        sent.append(part)
+        return torch.stack((part, part))
+
+    share: Any = SimpleNamespace(rank=rank, size=2, stack=stack)
+    ranks: Any = SimpleNamespace(share=share, leads=not rank)
+    pool: Any = SimpleNamespace()
+    apart = DataParallelDivision(ranks, pool, torch.device("cpu"), False)
+    rows = RatedRows(of_pass=True, places=(0, 1, 2), rank=rank)
+    if rank:
+        assert (apart.rated(rows, 4, fail).token_ids == -1).all()
+    else:
+        with pytest.raises(RuntimeError, match="rank 0 cannot compute log probabilities"):
+            apart.rated(rows, 4, fail)
+    assert [it.shape for it in sent] == [(3,), (3,), (3,), (3, 4), (3, 4)]

@@ -232,7 +232,7 @@ def test_a_token_that_is_not_allowed_ends_the_output_before_it(grammars: Grammar
     ending = append_output(failed, ids("aa"), 100)
     assert ending is not None
     assert ending[0] is FinishReason.ERROR
-    assert "left no token" in str(ending[1])
+    assert "leaves no token" in str(ending[1])
     assert failed.output_token_ids == ids("a")
     early = request(guide_of(grammars, regex="ab"))
     assert append_output(early, [END], 100) == (FinishReason.ERROR, grammar.NOTHING_LEFT)

@@ -104,6 +104,9 @@ def test_a_prompt_must_leave_room_for_one_token() -> None:
     engine.add(request("a", 7, max_tokens=1))
     with pytest.raises(UsageError, match=r"8 tokens, but max_model_len is 8.*7 prompt tokens"):
         engine.add(request("b", 8, max_tokens=1))
+    small = scheduler(max_model_len=8, cache_bounds_length=True)
+    with pytest.raises(UsageError, match=r"the KV cache holds no more.*kv_cache_memory"):
+        small.add(request("b", 8, max_tokens=1))
 
 
 def test_an_empty_prompt_is_refused() -> None:

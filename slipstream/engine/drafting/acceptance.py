@@ -98,10 +98,10 @@ class Reliability:
 
 
 class Acceptance:
-    """Learns from every step.
+    """Estimates chances from the results of all steps.
 
     Args:
-        places: that a draft token may have.
+        places: number of positions that a draft token may have.
     """
 
     def __init__(self, places: int) -> None:
@@ -112,32 +112,32 @@ class Acceptance:
         # At first a confidence is taken for the chance itself.
         self._by_confidence = [(place + 0.5) / NUM_BINS for place in range(NUM_BINS)]
         self._results_by_bin = [0] * NUM_BINS
-        # Of the latest chains the confidences and the factor on what they mean.
+        # For each of the latest chains: the confidences, and the factor of its request.
         self._recent: deque[tuple[Sequence[float], float]] = deque(maxlen=_RECENT)
         self.reliability = Reliability()
-        self.num_steps = self.all_until = 0  # up to that step all requests are looked at
+        self.num_steps = self.all_until = 0  # up to step `all_until` all requests are evaluated
         self.has_confidences = False
         self.latest = 0.0  # accepted tokens of a request in a step
 
     def __len__(self) -> int:
-        """How many requests something is kept about."""
+        """Number of requests with a history."""
         return len(self._histories)
 
     @property
     def chances(self) -> Sequence[float]:
-        """What the traffic's are, by place."""
+        """The chances by position, averaged over all requests."""
         return self._chances
 
     def of(self, request: Request) -> History:
-        """What is known of a request, now or from now on."""
+        """The history of a request; a new one if there is none."""
         found = self._histories.get(request.request_id)
         if found is None or found.request is not request:
             found = History(request, list(self._chances))
             self._histories[request.request_id] = found
         return found
 
-    def keep_only(self, num_live: int) -> None:
-        """Drop what ended, once that is most of it; so at most twice the live requests are kept."""
+    def drop_finished(self, num_live: int) -> None:
+        """Drop histories of finished requests once they are more than half of all."""
         if len(self._histories) > 2 * num_live + 8:
             self._histories = {
                 name: it for name, it in self._histories.items() if not it.request.finished
@@ -148,7 +148,7 @@ class Acceptance:
         1961), since the best of many noisy averages are not as good as they look. If they differ no
         more than noise does, they are taken to be equal."""
         if len(histories) < _FEWEST_DRAWN:
-            return [self._drawn_to_traffic(it.chances) for it in histories]
+            return [self._shrunk_to_traffic(it.chances) for it in histories]
         drawn = [list(it.chances) for it in histories]
         for place in range(min(_DRAWN_PLACES, self._places)):
             column = [row[place] for row in drawn]
@@ -160,7 +160,7 @@ class Acceptance:
                 row[place] += share * (mean - row[place])
         return list[Sequence[float]](drawn)
 
-    def _drawn_to_traffic(self, chances: Sequence[float]) -> Sequence[float]:
+    def _shrunk_to_traffic(self, chances: Sequence[float]) -> Sequence[float]:
         """The chances of one request, shrunk towards those of the traffic; equal to them if they
         differ no more than noise does."""
         pairs, drawn = zip(chances, self._chances, strict=True), []

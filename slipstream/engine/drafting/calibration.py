@@ -1,11 +1,11 @@
 """Measures the time of steps on this machine when the engine starts.
 
-Artificial requests are put into the slots, with some length, as if their prompts had been computed,
+Artificial requests of some length are put into the slots, as if their prompts had been computed,
 and run a few steps of each kind. The scheduler and the block manager do not know of them: their
-tables name blocks that no request has yet, and the blocks that they write are never indexed. Noise
-is keyed by a request's seed and steps, so later output does not depend on them. Their tokens repeat
-in a cycle, so that drafters which look up text find matches; and they differ, so that the rows of a
-mixture do not all choose the same experts.
+block tables name blocks that no request uses yet, and the prefix index never gets these blocks.
+Noise is keyed by a request's seed and step, so later output does not depend on this. The tokens
+repeat in a cycle, so that drafters which look up text find matches, and differ from each other, so
+that the rows of a mixture of experts do not all choose the same experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from slipstream.engine.step_results import Launched
 
 BUDGET_SECONDS = 2.0
 _LENGTH, _LONG = 64, 4096  # lengths of short and long requests
-_CIRCLE = 24  # length of the cycle of tokens
+_CYCLE = 24  # length of the cycle of tokens
 _REQUESTS = (1, 16, 4, 64, 2, 8, 32, 128, 256)  # the most important first
 _ROUNDS = 2  # repeated, since other load on the machine comes and goes
 _MOST_RUNS, _FEWEST_RUNS = 6, 2  # runs of a kind of step in a round; the first is not counted
@@ -56,14 +56,14 @@ def calibrate(
     Args:
         costs: is calibrated by the measurements.
         widths: numbers of draft tokens that steps can have, rising from 0.
-        now: a clock, in seconds, which bounds the whole time only.
+        now: a clock, in seconds, which is used for the time limit only.
 
     Returns:
         The number of kinds that were measured.
     """
-    measured = Measured(step, resolved, block_size, now)
+    measured = ArtificialRequests(step, resolved, block_size, now)
     points: dict[Shape, Point] = {}
-    if measured.length < 2:  # no request can live that long
+    if measured.length < 2:  # max_model_len is too small for these requests
         return 0
     try:
         measured.run(Shape(1, 0, measured.length), None)  # warms up, such as by compiling kernels
@@ -124,8 +124,8 @@ def shapes(resolved: Resolved, widths: Sequence[int], length: int, longest: int)
     return [it for it in dict.fromkeys(found) if it.requests * (it.width + 1) <= most_rows]
 
 
-class Measured:
-    """The artificial requests, by their slots."""
+class ArtificialRequests:
+    """The requests that are measured, by slot."""
 
     def __init__(
         self, step: Launcher, resolved: Resolved, block_size: int, now: Callable[[], float]
@@ -143,26 +143,26 @@ class Measured:
         self._began = [0] * limits.max_num_seqs  # their numbers of tokens when they were admitted
 
     def run(self, shape: Shape, plain: Point | None) -> Point | None:
-        """What some steps took at least; None where drafters did not guess as much.
+        """The shortest times of a few steps; None if the drafter never drafted that many tokens.
 
         Args:
-            plain: that of as many requests without drafts, if it is known.
+            plain: the result for as many requests without drafts, if it is known.
         """
-        self._settle(shape)
+        self._prepare(shape)
         batch = self._batch(range(shape.requests), shape.width)
         points = [_point(shape, *pair) for pair in self._steps(batch, self._step.runs_ahead)]
         found = [point for point in points[1:] if point is not None]
         if found or plain is None:
             return _least(found) if found else None
-        # What the target made of the circle may have nothing in it to look up. So they are put
-        # back to where they began in every step, which takes time that is none of a step's.
+        # The target's output may have no matches to look up. So the requests are admitted anew in
+        # every step; the time for that is part of `rest`, which is therefore taken from `plain`.
         batch = self._admission(range(shape.requests), shape)
         points = [_point(shape, *pair, plain.rest) for pair in self._steps(batch, False)]
         found = [point for point in points[1:] if point is not None]
         return _least(found) if found else None
 
     def _steps(self, batch: Batch, runs_ahead: bool) -> list[tuple[StepReport, int]]:
-        """Run a batch some times; what came of it, and the context that it had."""
+        """Run a batch a few times: the reports, each with the total context length."""
         results: list[tuple[StepReport, int]] = []
         began = self._now()
         ahead = self._step.launch(batch) if runs_ahead else None
@@ -178,8 +178,8 @@ class Measured:
             self._finish(ahead)
         return results
 
-    def _settle(self, shape: Shape) -> None:
-        """Let as many requests as the shape has be of its length, and have blocks enough."""
+    def _prepare(self, shape: Shape) -> None:
+        """Admit the shape's requests anew where they lack its length or room for more tokens."""
         wrong = [slot for slot in range(shape.requests) if not self._fits(slot, shape.length)]
         if wrong:
             batch = self._admission(wrong, replace(shape, width=0))
@@ -188,7 +188,7 @@ class Measured:
     def _admission(self, slots: Sequence[int], shape: Shape) -> Batch:
         self._drop(slots)
         for slot in slots:
-            self._requests[slot] = self._crafted(slot, shape.length)
+            self._requests[slot] = self._artificial(slot, shape.length)
             self._known[slot] = self._began[slot] = shape.length
         return self._batch(slots, shape.width, admitted=True)
 
@@ -197,9 +197,9 @@ class Measured:
             return False
         return self._known[slot] + self._growth <= min(4 * length, self._most)
 
-    def _crafted(self, slot: int, length: int) -> Request:
-        spread = max(1, self._resolved.vocab_size // _CIRCLE)
-        tokens = [(slot + place) % _CIRCLE * spread for place in range(length)]
+    def _artificial(self, slot: int, length: int) -> Request:
+        spread = max(1, self._resolved.vocab_size // _CYCLE)
+        tokens = [(slot + place) % _CYCLE * spread for place in range(length)]
         request = Request(
             request_id=f"measured {slot}",
             token_ids=[it % self._resolved.vocab_size for it in tokens],
@@ -238,20 +238,21 @@ class Measured:
         for item, gain in zip(report.batch.requests, report.committed, strict=True):
             slot = item.request.slot
             before = item.start + 1 if item.admitted else self._known[slot]
-            # Blocks that nobody wrote may hold no numbers; then it gained more than it tells.
+            # Blocks that were never written may hold NaN. Then the logits are not finite, and the
+            # report has fewer tokens than the device has added.
             gained = item.num_draft_tokens + 1 if gain.broken else len(gain.token_ids)
             self._known[slot] = before + gained
         return report
 
     def _drop(self, slots: Sequence[int]) -> None:
-        """What is kept by request is kept no longer."""
+        """Make the drafter forget these requests."""
         gone = [request for request in map(self._requests.__getitem__, slots) if request]
         for request in gone:
             request.status = RequestStatus.FINISHED
         self._step.forget(gone)
 
     def clear(self) -> None:
-        """Nothing on the device is theirs any more."""
+        """Free all that the device and the drafter hold of the requests."""
         self._drop(range(len(self._requests)))
         self._step.reset([request for request in self._requests if request is not None])
 
@@ -259,7 +260,7 @@ class Measured:
 def _point(
     shape: Shape, report: StepReport, context: int, rest: float | None = None
 ) -> Point | None:
-    """What a step took, with this in place of its rest; None if it was of another shape."""
+    """The times of a step; None if it had another shape. `rest` replaces the measured rest."""
     guessed = all(gain.num_draft_tokens == shape.width for gain in report.committed)
     if not (guessed or report.padded):
         return None
@@ -269,5 +270,5 @@ def _point(
 
 
 def _blocks(slot: int, count: int, available: int) -> Sequence[int]:
-    """A table of its own for each slot, as far as there are blocks: then they come again."""
+    """A block table for a slot; slots share blocks only if there are too few."""
     return [(slot * count + index) % available for index in range(count)] if available else ()

@@ -17,7 +17,7 @@ from slipstream.core.batch import StepReport
 from slipstream.core.step_form import StepForm
 
 LEAST_SURVIVAL = 0.02  # tokens with less are never drafted
-_FEW = 8  # requests, up to which arrays take longer than sums
+_FEW = 8  # up to this many requests, plain Python is faster than numpy
 
 Gains = NDArray[np.float64]
 
@@ -32,10 +32,10 @@ class StepCosts(Protocol):
         """Time of a step without drafting, whose target pass has `rows` rows."""
 
     def report_seconds(self, report: StepReport) -> float:
-        """The time that a decode step was to take whose results are known."""
+        """Predicted time of a decode step that has been run."""
 
     def host_seconds(self, requests: int) -> float:
-        """The least that a step takes because of the host's work beside it; 0 if that waits."""
+        """Minimum time of a step that overlaps with the host's work; 0 if it does not."""
 
 
 class CostTable:
@@ -106,8 +106,8 @@ class CostTable:
 
 
 def _line(values: Sequence[float]) -> list[float]:
-    """Values on a rising line near these: the difference between two that are next to each other
-    is small, and errors of either would decide whether one more request drafts."""
+    """Values on a rising line through these. The difference between neighbours is small, so errors
+    of single values would decide whether one more request drafts."""
     half, middle = (len(values) + 1) // 2, (len(values) - 1) / 2
     apart = (sum(values[-half:]) - sum(values[:half])) / half
     slope = max(0.0, apart / max(1, len(values) - half))
@@ -116,8 +116,8 @@ def _line(values: Sequence[float]) -> list[float]:
 
 
 def _sampled(function: Callable[[int], float], most: int) -> list[float]:
-    """The values for 0 to `most`; of large numbers about every sixteenth is computed, and the
-    others are interpolated: costs are known no better than that."""
+    """The values for 0 to `most`. Of large numbers about every sixteenth is computed and the others
+    are interpolated, which is as precise as costs are known."""
     at = [*range(min(most, 16) + 1)]
     while at[-1] < most:
         at.append(min(most, at[-1] * 17 // 16))
@@ -193,7 +193,7 @@ def choose(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
 def _choose_for_few(
     gains: Sequence[Sequence[float]], widths: Sequence[int], table: CostTable
 ) -> Choice:
-    """What `choose` does in steps that are not padded, with sums: a fifth of the time."""
+    """`choose` for few requests and exact steps; plain Python takes a fifth of numpy's time."""
     ranked = sorted(
         (-gain, place, request)
         for request, row in enumerate(gains)

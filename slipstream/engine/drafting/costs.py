@@ -114,7 +114,7 @@ class CostModel:
         return max(device, self.host_seconds(requests))
 
     def report_seconds(self, report: StepReport) -> float:
-        """The seconds that a decode step was to take whose results are known."""
+        """Predicted seconds of a decode step that has been run."""
         requests, counts = self._pad(len(report.batch.requests)), self._counts(report)
         context = _context(report)
         seconds = self.target_seconds(requests, report.num_rows, context)
@@ -125,7 +125,7 @@ class CostModel:
         return max(LEAST, seconds, self.host_seconds(requests))
 
     def host_seconds(self, requests: int) -> float:
-        """The least that a step takes because of the host's work beside it; 0 if that waits."""
+        """Minimum seconds of a step that overlaps with the host's work; 0 if it does not."""
         return max(0.0, self._host(self._pad(requests)))
 
     def target_seconds(self, requests: int, rows: int, context: int) -> float:
@@ -193,17 +193,17 @@ class CostModel:
             requests, context = point.requests, point.context
             fixed = point.target - self._per_token(requests, point.rows) * context
             fixed -= self._slopes["requests"].value * requests
-            self._rows.knot(point.rows).settle(max(LEAST, fixed))
+            self._rows.knot(point.rows).set(max(LEAST, fixed))
             if point.host:
-                self._host.knot(requests).settle(point.host)
+                self._host.knot(requests).set(point.host)
             rest = _host_gap(point.rest, point.draft + point.target, point.host)
             if not point.width:
-                self._rest.knot(requests).settle(point.draft + rest)
+                self._rest.knot(requests).set(point.draft + rest)
                 continue
-            self._added_rest.knot(requests).settle(max(0.0, rest - self._rest(requests)))
+            self._added_rest.knot(requests).set(max(0.0, rest - self._rest(requests)))
             drafting = point.draft
             drafting -= self._slopes["draft_context"].value * point.width * context
-            self._drafting.knot(requests, point.width).settle(max(0.0, drafting))
+            self._drafting.knot(requests, point.width).set(max(0.0, drafting))
         self._forget_predictions()
 
     def _fit_slopes(self, points: Sequence[Point], short: Mapping[tuple[int, int], Point]) -> None:
@@ -247,7 +247,7 @@ class CostModel:
         self._num_learnt += 1
         self._learn_target(requests, report.num_rows, context, times.target + times.verify)
         if times.host:
-            self._hear(self._host.knot(requests), times.host, times.host)
+            self._update(self._host.knot(requests), times.host, times.host)
         counts, ended_early = self._counts(report), _ended_early(report)
         rest = _host_gap(times.rest, times.device, times.host)
         self._learn_rest(requests, rest, times.draft, bool(counts) or ended_early)
@@ -270,10 +270,10 @@ class CostModel:
     def _learn_target(self, requests: int, rows: int, context: int, seconds: float) -> None:
         slopes, knot = self._slopes, self._rows.knot(rows)
         beside = slopes["requests"].value * requests + self._per_token(requests, rows) * context
-        error = self._hear(knot, seconds - beside, seconds)
+        error = self._update(knot, seconds - beside, seconds)
         slopes["requests"].learn(requests, error)
         more = rows / requests - 1
-        if more < 1 / 2:  # so that the two can be told apart
+        if more < 1 / 2:  # nearly plain: the error is that of `context`, not of `attention`
             slopes["context"].learn(context, error)
         else:
             slopes["attention"].learn(context * more, error)
@@ -282,11 +282,11 @@ class CostModel:
         """Learn the host's share from a step with or without drafts; see the module's docstring."""
         if not drafts:
             self._plain_at[requests] = self._num_learnt
-            self._hear(self._rest.knot(requests), draft + rest, draft + rest)
+            self._update(self._rest.knot(requests), draft + rest, draft + rest)
         elif self._num_learnt - self._plain_at.get(requests, -_PLAIN_AGE) < _PLAIN_AGE:
-            self._hear(self._added_rest.knot(requests), rest - self._rest(requests), rest)
+            self._update(self._added_rest.knot(requests), rest - self._rest(requests), rest)
         else:
-            self._hear(self._rest.knot(requests), rest - self._added_rest(requests), rest)
+            self._update(self._rest.knot(requests), rest - self._added_rest(requests), rest)
 
     def _learn_drafting(
         self, requests: int, counts: Sequence[int], context: int, seconds: float
@@ -302,16 +302,16 @@ class CostModel:
         drafting = seconds - slope.value * width * context
         if counts[-1] == most:
             knot = self._drafting.knot(most, width)
-            slope.learn(width * context, self._hear(knot, drafting, seconds))
+            slope.learn(width * context, self._update(knot, drafting, seconds))
             return
-        # Where fewer requests go on, all the knots that the prediction is made of are off alike.
-        # (To learn what all of them would take from what one does would confirm any error.)
+        # If fewer requests draft at later positions, the error is attributed in equal proportion to
+        # all knots of the prediction, since the parts cannot be told apart.
         predicted = self._passes(counts)
         off = drafting / max(LEAST, predicted)
         for place, (count, following) in enumerate(pairwise((*counts, 0)), 1):
             if following < count:
                 knot = self._drafting.knot(count, place)
-                self._hear(knot, knot.value * off if predicted > LEAST else drafting, seconds)
+                self._update(knot, knot.value * off if predicted > LEAST else drafting, seconds)
 
     def _passes(self, counts: Sequence[int]) -> float:
         """Seconds of drafting if so many requests draft at each position."""
@@ -321,14 +321,14 @@ class CostModel:
         """Seconds that the draft token at a position adds for this number of requests."""
         return self._drafting(requests, place) - self._drafting(requests, place - 1)
 
-    def _hear(self, knot: Knot, value: float, seconds: float) -> float:
+    def _update(self, knot: Knot, value: float, seconds: float) -> float:
         """Update a knot by its value in a step of `seconds`, if all other terms are right; returns
         the error of the prediction in seconds, bounded."""
         error = value - knot.value
         predicted = max(LEAST, seconds - error)
         # If the knot is a small part of the step, so is its share in the error.
         share = max(_LEAST_SHARE, min(1.0, knot.value / predicted)) if knot.value else 1.0
-        self._moved += knot.hear(knot.value + share * error)
+        self._moved += knot.update(knot.value + share * error)
         most = _MOST_ERROR * predicted
         return max(-most, min(most, error))
 
@@ -361,10 +361,10 @@ class CostModel:
         tables, drafting = {name: Table() for name in _TABLES}, Grid()
         for name, table in tables.items():
             for place, value in state[name]:
-                table.knot(int(place)).settle(float(value))
+                table.knot(int(place)).set(float(value))
         for count, items in state["drafting"]:
             for width, value in items:
-                drafting.knot(int(count), int(width)).settle(float(value))
+                drafting.knot(int(count), int(width)).set(float(value))
         self._rows, self._rest, self._added_rest, self._host = tables.values()
         self._drafting = drafting
         for name, value in slopes.items():

@@ -1,4 +1,4 @@
-"""Which steps are learnt from: once they are as usual, only some are, since learning takes time."""
+"""Chooses the steps that costs are learnt from: few while times are stable, to save time."""
 
 from math import log2
 
@@ -11,16 +11,17 @@ _MOST_KINDS = 256
 
 
 class Pace:
-    """Tells of which steps the times are worth learning from.
+    """Decides which steps to learn from.
 
-    Steps of about as many requests and rows are a kind. Of a new kind, and of one whose target pass
-    took another time than usual twice in a row, the following steps are learnt from, and then every
-    eighth. A step is never chosen for its own time: those that were disturbed would count too much.
+    Steps with similar numbers of requests and rows are of one kind. The first steps of a new kind
+    are learnt from, and then every eighth. If the time of the target's pass differs from the usual
+    time twice in a row, the next few steps are learnt from again. A step is never chosen because of
+    its own time, since disturbed steps would then count too much.
     """
 
     def __init__(self) -> None:
-        # By kind: how many more steps are learnt from (falling below 0: not), the usual time, and
-        # whether the step before took another (0 or 1).
+        # By kind: a countdown (learn while it is at least 0), the usual time, and whether the time
+        # of the previous step differed (0 or 1).
         self._kinds: dict[tuple[int, int], list[float]] = {}
 
     def is_due(self, report: StepReport) -> bool:

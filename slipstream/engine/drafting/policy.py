@@ -115,8 +115,10 @@ class AdaptivePolicy:
         requests = list(map(_REQUEST, candidates))
         if requests != self._requests:
             if self._left > 0 and 4 * len(requests) <= len(self._requests):
-                return [self._newcomer(it) for it in candidates]  # few requests, whose prompts end
-            self._turn_to(requests, candidates)
+                return [
+                    self._plan_for_new(it) for it in candidates
+                ]  # few, at the end of their prompts
+            self._replan(requests, candidates)
         elif self._left <= 0:
             self._choose(requests, candidates)
         plans = self._plans
@@ -134,13 +136,13 @@ class AdaptivePolicy:
         expected = choice.tokens / len(choice.counts) - 1 if choice.counts else 0.0
         if abs(acceptance.latest - expected) > _SURPRISE * (0.5 + expected):
             self._left = min(self._left, 3)
-        if self._probes.take_in(results):  # use soon what was learnt
+        if self._probes.take_in(results):  # a probe succeeded: choose anew soon
             self._left = min(self._left, len(self._requests) // 4)
 
     # ------------------------------------------------------------------ the choice
 
-    def _turn_to(self, requests: list[Request], candidates: Sequence[Candidate]) -> None:
-        """Plan for other requests than the last choice was made for."""
+    def _replan(self, requests: list[Request], candidates: Sequence[Candidate]) -> None:
+        """Plan for a set of requests that differs from that of the last choice."""
         size, known, chosen_for = len(requests), self._by_id, len(self._choice.counts)
         new = [it for it in candidates if it.request.request_id not in known]
         changed = max(len(new), chosen_for - size)
@@ -148,12 +150,12 @@ class AdaptivePolicy:
             self._choose(requests, candidates)
             return
         for it in new:
-            known[it.request.request_id] = self._newcomer(it)
+            known[it.request.request_id] = self._plan_for_new(it)
         self._plans = [known[request.request_id] for request in requests]
         self._requests = requests
 
-    def _newcomer(self, candidate: Candidate) -> DraftPlan:
-        """A plan for a request that the latest choice was not made for, by the same thresholds."""
+    def _plan_for_new(self, candidate: Candidate) -> DraftPlan:
+        """A plan for a request that is new since the latest choice, by the same thresholds."""
         choice, request = self._choice, candidate.request
         bound = min(candidate.most, request.num_speculative_tokens)
         if self._unit > 1 or not self._form.ends_chains:
@@ -165,7 +167,7 @@ class AdaptivePolicy:
 
     def _choose(self, requests: list[Request], candidates: Sequence[Candidate]) -> None:
         acceptance, size = self.acceptance, len(requests)
-        acceptance.keep_only(size)
+        acceptance.drop_finished(size)
         histories = [acceptance.of(request) for request in requests]
         bounds = [min(it.most, it.request.num_speculative_tokens, self._most) for it in candidates]
         table = self._table(size, sum([request.num_tokens for request in requests]))

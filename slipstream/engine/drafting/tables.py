@@ -20,18 +20,18 @@ class Knot:
         self.value = value
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
-    def settle(self, value: float) -> None:
+    def set(self, value: float) -> None:
         """Set it to a value that was measured carefully."""
         self.value = value
         self._recent.extend([value] * (_RECENT // 2))
 
-    def hear(self, value: float) -> float:
+    def update(self, value: float) -> float:
         """Add an observation; returns by how much the knot changed, relative to its old value."""
         self._recent.append(value)
-        told = sorted(self._recent)
-        off = told[len(told) // 2] - self.value
+        values = sorted(self._recent)
+        off = values[len(values) // 2] - self.value
         before = max(abs(self.value), LEAST)
-        if len(told) == 1:  # the first observation
+        if len(values) == 1:  # the first observation
             self.value += off
             return abs(off) / before
         gain = _GAIN if abs(off) <= _FAR * before else _FAR_GAIN
@@ -63,8 +63,9 @@ class Table:
     """A function of a whole number, linear between its knots and beyond the last.
 
     Args:
-        rises: the function is 0 at 0 and never falls. A knot that is above later ones is then too
-            high: other load makes steps longer, and what is not chosen for that is not corrected.
+        rises: the function is 0 at 0 and never falls. If a knot is above a later one, the later one
+            counts: the first was probably measured under other load, and a choice that seems too
+            expensive is not tried again and so not corrected.
     """
 
     def __init__(self, rises: bool = False) -> None:
@@ -117,7 +118,7 @@ class Grid:
                 return self.tables[near].knot(width)
         table = Table(rises=True)
         for place in {place for other in self.tables for place in other.places if place}:
-            table.knot(place).settle(self(requests, place))
+            table.knot(place).set(self(requests, place))
         self.counts.insert(index, requests)
         self.tables.insert(index, table)
         return table.knot(width)

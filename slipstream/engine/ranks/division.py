@@ -1,10 +1,11 @@
 """Which requests of a step each rank runs, and how the results come together.
 
 Tensor parallel ranks run all requests of a step, on shares of the network (`Division`). Ranks that
-share experts alone run requests of their own, on whole layers (`Apart`). All of them are told whole
-steps, so each knows without asking which shape the others' parts have.
+share experts alone run requests of their own, on whole layers (`DataParallelDivision`). All ranks
+are sent whole steps, so each knows the shapes of the others' parts.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from slipstream.runner.graphs import GraphRunner
 from slipstream.sampling.logits import TokenLogprobs
 from slipstream.sampling.state import SamplingState, Uses
 
+logger = logging.getLogger("slipstream")
 T = TypeVar("T")
 Launch = Callable[[Batch], Launched]
 
@@ -96,7 +98,7 @@ class Division:
         return make()
 
 
-class Apart(Division):
+class DataParallelDivision(Division):
     """Each rank runs the requests that were placed on it (`ScheduledRequest.rank`)."""
 
     def __init__(
@@ -183,16 +185,24 @@ class Apart(Division):
     def rated(
         self, rows: RatedRows, num_top: int, make: Callable[[], TokenLogprobs]
     ) -> TokenLogprobs:
-        count = len(rows.places)
-        if rows.rank == self._rank:
-            made = make()
-        else:
-            ids = torch.zeros((count, num_top), dtype=torch.int64, device=self._device)
-            made = TokenLogprobs(
-                ids[:, :0].sum(1), ids.sum(1).float(), ids.sum(1), ids, ids.float()
-            )
+        made, failure = None, None
+        try:
+            made = make() if rows.rank == self._rank else None
+        except (CollectiveError, RanksLostError):
+            raise
+        except Exception as error:  # the other ranks wait for the numbers
+            failure = error
+            logger.error("log probabilities cannot be computed", exc_info=error)
+        if made is None:  # token ids of -1 tell of a failure
+            size = len(rows.places), num_top
+            ids = torch.full(size, -1, dtype=torch.int64, device=self._device)
+            one = torch.full(size[:1], -1, dtype=torch.int64, device=self._device)
+            made = TokenLogprobs(one, one.float(), one, ids, ids.float())
         parts = made.token_ids, made.logprobs, made.ranks, made.top_ids, made.top_logprobs
-        return TokenLogprobs(*(self._stack(part)[rows.rank] for part in parts))
+        found = TokenLogprobs(*(self._stack(part)[rows.rank] for part in parts))
+        if self._ranks.leads and bool((found.token_ids < 0).any()):
+            raise RuntimeError(f"rank {rows.rank} cannot compute log probabilities") from failure
+        return found
 
     def _parts(self, batch: Batch) -> Sequence[Sequence[ScheduledRequest]]:
         return [[it for it in batch.requests if it.rank == rank] for rank in range(self._size)]
@@ -202,7 +212,7 @@ def divide(ranks: Ranks, resolved: Resolved, pool: ExpertPool | None) -> Divisio
     """How steps are divided; ranks that share experts in a pool run requests of their own."""
     if pool is None:
         return Division(ranks)
-    return Apart(ranks, pool, resolved.device, resolved.limits.drafts_trees)
+    return DataParallelDivision(ranks, pool, resolved.device, resolved.limits.drafts_trees)
 
 
 def _width(batch: Batch) -> int:

@@ -23,7 +23,7 @@ class Part(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParsedOutput:
     """The result of parsing further output.
 
     Attributes:
@@ -40,7 +40,7 @@ class Piece:
 class AnswerParser(Protocol):
     """Parses one answer incrementally; the result does not depend on how output is split."""
 
-    def feed(self, delta: Delta) -> Piece:
+    def feed(self, delta: Delta) -> ParsedOutput:
         """Parse further output."""
 
     def finish(self) -> Sequence[AnswerEvent]:
@@ -135,8 +135,8 @@ class CallsInText:
     def __init__(self, parser: ToolParser) -> None:
         self._parser = parser
 
-    def feed(self, delta: Delta) -> Piece:
-        return Piece(self._parser.feed(delta.text))
+    def feed(self, delta: Delta) -> ParsedOutput:
+        return ParsedOutput(self._parser.feed(delta.text))
 
     def finish(self) -> Sequence[AnswerEvent]:
         return self._parser.finish()
@@ -157,17 +157,17 @@ class TokenParser:
         self._stops = MarkFinder(reading.stop)
         self._num_tokens = 0
 
-    def feed(self, delta: Delta) -> Piece:
+    def feed(self, delta: Delta) -> ParsedOutput:
         """Parse further tokens; a stop token that ended the output is not part of the text."""
         tokens = delta.token_ids
         if delta.finish_reason != "stop" or self._reading.include_stop or not tokens:
             return self.read(tokens)
         if not isinstance(delta.stop_reason, int) and tokens[-1] not in self._ends:
             return self.read(tokens)
-        piece = self.read(tokens[:-1])
-        return Piece(piece.events, [*(piece.parts or ()), Part.MARKUP], piece.stop)
+        parsed = self.read(tokens[:-1])
+        return ParsedOutput(parsed.events, [*(parsed.parts or ()), Part.MARKUP], parsed.stop)
 
-    def read(self, token_ids: Sequence[int]) -> Piece:
+    def read(self, token_ids: Sequence[int]) -> ParsedOutput:
         """Parse further tokens, up to the one that completes a stop string."""
         parts: list[Part] = []
         for token in token_ids:
@@ -175,7 +175,7 @@ class TokenParser:
                 break
             self._num_tokens += 1
             parts.append(self._take(token))
-        return Piece(self._take_events(), parts, self._stop)
+        return ParsedOutput(self._take_events(), parts, self._stop)
 
     def finish(self) -> Sequence[AnswerEvent]:
         """The text held back as a possible stop string; an incomplete call stays open."""

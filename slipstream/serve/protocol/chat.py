@@ -76,14 +76,14 @@ class MessageToolCall(RequestBody):
 
 Content = str | Annotated[list[TextPart], Field(min_length=1), AtMost(bounds.MOST_PARTS)]
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
-SeenContent = str | Annotated[list[Part], Field(min_length=1), AtMost(bounds.MOST_PARTS)]
+ContentWithImages = str | Annotated[list[Part], Field(min_length=1), AtMost(bounds.MOST_PARTS)]
 
 
 class PlainMessage(RequestBody):
     """A message of the user, or instructions before it."""
 
     role: Literal["developer", "system", "user"]
-    content: SeenContent
+    content: ContentWithImages
     name: str | None = None
 
 
@@ -115,7 +115,7 @@ class ToolMessage(RequestBody):
     """The result of a tool call."""
 
     role: Literal["tool"]
-    content: SeenContent
+    content: ContentWithImages
     tool_call_id: str
     name: str | None = None
 
@@ -293,20 +293,20 @@ class ChatCompletion(AnswerBody):
     prompt_text: str | None = None
 
 
-class FunctionPiece(ResponseBody):
+class FunctionDelta(ResponseBody):
     """New text of a call; the first one has the name."""
 
     name: str | None = None
     arguments: str
 
 
-class ToolCallPiece(ResponseBody):
+class ToolCallDelta(ResponseBody):
     """New text of the call with this index; the first one has the id."""
 
     index: int
     id: str | None = None
     type: Literal["function"] | None = None
-    function: FunctionPiece
+    function: FunctionDelta
 
 
 class ChatDelta(ResponseBody):
@@ -316,10 +316,10 @@ class ChatDelta(ResponseBody):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCallPiece] | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChatPiece(ChoiceBody):
+class ChatChunkChoice(ChoiceBody):
     """An increment of a choice; the last one has the finish reason."""
 
     delta: ChatDelta
@@ -331,7 +331,7 @@ class ChatChunk(AnswerBody):
     """One event of a streamed response."""
 
     object: Literal["chat.completion.chunk"]
-    choices: list[ChatPiece]
+    choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
     prompt_text: str | None = None

@@ -69,7 +69,7 @@ class PromptLogprob(ResponseBody):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-class CompletionPiece(ChoiceBody):
+class CompletionChunkChoice(ChoiceBody):
     """An increment of a choice; the last one has the finish reason."""
 
     text: str
@@ -78,7 +78,7 @@ class CompletionPiece(ChoiceBody):
     prompt_token_ids: list[int] | None = None
 
 
-class CompletionChoice(CompletionPiece):
+class CompletionChoice(CompletionChunkChoice):
     """One continuation of one prompt: `index` is prompt x n + sample."""
 
     finish_reason: Literal["stop", "length"]
@@ -97,5 +97,5 @@ class CompletionChunk(AnswerBody):
     """One event of a streamed response."""
 
     object: Literal["text_completion"]
-    choices: list[CompletionPiece]
+    choices: list[CompletionChunkChoice]
     usage: Usage | None = None

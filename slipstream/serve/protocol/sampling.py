@@ -87,7 +87,7 @@ class RepetitionDetectionFields(RequestBody):
     min_count: Annotated[int, Field(ge=0, le=MOST_REPEATS)] | None = None
 
 
-class LabelFields(ModelRequest):
+class IgnoredFields(ModelRequest):
     """Fields without effect, and fields that are accepted only with a value that has no effect;
     the reasons are in docs/protocol.md."""
 
@@ -111,7 +111,7 @@ class LabelFields(ModelRequest):
     vllm_xargs: Empty | None = None
 
 
-class SamplingFields(LabelFields):
+class SamplingFields(IgnoredFields):
     """Fields of the OpenAI protocol, then those that inference engines have added.
 
     Attributes:

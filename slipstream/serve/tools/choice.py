@@ -23,6 +23,7 @@ class ToolUse:
         functions: the functions that may be called, with the schemas of their arguments.
         single: whether the answer ends after its first call.
         grammar: the grammar that constrains the answer; None if it may be any text.
+        only_calls: whether the answer consists of calls, so that it has no content.
     """
 
     in_prompt: Sequence[Tool] | None = None
@@ -30,6 +31,7 @@ class ToolUse:
     functions: Schemas = field(default_factory=dict)
     single: bool = False
     grammar: str | None = None
+    only_calls: bool = False
 
     def keeps_special(self, tokenizer: Tokenizer) -> bool:
         """Whether marks of calls are special tokens, so that the text must include these."""
@@ -91,7 +93,7 @@ def choose_tools(body: ChatRequest, model: ModelService) -> ToolUse:
             raise bad_request(f"tool_choice names {name}, which is not in tools", "tool_choice")
         functions, single = {name: functions[name]}, True
     grammar = format.only_calls(_well_formed(functions), model.tokenizer, several=not single)
-    return ToolUse(body.tools, format, functions, single, grammar)
+    return ToolUse(body.tools, format, functions, single, grammar, only_calls=True)
 
 
 def _functions(tools: Sequence[Tool]) -> Schemas:

@@ -131,13 +131,13 @@ def warn_untrained(trained: int | None, count: int) -> None:
         )
 
 
-def parallel_note(method: str, mask: MaskToken, beside: str = "") -> str:
+def parallel_note(method: str, mask: MaskToken) -> str:
     """What a user should know about a drafter with a mask token, in words."""
     token = "unknown: give pard_token" if mask.token_id is None else mask.token_id
     trained = f"; it was trained for {mask.trained_tokens}" if mask.trained_tokens else ""
     return (
-        f"it gives all draft tokens from one pass (method {method}){beside}, with mask token "
-        f"{token}{trained}"
+        f"it gives all draft tokens from one pass (method {method}), with mask token {token}"
+        f"{trained}"
     )
 
 

@@ -16,6 +16,7 @@ from slipstream.speculative.catalogue import DRAFTING_KEYS
 from slipstream.speculative.draft_model.context import ContextDrafter
 from slipstream.speculative.draft_model.drafter import DraftNetwork
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources, LoadedDrafter, Needs
+from slipstream.speculative.method import CheckpointSigns
 from slipstream.speculative.model_options import ModelKeys, ModelOptions, read_model_options
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.parallel.rows import (
@@ -26,7 +27,7 @@ from slipstream.speculative.parallel.rows import (
     read_mask_token,
     warn_untrained,
 )
-from slipstream.speculative.pard import reads_features
+from slipstream.speculative.pard import METHOD, PARD2
 from slipstream.speculative.pard.features import (
     FeatureFedRunner,
     FeaturePages,
@@ -65,7 +66,7 @@ def load(options: ModelOptions, target: TargetModel) -> LoadedDrafter:
     limits = replace(network.limits, parallel=True)
     if options.adaptive:
         limits = replace(limits, max_speculative_tokens=mask.trained_tokens)
-    if reads_features(checkpoint.config):
+    if METHOD.kind_of(CheckpointSigns(checkpoint.config, frozenset())) == PARD2:
         config = read_pard2_config(checkpoint, network.width, target.shape)
         load = replace(target.load, dtype=network.dtype)
         projection = load_projection(checkpoint, config, load)

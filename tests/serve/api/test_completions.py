@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.serve.protocol.chat import ChatChunk, ChatPiece
+from slipstream.serve.protocol.chat import ChatChunk, ChatChunkChoice
 from slipstream.serve.protocol.completions import CompletionChunk
 from tests.serve.api.live import Live, call_api
 
@@ -143,7 +143,7 @@ def test_streams_share_an_id_and_end_with_done(
     chunks = [kind.model_validate_json(it.removeprefix("data: ")) for it in events]
     assert len({chunk.id for chunk in chunks}) == 1
     first = chunks[0].choices[0]
-    assert not isinstance(first, ChatPiece) or first.delta.role == "assistant"
+    assert not isinstance(first, ChatChunkChoice) or first.delta.role == "assistant"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -107,7 +107,7 @@ def test_what_is_no_json_object(live: Live, content: bytes) -> None:
         ({"speculative": {"num_speculative_tokens": 9}}, "speculative", "at most 4"),
         ({"temprature": 1}, "temprature", "did you mean temperature?"),
         ({"use_beam_search": True}, "use_beam_search", "use_beam_search is not supported: the"),
-        ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "not split"),
+        ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "not disaggregated"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "no extensions"),
         ({"logits_processors": ["x"]}, "logits_processors", "use logit_bias"),
         ({"store": 0}, "store", "boolean"),

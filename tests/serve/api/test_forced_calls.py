@@ -129,3 +129,18 @@ def test_what_cannot_be_forced_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="minProperties"):
         call_api(client.chat.completions.create, tool_choice="required", **fields)
     assert call_api(client.chat.completions.create, **fields).choices
+
+
+def test_a_stop_string_leaves_no_mark_of_a_forced_call(client: openai.OpenAI) -> None:
+    for stop in ("_call", "call>"):  # within <tool_call>, where a format has it
+        answer = call_api(
+            client.chat.completions.create,
+            model="demo",
+            messages=[{"role": "user", "content": "Book a room."}],
+            tools=TOOLS,
+            tool_choice="required",
+            stop=[stop],
+            temperature=0,
+            max_completion_tokens=8,
+        ).choices[0]
+        assert not answer.message.content
