@@ -4,12 +4,14 @@
 2: the command line is wrong. 130: interrupted.
 """
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import typer
 
@@ -43,16 +45,40 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
     state = DebugState()
     try:
         result = app(list(arguments), prog_name="slipstream", standalone_mode=False, obj=state)
+        code = result if isinstance(result, int) else 0
     except Exception as error:
-        return _report(error, state)
+        code = _report(error, state)
     except KeyboardInterrupt:
-        return INTERRUPTED
-    return result if isinstance(result, int) else 0
+        code = INTERRUPTED
+    return _flushed(code, state)
+
+
+def _flushed(code: int, state: DebugState) -> int:
+    """The exit code, behind all output: where Python itself cannot write it, it leaves with 120."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _drop(sys.stdout)
+        code = code or _report(error, state)
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except OSError:  # a full disk behind a log, which must not look like a failed run
+        _drop(sys.stderr)
+    return code
+
+
+def _drop(stream: TextIO) -> None:
+    """Let what a full disk or a closed pipe does not take go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def say(message: str) -> None:
-    """Print one line on stderr."""
-    print(f"slipstream: {message}", file=sys.stderr)
+    """Print one line on stderr, if it takes one."""
+    with suppress(OSError):
+        print(f"slipstream: {message}", file=sys.stderr)
 
 
 def _report(error: Exception, state: DebugState) -> int:

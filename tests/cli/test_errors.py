@@ -277,3 +277,14 @@ def test_an_interrupted_process_says_nothing_more() -> None:
         errors = process.stderr.read().decode()
     assert process.returncode == 130
     assert errors == ""
+
+
+def test_a_full_disk_behind_stdout_is_an_error() -> None:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "slipstream", "--version"],
+            stdout=full, stderr=subprocess.PIPE, env=buffered, text=True, check=False,
+        )  # fmt: skip
+    assert ran.returncode == 1
+    assert "cannot read or write" in ran.stderr

@@ -342,7 +342,7 @@ def _fitted_table(folder: Path, target: str | Path) -> Tensor:
     inputs, wanted = [], []
     for text in texts.tolist():
         _, hidden, logits = model(text)
-        for length in range(4, FIT_LENGTH, 2):
+        for length in range(4, FIT_LENGTH, 3):
             known = text[:length]
             inputs.append(assistant.hidden(known, known[-1], hidden[length - 2]))
             wanted.append(logits[length - 1])

@@ -394,7 +394,7 @@ def _fitted_head(folder: Path, target: str | Path) -> Tensor:
     inputs, wanted = [], []
     for text in texts.tolist():
         logits = model(text)[2]
-        for length in range(4, FIT_LENGTH):
+        for length in range(4, FIT_LENGTH, 5):
             inputs.append(blocks.hidden(text[:length], 2)[0])
             wanted.append(logits[length - 1, columns])
     x, y = torch.stack(inputs), torch.stack(wanted)

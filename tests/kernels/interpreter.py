@@ -1,6 +1,7 @@
 """What Triton's interpreter does otherwise in tests: sums, roundings, and quicker calls."""
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from triton import language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -91,3 +93,62 @@ def patch_for_whole_launches() -> None:
         return types[of.name]
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, numpy_type_of
+
+
+@cache
+def remember_shapes() -> None:
+    """Each result has a type and a shape that are built anew, half of the interpreter's time, and
+    there are few of them: tensors of one shape share them."""
+    core = tl.core
+    build, equal = core.block_type.__init__, core.tuple.__eq__
+    types: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, Any] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        if type(element_ty) is not tl.dtype:  # pointers differ in more than their names
+            build(self, element_ty, shape)
+            return
+        key = element_ty.name, *shape
+        if key not in types:
+            build(self, element_ty, shape)
+            self.shape = shapes.setdefault(key[1:], self.shape)
+            self.of_tensors = of_tensors(key[1:])
+            types[key] = self.__dict__
+        self.__dict__ = dict(types[key])
+
+    @cache
+    def of_tensors(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.constexpr(math.prod(sizes)), core.tuple([core.constexpr(it) for it in sizes])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        known = type.__dict__.get("of_tensors")
+        self.numel, self.shape = known or of_tensors(tuple(type.shape) if type.is_block() else ())
+
+    def same(self: Any, other: Any) -> Any:
+        if type(other) is core.tuple:
+            return core.constexpr(other is self or self.values == other.values)
+        return equal(self, other)
+
+    for kind, name, member in (
+        (core.block_type, "__init__", block_type),
+        (core.tensor, "__init__", tensor),
+        (core.tuple, "__eq__", same),
+    ):
+        setattr(kind, name, member)
+
+
+@cache
+def check_overflow_at_once() -> None:
+    """The interpreter works out whether 32-bit numbers overflow in the language itself, a fifth of
+    its time, and tells nobody. NumPy does it here: signed numbers are sizes and places."""
+    of = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def check(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:
+        kind = lhs.type.scalar
+        if kind.is_int_signed() and kind.int_bitwidth < 64:
+            exact = of[operation.__name__](*(it.handle.data.astype(np.int64) for it in (lhs, rhs)))
+            if exact.min() < kind.get_int_min_value() or exact.max() > kind.get_int_max_value():
+                raise OverflowError(f"{kind} overflows in {operation.__name__}")
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = check

@@ -62,3 +62,14 @@ def test_an_argument_may_not_repeat_one_number() -> None:
     source = torch.arange(3)[:1].expand(9)
     with pytest.raises(IndexError, match="_copy_kernel takes source for dense; its stride is 0"):
         copy(source, torch.zeros(9, dtype=torch.int64), None, 0, 9)
+
+
+@triton.jit
+def _scaled_kernel(target, size):
+    tl.store(target, size * size)
+
+
+def test_places_that_overflow_are_an_error() -> None:
+    _scaled_kernel[(1,)](torch.zeros(1, dtype=torch.int64), 46340)
+    with pytest.raises(Exception, match="int32 overflows in mul"):
+        _scaled_kernel[(1,)](torch.zeros(1, dtype=torch.int64), 46341)

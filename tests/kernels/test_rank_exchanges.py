@@ -15,6 +15,12 @@ from slipstream.kernels.table import Behind, JoiningAddend, Norm
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton.exchange import gather
 from tests.kernels.device import INTERPRETED, ON_GPU
+from tests.kernels.interpreter import (
+    check_overflow_at_once,
+    list_builtins_once,
+    patch_for_whole_launches,
+    remember_shapes,
+)
 
 pytestmark = [*INTERPRETED, pytest.mark.skipif(ON_GPU, reason="the ranks would share a GPU")]
 ROOM = 16 << 20
@@ -29,6 +35,10 @@ def _inboxes(rank: int, memory: list[Tensor]) -> Inboxes:
 
 
 def _run(rank: int, memory: list[Tensor], work: Callable[[Inboxes], Any], results: Any) -> None:
+    list_builtins_once()
+    patch_for_whole_launches()
+    remember_shapes()
+    check_overflow_at_once()
     try:
         results.put((rank, work(_inboxes(rank, memory))))
     except Exception as error:
@@ -92,7 +102,7 @@ def _rounds(inboxes: Inboxes) -> list[list[bool]]:
     return equal
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_sums_have_the_bits_of_parts_that_are_stacked(size: int) -> None:
     assert _on_ranks(size, _rounds) == [[[True] * 5] * 10] * size
 

@@ -16,6 +16,7 @@ from tests.lossless.test_greedy import AXES as GREEDY_AXES
 from tests.lossless.test_greedy import (
     make_llm,
     make_prompts,
+    plain_tokens,
     remember,
     speculative_config,
     tokens,
@@ -67,8 +68,7 @@ def test_greedy_output_is_the_plain_output(
     monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
     prompts = make_prompts(4)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    plain = make_llm(tiny_target, None, {"rows": 512, "blocks": 400})
-    expected = tokens(plain.generate(prompts, params))
+    expected = plain_tokens(tiny_target, 4, params)
     remember(prompts, expected)
     policies = ended_by(case["ended"], monkeypatch)
     config = speculative_config(case, tiny_target, tiny_draft, tiny_heads)

@@ -1,6 +1,6 @@
 """Drafters with a window: the text stays the target's, and what they read stays bounded."""
 
-import inspect
+import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -156,7 +156,7 @@ def test_every_draft_of_a_head_sees_the_window(
     rows: list[int] = []
 
     def noted(state: DeviceState, placed: PassRows) -> RowLayout:
-        if inspect.stack()[1].function == "read_prompts":
+        if sys._getframe(1).f_code.co_name == "read_prompts":
             rows.append(int(placed.lengths.sum()))
         return lay_out(state, placed)
 

@@ -31,6 +31,7 @@ AXES: dict[str, list[Any]] = {
     "steps": ["exact", "padded"],  # as on a CPU, and as where steps are captured
 }
 MAX_TOKENS = 40
+_PLAIN: dict[str, list[list[int]]] = {}
 
 
 @pytest.mark.matrix(AXES, whole=True)
@@ -62,8 +63,7 @@ def check(
         repetition_penalty=1.3 if case["penalties"] else 1.0,
         presence_penalty=0.4 if case["penalties"] else 0.0,
     )
-    plain = make_llm(target, None, {**case, "rows": 512, "blocks": 400})
-    expected = tokens(plain.generate(prompts, params))
+    expected = plain_tokens(target, case["batch"], params, case.get("dtype", "auto"))
     remember(prompts, expected)
 
     learn_costs_while_running(monkeypatch)
@@ -84,6 +84,15 @@ def check(
     else:
         assert all(output.metrics.num_drafts > 0 for output in outputs)
     assert_case_came_about(case, outputs)
+
+
+def plain_tokens(target: str, batch: int, asked: Any, dtype: str = "auto") -> list[list[int]]:
+    """What is said without speculation, of which many cases share one."""
+    key = f"{target} {batch} {asked} {dtype}"
+    if key not in _PLAIN:
+        llm = make_llm(target, None, {"dtype": dtype, "rows": 512, "blocks": 400})
+        _PLAIN[key] = tokens(llm.generate(make_prompts(batch), asked))
+    return _PLAIN[key]
 
 
 def assert_case_came_about(case: Case, outputs: list[RequestOutput]) -> None:

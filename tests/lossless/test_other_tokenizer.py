@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from slipstream import LLM, SamplingParams
 from tests.checkpoints import write_qwen3
 from tests.lossless.counted_pair import SHAPE, VOCAB
-from tests.lossless.test_greedy import MAX_TOKENS, make_llm, make_prompts, tokens
+from tests.lossless.test_greedy import MAX_TOKENS, make_llm, make_prompts, plain_tokens, tokens
 from tests.lossless.test_sampled import (
     LENGTH,
     drawn_from,
@@ -70,8 +70,7 @@ def test_greedy_output_is_the_plain_output(
     target, draft = pair
     prompts = make_prompts(case["batch"])
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    plain = make_llm(target, None, {**case, "rows": 512, "blocks": 400})
-    expected = tokens(plain.generate(prompts, params))
+    expected = plain_tokens(target, case["batch"], params)
     use_steps(case["steps"], monkeypatch)
     config = {
         "model": draft,

@@ -20,8 +20,8 @@ from tests.lossless.counted_pair import VOCAB
 from tests.padded_steps import use_padded_steps
 
 PROMPT = [1, 4, 2, 4, 2]
-SAMPLES = 1500
-LOTS = 3  # calls that they are drawn by: each step of a call looks through all its requests
+SAMPLES = 1000
+LOTS = 2  # calls that they are drawn by: each step of a call looks through all its requests
 LENGTH = 4
 Distribution = dict[tuple[int, ...], float]
 

@@ -39,7 +39,7 @@ TEXTS = (
     *("ccabab", "cccb", "aabca"),  # at whose ends there is no choice
 )
 WISH = StructuredOutput(choice=TEXTS)
-SAMPLES = 2000
+SAMPLES = 1200
 MOST_TOKENS = 8
 CASES: dict[str, dict[str, Any] | None] = {
     "plain": None,

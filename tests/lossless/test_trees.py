@@ -15,6 +15,7 @@ from tests.lossless.test_greedy import (
     assert_case_came_about,
     make_llm,
     make_prompts,
+    plain_tokens,
     tokens,
 )
 from tests.padded_steps import use_steps
@@ -80,8 +81,7 @@ def test_output_is_the_plain_output(
 def check(case: Case, target: str, heads: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = make_prompts(case["batch"])
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **SAMPLINGS[case["sampling"]])
-    plain = make_llm(target, None, {**case, "rows": 512, "blocks": 400})
-    expected = tokens(plain.generate(prompts, params))
+    expected = plain_tokens(target, case["batch"], params, case.get("dtype", "auto"))
 
     use_steps(case["steps"], monkeypatch)
     llm = make_llm(target, {"model": heads[case["head"]], **TREES[case["tree"]]}, case)

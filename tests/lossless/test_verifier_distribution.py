@@ -150,10 +150,12 @@ def requests(
 ) -> SamplingState:
     state = SamplingState(NUM_REQUESTS, VOCAB, DEVICE, fp64)
     chosen = SamplingParams(**params)
+    admitted: dict[int, Request] = {}
     for slot in range(NUM_REQUESTS):
         request = Request(str(slot), list(PROMPT), chosen, 0, frozenset(), 100, 3, slot)
         request.verification = verification
-        state.admit({slot: request})
+        admitted[slot] = request
+    state.admit(admitted)
     return state
 
 

@@ -20,7 +20,7 @@ from slipstream.engine import build, step_results
 from slipstream.runner.collectives import Collectives
 from tests.checkpoints import write_qwen3
 from tests.last_hidden_checkpoints import medusa_for, write_medusa
-from tests.lossless.test_greedy import make_prompts, speculative_config, tokens
+from tests.lossless.test_greedy import make_prompts, plain_tokens, speculative_config, tokens
 from tests.lossless.test_trees import TREES
 from tests.ranks.conftest import Opener
 
@@ -67,8 +67,7 @@ def check(
         guesses_count: whether ranks must accept as many tokens as one process does.
     """
     prompts = make_prompts(8)
-    plain = ranked(models[0], tensor_parallel_size=1)
-    expected = tokens(plain.generate(prompts, GREEDY))
+    expected = plain_tokens(models[0], len(prompts), GREEDY)
     case = {"drafter": name.partition(" ")[0], "k": "auto" if name == "eagle3" else 5}
     drafter = {**speculative_config(case, *models), **keys}
     if drafter.get("model") in ("bare", "mapped"):

@@ -165,9 +165,11 @@ def test_a_full_disk_behind_its_log_does_not_keep_it_from_serving() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = ["serve", "demo", "--port", str(port), "--threads", "1", "--no-speculation"]
+    # Buffers that cannot be written are what Python complains of when it ends.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with Path("/dev/full").open("w") as full:
         server = subprocess.Popen(
-            [sys.executable, "-m", "slipstream", *command], stdout=full, stderr=full
+            [sys.executable, "-m", "slipstream", *command], stdout=full, stderr=full, env=buffered
         )
     try:
         status = 0
