@@ -4,8 +4,9 @@ There are two launches. The first (shrink) computes x times A, split along K int
 size so that even one row has many programs. The second (expand) adds the result times B to y.
 Programs of rows without an adapter end early. A row's bits depend only on the shapes.
 
-Where a kernel of our own multiplies few rows, it adds the second product itself, and the first is a
-launch before it: `shrink`, whose programs take all rows of a slot at once, on the tensor cores.
+Where a kernel of our own multiplies few rows, it adds the second product itself. On Hopper it makes
+the first one, too (`adapters_stream.py`). Elsewhere that is a launch before it, `shrink`, whose
+programs take all rows of a slot at once, on the tensor cores.
 
 Slots and factors are read before the previous kernel has ended. This is safe: factors in use are
 never written, and slots are written before an ordinary launch, the embedding of the pass.
@@ -21,6 +22,7 @@ from torch import Tensor
 from slipstream.kernels.adapters import Adapted
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
+from slipstream.kernels.triton.matmul_tiles import MULTIPROCESSORS, SMALLEST_PART
 
 _RANKS, _DEPTH = 8, 1024  # ranks and columns of x of a program of the shrink kernel
 _WIDTH, _STEP = 256, 32  # columns of y, and ranks at a time, of one of the expand kernel
@@ -30,33 +32,54 @@ _CHUNK = 128  # ranks of several slots that `add_expanded` multiplies at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Shrunk:
-    """x times A for the rows of one product.
+class Gain:
+    """What adapters add to a product of up to 64 rows x [T, K] in 16 bits.
 
-    Attributes:
-        inner: [parts of K, T, P R] float32, what is still to be added up; rows without an adapter
-            are not written.
+    A times x lies in inner [parts of K, T, P R] float32, and is still to be added up; rows without
+    an adapter are not written.
     """
 
-    inner: Tensor
+    x: Tensor
     adapted: Adapted
 
-    @property
-    def arguments(self) -> dict[str, object]:
-        """What the kernels of `matmul.py` take."""
+    def shrunk(self) -> dict[str, object]:
+        """What `matmul_kernel` takes, after a launch that makes A times x."""
+        inner = shrink(self.x, self.adapted)
+        return self._arguments(inner) | {"splits_k": len(inner)}
+
+    def streamed(self, programs: int) -> dict[str, object]:
+        """What `stream_kernel` takes, which has `programs` others, but for the descriptor of A."""
+        down, rows = self.adapted.factors.down, len(self.x)
+        makers, share = _makers(programs, down.shape[2])
+        inner = torch.empty((makers, rows, down.shape[1]), dtype=torch.float32, device=down.device)
+        own = self._arguments(inner)
+        counts = _on_device(self.adapted)[len(self.adapted.factors.ends) :]
+        return own | {"makers": makers, "share": share, "counts": counts}
+
+    def _arguments(self, inner: Tensor) -> dict[str, object]:
         factors = self.adapted.factors
         padded = max(_GROUP, triton.next_power_of_2(factors.rank))
         return {
-            "inner": self.inner, "up": factors.up, "ends": _on_device(self.adapted),
+            "inner": inner, "up": factors.up, "ends": _on_device(self.adapted),
             "adapters": self.adapted.slots, "rank": factors.rank, "padded": padded,
             "chunk": _CHUNK, "chunks": triton.cdiv(len(factors.up) * padded, _CHUNK),
-            "splits_k": len(self.inner), "parts": len(factors.ends),
+            "parts": len(factors.ends),
         }  # fmt: skip
 
 
-_NUMBERS = ("rank", "padded", "chunk", "chunks", "splits_k", "parts")
-NOT_SHRUNK: dict[str, object] = dict.fromkeys(("inner", "up", "ends", "adapters"))
-NOT_SHRUNK |= dict.fromkeys(_NUMBERS, 0)
+_NUMBERS = ("rank", "padded", "chunk", "chunks", "parts")
+_NO_GAIN: dict[str, object] = dict.fromkeys(("inner", "up", "ends", "adapters"))
+_NO_GAIN |= dict.fromkeys(_NUMBERS, 0)
+NOT_SHRUNK = _NO_GAIN | {"splits_k": 0}
+NOT_STREAMED = _NO_GAIN | {"down": None, "counts": None, "share": 0, "makers": 0}
+
+
+def _makers(programs: int, depth: int) -> tuple[int, int]:
+    """How many programs of a product make A times x, and of how many columns each; as many as fit
+    beside the others. The bits depend on it, so only the shape of the weights determines it."""
+    free = -programs % MULTIPROCESSORS
+    share = triton.cdiv(triton.cdiv(depth, min(16, max(4, free))), SMALLEST_PART) * SMALLEST_PART
+    return triton.cdiv(depth, share), share
 
 
 @triton.jit
@@ -102,8 +125,8 @@ def _shrink_rows_kernel(
         wait_for_inputs(pdl)
 
 
-def shrink(x: Tensor, adapted: Adapted) -> Shrunk:
-    """The first half of `add_low_rank` for up to 64 rows x [T, K] in 16 bits."""
+def shrink(x: Tensor, adapted: Adapted) -> Tensor:
+    """The first half of `add_low_rank` -> `inner` of a `Gain`."""
     (rows, depth), factors = x.shape, adapted.factors
     assert x.stride(-1) == 1
     count, width, _ = factors.down.shape
@@ -116,7 +139,7 @@ def shrink(x: Tensor, adapted: Adapted) -> Shrunk:
             block_m=max(16, triton.next_power_of_2(rows)), block_r=_GROUP, block_k=_SHALLOW,
             step=128, num_warps=4, **launch.options(x.device),
         )  # fmt: skip
-    return Shrunk(inner, adapted)
+    return inner
 
 
 @triton.jit
@@ -261,11 +284,12 @@ def _lengths(ends: tuple[int, ...]) -> list[int]:
 
 
 def _on_device(adapted: Adapted) -> Tensor:
-    """[P] int32, the end of each part; created once, before CUDA graphs are captured."""
+    """[P + 2] int32, the end of each part, and two counts (`adapters_stream.py`); created once,
+    before CUDA graphs are captured."""
     factors = adapted.factors
     found = factors.packed.get("triton")
     if not isinstance(found, Tensor):
         device = factors.up.device
-        found = torch.tensor(factors.ends, dtype=torch.int32, device=device)
+        found = torch.tensor((*factors.ends, 0, 0), dtype=torch.int32, device=device)
         factors.packed["triton"] = found
     return found

@@ -1,23 +1,159 @@
 """What adapters add to a product on Hopper: the part of `matmul_stream_kernels.py` that is theirs.
 
-Of B, and of A times x, what the first `chunk` ranks of all slots need is loaded before a product
-begins, while its weights and x are on the way. More ranks are loaded behind it.
+A times x is made by the first programs of the product's launch, the makers, each from a share of
+the columns, through the ring buffer that others have for weights. The rest adds B times that. It
+looks whether all is made only where its own last tiles are on the way, so nothing waits for it.
+Makers wait for no other program, and GPUs start programs in the order of their numbers, so they all
+come to their end.
+
+Of B, what the first `chunk` ranks of all slots need is loaded before a product begins, while its
+weights are on the way, and of A times x where it is made. More ranks are loaded behind it.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+from slipstream.kernels.triton.matmul_stream_parts import (
+    _barrier,
+    _fetch,
+    _fetch_rows,
+    _settled,
+    _step,
+    _zeros,
+    wait_for_inputs,
+)
+
+GROUP = gl.constexpr(16)  # rows of A that are loaded at once
+PATIENCE = gl.constexpr(1 << 23)  # looks for what makers make, seconds in all
 
 
 @gluon.jit
 def _or(one, other):
     return one | other
+
+
+@gluon.jit
+def _used_groups(
+    adapters, first, rows, width: gl.constexpr, high: gl.constexpr, span: gl.constexpr,
+    warps: gl.constexpr,
+):  # fmt: skip
+    """A bit for each group of the `high` rows of A from `first` on that has a slot of some row."""
+    line = gl.arange(0, span, layout=gl.BlockedLayout([1], [32], [warps], [0]))
+    slot = gl.load(adapters + line, mask=line < rows, other=-1).to(gl.int32)
+    bits = gl.zeros_like(slot)
+    for group in gl.static_range(high // GROUP):
+        start = first + group * GROUP
+        inside = (slot >= start // width) & (slot <= (start + GROUP - 1) // width)
+        bits |= gl.where(inside, 1 << group, 0)
+    return gl.reduce(bits, 0, _or)
+
+
+@gluon.jit
+def _fetch_groups(down, ring, slot, barrier, first, k, used, more: gl.constexpr, wanted):
+    """Load the used groups of `down` from row `first` on; the barrier also expects `more` bytes."""
+    groups: gl.constexpr = ring.shape[1] // GROUP
+    size: gl.constexpr = GROUP * ring.shape[2] * 2
+    count = 0
+    for group in gl.static_range(groups):
+        count += (used >> group) & 1
+    for given in gl.static_range(1, groups + 1):  # bytes to expect are no variable
+        mbarrier.expect(barrier, given * size + more, wanted & (count == given))
+    for group in gl.static_range(groups):
+        place = ring.index(slot).slice(group * GROUP, GROUP)
+        own = wanted & (((used >> group) & 1) != 0)
+        _fetch(down, [first + group * GROUP, k], barrier, place, own)
+
+
+@gluon.jit
+def _store_inner(inner, adapters, sums, first, line0, maker, rows, total, width: gl.constexpr):
+    """Store what rows of x have of their own slots, of `sums` [rows of A, rows of x]."""
+    row = first + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, sums.type.layout))
+    line = line0 + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, sums.type.layout))
+    slot = gl.load(adapters + line, mask=line < rows, other=-1).to(gl.int32)
+    mine = (slot[None, :] == (row // width)[:, None]) & (row < total)[:, None]
+    place = ((maker * rows + line) * width)[None, :] + (row % width)[:, None]
+    gl.store(inner + place, sums, mask=mine)
+
+
+@gluon.jit
+def make_inner(
+    x, more_x, down, inner, adapters, counts, maker, share, rows, depth, ring, ring_x, ring_y, full,
+    stages: gl.constexpr, pdl: gl.constexpr, warps: gl.constexpr, width: gl.constexpr,
+):  # fmt: skip
+    """The body of a maker: A times `share` columns of x, to inner [makers, rows, width].
+
+    down: TMA descriptor of A [slots * width, depth], in tiles of `GROUP` rows; slots that no row
+    names are not read. Places of the ring are used in turn; all of them are free between two tiles.
+    """
+    high: gl.constexpr = ring.shape[1]
+    step_k: gl.constexpr = ring.shape[2]
+    first_rows: gl.constexpr = x.block_shape[0]
+    more_rows: gl.constexpr = 0 if more_x is None else more_x.block_shape[0]
+    size: gl.constexpr = (first_rows + more_rows) * step_k * 2
+    span: gl.constexpr = 2 * first_rows if more_rows else first_rows
+    begin, total = maker * share, down.shape[0]
+    steps = (gl.minimum(begin + share, depth) - begin + step_k - 1) // step_k
+    taken = 0
+    for first in range(0, total, high):
+        used = _used_groups(adapters, first, rows, width, high, span, warps)
+        if used != 0:
+            for ahead in gl.static_range(stages):
+                slot, k = (taken + ahead) % stages, begin + ahead * step_k
+                barrier, wanted = full.index(slot), ahead < steps
+                _fetch_groups(down, ring, slot, barrier, first, k, used, size, wanted)
+            wait_for_inputs(pdl)
+            for ahead in gl.static_range(stages):
+                slot, k = (taken + ahead) % stages, begin + ahead * step_k
+                _fetch_rows(x, more_x, 0, k, full.index(slot), ring_x, ring_y, slot, ahead < steps)
+            sums = _zeros(1, high, first_rows, warps)
+            if more_rows:
+                sums += _zeros(1, high, more_rows, warps)
+            for step in range(steps):
+                slot, k = taken % stages, begin + (step + stages) * step_k
+                barrier, wanted = full.index(slot), step + stages < steps
+                mbarrier.wait(barrier, (taken // stages) & 1)
+                sums = _settled(_step(ring, slot, ring_x, ring_y, sums, 1), 0)
+                _barrier()
+                _fetch_groups(down, ring, slot, barrier, first, k, used, size, wanted)
+                _fetch_rows(x, more_x, 0, k, barrier, ring_x, ring_y, slot, wanted)
+                taken += 1
+            for chain in gl.static_range(len(sums)):
+                line0 = chain * first_rows
+                _store_inner(inner, adapters, sums[chain], first, line0, maker, rows, total, width)
+    wait_for_inputs(pdl)
+    _barrier()
+    gl.atomic_add(counts, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _seen(count):
+    """The count, read so that what was written before it was counted can be read then."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];",
+        "=r,l", [count], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def await_inner(counts, makers: gl.constexpr, takers):
+    """Wait until all makers are done. The last program to see that sets the counts to zero."""
+    looks = 0
+    while (_seen(counts) < makers) & (looks < PATIENCE):
+        looks += 1
+    if looks == PATIENCE:
+        gl.inline_asm_elementwise(
+            "trap; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    _barrier()
+    if gl.atomic_add(counts + 1, 1, sem="relaxed", scope="gpu") == takers - 1:
+        gl.store(counts, 0)
+        gl.store(counts + 1, 0)
 
 
 @gluon.jit
@@ -149,7 +285,7 @@ def _inner_of_block(
 
 
 @gluon.jit
-def early_inner(
+def inner_of_rows(
     inner, adapters, ends, block, m0, rows, split, width, high: gl.constexpr, gated: gl.constexpr,
     first_rows: gl.constexpr, more_rows: gl.constexpr, rank: gl.constexpr, padded: gl.constexpr,
     chunk: gl.constexpr, splits_k: gl.constexpr, parts: gl.constexpr, warps: gl.constexpr,
@@ -157,20 +293,20 @@ def early_inner(
 ):  # fmt: skip
     """A times x of the first chunk: for each tile of rows the places of slots, and what the first
     and the last part of a block multiply."""
-    early = ()
+    made = ()
     if inner is not None:
         owned = gl.where(split == 0, rows, 0)
         first, last = _parts_of(ends, block, width, high, gated, parts)
-        early += _inner_of_block(
+        made += _inner_of_block(
             inner, adapters, first, last, m0, owned, first_rows, rank, padded, chunk, splits_k,
             parts, warps, dtype,
         )  # fmt: skip
         if more_rows:
-            early += _inner_of_block(
+            made += _inner_of_block(
                 inner, adapters, first, last, m0 + first_rows, owned, more_rows, rank, padded,
                 chunk, splits_k, parts, warps, dtype,
             )  # fmt: skip
-    return early
+    return made
 
 
 @gluon.jit
