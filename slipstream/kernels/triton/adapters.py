@@ -28,6 +28,7 @@ _RANKS, _DEPTH = 8, 1024  # ranks and columns of x of a program of the shrink ke
 _WIDTH, _STEP = 256, 32  # columns of y, and ranks at a time, of one of the expand kernel
 _SHALLOW, _PARTS = 512, 12  # columns of x at a time, and parts of K, of `shrink`
 _GROUP = 16  # ranks that the tensor cores take at once: a slot's begin with one
+_TALL = 64  # rows of A in a tile of `adapters_stream.py`
 _CHUNK = 128  # ranks of several slots that `add_expanded` multiplies at a time
 
 
@@ -50,17 +51,18 @@ class Gain:
     def streamed(self, programs: int) -> dict[str, object]:
         """What `stream_kernel` takes, which has `programs` others, but for the descriptor of A."""
         down, rows = self.adapted.factors.down, len(self.x)
-        makers, share = _makers(programs, down.shape[2])
-        inner = torch.empty((makers, rows, down.shape[1]), dtype=torch.float32, device=down.device)
-        own = self._arguments(inner)
-        counts = _on_device(self.adapted)[len(self.adapted.factors.ends) :]
-        return own | {"makers": makers, "share": share, "counts": counts}
+        count, width, depth = down.shape
+        shares, lanes, share = _makers(programs, depth, triton.cdiv(count * width, _TALL))
+        inner = torch.empty((shares, rows, width), dtype=torch.float32, device=down.device)
+        counts = _on_device(self.adapted)[:4].view(torch.int64)
+        own = {"makers": shares * lanes, "shares": shares, "share": share, "counts": counts}
+        return self._arguments(inner) | own
 
     def _arguments(self, inner: Tensor) -> dict[str, object]:
         factors = self.adapted.factors
         padded = max(_GROUP, triton.next_power_of_2(factors.rank))
         return {
-            "inner": inner, "up": factors.up, "ends": _on_device(self.adapted),
+            "inner": inner, "up": factors.up, "ends": _on_device(self.adapted)[4:],
             "adapters": self.adapted.slots, "rank": factors.rank, "padded": padded,
             "chunk": _CHUNK, "chunks": triton.cdiv(len(factors.up) * padded, _CHUNK),
             "parts": len(factors.ends),
@@ -71,15 +73,17 @@ _NUMBERS = ("rank", "padded", "chunk", "chunks", "parts")
 _NO_GAIN: dict[str, object] = dict.fromkeys(("inner", "up", "ends", "adapters"))
 _NO_GAIN |= dict.fromkeys(_NUMBERS, 0)
 NOT_SHRUNK = _NO_GAIN | {"splits_k": 0}
-NOT_STREAMED = _NO_GAIN | {"down": None, "counts": None, "share": 0, "makers": 0}
+NOT_STREAMED = _NO_GAIN | {"down": None, "counts": None, "share": 0, "makers": 0, "shares": 0}
 
 
-def _makers(programs: int, depth: int) -> tuple[int, int]:
-    """How many programs of a product make A times x, and of how many columns each; as many as fit
-    beside the others. The bits depend on it, so only the shape of the weights determines it."""
+def _makers(programs: int, depth: int, tiles: int) -> tuple[int, int, int]:
+    """(shares of the columns, lanes of tiles of A, columns of a share) of the programs that make
+    A times x: as many as fit beside the product's. The bits depend on the shares, so only the shape
+    of the weights determines these."""
     free = -programs % MULTIPROCESSORS
-    share = triton.cdiv(triton.cdiv(depth, min(16, max(4, free))), SMALLEST_PART) * SMALLEST_PART
-    return triton.cdiv(depth, share), share
+    share = triton.cdiv(triton.cdiv(depth, min(8, max(4, free))), SMALLEST_PART) * SMALLEST_PART
+    shares = triton.cdiv(depth, share)
+    return shares, max(1, min(tiles, free // shares)), share
 
 
 @triton.jit
@@ -272,7 +276,7 @@ def add_low_rank(y: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
     blocks = sum(triton.cdiv(length, _WIDTH) for length in _lengths(factors.ends))
     step = min(_STEP, max(2, triton.next_power_of_2(factors.rank)))
     _expand_kernel[(rows, blocks)](
-        made, inner, factors.up, _on_device(adapted), slots, made.stride(0), factors.rank,
+        made, inner, factors.up, _on_device(adapted)[4:], slots, made.stride(0), factors.rank,
         factors.ends[-1], splits, parts=len(factors.ends), block_n=_WIDTH, block_r=step,
         block_s=triton.next_power_of_2(splits), num_warps=4, **launch.options(x.device),
     )  # fmt: skip
@@ -284,12 +288,14 @@ def _lengths(ends: tuple[int, ...]) -> list[int]:
 
 
 def _on_device(adapted: Adapted) -> Tensor:
-    """[P + 2] int32, the end of each part, and two counts (`adapters_stream.py`); created once,
-    before CUDA graphs are captured."""
+    """[4 + P] int32: two counts of 64 bits (`adapters_stream.py`), then the end of each part.
+
+    It is created once, before CUDA graphs are captured.
+    """
     factors = adapted.factors
     found = factors.packed.get("triton")
     if not isinstance(found, Tensor):
         device = factors.up.device
-        found = torch.tensor((*factors.ends, 0, 0), dtype=torch.int32, device=device)
+        found = torch.tensor((0, 0, 0, 0, *factors.ends), dtype=torch.int32, device=device)
         factors.packed["triton"] = found
     return found

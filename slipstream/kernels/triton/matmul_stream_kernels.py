@@ -17,8 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from slipstream.kernels.triton.adapters_stream import (
     add_expanded,
+    as_operand,
     await_inner,
     early_factors,
+    early_places,
     inner_of_rows,
     make_inner,
 )
@@ -142,7 +144,7 @@ def _multiply(
     gated: gl.constexpr, blocks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
     warps: gl.constexpr, inner, up, ends, adapters, counts, rank: gl.constexpr,
     padded: gl.constexpr, chunk: gl.constexpr, chunks: gl.constexpr, makers: gl.constexpr,
-    parts: gl.constexpr,
+    shares: gl.constexpr, parts: gl.constexpr,
 ):  # fmt: skip
     """The body of `stream_kernel`, with its buffers as arguments."""
     high: gl.constexpr = ring.shape[1]
@@ -159,13 +161,17 @@ def _multiply(
         mbarrier.expect(barrier, size, wanted)
         _fetch_weights(weight, ring, slot, barrier, tile, k, width, blocks, gated, wanted)
     span: gl.constexpr = 2 * first_rows if more_rows else first_rows
-    factors = early_factors(
-        up, adapters, tile, rows, split, width, high, span, gated, rank, padded, chunk, warps
-    )
     wait_for_inputs(pdl)
     for slot in gl.static_range(stages):
         k = first + slot * step_k
         _fetch_rows(x, more_x, m0, k, full.index(slot), ring_x, ring_y, slot, slot < steps)
+    factors = early_factors(
+        up, adapters, tile, rows, split, width, high, span, gated, rank, padded, chunk, warps
+    )
+    places = early_places(
+        counts, adapters, ends, tile, m0, rows, split, width, high, gated, first_rows, more_rows,
+        padded, parts, warps,
+    )  # fmt: skip
     sums = _zeros(blocks, high, first_rows, warps)
     if more_rows:
         sums += _zeros(blocks, high, more_rows, warps)
@@ -182,11 +188,9 @@ def _multiply(
     if inner is not None:
         sums = _settled(sums, 0)
         if split == 0:
-            await_inner(counts, makers, _tiles(width, blocks, high, gated))
-        made = inner_of_rows(
-            inner, adapters, ends, tile, m0, rows, split, width, high, gated, first_rows, more_rows,
-            rank, padded, chunk, makers, parts, warps, x.dtype,
-        )  # fmt: skip
+            await_inner(counts, places[0], makers, _tiles(width, blocks, high, gated))
+        made = inner_of_rows(inner, places, m0, rows, rank, padded, chunk, shares, parts, x.dtype)
+        factors = as_operand(factors, sums[0])
         sums, slot, turn, last = _run(
             middle, steps, steps, sums, slot, turn, last, x, more_x, weight, ring, ring_x, ring_y,
             full, tile, m0, first, width, blocks, gated, stages,
@@ -201,7 +205,7 @@ def _multiply(
             total = add_expanded(
                 total, place, factors, made[3 * chain], made[3 * chain + 1], made[3 * chain + 2],
                 block, line, rows, width, span, gated, inner, up, ends,
-                adapters, rank, padded, chunk, chunks, makers, parts, warps,
+                adapters, rank, padded, chunk, chunks, shares, parts, warps,
             )  # fmt: skip
         _store(out, total, bias, block, split, line, rows, width, gated, warps)
 
@@ -212,7 +216,7 @@ def stream_kernel(
     blocks: gl.constexpr, high: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
     warps: gl.constexpr, inner, up, ends, adapters, down, counts, share, rank: gl.constexpr,
     padded: gl.constexpr, chunk: gl.constexpr, chunks: gl.constexpr, makers: gl.constexpr,
-    parts: gl.constexpr,
+    shares: gl.constexpr, parts: gl.constexpr,
 ):  # fmt: skip
     """Programs (tile of rows, tile of n, split).
 
@@ -243,7 +247,7 @@ def stream_kernel(
         if tile < makers:
             make_inner(
                 x, more_x, down, inner, adapters, counts, tile, share, rows, depth, ring, ring_x,
-                ring_y, full, stages, pdl, warps, parts * rank,
+                ring_y, full, stages, pdl, warps, parts * rank, makers // shares,
             )  # fmt: skip
         else:
             tiles = _tiles(width, blocks, high, gated)
@@ -251,7 +255,7 @@ def stream_kernel(
             _multiply(
                 x, more_x, weight, bias, out, tile % tiles, tile // tiles, rows, width, depth, part,
                 ring, ring_x, ring_y, full, gated, blocks, stages, pdl, warps, inner, up, ends,
-                adapters, counts, rank, padded, chunk, chunks, makers, parts,
+                adapters, counts, rank, padded, chunk, chunks, makers, shares, parts,
             )  # fmt: skip
     elif more_x is not None and gl.program_id(0) == gl.num_programs(0) - 1:
         ring_y = gl.allocate_shared_memory(
@@ -260,11 +264,11 @@ def stream_kernel(
         _multiply(
             x, more_x, weight, bias, out, tile, split, rows, width, depth, part, ring, ring_x,
             ring_y, full, gated, blocks, stages, pdl, warps, inner, up, ends, adapters, counts,
-            rank, padded, chunk, chunks, makers, parts,
+            rank, padded, chunk, chunks, makers, shares, parts,
         )  # fmt: skip
     else:
         _multiply(
             x, None, weight, bias, out, tile, split, rows, width, depth, part, ring, ring_x, None,
             full, gated, blocks, stages, pdl, warps, inner, up, ends, adapters, counts, rank,
-            padded, chunk, chunks, makers, parts,
+            padded, chunk, chunks, makers, shares, parts,
         )  # fmt: skip
