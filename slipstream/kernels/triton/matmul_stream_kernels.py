@@ -161,13 +161,15 @@ def _multiply(
         mbarrier.expect(barrier, size, wanted)
         _fetch_weights(weight, ring, slot, barrier, tile, k, width, blocks, gated, wanted)
     span: gl.constexpr = 2 * first_rows if more_rows else first_rows
+    # The slots of rows may be read so soon: torch's kernels write them when a pass begins, and no
+    # kernel starts before one of torch's has ended.
+    factors = early_factors(
+        up, adapters, tile, rows, split, width, high, span, gated, rank, padded, chunk, warps
+    )
     wait_for_inputs(pdl)
     for slot in gl.static_range(stages):
         k = first + slot * step_k
         _fetch_rows(x, more_x, m0, k, full.index(slot), ring_x, ring_y, slot, slot < steps)
-    factors = early_factors(
-        up, adapters, tile, rows, split, width, high, span, gated, rank, padded, chunk, warps
-    )
     places = early_places(
         counts, adapters, ends, tile, m0, rows, split, width, high, gated, first_rows, more_rows,
         padded, parts, warps,
