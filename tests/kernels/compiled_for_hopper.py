@@ -57,11 +57,13 @@ def stream(
         "padded": 16,
         "chunk": 128,
         "chunks": 1,
-        "splits_k": 12,
+        "makers": 8 if rank else 0,
+        "shares": 4 if rank else 0,
         "parts": 2 if gated else 1,
     }
     if rank:
         types |= {"inner": "*fp32", "up": f"*{NAMES[dtype]}", "ends": "*i32", "adapters": "*i64"}
+        types |= {"down": described(16), "counts": "*i64", "share": "i32"}
     return compiled(stream_kernel, types, constants, tiles.warps)
 
 

@@ -4,8 +4,9 @@ There are two launches. The first (shrink) computes x times A, split along K int
 size so that even one row has many programs. The second (expand) adds the result times B to y.
 Programs of rows without an adapter end early. A row's bits depend only on the shapes.
 
-Where a kernel of our own multiplies few rows, it adds the second product itself, and the first is a
-launch before it: `shrink`, whose programs take all rows of a slot at once, on the tensor cores.
+Where a kernel of our own multiplies few rows, it adds the second product itself. On Hopper it makes
+the first one, too (`adapters_stream.py`). Elsewhere that is a launch before it, `shrink`, whose
+programs take all rows of a slot at once, on the tensor cores.
 
 Slots and factors are read before the previous kernel has ended. This is safe: factors in use are
 never written, and slots are written before an ordinary launch, the embedding of the pass.
@@ -21,42 +22,68 @@ from torch import Tensor
 from slipstream.kernels.adapters import Adapted
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
+from slipstream.kernels.triton.matmul_tiles import MULTIPROCESSORS, SMALLEST_PART
 
 _RANKS, _DEPTH = 8, 1024  # ranks and columns of x of a program of the shrink kernel
 _WIDTH, _STEP = 256, 32  # columns of y, and ranks at a time, of one of the expand kernel
 _SHALLOW, _PARTS = 512, 12  # columns of x at a time, and parts of K, of `shrink`
 _GROUP = 16  # ranks that the tensor cores take at once: a slot's begin with one
+_TALL = 64  # rows of A in a tile of `adapters_stream.py`
 _CHUNK = 128  # ranks of several slots that `add_expanded` multiplies at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Shrunk:
-    """x times A for the rows of one product.
+class Gain:
+    """What adapters add to a product of up to 64 rows x [T, K] in 16 bits.
 
-    Attributes:
-        inner: [parts of K, T, P R] float32, what is still to be added up; rows without an adapter
-            are not written.
+    A times x lies in inner [parts of K, T, P R] float32, and is still to be added up; rows without
+    an adapter are not written.
     """
 
-    inner: Tensor
+    x: Tensor
     adapted: Adapted
 
-    @property
-    def arguments(self) -> dict[str, object]:
-        """What the kernels of `matmul.py` take."""
+    def shrunk(self) -> dict[str, object]:
+        """What `matmul_kernel` takes, after a launch that makes A times x."""
+        inner = shrink(self.x, self.adapted)
+        return self._arguments(inner) | {"splits_k": len(inner)}
+
+    def streamed(self, programs: int) -> dict[str, object]:
+        """What `stream_kernel` takes, which has `programs` others, but for the descriptor of A."""
+        down, rows = self.adapted.factors.down, len(self.x)
+        count, width, depth = down.shape
+        shares, lanes, share = _makers(programs, depth, triton.cdiv(count * width, _TALL))
+        inner = torch.empty((shares, rows, width), dtype=torch.float32, device=down.device)
+        counts = _on_device(self.adapted)[:4].view(torch.int64)
+        own = {"makers": shares * lanes, "shares": shares, "share": share, "counts": counts}
+        return self._arguments(inner) | own
+
+    def _arguments(self, inner: Tensor) -> dict[str, object]:
         factors = self.adapted.factors
         padded = max(_GROUP, triton.next_power_of_2(factors.rank))
         return {
-            "inner": self.inner, "up": factors.up, "ends": _on_device(self.adapted),
+            "inner": inner, "up": factors.up, "ends": _on_device(self.adapted)[4:],
             "adapters": self.adapted.slots, "rank": factors.rank, "padded": padded,
             "chunk": _CHUNK, "chunks": triton.cdiv(len(factors.up) * padded, _CHUNK),
-            "splits_k": len(self.inner), "parts": len(factors.ends),
+            "parts": len(factors.ends),
         }  # fmt: skip
 
 
-_NUMBERS = ("rank", "padded", "chunk", "chunks", "splits_k", "parts")
-NOT_SHRUNK: dict[str, object] = dict.fromkeys(("inner", "up", "ends", "adapters"))
-NOT_SHRUNK |= dict.fromkeys(_NUMBERS, 0)
+_NUMBERS = ("rank", "padded", "chunk", "chunks", "parts")
+_NO_GAIN: dict[str, object] = dict.fromkeys(("inner", "up", "ends", "adapters"))
+_NO_GAIN |= dict.fromkeys(_NUMBERS, 0)
+NOT_SHRUNK = _NO_GAIN | {"splits_k": 0}
+NOT_STREAMED = _NO_GAIN | {"down": None, "counts": None, "share": 0, "makers": 0, "shares": 0}
+
+
+def _makers(programs: int, depth: int, tiles: int) -> tuple[int, int, int]:
+    """(shares of the columns, lanes of tiles of A, columns of a share) of the programs that make
+    A times x: as many as fit beside the product's. The bits depend on the shares, so only the shape
+    of the weights determines these."""
+    free = -programs % MULTIPROCESSORS
+    share = triton.cdiv(triton.cdiv(depth, min(8, max(4, free))), SMALLEST_PART) * SMALLEST_PART
+    shares = triton.cdiv(depth, share)
+    return shares, max(1, min(tiles, free // shares)), share
 
 
 @triton.jit
@@ -102,8 +129,8 @@ def _shrink_rows_kernel(
         wait_for_inputs(pdl)
 
 
-def shrink(x: Tensor, adapted: Adapted) -> Shrunk:
-    """The first half of `add_low_rank` for up to 64 rows x [T, K] in 16 bits."""
+def shrink(x: Tensor, adapted: Adapted) -> Tensor:
+    """The first half of `add_low_rank` -> `inner` of a `Gain`."""
     (rows, depth), factors = x.shape, adapted.factors
     assert x.stride(-1) == 1
     count, width, _ = factors.down.shape
@@ -116,7 +143,7 @@ def shrink(x: Tensor, adapted: Adapted) -> Shrunk:
             block_m=max(16, triton.next_power_of_2(rows)), block_r=_GROUP, block_k=_SHALLOW,
             step=128, num_warps=4, **launch.options(x.device),
         )  # fmt: skip
-    return Shrunk(inner, adapted)
+    return inner
 
 
 @triton.jit
@@ -249,7 +276,7 @@ def add_low_rank(y: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
     blocks = sum(triton.cdiv(length, _WIDTH) for length in _lengths(factors.ends))
     step = min(_STEP, max(2, triton.next_power_of_2(factors.rank)))
     _expand_kernel[(rows, blocks)](
-        made, inner, factors.up, _on_device(adapted), slots, made.stride(0), factors.rank,
+        made, inner, factors.up, _on_device(adapted)[4:], slots, made.stride(0), factors.rank,
         factors.ends[-1], splits, parts=len(factors.ends), block_n=_WIDTH, block_r=step,
         block_s=triton.next_power_of_2(splits), num_warps=4, **launch.options(x.device),
     )  # fmt: skip
@@ -261,11 +288,14 @@ def _lengths(ends: tuple[int, ...]) -> list[int]:
 
 
 def _on_device(adapted: Adapted) -> Tensor:
-    """[P] int32, the end of each part; created once, before CUDA graphs are captured."""
+    """[4 + P] int32: two counts of 64 bits (`adapters_stream.py`), then the end of each part.
+
+    It is created once, before CUDA graphs are captured.
+    """
     factors = adapted.factors
     found = factors.packed.get("triton")
     if not isinstance(found, Tensor):
         device = factors.up.device
-        found = torch.tensor(factors.ends, dtype=torch.int32, device=device)
+        found = torch.tensor((0, 0, 0, 0, *factors.ends), dtype=torch.int32, device=device)
         factors.packed["triton"] = found
     return found

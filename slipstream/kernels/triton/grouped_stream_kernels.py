@@ -22,10 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from slipstream.kernels.triton.fragment_registers import _bytes, _halves, _weights, _words
-from slipstream.kernels.triton.matmul_stream_kernels import (
+from slipstream.kernels.triton.matmul_stream_kernels import gated_value
+from slipstream.kernels.triton.matmul_stream_parts import (
     _barrier,
     _fetch,
-    gated_value,
     launch_dependents,
     wait_for_inputs,
 )

@@ -16,7 +16,7 @@ from slipstream.kernels.norm import Activation
 from slipstream.kernels.table import Addend, Norm
 from slipstream.kernels.triton import grouped, matmul
 from slipstream.kernels.triton.activation import gated_activation
-from slipstream.kernels.triton.adapters import Shrunk, add_low_rank, shrink
+from slipstream.kernels.triton.adapters import Gain, add_low_rank
 from slipstream.kernels.triton.matmul import operand
 from slipstream.kernels.triton.norm import Rows, normed_rows, round_rows
 from slipstream.kernels.triton.operands import is_packed
@@ -34,21 +34,21 @@ class Linears:
     def linear(
         self, x: Tensor, weight: Weight, bias: Tensor | None, adapted: Adapted | None = None
     ) -> Tensor:
-        joined = self._shrunk(x, weight, adapted)
+        joined = self._gain(x, weight, adapted)
         y = self._linear(x, weight, bias, joined)
         if adapted is None or joined is not None:
             return y
         return add_low_rank(y, _contiguous(x), adapted)
 
-    def _shrunk(self, x: Tensor, weight: Weight, adapted: Adapted | None) -> Shrunk | None:
-        """The first product of adapters, where the kernel of ours can add the second one."""
+    def _gain(self, x: Tensor, weight: Weight, adapted: Adapted | None) -> Gain | None:
+        """What adapters add, where a kernel of ours adds it."""
         few = len(x) <= FEW_ROWS and x.dtype in (torch.bfloat16, torch.float16)
         if adapted is None or not few or self.invariant or is_packed(weight):
             return None
-        return shrink(_contiguous(x), adapted)
+        return Gain(_contiguous(x), adapted)
 
     def _linear(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Shrunk | None
+        self, x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Gain | None
     ) -> Tensor:
         if is_packed(weight):
             splitting = len(x) <= 2 * FEW_ROWS or self.invariant
@@ -96,7 +96,7 @@ class Linears:
         if adapted is not None:
             # A gate is computed from what is not rounded yet, as without adapters.
             x, total = self.norm(addend, residual, norm)
-            joined = self._shrunk(x, weight, adapted)
+            joined = self._gain(x, weight, adapted)
             if joined is not None:
                 rows = _rows(x, operand(weight))
                 return self._gated(rows, weight, bias, total.dtype, activation, joined), total
@@ -118,7 +118,7 @@ class Linears:
         bias: Tensor | None,
         dtype: torch.dtype,
         activation: Activation,
-        low_rank: Shrunk | None = None,
+        low_rank: Gain | None = None,
     ) -> Tensor:
         if is_packed(weight):
             return _packed(x.values, weight, bias, dtype, gated=activation)
@@ -155,7 +155,7 @@ class Linears:
     def _adapted(
         self, x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, adapted: Adapted
     ) -> Tensor:
-        joined = self._shrunk(x, weight, adapted)
+        joined = self._gain(x, weight, adapted)
         y = self._product(x, weight, bias, dtype, joined)
         return y if joined is not None else add_low_rank(y, x, adapted)
 
@@ -165,7 +165,7 @@ class Linears:
         weight: Weight,
         bias: Tensor | None,
         dtype: torch.dtype,
-        low_rank: Shrunk | None = None,
+        low_rank: Gain | None = None,
     ) -> Tensor:
         """[T, N] in `dtype`; where the library multiplies, in the dtype of x."""
         if is_packed(weight):

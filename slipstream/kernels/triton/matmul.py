@@ -18,7 +18,7 @@ from slipstream.kernels.formats.weight import RowScaled, Weight
 from slipstream.kernels.norm import Activation
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.activation import GATES
-from slipstream.kernels.triton.adapters import NOT_SHRUNK, Shrunk
+from slipstream.kernels.triton.adapters import NOT_SHRUNK, NOT_STREAMED, Gain
 from slipstream.kernels.triton.launch import empty_rows, with_spare
 from slipstream.kernels.triton.matmul_kernels import matmul_kernel
 from slipstream.kernels.triton.matmul_tiles import (
@@ -35,6 +35,7 @@ from slipstream.kernels.triton.norm import Rows
 try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    from slipstream.kernels.triton.adapters_stream import GROUP
     from slipstream.kernels.triton.matmul_stream_kernels import SWIZZLED, stream_kernel
 except ImportError:  # Gluon is still an experiment of Triton's
     stream_kernel = None
@@ -69,13 +70,19 @@ def stream_multiply(
     tiles: Stream,
     part: int,
     gated: Activation | None,
-    low_rank: Shrunk | None = None,
+    low_rank: Gain | None = None,
 ) -> None:
     """Write the partial sums of x [T, K] times weight [N, K] ([2N, K] if `gated`) to
     out [splits, T, N]; each split adds up `part` columns, and the first has `low_rank`."""
     splits, rows, width = out.shape
     own = tiles.blocks * tiles.high // (1 if gated is None else 2)
     grid = (max(1, triton.cdiv(rows - tiles.more, tiles.rows)), triton.cdiv(width, own), splits)
+    gain = NOT_STREAMED
+    if low_rank is not None:
+        gain = low_rank.streamed(grid[1] * splits)
+        down = low_rank.adapted.factors.down.flatten(0, 1)
+        gain["down"] = _described(down, GROUP.value, tiles.depth)
+        grid = (1, cast(int, gain["makers"]) + grid[1] * splits, 1)
     x = with_spare(_aligned(x), grid[0] * tiles.rows + tiles.more)
     stream_kernel[grid](
         _described(x, tiles.rows, tiles.depth),
@@ -83,12 +90,8 @@ def stream_multiply(
         _described(weight, tiles.high if gated is None else tiles.high // 2, tiles.depth),
         bias, out, rows, width, weight.shape[1], part, gated=GATES[gated], blocks=tiles.blocks,
         high=tiles.high, stages=tiles.stages, warps=tiles.warps, num_warps=tiles.warps,
-        **_low_rank(low_rank), **launch.options(out.device),
+        **gain, **launch.options(out.device),
     )  # fmt: skip
-
-
-def _low_rank(shrunk: Shrunk | None) -> dict[str, object]:
-    return NOT_SHRUNK if shrunk is None else shrunk.arguments
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -132,7 +135,7 @@ def multiply(
     splitting: bool = False,
     gated: Activation | None = None,
     loose: bool = False,
-    low_rank: Shrunk | None = None,
+    low_rank: Gain | None = None,
 ) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`.
 
@@ -193,16 +196,16 @@ def _launch(
     chosen: Plan,
     tiles: Tiles,
     gated: Activation | None,
-    low_rank: Shrunk | None,
+    low_rank: Gain | None,
 ) -> None:
     parts, rows, width = out.shape
     own = tiles.width if gated is None else tiles.width // 2
     grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(width, own), parts)
+    gain = NOT_SHRUNK if low_rank is None else low_rank.shrunk()
     matmul_kernel[grid](
         x.values, x.scales, weight.values, weight.scales, bias, out, x.values.stride(0), rows,
         width, depth=weight.shape[1], part=chosen.part, joined=chosen.splits // parts,
         gated=GATES[gated], block_m=tiles.rows, block_n=tiles.width, block_k=tiles.depth,
         stages=tiles.stages, ahead=tiles.ahead if launch.overlaps(out.device) else 0,
-        num_warps=tiles.warps, num_stages=tiles.stages, **_low_rank(low_rank),
-        **launch.options(out.device),
+        num_warps=tiles.warps, num_stages=tiles.stages, **gain, **launch.options(out.device),
     )  # fmt: skip

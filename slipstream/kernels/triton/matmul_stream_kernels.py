@@ -13,18 +13,27 @@ part of k is added up in one chain of steps, so sums have the bits of `matmul_ke
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from slipstream.kernels.triton.adapters_stream import (
+    add_expanded,
+    as_operand,
+    await_inner,
+    early_factors,
+    early_places,
+    inner_of_rows,
+    make_inner,
 )
-
-from slipstream.kernels.triton.adapters_stream import add_expanded, early_factors, early_inner
-
-# Triton 3.6 has the second names, later versions the first.
-_fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+from slipstream.kernels.triton.matmul_stream_parts import (
+    _barrier,
+    _fetch,
+    _fetch_rows,
+    _settled,
+    _step,
+    _zeros,
+    launch_dependents,
+    wait_for_inputs,
+)
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 GELU_TANH = gl.constexpr(2)  # as in `activation.py`
@@ -37,25 +46,6 @@ def gated_value(gate, up, gated: gl.constexpr):
     if gated == GELU_TANH:
         power = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1.0 + gl.exp(-power)) * up
-
-
-# As in `launch.py`. Gluon has no functions for dependent launch, so this is inline PTX.
-@gluon.jit
-def launch_dependents(pdl: gl.constexpr):
-    if pdl:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
-            "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
-def wait_for_inputs(pdl: gl.constexpr):
-    if pdl:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;",
-            "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -74,37 +64,6 @@ def _fetch_weights(
             _fetch(weight, [row + width, k], barrier, place.slice(half, half), wanted)
         else:
             _fetch(weight, [(tile * blocks + block) * high, k], barrier, place, wanted)
-
-
-@gluon.jit
-def _zeros(count: gl.constexpr, high: gl.constexpr, width: gl.constexpr, warps: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, width, 16]
-    )
-    sums = ()
-    for _ in gl.static_range(count):
-        sums += (gl.zeros([high, width], gl.float32, layout),)  # type: ignore[assignment]
-    return sums
-
-
-@gluon.jit
-def _step(ring, slot, ring_x, ring_y, sums, blocks: gl.constexpr):
-    """Start the next step of every chain, and wait until the previous steps are done."""
-    chains: gl.constexpr = len(sums)
-    begun = ()
-    for chain in gl.static_range(chains):
-        tile_x = ring_x.index(slot) if chain < blocks else ring_y.index(slot)
-        weights = ring.index(slot * blocks + chain % blocks)
-        stepped = warpgroup_mma(weights, tile_x.permute((1, 0)), sums[chain], is_async=True)
-        begun += (stepped,)  # type: ignore[assignment]
-    return _settled(begun, chains)
-
-
-@gluon.jit
-def _settled(sums, begun: gl.constexpr):
-    """Wait until at most the last `begun` steps are still running; returns the sums."""
-    done = warpgroup_mma_wait(num_outstanding=begun, deps=sums)
-    return (done,) if len(sums) == 1 else done
 
 
 @gluon.jit
@@ -148,51 +107,15 @@ def _store(
 
 
 @gluon.jit
-def _fetch_rows(x, more_x, m0, k, barrier, ring_x, ring_y, slot, wanted):
-    _fetch(x, [m0, k], barrier, ring_x.index(slot), wanted)
-    if more_x is not None:
-        _fetch(more_x, [m0 + x.block_shape[0], k], barrier, ring_y.index(slot), wanted)
-
-
-@gluon.jit
-def _multiply(
-    x, more_x, weight, bias, out, rows, width, depth, part, ring, ring_x, ring_y, full,
-    gated: gl.constexpr, blocks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
-    warps: gl.constexpr, inner, up, ends, adapters, rank: gl.constexpr, padded: gl.constexpr,
-    chunk: gl.constexpr, chunks: gl.constexpr, splits_k: gl.constexpr, parts: gl.constexpr,
+def _run(
+    begin, stop, steps, sums, slot, turn, last, x, more_x, weight, ring, ring_x, ring_y, full, tile,
+    m0, first, width, blocks: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr,
 ):  # fmt: skip
-    """The body of `stream_kernel`, with its buffers as arguments."""
-    high: gl.constexpr = ring.shape[1]
+    """The steps [begin, stop) of all chains; each fills the slot of the step before it anew."""
+    rows: gl.constexpr = x.block_shape[0] + (0 if more_x is None else more_x.block_shape[0])
     step_k: gl.constexpr = ring.shape[2]
-    first_rows: gl.constexpr = x.block_shape[0]
-    more_rows: gl.constexpr = 0 if more_x is None else more_x.block_shape[0]
-    size: gl.constexpr = (blocks * high + first_rows + more_rows) * step_k * 2
-    m0 = gl.program_id(0) * first_rows
-    tile, split = gl.program_id(1), gl.program_id(2)
-    first = split * part
-    end = gl.minimum(first + part, depth)
-    steps = (end - first + step_k - 1) // step_k  # past the last column there are zeros
-    for slot in gl.static_range(stages):
-        barrier, k, wanted = full.index(slot), first + slot * step_k, slot < steps
-        mbarrier.expect(barrier, size, wanted)
-        _fetch_weights(weight, ring, slot, barrier, tile, k, width, blocks, gated, wanted)
-    span: gl.constexpr = 2 * first_rows if more_rows else first_rows
-    factors = early_factors(
-        up, adapters, tile, rows, split, width, high, span, gated, rank, padded, chunk, warps
-    )
-    wait_for_inputs(pdl)
-    for slot in gl.static_range(stages):
-        k = first + slot * step_k
-        _fetch_rows(x, more_x, m0, k, full.index(slot), ring_x, ring_y, slot, slot < steps)
-    early = early_inner(
-        inner, adapters, ends, tile, m0, rows, split, width, high, gated, first_rows, more_rows,
-        rank, padded, chunk, splits_k, parts, warps, x.dtype,
-    )  # fmt: skip
-    sums = _zeros(blocks, high, first_rows, warps)
-    if more_rows:
-        sums += _zeros(blocks, high, more_rows, warps)
-    slot, turn, last = 0, 0, stages - 1
-    for step in range(steps):
+    size: gl.constexpr = (blocks * ring.shape[1] + rows) * step_k * 2
+    for step in range(begin, stop):
         mbarrier.wait(full.index(slot), turn)
         sums = _step(ring, slot, ring_x, ring_y, sums, blocks)
         _barrier()  # all warps are done with the previous step, so its slot can be filled
@@ -205,6 +128,75 @@ def _multiply(
         slot += 1
         if slot == stages:
             slot, turn = 0, turn ^ 1
+    return sums, slot, turn, last
+
+
+@gluon.jit
+def _tiles(width, blocks: gl.constexpr, high: gl.constexpr, gated: gl.constexpr):
+    """The number of tiles of n."""
+    own: gl.constexpr = blocks * high // (2 if gated else 1)
+    return (width + own - 1) // own
+
+
+@gluon.jit
+def _multiply(
+    x, more_x, weight, bias, out, tile, split, rows, width, depth, part, ring, ring_x, ring_y, full,
+    gated: gl.constexpr, blocks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
+    warps: gl.constexpr, inner, up, ends, adapters, counts, rank: gl.constexpr,
+    padded: gl.constexpr, chunk: gl.constexpr, chunks: gl.constexpr, makers: gl.constexpr,
+    shares: gl.constexpr, parts: gl.constexpr,
+):  # fmt: skip
+    """The body of `stream_kernel`, with its buffers as arguments."""
+    high: gl.constexpr = ring.shape[1]
+    step_k: gl.constexpr = ring.shape[2]
+    first_rows: gl.constexpr = x.block_shape[0]
+    more_rows: gl.constexpr = 0 if more_x is None else more_x.block_shape[0]
+    size: gl.constexpr = (blocks * high + first_rows + more_rows) * step_k * 2
+    m0 = gl.program_id(0) * first_rows
+    first = split * part
+    end = gl.minimum(first + part, depth)
+    steps = (end - first + step_k - 1) // step_k  # past the last column there are zeros
+    for slot in gl.static_range(stages):
+        barrier, k, wanted = full.index(slot), first + slot * step_k, slot < steps
+        mbarrier.expect(barrier, size, wanted)
+        _fetch_weights(weight, ring, slot, barrier, tile, k, width, blocks, gated, wanted)
+    span: gl.constexpr = 2 * first_rows if more_rows else first_rows
+    # The slots of rows may be read so soon: torch's kernels write them when a pass begins, and no
+    # kernel starts before one of torch's has ended.
+    factors = early_factors(
+        up, adapters, tile, rows, split, width, high, span, gated, rank, padded, chunk, warps
+    )
+    wait_for_inputs(pdl)
+    for slot in gl.static_range(stages):
+        k = first + slot * step_k
+        _fetch_rows(x, more_x, m0, k, full.index(slot), ring_x, ring_y, slot, slot < steps)
+    places = early_places(
+        counts, adapters, ends, tile, m0, rows, split, width, high, gated, first_rows, more_rows,
+        padded, parts, warps,
+    )  # fmt: skip
+    sums = _zeros(blocks, high, first_rows, warps)
+    if more_rows:
+        sums += _zeros(blocks, high, more_rows, warps)
+    slot, turn, last = 0, 0, stages - 1
+    # Where adapters add something, `inner` is read while the last tiles are on the way.
+    middle = steps
+    if inner is not None:
+        middle = gl.maximum(steps - stages + 1, 0)
+    sums, slot, turn, last = _run(
+        0, middle, steps, sums, slot, turn, last, x, more_x, weight, ring, ring_x, ring_y, full,
+        tile, m0, first, width, blocks, gated, stages,
+    )  # fmt: skip
+    made = ()
+    if inner is not None:
+        sums = _settled(sums, 0)
+        if split == 0:
+            await_inner(counts, places[0], makers, _tiles(width, blocks, high, gated))
+        made = inner_of_rows(inner, places, m0, rows, rank, padded, chunk, shares, parts, x.dtype)
+        factors = as_operand(factors, sums[0])
+        sums, slot, turn, last = _run(
+            middle, steps, steps, sums, slot, turn, last, x, more_x, weight, ring, ring_x, ring_y,
+            full, tile, m0, first, width, blocks, gated, stages,
+        )  # fmt: skip
     sums = _settled(sums, 0)
     _barrier()
     for chain in gl.static_range(len(sums)):
@@ -213,9 +205,9 @@ def _multiply(
         if inner is not None and split == 0:
             place = (ring_x if chain < blocks else ring_y).index(0).slice(0, chunk, dim=1)
             total = add_expanded(
-                total, place, factors, early[3 * chain], early[3 * chain + 1],
-                early[3 * chain + 2], block, line, rows, width, span, gated, inner, up, ends,
-                adapters, rank, padded, chunk, chunks, splits_k, parts, warps,
+                total, place, factors, made[3 * chain], made[3 * chain + 1], made[3 * chain + 2],
+                block, line, rows, width, span, gated, inner, up, ends,
+                adapters, rank, padded, chunk, chunks, shares, parts, warps,
             )  # fmt: skip
         _store(out, total, bias, block, split, line, rows, width, gated, warps)
 
@@ -224,16 +216,20 @@ def _multiply(
 def stream_kernel(
     x, more_x, weight, bias, out, rows, width, depth, part, gated: gl.constexpr,
     blocks: gl.constexpr, high: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
-    warps: gl.constexpr, inner, up, ends, adapters, rank: gl.constexpr, padded: gl.constexpr,
-    chunk: gl.constexpr, chunks: gl.constexpr, splits_k: gl.constexpr, parts: gl.constexpr,
+    warps: gl.constexpr, inner, up, ends, adapters, down, counts, share, rank: gl.constexpr,
+    padded: gl.constexpr, chunk: gl.constexpr, chunks: gl.constexpr, makers: gl.constexpr,
+    shares: gl.constexpr, parts: gl.constexpr,
 ):  # fmt: skip
     """Programs (tile of rows, tile of n, split).
 
     x, more_x and weight are TMA descriptors: x of [rows, depth] in tiles; more_x, or None, of the
     same matrix, in the smaller tiles for the rows behind the last tile of x; weight of
     [width, depth], or [2 * width, depth] if `gated`. bias [width] or None;
-    out [splits, rows, width]. Arguments from `inner` on are what adapters add (`adapters.py`), or
-    None; then the rows are at most 64, and step_k is at least `chunk`.
+    out [splits, rows, width].
+
+    Arguments from `inner` on are what adapters add (`adapters_stream.py`), or None. With them the
+    programs are numbered (0, `makers`, then tiles of n, split by split), the rows are at most 64,
+    and step_k is at least `chunk`.
     """
     launch_dependents(pdl)
     first_rows: gl.constexpr = x.block_shape[0]
@@ -243,19 +239,38 @@ def stream_kernel(
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(stages):
         mbarrier.init(full.index(slot), count=1)
-    last = gl.program_id(0) == gl.num_programs(0) - 1
-    if more_x is not None and last:
+    tile, split = gl.program_id(1), gl.program_id(2)
+    if down is not None:
+        ring_y = None
+        if more_x is not None:
+            ring_y = gl.allocate_shared_memory(
+                x.dtype, [stages, more_x.block_shape[0], step_k], SWIZZLED
+            )
+        if tile < makers:
+            make_inner(
+                x, more_x, down, inner, adapters, counts, tile, share, rows, depth, ring, ring_x,
+                ring_y, full, stages, pdl, warps, parts * rank, makers // shares,
+            )  # fmt: skip
+        else:
+            tiles = _tiles(width, blocks, high, gated)
+            tile -= makers
+            _multiply(
+                x, more_x, weight, bias, out, tile % tiles, tile // tiles, rows, width, depth, part,
+                ring, ring_x, ring_y, full, gated, blocks, stages, pdl, warps, inner, up, ends,
+                adapters, counts, rank, padded, chunk, chunks, makers, shares, parts,
+            )  # fmt: skip
+    elif more_x is not None and gl.program_id(0) == gl.num_programs(0) - 1:
         ring_y = gl.allocate_shared_memory(
             x.dtype, [stages, more_x.block_shape[0], step_k], SWIZZLED
         )
         _multiply(
-            x, more_x, weight, bias, out, rows, width, depth, part, ring, ring_x, ring_y, full,
-            gated, blocks, stages, pdl, warps, inner, up, ends, adapters, rank, padded, chunk,
-            chunks, splits_k, parts,
+            x, more_x, weight, bias, out, tile, split, rows, width, depth, part, ring, ring_x,
+            ring_y, full, gated, blocks, stages, pdl, warps, inner, up, ends, adapters, counts,
+            rank, padded, chunk, chunks, makers, shares, parts,
         )  # fmt: skip
     else:
         _multiply(
-            x, None, weight, bias, out, rows, width, depth, part, ring, ring_x, None, full, gated,
-            blocks, stages, pdl, warps, inner, up, ends, adapters, rank, padded, chunk, chunks,
-            splits_k, parts,
+            x, None, weight, bias, out, tile, split, rows, width, depth, part, ring, ring_x, None,
+            full, gated, blocks, stages, pdl, warps, inner, up, ends, adapters, counts, rank,
+            padded, chunk, chunks, makers, shares, parts,
         )  # fmt: skip
