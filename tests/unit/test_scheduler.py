@@ -769,7 +769,7 @@ def test_chunks_of_a_prompt_and_its_first_tokens_are_planned_behind_one_another(
     a = request("a", 13)
     engine.add(a)
     batch: Batch | None = engine.schedule()
-    planned = []
+    planned: list[tuple[int, int, int]] = []
     while batch is not None and len(planned) < 5:
         planned.append(plan(batch)["a"])
         ahead = engine.schedule_ahead(batch)
