@@ -235,8 +235,9 @@ class BlockManager:
             blocks.append(self._pool.take())
         return True
 
-    def rewind(self, request_id: str, num_tokens: int) -> None:
-        """Give back the blocks behind those that `num_tokens` tokens need."""
+    def rewind(self, request_id: str, num_tokens: int, num_written: int | None = None) -> None:
+        """Give back the blocks behind those that `num_tokens` tokens need; `num_written`: see
+        `grow`."""
         table = self._tables[request_id]
         keep = self.blocks_for(num_tokens)
         # Final blocks hold committed tokens, which are never taken back. The blocks that are freed
@@ -245,7 +246,8 @@ class BlockManager:
         while len(table.blocks) > keep:
             self._pool.release(table.blocks.pop())
         if self._window is not None:
-            self._window.rewind(request_id, keep)
+            reached = keep if num_written is None else self.blocks_for(num_written)
+            self._window.rewind(request_id, keep, reached)
 
     def slide(self, request_id: str, num_computed: int) -> None:
         """Free the blocks that no window will see any more, since rows before token `num_computed`
@@ -309,12 +311,12 @@ class BlockManager:
         return end if self._states is None else self._states.chunk_end(request_id, start, end)
 
     def plan_checkpoint(
-        self, request_id: str, num_tokens: int, drafts_in_flight: int | None = None
+        self, request_id: str, most_tokens: int, num_before: int | None = None
     ) -> int:
         """See `StatePlaces.plan`."""
         if self._states is None:
             return NO_PLACE
-        return self._states.plan(request_id, num_tokens, drafts_in_flight)
+        return self._states.plan(request_id, most_tokens, num_before)
 
     def take_in(self, request_id: str, num_tokens: int) -> None:
         """See `StatePlaces.take_in`."""

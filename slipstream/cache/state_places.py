@@ -132,22 +132,19 @@ class StatePlaces:
         branch = self._requests[request_id].branch * self._block_size
         return branch if start < branch < end else end
 
-    def plan(self, request_id: str, num_tokens: int, drafts_in_flight: int | None = None) -> int:
+    def plan(self, request_id: str, most_tokens: int, num_before: int | None = None) -> int:
         """The place for the checkpoint of a planned step; `NO_PLACE` if the step cannot reach an
         edge, or no place is available. Each call is followed by `take_in`, in order, or by `free`.
 
         Args:
-            num_tokens: tokens that the states cover after this step; if another step is in flight,
-                after that one.
-            drafts_in_flight: the draft tokens of the step in flight, which has one known token.
-                After the planned step the states cover one token more, and those of the draft
-                tokens that are accepted. None: no step is in flight.
+            most_tokens: the most tokens that the states may cover after this step, of those that
+                are known when it begins.
+            num_before: the fewest that they cover before it, if another step is in flight; None:
+                there is none.
         """
         held = self._requests[request_id]
-        before, most = held.num_taken_in, num_tokens
-        if drafts_in_flight is not None:
-            before, most = num_tokens, num_tokens + drafts_in_flight + 1
-        place = self._take(held) if self._edge(most, before) else NO_PLACE
+        before = held.num_taken_in if num_before is None else num_before
+        place = self._take(held) if self._edge(most_tokens, before) else NO_PLACE
         held.planned.append(place)
         return place
 

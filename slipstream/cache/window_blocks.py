@@ -116,13 +116,13 @@ class WindowBlocks:
         table.wanted = max(table.wanted, wanted)
         self._promise(table)
 
-    def rewind(self, request_id: str, num_blocks: int) -> None:
-        """Free the entries behind the first `num_blocks`."""
+    def rewind(self, request_id: str, wanted: int, num_blocks: int) -> None:
+        """Free the entries behind the first `num_blocks`; `wanted` would hold all known tokens."""
         table = self._tables[request_id]
         assert num_blocks >= table.first, f"{request_id}: cannot rewind in front of the window"
         while len(table.entries) > num_blocks:
             self._pool.release(table.entries.pop())
-        table.wanted = min(table.wanted, num_blocks)
+        table.wanted = min(table.wanted, wanted)
         self._promise(table)
 
     def slide(self, request_id: str, num_computed: int) -> None:

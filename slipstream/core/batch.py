@@ -69,8 +69,8 @@ class ScheduledRequest:
     """One request's share of a step.
 
     Attributes:
-        start: tokens already in the target's KV cache, as far as the host knows. If the step was
-            planned before the results of the last one arrived, the device may be further on.
+        start: tokens in the target's KV cache when the step begins. If it was planned before the
+            results of the last one arrived, the fewest: the device may be further on by drafts.
         num_new_tokens: known tokens to compute (a prompt chunk, or the one last token).
         num_draft_tokens: maximum number of draft tokens to verify; 0 unless this step reaches the
             last known token.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core.batch import Batch, StepReport
+from slipstream.core.batch import Batch, ScheduledRequest, StepReport
 from slipstream.core.request import Request
 from slipstream.engine.guidance import DraftSteering, Guidance
 from slipstream.engine.ranks.division import Division
@@ -77,7 +77,7 @@ class Launcher(Step):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether decoding steps may be launched before the last one's results arrive."""
+        """Whether steps may be launched before the last one's results arrive."""
         return self._runs_ahead and self._graphs is not None
 
     def launch(self, batch: Batch) -> Launched:
@@ -140,10 +140,7 @@ class Launcher(Step):
     def launch_ahead(self, last: Launched) -> Launched | None:
         """Launch the step behind `last` before the results of `last` arrive; None if it cannot be
         planned without them, or would overwrite what the host still has to read."""
-        if not (last.padded and self._runs_ahead):
-            return None
-        requests = [item.request for item in last.batch.requests]
-        if any(it.params.logprobs is not None or it.guide is not None for it in requests):
+        if not self.runs_ahead or any(map(_is_awaited, last.batch.requests)):
             return None
         batch = self._scheduler.schedule_ahead(last.batch)
         return None if batch is None else self.launch(batch)
@@ -198,3 +195,13 @@ class Launcher(Step):
             return token_logprobs(logits, chosen, num_top, normalised, self._sampling.columns)
 
         return self.division.rated(rows, num_top, rate)
+
+
+def _is_awaited(item: ScheduledRequest) -> bool:
+    """Whether the host needs this request's results before it launches a further step: it reads
+    logits of this step, or the request's next tokens depend on the host."""
+    request, asked = item.request, item.request.params
+    if item.is_prompt_chunk and asked.prompt_logprobs is not None:
+        return True
+    needs = asked.logprobs is not None or request.guide is not None or request.bad_words
+    return item.reaches_end and bool(needs)

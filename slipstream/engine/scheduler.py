@@ -15,7 +15,7 @@ from slipstream.engine.adapters import Adapters
 from slipstream.engine.admission import check_fits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
 from slipstream.engine.invariants import check_gain, check_places, check_queues, order
-from slipstream.engine.shares import Budget, Share, last_beside, may_continue, room_for, scheduled
+from slipstream.engine.shares import Budget, Share, last_beside, room_for, scheduled, will_share
 from slipstream.engine.stop_conditions import NOT_FINITE, append_output
 
 
@@ -138,56 +138,50 @@ class Scheduler:
         The rows of a step are given out in this order: one token to every running request, draft
         tokens to those that decode, further prompt tokens, and then prompts of waiting requests.
         """
-        return self._planned(self._secure_known_tokens())
-
-    def _planned(self, preempted: list[Request]) -> Batch:
-        budget = Budget(self.limits.max_num_batched_tokens)
-        shares = [Share(request, budget.take(1)) for request in self._running[: budget.left]]
-        self._give_drafts(shares, budget)
-        self._extend_chunks(shares, budget)
-        # A request that was just preempted must not come back at once, nor be overtaken.
-        if not preempted:
-            self._admit_waiting(shares, budget)
-            shares.sort(key=lambda share: share.request.order)
-        if self._running and not shares:  # all wait for room for whole images
-            return self._planned([*preempted, self._preempt(self._running[-1])])
-        for share in shares:
-            share.request.steps_in_flight += 1
-        items = (self._scheduled(share, share.num_uncomputed == 0) for share in shares)
-        return Batch(tuple(items), tuple(preempted))
+        preempted = self._secure_known_tokens()
+        while True:
+            shares = [Share.of(request) for request in self._running]
+            budget = self._give_rows(shares)
+            # A request that was just preempted must not come back at once, nor be overtaken.
+            if not preempted:
+                self._admit_waiting(shares, budget)
+            if shares or not self._running:
+                return self._batch(shares, preempted)
+            preempted.append(self._preempt(self._running[-1]))  # all lack room for whole images
 
     def schedule_ahead(self, batch: Batch) -> Batch | None:
-        """Plan the step after `batch`, whose results are not known yet.
+        """Plan the step after `batch`, whose results are not known yet; None if they are needed.
 
-        That is possible where the results cannot change the plan: all running requests decode, no
-        request can be admitted, and there are blocks for the longest outputs that `batch` may give.
-        Requests that are sure to end with `batch` are left out. If another one ends, what this step
-        computes for it is discarded.
-
-        Returns:
-            None if the plan has to wait for the results.
+        A request whose prompt goes on has its next chunk, and any other one row and drafts. There
+        must be blocks for the longest outputs that `batch` may give. Requests that are sure to end
+        with `batch` are left out. If another one ends, what this step computes for it is discarded.
         """
-        items = [item for item in batch.requests if not item.request.finished]
-        if not batch.is_decode or len(items) != len(self._running):
+        last = {it.request.request_id: it for it in batch.requests if not it.request.finished}
+        shares = [Share.of(it, last.get(it.request_id)) for it in self._running]
+        shares = [share for share in shares if share.may_run(self.limits)]
+        if not all([self._secure(share) for share in shares]):
             return None
-        if self._free_slots and self._adapters.next_ready(self._waiting, self._running):
+        budget = self._give_rows(shares)
+        if budget.lacks_blocks:  # `batch` may give some back
             return None
-        budget = Budget(self.limits.max_num_batched_tokens - len(items))
-        items = [item for item in items if may_continue(item.request, self.limits)]
-        plans = self._plans([item.request for item in items], surely_gained=1)
-        shares: list[tuple[Share, int]] = []  # and its draft tokens in `batch`
-        for item, plan in zip(items, plans, strict=True):
-            request = item.request
-            share = Share(request, 1, budget.take(plan.num_tokens), plan=plan)
-            most = request.num_tokens + item.num_draft_tokens + 1 + share.num_draft_tokens
-            most = min(most, self.limits.max_model_len)
-            if not self.block_manager.grow(request.request_id, most):
-                return None
-            shares.append((share, item.num_draft_tokens))
-        for share, _ in shares:
+        self._admit_waiting(shares, budget, batch)
+        return self._batch(shares) if shares else None
+
+    def _batch(self, shares: list[Share], preempted: Sequence[Request] = ()) -> Batch:
+        shares.sort(key=lambda share: share.request.order)
+        for share in shares:
             share.request.steps_in_flight += 1
-        ahead = tuple(self._scheduled(share, True, drafts) for share, drafts in shares)
-        return Batch(ahead) if ahead else None
+        return Batch(tuple(self._scheduled(share) for share in shares), tuple(preempted))
+
+    def _give_rows(self, shares: list[Share]) -> Budget:
+        """Give rows to running requests, which have blocks for their known tokens."""
+        budget = Budget(self.limits.max_num_batched_tokens)
+        del shares[budget.left :]
+        for share in shares:
+            share.num_new_tokens = budget.take(1)
+        self._give_drafts(shares, budget)
+        self._extend_chunks(shares, budget)
+        return budget
 
     def _secure_known_tokens(self) -> list[Request]:
         """Get blocks for the known tokens of all running requests; returns the preempted ones.
@@ -198,14 +192,19 @@ class Scheduler:
         secured = 0
         while secured < len(self._running):
             request = self._running[secured]
-            # One row of a prompt, for layers with a window; `_extend_chunks` gives more.
-            name, next_row = request.request_id, request.num_computed + 1
-            if self.block_manager.grow(name, request.num_tokens, next_row):
+            if self._secure(Share.of(request)):
                 secured += 1
             else:
-                last = last_beside(self._running, name, self.block_manager)  # not secured yet
-                preempted.append(self._preempt(last))
+                last = last_beside(self._running, request.request_id, self.block_manager)
+                preempted.append(self._preempt(last))  # it is not secured yet
         return preempted
+
+    def _secure(self, share: Share) -> bool:
+        """Get blocks for the known tokens of a running request; False if there are not enough."""
+        most = min(share.most_known, self.limits.max_model_len)
+        # One row of a prompt, for layers with a window; `_extend_chunks` gives more.
+        next_row = most - share.num_uncomputed + 1
+        return self.block_manager.grow(share.request.request_id, most, next_row)
 
     def _preempt(self, request: Request) -> Request:
         self._running.remove(request)
@@ -226,10 +225,11 @@ class Scheduler:
         )
         drafts = Budget(budget.left // 2 if prompts_wait else budget.left)
         decoding = [it for it in shares if it.is_decoding and not it.num_uncomputed]
-        plans = self._plans([share.request for share in decoding])
+        plans = self._plans(decoding)
         for share, plan in zip(decoding, plans, strict=True):
             self._draft(share, drafts, plan)
             budget.take(share.num_draft_tokens)
+        budget.lacks_blocks = drafts.lacks_blocks
 
     def _extend_chunks(self, shares: list[Share], budget: Budget) -> None:
         """Give the remaining rows to prompts, and to tokens that a preemption has dropped."""
@@ -242,27 +242,33 @@ class Scheduler:
     def _extend(self, share: Share, budget: Budget) -> None:
         """Give a request as many further prompt rows as the budget and its blocks allow."""
         request, name = share.request, share.request.request_id
-        done = request.num_computed + share.num_new_tokens
-        end = min(request.num_tokens, self.block_manager.capacity(name), done + budget.left)
-        end = self.block_manager.chunk_end(name, request.num_computed, end)
+        done = share.start + share.num_new_tokens
+        end, covered = min(share.known, done + budget.left), self.block_manager.capacity(name)
+        budget.lacks_blocks |= covered < end
+        end = self.block_manager.chunk_end(name, share.start, min(end, covered))
         end = before_whole(request.spans, end)
         if end < done:  # an image begins here, and there is no room for all of it
             budget.left += share.num_new_tokens
             share.num_new_tokens = 0
             return
         share.num_new_tokens += budget.take(max(0, end - done))
-        written = request.num_computed + share.num_new_tokens
-        grown = self.block_manager.grow(name, request.num_tokens, written)
+        written = share.start + share.num_new_tokens
+        grown = self.block_manager.grow(name, share.known, written)
         assert grown, "capacity promised the blocks"
 
-    def _admit_waiting(self, shares: list[Share], budget: Budget) -> None:
+    def _admit_waiting(
+        self, shares: list[Share], budget: Budget, in_flight: Batch | None = None
+    ) -> None:
         while self._free_slots and budget.left:
             request = self._adapters.next_ready(self._waiting, self._running)
             if request is None or budget.left <= longest_whole(request.spans):
                 return
+            if in_flight and will_share(request, in_flight, self.block_manager, self.limits):
+                return
             if not self._admit(request):
                 return
-            share = Share(request, 0, admitted=True)
+            share = Share.of(request)
+            share.admitted = True
             self._extend(share, budget)
             if not share.num_new_tokens:
                 self._preempt(request)
@@ -298,31 +304,33 @@ class Scheduler:
         can draft behind a prompt that the target has not computed."""
         can = share.is_decoding or self.limits.drafts_at_prefill
         if can and not share.num_uncomputed:
-            self._draft(share, budget, self._plans([share.request])[0])
+            self._draft(share, budget, self._plans([share])[0])
 
     def _draft(self, share: Share, budget: Budget, plan: DraftPlan) -> None:
         """Let a request that reaches its last known token verify draft tokens behind it, as many
         as rows and blocks allow."""
-        request = share.request
-        room = self.block_manager.capacity(request.request_id) - request.num_tokens
-        num_drafts = budget.take(max(0, min(plan.num_tokens, room)))
+        name, known, longest = share.request.request_id, share.most_known, self.limits.max_model_len
+        wanted, covered = min(plan.num_tokens, budget.left), self.block_manager.capacity(name)
+        room = wanted if covered >= min(known + wanted, longest) else max(0, covered - known)
+        budget.lacks_blocks |= room < wanted
+        num_drafts = budget.take(min(wanted, room))
         if num_drafts:
-            grown = self.block_manager.grow(request.request_id, request.num_tokens + num_drafts)
+            grown = self.block_manager.grow(name, min(known + num_drafts, longest))
             assert grown, "capacity promised the blocks"
             share.num_draft_tokens, share.plan = num_drafts, plan
 
-    def _plans(self, requests: Sequence[Request], surely_gained: int = 0) -> Sequence[DraftPlan]:
-        """How much each of these requests drafts, as the policy decides.
-
-        Args:
-            surely_gained: the fewest tokens that a step in flight will give each of them.
-        """
-        return self.policy.plan(
-            [Candidate(it, max(0, self._most_drafts(it, surely_gained))) for it in requests]
-        )
+    def _plans(self, shares: Sequence[Share]) -> Sequence[DraftPlan]:
+        """How much each of these requests drafts, as the policy decides."""
+        most = [self._most_drafts(it.request, it.known - it.request.num_tokens) for it in shares]
+        pairs = zip(shares, most, strict=True)
+        return self.policy.plan([Candidate(it.request, max(0, count)) for it, count in pairs])
 
     def _most_drafts(self, request: Request, surely_gained: int) -> int:
-        """The most draft tokens that may be useful; one more token always follows accepted ones."""
+        """The most draft tokens that may be useful; one more token always follows accepted ones.
+
+        Args:
+            surely_gained: the fewest tokens that a step in flight will give the request.
+        """
         limits = self.limits
         num_tokens = request.num_tokens + surely_gained
         return min(
@@ -331,11 +339,8 @@ class Scheduler:
             limits.drafter_max_model_len - num_tokens,
         )
 
-    def _scheduled(
-        self, share: Share, reaches_end: bool, drafts_in_flight: int | None = None
-    ) -> ScheduledRequest:
-        adapter = self._adapters.slot_of(share.request)
-        return scheduled(share, self.block_manager, adapter, reaches_end, drafts_in_flight)
+    def _scheduled(self, share: Share) -> ScheduledRequest:
+        return scheduled(share, self.block_manager, self._adapters.slot_of(share.request))
 
     # ------------------------------------------------------------------ committing results
 
@@ -369,7 +374,9 @@ class Scheduler:
             return
         self.block_manager.slide(request.request_id, request.num_computed)
         if not request.steps_in_flight:  # else that step may still write to these blocks
-            self.block_manager.rewind(request.request_id, request.num_tokens)
+            # Also what a plan has taken that was given up.
+            name, next_row = request.request_id, request.num_computed + 1
+            self.block_manager.rewind(name, request.num_tokens, next_row)
 
     def _index(self, request: Request, drafter_computed: int) -> None:
         """Put the full blocks that target and drafter have computed into the prefix index."""

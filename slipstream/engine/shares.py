@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from slipstream.cache.block_manager import BlockManager
 from slipstream.cache.state_places import NO_PLACE
-from slipstream.core.batch import DraftPlan, ScheduledRequest
+from slipstream.core.batch import Batch, DraftPlan, ScheduledRequest
 from slipstream.core.request import Request
 from slipstream.core.spans import before_whole
 from slipstream.core.step_form import StepLimits
@@ -15,29 +15,63 @@ NO_DRAFT = DraftPlan(0)
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """The share of one request in the step that is being planned."""
+    """The share of one request in the step that is being planned.
+
+    Attributes:
+        start, known: its computed and its known tokens when the step begins: the fewest that there
+            may be, if a step in flight may accept drafts.
+        drafts_in_flight: how many more of both there may be; None: no step in flight has it.
+    """
 
     request: Request
-    num_new_tokens: int
+    start: int
+    known: int
+    drafts_in_flight: int | None = None
+    num_new_tokens: int = 0
     num_draft_tokens: int = 0
     admitted: bool = False
     plan: DraftPlan = NO_DRAFT
 
+    @classmethod
+    def of(cls, request: Request, last: ScheduledRequest | None = None) -> "Share":
+        """Nothing yet, behind the request's share `last` of a step in flight."""
+        start, known = request.num_computed, request.num_tokens
+        if last is None:
+            return cls(request, start, known)
+        return cls(
+            request, start + last.num_new_tokens, known + last.reaches_end, last.num_draft_tokens
+        )
+
+    @property
+    def most_known(self) -> int:
+        return self.known + (self.drafts_in_flight or 0)
+
     @property
     def num_uncomputed(self) -> int:
         """Known tokens that this step would leave uncomputed."""
-        return self.request.num_tokens - self.request.num_computed - self.num_new_tokens
+        return self.known - self.start - self.num_new_tokens
 
     @property
     def is_decoding(self) -> bool:
-        return self.num_new_tokens == 1 and self.request.num_computed > 0
+        return self.num_new_tokens == 1 and self.start > 0
+
+    def may_run(self, limits: StepLimits) -> bool:
+        """Whether the request may still be running when the step begins."""
+        if self.known >= limits.max_model_len:
+            return False
+        return self.known - self.request.num_prompt_tokens < self.request.max_tokens
 
 
 @dataclass(slots=True)
 class Budget:
-    """The rows of the target's pass that are not given out yet."""
+    """The rows of the target's pass that are not given out yet.
+
+    Attributes:
+        lacks_blocks: a running request got fewer rows than there were, for want of blocks.
+    """
 
     left: int
+    lacks_blocks: bool = False
 
     def take(self, wanted: int) -> int:
         taken = min(wanted, self.left)
@@ -45,34 +79,21 @@ class Budget:
         return taken
 
 
-def may_continue(request: Request, limits: StepLimits) -> bool:
-    """Whether the request may need a further step after it gains one more token."""
-    if request.num_output_tokens + 1 >= request.max_tokens:
-        return False
-    return request.num_tokens + 1 < limits.max_model_len
-
-
-def scheduled(
-    share: Share,
-    blocks: BlockManager,
-    adapter: int,
-    reaches_end: bool,
-    drafts_in_flight: int | None,
-) -> ScheduledRequest:
-    """The share as a `ScheduledRequest`; `drafts_in_flight` as in `StatePlaces.plan`."""
-    request = share.request
-    name, taken_in = request.request_id, request.num_computed + share.num_new_tokens
+def scheduled(share: Share, blocks: BlockManager, adapter: int) -> ScheduledRequest:
+    """The share as a `ScheduledRequest`."""
+    request, in_flight = share.request, share.drafts_in_flight
+    name, most = request.request_id, share.start + share.num_new_tokens + (in_flight or 0)
     return ScheduledRequest(
         request=request,
-        start=request.num_computed,
+        start=share.start,
         num_new_tokens=share.num_new_tokens,
         num_draft_tokens=share.num_draft_tokens,
         block_table=blocks.table(name),
         window_table=blocks.window_table(name),
         resumed=blocks.checkpoint(name) if share.admitted else NO_PLACE,
-        saved=blocks.plan_checkpoint(name, taken_in, drafts_in_flight),
+        saved=blocks.plan_checkpoint(name, most, None if in_flight is None else share.start),
         admitted=share.admitted,
-        reaches_end=reaches_end,
+        reaches_end=share.num_uncomputed == 0,
         stops=share.plan.stops,
         trim=share.plan.trim,
         adapter=adapter,
@@ -85,6 +106,23 @@ def last_beside(running: Sequence[Request], name: str, blocks: BlockManager) -> 
     itself."""
     beside = blocks.beside(name)
     return next(request for request in reversed(running) if request.request_id in beside)
+
+
+def will_share(request: Request, batch: Batch, blocks: BlockManager, limits: StepLimits) -> bool:
+    """Whether the request finds more of its prefix once `batch`, which is in flight, is
+    committed."""
+    if not (blocks.enable_prefix_caching and request.uses_prefix_cache):
+        return False
+    own, size, namespace = request.token_ids, blocks.block_size, limits.namespace(request)
+    for item in batch.requests:
+        other = item.request.token_ids
+        first = item.start // size * size  # of the first block that it may fill
+        end = first + size
+        fills = end <= item.start + item.num_new_tokens and not item.request.finished
+        is_equal = own[first:end] == other[first:end] and own[:first] == other[:first]
+        if fills and end < len(own) and is_equal and limits.namespace(item.request) == namespace:
+            return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class Step:
             self._write(batch, draft)
         with label(_TARGET):
             forward = self._forward(batch, draft)
-            logits = self._runner.logits(forward.layout.ends(forward.hidden, draft.num_tokens + 1))
+            logits = self._runner.logits(self._judged(batch, draft, forward))
         computed = self._now()
         with label(_VERIFY):
             verdict, largest = self._verify(batch, draft, logits, allowed, forward.layout)
@@ -98,7 +98,7 @@ class Step:
     def propose(self, batch: DeviceBatch) -> Proposal:
         """The drafter's tokens, written behind the known tokens of every request."""
         began = self._now()
-        if not batch.exact:
+        if batch.width:
             # The host may have planned before the last step's results arrived. Apply its limits to
             # what the device knows: a seeded text must not depend on when a step was planned.
             room = torch.minimum(batch.num_draft_tokens, self._most_useful_drafts(batch.slots))
@@ -138,6 +138,12 @@ class Step:
             tree = TreeRows(draft.tree, starts, 0, draft.num_tokens > 0)
         most = draft.token_ids.shape[1]
         return self._runner.forward(batch.target_rows(starts, draft.num_tokens, most, tree))
+
+    def _judged(self, batch: DeviceBatch, draft: Draft, forward: Forward) -> Tensor:
+        """[N, hidden_size], the rows of a pass whose logits judge the draft."""
+        if batch.exact and not draft.token_ids.shape[1]:  # the host need not wait for their number
+            return forward.layout.last(forward.hidden)
+        return forward.layout.ends(forward.hidden, draft.num_tokens + 1)
 
     def _verify(
         self,

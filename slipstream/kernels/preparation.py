@@ -111,7 +111,8 @@ class ExpandRowsOp(Protocol):
 
 
 class PlaceRowsOp(Protocol):
-    """lengths[r] rows for each request, from position starts[r] on; the host waits for `lengths`.
+    """lengths[r] rows for each request, from position starts[r] on. The host waits for `lengths`,
+    unless it has them already (`counts`).
 
     The first rereads[r] of them write nothing (None: no request has any). Else as `ExpandRowsOp`.
     """
@@ -124,6 +125,7 @@ class PlaceRowsOp(Protocol):
         lengths: Tensor,
         rereads: Tensor | None = None,
         mask_token: int | None = None,
+        counts: Sequence[int] = (),
     ) -> PlacedRows: ...
 
 

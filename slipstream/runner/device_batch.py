@@ -86,7 +86,10 @@ class PackedBatch:
         columns = upload(self.columns(self.width), device)
         batch = DeviceBatch.over(columns, self.width, self.uses, True)
         num_rows = sum(self.num_new_tokens) + self.num_verified if self.trims else None
-        return replace(batch, stops=self.stops, num_rows=num_rows, prompts=self.prompts)
+        again = self.rereads or [0] * len(self.slots)
+        known = [new + more for new, more in zip(self.num_new_tokens, again, strict=True)]
+        batch = replace(batch, stops=self.stops, num_rows=num_rows, prompts=self.prompts)
+        return replace(batch, known_counts=known)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +118,7 @@ class DeviceBatch:
         stops: see `PackedBatch`; empty unless the batch is exact, since chains of captured steps
             are as long as they were planned.
         prompts: see `PassRows`; empty unless the batch is exact.
+        known_counts: `num_known_rows` on the host; empty unless the batch is exact.
     """
 
     slots: Tensor
@@ -132,6 +136,7 @@ class DeviceBatch:
     num_rows: int | None = None
     stops: Sequence[ChainStops | None] = ()
     prompts: Sequence[PromptRows | None] = ()
+    known_counts: Sequence[int] = ()
 
     @classmethod
     def over(
@@ -233,6 +238,7 @@ class DeviceBatch:
             tree=tree,
             adapted=adapted,
             prompts=self.prompts,
+            counts=() if most_drafts else self.known_counts,
         )
 
     def asking_for(self, num_draft_tokens: Tensor, width: int) -> "DeviceBatch":

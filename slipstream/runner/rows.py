@@ -1,10 +1,11 @@
 """The rows of a pass through a network: which tokens they are, and how they are laid out.
 
-There are three layouts. *Exact*: each request has as many rows as it needs; the host may have to
-wait for the device to learn how many. *Padded*: every request has the same number of rows.
-*Packed*: a fixed number of rows for all requests together. The last two are known to the host
-beforehand, so such passes can be captured in a CUDA graph. `DeviceBatch.rows` chooses the layout;
-code that works on rows asks the `RowLayout` of the pass and need not know which it is.
+There are three layouts. *Exact*: each request has as many rows as it needs; where drafts may be
+shorter than planned, the host has to wait for the device to learn how many. *Padded*: every request
+has the same number of rows. *Packed*: a fixed number of rows for all requests together. The last
+two are known to the host beforehand, so such passes can be captured in a CUDA graph.
+`DeviceBatch.rows` chooses the layout; code that works on rows asks the `RowLayout` of the pass and
+need not know which it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,6 +102,7 @@ class PassRows:
         mask_token: the token of rows behind the known ones; None: as in the device state.
         tree: for rows that are nodes of token trees; None: they are a chain.
         prompts: for exact rows, the images of each request; empty: there are none.
+        counts: for exact rows, `lengths` on the host, if they are known there; else empty.
         excerpt: the part of the context that rows see; `starts` and the roots of trees then count
             within it. None: rows see all of it.
         adapted: some request has an adapter, which is applied to its rows.
@@ -119,6 +121,7 @@ class PassRows:
     excerpt: Excerpt | None = None
     adapted: bool = False
     prompts: Sequence[PromptRows | None] = ()
+    counts: Sequence[int] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,7 +261,7 @@ class RowLayout:
 
 
 def lay_out(state: DeviceState, rows: PassRows, windowed: bool = False) -> RowLayout:
-    """Lay out the rows of a pass; waits for the device if they are exact.
+    """Lay out the rows of a pass; waits for the device if they are exact and not counted.
 
     Args:
         windowed: the network's layers with a sliding window have blocks of their own.
@@ -267,7 +270,7 @@ def lay_out(state: DeviceState, rows: PassRows, windowed: bool = False) -> RowLa
     tables, own = (state.tables, rows.slots) if excerpt is None else (excerpt.tables, excerpt.rows)
     which = tables, own, rows.starts, rows.lengths
     if rows.width is None:
-        placed = ops.place_rows(*which, rows.rereads, rows.mask_token)
+        placed = ops.place_rows(*which, rows.rereads, rows.mask_token, rows.counts)
     else:
         placed = ops.expand_rows(*which, rows.width, rows.mask_token, rows.total)
     request, offset = placed.request, placed.offset

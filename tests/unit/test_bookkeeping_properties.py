@@ -212,10 +212,14 @@ class World:
         running = [*self.scheduler.running]
         batch = self.scheduler.schedule_ahead(last)
         self.scheduler.check_invariants()
-        assert [*self.scheduler.running] == running, "nobody comes or goes in a step planned ahead"
+        came = [] if batch is None else [item.request for item in batch.admitted]
+        assert {*self.scheduler.running} == {*running, *came}, "nobody goes in a step planned ahead"
         if batch is not None:
             self.check_ahead(last, batch)
             self.seen["ahead"] += 1
+            self.seen["ahead of a prompt"] += not last.is_decode
+            self.seen["prompt ahead"] += not batch.is_decode
+            self.seen["admitted ahead"] += len(came)
         return batch
 
     def commit(self, launched: Launched) -> None:
@@ -421,26 +425,37 @@ class World:
         """The step behind `last`, whose results the host does not know."""
         assert batch.num_tokens <= self.limits.max_num_batched_tokens
         assert not batch.preempted
-        assert batch.is_decode
-        assert not self.scheduler.waiting or self.scheduler.num_running == self.limits.max_num_seqs
-        drafts = {item.request: item.num_draft_tokens for item in last.requests}
+        in_flight = {item.request: item for item in last.requests}
         members = [item.request for item in batch.requests]
         assert [each.order for each in members] == sorted({each.order for each in members})
         for request in self.scheduler.running:
-            ends = request.num_output_tokens + 1 == request.max_tokens
-            ends |= request.num_tokens + 1 == self.limits.max_model_len
-            assert (request in members) != ends, "exactly those that surely end are left out"
-            assert request.steps_in_flight == 1 + (request in members)
+            gains = request in in_flight and in_flight[request].reaches_end
+            ends = request.num_output_tokens + gains == request.max_tokens
+            ends |= request.num_tokens + gains == self.limits.max_model_len
+            assert not (request in members and ends), "those that surely end are left out"
+            if batch.num_tokens > len(members):
+                assert request in members or ends, "someone got no token"
+            assert request.steps_in_flight == (request in in_flight) + (request in members)
         for item in batch.requests:
-            request = item.request
+            request, before = item.request, in_flight.get(item.request)
             assert item.num_draft_tokens <= request.num_speculative_tokens
-            # The request has one token more at least, and all of `last`'s drafts besides at most.
-            fewest = request.num_tokens + 1
+            # A request that was at its end has one token more at least, and all of `last`'s drafts
+            # besides at most.
+            fewest, start, drafts = request.num_tokens, request.num_computed, 0
+            if before is not None:
+                fewest, start = fewest + before.reaches_end, start + before.num_new_tokens
+                drafts = before.num_draft_tokens
+            reach = item.start + item.num_new_tokens
+            assert item.start == start
+            assert 1 <= item.num_new_tokens <= fewest - start
+            assert item.reaches_end == (reach == fewest)
+            assert item.reaches_end or not item.num_draft_tokens
             assert fewest + item.num_draft_tokens < self.limits.max_model_len
-            assert request.num_output_tokens + 1 + item.num_draft_tokens < request.max_tokens
+            outputs = fewest - request.num_prompt_tokens
+            assert outputs + item.num_draft_tokens < request.max_tokens
             if item.num_draft_tokens:
                 assert fewest + item.num_draft_tokens <= self.limits.drafter_max_model_len
-            most = fewest + drafts[request] + item.num_draft_tokens
+            most = reach + drafts + item.num_draft_tokens
             covered = len(item.block_table) * self.block_size
             assert covered >= min(most, self.limits.max_model_len), "a row may have no block"
             assert covered < self.limits.max_model_len + self.block_size, "the table is too long"
@@ -561,7 +576,8 @@ def test_the_simulation_meets_what_it_is_there_for(pipelined: bool, window: int)
     assert world.blocks.num_hit_tokens
     assert len(used) == 12 * 2
     assert sum(request.num_tokens for request in world.everyone) > 2 * len(used)
-    assert bool(world.seen["ahead"]) == pipelined
+    for ahead in ("ahead", "ahead of a prompt", "prompt ahead", "admitted ahead"):
+        assert bool(world.seen[ahead]) == pipelined
     assert bool(world.seen["given back"]) == bool(window)
 
 

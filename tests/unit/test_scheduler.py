@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from slipstream.cache.block_manager import BlockManager
+from slipstream.cache.window_blocks import WindowBlocks, most_blocks_held
 from slipstream.core.batch import Batch, Committed, DraftPlan, StepReport
 from slipstream.core.errors import UsageError
 from slipstream.core.request import FinishReason, Request, RequestStatus
@@ -738,7 +739,7 @@ def test_a_step_is_planned_behind_one_whose_results_are_not_known() -> None:
     assert plan(batch) == {"a": (5, 1, 3), "b": (4, 1, 1)}
     ahead = engine.schedule_ahead(batch)
     assert ahead is not None
-    assert plan(ahead) == {"a": (5, 1, 3), "b": (4, 1, 1)}  # as far as the host knows
+    assert plan(ahead) == {"a": (6, 1, 3), "b": (5, 1, 1)}  # at least
     assert ahead.is_decode
     assert ahead.preempted == ()
     # a may have 10 tokens by then, and three drafts behind them; b 7 and one.
@@ -766,50 +767,105 @@ def test_the_next_step_may_be_planned_behind_one_that_was_itself_planned_ahead()
     assert a.finish_reason is FinishReason.LENGTH
 
 
-def test_nothing_is_planned_behind_a_prompt() -> None:
+def test_chunks_of_a_prompt_and_its_first_tokens_are_planned_behind_one_another() -> None:
     engine = scheduler(max_num_batched_tokens=6)
-    engine.add(request("a", 8))
-    chunk = engine.schedule()
-    assert plan(chunk) == {"a": (0, 6, 0)}
-    assert plan_ahead(engine, chunk) is None
-    commit(engine, chunk)
-    end = engine.schedule()
-    assert plan(end) == {"a": (6, 2, 0)}
-    assert plan_ahead(engine, end) is None
-    commit(engine, end)
-    assert plan_ahead(engine, engine.schedule()) is not None
+    a = request("a", 13)
+    engine.add(a)
+    batch: Batch | None = engine.schedule()
+    planned: list[tuple[int, int, int]] = []
+    while batch is not None and len(planned) < 5:
+        planned.append(plan(batch)["a"])
+        ahead = engine.schedule_ahead(batch)
+        engine.check_invariants()
+        commit(engine, batch)
+        batch = ahead
+    assert planned == [(0, 6, 0), (6, 6, 0), (12, 1, 3), (13, 1, 3), (14, 1, 3)]
+    assert a.output_token_ids == [7, 7, 7]
 
 
-def test_nothing_is_planned_behind_a_prompt_beside_others_that_decode() -> None:
+def test_a_prompt_goes_on_beside_others_that_decode() -> None:
     engine = scheduler(max_num_batched_tokens=6)
     engine.add(request("a", 4))
     step(engine)
     engine.add(request("b", 9))
     batch = engine.schedule()
     assert plan(batch) == {"a": (4, 1, 2), "b": (0, 3, 0)}
+    assert plan_ahead(engine, batch) == {"a": (5, 1, 2), "b": (3, 3, 0)}
+
+
+def test_prompts_that_end_with_their_first_token_leave_the_next_step_to_others() -> None:
+    engine = scheduler(max_num_batched_tokens=10)
+    members = [request(name, 5, max_tokens=1) for name in "abcd"]
+    for each in members:
+        engine.add(each)
+    batch = engine.schedule()
+    assert plan(batch) == {"a": (0, 5, 0), "b": (0, 5, 0)}
+    ahead = engine.schedule_ahead(batch)
+    assert ahead is not None
+    assert plan(ahead) == {"c": (0, 5, 0), "d": (0, 5, 0)}
+    assert len(ahead.admitted) == 2
+    commit(engine, batch)
+    assert plan_ahead(engine, ahead) is None
+    engine.abort("c")
+    commit(engine, ahead)
+    assert [each.num_output_tokens for each in members] == [1, 1, 0, 1]
+    assert engine.block_manager.num_available == engine.block_manager.num_blocks
+
+
+@pytest.mark.parametrize(("salt", "hit"), [("", 8), ("other", 0)])
+def test_who_shares_a_prefix_that_is_being_computed_waits_for_it(salt: str, hit: int) -> None:
+    engine = scheduler(max_num_batched_tokens=14, num_speculative_tokens=0)
+    b = request("b", [*range(8), 77, 78], drafts=0, cache_salt=salt)
+    engine.add(request("a", range(14), drafts=0))
+    engine.add(b)
+    engine.add(request("c", 3, drafts=0))
+    batch = engine.schedule()
+    assert plan(batch) == {"a": (0, 14, 0)}
+    ahead = engine.schedule_ahead(batch)
+    assert ahead is not None
+    assert list(plan(ahead)) == (["a"] if hit else ["a", "b", "c"])  # c does not overtake b
+    commit(engine, batch)
+    commit(engine, ahead)
+    if hit:
+        engine.schedule()
+    assert b.num_cached_tokens == hit
+
+
+def test_nothing_is_planned_where_a_window_lacks_blocks_for_the_next_chunk() -> None:
+    window = WindowBlocks(most_blocks_held(8, SIZE) + 4, SIZE, 8)
+    engine = scheduler(max_num_batched_tokens=16)
+    engine.block_manager = BlockManager(100, SIZE, True, window)
+    engine.add(request("a", 60))
+    batch = engine.schedule()
+    assert plan(batch) == {"a": (0, 16, 0)}
+    assert plan_ahead(engine, batch) == {"a": (16, 16, 0)}
+    engine = scheduler(max_num_batched_tokens=20)
+    window.reset()
+    engine.block_manager = BlockManager(100, SIZE, True, window)
+    engine.add(request("a", 60))
+    batch = engine.schedule()
+    assert plan(batch) == {"a": (0, 20, 0)}
     assert plan_ahead(engine, batch) is None
+    commit(engine, batch)
+    assert plan(engine.schedule()) == {"a": (20, 20, 0)}
 
 
-def test_nothing_is_planned_behind_an_admission_of_a_single_token() -> None:
+def test_what_is_planned_behind_an_admission_of_a_single_token() -> None:
     engine = scheduler()
     engine.add(request("a", range(9), max_tokens=1))
     step(engine)
     engine.add(request("b", range(9)))
     batch = engine.schedule()
     assert plan(batch) == {"b": (8, 1, 3)}
-    assert plan_ahead(engine, batch) is None
-    commit(engine, batch)
-    assert plan_ahead(engine, engine.schedule()) is not None
+    assert plan_ahead(engine, batch) == {"b": (9, 1, 3)}
 
 
-def test_nothing_is_planned_while_someone_waits_and_a_slot_is_free() -> None:
+def test_who_comes_while_others_decode_is_admitted_ahead_if_a_slot_is_free() -> None:
     engine = scheduler(max_num_seqs=2)
     a = request("a", 4)
     batch = decoding(engine, a)
     engine.add(request("b", 4))
-    assert plan_ahead(engine, batch) is None
-    commit(engine, batch)
-    assert plan(engine.schedule()) == {"a": (5, 1, 3), "b": (0, 4, 0)}
+    assert plan_ahead(engine, batch) == {"a": (5, 1, 3), "b": (0, 4, 0)}
 
 
 def test_who_waits_for_a_slot_holds_nobody_up_until_one_is_free() -> None:
@@ -821,9 +877,7 @@ def test_who_waits_for_a_slot_holds_nobody_up_until_one_is_free() -> None:
     assert ahead is not None
     commit(engine, batch, {"a": [EOS]})
     assert a.finished
-    assert plan_ahead(engine, ahead) is None  # c can have a's slot
-    commit(engine, ahead)
-    assert list(plan(engine.schedule())) == ["b", "c"]
+    assert plan_ahead(engine, ahead) == {"b": (6, 1, 3), "c": (0, 4, 0)}  # c has a's slot
 
 
 def test_nothing_is_planned_where_blocks_lack_and_what_was_taken_comes_back() -> None:
@@ -841,7 +895,7 @@ def test_nothing_is_planned_where_blocks_lack_and_what_was_taken_comes_back() ->
     engine.abort("b")
     batch = engine.schedule()
     assert plan(batch) == {"a": (8, 1, 3)}
-    assert plan_ahead(engine, batch) == {"a": (8, 1, 3)}
+    assert plan_ahead(engine, batch) == {"a": (9, 1, 3)}
 
 
 def test_blocks_taken_for_a_plan_that_failed_cost_nobody_their_place() -> None:
@@ -863,7 +917,7 @@ def test_who_surely_ends_is_left_out() -> None:
     d = request("d", 7)
     batch = decoding(engine, a, b, c, d)
     assert list(plan(batch)) == ["a", "b", "c", "d"]
-    assert plan_ahead(engine, batch) == {"b": (4, 1, 0), "d": (7, 1, 0)}
+    assert plan_ahead(engine, batch) == {"b": (5, 1, 0), "d": (8, 1, 0)}
     assert [each.steps_in_flight for each in (a, b, c, d)] == [1, 2, 1, 2]
     commit(engine, batch)
     assert (a.finish_reason, c.finish_reason) == (FinishReason.LENGTH, FinishReason.LENGTH)
@@ -898,7 +952,7 @@ def test_drafts_planned_ahead_reckon_with_the_token_that_surely_comes(
 ) -> None:
     engine = scheduler(**limits)
     a = request("a", 8, max_tokens=max_tokens)
-    assert plan_ahead(engine, decoding(engine, a)) == {"a": (8, 1, expected)}
+    assert plan_ahead(engine, decoding(engine, a)) == {"a": (9, 1, expected)}
 
 
 def test_a_step_planned_ahead_keeps_to_the_row_budget_in_arrival_order() -> None:
@@ -907,7 +961,7 @@ def test_a_step_planned_ahead_keeps_to_the_row_budget_in_arrival_order() -> None
     batch = decoding(engine, *members)
     ahead = engine.schedule_ahead(batch)
     assert ahead is not None
-    assert plan(ahead) == {"a": (1, 1, 3), "b": (1, 1, 1), "c": (1, 1, 0)}
+    assert plan(ahead) == {"a": (2, 1, 3), "b": (2, 1, 1), "c": (2, 1, 0)}
     assert ahead.num_tokens == 7
 
 
@@ -917,7 +971,7 @@ def test_a_table_planned_ahead_ends_with_max_model_len() -> None:
     ahead = engine.schedule_ahead(batch)
     assert ahead is not None
     # 8 tokens, 3 drafts, one more and 2 drafts would be 14.
-    assert plan(ahead) == {"a": (7, 1, 2)}
+    assert plan(ahead) == {"a": (8, 1, 2)}
     assert len(ahead.requests[0].block_table) == 3
 
 
@@ -962,11 +1016,10 @@ def test_a_request_may_end_from_outside_while_two_steps_are_under_way(reason: Fi
     again = request("a", range(5))
     engine.add(again)  # the same id
     commit(engine, batch)
-    assert plan_ahead(engine, ahead) is None  # a slot is free for it
+    assert plan_ahead(engine, ahead) == {"a": (0, 5, 0), "b": (8, 1, 3)}  # a slot is free for it
     commit(engine, ahead)
     assert (a.num_output_tokens, a.finish_reason) == (1, reason)
     assert again.num_output_tokens == 0
-    assert plan(engine.schedule()) == {"a": (0, 5, 0), "b": (8, 1, 3)}
 
 
 def test_nothing_is_planned_behind_a_step_for_nobody() -> None:

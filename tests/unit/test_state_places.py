@@ -121,7 +121,7 @@ def test_a_step_under_way_never_writes_a_checkpoint_that_is_there() -> None:
     begin(states, "a", 6)
     kept = go_on(states, "a", 6)
     states.plan("a", 7)  # with 3 drafts, behind which another step is planned
-    ahead = states.plan("a", 7, drafts_in_flight=3)
+    ahead = states.plan("a", 11, num_before=7)
     assert ahead not in (NO_PLACE, kept)
     states.take_in("a", 7)
     states.index("a", CHAIN[:1])
@@ -148,7 +148,7 @@ def test_a_prompt_is_cut_where_others_part_from_it() -> None:
 
 def test_small_caches_meet_all_of_it() -> None:
     """Checkpoints are resumed behind preemptions and in pipelines too; see `World`."""
-    world = World(limits(4, 16, 3), 14, 2, True, pipelined=True, places=8, interval=2, rereads=1)
+    world = World(limits(4, 16, 3), 12, 2, True, pipelined=True, places=8, interval=2, rereads=1)
     rng = Random(0)
     for number in range(12):
         world.add([1] * (number % 5) + [number % 2], 12, 3, 0, False)

@@ -5,6 +5,7 @@ memory, and C++ objects are kept from call to call. C++ checks dtypes (`TypeErro
 strides (`ValueError`).
 """
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import _slipstream_cpu as cpp
@@ -61,9 +62,10 @@ def place_rows(
     lengths: Tensor,
     rereads: Tensor | None = None,
     mask_token: int | None = None,
+    counts: Sequence[int] = (),
 ) -> PlacedRows:
     requests = slots.shape[0]
-    counts: list[int] = lengths.tolist()
+    counts = counts or lengths.tolist()
     row_starts = [0, *accumulate(counts)]
     rows, num_blocks = row_starts[-1], tables.block_tables.shape[1]
     num_places = tables.num_tables * rows

@@ -1,5 +1,6 @@
 """Batch preparation in plain torch. Meanings and shapes: `kernels/preparation.py`."""
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from time import perf_counter_ns
 
@@ -65,8 +66,9 @@ def place_rows(
     lengths: Tensor,
     rereads: Tensor | None = None,
     mask_token: int | None = None,
+    counts: Sequence[int] = (),
 ) -> PlacedRows:
-    row_starts = [0, *accumulate(lengths.tolist())]
+    row_starts = [0, *accumulate(counts or lengths.tolist())]
     query_start = send(torch.tensor(row_starts), slots.device)
     request = torch.repeat_interleave(lengths, output_size=row_starts[-1])
     offset = torch.arange(row_starts[-1], device=slots.device) - query_start[request]

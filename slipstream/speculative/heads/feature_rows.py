@@ -170,7 +170,10 @@ class FeatureRowsDrafter(Drafter):
         if any(chunk.length for chunk in chunks):
             longest = max(chunk.length for chunk in chunks)
             excerpt = self._excerpt(slots, window_ends, longest)
-            placed = PassRows(slots, excerpt.places(starts), lengths, excerpt=excerpt)
+            counts = [chunk.length for chunk in chunks]
+            placed = PassRows(
+                slots, excerpt.places(starts), lengths, excerpt=excerpt, counts=counts
+            )
             layout = lay_out(self._state, placed)
             scaled = self._resources.target.config.embedding_scale is not None
             if forward.embedded is not None and not scaled:  # heads take those of tokens unscaled
