@@ -65,7 +65,7 @@ class TrimmingPolicy(StoppingPolicy):
 
 def trim_of(arrival: int, length: int) -> Trim:
     rates = tuple(0.4 + 0.6 * (place * 7 % NUM_BINS) / NUM_BINS for place in range(NUM_BINS))
-    return Trim((arrival + length) % 4, 6 + arrival % 4, rates)
+    return Trim((arrival + length) % 2, 6 + arrival % 4, rates)
 
 
 def stops_of(number: int) -> ChainStops:

@@ -11,6 +11,7 @@ from slipstream.sampling import verification
 from slipstream.speculative import draft_sampling
 from slipstream.speculative.catalogue import METHODS
 from tests import fake_drafters
+from tests.lossless import test_sampled
 from tests.lossless.counted_pair import Heads
 from tests.lossless.test_greedy import AXES as GREEDY_AXES
 from tests.lossless.test_greedy import (
@@ -126,6 +127,8 @@ def test_the_statistic_sees_a_place_that_is_dropped_for_its_token(
         return picked
 
     monkeypatch.setattr(draft_sampling, "sample_draft", sample_draft)
+    monkeypatch.setattr(test_sampled, "SAMPLES", 2 * test_sampled.SAMPLES)
+    monkeypatch.setattr(test_sampled, "LOTS", 2 * test_sampled.LOTS)
     assert least_p_value("draft_model", kind, pair, heads, monkeypatch) < 1e-6
 
 

@@ -38,7 +38,8 @@ def test_greedy_output_is_the_plain_output(
 ) -> None:
     """The second time prompts are found in the prefix index."""
     (count, rows, blocks, padded), (target, assistant) = settings, write(case, tmp_path)
-    prompts, options = make_prompts(6), {"rows": rows, "blocks": blocks}
+    # Without the first prompt, whose text of a case has two tokens that are equally likely.
+    prompts, options = make_prompts(7)[1:], {"rows": rows, "blocks": blocks}
     expected = tokens(make_llm(target, None, {**options, "blocks": 200}).generate(prompts, GREEDY))
     if padded:
         use_padded_steps(monkeypatch)
