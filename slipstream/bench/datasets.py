@@ -272,7 +272,7 @@ def read_dataset(
     Args:
         name: one of DATASETS except `random`; `demo` needs no file.
         category: keep only prompts of this category; None keeps all.
-        encoder: for ShareGPT, sets output lengths to those of the recorded answers, and leaves out
+        encoder: for ShareGPT, sets output lengths as in the recorded answers, and leaves out
             very short and very long conversations, as other benchmarks do.
 
     Raises:

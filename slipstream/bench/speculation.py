@@ -24,7 +24,7 @@ _IN_USAGE = ("drafts", "draft_tokens", "accepted_tokens", "steps")
 
 @dataclass
 class SpeculationCounts(RequestMetrics):
-    """Counts over a load; steps are those of all requests, 0 where unknown.
+    """Counts over a load; steps are summed over requests, 0 where unknown.
 
     Attributes:
         source: where the counts come from, in words.

@@ -42,7 +42,7 @@ class ReportTable:
 def load_tables(
     summary: Mapping[str, Any], speculation: SpeculationCounts | None, options: SummaryOptions
 ) -> list[ReportTable]:
-    """The tables for a load on a server; `summary` is that of `summarise`."""
+    """The tables for a load on a server; `summary` comes from `summarise`."""
     tables = [ReportTable("Requests", ("", ""), _requests(summary))]
     if any(f"mean_{metric}_ms" in summary for metric in options.metrics):
         tables.append(_times(summary, options))

@@ -6,7 +6,7 @@ from pathlib import Path
 from slipstream.core.errors import UsageError
 
 NO_ADAPTER = -1
-"""In place of a slot."""
+"""The slot of a request without an adapter."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class LoRARequest:
         lora_name: for messages and metrics.
         lora_int_id: tells adapters apart, from 1 on.
         lora_path: its directory, in the layout of PEFT.
-        draft_lora_path: that of an adapter of the drafter, which drafts with it; None: it drafts as
-            it is.
+        draft_lora_path: directory of an adapter for the drafter; None: the drafter has no
+            adapter.
     """
 
     lora_name: str

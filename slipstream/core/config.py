@@ -16,7 +16,7 @@ from slipstream.core.flags import (
     parse_words,
 )
 
-# Formats of checkpoints, which are read off their config.json: a name must be that of the format.
+# Formats that config.json declares: `quantization` must equal the checkpoint's format.
 STORED_QUANTIZATIONS = (
     *("awq", "awq_marlin", "compressed-tensors", "gguf", "gptq", "gptq_marlin"),
     *("modelopt", "modelopt_fp4", "quark"),

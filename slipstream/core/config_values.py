@@ -14,8 +14,8 @@ _OTHER_NAMES = {"w8a8": "int8-dynamic"}
 def captures_of(
     compilation: Mapping[str, Any], sizes: object
 ) -> tuple[bool, tuple[int, ...] | None]:
-    """(whether nothing is captured, the sizes that are) by a `compilation_config`, in which sizes
-    go before those of the field.
+    """(eager, CUDA graph sizes) as `compilation_config` sets them; its sizes take precedence over
+    `sizes`.
 
     Raises:
         UsageError: it asks for anything else, or a size is no positive integer.
@@ -73,7 +73,7 @@ def check_expert_parallel(tensor_parallel_size: int, rank_check_interval: int | 
 def joined_overrides(
     overrides: Mapping[str, Any] | None, short: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:
-    """`hf_overrides` with those of its keys that are fields, too; UsageError for a key of both."""
+    """`hf_overrides` with the fields in `short` added; UsageError for a key that is in both."""
     given = {name: value for name, value in short.items() if value is not None}
     if twice := given.keys() & (overrides or {}):
         raise UsageError(f"{min(twice)} is given by itself and in hf_overrides; give one")

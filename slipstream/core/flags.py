@@ -76,7 +76,7 @@ class Flag:
 
 
 def flag(default: T, text: str = "", **options: Any) -> T:
-    """A field of a dataclass that is a flag as well; `options` are those of `Flag`."""
+    """A field of a dataclass that is a flag as well; `options` are fields of `Flag`."""
     return field(default=default, metadata={"flag": Flag(help=text, **options)})
 
 
@@ -109,7 +109,7 @@ def given_flags(config: Any) -> list[str]:
 
 
 def kinds_of(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the one type that it is."""
+    """The members of a union type; any other type by itself."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 

@@ -1,4 +1,4 @@
-"""One prompt being continued."""
+"""A request as the scheduler keeps it: tokens, sampling parameters and status."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from slipstream.core.structured import Guide
 
 
 class RequestStatus(Enum):
-    """Where a request is."""
+    """Whether a request waits, runs or has finished."""
 
     WAITING = "waiting"
     RUNNING = "running"

@@ -13,15 +13,15 @@ from slipstream.core.structured import StructuredOutput
 
 
 class Verification(IntEnum):
-    """A request's way of verification. The values are known to all backends."""
+    """How a request's drafts are verified. All backends use these values."""
 
-    # A draft token is accepted with probability min(1, p / q); behind a refusal max(p - q, 0) is
-    # sampled. Which tokens are drafted decides which text a seed gives.
+    # A draft token is accepted with probability min(1, p / q); after a rejection, max(p - q, 0) is
+    # sampled. The text for a seed depends on the drafted tokens.
     REJECTION = 0
-    # The target samples every place with noise of (seed, position) alone, and a draft token is
-    # accepted where it is that sample: the text is that of plain decoding, whatever is drafted.
+    # The target samples every position with noise that depends on (seed, position) only; a draft
+    # token is accepted if it equals that sample. The text equals plain decoding with any drafter.
     COUPLED = 1
-    # All tokens of a draft are judged together: more of them are accepted than by rejection.
+    # Block verification: a draft is verified as a whole, which accepts more than REJECTION.
     BLOCK = 2
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from slipstream.core.request import Request
 
-# In smaller passes it is not worth while to leave out rows.
+# Smaller passes are not worth packing.
 FEWEST_TO_PACK = 64
 TILE_ROWS = 16
 PARTS = 4
@@ -54,7 +54,7 @@ class CapturedForm:
         widths: numbers of draft tokens, rising.
         packs: whether steps are also captured with fewer rows than bucket * (width + 1), for
             requests that draft different numbers of tokens.
-        sizes: the buckets without the largest; None: those of `bucket_sizes`.
+        sizes: the buckets except the largest; None: as `bucket_sizes` chooses.
     """
 
     max_requests: int

@@ -1,4 +1,4 @@
-"""How Ray Serve tells a process of the replicas.
+"""How a process learns from Ray Serve which replicas run.
 
 Ray pickles this module's class with all that it refers to, so it refers to the directory's module.
 """

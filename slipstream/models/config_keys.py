@@ -87,7 +87,7 @@ class CommonKeys:
         Args:
             windows: window of each layer; None: no layer has one.
             feed_forwards: feed-forward part of all layers, or of each; None: `feed_forward`.
-            ropes: RoPE of each layer; None: all have that of `attention`.
+            ropes: RoPE of each layer; None: all use the RoPE of `attention`.
         """
         windows = windows or [None] * self.num_layers
         ropes = ropes or [attention.rope] * self.num_layers
@@ -190,7 +190,7 @@ def read_biases(
     """The values with biases of all attention projections, which one key turns on.
 
     Args:
-        of_mlp: another key turns on those of the MLP, which has none otherwise.
+        of_mlp: another key turns on biases of the MLP, which has none otherwise.
     """
     bias, mlp_bias = reader.take("attention_bias", bool, default), False
     if of_mlp:

@@ -184,7 +184,7 @@ class DraftedTrees:
         num_nodes: [R] int64, how many of a request's first `token_ids` are nodes.
         most_accepted: [R] int64, maximum number of accepted tokens, however deep the tree is.
         num_rows: number of ragged rows, which is the sum of `num_nodes` + 1; None if every request
-            has K + 1 rows. Row i of a request is that of its node i.
+            has K + 1 rows. Row i of a request belongs to its node i.
         allowed, peaks: see `SampleRows`.
     """
 
@@ -219,7 +219,7 @@ def verify_trees(
         torch.ones_like(trees.slots, dtype=torch.bool),
         num_rows=trees.num_rows,
     )
-    # Each row is verified without a draft, so its sample is that of plain decoding in all modes.
+    # Each row is verified without a draft, so its sample equals plain decoding in all modes.
     plain = uses - {Uses.COUPLED}
     sampled = verify(logits, _node_rows(trees, layout, uses), state, plain).token_ids[:, 0]
     node = torch.arange(width, device=logits.device)

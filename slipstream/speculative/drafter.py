@@ -84,8 +84,8 @@ class Draft:
         return columns.combined(own.masked_fill(~is_own, 0.0))
 
     def certain_tokens(self, chances: Tensor | None) -> Tensor | None:
-        """[R, K] bool, tokens whose q is 1 although their request's draft was sampled: those that
-        a grammar put there, and those of rows whose logits were NaN. None: there are none."""
+        """[R, K] bool, tokens with q = 1 in drafts that were sampled: tokens that a grammar forced,
+        and tokens of rows whose logits were NaN. None: there are none."""
         if chances is None:
             return self.certain
         # No token is sampled with q = 0, but logits that are NaN give a row of zeros.
@@ -265,8 +265,8 @@ class DrafterResources:
 
 @dataclass(frozen=True)
 class DraftWindow:
-    """Keys and values that a drafter with a window keeps for every slot: those of the last `tokens`
-    tokens, and of the first ones."""
+    """The KV cache that a drafter with a window keeps for every slot: the last `tokens` tokens, and
+    the first ones (attention sinks)."""
 
     layout: CacheLayout
     tokens: int

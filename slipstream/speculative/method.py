@@ -38,7 +38,7 @@ class Method:
         name: its `method` in a `speculative_config`.
         module: where its options are read and its drafter is loaded; imported when it is used.
         spellings: other values of `method` that mean it.
-        model_types, architectures: those of its checkpoints in config.json that only it has.
+        model_types, architectures: values in config.json that only this method's checkpoints have.
         recognise: whether another checkpoint is one of this method; or the name in `variants`
             that it is.
         config_keys: keys of config.json about drafting, which do not change a language model's

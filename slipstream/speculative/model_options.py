@@ -104,7 +104,7 @@ class ModelOptions:
             )
 
     def load_options(self, target: TargetModel, usual_ranks: int = 1) -> LoadOptions:
-        """The load options: those of the target, except where the user has set others.
+        """The target's load options, except where the user has set others.
 
         Args:
             usual_ranks: the ranks that share the network if the user has not set their number.

@@ -50,8 +50,8 @@ class PardRecipe(LanguageModelRecipe, ParallelRecipe[DecoderConfig]):
 def mask_token_and_rows(plan: RunPlan) -> tuple[int, int]:
     """(the id of the mask token, rows of the drafter's embedding).
 
-    The id is that of `--mask-token`, else of `--init`, else the first unused one. If all are used,
-    the drafter gets some rows more than the target.
+    The id comes from `--mask-token`, else from `--init`, else it is the first unused one. If all
+    are used, the drafter gets some rows more than the target.
     """
     size, init = plan.shape.vocab_size, initial_checkpoint(plan)
     if init is not None:

@@ -87,7 +87,7 @@ def most_frequent(
 
 
 def choose_mask_token(plan: RunPlan, vocab_size: int) -> int:
-    """`--mask-token`, else the first id after those of all tokens, which may be `vocab_size`."""
+    """`--mask-token`, else the first id after all tokens, which may be `vocab_size`."""
     token, path = plan.settings.options.mask_token, plan.target.path
     if token is not None:
         if not 0 <= token < vocab_size:
@@ -103,7 +103,7 @@ def choose_mask_token(plan: RunPlan, vocab_size: int) -> int:
 def mask_token_of_head(plan: RunPlan) -> int:
     """The id that a head uses as mask.
 
-    It may be that of a token, because a mask row also has another feature.
+    It may also be a token's id, because a mask row also differs in its feature.
     """
     size = plan.shape.vocab_size
     return min(size - 1, choose_mask_token(plan, size))

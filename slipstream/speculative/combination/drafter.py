@@ -283,7 +283,7 @@ def _host_draft(batch: DeviceBatch) -> Draft:
 
 
 def _completed(draft: Draft, other: Draft) -> Draft:
-    """`draft`, in which requests without tokens get those of `other`, which may be narrower."""
+    """`draft`, whose requests without tokens take the tokens of `other`, which may be narrower."""
     missing = draft.token_ids.shape[1] - other.token_ids.shape[1]
     taken = draft.num_tokens > 0
     tokens = torch.where(taken.unsqueeze(1), draft.token_ids, pad(other.token_ids, (0, missing)))

@@ -96,7 +96,7 @@ class DFlashConfig(StreamHeadConfig):
         count = self.num_read
         if count == 1:
             return (target_layers // 2 + 1,)
-        # Evenly spaced, from the output of layer 1 to that of the third last layer.
+        # Evenly spaced, from the output of layer 1 to the output of the third last layer.
         step = (target_layers - 4) / (count - 1)
         return tuple(round(1 + index * step) + 1 for index in range(count))
 

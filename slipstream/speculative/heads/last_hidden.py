@@ -63,7 +63,7 @@ class LastHidden:
         return self._rows[slots]
 
     def has_row(self, slots: Tensor) -> Tensor:
-        """[R] bool: whether the row is that of the token before the last known one. It is missing
+        """[R] bool: whether the row belongs to the token before the last known one. It is missing
         after a prefix cache hit on all tokens but the last."""
         computed = self._computed[slots]
         state = self._state

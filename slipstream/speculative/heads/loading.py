@@ -49,7 +49,7 @@ class HeadContext:
         """Build the decoder layers.
 
         Args:
-            specs: in place of those of the config.
+            specs: replace the config's layer specs.
             shifted: see `RopeTables`.
         """
         ropes = RopeTables(self.options.max_positions, self.options.device, shifted=shifted)

@@ -136,7 +136,7 @@ class MtpHead(HeadNetwork):
     ) -> Tensor:
         """Run module `index`: token_ids [T], features [T, H] of the previous tokens -> [T, H].
 
-        The module's first row of a text is that of token `FIRST_ROW + index`; outputs of earlier
+        The module's first row of a text belongs to token `FIRST_ROW + index`; outputs of earlier
         rows are undefined.
         """
         embedded = self.embedded(token_ids, inputs)
@@ -187,7 +187,7 @@ class ModulesDrafter(FeatureRowsDrafter):
         return result, result
 
     def _place_before(self, layout: RowLayout) -> Tensor:
-        """[T] int64, the slot of the token before that of each row."""
+        """[T] int64, the slot of each row's previous token."""
         inputs, size, request = layout.inputs, self._state.block_size, layout.request
         before = (inputs.rows.in_context - 1).clamp_min(0)
         return inputs.paging.block_tables[request, before // size].long() * size + before % size

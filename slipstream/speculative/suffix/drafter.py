@@ -112,8 +112,8 @@ class SuffixAutomaton:
         self._count_suffixes(state, before, token)
 
     def guess(self, context: Sequence[int], most: int, better_than: Guess = NOTHING) -> Guess:
-        """Guess at most `most` tokens behind `context`: the guess with the best score among those
-        of all suffixes that occur in the texts; with equal scores that of the longest suffix."""
+        """Guess at most `most` tokens after `context`: the guess with the best score over all
+        suffixes that occur in the texts; of equal scores, the longest suffix wins."""
         best = better_than
         state, matched = self._match(context)
         while state > 0:
