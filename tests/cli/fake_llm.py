@@ -50,6 +50,7 @@ class FakeLLM:
                 drafts="4",
                 sampling_defaults=self.defaults,
                 limits=SimpleNamespace(
+                    cache_bounds_length=False,
                     num_speculative_tokens=4,
                     max_model_len=64,
                     drafter_max_model_len=32,

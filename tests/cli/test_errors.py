@@ -151,7 +151,7 @@ def test_ctrl_c_while_torch_is_imported_ends_the_command_quietly(tmp_path: Path)
     # As in a shell: of a command in the background SIGINT may be ignored.
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "import sys; sys.argv = ['slipstream', 'list']; "
+        "import sys; sys.argv = ['slipstream', 'inspect', 'demo']; "
         "from slipstream.__main__ import main; main()"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
