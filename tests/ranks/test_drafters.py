@@ -138,7 +138,7 @@ def test_every_drafter(name: str, models: tuple[str, str, dict[str, str]], ranke
             check(name, keys, models, ranked, room, guesses_count=counts)
 
 
-@pytest.mark.parametrize("neighbours", [4, 2])
+@pytest.mark.parametrize("neighbours", [pytest.param(4, marks=pytest.mark.full), 2])
 def test_four_ranks(
     neighbours: int, tmp_path: Path, models: tuple[str, str, dict[str, str]], ranked: Opener
 ) -> None:
