@@ -97,13 +97,14 @@ class Step:
 
     def propose(self, batch: DeviceBatch) -> Proposal:
         """The drafter's tokens, written behind the known tokens of every request."""
-        began = self._now()
-        if batch.width:
+        began, drafts = self._now(), batch.width > 0
+        if drafts:
             # The host may have planned before the last step's results arrived. Apply its limits to
             # what the device knows: a seeded text must not depend on when a step was planned.
             room = torch.minimum(batch.num_draft_tokens, self._most_useful_drafts(batch.slots))
             batch = replace(batch, num_draft_tokens=room)
-        draft = self._drafter.propose(batch) if batch.width else Draft.empty(batch)
+            drafts = not batch.exact or bool(room.any())  # else exact passes would have no rows
+        draft = self._drafter.propose(batch) if drafts else Draft.empty(batch, batch.width)
         if not draft.written:
             self._write(batch, draft)
         return Proposal(draft, began, self._now())

@@ -105,9 +105,9 @@ class Draft:
         )
 
     @staticmethod
-    def empty(batch: DeviceBatch) -> "Draft":
+    def empty(batch: DeviceBatch, width: int = 0) -> "Draft":
         return Draft(
-            token_ids=batch.slots.new_zeros((batch.num_requests, 0)),
+            token_ids=batch.slots.new_zeros((batch.num_requests, width)),
             num_tokens=torch.zeros_like(batch.slots),
             one_hot=torch.ones_like(batch.at_end),
             written=True,

@@ -7,6 +7,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.batch import Batch
+from slipstream.engine.prompts import EncodedPrompt
 from slipstream.engine.samples import Submission
 from tests.lossless.test_padded import (
     Ahead,
@@ -20,6 +21,7 @@ from tests.lossless.test_padded import (
     seeded,
     words,
 )
+from tests.padded_steps import use_padded_steps
 
 __all__ = ["make", "words"]  # fixtures
 
@@ -153,3 +155,33 @@ def test_preemptions_come_between_prompts_that_run_ahead(make: Maker) -> None:
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     assert with_prompts(ahead.batches)
     check_empty(llm)
+
+
+def test_a_step_in_which_no_room_for_drafts_is_left_is_no_failure(
+    tiny_target: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Planned with drafts beside a prompt, before the last step's drafts were accepted."""
+    use_padded_steps(monkeypatch)
+    llm = LLM(
+        tiny_target,
+        speculative_config={"model": tiny_target, "num_speculative_tokens": 3},
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        num_kv_blocks=64,
+        block_size=8,
+        max_model_len=128,
+    )
+    engine, texts = llm.engine, dict[str, int]()
+    for name, prompt, most in (("a", [5, 6, 7], 9), ("b", [*range(1, 91)], 4)):
+        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+        bad_words = ((9,),) if name == "b" else ()
+        engine.add(name, EncodedPrompt(None, prompt, bad_words), params)
+    while engine.has_unfinished:
+        for sample in engine.step():
+            if sample.finished:
+                assert sample.error is None
+                texts[sample.request_id] = len(sample.output().outputs[0].token_ids)
+    assert texts == {"a": 9, "b": 4}
+    assert not caplog.records  # steps that fail are logged, and tried again
