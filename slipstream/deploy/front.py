@@ -159,7 +159,7 @@ class Front:
             send=send,
         )
         work = self._forward
-        if path in ("/metrics", "/load", *_TO_ALL):
+        if path in ("/metrics", "/load", *_TO_ALL) and request.method != "HEAD":
             work = self._ask_all
         try:
             await cancel_on_disconnect(receive, work(request))

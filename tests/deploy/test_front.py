@@ -224,6 +224,16 @@ def test_some_paths_are_asked_of_all() -> None:
     asyncio.run(run())
 
 
+def test_a_head_without_a_body_is_asked_of_one_replica() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 17\r\n\r\n"
+
+    async def main() -> None:
+        async with served(FakeReplica("a", head), FakeReplica("b", head)) as front:
+            assert await post(front, "/load", b"", method="HEAD") == (200, b"")
+
+    asyncio.run(main())
+
+
 def test_a_refusal_of_metrics_is_passed_on() -> None:
     async def run() -> None:
         async with served(FakeReplica("a", whole(b"{}", "401 Unauthorized"))) as front:
