@@ -7,6 +7,7 @@
 Rows of 5,120 numbers in bfloat16; microseconds of one sum of 50 that follow each other in a graph:
 
     ours + norm     through the GPUs' memory: sum, residual and RMS norm in one kernel
+    shares + norm   the same, but each rank sums its share of the columns, and ranks gather the sum
     ours, 2 kernels the gather through the GPUs' memory, then additions, residual and norm
     norm            additions, residual and norm of what is there: what no exchange can be below
     gather + norm   NCCL's gather, then additions, residual and norm in one kernel
@@ -37,7 +38,7 @@ from torch import Tensor
 from torch.multiprocessing import get_context
 
 from benchmarks.graph_timing import graph_us
-from slipstream.kernels.inboxes import Inboxes
+from slipstream.kernels.inboxes import FEW_ROWS, Inboxes
 from slipstream.kernels.norm import Made, Spread
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.table import Norm
@@ -46,7 +47,7 @@ from slipstream.runner.peer_memory import connect_inboxes
 
 _DIST: Any = dist
 ROWS, WIDTH, CALLS, REPLAYS = (1, 2, 8, 32, 128, 400), 5120, 50, 2000
-OURS = "ours + norm"
+OURS, SHARES = "ours + norm", "shares + norm"
 LINKS, PATIENCE = 8, 20_000_000  # sums of a chain; looks, which are ten seconds
 
 Times = dict[str, dict[int, float]]  # microseconds, by what is measured and rows
@@ -162,10 +163,12 @@ class _Rank:
         if self.inboxes is not None and self.inboxes.ended.item():
             raise RuntimeError("a kernel has waited in vain")
 
-    def spread(self, mine: Tensor) -> Made:
+    def spread(self, mine: Tensor, shares: bool = False) -> Made:
         """`mine` for an op of ours that sums it over the ranks."""
         assert self.inboxes is not None
-        channel = self.inboxes.channel(max(self.case.rows), self.case.width, mine.element_size())
+        rows, width, item = max(self.case.rows), self.case.width, mine.element_size()
+        share = width // self.case.size if shares else None
+        channel = self.inboxes.channel(rows, width, item, share)
         assert channel is not None, "there is room"
         return Spread(mine, mine.dtype, channel)
 
@@ -195,9 +198,11 @@ class _Rank:
         self.equal(ops.norm(self.spread(mine), None, None)[1:], [in_order(stacked)])
         expected = ops.norm(stacked, residual, norm)
         self.equal(ops.norm(self.spread(mine), residual, norm), expected)
+        self.equal(ops.norm(self.spread(mine, shares=True), residual, norm), expected)
         self.say(f"{rows:4d} rows  bits are equal")
         runs: dict[str, Callable[[], object]] = {
             OURS: lambda: ops.norm(self.spread(mine), residual, norm),
+            SHARES: lambda: ops.norm(self.spread(mine, shares=True), residual, norm),
             "norm": lambda: ops.norm(stacked, residual, norm),
         }
         if self.gathers(mine):
@@ -223,11 +228,12 @@ class _Rank:
 
     def compare_share(self, norm: Norm) -> None:
         """What an engine's layers do."""
-        for rows in (1, 8, 32):
+        for rows in (1, 8, 32, 400):
             mine = self.drawn(rows, self.case.width)
             share = self.collectives.share()
             made = share.addend(mine, mine.dtype, self.ops.sums_addends)
-            assert isinstance(made, Spread), "ranks of an engine have inboxes as well"
+            few = rows <= FEW_ROWS and self.case.size > 2
+            assert isinstance(made, Spread) is not few, "ranks of an engine have inboxes as well"
             stacked = self.stacked(mine)
             self.equal(self.ops.norm(made, mine, norm), self.ops.norm(stacked, mine, norm))
             self.equal([self.collectives.reduce(mine)], [in_order(stacked)])
@@ -250,7 +256,8 @@ class _Rank:
 
             def chain(mine: Tensor = mine, residual: Tensor = residual, ours: bool = ours) -> None:
                 for link in range(LINKS):
-                    made: Made = self.spread(mine) if ours else self.stacked(mine)
+                    shares = link % 3 == 1
+                    made: Made = self.spread(mine, shares) if ours else self.stacked(mine)
                     if ours and link % 4 == 3 and self.gathers(mine):
                         made = self.gathered(mine)
                     normed, total = self.ops.norm(made, residual, norm)

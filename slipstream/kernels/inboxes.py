@@ -20,6 +20,7 @@ from torch import Tensor
 
 MOST_ROWS = 512  # of one sum, since the programs of all of them wait at the same time
 MOST_SENT = MOST_ROWS * 5120 * 2  # bytes that a rank sends for one sum, without epochs
+FEW_ROWS = 8  # of a sum that ranks gather before they add up all of it, though they could share it
 LINE = 256  # bytes; what lies in the memory begins at a multiple of it
 
 
@@ -28,6 +29,8 @@ class Channel:
     """A part of the memory for exchanges of up to `rows` rows of one width.
 
     Attributes:
+        share: columns of a sum that each rank adds up before ranks gather the sum; None: every rank
+            has all addends of all others. With more than two ranks less is sent in shares.
         table: size + 3 numbers for kernels: the address of the channel in the memory of each rank,
             that of this rank's epochs [rows] int32, of `Inboxes.ended`, and `Inboxes.patience`. At
             an address of memory stand packets [rows, 2, size, width], by parity and by the rank
@@ -37,6 +40,7 @@ class Channel:
     rows: int
     rank: int
     size: int
+    share: int | None
     table: tuple[int, ...]
 
 
@@ -61,32 +65,37 @@ class Inboxes:
     device: torch.device
     ended: Tensor
     patience: int
-    _channels: dict[tuple[int, int, int], Channel | None] = field(default_factory=dict)
+    _channels: dict[tuple[int, int, int, int | None], Channel | None] = field(default_factory=dict)
     _epochs: list[Tensor] = field(default_factory=list)
     _used: int = 0
 
-    def channel(self, rows: int, width: int, item: int) -> Channel | None:
-        """The channel for up to `rows` rows of `width` numbers of `item` bytes; the same arguments
-        have the same one. None: there is no room for it."""
-        key = rows, width, item
+    def channel(self, rows: int, width: int, item: int, share: int | None = None) -> Channel | None:
+        """The channel for up to `rows` rows of `width` numbers of `item` bytes, in shares of
+        `share`; the same arguments have the same one. None: there is no room for it."""
+        key = rows, width, item, share
         if key not in self._channels:
-            self._channels[key] = self._new_channel(rows, width, item)
+            self._channels[key] = self._new_channel(*key)
         return self._channels[key]
 
     def channel_of(self, rows: int, width: int, dtype: torch.dtype) -> Channel | None:
-        """The channel for a sum over ranks, [rows, width]. None: it is too large, so that sending
-        every part to every rank would take longer than other ways, or not in 16 or 32 bits."""
-        if dtype.itemsize not in (2, 4) or not rows * width:
+        """The channel for a sum over ranks, [rows, width]. None: other ways take less time, since
+        it is too large or too small, or its numbers do not have 16 or 32 bits."""
+        item = dtype.itemsize
+        if item not in (2, 4) or not rows * width:
             return None
-        others = max(1, self.size - 1)
-        most = min(MOST_ROWS, MOST_SENT // (others * width * dtype.itemsize))
-        return self.channel(most, width, dtype.itemsize) if rows <= most else None
+        if self.size > 2 and width % self.size == 0:
+            if not FEW_ROWS < rows <= MOST_ROWS:
+                return None
+            return self.channel(MOST_ROWS, width, item, width // self.size)
+        most = min(MOST_ROWS, MOST_SENT // (max(1, self.size - 1) * width * item))
+        return self.channel(most, width, item) if rows <= most else None
 
-    def _new_channel(self, rows: int, width: int, item: int) -> Channel | None:
+    def _new_channel(self, rows: int, width: int, item: int, share: int | None) -> Channel | None:
         # Each replay would set its epochs back to 1.
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         assert not capturing, "a call is run once before it is captured, which makes its channels"
-        needed = math.ceil(rows * 2 * self.size * width * 2 * item / LINE) * LINE
+        copies = self.size if share is None else 2
+        needed = math.ceil(rows * 2 * copies * width * 2 * item / LINE) * LINE
         if self._used + needed > self.room:
             return None
         places = [address + self._used for address in self.addresses]
@@ -94,4 +103,4 @@ class Inboxes:
         epochs = torch.ones(rows, dtype=torch.int32, device=self.device)
         self._epochs.append(epochs)
         counted = epochs.data_ptr(), self.ended.data_ptr(), self.patience
-        return Channel(rows, self.rank, self.size, (*places, *counted))
+        return Channel(rows, self.rank, self.size, share, (*places, *counted))

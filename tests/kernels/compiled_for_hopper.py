@@ -115,15 +115,17 @@ def grouped(
     return compiled(grouped_stream_kernel, types, constants, 4)
 
 
-def norm(weighted: bool, ranks: int = 1) -> int:
-    """`norm.py`'s kernel, which may have nothing to norm with, or fetch the parts of other ranks
-    -> bytes of machine code."""
+def norm(weighted: bool, ranks: int = 1, shares: bool = False) -> int:
+    """`norm.py`'s kernel, which may have nothing to norm with, or fetch the parts of other ranks,
+    whole or in shares -> bytes of machine code."""
     types: dict[str, Any] = dict.fromkeys(("addend", "residual", "out", "total"), "*bf16")
     types |= dict.fromkeys(("part_stride", "row_stride", "width"), "i32")
     types |= dict.fromkeys(("eps", "behind_eps"), "fp32")
     types |= {"weight": "*bf16"} if weighted else {}
     types |= {"channel": ("i64",) * (ranks + 3)} if ranks > 1 else {}
+    types |= {"share": "i32"} if shares else {}
     constants = {"parts": 1, "rank": 0, "ranks": ranks, "block": 256, "pdl": True}
+    constants["share_block"] = 64
     return plain(_norm_kernel, types, constants)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import get_context
 
-from slipstream.kernels.inboxes import MOST_ROWS, MOST_SENT, Inboxes
+from slipstream.kernels.inboxes import FEW_ROWS, MOST_ROWS, MOST_SENT, Inboxes
 from slipstream.kernels.norm import Spread, summed
 from slipstream.kernels.table import Behind, JoiningAddend, Norm
 from slipstream.kernels.triton import TRITON
@@ -63,27 +63,37 @@ def _on_ranks(size: int, work: Callable[[Inboxes], Any]) -> list[Any]:
             process.join()
 
 
-def _spread(parts: Tensor, inboxes: Inboxes, dtype: torch.dtype) -> Spread:
+def _spread(parts: Tensor, inboxes: Inboxes, dtype: torch.dtype, shares: bool = False) -> Spread:
     mine = parts[inboxes.rank]
-    rows, width = mine.shape[-2:]
-    channel = inboxes.channel_of(rows, width, dtype)
+    width = mine.shape[-1]
+    share = width // inboxes.size if shares else None
+    channel = inboxes.channel(16, width, dtype.itemsize, share)
     assert channel is not None
     return Spread(mine, dtype, channel)
 
 
 def _rounds(inboxes: Inboxes) -> list[list[bool]]:
     """Whether each sum and each gather had the bits of parts that stand in one tensor."""
+    return _sums(inboxes, WIDTH, shares=False)
+
+
+def _rounds_by_shares(inboxes: Inboxes) -> list[list[bool]]:
+    return _sums(inboxes, 20 * inboxes.size, shares=True)
+
+
+def _sums(inboxes: Inboxes, width: int, shares: bool) -> list[list[bool]]:
     equal = []
     for turn in range(5):
         time.sleep(0.02 * ((turn + inboxes.rank) % inboxes.size))
         for dtype in (torch.float16, torch.float32):
             generator = torch.Generator().manual_seed(turn)
-            shape = inboxes.size, 1 + turn % 3, WIDTH
+            shape = inboxes.size, 1 + turn % 3, width
             parts = torch.randn(shape, generator=generator).to(dtype)
             residual, norm = parts[0] + 1, Norm(parts[0, 0] + 2, 1e-6)
-            behind, spread = Behind(norm), _spread(parts, inboxes, dtype)
+            factor = Behind(None, torch.full((1,), 0.75, dtype=dtype))
+            behind, spread = Behind(norm), _spread(parts, inboxes, dtype, shares)
             thirds = torch.randn((*shape[:1], 3, *shape[1:]), generator=generator)
-            split = _spread(thirds, inboxes, dtype)
+            split = _spread(thirds, inboxes, dtype, shares)
             sums = torch.stack([summed(it, dtype) for it in thirds])
             few = parts[:, :, : 2 * turn + 2].contiguous()
             gathered = gather(few[inboxes.rank], inboxes)
@@ -93,6 +103,10 @@ def _rounds(inboxes: Inboxes) -> list[list[bool]]:
                     TRITON.norm(JoiningAddend(spread, behind), residual, norm),
                     TRITON.norm(JoiningAddend(parts, behind), residual, norm),
                     strict=True,
+                ),
+                (
+                    TRITON.norm(JoiningAddend(spread, factor), residual, norm)[1],
+                    TRITON.norm(JoiningAddend(parts, factor), residual, norm)[1],
                 ),
                 (TRITON.norm(spread, None, None)[1], TRITON.norm(parts, None, None)[1]),
                 (TRITON.norm(split, residual, norm)[1], TRITON.norm(sums, residual, norm)[1]),
@@ -104,7 +118,12 @@ def _rounds(inboxes: Inboxes) -> list[list[bool]]:
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_sums_have_the_bits_of_parts_that_are_stacked(size: int) -> None:
-    assert _on_ranks(size, _rounds) == [[[True] * 5] * 10] * size
+    assert _on_ranks(size, _rounds) == [[[True] * 6] * 10] * size
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.full)])
+def test_sums_by_shares_have_these_bits_too(size: int) -> None:
+    assert _on_ranks(size, _rounds_by_shares) == [[[True] * 6] * 10] * size
 
 
 def _wait_in_vain(inboxes: Inboxes) -> list[int]:
@@ -130,6 +149,12 @@ def test_large_sums_and_what_finds_no_room_go_other_ways() -> None:
         smaller = inboxes.channel_of(1, width, torch.bfloat16)
         assert smaller is channel, "rows of one width are counted together"
         assert inboxes.channel_of(rows + 1, width, torch.bfloat16) is None
+    several = _inboxes(0, [torch.zeros(16)] * 4)
+    several.room = 64 << 20
+    shared = several.channel_of(FEW_ROWS + 1, 5120, torch.bfloat16)
+    assert shared is not None
+    assert (shared.rows, shared.share) == (MOST_ROWS, 1280)
+    assert several.channel_of(FEW_ROWS, 5120, torch.bfloat16) is None, "they are gathered"
     assert inboxes.channel(inboxes.room // WIDTH, WIDTH, 2) is None
     assert gather(torch.zeros(3, dtype=torch.bfloat16), inboxes) is None, "half a word"
     assert gather(torch.zeros(1 << 20), inboxes) is None

@@ -24,34 +24,23 @@ def _at(address, of: tl.constexpr):
 
 
 @triton.jit
-def send(bits, row, column, inside, width, channel, rank: tl.constexpr, size: tl.constexpr):
-    """Write a row, int16 or int32 [block], to all other ranks -> its epoch."""
+def _packets(bits, epoch):
+    """int16 or int32 [block], and the epoch in as many bits beside each -> int32 or int64."""
     half: tl.constexpr = bits.dtype.primitive_bitwidth
     packet: tl.constexpr = tl.int32 if half == 16 else tl.int64
-    epoch = tl.load(_at(channel[size], tl.int32) + row)
-    flag = epoch.to(packet) & ((1 << half) - 1)
-    value = (bits.to(packet) << half) | flag
-    place = ((row * 2 + (epoch & 1)) * size + rank) * width + column
-    for distance in tl.static_range(1, size):
-        inbox = channel[(rank + distance) % size]
-        tl.store(_at(inbox, packet) + place, value, mask=inside)
-    tl.debug_barrier()  # all have read the epoch, and nothing is written behind the waits
-    return epoch
+    return (bits.to(packet) << half) | (epoch.to(packet) & ((1 << half) - 1))
 
 
 @triton.jit
-def receive(
-    row, column, inside, width, epoch, channel, source: tl.constexpr, rank: tl.constexpr,
-    size: tl.constexpr, bits: tl.constexpr,
-):  # fmt: skip
-    """Wait for the row that rank `source` has sent -> `bits` (int16 or int32) [block]."""
+def _arrived(place, inside, epoch, channel, rank: tl.constexpr, size: tl.constexpr,
+             bits: tl.constexpr):  # fmt: skip
+    """Wait for packets in this rank's memory, from `place` [block] -> `bits` [block]."""
     half: tl.constexpr = bits.primitive_bitwidth
     seldom: tl.constexpr = 1024  # looks between two at `Inboxes.ended`, which is far away
     packet: tl.constexpr = tl.int32 if half == 16 else tl.int64
     flag = epoch.to(packet) & ((1 << half) - 1)
-    place = ((row * 2 + (epoch & 1)) * size + source) * width + column
     inbox = _at(channel[rank], packet) + place
-    value = tl.zeros(column.shape, packet)
+    value = tl.zeros(place.shape, packet)
     looks, waiting = 0, 1
     while waiting != 0:
         value = tl.load(inbox, mask=inside, other=0, volatile=True)
@@ -65,6 +54,84 @@ def receive(
             if tl.load(ended, volatile=True) != 0:
                 waiting = 0
     return (value >> half).to(bits)
+
+
+@triton.jit
+def epoch_of(row, channel, size: tl.constexpr):
+    """The number of the row's exchange that begins."""
+    return tl.load(_at(channel[size], tl.int32) + row)
+
+
+@triton.jit
+def send(bits, row, column, inside, width, channel, rank: tl.constexpr, size: tl.constexpr):
+    """Write a row, int16 or int32 [block], to all other ranks -> its epoch."""
+    epoch = epoch_of(row, channel, size)
+    value = _packets(bits, epoch)
+    place = ((row * 2 + (epoch & 1)) * size + rank) * width + column
+    for distance in tl.static_range(1, size):
+        inbox = channel[(rank + distance) % size]
+        tl.store(_at(inbox, value.dtype) + place, value, mask=inside)
+    tl.debug_barrier()  # all have read the epoch, and nothing is written behind the waits
+    return epoch
+
+
+@triton.jit
+def receive(
+    row, column, inside, width, epoch, channel, source: tl.constexpr, rank: tl.constexpr,
+    size: tl.constexpr, bits: tl.constexpr,
+):  # fmt: skip
+    """Wait for the row that rank `source` has sent -> `bits` (int16 or int32) [block]."""
+    place = ((row * 2 + (epoch & 1)) * size + source) * width + column
+    return _arrived(place, inside, epoch, channel, rank, size, bits)
+
+
+# Where ranks share the columns of a sum, a row of the memory has places for two rows: shares that
+# the other ranks have sent to the owner of theirs, by source, and behind them the whole sum.
+
+
+@triton.jit
+def send_share(
+    bits, row, column, inside, share, epoch, channel, distance: tl.constexpr, rank: tl.constexpr,
+    size: tl.constexpr,
+):  # fmt: skip
+    """Write this rank's addends of the columns, [block], that the rank `distance` further on adds
+    up, to that rank."""
+    value = _packets(bits, epoch)
+    place = ((row * 2 + (epoch & 1)) * 2 * size + rank) * share + column
+    tl.store(_at(channel[(rank + distance) % size], value.dtype) + place, value, mask=inside)
+
+
+@triton.jit
+def receive_share(
+    row, column, inside, share, epoch, channel, source: tl.constexpr, rank: tl.constexpr,
+    size: tl.constexpr, bits: tl.constexpr,
+):  # fmt: skip
+    """Wait for what rank `source` adds to this rank's columns -> `bits` [block]."""
+    place = ((row * 2 + (epoch & 1)) * 2 * size + source) * share + column
+    return _arrived(place, inside, epoch, channel, rank, size, bits)
+
+
+@triton.jit
+def send_sum(
+    bits, row, column, inside, share, epoch, channel, rank: tl.constexpr, size: tl.constexpr
+):
+    """Write this rank's columns of the sum, [block], to all ranks, this one included."""
+    value = _packets(bits, epoch)
+    place = ((row * 2 + (epoch & 1)) * 2 * size + size + rank) * share + column
+    for distance in tl.static_range(size):
+        inbox = channel[(rank + distance) % size]
+        tl.store(_at(inbox, value.dtype) + place, value, mask=inside)
+    tl.debug_barrier()  # nothing is written behind the waits
+
+
+@triton.jit
+def receive_sum(
+    row, column, inside, share, epoch, channel, rank: tl.constexpr, size: tl.constexpr,
+    bits: tl.constexpr,
+):  # fmt: skip
+    """Wait for the whole sum -> `bits` [block]."""
+    place = ((row * 2 + (epoch & 1)) * 2 + 1) * size * share + column
+    return _arrived(place, inside, epoch, channel, rank, size, bits)
 
 
 @triton.jit

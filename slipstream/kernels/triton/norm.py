@@ -15,7 +15,15 @@ from torch.nn import functional as F
 from slipstream.kernels.inboxes import Channel
 from slipstream.kernels.norm import Addend, Behind, JoiningAddend, Made, Norm, Spread
 from slipstream.kernels.triton import launch
-from slipstream.kernels.triton.exchange import summed_over_ranks
+from slipstream.kernels.triton.exchange import (
+    count,
+    epoch_of,
+    receive_share,
+    receive_sum,
+    send_share,
+    send_sum,
+    summed_over_ranks,
+)
 from slipstream.kernels.triton.launch import empty_rows, launch_dependents, wait_for_inputs
 
 FLOAT8_MAX = tl.constexpr(448.0)  # of e4m3
@@ -84,6 +92,54 @@ def joined_row(value, behind, behind_gain, behind_eps, residual, factor, total, 
 
 
 @triton.jit
+def _row_by_shares(
+    addend, residual, factor, behind, total, at, row, column, inside, width, channel, share,
+    part_stride, parts: tl.constexpr, rank: tl.constexpr, ranks: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
+    """The row whose columns the ranks add up in equal shares [block], and gather; in float32.
+
+    It has the bits of `summed_over_ranks`, joined with the residual stream as by `joined_row`
+    unless its norm `behind` takes the whole row.
+    """
+    own = tl.arange(0, block)
+    there = own < share
+    dtype: tl.constexpr = total.dtype.element_ty
+    bits: tl.constexpr = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
+    epoch = epoch_of(row, channel, ranks)
+    for distance in tl.static_range(1, ranks):
+        theirs = at + (rank + distance) % ranks * share + own
+        part = summed_row(addend, theirs, part_stride, there, parts).to(dtype)
+        part = part.to(bits, bitcast=True)
+        send_share(part, row, own, there, share, epoch, channel, distance, rank, ranks)
+    tl.debug_barrier()  # nothing is written behind the waits
+    mine = summed_row(addend, at + rank * share + own, part_stride, there, parts).to(dtype)
+    before = None
+    if residual is not None:
+        before = tl.load(residual + row * width + rank * share + own, mask=there, other=0.0)
+    value = tl.zeros(own.shape, tl.float32)
+    for source in tl.static_range(ranks):
+        if source == rank:
+            part = mine
+        else:
+            part = receive_share(row, own, there, share, epoch, channel, source, rank, ranks, bits)
+            part = part.to(dtype, bitcast=True)
+        if source == 0:
+            value = part.to(tl.float32)
+        else:
+            value += part.to(tl.float32)
+    if behind is None:
+        value = joined_row(value, None, None, 0.0, before, factor, total, width)
+        made = value.to(dtype)
+    else:
+        made = value.to(behind.dtype.element_ty)
+    send_sum(made.to(bits, bitcast=True), row, own, there, share, epoch, channel, rank, ranks)
+    whole = receive_sum(row, column, inside, share, epoch, channel, rank, ranks, bits)
+    count(row, epoch, channel, ranks)
+    return whole.to(made.dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def normed_row(value, gain, width, eps):
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
     return value * scale * gain
@@ -91,14 +147,14 @@ def normed_row(value, gain, width, eps):
 
 @triton.jit
 def _norm_kernel(
-    addend, channel, behind, behind_eps, residual, factor, weight, eps, out, scales, total,
+    addend, channel, share, behind, behind_eps, residual, factor, weight, eps, out, scales, total,
     part_stride, row_stride, width, parts: tl.constexpr, rank: tl.constexpr, ranks: tl.constexpr,
-    block: tl.constexpr, pdl: tl.constexpr,
+    block: tl.constexpr, share_block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (row). Computes `joined_row`, and keeps the row in registers.
 
     With a `channel` the sum of the addends, rounded to the dtype of `total`, is this rank's part of
-    `summed_over_ranks`.
+    `summed_over_ranks`, or with a `share` of columns of `_row_by_shares`.
 
     Writes it to `total` unless None, and, if there is a `weight`, its norm to `out`: in the model's
     dtype, or with `scales` quantized from that to e4m3.
@@ -114,15 +170,21 @@ def _norm_kernel(
         behind_gain = tl.load(behind + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(pdl)
     place = row * width + column
-    at = row * row_stride + column
     before = None
     if residual is not None:
         before = tl.load(residual + place, mask=inside, other=0.0)
-    value = summed_row(addend, at, part_stride, inside, parts)
-    if channel is not None:
-        mine = value.to(total.dtype.element_ty)
-        value = summed_over_ranks(mine, row, column, inside, width, channel, rank, ranks)
-    value = joined_row(value, behind, behind_gain, behind_eps, before, factor, total, width)
+    if share is not None:
+        value = _row_by_shares(
+            addend, residual, factor, behind, total, row * row_stride, row, column, inside, width,
+            channel, share, part_stride, parts, rank, ranks, share_block,
+        )  # fmt: skip
+    else:
+        value = summed_row(addend, row * row_stride + column, part_stride, inside, parts)
+        if channel is not None:
+            mine = value.to(total.dtype.element_ty)
+            value = summed_over_ranks(mine, row, column, inside, width, channel, rank, ranks)
+    if share is None or behind is not None:
+        value = joined_row(value, behind, behind_gain, behind_eps, before, factor, total, width)
     if total is not None:
         tl.store(total + place, value.to(total.dtype.element_ty), mask=inside)
     if weight is not None:  # an early return would still compile the rest
@@ -253,12 +315,14 @@ def _launch(joining: Joining, norm: Norm | None, out: Rows, total: Tensor | None
     parts = addend.shape[0] if addend.ndim == 3 else 1
     part_stride = addend.stride(0) if parts > 1 else 0
     block = triton.next_power_of_2(width)
-    table = None if channel is None else channel.table
-    rank, ranks = (0, 1) if channel is None else (channel.rank, channel.size)
+    table, share, rank, ranks = None, None, 0, 1
+    if channel is not None:
+        table, share, rank, ranks = channel.table, channel.share, channel.rank, channel.size
     _norm_kernel[(rows,)](
-        addend, table, *weight_of(behind.norm), joining.residual, behind.factor, *weight_of(norm),
-        out.values, out.scales, total, part_stride, addend.stride(-2), width, parts=parts,
-        rank=rank, ranks=ranks, block=block, num_warps=_warps(block),
+        addend, table, share, *weight_of(behind.norm), joining.residual, behind.factor,
+        *weight_of(norm), out.values, out.scales, total, part_stride, addend.stride(-2), width,
+        parts=parts, rank=rank, ranks=ranks, block=block,
+        share_block=triton.next_power_of_2(share or 1), num_warps=_warps(block),
         **launch.options(addend.device),
     )  # fmt: skip
 
