@@ -10,7 +10,9 @@
     exchanges  what a sum over the ranks takes in a CUDA graph, and whether its bits are right
                (`rank_exchanges.py` does that alone)
     texts      greedy and seeded texts of the bundled demo, with drafters that every rank has whole
-               and that ranks share, beside those of one GPU: in float32 they have to be the same
+               and that ranks share, beside those of one GPU: in float32 they have to be the same.
+               Where ranks cannot share the demo's six heads, greedy ones of random weights
+               (Qwen3-0.6B's first layers)
     experts    texts of a mixture with random weights (Qwen3-30B-A3B's first layers), whose experts
                ranks with requests of their own share (--enable-expert-parallel), beside those of
                one GPU: of more requests, of one, and with one that ends first
@@ -51,6 +53,7 @@ from slipstream.core.errors import RanksLostError
 PARTS = ("links", "exchanges", "texts", "experts", "losses", "steps")
 LOSS_SECONDS, EXCHANGE_SECONDS = 10.0, 100.0
 LENGTH = 48  # output tokens of a text
+DEMO_HEADS = 6
 PROMPTS = ("def main(", "import os\n", "class Tree:\n    def ", "for it in range(", "# The first ")
 
 
@@ -78,6 +81,8 @@ def _reaches(one: int, other: int) -> bool:
 
 def texts(ranks: int, kind: str) -> bool:
     """Whether ranks say what one says, wherever they have to."""
+    if DEMO_HEADS % ranks:
+        return _dense_texts(ranks, kind)
     drafters: list[dict[str, Any] | None] = [
         None,
         {"model": "demo/draft"},
@@ -94,6 +99,21 @@ def texts(ranks: int, kind: str) -> bool:
             print(f"{dtype}, {drafter or 'plain'}: {parted} of {len(found)} texts part", flush=True)
             good &= not parted or dtype != "float32"
     return good
+
+
+def _dense_texts(ranks: int, kind: str) -> bool:
+    with TemporaryDirectory() as folder:
+        sizes = {"num_hidden_layers": 4}
+        target = str(write_config(Path(folder) / "target", "qwen3-0.6b", **sizes))
+        sizes["num_hidden_layers"] = 1
+        draft = str(write_config(Path(folder) / "draft", "qwen3-0.6b", **sizes))
+        drafters: list[dict[str, Any] | None] = [
+            None,
+            {"model": draft},
+            {"model": draft, "draft_tensor_parallel_size": ranks},
+            {"method": "ngram"},
+        ]
+        return _compared(target, kind, drafters, {"tensor_parallel_size": ranks})
 
 
 def _texts(ranks: int, kind: str, dtype: str, drafter: dict[str, Any] | None) -> list[list[int]]:
@@ -125,39 +145,44 @@ def experts(ranks: int, kind: str, tiny: bool) -> bool:
     if tiny:
         sizes |= {"hidden_size": 64, "num_experts": 16, "moe_intermediate_size": 48}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    good = True
     with TemporaryDirectory() as folder:
         target = str(write_config(Path(folder) / "target", "qwen3-30b-a3b", **sizes))
         sizes["num_hidden_layers"] = 1
         draft = str(write_config(Path(folder) / "draft", "qwen3-30b-a3b", **sizes))
         drafters: list[dict[str, Any] | None] = [None, {"model": draft}, {"method": "ngram"}]
-        for dtype in ("float32", "bfloat16"):
-            expected = _mixture_texts(target, 1, kind, dtype, None)
-            for drafter in drafters:
-                found = _mixture_texts(target, ranks, kind, dtype, drafter)
-                parted = sum(one != other for one, other in zip(expected, found, strict=True))
-                print(
-                    f"{dtype}, {drafter or 'plain'}: {parted} of {len(found)} texts part",
-                    flush=True,
-                )
-                good &= not parted or dtype != "float32"
+        shared = {"data_parallel_size": ranks, "enable_expert_parallel": True}
+        return _compared(target, kind, drafters, shared)
+
+
+def _compared(
+    target: str, kind: str, drafters: Sequence[dict[str, Any] | None], shared: dict[str, Any]
+) -> bool:
+    """Whether texts of random weights are one GPU's, wherever they have to be."""
+    good = True
+    for dtype in ("float32", "bfloat16"):
+        expected = _random_texts(target, kind, dtype, None, {})
+        for drafter in drafters:
+            found = _random_texts(target, kind, dtype, drafter, shared)
+            parted = sum(one != other for one, other in zip(expected, found, strict=True))
+            print(f"{dtype}, {drafter or 'plain'}: {parted} of {len(found)} texts part", flush=True)
+            good &= not parted or dtype != "float32"
     return good
 
 
-def _mixture_texts(
-    target: str, ranks: int, kind: str, dtype: str, drafter: dict[str, Any] | None
+def _random_texts(
+    target: str, kind: str, dtype: str, drafter: dict[str, Any] | None, shared: dict[str, Any]
 ) -> list[list[int]]:
+    """Greedy ones of several lengths, and one alone."""
     llm = LLM(
         target,
         speculative_config=drafter and {"num_speculative_tokens": 4, **drafter},
-        data_parallel_size=ranks,
-        enable_expert_parallel=True,
         load_format="twin",
         dtype=dtype,
         device=kind,
         max_num_seqs=8,
         max_model_len=256,
         skip_tokenizer_init=True,
+        **shared,
     )
     params = [
         SamplingParams(temperature=0, max_tokens=LENGTH // (1 + at % 3), ignore_eos=True)

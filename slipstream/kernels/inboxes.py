@@ -6,6 +6,9 @@ is the *epoch*, the count of exchanges. Packets are written and read atomically:
 arrived when its packet has the expected epoch, so no memory fences are needed. (NCCL's protocol LL
 does the same with 8 bytes.)
 
+Several ranks would send every addend of a sum to every rank. Instead each may add up a *share* of
+the columns and send these sums to all: an exchange of two sends, of half the bytes for four ranks.
+
 There are two places for each number, used in turn by the parity of the epoch. In epoch e a rank
 overwrites the number of epoch e - 2. That is never too early: it has finished e - 1, so it has
 received the reader's numbers of e - 1, which the reader wrote after it had finished e - 2. Epochs
@@ -34,7 +37,8 @@ class Channel:
         table: size + 3 numbers for kernels: the address of the channel in the memory of each rank,
             that of this rank's epochs [rows] int32, of `Inboxes.ended`, and `Inboxes.patience`. At
             an address of memory stand packets [rows, 2, size, width], by parity and by the rank
-            that wrote them.
+            that wrote them; with a share [rows, 2, 2, size, share], whose third axis has what is
+            added up here, and the sum.
     """
 
     rows: int

@@ -201,6 +201,7 @@ def main() -> None:
         grouped((8, 4, 4), 1, SILU, sorted_pairs=True, out=half, few=True),
         grouped((8, 4, 4), 2, NOT, sorted_pairs=True, out=whole, few=True),
     ]
+    assert norm(weighted=True, ranks=4, shares=True) > norm(weighted=True)
     assert norm(weighted=True, ranks=4) > norm(weighted=True) > norm(weighted=False) > 0
     assert all(adapters())
     print(json.dumps(results))
