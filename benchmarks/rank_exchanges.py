@@ -38,7 +38,7 @@ from torch.multiprocessing import get_context
 
 from benchmarks.graph_timing import graph_us
 from slipstream.kernels.inboxes import Inboxes
-from slipstream.kernels.norm import Made, Spread
+from slipstream.kernels.norm import HalfOutput, UnreducedSum
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.table import Norm
 from slipstream.runner.collectives import Collectives, open_store
@@ -162,12 +162,12 @@ class _Rank:
         if self.inboxes is not None and self.inboxes.ended.item():
             raise RuntimeError("a kernel has waited in vain")
 
-    def spread(self, mine: Tensor) -> Made:
+    def unreduced(self, mine: Tensor) -> HalfOutput:
         """`mine` for an op of ours that sums it over the ranks."""
         assert self.inboxes is not None
         channel = self.inboxes.channel(max(self.case.rows), self.case.width, mine.element_size())
         assert channel is not None, "there is room"
-        return Spread(mine, mine.dtype, channel)
+        return UnreducedSum(mine, mine.dtype, channel)
 
     def gathers(self, mine: Tensor) -> bool:
         from slipstream.kernels.triton.exchange import GATHERED_BYTES
@@ -192,12 +192,12 @@ class _Rank:
         mine = self.drawn(rows, self.case.width)
         stacked = self.stacked(mine)
         ops, residual = self.ops, stacked[0].clone()
-        self.equal(ops.norm(self.spread(mine), None, None)[1:], [in_order(stacked)])
+        self.equal(ops.norm(self.unreduced(mine), None, None)[1:], [in_order(stacked)])
         expected = ops.norm(stacked, residual, norm)
-        self.equal(ops.norm(self.spread(mine), residual, norm), expected)
+        self.equal(ops.norm(self.unreduced(mine), residual, norm), expected)
         self.say(f"{rows:4d} rows  bits are equal")
         runs: dict[str, Callable[[], object]] = {
-            OURS: lambda: ops.norm(self.spread(mine), residual, norm),
+            OURS: lambda: ops.norm(self.unreduced(mine), residual, norm),
             "norm": lambda: ops.norm(stacked, residual, norm),
         }
         if self.gathers(mine):
@@ -227,7 +227,7 @@ class _Rank:
             mine = self.drawn(rows, self.case.width)
             share = self.collectives.share()
             made = share.addend(mine, mine.dtype, self.ops.sums_addends)
-            assert isinstance(made, Spread), "ranks of an engine have inboxes as well"
+            assert isinstance(made, UnreducedSum), "ranks of an engine have inboxes as well"
             stacked = self.stacked(mine)
             self.equal(self.ops.norm(made, mine, norm), self.ops.norm(stacked, mine, norm))
             self.equal([self.collectives.reduce(mine)], [in_order(stacked)])
@@ -250,10 +250,10 @@ class _Rank:
 
             def chain(mine: Tensor = mine, residual: Tensor = residual, ours: bool = ours) -> None:
                 for link in range(LINKS):
-                    made: Made = self.spread(mine) if ours else self.stacked(mine)
+                    addend: HalfOutput = self.unreduced(mine) if ours else self.stacked(mine)
                     if ours and link % 4 == 3 and self.gathers(mine):
-                        made = self.gathered(mine)
-                    normed, total = self.ops.norm(made, residual, norm)
+                        addend = self.gathered(mine)
+                    normed, total = self.ops.norm(addend, residual, norm)
                     residual.copy_(total * 0.5)
                     mine.copy_(normed * factor + 0.25)
 
