@@ -39,7 +39,7 @@ from torch.multiprocessing import get_context
 
 from benchmarks.graph_timing import graph_us
 from slipstream.kernels.inboxes import FEW_ROWS, Inboxes
-from slipstream.kernels.norm import Made, Spread
+from slipstream.kernels.norm import HalfOutput, UnreducedSum
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.table import Norm
 from slipstream.runner.collectives import Collectives, open_store
@@ -163,14 +163,14 @@ class _Rank:
         if self.inboxes is not None and self.inboxes.ended.item():
             raise RuntimeError("a kernel has waited in vain")
 
-    def spread(self, mine: Tensor, shares: bool = False) -> Made:
+    def unreduced(self, mine: Tensor, shares: bool = False) -> HalfOutput:
         """`mine` for an op of ours that sums it over the ranks."""
         assert self.inboxes is not None
         rows, width, item = max(self.case.rows), self.case.width, mine.element_size()
         share = width // self.case.size if shares else None
         channel = self.inboxes.channel(rows, width, item, share)
         assert channel is not None, "there is room"
-        return Spread(mine, mine.dtype, channel)
+        return UnreducedSum(mine, mine.dtype, channel)
 
     def gathers(self, mine: Tensor) -> bool:
         from slipstream.kernels.triton.exchange import GATHERED_BYTES
@@ -195,14 +195,14 @@ class _Rank:
         mine = self.drawn(rows, self.case.width)
         stacked = self.stacked(mine)
         ops, residual = self.ops, stacked[0].clone()
-        self.equal(ops.norm(self.spread(mine), None, None)[1:], [in_order(stacked)])
+        self.equal(ops.norm(self.unreduced(mine), None, None)[1:], [in_order(stacked)])
         expected = ops.norm(stacked, residual, norm)
-        self.equal(ops.norm(self.spread(mine), residual, norm), expected)
-        self.equal(ops.norm(self.spread(mine, shares=True), residual, norm), expected)
+        self.equal(ops.norm(self.unreduced(mine), residual, norm), expected)
+        self.equal(ops.norm(self.unreduced(mine, shares=True), residual, norm), expected)
         self.say(f"{rows:4d} rows  bits are equal")
         runs: dict[str, Callable[[], object]] = {
-            OURS: lambda: ops.norm(self.spread(mine), residual, norm),
-            SHARES: lambda: ops.norm(self.spread(mine, shares=True), residual, norm),
+            OURS: lambda: ops.norm(self.unreduced(mine), residual, norm),
+            SHARES: lambda: ops.norm(self.unreduced(mine, shares=True), residual, norm),
             "norm": lambda: ops.norm(stacked, residual, norm),
         }
         if self.gathers(mine):
@@ -233,7 +233,9 @@ class _Rank:
             share = self.collectives.share()
             made = share.addend(mine, mine.dtype, self.ops.sums_addends)
             few = rows <= FEW_ROWS and self.case.size > 2
-            assert isinstance(made, Spread) is not few, "ranks of an engine have inboxes as well"
+            assert isinstance(made, UnreducedSum) is not few, (
+                "ranks of an engine have inboxes as well"
+            )
             stacked = self.stacked(mine)
             self.equal(self.ops.norm(made, mine, norm), self.ops.norm(stacked, mine, norm))
             self.equal([self.collectives.reduce(mine)], [in_order(stacked)])
@@ -257,10 +259,12 @@ class _Rank:
             def chain(mine: Tensor = mine, residual: Tensor = residual, ours: bool = ours) -> None:
                 for link in range(LINKS):
                     shares = link % 3 == 1
-                    made: Made = self.spread(mine, shares) if ours else self.stacked(mine)
+                    addend: HalfOutput = (
+                        self.unreduced(mine, shares) if ours else self.stacked(mine)
+                    )
                     if ours and link % 4 == 3 and self.gathers(mine):
-                        made = self.gathered(mine)
-                    normed, total = self.ops.norm(made, residual, norm)
+                        addend = self.gathered(mine)
+                    normed, total = self.ops.norm(addend, residual, norm)
                     residual.copy_(total * 0.5)
                     mine.copy_(normed * factor + 0.25)
 

@@ -1,1 +1,1 @@
-"""One table of ops: `reference` is plain torch and the truth."""
+"""The ops of networks, sampling and batch preparation, and their backends."""

@@ -15,12 +15,12 @@ from torch import Tensor
 class LowRank:
     """The factors of one matrix [N, K], which may be several matrices (parts) stacked along N.
 
-    Scales are in `up` already, and inner numbers beyond an adapter's rank are zeros.
+    `up` includes the adapters' scales. Factors beyond an adapter's rank are zeros.
 
     Attributes:
-        down: [S, P R, K], of each slot the first factors, part by part.
-        up: [S, R, N], the second ones, transposed.
-        ends: the row before which each of the P parts ends, rising up to N.
+        down: [S, P R, K], the factors A of each slot, part by part.
+        up: [S, R, N], the factors B, transposed.
+        ends: the end (exclusive) of the rows of each of the P parts; the last one is N.
         packed: a backend's own form of the factors, by the backend's name.
     """
 
@@ -48,7 +48,7 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """R, the largest that an adapter may have."""
+        """R, the maximum rank of an adapter."""
         return self.up.shape[1]
 
     @property
@@ -61,7 +61,7 @@ class Adapted:
     """The adapters of the rows of one product.
 
     Attributes:
-        slots: [T] int64, of each row's adapter, or -1.
+        slots: [T] int64, the slot of each row's adapter, or -1.
     """
 
     factors: LowRank

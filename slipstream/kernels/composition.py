@@ -1,4 +1,4 @@
-"""Network ops from their smallest parts, for backends that do not fuse them."""
+"""Composes the ops of `Ops` from smaller functions, for backends that do not fuse them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from slipstream.kernels.norm import Activation
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import (
     Addend,
-    Behind,
     ExpertsParts,
     Heads,
-    JoiningAddend,
     LogitsOp,
     Norm,
     Ops,
+    PostNorm,
+    PostNormAddend,
 )
 
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -43,8 +43,6 @@ RotateAndStore = Callable[
 
 
 class PagedAttention(Protocol):
-    """See `Parts`."""
-
     def __call__(
         self,
         query: Tensor,
@@ -58,30 +56,27 @@ class PagedAttention(Protocol):
 
 
 class GatedActivation(Protocol):
-    """See `Parts`."""
-
     def __call__(self, gate_up: Tensor, activation: Activation = Activation.SILU) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the ops of a backend are made of.
+    """The functions from which a backend's ops are composed.
 
     Attributes:
         linear: x [T, K], weight [N, K], bias [N] or None -> [T, N] in the dtype of x.
-        logits: the same in float32, without bias.
+        logits: x [T, K], weight [N, K] -> [T, N] float32.
         norm: RMS norm, computed in float32: x [..., H], weight [H] -> like x.
         add_norm: x, residual [T, H] -> (norm(x + residual), x + residual).
         activation: x [T, I] -> activation(x).
         gated_activation: gate_up [T, 2I], gate first -> activation(gate) * up, [T, I].
-        experts: x [T, H], normed -> the sum over each row's experts, [T, H].
-        rotate_and_store: query [T, Hq, D], key and value [T, Hk, D] -> the rotated query; keys and
-            values are stored.
-        paged_attention: query [T, Hq, D] over the cache, scale, window, sinks, softcap
+        experts: x [T, H], normed -> the weighted sum of each row's experts, [T, H].
+        rotate_and_store: query [T, Hq, D], key and value [T, Hk, D] -> the rotated query; writes
+            the rotated keys, and the values, to the cache.
+        paged_attention: query [T, Hq, D], cache, inputs, scale, window, sinks, softcap
             -> [T, Hq, D].
-        latent_attention: the whole op.
-        delta_net: see `Ops`.
-        add_low_rank: y [T, N], x [T, K] -> y with what adapters make of x; y itself may be written.
+        latent_attention, delta_net: see `Ops`.
+        add_low_rank: y [T, N], x [T, K] -> y plus the adapters' products of x; may overwrite y.
     """
 
     linear: Callable[[Tensor, Weight, Tensor | None], Tensor]
@@ -99,9 +94,8 @@ class Parts:
 
 
 def compose(backend: str, parts: Parts) -> Ops:
-    """Every op as a chain of parts."""
-    smaller = parts
-
+    """Compose all ops of a backend from its parts."""
+    own = parts
     added = partial(_added, parts)
 
     def linear(
@@ -137,7 +131,7 @@ def compose(backend: str, parts: Parts) -> Ops:
         addend: Addend, residual: Tensor | None, parts: ExpertsParts
     ) -> tuple[Tensor, Tensor]:
         x, residual = added(addend, residual, parts.norm)
-        return smaller.experts(x, parts), residual
+        return own.experts(x, parts), residual
 
     def add_norm(addend: Addend, residual: Tensor, norm: Norm) -> Tensor:
         return added(addend, residual, norm)[0]
@@ -175,26 +169,28 @@ def _joined_linear(
 def _added(
     parts: Parts, addend: Addend, residual: Tensor | None, norm: Norm | None
 ) -> tuple[Tensor, Tensor]:
-    """As `NormOp`."""
-    made, behind = (
-        (addend.values, addend.behind) if isinstance(addend, JoiningAddend) else (addend, None)
-    )
-    assert isinstance(made, Tensor), "backends that sum addends have norms of their own"
-    if behind is not None and behind.factor is None:
-        made, behind = _normed(parts, made, behind.norm), None
+    """See `NormOp`."""
+    output, post_norm = addend, None
+    if isinstance(addend, PostNormAddend):
+        output, post_norm = addend.values, addend.post_norm
+    assert isinstance(output, Tensor), "backends that sum addends have norms of their own"
+    if post_norm is not None and post_norm.factor is None:
+        output, post_norm = _normed(parts, output, post_norm.norm), None
     layer_norm = norm is not None and norm.bias is not None
-    if behind is None and residual is not None and norm is not None and not layer_norm:
-        return parts.add_norm(made, residual, norm.weight, norm.eps)
-    total = _joined(parts, made, behind, residual)
+    if post_norm is None and residual is not None and norm is not None and not layer_norm:
+        return parts.add_norm(output, residual, norm.weight, norm.eps)
+    total = _stream(parts, output, post_norm, residual)
     return _normed(parts, total, norm), total
 
 
-def _joined(parts: Parts, made: Tensor, behind: Behind | None, residual: Tensor | None) -> Tensor:
-    if behind is None:
-        return made if residual is None else made + residual
-    assert residual is not None, "where the stream begins nothing joins it"
-    total = residual + _normed(parts, made, behind.norm)
-    return total if behind.factor is None else total * behind.factor
+def _stream(
+    parts: Parts, output: Tensor, post_norm: PostNorm | None, residual: Tensor | None
+) -> Tensor:
+    if post_norm is None:
+        return output if residual is None else output + residual
+    assert residual is not None, "the first addend is the stream itself, without a post-norm"
+    total = residual + _normed(parts, output, post_norm.norm)
+    return total if post_norm.factor is None else total * post_norm.factor
 
 
 def _normed(parts: Parts, x: Tensor, norm: Norm | None) -> Tensor:
@@ -218,7 +214,7 @@ def _attend(
 
 
 def gated(out: Tensor, qkv: Tensor, heads: Heads) -> Tensor:
-    """What attention gives [T, Hq D], times the sigmoid of its gates where it has them."""
+    """The output of attention [T, Hq D], multiplied by the sigmoid of its gates if it has some."""
     if not heads.gated:
         return out
     gates = qkv[:, -out.shape[1] :]
@@ -230,13 +226,13 @@ def _store(
 ) -> None:
     shape = (len(kv), heads.num_kv_heads, heads.head_dim)
     key, value = (part.view(shape) for part in kv.chunk(2, -1))
-    nobody = key[:, :0]
+    no_query = key[:, :0]
     norms = query_key_norms(heads)
-    parts.rotate_and_store(nobody, key, value, norms, heads.cos_sin, inputs, cache)
+    parts.rotate_and_store(no_query, key, value, norms, heads.cos_sin, inputs, cache)
 
 
 def split_heads(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Views: queries [T, Hq, D], keys and values [T, Hk, D]; gates behind them are left out."""
+    """Views: queries [T, Hq, D], keys and values [T, Hk, D]; omits gates, which follow them."""
     sizes = [count * heads.head_dim for count in (heads.num_heads, *[heads.num_kv_heads] * 2)]
     query, key, value = (
         part.view(len(qkv), -1, heads.head_dim)
@@ -246,8 +242,8 @@ def split_heads(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def query_key_norms(heads: Heads) -> QueryKeyNorms | None:
-    """(query weight, key weight, eps), as the smaller parts take them."""
+    """(query weight, key weight, eps), as `Parts.rotate_and_store` takes them."""
     if heads.norms is None:
         return None
-    of_query, of_key = heads.norms
-    return of_query.weight, of_key.weight, of_query.eps
+    query, key = heads.norms
+    return query.weight, key.weight, query.eps

@@ -1,4 +1,4 @@
-"""How the rows of a mixture choose their experts, and what an expert does between its matrices."""
+"""Routing of mixtures of experts, and the activation of experts."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,12 +7,13 @@ from torch import Tensor
 
 
 class Scores(Enum):
-    """What a row's router logits become, in float32.
+    """How a row's scores follow from its router logits, in float32.
 
-    SOFTMAX: probabilities over all experts, the largest of which are chosen.
-    CHOSEN_SOFTMAX: the largest logits are chosen; probabilities over these alone.
-    SIGMOID: of each logit. Chosen are the largest of score plus correction within the kept groups,
-        those whose two largest sums are largest (DeepSeek-V3, arXiv:2412.19437, equation 16).
+    SOFTMAX: the softmax over all experts; the experts with the largest scores are chosen.
+    CHOSEN_SOFTMAX: the experts with the largest logits are chosen; the softmax over only these.
+    SIGMOID: the sigmoid of each logit. The experts with the largest score + correction are chosen
+        within the kept groups. A group is ranked by the sum of its two largest score + correction
+        (DeepSeek-V3, arXiv:2412.19437, equation 16).
     """
 
     SOFTMAX = "softmax"
@@ -22,14 +23,14 @@ class Scores(Enum):
 
 @dataclass(frozen=True)
 class Routing:
-    """How a row's experts and their weights follow from its logits.
+    """How a row's experts and their weights follow from its router logits.
 
     Attributes:
-        num_chosen: experts of a row.
-        normalised: weights are divided by their sum.
-        scale: that weights are multiplied by at the end.
-        num_groups: of equally many experts each.
-        kept_groups: groups that a row may choose from.
+        num_chosen: number of experts of a row (top-k).
+        normalised: the weights of a row are divided by their sum.
+        scale: factor of the weights, applied last.
+        num_groups: number of groups, of equally many experts each.
+        kept_groups: number of groups in which a row chooses its experts.
     """
 
     num_experts: int
@@ -43,14 +44,14 @@ class Routing:
 
 @dataclass(frozen=True, eq=False)
 class Router:
-    """Makes logits of normed rows x [T, H], accumulated in float32: x W^T + bias.
+    """Computes router logits x W^T + bias of normed rows x [T, H], accumulated in float32.
 
     Attributes:
         weight: [E, H] in the model's dtype.
-        bias: [E] in the model's dtype; None without one.
-        correction: [E] float32, what is added to scores before experts are chosen; None: nothing.
-        gains: [E] float32, what the weights of chosen experts are multiplied by at the end; None:
-            nothing.
+        bias: [E] in the model's dtype; None: there is none.
+        correction: [E] float32, added to the scores when experts are chosen, but not in their
+            weights (`e_score_correction_bias`); None: there is none.
+        gains: [E] float32, factors of the experts' weights, applied last; None: all 1.
     """
 
     routing: Routing
@@ -62,10 +63,8 @@ class Router:
 
 @dataclass(frozen=True)
 class ClampedGate:
-    """gpt-oss's activation of gate g and up u.
-
-    g = min(g, limit), u = clamp(u, -limit, limit), and out comes (u + 1) g sigmoid(alpha g).
-    """
+    """The activation of gpt-oss for gate g and up u: (u + 1) g sigmoid(alpha g), computed from
+    g = min(g, limit) and u = clamp(u, -limit, limit)."""
 
     limit: float
     alpha: float

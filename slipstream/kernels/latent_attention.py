@@ -1,4 +1,4 @@
-"""Latent attention: what its op means."""
+"""The interface of multi-head latent attention (MLA)."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,16 +14,15 @@ class LatentHeads:
 
     Attributes:
         num_heads: H.
-        norm_weight: [R], of the norm of a token's latent row.
-        eps: of that norm.
-        keys: [H, N, R], makes the first N numbers of each head's key of a normed latent row. Rows
-            of R are dense, and heads may be apart.
-        values: [H, V, R], makes each head's value of it; strides as of `keys`.
-        cos_sin: [max_positions, P] float32: P/2 cosines, then P/2 sines. Pair i is made of the
-            numbers 2i and 2i + 1.
-        scale: of the scores.
-        query_scales: [max_positions] float32, that the scores of a row at a position are multiplied
-            by as well; None: nothing.
+        norm_weight, eps: RMS norm [R] of a token's latent row.
+        keys: [H, N, R], projects a normed latent row to the first N numbers of each head's key.
+            Only the last dimension must be contiguous.
+        values: [H, V, R], projects it to each head's value; strides like `keys`.
+        cos_sin: [max_positions, P] float32: P/2 cosines, then P/2 sines, for RoPE in interleaved
+            pairs: pair i has the numbers 2i and 2i + 1.
+        scale: factor of attention scores.
+        query_scales: [max_positions] float32, another factor of the scores of the rows at each
+            position; None: 1.
     """
 
     num_heads: int
@@ -37,40 +36,40 @@ class LatentHeads:
 
     @property
     def rank(self) -> int:
-        """R."""
+        """R, size of a latent row without its rotated part (`kv_lora_rank`)."""
         return self.norm_weight.shape[0]
 
     @property
     def plain_dim(self) -> int:
-        """N."""
+        """N, size of a head's part without RoPE (`qk_nope_head_dim`)."""
         return self.keys.shape[1]
 
     @property
     def rotary_dim(self) -> int:
-        """P."""
+        """P, size of a head's part with RoPE (`qk_rope_head_dim`)."""
         return self.cos_sin.shape[1]
 
     @property
     def value_dim(self) -> int:
-        """V."""
+        """V, size of a value head (`v_head_dim`)."""
         return self.values.shape[1]
 
 
 class LatentAttentionOp(Protocol):
-    """Causal self-attention of ragged rows over a paged cache of one latent row a token.
+    """Causal self-attention of ragged rows over a paged cache of one latent row per token.
 
-    queries [T, H (N + P)]: of each head N numbers, then P that are rotated. latents [T, R + P]: R
-    that are normed, then P that are rotated, one key part for all heads. Both may be columns of
-    wider tensors. Latent rows are normed and rotated and stored at the rows' slots of the cache
-    [num_blocks, block_size, R + P]; then a row sees the tokens that `AttendOp` tells, c and r being
-    the two parts of what is stored of a token:
+    queries [T, H (N + P)]: for each head N numbers, then P that are rotated. latents [T, R + P]: R
+    numbers that are normed, then P that are rotated, a part of the keys that all heads share. Both
+    may be columns of wider tensors. Latent rows are normed, rotated, and written to the rows' slots
+    of the cache [num_blocks, block_size, R + P]. Then a row attends to the tokens that `AttendOp`
+    names, where c [R] and r [P] are the two parts of a token's cached row:
 
         score = scale ((keys^T q_plain) . c + q_rotated . r)
         out = values (sum of softmax(scores) c)
 
-    Returns [T, H V]. This absorbed form reads a token's latent row once for all heads. The plain
-    one, score = scale (q_plain . keys c + q_rotated . r), does fewer products where rows are many
-    and rounds otherwise: rows of decoding and of verification must be in the same form.
+    Returns [T, H V]. This absorbed form reads a token's latent row once for all heads. The direct
+    form, score = scale (q_plain . keys c + q_rotated . r), needs fewer products for many rows, but
+    rounds differently: decoding and verification must use the same form.
     """
 
     def __call__(

@@ -1,4 +1,4 @@
-"""Norms, activations, and how what a half of a layer makes joins the stream."""
+"""Norms, activations, and how the output of half a layer is added to the residual stream."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -10,7 +10,7 @@ from slipstream.kernels.inboxes import Channel
 
 
 class Activation(Enum):
-    """What a gate goes through before it is multiplied.
+    """The activation of a gate, before `up` is multiplied by it.
 
     GELU_TANH: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016).
     """
@@ -25,7 +25,7 @@ class Norm:
 
     Attributes:
         weight, bias: [H].
-        eps: is added to the mean square, or to the variance.
+        eps: added to the mean square, or to the variance.
     """
 
     weight: Tensor
@@ -34,11 +34,11 @@ class Norm:
 
 
 @dataclass(frozen=True, eq=False)
-class Behind:
-    """How what a half makes, y, joins the stream x, which becomes (x + norm(y)) * factor.
+class PostNorm:
+    """How the output y of a half is added to the stream x: x = (x + norm(y)) * factor.
 
     Attributes:
-        norm: its result is rounded to its dtype; None: y is added as it is.
+        norm: its result is rounded to its dtype before the addition; None: y is not normed.
         factor: [1]; None: 1.
     """
 
@@ -46,25 +46,26 @@ class Behind:
     factor: Tensor | None = None
 
 
-def summed(made: Tensor, dtype: torch.dtype) -> Tensor:
-    """An op's addend as [T, H]: partial sums [parts, T, H] are added up in their order in float32,
-    and rounded to `dtype`."""
-    if made.ndim == 2:
-        return made
-    total = made[0]
-    for part in made[1:]:
+def sum_parts(output: Tensor, dtype: torch.dtype) -> Tensor:
+    """The output of an op as [T, H]: partial sums [parts, T, H] are added in their order in
+    float32, and rounded to `dtype`."""
+    if output.ndim == 2:
+        return output
+    total = output[0]
+    for part in output[1:]:
         total = total + part
     return total.to(dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
-    """A sum over ranks that nobody has added up: the op that takes it fetches the others' parts.
+class UnreducedSum:
+    """A sum over ranks before its all-reduce: the op that takes it as an addend fetches the parts
+    of the other ranks.
 
     Attributes:
-        values: what this rank adds, [T, H] in `dtype`, or partial sums [parts, T, H] of it.
-        dtype: that of the numbers that go to other ranks, and of the sum.
-        channel: through which they go; it has T rows or more, of H numbers.
+        values: this rank's part: [T, H] in `dtype`, or partial sums of it, [parts, T, H].
+        dtype: dtype of the numbers that are sent to other ranks, and of the sum.
+        channel: sends and receives the parts; it is for at least T rows of H numbers.
     """
 
     values: Tensor
@@ -72,15 +73,15 @@ class Spread:
     channel: Channel
 
 
-Made = Tensor | Spread
+HalfOutput = Tensor | UnreducedSum
 
 
 @dataclass(frozen=True, eq=False)
-class JoiningAddend:
-    """What is added to the stream [T, H] by `behind`; values as of `LinearOp`."""
+class PostNormAddend:
+    """An addend that is added to the stream [T, H] by `post_norm`; `values`: see `LinearOp`."""
 
-    values: Made
-    behind: Behind
+    values: HalfOutput
+    post_norm: PostNorm
 
 
-Addend = Made | JoiningAddend
+Addend = HalfOutput | PostNormAddend

@@ -1,7 +1,7 @@
-"""The interface of batch preparation ops: small work between the models' passes.
+"""The interface of the ops that prepare batches between the models' passes.
 
-In plain torch each op is about a dozen kernel launches, which would slow captured steps down; as
-Triton kernels each is one launch.
+In plain torch each op is about a dozen kernel launches, which would slow captured steps down; the
+Triton backend needs one launch for each.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 
 @dataclass(frozen=True, eq=False)
 class RequestTables:
-    """What the device keeps of every slot.
+    """The device's state of requests, by slot.
 
     Attributes:
-        token_ids: [S, L + 1] int32; writes without a place go to the last column.
-        num_tokens, num_computed: [S] int64.
+        token_ids: [S, L + 1] int32; column L receives writes that are beyond the last position.
+        num_tokens, num_computed: [S] int64, known and computed tokens.
         block_tables: [S, max_blocks] int32.
         block_size: tokens in a block.
-        window_column: where layers with a window have blocks of their own, the table of each slot
-            is followed by one for them, as wide, from this column on; 0: there is none.
+        window_column: if layers with a window have their own blocks, `block_tables` has a second
+            table, of equal width, which begins at this column; 0: there is none.
     """
 
     token_ids: Tensor
@@ -40,18 +40,18 @@ class RequestTables:
 
     @property
     def num_tables(self) -> int:
-        """Tables of a slot: 2 with one for layers with a window."""
+        """Number of block tables of a slot: 2 if layers with a window have their own, else 1."""
         return 2 if self.window_column else 1
 
     def inputs(
         self, rows: RowPlaces, own_tables: Tensor, context_lens: Tensor, slots: Tensor
     ) -> PassInputs:
-        """The inputs of a pass.
+        """The inputs of a pass over these rows.
 
         Args:
-            own_tables: [R, max_blocks], rows of `block_tables`.
-            context_lens: [R] int64.
-            slots: [num_tables * T] int64, of the rows by each table.
+            own_tables: [R, max_blocks], the rows of `block_tables` for the requests of the pass.
+            context_lens: [R] int64, see `Paging`.
+            slots: [num_tables * T] int64, the cache slots of the rows by each block table.
         """
         column = self.window_column
         if not column:
@@ -70,12 +70,12 @@ class PlacedRows:
 
     Attributes:
         token_ids: [T] int32.
-        inputs: where the rows stand; those behind a request's length write nothing.
-        first_row, last_row: [R] int64, of each request; the last that means something, or some
-            other's.
-        request, offset: [T] int64, which request a row belongs to and its place among that
-            request's rows; None where every request has as many rows.
-        row_starts: `first_row` on the host, and T; empty where the host does not know.
+        inputs: the inputs of the pass; padding rows write nothing to the cache.
+        first_row, last_row: [R] int64, of each request, without padding; for a request without
+            rows, any row.
+        request, offset: [T] int64, the request of each row and the row's index among the rows of
+            that request; None: all requests have equally many rows.
+        row_starts: `first_row` and T on the host; empty if the host does not know them.
     """
 
     token_ids: Tensor
@@ -88,14 +88,15 @@ class PlacedRows:
 
 
 class ExpandRowsOp(Protocol):
-    """`most` rows for each request: lengths[r] from position starts[r] on, then padding.
+    """Places `most` rows for each request: lengths[r] rows from position starts[r] on, then
+    padding.
 
-    A request without rows has no context either: `starts` may then lie beyond its block table.
-    slots, starts, lengths [R] int64; T = R * most. With a `mask_token` the rows behind the known
-    tokens hold that in place of what `token_ids` has there.
+    slots, starts, lengths [R] int64; T = R * most. A request of length 0 has no context, so its
+    start may be beyond its block table. With a `mask_token`, rows at positions beyond the known
+    tokens have that token instead of the one in `token_ids`.
 
-    With `num_rows`, at least the sum of `lengths` and below R * most, T = num_rows: each request
-    has its rows, and what is left over is padding of the last ones, `most` rows at most each.
+    With `num_rows`, which is at least the sum of `lengths` and below R * most, rows are packed:
+    T = num_rows, and the last requests are padded, to at most `most` rows each.
     """
 
     def __call__(
@@ -111,10 +112,11 @@ class ExpandRowsOp(Protocol):
 
 
 class PlaceRowsOp(Protocol):
-    """lengths[r] rows for each request, from position starts[r] on. The host waits for `lengths`,
-    unless it has them already (`counts`).
+    """Places lengths[r] rows for each request, from position starts[r] on, without padding. The
+    host waits for `lengths`, unless it knows them (`counts`).
 
-    The first rereads[r] of them write nothing (None: no request has any). Else as `ExpandRowsOp`.
+    The first rereads[r] rows of a request write nothing to the cache (None: all rows write). Other
+    arguments as in `ExpandRowsOp`.
     """
 
     def __call__(
@@ -130,17 +132,20 @@ class PlaceRowsOp(Protocol):
 
 
 class AdvanceDraftsOp(Protocol):
-    """Draft token number `index` of each request is known: where the next pass begins.
+    """Stores draft token number `index` of each request, and computes the rows of the next pass.
 
     Args:
-        tables: `token_ids` get the token behind the known ones.
-        slots, known, wanted: [R] int64: known tokens, and how many drafts are wanted.
-        picked: [R] int64, indices into `vocabulary` [Vq] int64 where there is one.
-        tokens: [R, K] int64; column `index` is filled.
+        tables: `token_ids` receive the token at position known[r] + index.
+        slots, known, wanted: [R] int64, slots, numbers of known tokens, and numbers of draft
+            tokens that are wanted.
+        picked: [R] int64, the drafted tokens, as indices into `vocabulary` [Vq] int64 if there is
+            one.
+        tokens: [R, K] int64; column `index` receives the tokens.
         index: from 0.
 
     Returns:
-        starts, lengths: [R] int64, of the next pass: one row where another draft is wanted.
+        starts, lengths: [R] int64, the rows of the next pass: one for each request that wants
+        another draft token.
     """
 
     def __call__(
@@ -157,24 +162,25 @@ class AdvanceDraftsOp(Protocol):
 
 
 class TrimDraftsOp(Protocol):
-    """Gives the rows of a pass to the draft tokens that are the most likely to survive.
+    """Keeps the draft tokens that are most likely to be accepted, as many as a pass has rows for.
 
-    The chance of a token is rates[i] * factors[r] / FACTOR_PARTS, at most 1, where i of N is the
-    bin of its confidence (the last one if that is no number from 0 to 1); a token survives with the
-    product of the chances up to it. Of equal ones earlier places come first, then earlier requests.
-    So what a request keeps is a prefix of its chain, and whether it keeps a place depends on
-    nothing behind it.
+    The estimated probability that a token is accepted after those before it is
+    rates[i] * factors[r] / FACTOR_PARTS, at most 1, where i of N is the bin of its confidence (the
+    last bin if the confidence is not in [0, 1)). Tokens are ranked by the product of these
+    probabilities up to the token; ties are won by the earlier place in the chain, then by the
+    earlier request. So each request keeps a prefix of its chain, and whether a token is kept does
+    not depend on later tokens of its chain.
 
     Args:
         confidences: [R, K] float32.
-        wanted: [R] int64, draft tokens of each request, at most K.
+        wanted: [R] int64, number of draft tokens of each request, at most K.
         factors: [R] int64.
         rates: [N] float32.
-        known: [R] int64, rows of the pass that hold known tokens.
-        num_rows: all rows of the pass.
+        known: [R] int64, number of rows of each request for known tokens.
+        num_rows: number of rows of the pass.
 
     Returns:
-        [R] int64, draft tokens that each request keeps.
+        [R] int64, number of draft tokens that each request keeps.
     """
 
     def __call__(
@@ -189,9 +195,9 @@ class TrimDraftsOp(Protocol):
 
 
 class WriteTokensOp(Protocol):
-    """Write the first counts[r] of `tokens` [R, W] behind each request's known tokens.
+    """Writes the first counts[r] of `tokens` [R, W] after each request's known tokens.
 
-    What stands behind those is tentative and may be written too: no token is lost.
+    Positions after these may be overwritten too, since they have no known tokens.
     """
 
     def __call__(
@@ -200,18 +206,18 @@ class WriteTokensOp(Protocol):
 
 
 class CommitOp(Protocol):
-    """Append a verdict's tokens and move the counters.
+    """Appends the tokens of a verification to the requests, and updates their counters.
 
     Args:
-        tables: token ids, known and computed tokens, of which the target has computed
-            num_new[r] + accepted[r] more.
-        slots, num_new: [R] int64.
-        at_end: [R] bool; the others gain nothing, whatever the verdict.
+        tables: `num_computed` grows by num_new[r] + num_accepted[r], `num_tokens` by num_tokens[r].
+        slots: [R] int64.
+        num_new: [R] int64, number of known tokens that the target has computed in this step.
+        at_end: [R] bool, whether the request's known tokens are all computed; others get no tokens.
         tokens: [R, W] int64.
-        num_tokens, num_accepted: [R] int64.
+        num_tokens, num_accepted: [R] int64, results of verification (`VerifyOp`).
 
     Returns:
-        (num_tokens, num_accepted) of what was really gained.
+        `num_tokens` and `num_accepted`, with 0 for requests that are not `at_end`.
     """
 
     def __call__(
@@ -227,16 +233,16 @@ class CommitOp(Protocol):
 
 
 class KeepPathOp(Protocol):
-    """Move what is cached of the accepted nodes of a tree to where a chain has it.
+    """Moves the cached keys and values of a tree's accepted nodes to the places of a chain.
 
     Args:
-        tables: for the block tables.
-        slots, roots: [R] int64, which token of each request is the root of its tree.
-        path: [R, W] int64: node path[r, i] becomes token roots[r] + i; it never rises by less
-            than 1 from one i to the next.
-        counts: [R] int64, below W: the last i that matters.
+        tables: has the block tables.
+        slots: [R] int64.
+        roots: [R] int64, the position of the root of each request's tree.
+        path: [R, W] int64: node path[r, i] becomes token roots[r] + i; strictly increasing in i.
+        counts: [R] int64, below W: the last i that is moved.
         pages: [P, num_blocks, block_size, Hk, D], contiguous.
-        windowed: they are paged by the second table.
+        windowed: use the second block table, for layers with a window.
     """
 
     def __call__(
@@ -252,19 +258,21 @@ class KeepPathOp(Protocol):
 
 
 class SuffixLookupOp(Protocol):
-    """For each text: the tokens behind the latest occurrence of its longest known suffix.
+    """Finds the longest suffix of each text that also occurs earlier in the text (prompt lookup).
 
-    A suffix of `shortest` to `longest` tokens counts, the longest first; its occurrence needs one
-    token behind it. When the occurrence overlaps the end, the text is taken to repeat itself.
+    Suffixes of `shortest` to `longest` tokens are tried, the longest first. An occurrence must be
+    followed by at least one token; the latest one counts. If the K tokens after it reach the end
+    of the text, the text is assumed to repeat itself.
 
     Args:
         token_ids: [S, L] int32.
         slots: [R] int64, rows of `token_ids`.
-        known: [R] int64, tokens of each text, at most L.
+        known: [R] int64, number of tokens of each text, at most L.
         width: K.
 
     Returns:
-        tokens [R, K] int64, and found [R] bool: whether there was an occurrence.
+        tokens: [R, K] int64, the tokens after the occurrence.
+        found: [R] bool, whether there was an occurrence.
     """
 
     def __call__(
@@ -279,15 +287,15 @@ class SuffixLookupOp(Protocol):
 
 
 class TimestampOp(Protocol):
-    """A scalar int64 on `device`: nanoseconds of some clock when the device came here; 0 always
-    where it has no clock."""
+    """Records the time when the device reaches this op: a scalar int64 on `device`, in nanoseconds
+    of a clock; always 0 if the device has no clock."""
 
     def __call__(self, device: torch.device) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class PreparationOps:
-    """One backend's implementations."""
+    """One backend's ops for preparing batches."""
 
     expand_rows: ExpandRowsOp
     place_rows: PlaceRowsOp

@@ -1,9 +1,9 @@
-"""Which backend serves a device: the only place that picks one.
+"""Chooses the backend of a device; no other module does.
 
-A group of ops is a frozen dataclass of functions with one signature and one meaning; a backend is
-an implementation of all groups for a kind of device. `reference` (plain torch) serves every device
-and defines what is right, `cpu` is C++, `triton` serves NVIDIA GPUs. Whoever needs ops gets them
-handed in, or asks here once, when it is built.
+A group of ops is a frozen dataclass of functions; a backend implements all groups for a kind of
+device. `reference` (plain torch) runs on every device and defines the correct results, `cpu` is
+C++, and `triton` is for NVIDIA GPUs. Objects that need ops get them as arguments, or ask here once,
+when they are built.
 """
 
 import functools
@@ -26,7 +26,7 @@ from slipstream.kernels.table import Ops
 
 logger = logging.getLogger("slipstream")
 
-# Names a level of instructions of the C++ kernels, or plain torch in their place.
+# Environment variable: the instruction level of the C++ kernels, or `PLAIN_TORCH` to disable them.
 CPU_KERNELS = "SLIPSTREAM_CPU_KERNELS"
 PLAIN_TORCH = "reference"
 
@@ -36,11 +36,11 @@ class Kernels:
     """All ops of a device.
 
     Attributes:
-        network: layers and heads.
-        preparation: small work between the models' passes.
-        sampling: drafting, verification, and the sampling state.
-        gather: all-gather of a few bytes through `Inboxes`, [...] -> [ranks, ...], or None for what
-            is too much; None: the backend cannot do that.
+        network: ops of layers and heads.
+        preparation: ops that prepare batches between the models' passes.
+        sampling: ops of drafting, verification, and the sampling state.
+        gather: all-gather of a few bytes through `Inboxes`, [...] -> [ranks, ...]; it returns None
+            if the tensor is too large. None: the backend has no such op.
     """
 
     network: Ops
@@ -56,17 +56,17 @@ def kernels_for(
     batch_invariant: bool = False,
     fp64_noise: bool = False,
 ) -> Kernels:
-    """The fastest ops that serve `device`.
+    """The fastest ops for `device`.
 
     Args:
-        dtype: of the activations of networks.
-        batch_invariant: the fastest of those networks whose rows' bits depend on nothing beside the
-            row. Those of the C++ kernels never do. The reference does not promise that: torch picks
-            a matmul by its row count.
-        fp64_noise: sample with 63-bit noise and float64 logarithms, which the reference alone does.
+        dtype: dtype of the networks' activations.
+        batch_invariant: choose network ops in which a row's bits do not depend on the other rows
+            of the batch. The C++ kernels always have this property. The reference does not: torch
+            chooses a matmul by its row count.
+        fp64_noise: sample with 63-bit noise and float64 logarithms; only the reference does that.
 
     Raises:
-        UsageError: the environment asks for kernels that are unknown, or not there.
+        UsageError: `CPU_KERNELS` names kernels that are unknown or unavailable.
     """
     from slipstream.kernels import reference
 
@@ -98,17 +98,17 @@ def kernels_for(
 
 
 def sampling_over(columns: Columns, device: torch.device, fp64_noise: bool) -> SamplingOps:
-    """Ops of sampling where the target's logits have these columns. The reference alone verifies by
-    some of all columns."""
+    """Sampling ops for logits with these columns. If ranks split the vocabulary, these are the
+    reference's, since no other backend supports that."""
     from slipstream.kernels import reference
 
     ops = kernels_for(device, fp64_noise=fp64_noise).sampling
-    return ops if columns.gather is None else reference.over(columns, ops)
+    return ops if columns.gather is None else reference.with_columns(columns, ops)
 
 
 @functools.cache
 def runs_triton(device: torch.device) -> bool:
-    """Whether the Triton kernels serve `device`; says so when a GPU has to do without."""
+    """Whether the Triton kernels serve `device`; logs a warning if they are missing on a GPU."""
     if device.type != "cuda":
         return False
     try:
@@ -121,10 +121,10 @@ def runs_triton(device: torch.device) -> bool:
 
 @functools.cache
 def runs_cpp(device: torch.device) -> bool:
-    """Whether the C++ kernels serve `device`; says so when a CPU has to do without.
+    """Whether the C++ kernels serve `device`; logs a warning if they are missing on a CPU.
 
     Raises:
-        UsageError: the environment asks for a level that is unknown, or not there.
+        UsageError: `CPU_KERNELS` names a level that is unknown or unavailable.
     """
     if device.type != "cpu":
         return False
@@ -156,8 +156,8 @@ def runs_cpp(device: torch.device) -> bool:
 
 
 def use_threads(device: torch.device, dtype: torch.dtype, count: int) -> None:
-    """Let ops work on `count` threads: the C++ kernels' own, which torch's would only be in the way
-    of, or torch's where those do not serve."""
+    """Let ops use `count` threads: the C++ kernels' own ones, and then torch gets only one; or
+    torch's, if the C++ kernels do not serve the device and dtype."""
     if runs_cpp(device) and dtype in CPP_DTYPES:
         importlib.import_module("_slipstream_cpu").set_num_threads(count)
         count = 1

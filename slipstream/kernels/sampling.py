@@ -1,4 +1,4 @@
-"""Ops of sampling: what they mean. All of them run inside graph capture."""
+"""The interface of the sampling ops: draft, verify, commit. CUDA graphs can capture all of them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +11,7 @@ from slipstream.kernels.columns import Peaks
 
 PADDING = -1
 _NOT_NEGATIVE = (1 << 63) - 1
-# The order is known to all backends.
+# All backends depend on the order of these columns.
 INTS = tuple(
     "top_k seeds steps min_tokens num_output_tokens num_prompt_tokens verification".split()
 )
@@ -22,15 +22,16 @@ FLOATS = tuple(
 
 @dataclass(frozen=True, eq=False)
 class SamplingSlots:
-    """Tensors by slot.
+    """The sampling state of requests, by slot.
 
     Attributes:
-        ints: [S, 7] int64, the columns `INTS`.
-        floats: [S, 6] float32, the columns `FLOATS`.
-        stop_ids: [S, M] int64, padded with -1.
-        output_counts: [S, V] int32.
-        prompt_mask: [S, V] bool.
-        bias: [S, V] float32.
+        ints: [S, 7] int64, with the columns `INTS`.
+        floats: [S, 6] float32, with the columns `FLOATS`.
+        stop_ids: [S, M] int64, stop tokens, padded with -1.
+        output_counts: [S, V] int32, occurrences of each token in the output; None: no request has
+            needed them.
+        prompt_mask: [S, V] bool, whether the prompt has the token; None: as `output_counts`.
+        bias: [S, V] float32, added to logits; None: as `output_counts`.
     """
 
     ints: Tensor
@@ -51,7 +52,7 @@ class SamplingSlots:
 
 @dataclass(frozen=True)
 class Needs:
-    """What any request of the batch needs."""
+    """The sampling features that at least one request of the batch needs."""
 
     sampling: bool = False
     top_k: bool = False
@@ -66,35 +67,35 @@ class Needs:
 
 @dataclass(frozen=True, eq=False)
 class SampleRows:
-    """The logits rows of one step: 1 + k of them judge a request with k draft tokens.
+    """The logits rows of one step: 1 + k rows verify a request with k draft tokens.
 
     Row `first_row[r] + i` predicts the token at `positions[r] + i`, given the i draft tokens
-    before it. An empty draft (k = 0) is plain decoding. A draft token of -1 ends the draft, as
-    though it had been that short. Ragged rows are 1 + k for each request, one behind the other;
-    uniform rows are 1 + K for each, and those behind a shorter draft are computed for nothing.
-    Packed rows are ragged with some up to 1 + K behind a draft, for nothing too.
+    before it. An empty draft (k = 0) is plain decoding. A draft token of -1 ends the draft, as if
+    the draft were that short. Ragged rows are 1 + k for each request. Uniform rows are 1 + K for
+    each request; the rows after a shorter draft are unused. Packed rows are ragged, and some
+    requests have up to 1 + K rows, the last of which are unused.
 
     Attributes:
         slots: [R] int64, slots in the `SamplingState`.
         positions: [R] int64, number of known tokens, which is the position of the next one.
-        draft_tokens: [R, K] int64; what stands behind `num_draft_tokens` is ignored.
+        draft_tokens: [R, K] int64; those from `num_draft_tokens` on are ignored.
         num_draft_tokens: [R] int64.
-        one_hot: [R] bool, the draft was not sampled: its probability counts as 1.
-        draft_probs: [R, K, Vq] float32, the distributions that the draft tokens were sampled
-            from; None when every request's draft is one-hot.
-        draft_vocabulary: [Vq] int64, rising, the token id of each column of `draft_probs`; None
-            when they are the ids from 0 on.
-        layout: where rows are not uniform, request [N] (the batch index of each row), offset [N]
-            (the row's i) and first_row [R], int64. Nodes of token trees have a row of their own
-            each, whose offset is their depth: so many of its `draft_tokens` stand before the row,
-            and none of them is judged.
-        allowed: [N, ceil(V / 32)] int32 or None: bit v % 32 of word v // 32 says whether a grammar
-            allows token v in that row.
-        certain: [R, K] bool or None: draft tokens that were not sampled, though the others of their
-            request were; their probability counts as 1.
-        draft_chances: [R, K] float32, what each draft token was sampled with, where `draft_probs`
-            have this rank's columns alone; None: they have all.
-        peaks: of the raw logits, where these are known; None: verification finds them.
+        one_hot: [R] bool, the draft was not sampled, so its probability q is 1.
+        draft_probs: [R, K, Vq] float32, the distributions from which the draft tokens were sampled;
+            None: all drafts are one-hot.
+        draft_vocabulary: [Vq] int64, rising, the token id of each column of `draft_probs`; None:
+            column i is token i.
+        layout: request [N] (the batch index of each row), offset [N] (the row's i) and
+            first_row [R], int64; None: rows are uniform. Each node of a token tree has its own row,
+            whose offset is its depth: the number of `draft_tokens` before the row, none of which
+            is verified.
+        allowed: [N, ceil(V / 32)] int32: bit v % 32 of word v // 32 says whether a grammar allows
+            token v in that row; None: no row has a grammar.
+        certain: [R, K] bool, draft tokens that were not sampled, in requests whose other draft
+            tokens were; their probability q is 1. None: there are none.
+        draft_chances: [R, K] float32, q of each draft token, if `draft_probs` has only this rank's
+            columns; None: it has all.
+        peaks: `Peaks` of the raw logits, if they are known; None: verification computes them.
     """
 
     slots: Tensor
@@ -126,13 +127,13 @@ class SampleRows:
         draft_chances: Tensor | None = None,
         peaks: Peaks | None = None,
     ) -> "SampleRows":
-        """Lay the rows out, without waiting for the device.
+        """Compute the layout of the rows, without waiting for the device.
 
         Args:
-            num_rows: the sum of `num_draft_tokens` and R, for ragged rows; None for uniform ones.
-            layout: of rows that have been laid out; None where they follow from the numbers.
+            num_rows: the sum of `num_draft_tokens` + 1, for ragged rows; None: rows are uniform.
+            layout: the layout, if it is known; None: it follows from `num_draft_tokens`.
         """
-        # Without a shorter draft among them they are uniform, which takes no layout.
+        # Rows are uniform if no draft is shorter; these need no layout.
         uniform = num_rows is None or num_rows == draft_tokens.numel() + slots.shape[0]
         if layout is None and num_rows is not None and not uniform:
             layout = _ragged(num_draft_tokens, num_rows)
@@ -176,7 +177,7 @@ class SampleRows:
 
     @property
     def first_row(self) -> Tensor:
-        """[R] int64."""
+        """[R] int64, the first row of each request."""
         return self._all_layout[2]
 
     @property
@@ -185,7 +186,7 @@ class SampleRows:
         return self.slots[self.request]
 
     def by_request(self, values: Tensor) -> Tensor:
-        """values [N] of the rows -> [R, K + 1]; some row's behind those of a shorter draft."""
+        """values [N] of the rows -> [R, K + 1]; arbitrary after the rows of a shorter draft."""
         if self.layout is None:
             return values.view(self.num_requests, -1)
         place = torch.arange(self.max_draft_tokens + 1, device=values.device)
@@ -197,12 +198,12 @@ class SampleRows:
         return column < self.num_draft_tokens.unsqueeze(-1)
 
     def draft_rows(self) -> Tensor:
-        """[R, K] int64, the row that judges each draft token (some legal row when not in use)."""
+        """[R, K] int64, the row that verifies each draft token (any legal row if not in use)."""
         column = torch.arange(self.max_draft_tokens, device=self.slots.device)
         column = torch.minimum(column, self.num_draft_tokens.unsqueeze(-1))
         return self.first_row.unsqueeze(-1) + column
 
-    # Worked out when it is first asked for: fused ops need no layout of uniform rows.
+    # Computed on first use: fused ops need no layout of uniform rows.
     @cached_property
     def _all_layout(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.layout or _uniform(self.draft_tokens)
@@ -227,15 +228,16 @@ def _uniform(draft_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rates_by_request(rates: Tensor, seeds: Tensor) -> Tensor:
-    """[R, K] float32, of a benchmark's lists of rates [L, K] the one of each seed [R] int64: that
-    of its number modulo L, without the sign bit."""
+    """[R, K] float32: each request's list of a benchmark's acceptance rates [L, K]. The list is
+    chosen by the request's seed, [R] int64, without its sign bit and modulo L."""
     return rates[(seeds & _NOT_NEGATIVE) % len(rates)]
 
 
 class VerifyOp(Protocol):
     """Logits [N, V] -> (token_ids [R, K + 1], num_tokens [R], num_accepted [R]) int64.
 
-    `rates` [R, K] float32: for benchmarks, the chance that each draft token is accepted; else None.
+    `rates` [R, K] float32: for benchmarks, the probability with which each draft token is accepted
+    whatever the logits; None: drafts are verified.
     """
 
     def __call__(
@@ -251,12 +253,14 @@ class VerifyOp(Protocol):
 class DraftOp(Protocol):
     """Logits [R, V] of any float dtype -> draft tokens [R] int64, below `num_legal_tokens`.
 
-    With probs_out [R, min(V, num_legal_tokens)] requests are sampled, and it receives their
-    distributions. Those with `Verification.COUPLED` are sampled with the target's own noise, of the
-    token ids that `vocabulary` [V] int64, rising, gives the columns (None: those from 0 on), so
-    that draft and target choose alike. confidence_out [R] float32, dense: the largest probability
-    of each row of logits at temperature 1, whatever a request's parameters; rows that are no
-    numbers give any number.
+    Args:
+        probs_out: [R, min(V, num_legal_tokens)], receives the distributions of the requests, which
+            are sampled from them; None: all requests are greedy.
+        confidence_out: [R] float32, contiguous, receives the largest probability of each row of
+            logits at temperature 1, whatever the request's parameters (arbitrary for NaN logits).
+        vocabulary: [V] int64, rising, the token id of each column; None: column i is token i.
+            Requests with `Verification.COUPLED` are sampled with the target's noise for these
+            token ids, so that drafter and target choose the same token as often as possible.
     """
 
     def __call__(
@@ -274,7 +278,8 @@ class DraftOp(Protocol):
 
 
 class CommitOp(Protocol):
-    """Counts steps and the first num_tokens[r] of token_ids [R, K + 1] in the state."""
+    """Records the first num_tokens[r] of token_ids [R, K + 1] as output, and counts a step for each
+    request that has some."""
 
     def __call__(
         self, slots: Tensor, token_ids: Tensor, num_tokens: Tensor, state: SamplingSlots
@@ -283,11 +288,11 @@ class CommitOp(Protocol):
 
 @dataclass(frozen=True)
 class SamplingOps:
-    """What one backend has of them.
+    """One backend's sampling ops.
 
     Attributes:
-        draft_shares: the same as `draft` by the columns that `verify` judges by, where these are
-            not all: logits and probabilities are this rank's. None: they are all.
+        draft_shares: `draft` for logits and probabilities of only this rank's columns; None: ranks
+            do not split the vocabulary.
     """
 
     verify: VerifyOp

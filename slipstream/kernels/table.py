@@ -1,7 +1,6 @@
-"""The interface of the ops that networks are made of.
+"""The interface of the ops that networks consist of.
 
-Layers get the ops of their backend once, when the network is built, and never ask which device they
-are on.
+Layers get the ops of their backend when the network is built, and do not depend on the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +19,9 @@ from slipstream.kernels.formats.weight import Rounding, Weight, keep_layout, rou
 from slipstream.kernels.latent_attention import LatentAttentionOp, LatentHeads
 from slipstream.kernels.norm import Activation
 from slipstream.kernels.norm import Addend as Addend
-from slipstream.kernels.norm import Behind as Behind
-from slipstream.kernels.norm import JoiningAddend as JoiningAddend
 from slipstream.kernels.norm import Norm as Norm
+from slipstream.kernels.norm import PostNorm as PostNorm
+from slipstream.kernels.norm import PostNormAddend as PostNormAddend
 from slipstream.kernels.pass_inputs import PassInputs
 
 Product = tuple[Weight, Tensor | None]  # with its bias
@@ -35,13 +34,13 @@ class AttentionParts:
 
     Attributes:
         norm: of the input of `qkv`; None: the stream is not normed.
-        beside: norm of a second input, which is concatenated in front of the stream as the input of
-            `qkv`; None: there is none.
+        second_norm: norm of a second input, which is concatenated in front of the stream as the
+            input of `qkv`; None: there is none.
         keeps_normed: the normed stream replaces the stream.
         joint_norms: norms over all queries of a row as one vector, and over all its keys; or None.
         query_scales: [max_positions] float32, factors of the queries by position; or None.
         value_norm: norm of each value head, over D; None: there is none.
-        reads_only: `qkv` makes only queries; keys and values are those that another layer stores.
+        reads_only: `qkv` computes only queries; keys and values are another layer's.
         adapters: of `qkv` and `output`.
     """
 
@@ -49,7 +48,7 @@ class AttentionParts:
     heads: Heads
     qkv: Product
     output: Product
-    beside: Norm | None = None
+    second_norm: Norm | None = None
     keeps_normed: bool = False
     joint_norms: tuple[Norm, Norm] | None = None
     query_scales: Tensor | None = None
@@ -70,7 +69,7 @@ class AttentionParts:
     @property
     def needs_sources(self) -> bool:
         """Whether it can only be the first layer of a stack, as in drafting heads."""
-        return self.beside is not None or self.keeps_normed
+        return self.second_norm is not None or self.keeps_normed
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +112,9 @@ class ExpertsParts:
 
     Router logits, scores and weights are float32, and so are all sums. The gated product of an
     expert is rounded once to the dtype of the rows. Its output, with its bias, is multiplied by the
-    row's weight. Outputs are added in the order of choice, then the shared expert's, and rounded
-    once; or their sum is left to the op that takes the addend. A row depends on no other row.
+    row's routing weight. Outputs are added in the order in which the row chose its experts, then
+    the shared expert's, and rounded once; or the op that takes the addend adds them. Rows do not
+    depend on each other.
 
     Attributes:
         gate_up: [E 2I, H], expert by expert: I rows of the gate, then the I rows of `up`, which the
@@ -143,25 +143,24 @@ class LayerParts:
 
     Attributes:
         mixer, feed_forward: the parts of the halves; None: the layer lacks that half.
-        behind_mixer, behind_feed_forward: how the output of a half is added to the stream; None:
-            unchanged.
+        mixer_post_norm, feed_forward_post_norm: see `PostNorm`; None: plain addition.
     """
 
     mixer: object | None
     feed_forward: object | None
-    behind_mixer: Behind | None = None
-    behind_feed_forward: Behind | None = None
+    mixer_post_norm: PostNorm | None = None
+    feed_forward_post_norm: PostNorm | None = None
 
     @property
-    def halves(self) -> tuple[tuple[object, Behind | None], ...]:
+    def halves(self) -> tuple[tuple[object, PostNorm | None], ...]:
         """The halves that the layer has, in order, each with how it is added to the stream."""
-        pairs = (self.mixer, self.behind_mixer), (self.feed_forward, self.behind_feed_forward)
+        pairs = (self.mixer, self.mixer_post_norm), (self.feed_forward, self.feed_forward_post_norm)
         return tuple(pair for pair in pairs if pair[0] is not None)
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """Makes the stream by a product over several concatenated sources.
+    """A projection of several concatenated sources to the residual stream.
 
     Attributes:
         norms: the norm of each source; None: it is not normed.
@@ -173,11 +172,11 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class StackParts:
-    """A sequence of at least one layer, with what is in front of and behind it.
+    """A sequence of at least one layer, with its entry projection and final norm.
 
     Attributes:
-        last: norm behind the layers; None: the result is the stream.
-        entry: makes the stream of the sources; None: the last source is the stream.
+        last: norm after the layers; None: the result is the stream.
+        entry: computes the stream from the sources; None: the last source is the stream.
     """
 
     layers: Sequence[LayerParts]
@@ -189,8 +188,8 @@ class LinearOp(Protocol):
     """x [T, K], weight [N, K], bias [N] or None -> [T, N].
 
     The result is only for ops of the same backend that take an `addend`: a backend may leave the
-    sum over parts of K to them, and return [parts, T, N] float32. `adapted`, here and below: what
-    LoRA adapters add to the products of their rows; None: no row has one.
+    sum over parts of K (split-K) to them, and return [parts, T, N] float32. `adapted`, here and
+    below: the LoRA adapters of the rows; None: no row has one.
     """
 
     def __call__(
@@ -202,7 +201,7 @@ class NormLinearOp(Protocol):
     """addend, residual [T, H] -> (linear(norm(residual + addend)), residual + addend).
 
     Without a residual the addend [T, H] is the sum. The first result is [T, N] in its dtype. Here
-    and below, an addend may have a norm of its own (`JoiningAddend`), and a norm of None is none.
+    and below, an addend may have a norm of its own (`PostNormAddend`), and a norm of None is none.
     """
 
     def __call__(
@@ -217,7 +216,7 @@ class NormLinearOp(Protocol):
 
 
 class NormGatedLinearOp(Protocol):
-    """Like `NormLinearOp`, but of its first result (gate, up) [T, 2I] the first result here is
+    """Like `NormLinearOp`, followed by the gate: its first result (gate, up) [T, 2I] becomes
     activation(gate) * up, [T, I]."""
 
     def __call__(
@@ -235,7 +234,7 @@ class NormGatedLinearOp(Protocol):
 class ExpertsOp(Protocol):
     """addend, residual [T, H] -> (experts(norm(residual + addend)), residual + addend).
 
-    Without a residual the addend [T, H] is the sum. The first result is an addend as of `LinearOp`.
+    Without a residual the addend [T, H] is the sum. The first result is an addend; see `LinearOp`.
     """
 
     def __call__(
@@ -286,7 +285,7 @@ class StackOp(Protocol):
 
     `caches` has one entry for each layer with a mixer, in order. `wanted` has the indices, from 0,
     of layers whose incoming stream is returned; the number of layers means the stream that leaves
-    the last one. The second input of a first layer with one (`beside`) is the first source.
+    the last one. The second input of a first layer with one (`second_norm`) is the first source.
     """
 
     def __call__(
@@ -317,22 +316,22 @@ class Ops:
     Attributes:
         backend: its name.
         linear: a matmul.
-        norm_linear: a matmul behind a norm.
-        norm_gated_linear: a matmul behind a norm, and the gate behind it.
-        experts: a mixture of experts behind a norm.
-        add_norm: a norm behind which no matmul of a layer follows.
-        norm: such a norm, which also returns the sum that was normed.
+        norm_linear: a norm and a matmul.
+        norm_gated_linear: a norm, a matmul and the gated activation.
+        experts: a norm and a mixture of experts.
+        add_norm: a norm that no matmul of a layer follows.
+        norm: a norm that no matmul of a layer follows; also returns the sum that was normed.
         activate: x [T, I], an activation -> [T, I].
         joined_linear: a matmul of several concatenated inputs, each normed or not.
         attend: stores keys and values, and attends.
         store: stores keys and values only.
-        latent_attention: attention over one latent row a token.
+        latent_attention: attention over one latent row per token (MLA).
         delta_net: the recurrence of a gated delta net.
-        logits: the head's matmul.
+        logits: the LM head's matmul.
         pack: converts a weight to the backend's own layout, once, when it is loaded.
         round: rounds a matrix [N, K] to fewer bits; the result may be packed already.
         fuse: an op for as many first layers of a stack as the backend can fuse; None: for none.
-        sums_addends: addends may be [parts, T, N], added up in their order, or `Spread` over ranks.
+        sums_addends: addends may be [parts, T, N], added in their order, or an `UnreducedSum`.
     """
 
     backend: str
@@ -357,11 +356,11 @@ class Ops:
 
 @dataclass(frozen=True, eq=False)
 class DeltaNetParts:
-    """See `layers/delta_net.py`.
+    """A gated delta net as a mixer; see `layers/delta_net.py`.
 
     Attributes:
-        inputs: makes queries, keys, values, then z, then the gates (b, a) of the op.
-        gates: makes the gates; None: `inputs` does.
+        inputs: projection to queries, keys, values, then z, then the gates (b, a) of the op.
+        gates: projection to the gates; None: `inputs` includes it.
     """
 
     norm: Norm
@@ -381,9 +380,10 @@ class LatentParts:
     """Latent attention as a mixer; see `layers/latent_attention.py`.
 
     Attributes:
-        first: the product of the normed stream: the latent of the queries (or the queries
-            themselves), then the latent rows of keys and values.
-        query_norm, queries: make queries of their latent; None: `first` makes queries.
+        first: projection of the normed stream to the latent of the queries (or to the queries
+            themselves), then to the latent rows of keys and values.
+        query_norm, queries: norm of the queries' latent, and its projection to queries; None:
+            `first` computes queries.
     """
 
     norm: Norm

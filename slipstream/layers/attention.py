@@ -7,10 +7,10 @@ from torch import Tensor
 
 from slipstream.cache.paged import KVSpec
 from slipstream.cache.spec import LayerCache, SharedCache
-from slipstream.kernels.norm import Made
+from slipstream.kernels.norm import HalfOutput
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import AttentionParts, Heads, Norm, Ops
-from slipstream.layers.layer import BuildContext, Entering, MatrixShape
+from slipstream.layers.layer import BuildContext, HalfInput, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import JointNorms, LayerNorms
 from slipstream.layers.parameters import (
@@ -41,7 +41,7 @@ class AttentionSpec:
             [num_heads * head_dim]; likewise all key heads.
         sinks: attention sinks: one learned logit for each query head in the softmax's denominator.
         gated: the output is multiplied by the sigmoid of a gate; its projection is interleaved with
-            the query projection, the gate's rows of each head behind the query's.
+            the query projection: for each head, the query's rows, then the gate's.
         paired: checkpoints have RoPE's rotated pairs interleaved, see `PairedRows`.
         scale: factor of attention scores; None: head_dim^-0.5.
         softcap: softcap of scaled scores; see `Heads`.
@@ -110,7 +110,7 @@ class AttentionSpec:
         some."""
         paired: PairedRows | None = None
         if self.paired:
-            assert not self.qk_norm, "weights of norms would have to be put in order as well"
+            assert not self.qk_norm, "the weights of norms would have to be permuted as well"
             paired = PairedRows(self.head_dim, self.rope.rotary_dim(self.head_dim))
         heads = self.num_kv_heads
         query = Part(f"{name}.q_proj", self.query_rows, paired=paired)
@@ -124,7 +124,7 @@ class AttentionSpec:
         return [replace(query, within=own), *parts, replace(query, within=gates)]
 
     def matrices(self, norms: LayerNorms, width: int) -> tuple[MatrixShape, ...]:
-        columns = width if norms.beside is None else 2 * width
+        columns = width if norms.second_norm is None else 2 * width
         rows = sum(part.rows for part in self.projections(""))
         return (rows, columns), (width, self.query_rows)
 
@@ -148,8 +148,8 @@ class Attention:
         self, spec: AttentionSpec, context: BuildContext, layer: str, norms: LayerNorms
     ) -> None:
         source, name, width = context.source, f"{layer}.{spec.name}", context.width
-        beside = norms.before(source, layer, norms.beside, width)
-        self.norm = norms.before(source, layer, norms.mixer, width)
+        second_norm = norms.load_optional(source, layer, norms.second_norm, width)
+        self.norm = norms.load_optional(source, layer, norms.mixer, width)
         share = context.share
         num_heads = share.of(spec.num_heads, "num_attention_heads")
         num_kv_heads = _kv_heads(spec, share)
@@ -164,8 +164,8 @@ class Attention:
         self._joint_norms: JointNorms | None = None
         if spec.joint_norms:
             joint_norms = (
-                norms.of(source, f"{name}.q_norm", spec.query_rows, split=ROWS),
-                norms.of(source, f"{name}.k_norm", spec.kv_rows, spec.num_kv_heads, split=ROWS),
+                norms.load(source, f"{name}.q_norm", spec.query_rows, split=ROWS),
+                norms.load(source, f"{name}.k_norm", spec.kv_rows, spec.num_kv_heads, split=ROWS),
             )
             if share.reduce is not None:
                 rows = spec.query_rows, spec.kv_rows * share.copies(spec.num_kv_heads)
@@ -190,7 +190,7 @@ class Attention:
             heads=self.heads,
             qkv=self.qkv.product,
             output=self.output.product,
-            beside=beside,
+            second_norm=second_norm,
             keeps_normed=norms.keeps_normed,
             joint_norms=joint_norms,
             query_scales=context.ropes.query_scales(spec.rope),
@@ -204,15 +204,15 @@ class Attention:
         return self if self.output.is_shared else self._parts
 
     def apply(
-        self, ops: Ops, entering: Entering, inputs: PassInputs, cache: LayerCache
-    ) -> tuple[Made, Tensor]:
+        self, ops: Ops, entering: HalfInput, inputs: PassInputs, cache: LayerCache
+    ) -> tuple[HalfOutput, Tensor]:
         """See `Mixer`; writes the rows' keys and values into `cache`, unless the layer has a
         lender."""
-        addend, residual, beside = entering
+        addend, residual, second = entering
         if residual is None and self._parts.needs_sources:
-            assert isinstance(addend, Tensor), "where the stream begins nothing joins it"
+            assert isinstance(addend, Tensor), "the first addend is the stream itself"
             assert self.qkv.adapters is None, "drafting heads have no adapters"
-            qkv, stream = self._first_qkv(ops, addend, beside)
+            qkv, stream = self._first_qkv(ops, addend, second)
         else:
             adapted = self.qkv.adapted(inputs)
             qkv, stream = ops.norm_linear(addend, residual, self.norm, *self.qkv.product, adapted)
@@ -257,18 +257,18 @@ class Attention:
             value = ops.norm(by_head, None, parts.value_norm)[0].view(value.shape)
         return torch.cat((query, key, value), -1)
 
-    def _first_qkv(self, ops: Ops, stream: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _first_qkv(self, ops: Ops, stream: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
         """The qkv projection of a layer at which the residual stream starts, and that stream.
 
         Args:
-            beside: second input, concatenated in front of the stream (EAGLE-3).
+            second: second input, concatenated in front of the stream (EAGLE-3).
         """
         norm = self.norm
         if norm is not None and self._parts.keeps_normed:
             stream, norm = ops.norm(stream, None, norm)[0], None
         sides: list[tuple[Tensor, Norm | None]] = [(stream, norm)]
-        if beside is not None:
-            sides.insert(0, (beside, self._parts.beside))
+        if second is not None:
+            sides.insert(0, (second, self._parts.second_norm))
         return ops.joined_linear(sides, *self.qkv.product), stream
 
 
@@ -284,14 +284,14 @@ def _head_norms(
     """The norms of query and key heads; with a lender, which has the keys, the first twice."""
     if not spec.qk_norm or spec.joint_norms:
         return None
-    query = norms.of(source, f"{name}.q_norm", spec.head_dim)
+    query = norms.load(source, f"{name}.q_norm", spec.head_dim)
     if spec.lender is not None:
         return query, query
-    return query, norms.of(source, f"{name}.k_norm", spec.head_dim)
+    return query, norms.load(source, f"{name}.k_norm", spec.head_dim)
 
 
 def _value_norm(spec: AttentionSpec, head_norms: tuple[Norm, Norm] | None) -> Norm | None:
     if not spec.value_norm or spec.lender is not None:
         return None
-    assert head_norms is not None, "families that norm values norm keys"
+    assert head_norms is not None, "families with value norms have key norms"
     return Norm(torch.ones_like(head_norms[1].weight), head_norms[1].eps)

@@ -9,10 +9,10 @@ from slipstream.cache.recurrent import RecurrentSpec
 from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import UsageError
 from slipstream.kernels.delta_net import DeltaHeads
-from slipstream.kernels.norm import Made
+from slipstream.kernels.norm import HalfOutput
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import DeltaNetParts, Ops
-from slipstream.layers.layer import BuildContext, Entering, MatrixShape
+from slipstream.layers.layer import BuildContext, HalfInput, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import (
@@ -132,8 +132,8 @@ class DeltaNet:
         self, spec: DeltaNetSpec, context: BuildContext, layer: str, norms: LayerNorms
     ) -> None:
         source, name, width = context.source, f"{layer}.{spec.name}", context.width
-        norm = norms.before(source, layer, norms.mixer, width)
-        assert norm is not None, "gated delta nets stand behind a norm"
+        norm = norms.load_optional(source, layer, norms.mixer, width)
+        assert norm is not None, "gated delta nets read a normed stream"
         self.norm = norm
         inputs, gates, share = spec.projections(name), spec.gates(name), context.share
         is_one = source.alike(
@@ -167,11 +167,11 @@ class DeltaNet:
         return DeltaNetParts(self.norm, self.heads, self.inputs.product, gates, self.output.product)
 
     def apply(
-        self, ops: Ops, entering: Entering, inputs: PassInputs, cache: LayerCache
-    ) -> tuple[Made, Tensor]:
+        self, ops: Ops, entering: HalfInput, inputs: PassInputs, cache: LayerCache
+    ) -> tuple[HalfOutput, Tensor]:
         """See `Mixer`; updates the requests' states in `cache`."""
-        addend, residual, beside = entering
-        assert beside is None, "a gated delta net has one input"
+        addend, residual, second = entering
+        assert second is None, "a gated delta net has one input"
         heads = self.heads
         if self.gates is None:
             rows, stream = ops.norm_linear(addend, residual, self.norm, *self.inputs.product)

@@ -1,9 +1,10 @@
-"""Experts that ranks share while each runs whole layers on requests of its own.
+"""Experts that data parallel ranks share; each rank holds all else whole, for its own requests.
 
 Every rank has a share of the columns of every expert, as under tensor parallelism, so that all
-ranks do equal work whatever the router chooses. In a mixture, each rank gathers the rows of all,
-computes its partial results for them, and gets the others' partial results for its own rows. So all
-ranks must take part in each pass, with equal numbers of rows; `ExpertPool.agree` finds the number.
+ranks do equal work whatever the router chooses. In a mixture, each rank gathers the rows of all
+ranks, computes its partial results for them, and gets the others' partial results for its own rows.
+So all ranks must take part in each pass, with equal numbers of rows; `ExpertPool.agree` finds that
+number.
 """
 
 from collections.abc import Sequence
@@ -19,10 +20,10 @@ from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.table import Ops
 from slipstream.layers.parameters import ParameterSource, Part, Share
 
-_FAILED = 1 << 40  # in place of a number of rows
+_FAILED = 1 << 40  # sent instead of a number of rows
 
 
-class PooledHalf(Protocol):
+class PooledExperts(Protocol):
     """A mixture whose experts are in a pool."""
 
     def assist(self, ops: Ops, num_rows: int) -> None:
@@ -39,7 +40,7 @@ class ExpertPool:
 
     def __init__(self, share: Share, source: ParameterSource) -> None:
         self.share, self.source = share, source
-        self._halves: list[PooledHalf] = []
+        self._mixtures: list[PooledExperts] = []
         self._awaits = False
 
     @property
@@ -47,19 +48,19 @@ class ExpertPool:
         """Number of ranks."""
         return self.share.size
 
-    def join(self, half: PooledHalf) -> None:
-        """Add a mixture; they join in the order in which a pass runs them."""
-        self._halves.append(half)
+    def join(self, mixture: PooledExperts) -> None:
+        """Add a mixture; they are added in the order in which a pass runs them."""
+        self._mixtures.append(mixture)
 
     def begin_step(self, agrees: bool) -> None:
-        """A step begins; `agrees`: all ranks will agree on its number of rows."""
+        """Begin a step; `agrees`: all ranks will call `agree` in it."""
         self._awaits = agrees
 
     def agree(self, num_rows: int) -> int:
         """The largest of the ranks' numbers of rows; the host waits for it.
 
         Raises:
-            OtherRankError: a rank has failed before it came to this.
+            OtherRankError: a rank failed before it called this.
         """
         self._awaits = False
         found = -self.share.least(-num_rows)
@@ -68,7 +69,7 @@ class ExpertPool:
         return found
 
     def break_off(self) -> None:
-        """This rank has failed: let the others fail, too, if they wait to agree with it."""
+        """Report that this rank failed, so that ranks that wait in `agree` fail too."""
         if self._awaits:
             self._awaits = False
             self.share.least(-_FAILED)
@@ -91,8 +92,8 @@ class ExpertPool:
 
     def assist(self, ops: Ops, num_rows: int) -> None:
         """Compute this rank's share in a pass of `num_rows` rows, without rows of its own."""
-        for half in self._halves:
-            half.assist(ops, num_rows)
+        for mixture in self._mixtures:
+            mixture.assist(ops, num_rows)
 
 
 def in_order(parts: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ def in_order(parts: Tensor) -> Tensor:
 
 
 class Unsplit:
-    """A source that makes whole parameters of one that cuts them to a rank's share."""
+    """Makes parameters in full from a source that cuts them to a rank's share."""
 
     def __init__(self, source: ParameterSource) -> None:
         self._source = source

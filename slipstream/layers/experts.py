@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.experts import ClampedGate, Router, Routing
-from slipstream.kernels.norm import Activation, Made, summed
+from slipstream.kernels.norm import Activation, HalfOutput, sum_parts
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import ExpertsParts, Norm, Ops, SharedExpert
-from slipstream.layers.layer import BuildContext, Entering, MatrixShape
+from slipstream.layers.layer import BuildContext, HalfInput, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import (
@@ -155,7 +155,7 @@ class Experts:
         if spec.expert_bias:
             count = spec.routing.num_experts
             biases = [source.vector(stack.biases()).view(count, -1) for stack in (gate_up, down)]
-        norm = norms.before(source, layer, norms.feed_forward, width)
+        norm = norms.load_optional(source, layer, norms.feed_forward, width)
         assert norm is not None, "experts read a normed stream"
         if spec.scaled_router:
             norm = replace(norm, weight=_without_zeros(norm.weight))
@@ -177,14 +177,14 @@ class Experts:
     def parts(self) -> object:
         return self._parts if self._ranks.reduce is None else self
 
-    def apply(self, ops: Ops, entering: Entering, inputs: PassInputs) -> tuple[Made, Tensor]:
+    def apply(self, ops: Ops, entering: HalfInput, inputs: PassInputs) -> tuple[HalfOutput, Tensor]:
         """See `FeedForward`."""
         addend, residual, _ = entering
         if self._pool is None:
-            made, stream = ops.experts(addend, residual, self._parts)
+            output, stream = ops.experts(addend, residual, self._parts)
             if self._ranks.reduce is None:
-                return made, stream
-            return self._ranks.addend(made, stream.dtype, ops.sums_addends), stream
+                return output, stream
+            return self._ranks.addend(output, stream.dtype, ops.sums_addends), stream
         if residual is None:
             assert isinstance(addend, Tensor), "without a residual the addend is the stream"
             stream = addend
@@ -194,17 +194,16 @@ class Experts:
         return self._pool.own(partial, len(stream), ops.sums_addends), stream
 
     def assist(self, ops: Ops, num_rows: int) -> None:
-        """See `PooledHalf`."""
+        """See `PooledExperts`."""
         nothing = self._parts.router.weight[:0]
         assert self._pool is not None
         self._pool.own(self._partial(ops, nothing, num_rows), 0, ops.sums_addends)
 
     def _partial(self, ops: Ops, stream: Tensor, num_rows: int) -> Tensor:
-        """stream [T, H] -> this rank's partial results for the rows of all ranks, as many each."""
+        """stream [T, H] -> [ranks num_rows, H], this rank's partial results for all ranks' rows."""
         assert self._pool is not None
         rows = self._pool.gather(stream, num_rows)
-        made, _ = ops.experts(rows, None, self._parts)
-        return summed(made, rows.dtype)
+        return sum_parts(ops.experts(rows, None, self._parts)[0], rows.dtype)
 
 
 def _without_zeros(weight: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ from torch import Tensor
 from slipstream.cache.latent import LatentSpec
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.latent_attention import LatentHeads
-from slipstream.kernels.norm import Made
+from slipstream.kernels.norm import HalfOutput
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import LatentParts, Norm, Ops
-from slipstream.layers.layer import BuildContext, Entering, MatrixShape
+from slipstream.layers.layer import BuildContext, HalfInput, MatrixShape
 from slipstream.layers.linear import Linear, column_linear, row_linear
 from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import (
@@ -137,11 +137,11 @@ class LatentAttention:
         )
 
     def apply(
-        self, ops: Ops, entering: Entering, inputs: PassInputs, cache: LayerCache
-    ) -> tuple[Made, Tensor]:
+        self, ops: Ops, entering: HalfInput, inputs: PassInputs, cache: LayerCache
+    ) -> tuple[HalfOutput, Tensor]:
         """See `Mixer`; writes the tokens' latent rows to `cache`."""
-        addend, residual, beside = entering
-        assert beside is None, "only attention over keys and values has a second input"
+        addend, residual, second = entering
+        assert second is None, "only attention over keys and values has a second input"
         first, stream = ops.norm_linear(addend, residual, self.norm, self._first, None)
         queries, latents = first.split_with_sizes(self._columns, -1)
         if self._queries is not None:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.spec import CacheSpec, LayerCache, SharedCache
-from slipstream.kernels.norm import Made
+from slipstream.kernels.norm import HalfOutput
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Addend, Behind, JoiningAddend, LayerParts, Norm, Ops
+from slipstream.kernels.table import Addend, LayerParts, Norm, Ops, PostNorm, PostNormAddend
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.layers.expert_pool import ExpertPool
 from slipstream.layers.norm import LayerNorms
@@ -38,7 +38,7 @@ class BuildContext:
         width: width of the residual stream.
         share: this rank's share of the network; `source` has it as well.
         adapters: receives slots for LoRA adapters of the matrices; None: there are no adapters.
-        pool: for experts, which ranks share while all else is whole; None: there is none.
+        pool: set if ranks share only the experts, and hold all else whole.
     """
 
     source: ParameterSource
@@ -49,18 +49,18 @@ class BuildContext:
     pool: ExpertPool | None = None
 
 
-class Entering(NamedTuple):
-    """What enters a half.
+class HalfInput(NamedTuple):
+    """The input of a half.
 
     Attributes:
         addend: the output of the half before.
         residual: the stream that it is to be added to; None: the addend is the stream.
-        beside: [T, H], the second input of a mixer that has one.
+        second: [T, H], the second input of a mixer that has one.
     """
 
     addend: Addend
     residual: Tensor | None = None
-    beside: Tensor | None = None
+    second: Tensor | None = None
 
 
 class Half(Protocol):
@@ -83,16 +83,16 @@ class Mixer(Half, Protocol):
     """A half in which rows depend on other rows, through a cache."""
 
     def apply(
-        self, ops: Ops, entering: Entering, inputs: PassInputs, cache: LayerCache
-    ) -> tuple[Made, Tensor]:
-        """Run op by op -> (its own addend, the stream that it is to be added to), each [T, H]."""
+        self, ops: Ops, entering: HalfInput, inputs: PassInputs, cache: LayerCache
+    ) -> tuple[HalfOutput, Tensor]:
+        """Run op by op -> (its output, the stream that it is to be added to), each [T, H]."""
 
 
 class FeedForward(Half, Protocol):
     """A half whose rows do not depend on each other."""
 
-    def apply(self, ops: Ops, entering: Entering, inputs: PassInputs) -> tuple[Made, Tensor]:
-        """Run op by op -> (its own addend, the stream that it is to be added to), each [T, H]."""
+    def apply(self, ops: Ops, entering: HalfInput, inputs: PassInputs) -> tuple[HalfOutput, Tensor]:
+        """Run op by op -> (its output, the stream that it is to be added to), each [T, H]."""
 
 
 class HalfSpec(Protocol):
@@ -132,7 +132,7 @@ class LayerSpec:
     norms: LayerNorms
 
     def __post_init__(self) -> None:
-        assert self._halves, "a layer has a half"
+        assert self._halves, "a layer has a mixer or a feed-forward part"
 
     @property
     def _halves(self) -> tuple[HalfSpec, ...]:
@@ -153,8 +153,8 @@ class LayerSpec:
         return Layer(
             None if mixer is None else mixer.build(context, name, norms),
             None if feed_forward is None else feed_forward.build(context, name, norms),
-            norms.behind_mixer(source, name, width),
-            norms.behind_feed_forward(source, name, width),
+            norms.mixer_post_norm(source, name, width),
+            norms.feed_forward_post_norm(source, name, width),
         )
 
 
@@ -164,8 +164,8 @@ class Layer:
 
     mixer: Mixer | None
     feed_forward: FeedForward | None
-    behind_mixer: Behind | None = None
-    behind_feed_forward: Behind | None = None
+    mixer_post_norm: PostNorm | None = None
+    feed_forward_post_norm: PostNorm | None = None
 
     @property
     def parts(self) -> LayerParts:
@@ -173,36 +173,36 @@ class Layer:
         return LayerParts(
             None if mixer is None else mixer.parts,
             None if feed_forward is None else feed_forward.parts,
-            self.behind_mixer,
-            self.behind_feed_forward,
+            self.mixer_post_norm,
+            self.feed_forward_post_norm,
         )
 
     def apply(
-        self, ops: Ops, entering: Entering, inputs: PassInputs, cache: LayerCache | None
-    ) -> tuple[Entering, Tensor]:
+        self, ops: Ops, entering: HalfInput, inputs: PassInputs, cache: LayerCache | None
+    ) -> tuple[HalfInput, Tensor]:
         """Run op by op.
 
         Args:
             cache: None for a layer without a mixer.
 
         Returns:
-            What enters the next layer, and the stream that entered this one.
+            The input of the next layer, and the stream that entered this one.
         """
         streams: list[Tensor] = []
         if self.mixer is not None:
             assert cache is not None, "a mixer has a cache"
-            made, stream = self.mixer.apply(ops, entering, inputs, cache)
-            entering = Entering(_joining(made, self.behind_mixer), stream)
+            output, stream = self.mixer.apply(ops, entering, inputs, cache)
+            entering = HalfInput(_addend(output, self.mixer_post_norm), stream)
             streams.append(stream)
         if self.feed_forward is not None:
-            made, stream = self.feed_forward.apply(ops, entering, inputs)
-            entering = Entering(_joining(made, self.behind_feed_forward), stream)
+            output, stream = self.feed_forward.apply(ops, entering, inputs)
+            entering = HalfInput(_addend(output, self.feed_forward_post_norm), stream)
             streams.append(stream)
         return entering, streams[0]
 
 
-def _joining(made: Made, behind: Behind | None) -> Addend:
-    return made if behind is None else JoiningAddend(made, behind)
+def _addend(output: HalfOutput, post_norm: PostNorm | None) -> Addend:
+    return output if post_norm is None else PostNormAddend(output, post_norm)
 
 
 def build_layers(

@@ -1,4 +1,4 @@
-"""Per-layer inputs: each layer gets its own vector for each token, beside the stream (Gemma 4).
+"""Per-layer embeddings: each layer gets a vector for each token besides the stream (Gemma 4).
 
 An embedding table has a vector for each token and layer. It is added to a projection of the
 token's embedding, and enters the layer after the feed-forward part:
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.norm import Activation, Made
+from slipstream.kernels.norm import Activation, HalfOutput
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Behind, JoiningAddend, Ops, Product
+from slipstream.kernels.table import Ops, PostNorm, PostNormAddend, Product
 from slipstream.layers.embedding import Embedding
-from slipstream.layers.layer import BuildContext, Entering, FeedForwardSpec, MatrixShape
+from slipstream.layers.layer import BuildContext, FeedForwardSpec, HalfInput, MatrixShape
 from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import Part
 
@@ -25,7 +25,7 @@ class LayerInputsSpec:
     """`size` numbers of each token for each of `num_layers` layers.
 
     Attributes:
-        of_images: the token whose vectors are used for rows of images.
+        of_images: token id whose vectors are used for rows of images.
     """
 
     size: int
@@ -73,13 +73,13 @@ class LayerInputHalfSpec:
     Attributes:
         layer: index of the layer.
         size: size of the input.
-        behind: the norm after the feed-forward part; None: there is none.
+        post_norm: name of the norm after the feed-forward part; None: there is none.
     """
 
     feed_forward: FeedForwardSpec
     layer: int
     size: int
-    behind: str | None = None
+    post_norm: str | None = None
 
     @property
     def inner(self) -> tuple[FeedForwardSpec, ...]:
@@ -104,8 +104,8 @@ class LayerInputHalf:
     ) -> None:
         source, width, size = context.source, context.width, spec.size
         self._feed_forward = spec.feed_forward.build(context, layer, norms)
-        behind = norms.before(source, layer, spec.behind, width)
-        self._behind = None if behind is None else Behind(behind)
+        norm = norms.load_optional(source, layer, spec.post_norm, width)
+        self._post_norm = None if norm is None else PostNorm(norm)
         self._gate = _whole(context, f"{layer}.per_layer_input_gate", size, width)
         self._projection = _whole(context, f"{layer}.per_layer_projection", width, size)
         self._layer, self.norm = spec.layer, self._feed_forward.norm
@@ -114,12 +114,12 @@ class LayerInputHalf:
     def parts(self) -> object:
         return self
 
-    def apply(self, ops: Ops, entering: Entering, inputs: PassInputs) -> tuple[Made, Tensor]:
+    def apply(self, ops: Ops, entering: HalfInput, inputs: PassInputs) -> tuple[HalfOutput, Tensor]:
         """See `FeedForward`."""
         assert inputs.layer_inputs is not None, "the decoder makes them"
-        made, stream = self._feed_forward.apply(ops, entering, inputs)
-        joining = made if self._behind is None else JoiningAddend(made, self._behind)
-        gate, stream = ops.norm_linear(joining, stream, None, *self._gate)
+        output, stream = self._feed_forward.apply(ops, entering, inputs)
+        addend = output if self._post_norm is None else PostNormAddend(output, self._post_norm)
+        gate, stream = ops.norm_linear(addend, stream, None, *self._gate)
         active = ops.activate(gate, Activation.GELU_TANH) * inputs.layer_inputs[:, self._layer]
         return ops.linear(active, *self._projection), stream
 

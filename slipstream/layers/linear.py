@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels.adapters import Adapted, LowRank
 from slipstream.kernels.formats.weight import Weight
-from slipstream.kernels.norm import Made
+from slipstream.kernels.norm import HalfOutput
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops, Product
 from slipstream.layers.adapters import AdapterSlots
@@ -44,16 +44,16 @@ class Linear:
             return None
         return Adapted(self.adapters, inputs.adapters)
 
-    def apply(self, ops: Ops, x: Tensor, inputs: PassInputs) -> Made:
+    def apply(self, ops: Ops, x: Tensor, inputs: PassInputs) -> HalfOutput:
         """x [T, columns] -> y as an addend of the backend's ops (see `LinearOp`)."""
         adapted = self.adapted(inputs)
         if not self.is_shared:
             return ops.linear(x, *self.product, adapted)
         if ops.sums_addends:
-            made = ops.linear(x, *self.product, adapted)
+            partial = ops.linear(x, *self.product, adapted)
         else:
-            made = ops.joined_linear([(x, None)], *self.product, adapted)
-        return self.ranks.addend(made, x.dtype, ops.sums_addends)
+            partial = ops.joined_linear([(x, None)], *self.product, adapted)
+        return self.ranks.addend(partial, x.dtype, ops.sums_addends)
 
 
 def column_linear(

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.norm import Activation, Made
+from slipstream.kernels.norm import Activation, HalfOutput
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import GatedMLPParts, Ops
-from slipstream.layers.layer import BuildContext, Entering, MatrixShape
+from slipstream.layers.layer import BuildContext, HalfInput, MatrixShape
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import Part, require_positive
@@ -48,7 +48,7 @@ class GatedMLP:
     ) -> None:
         source, name, width = context.source, f"{layer}.{spec.name}", context.width
         inner = spec.intermediate_size
-        self.norm = norms.before(source, layer, norms.feed_forward, width)
+        self.norm = norms.load_optional(source, layer, norms.feed_forward, width)
         self.activation = spec.activation
         fused, adapters, share = f"{name}.gate_up_proj", context.adapters, context.share
         parts = [Part(f"{name}.{it}_proj", inner, unit=share.unit) for it in ("gate", "up")]
@@ -64,7 +64,7 @@ class GatedMLP:
         products = self.gate_up.product, self.down.product
         return GatedMLPParts(self.norm, *products, self.activation, adapters)
 
-    def apply(self, ops: Ops, entering: Entering, inputs: PassInputs) -> tuple[Made, Tensor]:
+    def apply(self, ops: Ops, entering: HalfInput, inputs: PassInputs) -> tuple[HalfOutput, Tensor]:
         """See `FeedForward`."""
         product, adapted = self.gate_up.product, self.gate_up.adapted(inputs)
         addend, residual, _ = entering
@@ -111,7 +111,7 @@ class PlainMLP:
     ) -> None:
         source, name, width = context.source, f"{layer}.{spec.name}", context.width
         inner, bias = spec.intermediate_size, spec.bias
-        self.norm = norms.before(source, layer, norms.feed_forward, width)
+        self.norm = norms.load_optional(source, layer, norms.feed_forward, width)
         self.activation = spec.activation
         adapters, down = context.adapters, f"{name}.{spec.down}"
         unit = context.share.unit
@@ -123,7 +123,7 @@ class PlainMLP:
     def parts(self) -> object:
         return self
 
-    def apply(self, ops: Ops, entering: Entering, inputs: PassInputs) -> tuple[Made, Tensor]:
+    def apply(self, ops: Ops, entering: HalfInput, inputs: PassInputs) -> tuple[HalfOutput, Tensor]:
         """See `FeedForward`."""
         product, adapted = self.up.product, self.up.adapted(inputs)
         addend, residual, _ = entering

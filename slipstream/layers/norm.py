@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.kernels.table import Behind, Norm
+from slipstream.kernels.table import Norm, PostNorm
 from slipstream.layers.parameters import ParameterSource, Part, require_positive
 
 
@@ -17,10 +17,10 @@ class LayerNorms:
     Attributes:
         eps: eps of these norms and of the norms of query and key heads.
         mixer, feed_forward: before the halves; None: the half reads the stream without a norm.
-        mixer_after, feed_forward_after: of the halves' outputs, before these join the stream.
+        post_mixer, post_feed_forward: of the halves' outputs, before they are added to the stream.
         layer_norms: all of them are layer norms with a bias.
         zero_centred: checkpoints store the weight minus 1, also for norms of heads.
-        beside: of the mixer's second input, as wide as the stream; None: there is no such input.
+        second_norm: of the mixer's second input, as wide as the stream; None: it has one input.
         keeps_normed: the output of the mixer's norm replaces the stream.
         scalar: a tensor [1] that multiplies the layer's output stream; None: there is none.
     """
@@ -28,18 +28,18 @@ class LayerNorms:
     eps: float
     mixer: str | None = "input_layernorm"
     feed_forward: str | None = "post_attention_layernorm"
-    mixer_after: str | None = None
-    feed_forward_after: str | None = None
+    post_mixer: str | None = None
+    post_feed_forward: str | None = None
     layer_norms: bool = False
     zero_centred: bool = False
-    beside: str | None = None
+    second_norm: str | None = None
     keeps_normed: bool = False
     scalar: str | None = None
 
     def __post_init__(self) -> None:
         require_positive(rms_norm_eps=self.eps)
 
-    def of(
+    def load(
         self,
         source: ParameterSource,
         name: str,
@@ -58,23 +58,25 @@ class LayerNorms:
             return norm
         return replace(norm, bias=source.vector([Part(f"{name}.bias", width)]))
 
-    def before(
+    def load_optional(
         self, source: ParameterSource, layer: str, name: str | None, width: int
     ) -> Norm | None:
-        """One of the norms of this layer."""
-        return None if name is None else self.of(source, f"{layer}.{name}", width)
+        """Load the norm `name` of a layer; None if `name` is."""
+        return None if name is None else self.load(source, f"{layer}.{name}", width)
 
-    def behind_mixer(self, source: ParameterSource, layer: str, width: int) -> Behind | None:
-        """How the mixer's output is added to the stream; None: unchanged."""
-        norm = self.before(source, layer, self.mixer_after, width)
-        return None if norm is None else Behind(norm)
+    def mixer_post_norm(self, source: ParameterSource, layer: str, width: int) -> PostNorm | None:
+        """How the mixer's output is added to the stream; None: as it is."""
+        norm = self.load_optional(source, layer, self.post_mixer, width)
+        return None if norm is None else PostNorm(norm)
 
-    def behind_feed_forward(self, source: ParameterSource, layer: str, width: int) -> Behind | None:
-        """How the feed-forward part's output is added to the stream; None: unchanged."""
-        norm = self.before(source, layer, self.feed_forward_after, width)
+    def feed_forward_post_norm(
+        self, source: ParameterSource, layer: str, width: int
+    ) -> PostNorm | None:
+        """How the feed-forward part's output is added to the stream; None: as it is."""
+        norm = self.load_optional(source, layer, self.post_feed_forward, width)
         if self.scalar is None:
-            return None if norm is None else Behind(norm)
-        return Behind(norm, source.vector([Part(f"{layer}.{self.scalar}", 1)]))
+            return None if norm is None else PostNorm(norm)
+        return PostNorm(norm, source.vector([Part(f"{layer}.{self.scalar}", 1)]))
 
 
 def rms_norm(

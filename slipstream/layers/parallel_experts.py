@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from slipstream.kernels.norm import Made, Spread, summed
+from slipstream.kernels.norm import HalfOutput, UnreducedSum, sum_parts
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Behind, JoiningAddend, Ops
+from slipstream.kernels.table import Ops, PostNorm, PostNormAddend
 from slipstream.layers.experts import ExpertsSpec
-from slipstream.layers.layer import BuildContext, Entering, FeedForwardSpec, MatrixShape
+from slipstream.layers.layer import BuildContext, FeedForwardSpec, HalfInput, MatrixShape
 from slipstream.layers.norm import LayerNorms
 
 
@@ -18,14 +18,14 @@ class ParallelExpertsSpec:
 
     Attributes:
         experts_norm: norm before the experts; the layer's norm is before the dense part.
-        dense_after, experts_after: norms of their outputs.
+        post_dense, post_experts: norms of their outputs.
     """
 
     dense: FeedForwardSpec
     experts: ExpertsSpec
     experts_norm: str
-    dense_after: str
-    experts_after: str
+    post_dense: str
+    post_experts: str
 
     @property
     def inner(self) -> tuple[FeedForwardSpec, ...]:
@@ -51,9 +51,9 @@ class ParallelExperts:
         self._dense = spec.dense.build(context, layer, norms)
         own = replace(norms, feed_forward=spec.experts_norm)
         self._experts = spec.experts.build(context, layer, own)
-        self._dense_after, self._experts_after = (
-            norms.of(source, f"{layer}.{name}", width)
-            for name in (spec.dense_after, spec.experts_after)
+        self._post_dense, self._post_experts = (
+            norms.load(source, f"{layer}.{name}", width)
+            for name in (spec.post_dense, spec.post_experts)
         )
         self.norm = self._dense.norm
 
@@ -61,11 +61,11 @@ class ParallelExperts:
     def parts(self) -> object:
         return self
 
-    def apply(self, ops: Ops, entering: Entering, inputs: PassInputs) -> tuple[Made, Tensor]:
+    def apply(self, ops: Ops, entering: HalfInput, inputs: PassInputs) -> tuple[HalfOutput, Tensor]:
         """See `FeedForward`."""
-        made, stream = self._dense.apply(ops, entering, inputs)
-        dense = made if isinstance(made, Spread) else summed(made, stream.dtype)
-        dense, _ = ops.norm(dense, None, self._dense_after)
-        chosen, _ = self._experts.apply(ops, Entering(stream), inputs)
-        joining = JoiningAddend(chosen, Behind(self._experts_after))
-        return ops.norm(joining, dense, None)[1], stream
+        dense, stream = self._dense.apply(ops, entering, inputs)
+        dense = dense if isinstance(dense, UnreducedSum) else sum_parts(dense, stream.dtype)
+        normed, _ = ops.norm(dense, None, self._post_dense)
+        experts, _ = self._experts.apply(ops, HalfInput(stream), inputs)
+        addend = PostNormAddend(experts, PostNorm(self._post_experts))
+        return ops.norm(addend, normed, None)[1], stream

@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
-from slipstream.kernels.norm import Made, Spread, summed
+from slipstream.kernels.norm import HalfOutput, UnreducedSum, sum_parts
 
 ROWS, COLUMNS = 0, 1
 MOST_RANKS = 16  # the largest number of ranks that error messages suggest
@@ -89,7 +89,8 @@ class Part:
         fused: alternative tensor, which has all parts of the parameter in the same order.
         dtype: dtype to load the tensor in; None: the model's.
         offset: added to the checkpoint's numbers (vectors only; the same for all parts of one).
-        within: place of the rows in a tensor that has rows of other parts, too; None: it has not.
+        within: place of the rows in a tensor that also has rows of other parts; None: the tensor
+            has only this part.
         exact: a matrix of such parts is not quantised when `quantization` is set.
         paired: permutation of the rows for interleaved RoPE; None: rows are used in stored order.
         heads: number of key or value heads in the rows, see `Share.span`; None: no head boundaries.
@@ -154,11 +155,11 @@ class Share:
         within: number of ranks n -> the share of a second network that is split over groups of n
             adjacent ranks; a collective call. None: the process has no other ranks.
         unit: columns of feed-forward parts that must stay on one rank, by the checkpoint's format.
-        spread: leaves the sum of what the ranks made (see `addend`) to the op that takes it, which
-            fetches their parts from the GPUs' memory; None: there is no such memory, or it is not
-            for this shape.
-        swap: [size, ...], a part for each rank -> [size, ...], the part that each rank had for
-            this one.
+        unreduced: leaves the sum of the ranks' partial results (see `addend`) to the op that takes
+            it, which fetches them from the GPUs' memory; None: there is no such memory, or it is
+            not for this shape.
+        swap: all-to-all: [size, ...], a part for each rank -> [size, ...], the part that each rank
+            had for this one.
         reaches_memory: ranks reach each other's GPU memory, so that sums take few microseconds.
     """
 
@@ -170,25 +171,25 @@ class Share:
     within: "Callable[[int], Share] | None" = None
     unit: int = 1
     stack: Callable[[Tensor], Tensor] | None = None
-    spread: Callable[[Tensor, torch.dtype], Spread | None] = lambda made, dtype: None
+    unreduced: Callable[[Tensor, torch.dtype], UnreducedSum | None] = lambda partial, dtype: None
     swap: Callable[[Tensor], Tensor] | None = None
     reaches_memory: bool = False
 
-    def addend(self, made: Tensor, dtype: torch.dtype, sums_addends: bool) -> Made:
+    def addend(self, partial: Tensor, dtype: torch.dtype, sums_addends: bool) -> HalfOutput:
         """The sum over ranks of their partial results, as an addend of the stream.
 
         Args:
-            made: [T, n] in `dtype`, or partial sums of it, [parts, T, n].
-            sums_addends: see `Ops`; if set, the result is the stack of partial results, or not even
-                that (`Spread`), which the next op sums.
+            partial: [T, n] in `dtype`, or partial sums of it, [parts, T, n].
+            sums_addends: see `Ops`; if set, the next op does the sum: the result is an
+                `UnreducedSum`, or else the stack of the ranks' partial results, [ranks, T, n].
         """
         if self.reduce is None:
-            return made
-        spread = self.spread(made, dtype) if sums_addends else None
-        if spread is not None:
-            return spread
-        made = summed(made, dtype)
-        return self.stack(made) if sums_addends and self.stack is not None else self.reduce(made)
+            return partial
+        unreduced = self.unreduced(partial, dtype) if sums_addends else None
+        if unreduced is not None:
+            return unreduced
+        mine = sum_parts(partial, dtype)
+        return self.stack(mine) if sums_addends and self.stack is not None else self.reduce(mine)
 
     def copies(self, heads: int | None) -> int:
         """Number of adjacent ranks that hold the same KV head: 1, or more if ranks are a multiple
@@ -206,7 +207,7 @@ class Share:
             heads: number of KV heads in them; if lower than the number of ranks, heads are
                 replicated, each on adjacent ranks.
             unit: number of adjacent ones that must stay on one rank. If above 1, the last share may
-                be smaller; its range then ends behind `count`, and `cut` pads it with zeros.
+                be smaller; its range then ends beyond `count`, and `cut` pads it with zeros.
 
         Raises:
             UnequalSharesError: `count` cannot be split equally.

@@ -1,6 +1,6 @@
-"""Messages to one prompt, by the template that comes with a checkpoint.
+"""Renders messages to a prompt with the chat template of a checkpoint.
 
-Templates are programs by strangers: they run in a sandbox and see plain data only.
+Templates are untrusted programs: they run in a sandbox and get only plain data.
 """
 
 import json
@@ -19,18 +19,18 @@ Message = Mapping[str, Any]
 
 _FILE = "chat_template.jinja"
 _MORE_FILES = "additional_chat_templates"
-_IMAGE = {"type": "image"}  # stands for an image among the parts of a content
+_IMAGE = {"type": "image"}  # the part of a message's content for an image
 
 
 class ChatTemplate:
     """The chat template of a tokenizer's directory, or one given instead.
 
-    chat_template.jinja counts before `chat_template` of tokenizer_config.json. Of several named
-    templates "tool_use" is taken for a request with tools and "default" for any other.
+    chat_template.jinja takes precedence over `chat_template` of tokenizer_config.json. If there are
+    several named templates, "tool_use" is used for requests with tools and "default" for others.
 
     Args:
-        template: in place of the tokenizer's.
-        in_parts: messages have lists of text parts as contents, not texts.
+        template: source of a template that replaces the tokenizer's.
+        in_parts: the template gets the content of messages as lists of text parts, not as texts.
     """
 
     def __init__(
@@ -47,25 +47,25 @@ class ChatTemplate:
 
     @property
     def exists(self) -> bool:
-        """Whether there is any template (base models have none)."""
+        """Whether there is a template (base models have none)."""
         return bool(self._sources)
 
     @property
     def default(self) -> str | None:
-        """The source of the template for requests without tools; None without one."""
+        """The source of the template for requests without tools; None if there is none."""
         return self._sources.get("default")
 
     def mentions(self, text: str) -> bool:
-        """Whether a template holds this text."""
+        """Whether the source of a template contains this text."""
         return any(text in source for source in self._sources.values())
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """What the templates read of what they are given: "messages", "tools", ..."""
+        """The names of the variables that the templates read: "messages", "tools", ..."""
         from jinja2.meta import find_undeclared_variables
 
         for name in self._sources:
-            self._template(name)  # says what is wrong with one that is not valid
+            self._template(name)  # raises CheckpointError for an invalid template
         parsed = (self._environment.parse(source) for source in self._sources.values())
         return frozenset().union(*(find_undeclared_variables(tree) for tree in parsed))
 
@@ -76,7 +76,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt of a conversation; encode it without adding special tokens.
+        """Render the prompt of a conversation, to be encoded without adding special tokens.
 
         Args:
             messages: objects with role and content; content may be a list of text parts.
@@ -95,8 +95,8 @@ class ChatTemplate:
         }
         try:
             return template.render(variables)
-        except Exception as error:  # the template's own, jinja's, or of Python operations within
-            # Without the path: a server tells this to its clients, whom its files do not concern.
+        except Exception as error:  # raised by the template, by jinja, or by Python operations
+            # Without the path: servers send this message to clients.
             raise UsageError(f"the chat template refuses these messages: {error}") from error
 
     def _choose(self, with_tools: bool) -> str:
@@ -199,7 +199,7 @@ def _checked_message(index: int, message: object) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise UsageError(f"{where} must be an object with role and content, not {message!r}")
-    # Protocols send null for what is not there; templates test whether a key is there.
+    # Protocols use null for missing values, but templates test whether the key is present.
     result = {key: value for key, value in message.items() if value is not None}
     role = result.get("role")
     if not isinstance(role, str) or not role:
@@ -212,8 +212,8 @@ def _checked_message(index: int, message: object) -> dict[str, Any]:
 
 
 def _text(where: str, content: object) -> str | list[dict[str, str]]:
-    """The text itself, or text parts one under the other: templates of text models want a text.
-    With marks of images among them the parts."""
+    """The text, or the texts of the parts joined by newlines, since templates of text models expect
+    a text. If there are images, the list of parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -239,7 +239,7 @@ def _part(where: str, part: object) -> dict[str, str]:
 
 
 def _plain(what: str, value: object) -> Any:
-    """A copy made of JSON types alone: methods of richer objects would be open to the template."""
+    """A copy of JSON types only, since a template could call the methods of other objects."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:

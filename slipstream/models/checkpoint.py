@@ -138,7 +138,7 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The content of config.json; of a multimodal model only the language model's part."""
+        """The content of config.json; for a multimodal model only the language model's part."""
         return dict(text_config(self.whole_config))
 
     @cached_property
@@ -157,7 +157,7 @@ class Checkpoint:
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """The content of generation_config.json; empty without one."""
+        """The content of generation_config.json; empty if there is none."""
         file = self.generation_file
         if file == self.path:
             return sampling_defaults(self.container.metadata)
@@ -205,7 +205,7 @@ class Checkpoint:
 
     @cached_property
     def weights_dtype(self) -> torch.dtype | None:
-        """The dtype that most of the floating-point numbers are stored in; None without any."""
+        """The dtype of most of the stored floating-point numbers; None if there are none."""
         sizes: dict[torch.dtype, int] = {}
         for entry in self.entries.values() if self.has_weights else ():
             if entry.dtype in WEIGHT_DTYPES:  # without dtypes that only quantised matrices have

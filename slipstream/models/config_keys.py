@@ -28,8 +28,8 @@ class Defaults:
     """An architecture's defaults for missing keys, from its Hugging Face config class.
 
     Attributes:
-        num_kv_heads, head_dim: None: num_heads and hidden_size / num_heads.
-        rotated: the share of a head that is rotated; None: always the whole head.
+        num_kv_heads, head_dim: None stands for num_heads and hidden_size / num_heads.
+        rotated: fraction of a head that RoPE rotates; None: always the whole head.
         queries_grow: whether queries are scaled by their position.
         sections: see `read_rope`.
         intermediate_size, num_heads, vocab_size: None: the key is required.
@@ -51,8 +51,8 @@ class Defaults:
     hidden_act: str = "silu"
 
 
-_MOST_LAYERS = 4096  # far more than any model has; specs of all are made before tensors are read
-_MOST_POSITIONS = 1 << 24  # tables of their angles would take gigabytes
+_MOST_LAYERS = 4096  # a sanity limit: specs of all layers are made before tensors are read
+_MOST_POSITIONS = 1 << 24  # RoPE tables of more positions would take gigabytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ class CommonKeys:
     """The values of the keys that all architectures of the family share.
 
     Attributes:
-        attention: spec without biases, head norms and window.
-        feed_forward: spec without biases.
+        attention: the attention of all layers, without biases, head norms and window.
+        feed_forward: the MLP of all layers, without biases.
     """
 
     architecture: str
@@ -93,9 +93,9 @@ class CommonKeys:
         ropes = ropes or [attention.rope] * self.num_layers
         pairs = zip(windows, ropes, strict=True)
         mixers = [replace(attention, window=window, rope=rope) for window, rope in pairs]
-        return self.of_mixers(mixers, feed_forwards)
+        return self.with_mixers(mixers, feed_forwards)
 
-    def of_mixers(
+    def with_mixers(
         self,
         mixers: Sequence[MixerSpec],
         feed_forwards: FeedForwardSpec | Sequence[FeedForwardSpec] | None = None,
@@ -126,7 +126,7 @@ def read_common(
     """Read the keys that all architectures share; each architecture reads its own keys.
 
     Args:
-        rope: the RoPE config; None: it is read, too.
+        rope: the RoPE config, if the caller has read it.
     """
     reader.expect("hidden_act", defaults.hidden_act)
     reader.expect("is_encoder_decoder", False)
@@ -172,14 +172,14 @@ def read_common(
     )
 
 
-def norms_behind(common: CommonKeys) -> CommonKeys:
-    """The values with norms after the halves instead of before them."""
+def with_post_norms(common: CommonKeys) -> CommonKeys:
+    """The values with norms after attention and MLP instead of before them."""
     norms = LayerNorms(
         common.norms.eps,
         mixer=None,
         feed_forward=None,
-        mixer_after="post_attention_layernorm",
-        feed_forward_after="post_feedforward_layernorm",
+        post_mixer="post_attention_layernorm",
+        post_feed_forward="post_feedforward_layernorm",
     )
     return replace(common, norms=norms)
 
@@ -187,10 +187,10 @@ def norms_behind(common: CommonKeys) -> CommonKeys:
 def read_biases(
     reader: ConfigReader, common: CommonKeys, default: bool = False, of_mlp: bool = False
 ) -> CommonKeys:
-    """The values with biases of all attention projections, which one key turns on.
+    """Read the key that turns on the biases of all attention projections.
 
     Args:
-        of_mlp: another key turns on biases of the MLP, which has none otherwise.
+        of_mlp: also read the key that turns on the biases of the MLP; otherwise it must be off.
     """
     bias, mlp_bias = reader.take("attention_bias", bool, default), False
     if of_mlp:
@@ -205,8 +205,11 @@ def read_biases(
 def read_layer_types(
     reader: ConfigReader, num_layers: int, types: Mapping[str, bool] = _SLIDING
 ) -> list[bool] | None:
-    """The value of `types` for each layer, by default whether it has a sliding window; None if the
-    config does not say."""
+    """Read `layer_types`; None if it is missing.
+
+    Args:
+        types: the result for each supported type; by default whether it has a sliding window.
+    """
     names = reader.take_optional("layer_types", list)
     if names is None:
         return None
@@ -225,7 +228,7 @@ def read_layer_types(
 def read_single_window(
     reader: ConfigReader, num_layers: int, default: int | None, switched_on: bool = True
 ) -> list[int | None]:
-    """Read one window for all layers; None if there is none.
+    """Read one sliding window for all layers; entries are None if there is none.
 
     Args:
         default: value of a missing `sliding_window`; null means no window.
@@ -250,7 +253,8 @@ def read_switched_windows(
     """Read Qwen's windows: a switch, a size, and the types of layers.
 
     Args:
-        slides_by_default: of a layer and `max_window_layers`, where no types are given.
+        slides_by_default: (layer, `max_window_layers`) -> whether the layer has a window, for
+            configs without `layer_types`.
     """
     switched_on = reader.take("use_sliding_window", bool, False)
     window = reader.take_optional("sliding_window", int, 4096)

@@ -1,5 +1,5 @@
-"""Reading a config.json so that no key which changes the maths is ever passed over, and a user's
-values in place of those in it."""
+"""Reads config.json strictly: a key that may change the computation is never ignored. Also merges a
+user's overrides into a config."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +18,7 @@ class _Required:
 REQUIRED: Final = _Required()
 
 TARGET_ADAPTER: Final = "target_adapter"
-"""A drafter's key: the adapter of the target that it was trained for; it serves without it, too."""
+"""Key of drafters: the adapter of the target that they were trained for. It may be missing."""
 
 # Keys that name or describe the model, or that only tools use.
 _BOOKKEEPING = set(
@@ -39,7 +39,7 @@ _TOKENS = set(
     """.split()
 )
 
-# How another framework runs the model or returns results; the numbers are the same.
+# How another framework runs the model or returns results; the computation is the same.
 _EXECUTION = set(
     """
     _attn_implementation _attn_implementation_autoset _experts_implementation
@@ -83,9 +83,9 @@ class ConfigReader:
 
     Args:
         config: the content of config.json, or an object within it.
-        file: named in every message.
-        prefix: of the keys in messages, for an object within the file ("rope_scaling.").
-        harmless: keys that `finish` passes over.
+        file: the file that error messages name.
+        prefix: prefix of keys in error messages, for an object within the file ("rope_scaling.").
+        harmless: keys that `finish` ignores.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ConfigReader:
         self._taken: set[str] = set()
 
     def take(self, key: str, kind: type[T], default: T | _Required = REQUIRED) -> T:
-        """The value of `key`, which must be of type `kind`; `default` when missing or null."""
+        """The value of `key`, which must have the type `kind`; `default` if missing or null."""
         value = self.take_optional(key, kind)
         if value is not None:
             return value
@@ -109,7 +109,7 @@ class ConfigReader:
         return default
 
     def take_optional(self, key: str, kind: type[T], default: T | None = None) -> T | None:
-        """The value of `key`; None when null and `default` when missing (they may differ)."""
+        """The value of `key`; None if it is null, and `default` if it is missing."""
         self._taken.add(key)
         if key not in self._config:
             return default
@@ -129,15 +129,15 @@ class ConfigReader:
         return found[0][1]
 
     def take_any(self, key: str) -> object:
-        """The value of `key`, of any type; None when missing."""
+        """The value of `key`, which may have any type; None if it is missing."""
         self._taken.add(key)
         return self._config.get(key)
 
     def expect(self, key: str, value: object, default: object = REQUIRED) -> None:
-        """Refuse the config unless `key` has the one supported value.
+        """Raise CheckpointError unless `key` has the only supported value.
 
         Args:
-            default: what a missing or null key means; the supported value when not given.
+            default: meaning of a missing or null key; by default the supported value.
         """
         self._taken.add(key)
         found = self._config.get(key)
@@ -149,12 +149,12 @@ class ConfigReader:
             )
 
     def nested(self, key: str) -> "ConfigReader":
-        """A reader of the object under `key`, empty when missing; call its own `finish`."""
+        """A reader of the object at `key`, empty if it is missing; call its own `finish`."""
         values = self.take(key, dict, {})
         return ConfigReader(values, self.file, f"{self._prefix}{key}.", harmless=())
 
     def finish(self) -> None:
-        """Raise CheckpointError for a key that was not read and may change the computation."""
+        """Raise CheckpointError for keys that were not read and may change the computation."""
         for key, value in self._config.items():
             if key in self._taken or key in self._harmless or _is_off(value):
                 continue
@@ -165,7 +165,7 @@ class ConfigReader:
             )
 
     def error(self, key: str, what: str) -> CheckpointError:
-        """An error about a key: the file, the key, then `what`."""
+        """An error about `key`; its message is the file, the key, then `what`."""
         return CheckpointError(f'{self.file}: "{self._prefix}{key}" {what}')
 
     def _typed(self, key: str, value: object, kind: type[T]) -> T:
@@ -205,8 +205,9 @@ _OF_EVERY_KIND = ("rope_theta", "partial_rotary_factor")
 def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """A config with other values: objects are merged key by key, other values are replaced.
 
-    Both spellings of rope parameters refer to the one that the config has. If the new parameters
-    name a rope type, keys of the old ones are dropped, except those that all types have.
+    RoPE parameters may be given under either key, and replace those under the key that the config
+    has. If they name a RoPE type, the config's own parameters are dropped, except those that all
+    types have.
     """
     result, given = dict(config), dict(overrides)
     rope = {**(given.pop(_OLD, None) or {}), **(given.pop(_NEW, None) or {})}
@@ -218,7 +219,7 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
         if rope.keys() & _ROPE_KINDS:
             inner = {key: inner[key] for key in _OF_EVERY_KIND if key in inner}
         result[name] = _merged(inner, rope)
-    elif overrides.keys() & {_OLD, _NEW}:  # null, or nothing: no stretching
+    elif overrides.keys() & {_OLD, _NEW}:  # null or empty: RoPE is not scaled
         result[name] = {key: inner[key] for key in _OF_EVERY_KIND if key in inner}
     return _merged(result, given)
 

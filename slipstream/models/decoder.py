@@ -26,9 +26,9 @@ class Decoder:
     Args:
         max_positions: number of rows of the rotary embedding tables.
         share: this rank's share of the network; `source` must have the same.
-        adapters: is given slots for LoRA adapters of the layers; None: no adapters.
+        adapters: receives slots for LoRA adapters of the layers; None: no adapters.
         num_composed: maximum of rows of a pass with M-RoPE positions; see `RopeTables`.
-        pool: of experts that ranks share while all else is whole; None: there is none.
+        pool: see `BuildContext`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Decoder:
             self._layer_inputs = LayerInputs(config.layer_inputs, context, *sizes)
         self._ops = ops
         norms = replace(config.layers[0].norms, eps=config.rms_norm_eps)
-        self.norm = norms.of(source, "model.norm", width)
+        self.norm = norms.load(source, "model.norm", width)
         self._stack = Stack(
             ops,
             self.layers,

@@ -1,4 +1,4 @@
-"""The keys of families that mix gated delta nets with attention that has gates."""
+"""The config keys of hybrid models: gated delta nets and gated attention."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,11 +24,11 @@ def read_hybrid(
     feed_forwards: FeedForwardSpec | Sequence[FeedForwardSpec] | None = None,
     packed: bool = False,
 ) -> DecoderConfig:
-    """A decoder in which every fourth layer, or those that are named, attends; all norms but those
-    of the delta nets' outputs are zero-centred.
+    """Read a decoder in which every fourth layer, or those in `layer_types`, has attention, and the
+    others gated delta nets. All norms are zero-centred, except those of the delta nets' outputs.
 
     Args:
-        feed_forwards: None: all are dense.
+        feed_forwards: feed-forward parts of the layers; None: all are dense.
         packed: see `DeltaNetSpec`.
     """
     reader.expect("attn_output_gate", True)
@@ -50,11 +50,11 @@ def read_hybrid(
     usual = [bool((layer + 1) % interval) for layer in range(common.num_layers)]
     are_delta = read_layer_types(reader, common.num_layers, _LAYER_TYPES) or usual
     common = replace(common, norms=replace(common.norms, zero_centred=True))
-    return common.of_mixers([delta if it else attention for it in are_delta], feed_forwards)
+    return common.with_mixers([delta if it else attention for it in are_delta], feed_forwards)
 
 
 def read_experts(reader: ConfigReader, routing: Routing) -> ExpertsSpec:
-    """Experts beside one with a gate that takes every token."""
+    """Read experts, and a gated shared expert."""
     return ExpertsSpec(
         routing=routing,
         intermediate_size=reader.take("moe_intermediate_size", int),

@@ -59,7 +59,8 @@ def read_corrected_experts(
 def read_sparse_layers(
     reader: ConfigReader, common: CommonKeys, experts: ExpertsSpec
 ) -> list[FeedForwardSpec]:
-    """The feed-forward parts by Qwen's keys: every n-th one has experts, except for a list."""
+    """Read which layers have experts, by Qwen's keys: every n-th layer (`decoder_sparse_step`),
+    except those in `mlp_only_layers`."""
     step = reader.take("decoder_sparse_step", int, 1)
     require_positive(decoder_sparse_step=step)
     dense = reader.take("mlp_only_layers", list, [])
@@ -72,7 +73,7 @@ def read_sparse_layers(
 
 
 def read_latent_attention(reader: ConfigReader, common: CommonKeys) -> LatentAttentionSpec:
-    """Read latent attention without biases, whose number of key-value heads has no meaning."""
+    """Read latent attention (MLA) without biases; `num_key_value_heads` has no effect on it."""
     reader.expect("attention_bias", False)
     reader.expect("rope_interleave", True)
     spec = LatentAttentionSpec(
@@ -82,7 +83,7 @@ def read_latent_attention(reader: ConfigReader, common: CommonKeys) -> LatentAtt
         rotary_dim=reader.take("qk_rope_head_dim", int),
         value_dim=reader.take("v_head_dim", int),
         query_rank=reader.take_optional("q_lora_rank", int),
-        # The rotated share refers to both parts of a head.
+        # `partial_rotary_factor` is relative to both parts of a head together.
         rope=replace(common.attention.rope, rotated=1.0),
     )
     reader.expect("qk_head_dim", spec.plain_dim + spec.rotary_dim)
@@ -92,21 +93,22 @@ def read_latent_attention(reader: ConfigReader, common: CommonKeys) -> LatentAtt
 def latent_decoder(
     reader: ConfigReader, common: CommonKeys, experts: ExpertsSpec, num_dense: int
 ) -> DecoderConfig:
-    """A decoder whose first layers are dense.
+    """A decoder with latent attention whose first layers are dense.
 
     Args:
-        num_dense: their number, if no key says so.
+        num_dense: number of dense layers if the config has no key for it.
     """
     dense = _read_dense_layers(reader, common.num_layers, num_dense)
     attention = read_latent_attention(reader, common)
-    return common.of_mixers(
+    return common.with_mixers(
         [attention] * common.num_layers,
         [common.feed_forward if is_dense else experts for is_dense in dense],
     )
 
 
 def _read_dense_layers(reader: ConfigReader, num_layers: int, num_dense: int) -> list[bool]:
-    """Whether each layer is dense: from a count, or since transformers 5 from types of layers."""
+    """Read whether each layer is dense: `first_k_dense_replace`, or `mlp_layer_types` since
+    transformers 5."""
     reader.expect("moe_layer_freq", 1)
     first = reader.take("first_k_dense_replace", int, num_dense)
     types = reader.take("mlp_layer_types", list, [])

@@ -48,7 +48,9 @@ def gemma3(reader: ConfigReader, architecture: str) -> DecoderConfig:
     positions = reader.take("max_position_embeddings", int, defaults.max_position_embeddings)
     ropes = _read_ropes(reader, positions)
     common = read_gemma(reader, architecture, defaults, ropes[FULL])
-    if reader.take("zero_centred_norms", bool, True):  # in GGUF files 1 is already added
+    if reader.take(
+        "zero_centred_norms", bool, True
+    ):  # False for GGUF files, whose weights include 1
         common = zero_centred(common)
     attention = replace(common.attention, scale=read_scale(reader), qk_norm=True)
     window = reader.take("sliding_window", int, 4096)
@@ -66,6 +68,6 @@ def _read_ropes(reader: ConfigReader, positions: int) -> dict[str, RopeConfig]:
     local = RopeConfig(reader.take("rope_local_base_freq", float, 10_000.0))
     if reader.take("rope_parameters", dict, {}):
         full = RopeConfig(reader.take("rope_theta", float, 1e6))
-        reader.take("rope_scaling", dict, {})  # as transformers 5 writes it beside the others
+        reader.take("rope_scaling", dict, {})  # transformers 5 writes it besides the others
         return read_typed_ropes(reader, positions, {FULL: full, SLIDING: local})
     return {FULL: read_rope(reader, positions, 1e6), SLIDING: local}

@@ -30,7 +30,7 @@ _EXPERT_NAMES = ExpertNames(router="router.proj", experts="experts")
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
     """The language model. The vision tower is in `models/vision`; audio is not supported."""
     reader.expect("model_type", "gemma4_text")
-    if reader.take("use_bidirectional_attention", str, "vision") != "vision":  # of pictures alone
+    if reader.take("use_bidirectional_attention", str, "vision") != "vision":  # within images only
         raise reader.error(
             "use_bidirectional_attention", "is all; only causal models are supported"
         )
@@ -55,7 +55,7 @@ def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
     feed_forwards = [
         _feed_forward(experts, dense if lender is None else wide) for lender in lenders
     ]
-    decoder = scaled(reader, common.of_mixers(mixers, feed_forwards), None)
+    decoder = scaled(reader, common.with_mixers(mixers, feed_forwards), None)
     return _with_inputs(reader, replace(decoder, windowed_sight=True))
 
 
@@ -83,8 +83,8 @@ def _feed_forward(experts: ExpertsSpec | None, dense: GatedMLPSpec) -> FeedForwa
         dense=dense,
         experts=experts,
         experts_norm="pre_feedforward_layernorm_2",
-        dense_after="post_feedforward_layernorm_1",
-        experts_after="post_feedforward_layernorm_2",
+        post_dense="post_feedforward_layernorm_1",
+        post_experts="post_feedforward_layernorm_2",
     )
 
 
@@ -103,10 +103,10 @@ def _with_inputs(reader: ConfigReader, decoder: DecoderConfig) -> DecoderConfig:
         )
     layers = []
     for index, layer in enumerate(decoder.layers):
-        assert layer.feed_forward is not None, "all layers have both halves"
-        behind = layer.norms.feed_forward_after
-        half = LayerInputHalfSpec(layer.feed_forward, index, size, behind)
-        norms = replace(layer.norms, feed_forward_after="post_per_layer_input_norm")
+        assert layer.feed_forward is not None, "all layers have a feed-forward part"
+        post_norm = layer.norms.post_feed_forward
+        half = LayerInputHalfSpec(layer.feed_forward, index, size, post_norm)
+        norms = replace(layer.norms, post_feed_forward="post_per_layer_input_norm")
         layers.append(replace(layer, feed_forward=half, norms=norms))
     padding = reader.take("pad_token_id", int, 0)
     if not 0 <= padding < vocab_size:

@@ -32,7 +32,7 @@ DEFAULTS = Defaults(
 def read_gemma(
     reader: ConfigReader, architecture: str, defaults: Defaults, rope: RopeConfig | None = None
 ) -> CommonKeys:
-    """Read the common keys; there are norms before and after both halves, and GELU gates.
+    """Read the common keys; there are norms before and after attention and MLP, and GELU gates.
 
     Args:
         rope: RoPE of the first layer, if the family has its own keys for it.
@@ -45,12 +45,12 @@ def read_gemma(
 
 
 def sandwich_norms(eps: float) -> LayerNorms:
-    """Norms before and after both halves."""
+    """Norms before and after attention and MLP."""
     return LayerNorms(
         eps,
         feed_forward="pre_feedforward_layernorm",
-        mixer_after="post_attention_layernorm",
-        feed_forward_after="post_feedforward_layernorm",
+        post_mixer="post_attention_layernorm",
+        post_feed_forward="post_feedforward_layernorm",
     )
 
 
@@ -94,7 +94,7 @@ def read_typed_ropes(
     """Read the RoPE of each type of layer, by the type's name.
 
     Args:
-        usual: RoPE of types without an object; for others, their default theta.
+        usual: RoPE of types without an object of their own; its theta is the default of the others.
     """
     values = reader.take("rope_parameters", dict, {})
     unknown = sorted(set(values) - set(usual))

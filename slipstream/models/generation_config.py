@@ -1,4 +1,4 @@
-"""Defaults of requests from a generation_config.json, and from what a user puts in its place."""
+"""Defaults of sampling parameters, from generation_config.json and a user's overrides."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ _SWITCHES = ("do_sample", "skip_special_tokens")
 
 
 def generation_folder(given: str) -> Path | None:
-    """The directory that `EngineConfig.generation_config` names; None for its two words."""
+    """The directory that `EngineConfig.generation_config` names; None for "auto" and "vllm"."""
     if given in (AUTO, NEUTRAL):
         return None
     folder = Path(given).expanduser()
@@ -36,18 +36,18 @@ def generation_folder(given: str) -> Path | None:
 def read_sampling_defaults(
     checkpoint: Checkpoint, given: str, overrides: Mapping[str, Any] | None
 ) -> SamplingDefaults:
-    """The defaults of requests, as vLLM has them: `do_sample` has no effect.
+    """The defaults of requests, like vLLM's: `do_sample` has no effect.
 
-    A number of new tokens is a default where the model's own file has it, and a limit of the
-    server where the user names a directory or the number.
+    `max_new_tokens` is a default if it comes from the model's own file, and a limit of the server
+    if the user gives a directory or the number.
 
     Args:
         given: "auto", "vllm" (nothing is read), or a directory, which `checkpoint` knows already.
-        overrides: count before the file.
+        overrides: take precedence over the file.
 
     Raises:
-        CheckpointError: a value in the file that no request could have.
-        UsageError: an override that no request could have.
+        CheckpointError: a value in the file is invalid.
+        UsageError: an override is invalid.
     """
     unknown = sorted((overrides or {}).keys() - _KEYS.keys())
     if unknown:

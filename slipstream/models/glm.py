@@ -13,7 +13,7 @@ _MODEL_TYPES = {"Glm4ForCausalLM": "glm4", "GlmForCausalLM": "glm"}
 def glm(reader: ConfigReader, architecture: str) -> DecoderConfig:
     """GLM-4 (dense), with partial, interleaved RoPE and a fused gate_up_proj.
 
-    Newer models (Glm4ForCausalLM) have norms both before and behind attention and MLP.
+    Newer models (Glm4ForCausalLM) have norms both before and after attention and MLP.
     `attention_bias` is for query, key and value; the output projection has no bias.
     """
     reader.expect("model_type", _MODEL_TYPES[architecture])
@@ -29,7 +29,7 @@ def glm(reader: ConfigReader, architecture: str) -> DecoderConfig:
     norms = common.norms
     if architecture == "Glm4ForCausalLM":
         norms = replace(
-            norms, mixer_after="post_self_attn_layernorm", feed_forward_after="post_mlp_layernorm"
+            norms, post_mixer="post_self_attn_layernorm", post_feed_forward="post_mlp_layernorm"
         )
     bias = reader.take("attention_bias", bool, True)
     return replace(common, norms=norms).decoder(

@@ -10,15 +10,15 @@ END, RETURN, CALL, END_OF_TEXT = "<|end|>", "<|return|>", "<|call|>", "<|endofte
 
 @dataclass(frozen=True)
 class HarmonyTokens:
-    """Token ids of the format's marks.
+    """Token ids of the format's special tokens.
 
-    A message is START, a role, perhaps CHANNEL and a channel, MESSAGE, the text, and at last END
-    (more messages follow), RETURN (the answer is complete) or CALL (a tool is to answer). A
-    recipient (" to=functions.NAME") may stand behind the role or the channel, and CONSTRAIN with
-    the type of the text behind the channel.
+    A message is START, a role, optionally CHANNEL and a channel, MESSAGE, the text, and finally END
+    (more messages follow), RETURN (the answer is complete) or CALL (a tool call). The role or the
+    channel may be followed by a recipient (" to=functions.NAME"), and the channel by CONSTRAIN and
+    the type of the text.
 
     Attributes:
-        end_of_text: None if the vocabulary lacks it.
+        end_of_text: None if the vocabulary does not have it.
     """
 
     start: int
@@ -32,18 +32,18 @@ class HarmonyTokens:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """What ends an output."""
+        """The tokens that end an output."""
         ids = (self.end_of_answer, self.end_of_text, self.call)
         return tuple(token for token in ids if token is not None)
 
     @property
     def marks(self) -> tuple[int, ...]:
-        """All of them: no text of a message holds one."""
+        """All special tokens; the text of a message never contains one."""
         return (self.start, self.message, self.channel, self.constrain, self.end, *self.stops)
 
 
 def find_harmony(tokenizer: Tokenizer) -> HarmonyTokens | None:
-    """The tokens in this vocabulary; None if it is not one of harmony."""
+    """The special tokens in this vocabulary; None if it does not have harmony's."""
     ids: list[int] = []
     for text in (START, MESSAGE, CHANNEL, CONSTRAIN, END, RETURN, CALL):
         token = tokenizer.token_to_id(text)

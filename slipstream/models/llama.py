@@ -9,12 +9,12 @@ from slipstream.layers.parameters import require_positive
 from slipstream.layers.rope import NO_ROPE
 from slipstream.models.config_keys import (
     Defaults,
-    norms_behind,
     read_biases,
     read_common,
     read_layer_types,
     read_single_window,
     read_switched_windows,
+    with_post_norms,
 )
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
@@ -143,7 +143,7 @@ def starcoder2(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def olmo2(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """OLMo 2 and 3: norms only behind attention and MLP; query and key norms span all heads.
+    """OLMo 2 and 3: norms only after attention and MLP; query and key norms span all heads.
 
     OLMo 3 has a sliding window in three of four layers, with separate RoPE parameters.
     """
@@ -151,7 +151,7 @@ def olmo2(reader: ConfigReader, architecture: str) -> DecoderConfig:
     reader.expect("model_type", "olmo3" if is_third else "olmo2")
     ropes = read_ropes_by_type(reader, _OLMO_POSITIONS, 5e5) if is_third else None
     defaults = Defaults(max_position_embeddings=_OLMO_POSITIONS, rms_norm_eps=1e-5)
-    common = norms_behind(
+    common = with_post_norms(
         read_common(reader, architecture, defaults, ropes.full if ropes else None)
     )
     attention = replace(read_biases(reader, common).attention, joint_norms=True)
@@ -168,7 +168,7 @@ def olmo2(reader: ConfigReader, architecture: str) -> DecoderConfig:
 
 
 def exaone4(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """EXAONE 4: norms only behind attention and MLP. In models with sliding windows, full attention
+    """EXAONE 4: norms only after attention and MLP. In models with sliding windows, full attention
     layers have no RoPE.
 
     `sliding_window_pattern` is a number, or letters, which then need `layer_types`.
@@ -177,7 +177,7 @@ def exaone4(reader: ConfigReader, architecture: str) -> DecoderConfig:
     reader.expect("attention_bias", False)
     reader.expect("mlp_bias", False)
     defaults = Defaults(max_position_embeddings=2048, num_kv_heads=32, rms_norm_eps=1e-5)
-    common = norms_behind(read_common(reader, architecture, defaults))
+    common = with_post_norms(read_common(reader, architecture, defaults))
     count, rope = common.num_layers, common.attention.rope
     window = reader.take_optional("sliding_window", int, 4096)
     slides, pattern = read_layer_types(reader, count), reader.take_any("sliding_window_pattern")

@@ -98,7 +98,7 @@ class LoadOptions:
         twin_of: config of the target whose first layers (or all layers) a twin copies.
         num_composed: see `Decoder`.
         share: this rank's share under tensor parallelism.
-        experts: this rank's share of experts, where all else is whole and `share` is `WHOLE`.
+        experts: this rank's share of experts, if ranks share only these; `share` is then `WHOLE`.
         adapters: (number of slots, largest LoRA rank); None: no adapters can be loaded.
         progress_bar: reports the bytes that have been read.
         memory_check: called before anything is allocated.
@@ -123,7 +123,7 @@ class LoadOptions:
 
     @property
     def cut(self) -> Share:
-        """What sources cut the parts to that ranks share."""
+        """The share to which sources cut the parts that ranks share."""
         return self.experts if self.experts.size > 1 else self.share
 
 
@@ -185,8 +185,8 @@ def _with_unit(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptio
 
 
 def _rank_bytes(config: DecoderConfig, options: LoadOptions, size: int) -> int:
-    """Bytes of this rank's weights, of a network that has `size`. Beside shared experts all is
-    counted as unquantised, if that is not more than the whole."""
+    """Bytes of this rank's weights, if the whole network has `size` bytes. If ranks share only
+    experts, all else is counted as unquantised, up to `size`."""
     if options.experts.size == 1:
         return size // options.share.size
     whole = without_experts(config)

@@ -2,7 +2,7 @@
 
     mtp.fc, mtp.norm, mtp.layers.{i}.*          Qwen3-Next and Qwen3.5
     model.mtp_layers.{i}.*                      MiMo
-    model.layers.{n}.eh_proj and its layer      DeepSeek-V3 and GLM, n behind the model's last layer
+    model.layers.{n}.eh_proj and its layer      DeepSeek-V3 and GLM, n after the model's last layer
     mtp_layers.{i}.*                            the speculators library
 
 A language model's checkpoint may include them; the model itself does not use them.
@@ -20,7 +20,7 @@ OWN_DRAFTER_KEYS: Final = frozenset(
         "num_nextn_predict_layers",
     }
 )
-"""Keys of a model's config.json that say how many modules lie beside it."""
+"""Keys of a model's config.json that describe the MTP modules in its checkpoint."""
 
 _PREFIXES = ("mtp.", "mtp_layers.")
 _PROJECTION = re.compile(r"layers\.(\d+)\.eh_proj\.(?:weight|weight_packed|qweight)")

@@ -21,7 +21,7 @@ from slipstream.kernels.devices import is_host_memory
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_SLICE_BYTES = 16 << 20  # that are read at once, converted where needed, and checked
+_SLICE_BYTES = 16 << 20  # bytes that are read, converted and checked at a time
 _CACHED = 1 << 20  # bytes that stay in a core's cache
 _COMPARED = 1 << 10  # rows at a time
 _DAMAGED = "copy or download the file again"
@@ -54,7 +54,7 @@ class TensorEntry:
     """The place of one tensor in a file.
 
     Attributes:
-        offset: of its first byte from the start of the file.
+        offset: offset of its first byte from the start of the file.
     """
 
     name: str
@@ -114,7 +114,7 @@ def read_into(entry: TensorEntry, destination: Tensor, *, raw: bool = False) -> 
 
 
 def hold_same_numbers(one: TensorEntry, other: TensorEntry) -> bool:
-    """Whether two matrices [N, K] are stored with the same numbers, whatever their dtypes."""
+    """Whether two stored matrices [N, K] have equal numbers, whatever their dtypes."""
     are_floats = {one.dtype, other.dtype} <= set(WEIGHT_DTYPES)
     if not are_floats or one.shape != other.shape or len(one.shape) != 2:
         return False
@@ -148,12 +148,12 @@ def require_finite(entry: TensorEntry, values: Tensor) -> None:
 
 def _is_finite(values: Tensor) -> bool:
     if values.dtype == torch.float8_e4m3fn:
-        # All bits beside the sign are set in NaN; there is no infinity.
+        # In e4m3, NaN has all bits besides the sign set, and there is no infinity.
         codes = torch.split(values.view(torch.uint8).view(-1), _CACHED)
         return all(bool((part & 0x7F).max() < 0x7F) for part in codes if part.numel())
     if values.dtype.itemsize == 1:
         values = values.float()
-    # Faster than testing each number: a sum of finite ones is finite, but for rare overflows.
+    # Faster than testing each number: a sum of finite ones is finite unless it overflows.
     if bool(values.sum().isfinite()):
         return True
     return all(bool(extreme.isfinite()) for extreme in values.aminmax())

@@ -67,8 +67,8 @@ def require_equal_shares(
     """Raise UsageError, naming the numbers of ranks that fit, if `num_ranks` cannot share a model.
 
     Args:
-        random: weights are random, so the checkpoint's tensors are not looked at.
-        experts_alone: they share experts, and each has all else whole.
+        random: weights are random, so the checkpoint's tensors are not read.
+        experts_alone: ranks share only experts, and hold all else whole.
     """
     if experts_alone and without_experts(config) == config:
         raise UsageError(

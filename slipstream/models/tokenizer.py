@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the checkpoint's tokenizer.json or GGUF file."""
+"""Encodes and decodes text, with the checkpoint's tokenizer.json or GGUF file."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -33,17 +33,17 @@ def tokenizer_settings(path: Path) -> dict[str, Any]:
 class Tokenizer:
     """The tokenizer of a model directory, or of a GGUF file.
 
-    `clean_up_tokenization_spaces` of tokenizer_config.json is never applied: it removes spaces
-    from the model's output (transformers has it off by default and refuses it for BPE). Truncation
-    and padding of tokenizer.json are off: prompts are encoded as they are.
+    `clean_up_tokenization_spaces` of tokenizer_config.json is never applied, since it removes
+    spaces from the model's output (transformers disables it by default, and for BPE always).
+    Truncation and padding of tokenizer.json are disabled.
 
     Attributes:
         path: the model directory or file.
-        settings: the content of tokenizer_config.json; empty without one.
+        settings: the content of tokenizer_config.json; empty if there is none.
         special_tokens: text of the named special tokens ("bos_token", ...), for chat templates.
         special_token_ids: ids that `skip_special_tokens` leaves out.
-        added_token_ids: ids of tokens that are matched in a text before it is split into others;
-            includes the special ones.
+        added_token_ids: ids of tokens that are found in a text before it is split; includes the
+            special ones.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,11 +94,11 @@ class Tokenizer:
 
     @property
     def num_usual_tokens(self) -> int:
-        """Number of tokens without added ones."""
+        """Number of tokens, without added ones."""
         return self._backend.get_vocab_size(with_added_tokens=False)
 
     def vocabulary(self) -> dict[str, int]:
-        """All tokens, added ones included, with their ids."""
+        """The ids of all tokens, added ones included, by the tokens' spelling."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     def id_to_token(self, token_id: int) -> str | None:
@@ -120,7 +120,7 @@ class Tokenizer:
         return None if token is None else self.token_to_id(token)
 
     def _mark_special(self) -> None:
-        """Mark named special tokens as special, even if tokenizer.json has them as plain words."""
+        """Mark named special tokens as special, even if tokenizer.json does not."""
         from tokenizers import AddedToken
 
         added = self._backend.get_added_tokens_decoder()

@@ -128,10 +128,10 @@ class TwinSource:
         modules = name.removesuffix(".weight").split(".")
         if name.startswith("model.layers."):
             layer = self._target.layers[int(modules[2])]
-            behind = [layer.norms.mixer_after, layer.norms.feed_forward_after]
+            post_norms = [layer.norms.post_mixer, layer.norms.post_feed_forward]
             if isinstance(layer.feed_forward, LayerInputHalfSpec):
-                behind.append(layer.feed_forward.behind)
-            if ".".join(modules[3:]) in behind:
+                post_norms.append(layer.feed_forward.post_norm)
+            if ".".join(modules[3:]) in post_norms:
                 return self._strength(int(modules[2]))
         return _constant(name)
 

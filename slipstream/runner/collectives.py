@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.core.errors import RanksLostError
 from slipstream.kernels.inboxes import Inboxes
-from slipstream.kernels.norm import Spread
+from slipstream.kernels.norm import UnreducedSum
 from slipstream.kernels.registry import kernels_for
 from slipstream.layers.parameters import Share
 from slipstream.runner.peer_memory import connect_inboxes
@@ -82,7 +82,7 @@ class Collectives:
         exchanges = self.reduce, self.gather, self.least, self.within
         whole = Share(self.rank, self.size, *exchanges, stack=self.all_of, swap=self.swap)
         reaches = self._inboxes is not None
-        return replace(whole, spread=self.spread, reaches_memory=reaches)
+        return replace(whole, unreduced=self.unreduced, reaches_memory=reaches)
 
     def within(self, size: int) -> Share:
         """See `Share.within`."""
@@ -113,14 +113,14 @@ class Collectives:
         _run(self._group.alltoall_base, found, mine, [], [])
         return found
 
-    def spread(self, made: Tensor, dtype: torch.dtype) -> Spread | None:
-        """See `Share.spread`."""
+    def unreduced(self, partial: Tensor, dtype: torch.dtype) -> UnreducedSum | None:
+        """See `Share.unreduced`."""
         if self._inboxes is None:
             return None
         self.check()
-        rows, width = made.shape[-2:]
+        rows, width = partial.shape[-2:]
         channel = self._inboxes.channel_of(rows, width, dtype)
-        return None if channel is None else Spread(made, dtype, channel)
+        return None if channel is None else UnreducedSum(partial, dtype, channel)
 
     def check(self) -> None:
         """Raise CollectiveError if an exchange has ended without the others' numbers."""

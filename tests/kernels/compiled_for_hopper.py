@@ -120,7 +120,7 @@ def norm(weighted: bool, ranks: int = 1, shares: bool = False) -> int:
     whole or in shares -> bytes of machine code."""
     types: dict[str, Any] = dict.fromkeys(("addend", "residual", "out", "total"), "*bf16")
     types |= dict.fromkeys(("part_stride", "row_stride", "width"), "i32")
-    types |= dict.fromkeys(("eps", "behind_eps"), "fp32")
+    types |= dict.fromkeys(("eps", "post_eps"), "fp32")
     types |= {"weight": "*bf16"} if weighted else {}
     types |= {"channel": ("i64",) * (ranks + 3)} if ranks > 1 else {}
     types |= {"share": "i32"} if shares else {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.columns import Columns
-from slipstream.kernels.reference import FP64_SAMPLING, SAMPLING, over, thresholds
+from slipstream.kernels.reference import FP64_SAMPLING, SAMPLING, thresholds, with_columns
 from slipstream.kernels.reference.processors import probabilities
 from slipstream.kernels.sampling import SampleRows, SamplingOps
 from slipstream.sampling.logits import token_logprobs
@@ -69,7 +69,7 @@ def judge_shares(
         state.columns = columns
         share = logits.chunk(exchange.num_ranks, -1)[columns.rank].contiguous()
         known = replace(rows, peaks=columns.peaks(share))
-        return judge(over(columns, ops), share, known, state, rates)
+        return judge(with_columns(columns, ops), share, known, state, rates)
 
     return exchange.run(verdict)
 

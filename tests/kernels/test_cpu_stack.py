@@ -35,7 +35,7 @@ from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.delta_net import DeltaNetSpec
 from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.latent_attention import LatentAttentionSpec
-from slipstream.layers.layer import BuildContext, Entering, Layer, LayerCache, LayerSpec
+from slipstream.layers.layer import BuildContext, HalfInput, Layer, LayerCache, LayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
@@ -73,7 +73,7 @@ class Squared:
         self.up = source.matrix([Part("up", INNER)], width)
         self.down = source.matrix([Part("down", width)], INNER)
 
-    def apply(self, ops: Ops, entering: Entering, inputs: PassInputs) -> tuple[Tensor, Tensor]:
+    def apply(self, ops: Ops, entering: HalfInput, inputs: PassInputs) -> tuple[Tensor, Tensor]:
         del inputs
         given = entering.addend, entering.residual
         up, stream = ops.norm_linear(*given, self.norm, self.up, None)
@@ -137,16 +137,16 @@ class Kind:
     fused: tuple[int, ...] = ()  # layers of each op in C++
 
 
-BESIDE = starting(beside="beside")
-KEPT = starting(beside="beside", keeps_normed=True)
+BESIDE = starting(second_norm="beside")
+KEPT = starting(second_norm="beside", keeps_normed=True)
 UNNORMED = starting(mixer=None)
 UNNORMED_MIXER = replace(UNNORMED, feed_forward=None)
 CAPPED = replace(ATTENTION, scale=0.9, softcap=1.5, window=4)
 TANH = GatedMLPSpec(INNER, activation=Activation.GELU_TANH)
-BEHIND = replace(NORMS, mixer_after="behind", feed_forward_after="behind", zero_centred=True)
+BEHIND = replace(NORMS, post_mixer="behind", post_feed_forward="behind", zero_centred=True)
 SANDWICH = LayerSpec(CAPPED, TANH, BEHIND)
 POST = LayerSpec(ATTENTION, TANH, replace(BEHIND, mixer=None, feed_forward=None))
-HALF_POST = replace(EXPERTS, norms=replace(NORMS, mixer=None, mixer_after="behind"))
+HALF_POST = replace(EXPERTS, norms=replace(NORMS, mixer=None, post_mixer="behind"))
 NORMED_VALUES = replace(WHOLE, mixer=replace(ATTENTION, value_norm=True, keys_as_values=True))
 LENT = replace(WHOLE, mixer=replace(ATTENTION, lender=0))
 KINDS = {
@@ -219,11 +219,11 @@ class Drawn(ParameterSource):
 
     def _scaled(self, layer: Layer) -> Layer:
         """The stream behind a sandwich is multiplied by a number."""
-        behind = layer.behind_feed_forward
-        if behind is None:
+        post_norm = layer.feed_forward_post_norm
+        if post_norm is None:
             return layer
         factor = torch.tensor([0.75], dtype=self._dtype)
-        return replace(layer, behind_feed_forward=replace(behind, factor=factor))
+        return replace(layer, feed_forward_post_norm=replace(post_norm, factor=factor))
 
     def stack(self, kind: Kind) -> Stack:
         layers = self.layers(kind.layers)
@@ -240,7 +240,7 @@ class Drawn(ParameterSource):
 def sources_of(kind: Kind, dtype: torch.dtype) -> list[Tensor]:
     """Views of a wider matrix: their rows have gaps between them."""
     rows = sum(REQUESTS.rows)
-    beside = kind.layers[0].norms.beside
+    beside = kind.layers[0].norms.second_norm
     widths = list(kind.entry) or [WIDTH] * (1 if beside is None else 2)
     whole = torch.randn(rows, sum(widths), generator=seeded(9)).to(dtype)
     return list(whole.split(widths, 1))

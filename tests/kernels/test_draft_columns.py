@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.kernels.columns import ALL_COLUMNS, Columns
 from slipstream.kernels.formats.dense import DenseMatrix
-from slipstream.kernels.reference import REFERENCE, SAMPLING, over
+from slipstream.kernels.reference import REFERENCE, SAMPLING, with_columns
 from slipstream.kernels.sampling import SampleRows
 from slipstream.layers.embedding import LanguageModelHead, WholeRows
 from slipstream.layers.parameters import WHOLE, Share
@@ -47,7 +47,7 @@ class Drafting:
     def state(self, columns: Columns) -> SamplingState:
         state = make_state(self.kinds, self.vocab_size, CPU)
         state.columns = columns
-        state.ops = SAMPLING if columns.gather is None else over(columns, SAMPLING)
+        state.ops = SAMPLING if columns.gather is None else with_columns(columns, SAMPLING)
         return state
 
     def draft(self, columns: Columns) -> Draft:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.multiprocessing import get_context
 
 from slipstream.kernels.inboxes import FEW_ROWS, MOST_ROWS, MOST_SENT, Inboxes
-from slipstream.kernels.norm import Spread, summed
-from slipstream.kernels.table import Behind, JoiningAddend, Norm
+from slipstream.kernels.norm import UnreducedSum, sum_parts
+from slipstream.kernels.table import Norm, PostNorm, PostNormAddend
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton.exchange import gather
 from tests.kernels.device import INTERPRETED, ON_GPU
@@ -63,13 +63,15 @@ def _on_ranks(size: int, work: Callable[[Inboxes], Any]) -> list[Any]:
             process.join()
 
 
-def _spread(parts: Tensor, inboxes: Inboxes, dtype: torch.dtype, shares: bool = False) -> Spread:
+def _unreduced(
+    parts: Tensor, inboxes: Inboxes, dtype: torch.dtype, shares: bool = False
+) -> UnreducedSum:
     mine = parts[inboxes.rank]
     width = mine.shape[-1]
     share = width // inboxes.size if shares else None
     channel = inboxes.channel(16, width, dtype.itemsize, share)
     assert channel is not None
-    return Spread(mine, dtype, channel)
+    return UnreducedSum(mine, dtype, channel)
 
 
 def _rounds(inboxes: Inboxes) -> list[list[bool]]:
@@ -90,25 +92,25 @@ def _sums(inboxes: Inboxes, width: int, shares: bool) -> list[list[bool]]:
             shape = inboxes.size, 1 + turn % 3, width
             parts = torch.randn(shape, generator=generator).to(dtype)
             residual, norm = parts[0] + 1, Norm(parts[0, 0] + 2, 1e-6)
-            factor = Behind(None, torch.full((1,), 0.75, dtype=dtype))
-            behind, spread = Behind(norm), _spread(parts, inboxes, dtype, shares)
+            factor = PostNorm(None, torch.full((1,), 0.75, dtype=dtype))
+            post_norm, unreduced = PostNorm(norm), _unreduced(parts, inboxes, dtype, shares)
             thirds = torch.randn((*shape[:1], 3, *shape[1:]), generator=generator)
-            split = _spread(thirds, inboxes, dtype, shares)
-            sums = torch.stack([summed(it, dtype) for it in thirds])
+            split = _unreduced(thirds, inboxes, dtype, shares)
+            sums = torch.stack([sum_parts(it, dtype) for it in thirds])
             few = parts[:, :, : 2 * turn + 2].contiguous()
             gathered = gather(few[inboxes.rank], inboxes)
             assert gathered is not None
             pairs = [
                 *zip(
-                    TRITON.norm(JoiningAddend(spread, behind), residual, norm),
-                    TRITON.norm(JoiningAddend(parts, behind), residual, norm),
+                    TRITON.norm(PostNormAddend(unreduced, post_norm), residual, norm),
+                    TRITON.norm(PostNormAddend(parts, post_norm), residual, norm),
                     strict=True,
                 ),
                 (
-                    TRITON.norm(JoiningAddend(spread, factor), residual, norm)[1],
-                    TRITON.norm(JoiningAddend(parts, factor), residual, norm)[1],
+                    TRITON.norm(PostNormAddend(unreduced, factor), residual, norm)[1],
+                    TRITON.norm(PostNormAddend(parts, factor), residual, norm)[1],
                 ),
-                (TRITON.norm(spread, None, None)[1], TRITON.norm(parts, None, None)[1]),
+                (TRITON.norm(unreduced, None, None)[1], TRITON.norm(parts, None, None)[1]),
                 (TRITON.norm(split, residual, norm)[1], TRITON.norm(sums, residual, norm)[1]),
                 (gathered, few),
             ]
@@ -131,7 +133,7 @@ def _wait_in_vain(inboxes: Inboxes) -> list[int]:
     inboxes.patience = 1024
     before = int(inboxes.ended)
     if inboxes.rank == 0:
-        TRITON.norm(_spread(torch.ones(2, 1, WIDTH), inboxes, torch.float32), None, None)
+        TRITON.norm(_unreduced(torch.ones(2, 1, WIDTH), inboxes, torch.float32), None, None)
     return [before, int(inboxes.ended)]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import Behind, JoiningAddend, Norm
+from slipstream.kernels.table import Norm, PostNorm, PostNormAddend
 from slipstream.kernels.triton import TRITON
 from slipstream.layers.linear import Linear
 from slipstream.layers.parameters import Share
@@ -49,9 +49,9 @@ def test_the_sum_is_that_of_the_ranks_in_their_order(
     assert isinstance(theirs, Tensor)
     assert theirs.shape == (rows, width)
     if behind:
-        joined = Behind(norm_behind)
-        found = TRITON.norm(JoiningAddend(ours, joined), residual, norm)
-        expected = REFERENCE.norm(JoiningAddend(theirs, joined), residual, norm)
+        joined = PostNorm(norm_behind)
+        found = TRITON.norm(PostNormAddend(ours, joined), residual, norm)
+        expected = REFERENCE.norm(PostNormAddend(theirs, joined), residual, norm)
     else:
         found = TRITON.norm(ours, residual, norm)
         expected = REFERENCE.norm(theirs, residual, norm)

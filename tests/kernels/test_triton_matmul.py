@@ -17,7 +17,7 @@ from slipstream.kernels.formats.float8 import Float8Matrix, ToFloat8
 from slipstream.kernels.formats.float8 import round_rows as reference_round_rows
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.norm import Activation
-from slipstream.kernels.table import Behind, JoiningAddend, Norm, Ops
+from slipstream.kernels.table import Norm, Ops, PostNorm, PostNormAddend
 from slipstream.kernels.triton import (
     TRITON,
     TRITON_INVARIANT,
@@ -181,7 +181,7 @@ def test_norm_linears(
 
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda ops: ops.backend)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms_behind_halves(dtype: torch.dtype, column: Ops) -> None:
+def test_post_norms(dtype: torch.dtype, column: Ops) -> None:
     """The addend is normed, the sum multiplied, and normed again or not; gates may be of GELU."""
     rows, width, depth = 3, 10, 42
     weight = matrix(2 * width, depth, dtype)
@@ -191,12 +191,12 @@ def test_norms_behind_halves(dtype: torch.dtype, column: Ops) -> None:
     split = randn(2, rows, depth)
     factor = torch.tensor([0.7], dtype=dtype).to(DEVICE)
     added = oracles.norm(whole(split), own.weight.cpu(), own.eps)
-    for behind, total in (
-        (Behind(own, factor), (added + residual.double().cpu()) * factor.item()),
-        (Behind(own), added + residual.double().cpu()),
-        (Behind(None, factor), (whole(split) + residual.double().cpu()) * factor.item()),
+    for post_norm, total in (
+        (PostNorm(own, factor), (added + residual.double().cpu()) * factor.item()),
+        (PostNorm(own), added + residual.double().cpu()),
+        (PostNorm(None, factor), (whole(split) + residual.double().cpu()) * factor.item()),
     ):
-        addend = JoiningAddend(split, behind)
+        addend = PostNormAddend(split, post_norm)
         out, kept = column.norm_linear(addend, residual, norm, weight, None)
         assert_near(kept, total, roundings=3)
         normed = oracles.norm(kept.cpu(), norm.weight.cpu(), norm.eps).to(dtype)

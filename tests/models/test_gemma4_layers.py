@@ -42,8 +42,8 @@ BESIDE = ParallelExpertsSpec(
     dense=DENSE,
     experts=EXPERTS,
     experts_norm="pre_feedforward_layernorm_2",
-    dense_after="post_feedforward_layernorm_1",
-    experts_after="post_feedforward_layernorm_2",
+    post_dense="post_feedforward_layernorm_1",
+    post_experts="post_feedforward_layernorm_2",
 )
 AFTER = "post_feedforward_layernorm"
 EXPERT_KEYS = {
@@ -129,7 +129,7 @@ def test_feed_forward_kinds(kind: str, tmp_path: Path) -> None:
     }
     ops = kernels_for(CPU, torch.float32).network
     context, files = built(tmp_path, tensors, ops)
-    norms = LayerNorms(EPS, feed_forward="pre_feedforward_layernorm", feed_forward_after=after)
+    norms = LayerNorms(EPS, feed_forward="pre_feedforward_layernorm", post_feed_forward=after)
     layer = LayerSpec(None, spec, norms).build(context, "model.layers.1")
     files.finish()
     x, own = torch.randn(7, WIDTH), torch.randn(7, LAYERS, SIZE)

@@ -58,11 +58,11 @@ class FusedStack:
             self._stack.set_entry(norms, *_product(parts.entry.product))
         for layer in layers:
             self._stack.add_layer()
-            for half, behind in layer.halves:
+            for half, post_norm in layer.halves:
                 _add(self._stack, half)
-                if behind is not None:
-                    factor = None if behind.factor is None else float(behind.factor)
-                    self._stack.set_behind(_norm(behind.norm), factor)
+                if post_norm is not None:
+                    factor = None if post_norm.factor is None else float(post_norm.factor)
+                    self._stack.set_behind(_norm(post_norm.norm), factor)
         if parts.last is not None and num_layers == len(parts.layers):
             self._stack.set_last(_norm(parts.last))
         self._caches: Sequence[Cache] | None = None
@@ -107,7 +107,7 @@ def _add(stack: cpp.Stack, half: object) -> None:
         case AttentionParts():
             stack.add_attention(
                 _norm(half.norm),
-                _norm(half.beside),
+                _norm(half.second_norm),
                 half.keeps_normed,
                 layer_of(half.heads),
                 _product(half.qkv),
@@ -177,7 +177,7 @@ def _any_norm(parts: StackParts, num_layers: int) -> Norm | None:
     halves = [pair for layer in parts.layers[:num_layers] for pair in layer.halves]
     kinds = AttentionParts | DeltaNetParts | LatentParts | GatedMLPParts | ExpertsParts
     norms = [half.norm for half, _ in halves if isinstance(half, kinds)]
-    norms += [behind.norm for _, behind in halves if behind is not None]
+    norms += [post_norm.norm for _, post_norm in halves if post_norm is not None]
     norms += [parts.last] if num_layers == len(parts.layers) else []
     return next((norm for norm in norms if norm is not None), None)
 

@@ -1,4 +1,4 @@
-"""Plain torch, written to be read. Every fast backend is compared with this one."""
+"""The reference backend: plain torch, which defines the correct results of all ops."""
 
 from slipstream.kernels.composition import Parts, compose
 from slipstream.kernels.reference.adapters import add_low_rank
@@ -18,9 +18,9 @@ from slipstream.kernels.reference.dense import (
 )
 from slipstream.kernels.reference.experts import experts
 from slipstream.kernels.reference.preparation import PREPARATION
-from slipstream.kernels.reference.sampling import FP64_SAMPLING, SAMPLING, over
+from slipstream.kernels.reference.sampling import FP64_SAMPLING, SAMPLING, with_columns
 
-__all__ = ["FP64_SAMPLING", "PARTS", "PREPARATION", "REFERENCE", "SAMPLING", "over"]
+__all__ = ["FP64_SAMPLING", "PARTS", "PREPARATION", "REFERENCE", "SAMPLING", "with_columns"]
 
 PARTS = Parts(
     linear=linear,

@@ -1,6 +1,6 @@
 """Paged attention over ragged rows and latent attention, in plain torch.
 
-Shapes and meanings: `kernels/table.py`, `kernels/latent_attention.py`.
+See `kernels/attention.py` and `kernels/latent_attention.py`.
 """
 
 import torch
@@ -149,9 +149,9 @@ def _tree_mask(
 ) -> Tensor:
     """`_mask` for rows that are nodes of trees."""
     keys = torch.arange(length, device=tree.tokens.device)
-    behind = keys - tree.starts[request]
-    words = tree.ancestors[rows].unsqueeze(1) >> behind.clamp(0, MOST_TREE_TOKENS)
-    mask = (keys <= tree.tokens[rows].unsqueeze(1)) & ((behind < 0) | (words & 1 > 0))
+    bits = keys - tree.starts[request]
+    words = tree.ancestors[rows].unsqueeze(1) >> bits.clamp(0, MOST_TREE_TOKENS)
+    mask = (keys <= tree.tokens[rows].unsqueeze(1)) & ((bits < 0) | (words & 1 > 0))
     if window is None:
         return mask
     return mask & (inputs.rows.in_context[rows].unsqueeze(1) - keys < window)

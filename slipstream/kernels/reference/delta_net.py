@@ -1,4 +1,4 @@
-"""Gated delta nets in plain torch, token by token. Meanings: `kernels/delta_net.py`."""
+"""Gated delta nets in plain torch, token by token; see `kernels/delta_net.py`."""
 
 from itertools import pairwise
 
@@ -22,14 +22,14 @@ def delta_net(
 ) -> Tensor:
     """See `DeltaNetOp`."""
     states = inputs.states
-    assert states is not None, "layers with a state are told of it"
+    assert states is not None, "passes through recurrent layers have state inputs"
     read = torch.zeros(mixed.shape[0], heads.num_value_heads, heads.value_dim)
     starts = inputs.rows.query_start.tolist()
     for request, (first, end) in enumerate(pairwise(starts)):
         if first < end:
             rows = slice(first, end)
             start = int(inputs.rows.in_context[first])
-            read[rows] = _of_request(
+            read[rows] = _run_request(
                 mixed[rows], gates[rows], heads, states, cache, request, start
             ).to(read)
     read = read.to(mixed.device)
@@ -37,7 +37,7 @@ def delta_net(
     return (normed.flatten(1) * F.silu(z.float())).to(z.dtype)
 
 
-def _of_request(
+def _run_request(
     mixed: Tensor,
     gates: Tensor,
     heads: DeltaHeads,

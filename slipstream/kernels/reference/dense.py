@@ -1,4 +1,4 @@
-"""Matmuls, norms and activations in plain torch. Shapes and meanings: `kernels/composition.py`."""
+"""Matmuls, norms and activations in plain torch; see `Parts` in `kernels/composition.py`."""
 
 from torch import Tensor
 from torch.nn import functional as F

@@ -1,4 +1,4 @@
-"""Mixtures of experts in plain torch. Meanings: `kernels/experts.py` and `ExpertsParts`."""
+"""Mixtures of experts in plain torch; see `kernels/experts.py` and `ExpertsParts`."""
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def choose(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple
 
 
 def _within_groups(preferred: Tensor, routing: Routing) -> Tensor:
-    """[T, E]: minus infinity for experts of groups that a row does not choose."""
+    """`preferred` [T, E] with minus infinity for the experts of groups that a row does not keep."""
     grouped = preferred.view(len(preferred), routing.num_groups, -1)
     best = grouped.topk(2, dim=-1).values.sum(-1)
     order = best.argsort(dim=-1, descending=True, stable=True)

@@ -35,7 +35,7 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class NoiseKeys:
-    """The keys of noise: the request's seed, and for which token.
+    """The keys of random numbers: the seed of the request, and the token.
 
     Attributes:
         seeds: [N] int64, the 64 bits of the seed.
@@ -52,7 +52,7 @@ def uniform(keys: NoiseKeys, purpose: Purpose | Tensor) -> Tensor:
     """One number in [0, 1) for each key, a multiple of 2^-24.
 
     Args:
-        keys: of N rows.
+        keys: the keys of N rows.
         purpose: one for all rows, or [N] int64.
 
     Returns:
@@ -76,7 +76,7 @@ def gumbel(
     always finite.
 
     Args:
-        keys: of N rows.
+        keys: the keys of N rows.
         purpose: one for all rows, or [N] int64.
         vocab_size: V.
         fp64: 63 random bits and float64 arithmetic instead of 32 bits and float32.
@@ -151,5 +151,5 @@ def philox(counter: Words4, key: Words2) -> Words4:
 
 
 def split_words(values: Tensor) -> Words2:
-    """The low and high 32-bit words of int64 `values`, each in [0, 2^32)."""
+    """Split int64 `values` into their low and high 32-bit words, each in [0, 2^32)."""
     return values & WORD_MASK, (values >> WORD_BITS) & WORD_MASK

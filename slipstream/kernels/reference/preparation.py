@@ -1,4 +1,4 @@
-"""Batch preparation in plain torch. Meanings and shapes: `kernels/preparation.py`."""
+"""Batch preparation in plain torch; see `kernels/preparation.py`."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -176,7 +176,7 @@ def keep_path(
 
 
 def _all_places(tables: RequestTables, slots: Tensor, tokens: Tensor) -> Tensor:
-    """[num_tables, n]: `_places` in each table."""
+    """[num_tables, n]: `_places` by each block table."""
     columns = (0, tables.window_column)[: tables.num_tables]
     return torch.stack([_places(tables, slots, tokens, column) for column in columns])
 

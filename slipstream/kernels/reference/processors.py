@@ -26,8 +26,8 @@ def process(
 
     Args:
         logits: [N, v] float32, not changed.
-        state: of V tokens.
-        columns: of logits, which are all V or some of them.
+        state: the state of the requests, for all V tokens.
+        columns: columns of the logits: all V tokens, or this rank's share.
 
     Returns:
         [N, v] float32; `logits` itself when nothing applies.
@@ -57,17 +57,18 @@ def probabilities(
     """The distribution that each row is sampled from.
 
     The order is: temperature; min_p keeps tokens of at least min_p times the largest
-    probability; top_k keeps tokens not below the k-th largest; top_p keeps the smallest set,
-    from the top, whose share of what is left reaches top_p. Each is a threshold: tokens of equal
-    probability stay or go together. A row without a finite logit gives zeros.
+    probability; top_k keeps tokens not below the k-th largest; top_p keeps the smallest set of the
+    most probable tokens whose share of the remaining probability is at least top_p. Each is a
+    threshold, so tokens of equal probability are kept or dropped together. A row without a finite
+    logit gives zeros.
 
     Args:
         logits: [N, v] float32; -inf gives exactly 0.
         temperature, top_p, min_p: [N] float32.
         top_k: [N] int64; V, 0 or less keeps all.
         needs: which truncations are computed; the others must keep everything in every row.
-        columns: of logits, which are all V or some of them.
-        largest: [N, 1], the largest logit of each row, where it is known.
+        columns: columns of the logits: all V tokens, or this rank's share.
+        largest: [N, 1], the largest logit of each row; None: it is computed.
 
     Returns:
         [N, v] float32: a distribution in each row, or its share of one if columns are split.

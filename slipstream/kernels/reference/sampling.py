@@ -4,7 +4,7 @@ Speculative sampling (Leviathan et al. 2023; Chen et al. 2023): with p the targe
 and q the one that the draft token x was sampled from, x is accepted with probability
 min(1, p(x) / q(x)); after the first refusal a token is sampled from max(p - q, 0), scaled to 1.
 The output has exactly the distribution p. Plain decoding is the verification of an empty draft.
-`block_verification.py` judges the tokens of a draft together.
+`block_verification.py` verifies the tokens of a draft jointly.
 
 Coupled requests (`Verification.COUPLED`; Daliri et al. 2024, arXiv 2408.07978) always output the
 target's own sample, with the noise of plain decoding at that position; a draft token is accepted if
@@ -40,7 +40,7 @@ def verify(
 
     Args:
         fp64: sample with 63-bit noise and float64 logarithms.
-        columns: of logits, which are all of V tokens or some of them.
+        columns: columns of the logits: all V tokens, or this rank's share.
     """
     raw, logits = logits, process(logits, rows, state, needs, columns)
     known = rows.peaks if logits is raw else None
@@ -258,7 +258,8 @@ def _sample_last(
 
 
 def _beyond_draft(target: Tensor, rows: SampleRows, place: Tensor, columns: Columns) -> Tensor:
-    """[R, v]: the residual of target [R, v] beyond the draft's distribution at a place [R]."""
+    """[R, v]: max(p - q, 0) of the target's distribution p [R, v] and the distribution q of the
+    draft token at `place` [R]."""
     at = place.unsqueeze(-1)
     certain = _certain_places(rows).expand(rows.draft_tokens.shape).gather(-1, at).squeeze(-1)
     token = rows.draft_tokens.gather(-1, at).squeeze(-1)
@@ -341,16 +342,16 @@ def _token_ids(rows: SampleRows, num_accepted: Tensor, last_token: Tensor) -> Te
     column = torch.arange(rows.max_draft_tokens + 1, device=num_accepted.device)
     count = num_accepted.unsqueeze(-1)
     drafted = pad(rows.draft_tokens, (0, 1), value=PADDING)
-    behind = torch.where(column == count, last_token.unsqueeze(-1), PADDING)
-    return torch.where(column < count, drafted, behind)
+    rest = torch.where(column == count, last_token.unsqueeze(-1), PADDING)
+    return torch.where(column < count, drafted, rest)
 
 
 SAMPLING = SamplingOps(verify=verify, draft=draft, commit=commit)
 FP64_SAMPLING = SamplingOps(partial(verify, fp64=True), partial(draft, fp64=True), commit)
 
 
-def over(columns: Columns, ops: SamplingOps) -> SamplingOps:
-    """Replace verification and drafting of `ops` by versions for a share of the columns."""
+def with_columns(columns: Columns, ops: SamplingOps) -> SamplingOps:
+    """Replace verification and drafting of `ops` by versions for a rank's columns."""
     fp64 = ops is FP64_SAMPLING
     return replace(
         ops,

@@ -8,8 +8,8 @@ import triton
 from torch import Tensor
 
 from slipstream.kernels.formats.dense import DenseMatrix
-from slipstream.kernels.norm import Activation, Spread
-from slipstream.kernels.table import Addend, ExpertsParts, JoiningAddend, SharedExpert
+from slipstream.kernels.norm import Activation, UnreducedSum
+from slipstream.kernels.table import Addend, ExpertsParts, PostNormAddend, SharedExpert
 from slipstream.kernels.triton import grouped, launch, matmul
 from slipstream.kernels.triton.choice import choose
 from slipstream.kernels.triton.linear import FEW_ROWS, Linears
@@ -29,8 +29,8 @@ class Experts:
         self, addend: Addend, residual: Tensor | None, parts: ExpertsParts
     ) -> tuple[Tensor, Tensor]:
         router, routing, shared = parts.router, parts.router.routing, parts.shared
-        made = addend.values if isinstance(addend, JoiningAddend) else addend
-        values = made.values if isinstance(made, Spread) else made
+        made = addend.values if isinstance(addend, PostNormAddend) else addend
+        values = made.values if isinstance(made, UnreducedSum) else made
         few = values.shape[-2] <= FEW_ROWS or self._linears.invariant
         joins = few and shared is not None and _is_expert(parts, shared)
         beside = shared if joins else None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.inboxes import Channel
-from slipstream.kernels.norm import Addend, Behind, JoiningAddend, Made, Norm, Spread
+from slipstream.kernels.norm import Addend, HalfOutput, Norm, PostNorm, PostNormAddend, UnreducedSum
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.exchange import (
     count,
@@ -31,7 +31,7 @@ FLOAT8_MAX = tl.constexpr(448.0)  # of e4m3
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
-AS_IT_IS = Behind()
+NO_POST_NORM = PostNorm()
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ def summed_row(addend, at, part_stride, inside, parts: tl.constexpr):
 
 
 @triton.jit
-def joined_row(value, behind, behind_gain, behind_eps, residual, factor, total, width):
-    """A row of the residual stream in float32: `value` normed by `behind`, plus the row `residual`,
-    times `factor` (each unless None), rounded to the dtype of `total` unless None."""
-    if behind is not None:
-        value = value.to(behind.dtype.element_ty).to(tl.float32)  # rounded as a matmul would
-        value = normed_row(value, behind_gain, width, behind_eps)
-        value = value.to(behind.dtype.element_ty).to(tl.float32)
+def residual_row(value, post_weight, post_gain, post_eps, residual, factor, total, width):
+    """A row of the residual stream in float32: `value` normed with `post_weight`, plus the row
+    `residual`, times `factor` (each unless None), rounded to the dtype of `total` unless None."""
+    if post_weight is not None:
+        value = value.to(post_weight.dtype.element_ty).to(tl.float32)  # rounded as a matmul would
+        value = normed_row(value, post_gain, width, post_eps)
+        value = value.to(post_weight.dtype.element_ty).to(tl.float32)
     if residual is not None:
         value += residual.to(tl.float32)
     if factor is not None:
@@ -93,14 +93,14 @@ def joined_row(value, behind, behind_gain, behind_eps, residual, factor, total, 
 
 @triton.jit
 def _row_by_shares(
-    addend, residual, factor, behind, total, at, row, column, inside, width, channel, share,
+    addend, residual, factor, post_weight, total, at, row, column, inside, width, channel, share,
     part_stride, parts: tl.constexpr, rank: tl.constexpr, ranks: tl.constexpr,
     block: tl.constexpr,
 ):  # fmt: skip
     """The row whose columns the ranks add up in equal shares [block], and gather; in float32.
 
-    It has the bits of `summed_over_ranks`, joined with the residual stream as by `joined_row`
-    unless its norm `behind` takes the whole row.
+    It has the bits of `summed_over_ranks`, added to the residual stream as by `residual_row`
+    unless its norm `post_weight` takes the whole row.
     """
     own = tl.arange(0, block)
     there = own < share
@@ -128,11 +128,11 @@ def _row_by_shares(
             value = part.to(tl.float32)
         else:
             value += part.to(tl.float32)
-    if behind is None:
-        value = joined_row(value, None, None, 0.0, before, factor, total, width)
+    if post_weight is None:
+        value = residual_row(value, None, None, 0.0, before, factor, total, width)
         made = value.to(dtype)
     else:
-        made = value.to(behind.dtype.element_ty)
+        made = value.to(post_weight.dtype.element_ty)
     send_sum(made.to(bits, bitcast=True), row, own, there, share, epoch, channel, rank, ranks)
     whole = receive_sum(row, column, inside, share, epoch, channel, rank, ranks, bits)
     count(row, epoch, channel, ranks)
@@ -147,17 +147,17 @@ def normed_row(value, gain, width, eps):
 
 @triton.jit
 def _norm_kernel(
-    addend, channel, share, behind, behind_eps, residual, factor, weight, eps, out, scales, total,
-    part_stride, row_stride, width, parts: tl.constexpr, rank: tl.constexpr, ranks: tl.constexpr,
-    block: tl.constexpr, share_block: tl.constexpr, pdl: tl.constexpr,
+    addend, channel, share, post_weight, post_eps, residual, factor, weight, eps, out, scales,
+    total, part_stride, row_stride, width, parts: tl.constexpr, rank: tl.constexpr,
+    ranks: tl.constexpr, block: tl.constexpr, share_block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row). Computes `joined_row`, and keeps the row in registers.
+    """Programs (row). Computes `residual_row`, and keeps the row in registers.
 
     With a `channel` the sum of the addends, rounded to the dtype of `total`, is this rank's part of
     `summed_over_ranks`, or with a `share` of columns of `_row_by_shares`.
 
-    Writes it to `total` unless None, and, if there is a `weight`, its norm to `out`: in the model's
-    dtype, or with `scales` quantized from that to e4m3.
+    Writes the row to `total` unless None. If there is a `weight`, writes the norm of the row to
+    `out`: in the model's dtype or, with `scales`, quantized from that to e4m3.
     """
     launch_dependents(pdl)
     row = tl.program_id(0).to(tl.int64)
@@ -165,9 +165,9 @@ def _norm_kernel(
     inside = column < width
     if weight is not None:
         gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    behind_gain = None
-    if behind is not None:
-        behind_gain = tl.load(behind + column, mask=inside, other=0.0).to(tl.float32)
+    post_gain = None
+    if post_weight is not None:
+        post_gain = tl.load(post_weight + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(pdl)
     place = row * width + column
     before = None
@@ -175,16 +175,16 @@ def _norm_kernel(
         before = tl.load(residual + place, mask=inside, other=0.0)
     if share is not None:
         value = _row_by_shares(
-            addend, residual, factor, behind, total, row * row_stride, row, column, inside, width,
-            channel, share, part_stride, parts, rank, ranks, share_block,
+            addend, residual, factor, post_weight, total, row * row_stride, row, column, inside,
+            width, channel, share, part_stride, parts, rank, ranks, share_block,
         )  # fmt: skip
     else:
         value = summed_row(addend, row * row_stride + column, part_stride, inside, parts)
         if channel is not None:
             mine = value.to(total.dtype.element_ty)
             value = summed_over_ranks(mine, row, column, inside, width, channel, rank, ranks)
-    if share is None or behind is not None:
-        value = joined_row(value, behind, behind_gain, behind_eps, before, factor, total, width)
+    if share is None or post_weight is not None:
+        value = residual_row(value, post_weight, post_gain, post_eps, before, factor, total, width)
     if total is not None:
         tl.store(total + place, value.to(total.dtype.element_ty), mask=inside)
     if weight is not None:  # an early return would still compile the rest
@@ -213,7 +213,7 @@ def _round_kernel(x, out, scales, row_stride, width, block: tl.constexpr, pdl: t
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    _launch(Joining.of(rows, None, None), Norm(weight, eps), Rows(out, None), None)
+    _launch(ResidualSum.of(rows, None, None), Norm(weight, eps), Rows(out, None), None)
     return out.view(x.shape)
 
 
@@ -228,60 +228,60 @@ def normed_rows(
     """(norm of residual + addend, residual + addend), both [T, H]; addend [T, H] or
     [parts, T, H].
 
-    With `float8` the norm is quantized as by `round_rows`.
+    With `float8` the norm is quantized like `round_rows` does it.
     """
     if norm is not None and norm.bias is not None:
         total = normed_rows(addend, residual, None)[1]
         x = F.layer_norm(total, norm.bias.shape, norm.weight, norm.bias, norm.eps)
         return round_rows(x) if float8 else Rows(x, None), total
-    joining = Joining.of(addend, residual, norm)
-    total = joining.total
-    shape, device, summing = total.shape, total.device, total is not joining.values
+    stream = ResidualSum.of(addend, residual, norm)
+    total = stream.total
+    shape, device, summing = total.shape, total.device, total is not stream.values
     if norm is None:
         if summing:
-            _launch(joining, None, Rows(total, None), total)
+            _launch(stream, None, Rows(total, None), total)
         return round_rows(total) if float8 else Rows(total, None), total
     plain = (
         None if float8 else Rows(empty_rows(shape[0], shape[1], norm.weight.dtype, device), None)
     )
     rows = plain or _float8_rows(shape, device)
-    _launch(joining, norm, rows, total if summing else None)
+    _launch(stream, norm, rows, total if summing else None)
     return rows, total
 
 
 @dataclass(frozen=True)
-class Joining:
-    """The tensors of a sum with the residual stream.
+class ResidualSum:
+    """The tensors of the addition of an addend to the residual stream.
 
     Attributes:
         values: addends [T, H] or [parts, T, H].
-        channel: through which the other ranks' parts of the sum come; None: there are none.
+        channel: receives the other ranks' parts of the sum; None: there are no other ranks' parts.
         total: [T, H], the output; `values` itself if there is nothing to add.
     """
 
     values: Tensor
     channel: Channel | None
-    behind: Behind
+    post_norm: PostNorm
     residual: Tensor | None
     total: Tensor
 
     @staticmethod
-    def of(addend: Addend, residual: Tensor | None, norm: Norm | None) -> "Joining":
+    def of(addend: Addend, residual: Tensor | None, norm: Norm | None) -> "ResidualSum":
         """The tensors for `addend` and `residual`; allocates `total` if there is a sum."""
-        behind = addend.behind if isinstance(addend, JoiningAddend) else AS_IT_IS
-        made = addend.values if isinstance(addend, JoiningAddend) else addend
-        channel = made.channel if isinstance(made, Spread) else None
-        total = values = made.values if isinstance(made, Spread) else made
+        post_norm = addend.post_norm if isinstance(addend, PostNormAddend) else NO_POST_NORM
+        output = addend.values if isinstance(addend, PostNormAddend) else addend
+        channel = output.channel if isinstance(output, UnreducedSum) else None
+        total = values = output.values if isinstance(output, UnreducedSum) else output
         if residual is not None or values.ndim == 3 or channel is not None:
-            dtype = _dtype(made, residual, norm)
+            dtype = _dtype(output, residual, norm)
             total = empty_rows(values.shape[-2], values.shape[-1], dtype, values.device)
-        assert channel is None or total.dtype == made.dtype, "the sum is rounded to its dtype"
+        assert channel is None or total.dtype == output.dtype, "the sum is rounded to its dtype"
         if residual is not None:
             residual = residual.contiguous()
-        return Joining(values, channel, behind, residual, total)
+        return ResidualSum(values, channel, post_norm, residual, total)
 
 
-def _dtype(addend: Made, residual: Tensor | None, norm: Norm | None) -> torch.dtype:
+def _dtype(addend: HalfOutput, residual: Tensor | None, norm: Norm | None) -> torch.dtype:
     """The dtype of the sum."""
     if norm is not None:
         return norm.weight.dtype
@@ -306,10 +306,10 @@ def round_rows(x: Tensor) -> Rows:
     return out
 
 
-def _launch(joining: Joining, norm: Norm | None, out: Rows, total: Tensor | None) -> None:
+def _launch(stream: ResidualSum, norm: Norm | None, out: Rows, total: Tensor | None) -> None:
     if not out.values.numel():
         return
-    addend, channel, behind = joining.values, joining.channel, joining.behind
+    addend, channel, post_norm = stream.values, stream.channel, stream.post_norm
     assert addend.stride(-1) == 1
     rows, width = addend.shape[-2:]
     parts = addend.shape[0] if addend.ndim == 3 else 1
@@ -319,7 +319,7 @@ def _launch(joining: Joining, norm: Norm | None, out: Rows, total: Tensor | None
     if channel is not None:
         table, share, rank, ranks = channel.table, channel.share, channel.rank, channel.size
     _norm_kernel[(rows,)](
-        addend, table, share, *weight_of(behind.norm), joining.residual, behind.factor,
+        addend, table, share, *weight_of(post_norm.norm), stream.residual, post_norm.factor,
         *weight_of(norm), out.values, out.scales, total, part_stride, addend.stride(-2), width,
         parts=parts, rank=rank, ranks=ranks, block=block,
         share_block=triton.next_power_of_2(share or 1), num_warps=_warps(block),

@@ -11,16 +11,16 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.experts import Router
-from slipstream.kernels.norm import Spread
-from slipstream.kernels.table import Addend, JoiningAddend, Norm
+from slipstream.kernels.norm import UnreducedSum
+from slipstream.kernels.table import Addend, Norm, PostNormAddend
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import empty_rows, launch_dependents, wait_for_inputs
 from slipstream.kernels.triton.norm import (
-    Joining,
+    ResidualSum,
     Rows,
-    joined_row,
     normed_row,
     normed_rows,
+    residual_row,
     summed_row,
     weight_of,
 )
@@ -30,7 +30,7 @@ EXPERTS = 8  # experts of a program
 
 @triton.jit
 def router_kernel(
-    addend, behind, behind_eps, residual, factor, weight, eps, out, total, router, gate, bias,
+    addend, post_weight, post_eps, residual, factor, weight, eps, out, total, router, gate, bias,
     logits, part_stride, row_stride, width, parts: tl.constexpr, experts: tl.constexpr,
     own: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
@@ -49,9 +49,9 @@ def router_kernel(
         there = (expert == experts)[:, None] & inside[None, :]
         matrix += tl.load(gate + column[None, :] + 0 * expert[:, None], mask=there, other=0.0)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    behind_gain = None
-    if behind is not None:
-        behind_gain = tl.load(behind + column, mask=inside, other=0.0).to(tl.float32)
+    post_gain = None
+    if post_weight is not None:
+        post_gain = tl.load(post_weight + column, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros((own,), tl.float32)
     if bias is not None:
         sums = tl.load(bias + expert, mask=expert < experts, other=0.0).to(tl.float32)
@@ -61,7 +61,7 @@ def router_kernel(
     before = None
     if residual is not None:
         before = tl.load(residual + place, mask=inside, other=0.0)
-    value = joined_row(value, behind, behind_gain, behind_eps, before, factor, total, width)
+    value = residual_row(value, post_weight, post_gain, post_eps, before, factor, total, width)
     writes = column < tl.where(tl.program_id(1) == 0, width, 0)  # only a row's first program
     if total is not None:
         tl.store(total + place, value.to(total.dtype.element_ty), mask=writes)
@@ -79,11 +79,11 @@ def normed_logits(
     With `gate` [1, H] of a shared expert the logits are [1, T, E + 1], and the gate's is the last.
     """
     assert norm.bias is None
-    made = addend.values if isinstance(addend, JoiningAddend) else addend
-    if isinstance(made, Spread):  # else every program of a row would exchange it
+    made = addend.values if isinstance(addend, PostNormAddend) else addend
+    if isinstance(made, UnreducedSum):  # else every program of a row would exchange it
         addend, residual = normed_rows(addend, residual, None)[1], None
-    joining = Joining.of(addend, residual, norm)
-    values, behind, total = joining.values, joining.behind, joining.total
+    stream = ResidualSum.of(addend, residual, norm)
+    values, post_norm, total = stream.values, stream.post_norm, stream.total
     (rows, width), experts, device = total.shape, len(router.weight), total.device
     pitch = experts + (gate is not None)
     assert values.stride(-1) == 1
@@ -93,8 +93,9 @@ def normed_logits(
     parts, block = len(values) if values.ndim == 3 else 1, triton.next_power_of_2(width)
     if rows:
         router_kernel[(rows, triton.cdiv(pitch, EXPERTS))](
-            values, *weight_of(behind.norm), joining.residual, behind.factor, *weight_of(norm), out,
-            None if total is values else total, router.weight, gate, router.bias,
+            values, *weight_of(post_norm.norm), stream.residual, post_norm.factor,
+            *weight_of(norm), out, None if total is values else total, router.weight, gate,
+            router.bias,
             logits, values.stride(0) if parts > 1 else 0, values.stride(-2), width, parts=parts,
             experts=experts, own=EXPERTS, block=block, num_warps=min(8, max(1, block // 256)),
             **launch.options(device),

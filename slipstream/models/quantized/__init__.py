@@ -1,1 +1,1 @@
-"""Checkpoints whose matrices are stored in fewer bits: one file for each format."""
+"""Formats of quantised checkpoints, one file each."""

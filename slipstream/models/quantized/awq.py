@@ -1,7 +1,7 @@
 """AWQ (Lin et al. 2023, arXiv 2306.00978) as AutoAWQ stores it ("gemm").
 
     qweight [K, N / 8] int32        packed along N
-    qzeros  [G, N / 8] int32        the same
+    qzeros  [G, N / 8] int32        packed along N
     scales  [G, N]
 
 weight = (q - zero) * scale. A word packs eight rows in the order 0 2 4 6 1 3 5 7, lowest bits

@@ -26,7 +26,7 @@ FORMATS: Final = {
 }
 QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json; the second is an old name of the first."""
-_BESIDE = "hf_quant_config.json"  # where ModelOpt's older exports have the settings alone
+_BESIDE = "hf_quant_config.json"  # older exports of ModelOpt have the settings only there
 
 
 _FOR_HEADS = (

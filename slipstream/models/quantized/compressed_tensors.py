@@ -268,7 +268,7 @@ def read_settings(reader: ConfigReader) -> CompressedTensors:
             raise reader.error(key, "is not supported; use a checkpoint without it")
     sparsity = reader.nested("sparsity_config")
     sparsity.expect("format", "dense")
-    for key in _OF_SPARSITY:  # how many zeros there are among weights that are stored all
+    for key in _OF_SPARSITY:  # statistics: weights are stored densely
         sparsity.take_any(key)
     sparsity.finish()
     own_format = reader.take("format", str, "")

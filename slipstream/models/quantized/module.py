@@ -106,7 +106,7 @@ class StoredModule:
         self, ending: str, dtypes: Collection[torch.dtype], shape: tuple[int, ...], turns: int
     ) -> Tensor:
         """Read a tensor [E, turns * R, ...] that interleaves the rows of `turns` matrices, and
-        stack them: [E * turns * R, ...], for each of E all rows of a matrix before the next.
+        stack these matrices for each of E, [E * turns * R, ...].
 
         Raises:
             CheckpointError: as `take`.
@@ -238,7 +238,7 @@ class StoredQuantization(ABC):
     """The quantised format of a checkpoint, from its quantization_config.
 
     Attributes:
-        name: of the format; empty where the words of its forms say it.
+        name: name of the format; empty if the `words` of its forms name it.
         unquantised: modules that are not quantised.
         fused_endings: name endings of tensors that stack all experts of a layer; such a tensor is
             named as the unquantised one, `_` and the ending. Empty: experts are stored separately.

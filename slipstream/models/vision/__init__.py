@@ -1,1 +1,1 @@
-"""Towers that read images, which are transformers' own, and what models want around images."""
+"""Vision towers, which are transformers' own, and how models represent images in prompts."""

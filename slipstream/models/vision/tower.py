@@ -40,10 +40,11 @@ class Placeholder:
     Attributes:
         marker: token for an image in the output of a chat template.
         token: id of the placeholder tokens that the marker is expanded to.
-        end: token behind the placeholders; if the marker is another token, it stays before them.
-        begin: token before the placeholders if the marker is the same token as they; it and `end`
-            are added unless the prompt has them. None: no tokens around them.
-        around: text before and behind all of these.
+        end: token after the placeholders. A marker that is not a placeholder token stays in front
+            of them.
+        begin: token before the placeholders if the marker is a placeholder token; `begin` and `end`
+            are added unless the prompt has them. None: no tokens around the placeholders.
+        around: text before and after all of these.
     """
 
     marker: int

@@ -20,7 +20,7 @@ from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.layers.attention import Attention
-from slipstream.layers.layer import Entering
+from slipstream.layers.layer import HalfInput
 from slipstream.layers.linear import column_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import Part
@@ -288,7 +288,7 @@ class DFlashNetwork(HeadNetwork):
         `caches` must already hold the context. The draft blocks' keys and values are written to
         the slots of `inputs`, and are valid during this pass only.
         """
-        stream = Entering(self.embedded(token_ids))
+        stream = HalfInput(self.embedded(token_ids))
         for layer, cache, causal in zip(self._layers, caches, self._causal, strict=True):
             own = replace(inputs, sees=replace(inputs.sees, causal=causal))
             stream, _ = layer.apply(self._ops, stream, own, cache)

@@ -209,7 +209,7 @@ def head_layers(config: Eagle3Config) -> list[LayerSpec]:
     norms = replace(
         first.norms,
         mixer="hidden_norm",
-        beside="input_layernorm",
+        second_norm="input_layernorm",
         keeps_normed=config.norm_before_residual,
     )
     return [replace(first, norms=norms), *others]

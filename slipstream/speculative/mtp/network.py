@@ -85,11 +85,11 @@ class MtpEnds:
     @staticmethod
     def read(source: ParameterSource, config: MtpConfig, names: ModuleNames) -> "MtpEnds":
         width, norms = config.layers.hidden_size, config.norms
-        embedding = norms.of(source, names.embedding_norm, width)
-        feature = norms.of(source, names.feature_norm, width)
+        embedding = norms.load(source, names.embedding_norm, width)
+        feature = norms.load(source, names.feature_norm, width)
         part = Part(names.projection, width)
         projection = column_linear(source, [part], 2 * width, False)
-        last = norms.of(source, names.final_norm, width)
+        last = norms.load(source, names.final_norm, width)
         both = (feature, embedding) if config.style.feature_first else (embedding, feature)
         return MtpEnds(both, projection, last)
 
