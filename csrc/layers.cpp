@@ -130,10 +130,12 @@ class Stack {
     }
 
     // `out` [T, H] gets what leaves, taken[i] [T, H] the stream that enters layer wanted[i], or
-    // leaves the last one. `open_label`: see `Labels`.
+    // leaves the last one. With `read` [n] int64, which ascends, the last half, a feed-forward part
+    // behind a mixer, computes these rows only, and `out` [n, H] gets them. `open_label`: see
+    // `Labels`.
     void run(nb::object pass, const std::vector<Array>& given, const Array& out,
              const std::vector<int>& wanted, const std::vector<Array>& taken,
-             nb::object open_label) const {
+             const Optional& read, nb::object open_label) const {
         const AttentionRows& rows = attention_rows(pass);
         require(!halves_.empty() && caches_.size() == num_caches_, "layers without caches");
         require(wanted.size() == taken.size(), "a tensor for each wanted stream");
@@ -141,14 +143,19 @@ class Stack {
         for (const int index : wanted)
             require(index >= 0 && index <= num_layers,
                     "a wanted stream enters no layer and leaves none");
+        require(!read || std::count(wanted.begin(), wanted.end(), num_layers) == 0,
+                "the stream that leaves has all rows");
         const std::vector<Source> sources = look_at(given, rows.num_rows);
-        char* hidden = rows_of(out, rows.num_rows);
+        std::vector<int64_t> kept;
+        if (read) kept = kept_rows(*read, rows.num_rows);
+        char* hidden = rows_of(out, read ? static_cast<int64_t>(kept.size()) : rows.num_rows);
         std::vector<char*> streams;
         for (const Array& array : taken) streams.push_back(rows_of(array, rows.num_rows));
         const Labels labels(std::move(open_label));
         nb::gil_scoped_release released;
         const Buffers buffers = make_buffers(rows.num_rows);
-        const PassView view{type_ == Number::bf16, rows, buffers, labels};
+        const PassView view{type_ == Number::bf16, rows, buffers, labels, rows.num_rows,
+                            rows.adapters};
         const int64_t bytes = rows.num_rows * width() * number_bytes();
         const auto take = [&](int layer) {
             for (size_t i = 0; i < wanted.size(); ++i)
@@ -157,13 +164,15 @@ class Stack {
         enter(sources, view);
         size_t cache = 0;
         int layer = 0;
-        for (size_t index = 0; index < halves_.size(); ++index) {
+        const size_t num_whole = halves_.size() - (read ? 1 : 0);
+        for (size_t index = 0; index < num_whole; ++index) {
             const Half& half = *halves_[index];
             if (index == 0) first_norm(half, sources, view);
             else add_and_norm(*halves_[index - 1], half.norm, view, buffers.normed);
             for (; layer < num_layers && layer_starts_[layer] == index; ++layer) take(layer);
             half.run(view, half.cached() ? &views_[cache++] : nullptr);
         }
+        if (read) return run_last(kept, view, hidden);
         add_and_norm(*halves_.back(), last_, view, hidden);
         take(num_layers);
     }
@@ -251,6 +260,40 @@ class Stack {
                     "the sources do not fit the first layer");
         }
         return sources;
+    }
+
+    // Rows of the stream that the last half may compute alone.
+    std::vector<int64_t> kept_rows(const Array& read, int64_t num_rows) const {
+        const Half& last = *halves_.back();
+        require(halves_.size() > 1 && layer_starts_.back() + 1 < halves_.size() &&
+                    !last.cached() && !last.recurrent(),
+                "only a feed-forward part behind a mixer leaves rows out");
+        const auto* given = contiguous<const int64_t>(read, Number::i64, "read");
+        std::vector<int64_t> kept(given, given + read.size());
+        int64_t before = -1;
+        for (const int64_t row : kept) {
+            require(row > before && row < num_rows, "read rows ascend, and are rows of the pass");
+            before = row;
+        }
+        return kept;
+    }
+
+    // The last half and the norm behind it, for these rows, which move to the front.
+    void run_last(const std::vector<int64_t>& kept, const PassView& pass, char* out) const {
+        const int64_t bytes = width() * number_bytes();
+        std::vector<int64_t> adapters;
+        for (size_t i = 0; i < kept.size(); ++i) {
+            for (char* rows : {pass.buffers.addend, pass.buffers.stream})
+                std::memmove(rows + i * bytes, rows + kept[i] * bytes, bytes);
+            if (pass.adapters) adapters.push_back(pass.adapters[kept[i]]);
+        }
+        const PassView view{pass.is_bf16, pass.rows, pass.buffers, pass.labels,
+                            static_cast<int64_t>(kept.size()),
+                            pass.adapters ? adapters.data() : nullptr};
+        const Half& last = *halves_.back();
+        add_and_norm(*halves_[halves_.size() - 2], last.norm, view, view.buffers.normed);
+        last.run(view, nullptr);
+        add_and_norm(last, last_, view, out);
     }
 
     char* rows_of(const Array& array, int64_t num_rows) const {
@@ -362,7 +405,8 @@ void bind_layers(nb::module_& module) {
         .def("set_last", &Stack::set_last, nb::arg("norm"))
         .def("set_caches", &Stack::set_caches, nb::arg("caches"))
         .def("run", &Stack::run, nb::arg("rows"), nb::arg("sources"), nb::arg("out"),
-             nb::arg("wanted"), nb::arg("taken"), nb::arg("open_label").none());
+             nb::arg("wanted"), nb::arg("taken"), nb::arg("read").none(),
+             nb::arg("open_label").none());
 }
 
 }  // namespace slipstream

@@ -30,14 +30,17 @@ struct Buffers {
     char *normed, *wide, *narrow, *addend, *stream;
 };
 
-// What halves need to know of a pass, and names of its parts for a profiler.
+// What halves need to know of a pass, and names of its parts for a profiler. A feed-forward half may
+// compute some of its rows only: `count` of them, which have these adapters.
 struct PassView {
     bool is_bf16;
     const AttentionRows& rows;
     const Buffers& buffers;
     const Labels& labels;
+    int64_t count;
+    const int64_t* adapters;
 
-    int64_t num_rows() const { return rows.num_rows; }
+    int64_t num_rows() const { return count; }
 };
 
 inline void multiply(const Product& product, const void* x, const PassView& pass, void* out) {
@@ -52,9 +55,9 @@ inline void multiply(const Product& product, const void* x, const PassView& pass
     call.out = out;
     call.out_stride = product.rows();
     matmul(call);
-    if (!product.adapters || !pass.rows.adapters) return;
+    if (!product.adapters || !pass.adapters) return;
     const Labels::Range adapting(pass.labels, "slipstream::adapters");
-    add_low_rank({product.adapters, call.num_rows, pass.rows.adapters, x, call.x_stride, out,
+    add_low_rank({product.adapters, call.num_rows, pass.adapters, x, call.x_stride, out,
                   call.out_stride});
 }
 

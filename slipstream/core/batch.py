@@ -107,6 +107,11 @@ class ScheduledRequest:
     def is_prompt_chunk(self) -> bool:
         return self.num_new_tokens > 1 or not self.reaches_end
 
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the logits of its prompt tokens in this step are read."""
+        return self.is_prompt_chunk and self.request.params.prompt_logprobs is not None
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -92,7 +92,7 @@ def assemble(
         Guidance(grammars, sampling, limits.num_speculative_tokens, division),
         graphs,
         runs_ahead=loaded_drafter.limits.on_device and config.async_scheduling is not False,
-        rereads=needs.features,
+        needs=needs,
         ranks=ranks,
         division=division,
         check_every=config.rank_check_interval,

@@ -28,7 +28,7 @@ from slipstream.runner.graphs import GraphRunner
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.sampling.logits import TokenLogprobs, token_logprobs
 from slipstream.sampling.state import SamplingState, Uses
-from slipstream.speculative.drafter import Drafter
+from slipstream.speculative.drafter import Drafter, Needs
 
 
 class Launcher(Step):
@@ -38,7 +38,7 @@ class Launcher(Step):
         graphs: captured steps; None where nothing is captured.
         guidance: for requests that follow a grammar.
         runs_ahead: whether to launch steps ahead; the drafter must need nothing from the host.
-        rereads: the drafter needs the target's features of the last token of a cached prefix.
+        needs: what the drafter reads of the target's passes.
         ranks: the processes that hold the models together.
         division: which of the requests this rank runs.
         check_every: number of steps after which the ranks compare their states; None: never.
@@ -55,14 +55,14 @@ class Launcher(Step):
         guidance: Guidance,
         graphs: GraphRunner | None,
         runs_ahead: bool,
-        rereads: bool,
+        needs: Needs,
         ranks: Ranks,
         division: Division,
         check_every: int | None,
     ) -> None:
         super().__init__(scheduler.limits, runner, drafter, state, sampling, synthetic_rates)
         self._scheduler, self._guidance, self._graphs = scheduler, guidance, graphs
-        self._runs_ahead, self._rereads = runs_ahead, rereads
+        self._runs_ahead, self._needs = runs_ahead, needs
         self._ended = 0.0  # when the last step ended
         self._ranks, self._check_every, self._num_launched = ranks, check_every, 0
         self.division, self._launch_part = division, division.guarding(self._launch)
@@ -96,7 +96,7 @@ class Launcher(Step):
         admitted = batch.admitted
         self._runner.begin([it.request.slot for it in admitted], [it.resumed for it in admitted])
         guesses = self._drafter.prepare(batch)
-        packed = self.division.agree(lambda: pack(batch, guesses, self._sampling, self._rereads))
+        packed = self.division.agree(lambda: pack(batch, guesses, self._sampling, self._needs))
         steering = None
         if Uses.GRAMMAR in packed.uses:
             steering = self._guidance.begin(batch, packed)
@@ -201,7 +201,7 @@ def _is_awaited(item: ScheduledRequest) -> bool:
     """Whether the host needs this request's results before it launches a further step: it reads
     logits of this step, or the request's next tokens depend on the host."""
     request, asked = item.request, item.request.params
-    if item.is_prompt_chunk and asked.prompt_logprobs is not None:
+    if item.reads_prompt:
         return True
     needs = asked.logprobs is not None or request.guide is not None or request.bad_words
     return item.reaches_end and bool(needs)

@@ -26,17 +26,17 @@ from slipstream.runner.model_runner import Forward, ModelRunner
 from slipstream.runner.rows import prompt_rows
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.verification import Verdict
-from slipstream.speculative.drafter import Draft
+from slipstream.speculative.drafter import Draft, Needs
 
 
 def pack(
-    batch: Batch, guesses: Guesses | None, sampling: SamplingState, rereads: bool
+    batch: Batch, guesses: Guesses | None, sampling: SamplingState, needs: Needs
 ) -> PackedBatch:
     """The batch as numbers.
 
     Args:
         guesses: see `Drafter.prepare`.
-        rereads: the drafter needs the target's features of the last token of a cached prefix.
+        needs: what the drafter reads of the target's pass.
     """
     items = batch.requests
     drafts = [item.num_draft_tokens for item in items]
@@ -54,7 +54,7 @@ def pack(
         drafts = [most if it is None else min(most, it.num_rows) for most, it in pairs]
         trims = []
     stops = [item.stops for item in items]
-    again = [int(rereads and item.admitted and item.start > 0) for item in items]
+    again = [int(needs.features and item.admitted and item.start > 0) for item in items]
     prompts = [
         prompt_rows(item.request.spans, item.start - less, item.start + item.num_new_tokens)
         for item, less in zip(items, again, strict=True)
@@ -68,6 +68,7 @@ def pack(
         uses=uses,
         guesses=guesses,
         rereads=again,
+        reads_all=needs.hidden or any(item.reads_prompt for item in items),
         stops=stops if any(stops) else (),
         trims=trims if any(trims) else (),
         saved=[item.saved for item in items],

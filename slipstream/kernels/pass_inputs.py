@@ -142,6 +142,15 @@ class PassInputs:
     pooled_rows: int | None = None
     prepared: dict[str, object] = field(default_factory=dict, init=False, repr=False)
 
+    def of_rows(self, rows: Tensor) -> "PassInputs":
+        """The inputs of a feed-forward part that computes these rows only, [n] int64."""
+        adapters, layer_inputs = self.adapters, self.layer_inputs
+        return replace(
+            self,
+            adapters=None if adapters is None else adapters[rows],
+            layer_inputs=None if layer_inputs is None else layer_inputs[rows],
+        )
+
     def within_window(self, window: int | None) -> "PassInputs":
         """The inputs of a layer with this window, whose paging is then in `paging`."""
         if window is None or self.window_paging is None:
@@ -161,3 +170,8 @@ class PassInputs:
             found = replace(self, paging=paging)
             self.prepared["read only"] = found
         return found
+
+
+def at_rows(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """values [n, H] of `rows` [n] int64 -> [num_rows, H]; the other rows are undefined."""
+    return values.new_empty((num_rows, values.shape[1])).index_copy_(0, rows, values)

@@ -283,9 +283,9 @@ class LogitsOp(Protocol):
 class StackOp(Protocol):
     """sources, each [T, its width] -> (output [T, H], wanted streams, each [T, H]).
 
-    `caches` has one entry for each layer with a mixer, in order. `wanted` has the indices, from 0,
-    of layers whose incoming stream is returned; the number of layers means the stream that leaves
-    the last one. The second input of a first layer with one (`second_norm`) is the first source.
+    `caches`: one for each layer with a mixer. `wanted`: layers, from 0, whose incoming stream is
+    returned, or their number: the stream that leaves the last one. A second input is the first
+    source. `read`: rows [n] int64, ascending, in which the output is defined (None: all).
     """
 
     def __call__(
@@ -294,6 +294,7 @@ class StackOp(Protocol):
         inputs: PassInputs,
         caches: Sequence[tuple[Tensor, Tensor]],
         wanted: Sequence[int],
+        read: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]: ...
 
 

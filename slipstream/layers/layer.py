@@ -11,14 +11,14 @@ half, the addend is the stream, and there is no residual.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream.cache.spec import CacheSpec, LayerCache, SharedCache
-from slipstream.kernels.norm import HalfOutput
+from slipstream.kernels.norm import HalfOutput, UnreducedSum
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, LayerParts, Norm, Ops, PostNorm, PostNormAddend
 from slipstream.layers.adapters import AdapterSlots
@@ -61,6 +61,11 @@ class HalfInput(NamedTuple):
     addend: Addend
     residual: Tensor | None = None
     second: Tensor | None = None
+
+    def of_rows(self, rows: Tensor) -> "HalfInput":
+        """The input of these rows alone, [n] int64, for a half without a second input."""
+        residual = None if self.residual is None else self.residual[rows]
+        return HalfInput(_rows_of(self.addend, rows), residual)
 
 
 class Half(Protocol):
@@ -178,12 +183,18 @@ class Layer:
         )
 
     def apply(
-        self, ops: Ops, entering: HalfInput, inputs: PassInputs, cache: LayerCache | None
+        self,
+        ops: Ops,
+        entering: HalfInput,
+        inputs: PassInputs,
+        cache: LayerCache | None,
+        read: Tensor | None = None,
     ) -> tuple[HalfInput, Tensor]:
         """Run op by op.
 
         Args:
             cache: None for a layer without a mixer.
+            read: [n] int64, the rows that the feed-forward part computes; None: all.
 
         Returns:
             The input of the next layer, and the stream that entered this one.
@@ -195,10 +206,22 @@ class Layer:
             entering = HalfInput(_addend(output, self.mixer_post_norm), stream)
             streams.append(stream)
         if self.feed_forward is not None:
+            if read is not None:
+                entering, inputs = entering.of_rows(read), inputs.of_rows(read)
             output, stream = self.feed_forward.apply(ops, entering, inputs)
             entering = HalfInput(_addend(output, self.feed_forward_post_norm), stream)
             streams.append(stream)
         return entering, streams[0]
+
+
+def _rows_of(addend: Addend, rows: Tensor) -> Addend:
+    if isinstance(addend, PostNormAddend):
+        values = _rows_of(addend.values, rows)
+        assert not isinstance(values, PostNormAddend), "a half has one post-norm"
+        return replace(addend, values=values)
+    if isinstance(addend, UnreducedSum):
+        return replace(addend, values=addend.values.index_select(-2, rows))
+    return addend.index_select(-2, rows)
 
 
 def _addend(output: HalfOutput, post_norm: PostNorm | None) -> Addend:

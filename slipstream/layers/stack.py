@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
-from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.pass_inputs import PassInputs, at_rows
 from slipstream.kernels.table import Entry, FusedOp, Norm, Ops, StackOp, StackParts
 from slipstream.layers.layer import HalfInput, Layer
 
@@ -71,14 +71,19 @@ class Stack:
         caches: Sequence[LayerCache],
         wanted: Sequence[int] = (),
         added: StreamAddends | None = None,
+        read: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """One pass; see `StackOp`. `added` is for layers that run apart (`num_apart`)."""
+        """One pass; see `StackOp`. `added` is for layers that run apart (`num_apart`). With `read`
+        the last layer's feed-forward part computes these rows only, if it can."""
+        last = self._layers[-1]
+        if last.mixer is None or last.feed_forward is None or len(self._layers) in wanted:
+            read = None
         segments, causal = self._segments, inputs
         if self._windows and inputs.sees.last_seen is not None:
             segments = self._segments_by_sight
             causal = replace(inputs, sees=replace(inputs.sees, last_seen=None))
         if len(segments) == 1 and causal is inputs:
-            return segments[0].op(sources, inputs, caches, wanted)
+            return segments[0].op(sources, inputs, caches, wanted, read)
         found: dict[int, Tensor] = {}
         for segment in segments:
             first, end = self._first_cache[segment.start], self._first_cache[segment.stop]
@@ -92,7 +97,8 @@ class Stack:
             local = [layer - segment.start for layer in own]
             sees_ahead = causal is inputs or self._windows[segment.start] is not None
             own_inputs = inputs if sees_ahead else causal
-            hidden, streams = segment.op(sources, own_inputs, caches[first:end], local)
+            rows = read if end_counts else None
+            hidden, streams = segment.op(sources, own_inputs, caches[first:end], local, rows)
             found.update(zip(own, streams, strict=True))
             if added is not None and segment.stop <= len(added.values):
                 hidden.index_add_(0, added.rows, added.values[segment.stop - 1])
@@ -159,8 +165,9 @@ class _SingleOps:
         inputs: PassInputs,
         caches: Sequence[LayerCache],
         wanted: Sequence[int],
+        read: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        ops = self.ops
+        ops, num_rows = self.ops, len(sources[0])
         if self.entry is not None:
             sides = list(zip(sources, self.entry.norms, strict=True))
             sources = [ops.joined_linear(sides, *self.entry.product)]
@@ -168,9 +175,10 @@ class _SingleOps:
         leaving = HalfInput(first, second=others[0] if others else None)
         streams: list[Tensor] = []
         remaining = iter(caches)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers, 1):
             cache = None if layer.mixer is None else next(remaining)
-            leaving, stream = layer.apply(ops, leaving, inputs, cache)
+            rows = read if index == len(self.layers) else None
+            leaving, stream = layer.apply(ops, leaving, inputs, cache, rows)
             streams.append(stream)
         addend, residual, _ = leaving
         assert residual is not None, "a stack has at least one layer"
@@ -179,4 +187,6 @@ class _SingleOps:
         else:
             hidden, stream = ops.norm(addend, residual, self.last)
             streams.append(stream)
+        if read is not None:
+            hidden = at_rows(hidden, read, num_rows)
         return hidden, [streams[layer] for layer in wanted]

@@ -98,6 +98,7 @@ class Decoder:
         stream_layers: Sequence[int] = (),
         embedded: Tensor | None = None,
         added: StreamAddends | None = None,
+        read: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run one forward pass.
 
@@ -109,14 +110,16 @@ class Decoder:
             embedded: [T, hidden_size], used instead of the embeddings of the tokens.
             added: image features, added to the stream after the first `config.num_added_layers`
                 layers, or None.
+            read: [n] int64 in ascending order, the rows whose output is read; None: all. The last
+                feed-forward part leaves the others out, unless its output is returned as a stream.
 
         Returns:
-            [T, hidden_size] after the final norm, and the streams in the order asked for, each
-            [T, hidden_size].
+            [T, hidden_size] after the final norm, undefined in rows that are not read; and the
+            streams in the order asked for, each [T, hidden_size].
         """
         x = self.embed(token_ids) if embedded is None else embedded
         if self._layer_inputs is not None:
             inputs = replace(inputs, layer_inputs=self._layer_inputs(self._ops, token_ids, x))
-        hidden, streams = self._stack([x], inputs, caches, stream_layers, added)
+        hidden, streams = self._stack([x], inputs, caches, stream_layers, added, read)
         scale = self.config.stream_scale
         return hidden, streams if scale is None else [stream * scale for stream in streams]

@@ -33,6 +33,7 @@ class PackedBatch:
         trims: see `DraftPlan`, per request; empty if all draft tokens are verified.
         saved: see `ScheduledRequest`, per request; empty if no checkpoint is written.
         prompts: see `PassRows`.
+        reads_all: the hidden states of all rows may be read; else only those that judge drafts.
         least_requests, least_rows: what captured steps are padded to at least, so that ranks with
             requests of their own replay graphs of one shape.
     """
@@ -49,6 +50,7 @@ class PackedBatch:
     trims: Sequence[Trim | None] = ()
     saved: Sequence[int] = ()
     prompts: Sequence[PromptRows | None] = ()
+    reads_all: bool = True
     least_requests: int = 0
     least_rows: int = 0
 
@@ -89,7 +91,7 @@ class PackedBatch:
         again = self.rereads or [0] * len(self.slots)
         known = [new + more for new, more in zip(self.num_new_tokens, again, strict=True)]
         batch = replace(batch, stops=self.stops, num_rows=num_rows, prompts=self.prompts)
-        return replace(batch, known_counts=known)
+        return replace(batch, known_counts=known, reads_all=self.reads_all)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +121,7 @@ class DeviceBatch:
             are as long as they were planned.
         prompts: see `PassRows`; empty unless the batch is exact.
         known_counts: `num_known_rows` on the host; empty unless the batch is exact.
+        reads_all: see `PackedBatch`.
     """
 
     slots: Tensor
@@ -137,6 +140,7 @@ class DeviceBatch:
     stops: Sequence[ChainStops | None] = ()
     prompts: Sequence[PromptRows | None] = ()
     known_counts: Sequence[int] = ()
+    reads_all: bool = True
 
     @classmethod
     def over(
@@ -239,6 +243,7 @@ class DeviceBatch:
             adapted=adapted,
             prompts=self.prompts,
             counts=() if most_drafts else self.known_counts,
+            num_read=None if self.reads_all else most_drafts + 1,
         )
 
     def asking_for(self, num_draft_tokens: Tensor, width: int) -> "DeviceBatch":

@@ -18,7 +18,8 @@ class Forward:
     """The result of a pass.
 
     Attributes:
-        hidden: [T, hidden_size], after the final norm, request by request.
+        hidden: [T, hidden_size], after the final norm, request by request; undefined in rows that
+            are not read (`PassRows.num_read`).
         layout: which request and position each row is.
         streams: the residual streams of `stream_layers`, each [T, hidden_size].
         embedded: [T, hidden_size], the input of the first layer if there are images among the rows;
@@ -70,7 +71,9 @@ class ModelRunner:
         layout, num_rows = self._pooled(self._adapted(layout, rows))
         token_ids, embedded, added = embed(self._network, layout, rows.prompts)
         given = token_ids, layout.inputs, self._cache.layers, self._stream_layers
-        hidden, streams = self._network(*given, embedded, added)
+        # Ranks that share experts compute rows of each other, and have to agree on their number.
+        read = None if self._network.pool is not None else layout.read_rows(rows.num_read)
+        hidden, streams = self._network(*given, embedded, added, read)
         return Forward(hidden, layout, streams, embedded, num_rows)
 
     def _pooled(self, layout: RowLayout) -> tuple[RowLayout, int]:

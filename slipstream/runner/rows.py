@@ -11,11 +11,13 @@ need not know which it is.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from slipstream.core.spans import Span, end_of_spans
+from slipstream.kernels.devices import upload
 from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.excerpts import Excerpt
@@ -106,6 +108,8 @@ class PassRows:
         excerpt: the part of the context that rows see; `starts` and the roots of trees then count
             within it. None: rows see all of it.
         adapted: some request has an adapter, which is applied to its rows.
+        num_read: for exact rows, at most so many of the last rows of each request have their output
+            read; None: all rows may.
     """
 
     slots: Tensor
@@ -122,6 +126,7 @@ class PassRows:
     adapted: bool = False
     prompts: Sequence[PromptRows | None] = ()
     counts: Sequence[int] = ()
+    num_read: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,6 +246,17 @@ class RowLayout:
         request = torch.repeat_interleave(counts, output_size=num_rows)
         place = torch.arange(num_rows, device=counts.device) - (counts.cumsum(0) - counts)[request]
         return values[(self.last_row + 1 - counts)[request] + place]
+
+    def read_rows(self, num_read: int | None) -> Tensor | None:
+        """[n] int64, the last `num_read` rows of each request, for exact rows of which that leaves
+        out most; None: all rows."""
+        if num_read is None or not self.row_starts:
+            return None
+        if 2 * num_read * self.num_requests > self.row_starts[-1]:
+            return None
+        pairs = pairwise(self.row_starts)
+        rows = [row for start, end in pairs for row in range(max(start, end - num_read), end)]
+        return upload([rows], self.first_row.device)[0]
 
     def leading(self, counts: Tensor) -> Tensor | slice:
         """An index of the first counts[r] rows of each request; of all rows if they are padded or

@@ -226,10 +226,12 @@ class Needs:
             number of layers means the stream that leaves the last one.
         features: it reads `streams` or `hidden` of every token. After a prefix hit the target then
             computes the last cached token again, for its features.
+        hidden: it reads `hidden` of every token, not only of those that are judged.
     """
 
     stream_layers: tuple[int, ...] = ()
     features: bool = False
+    hidden: bool = False
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,7 @@ def inputs_here() -> PassInputs:
 
 
 def run(
-    ops: Ops, dtype: torch.dtype, name: str, wanted: Sequence[int]
+    ops: Ops, dtype: torch.dtype, name: str, wanted: Sequence[int], read: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What leaves and the wanted streams; and the caches, as the pass leaves them."""
     kind = KINDS[name]
@@ -289,7 +289,7 @@ def run(
     inputs = changed(inputs, first_seen=1) if kind.entry else inputs
     caches = caches_of(kind, dtype)
     stack = Drawn(dtype, ops).stack(kind)
-    hidden, streams = stack(sources_of(kind, dtype), inputs, caches, wanted)
+    hidden, streams = stack(sources_of(kind, dtype), inputs, caches, wanted, read=read)
     return [hidden, *streams], [kept for cache in caches for kept in tensors(cache)]
 
 
@@ -307,6 +307,21 @@ def test_a_stack_is_its_ops_one_by_one(name: str, dtype: torch.dtype) -> None:
         assert len(fused[0]) == 1 + len(wanted)
         for ours, theirs in zip([*fused[0], *fused[1]], [*single[0], *single[1]], strict=True):
             assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_that_are_read_have_their_bits(name: str, dtype: torch.dtype) -> None:
+    """The last feed-forward part leaves out the others, which nothing else depends on."""
+    column, count = cpu_backend(), len(KINDS[name].layers)
+    read = torch.tensor([1, 2, 5])
+    for ops in (column, replace(column, fuse=no_fusion)):
+        for wanted in ((), (count - 1,), (0, count)):
+            whole = run(ops, dtype, name, wanted)
+            some = run(ops, dtype, name, wanted, read)
+            some[0][0], whole[0][0] = some[0][0][read], whole[0][0][read]
+            for ours, theirs in zip([*some[0], *some[1]], [*whole[0], *whole[1]], strict=True):
+                assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -391,6 +406,9 @@ def test_what_does_not_fit_is_refused() -> None:
     for wanted in (-1, 2):
         with pytest.raises(ValueError, match="wanted"):
             stack([beside, stream], inputs, caches, [wanted])
+    for read in ([0, 0], [2, 1], [6], [-1]):
+        with pytest.raises(ValueError, match="read"):
+            stack([beside, stream], inputs, caches, read=torch.tensor(read))
 
 
 def test_weights_of_another_type_are_refused() -> None:

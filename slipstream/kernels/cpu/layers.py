@@ -22,7 +22,7 @@ from slipstream.kernels.cpu.experts import serves as serves_experts
 from slipstream.kernels.cpu.matmul import handle_of
 from slipstream.kernels.delta_net import DeltaCache
 from slipstream.kernels.devices import part_labels
-from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.pass_inputs import PassInputs, at_rows
 from slipstream.kernels.table import (
     Adapters,
     AttentionParts,
@@ -73,15 +73,16 @@ class FusedStack:
         inputs: PassInputs,
         caches: Sequence[Cache],
         wanted: Sequence[int],
+        read: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         if caches is not self._caches:
             self._take_caches(caches)
         shape = (sources[0].shape[0], self._width)
-        hidden = torch.empty(shape, dtype=self._dtype)
+        hidden = torch.empty(shape if read is None else (len(read), shape[1]), dtype=self._dtype)
         taken = [torch.empty(shape, dtype=self._dtype) for _ in wanted]
         rows = [source if source.stride(1) == 1 else source.contiguous() for source in sources]
-        self._stack.run(pass_of(inputs), rows, hidden, wanted, taken, part_labels())
-        return hidden, taken
+        self._stack.run(pass_of(inputs), rows, hidden, wanted, taken, read, part_labels())
+        return hidden if read is None else at_rows(hidden, read, shape[0]), taken
 
     def _take_caches(self, caches: Sequence[Cache]) -> None:
         known = self._caches

@@ -140,6 +140,7 @@ class ContextDrafter(Drafter):
         lengths = (excerpt.places(ends) - starts).clamp(min=0)
         if (lengths >= least).any():
             adapted = bool((self._state.draft_adapters[slots] >= 0).any())
-            rows = PassRows(slots, starts, lengths, excerpt=excerpt, adapted=adapted)
+            places = slots, starts, lengths
+            rows = PassRows(*places, excerpt=excerpt, adapted=adapted, num_read=1)
             self._runner.forward(rows)
             self._computed[slots] = torch.maximum(computed, ends)

@@ -137,7 +137,7 @@ class DecoderHeadConfig(HeadConfig):
         return [problem] if problem else [*self._vocabulary(target), *self._sharing(target)]
 
     def needs(self, target: DecoderConfig) -> Needs:
-        return Needs(features=True)
+        return Needs(features=True, hidden=True)
 
     def layout(self, dtype: torch.dtype) -> CacheLayout:
         return self.layers.cache_layout(dtype)
@@ -203,7 +203,8 @@ class StreamHeadConfig(DecoderHeadConfig):
         return [*self._widths(target), *self._vocabulary(target), *self._sharing(target)]
 
     def needs(self, target: DecoderConfig) -> Needs:
-        return Needs(self.stream_layers(target.num_layers), features=True)
+        layers = self.stream_layers(target.num_layers)
+        return Needs(layers, features=True, hidden=not layers)
 
     def _widths(self, target: DecoderConfig) -> list[str]:
         width, stated = target.hidden_size, self.target_hidden_size

@@ -71,7 +71,7 @@ def load(options: ModelOptions, target: TargetModel) -> LoadedDrafter:
         load = replace(target.load, dtype=network.dtype)
         projection = load_projection(checkpoint, config, load)
         # Features are stored in the blocks, so no token is recomputed for them.
-        needs = Needs(stream_layers=config.stream_layers)
+        needs = Needs(stream_layers=config.stream_layers, hidden=True)
         own = kept["layout"] or replace(network.layout, specs=())
         extra = network.width * network.dtype.itemsize
         kept["layout"] = replace(own, extra_bytes_per_token=extra)
