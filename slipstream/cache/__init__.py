@@ -1,1 +1,1 @@
-"""Block bookkeeping (pure Python) and the storage that the blocks name."""
+"""KV caches: allocation of blocks (pure Python), and their storage."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from slipstream.cache.block_pool import BlockPool
 from slipstream.cache.state_places import NO_PLACE, StatePlaces
 from slipstream.cache.window_blocks import WindowBlocks
-from slipstream.core.spans import Span, content_beside
+from slipstream.core.spans import Span, extra_key
 
 
 @dataclass(slots=True, eq=False)
@@ -31,15 +31,15 @@ LookUp = Callable[["BlockManager"], list[int]]
 
 
 class BlockManager:
-    """Hands out the blocks of the KV cache and shares those with equal content.
+    """Allocates the blocks of the KV cache, and shares blocks with equal content.
 
     Args:
         num_blocks: blocks in the cache.
         block_size: tokens in a block.
         enable_prefix_caching: keep the blocks of ended requests for later ones with the same
             prefix.
-        window: blocks of layers with a sliding window, if those have blocks of their own.
-        states: checkpoints of recurrent states, if layers have such and prefixes are cached.
+        window: blocks of layers with a sliding window, if those have their own blocks.
+        states: checkpoints of recurrent states, if layers have such states and prefixes are cached.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now: free ones and evictable ones."""
+        """Number of blocks that can be allocated now: free and evictable ones."""
         return self._pool.num_available
 
     @property
     def num_all_blocks(self) -> int:
-        """Blocks in the caches of all ranks that have requests of their own."""
+        """Number of blocks in the caches of all data parallel ranks together."""
         return self.num_blocks
 
     @property
@@ -101,12 +101,12 @@ class BlockManager:
         return self._tables.keys()
 
     def rank_of(self, request_id: str) -> int:
-        """The rank whose cache has the request's blocks, if ranks have requests of their own."""
+        """The data parallel rank whose cache has the request's blocks; else 0."""
         del request_id
         return 0
 
-    def beside(self, request_id: str) -> Collection[str]:
-        """The requests that have their blocks in the same cache as this one, itself included."""
+    def in_same_cache(self, request_id: str) -> Collection[str]:
+        """The requests whose blocks are in the same rank's cache as this one's, itself included."""
         del request_id
         return self._tables.keys()
 
@@ -123,7 +123,7 @@ class BlockManager:
         return () if self._window is None else self._window.table(request_id)
 
     def capacity(self, request_id: str) -> int:
-        """The most tokens that the table could cover if it took every available block."""
+        """Maximum number of tokens that the table could cover with all available blocks."""
         blocks = len(self._tables[request_id].blocks) + self.num_available
         if self._window is not None:
             blocks = min(blocks, self._window.reach(request_id))
@@ -134,8 +134,8 @@ class BlockManager:
         return self._tables[request_id].num_final * self.block_size
 
     def places(self, look_up: LookUp) -> Iterator[tuple[int, "BlockManager", list[int]]]:
-        """Where a new request could go, the best place first: its rank, the blocks there, and the
-        cached prefix that `look_up` finds among them."""
+        """The places for a new request, the best first: (rank, its block manager, the cached prefix
+        that `look_up` finds there)."""
         yield 0, self, look_up(self)
 
     def match_prefix(
@@ -190,14 +190,14 @@ class BlockManager:
         num_shared: int = 0,
         rank: int = 0,
     ) -> None:
-        """Start a table with the blocks that `resumable` gave.
+        """Start a table with the blocks that `resumable` returned.
 
         Args:
             num_queried_tokens: prompt tokens to count in the hit statistics; 0 counts neither
                 these nor the hits.
             num_tokens: number of tokens of the request.
             num_shared: number of blocks that `match_prefix` found.
-            rank: of `places`.
+            rank: a rank from `places`.
         """
         del rank
         assert request_id not in self._tables, f"request {request_id} already has a table"
@@ -236,12 +236,11 @@ class BlockManager:
         return True
 
     def rewind(self, request_id: str, num_tokens: int, num_written: int | None = None) -> None:
-        """Give back the blocks behind those that `num_tokens` tokens need; `num_written`: see
-        `grow`."""
+        """Free the blocks after those that `num_tokens` tokens need; `num_written`: see `grow`."""
         table = self._tables[request_id]
         keep = self.blocks_for(num_tokens)
-        # Final blocks hold committed tokens, which are never taken back. The blocks that are freed
-        # here held draft tokens; none of them is shared or indexed.
+        # Final blocks have committed tokens, which are never undone. The blocks that are freed
+        # here had draft tokens; none of them is shared or indexed.
         assert keep >= table.num_final, f"{request_id}: cannot rewind into final blocks"
         while len(table.blocks) > keep:
             self._pool.release(table.blocks.pop())
@@ -250,8 +249,8 @@ class BlockManager:
             self._window.rewind(request_id, keep, reached)
 
     def slide(self, request_id: str, num_computed: int) -> None:
-        """Free the blocks that no window will see any more, since rows before token `num_computed`
-        are computed and never will be again."""
+        """Free the blocks in front of all windows of rows from token `num_computed` on; earlier
+        rows are never computed again."""
         if self._window is not None:
             self._window.slide(request_id, num_computed)
 
@@ -263,7 +262,7 @@ class BlockManager:
         num_tokens: int,
         spans: Sequence[Span] = (),
     ) -> None:
-        """Enter the full blocks among the first `num_tokens` tokens into the prefix index.
+        """Add the full blocks among the first `num_tokens` tokens to the prefix index.
 
         These tokens must be committed and computed: from now on their blocks may be shared. If
         another block has the same content, that one stays in the index. A request keeps the
@@ -302,7 +301,7 @@ class BlockManager:
         return 0 if self._states is None else self._states.num_checkpoints
 
     def checkpoint(self, request_id: str) -> int:
-        """The place of the checkpoint that an admitted request resumes from; -1 if there is
+        """The place of the checkpoint from which an admitted request resumes; -1 if there is
         none."""
         return NO_PLACE if self._states is None else self._states.latest(request_id)
 
@@ -318,10 +317,10 @@ class BlockManager:
             return NO_PLACE
         return self._states.plan(request_id, most_tokens, num_before)
 
-    def take_in(self, request_id: str, num_tokens: int) -> None:
-        """See `StatePlaces.take_in`."""
+    def commit_states(self, request_id: str, num_tokens: int) -> None:
+        """See `StatePlaces.commit`."""
         if self._states is not None:
-            self._states.take_in(request_id, num_tokens)
+            self._states.commit(request_id, num_tokens)
 
     # ------------------------------------------------------------------ invariants
 
@@ -345,13 +344,13 @@ class BlockManager:
     def _child(
         self, parent: bytes, token_ids: Sequence[int], spans: Sequence[Span], number: int
     ) -> bytes:
-        """The digest of one full block behind the prefix `parent`."""
+        """The digest of one full block after the prefix `parent`."""
         first, end = number * self.block_size, (number + 1) * self.block_size
-        beside = content_beside(spans, first, end) if spans else b""
-        return self._pool.index.child(parent, token_ids[first:end], beside)
+        extra = extra_key(spans, first, end) if spans else b""
+        return self._pool.index.child(parent, token_ids[first:end], extra)
 
     def _digests(self, blocks: Sequence[int]) -> list[bytes]:
-        """The content of indexed blocks."""
+        """The digests of indexed blocks."""
         found = [self._pool.index.digest_of(block) for block in blocks]
         digests = [digest for digest in found if digest is not None]
         assert len(digests) == len(blocks), "only indexed blocks can be shared"

@@ -1,4 +1,4 @@
-"""The blocks of one cache: which are free, in use, or kept for later requests."""
+"""The blocks of one cache: free ones, used ones, and cached ones that may be evicted."""
 
 from collections import Counter, OrderedDict
 
@@ -13,7 +13,7 @@ class BlockPool:
         referenced  in one table, or in several that share a prefix
 
     Attributes:
-        index: maps contents to blocks.
+        index: the prefix index, which maps contents to blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -43,12 +43,12 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """Count one more table that holds this indexed block."""
+        """Add a reference of one more table to an indexed block."""
         self._evictable.pop(block, None)
         self._references[block] += 1
 
     def release(self, block: int) -> None:
-        """Count one table less; an indexed block is kept until it is evicted."""
+        """Remove the reference of a table; an indexed block is cached until it is evicted."""
         self._references[block] -= 1
         if self._references[block]:
             return
@@ -58,28 +58,28 @@ class BlockPool:
             self._free.append(block)
 
     def forget(self, block: int) -> bool:
-        """Whether one table alone holds this block, which then has no content any more."""
+        """Remove the block from the index if only one table has it; returns whether that is so."""
         alone = self._references[block] == 1
         if alone and block in self.index:
             self.index.remove(block)
         return alone
 
     def forget_contents(self) -> None:
-        """Empty the index: evictable blocks become free, and those in tables will when released."""
+        """Empty the index: evictable blocks become free, and blocks in tables when released."""
         self.index.clear()
         self._free.extend(self._evictable)
         self._evictable.clear()
 
     def check_owned(self, block: int) -> None:
-        """Raise AssertionError unless one table alone holds the block, which it will write."""
+        """Raise AssertionError unless only one table has the block, so that it may be written."""
         assert block not in self.index, f"block {block} is indexed too early"
         assert self._references[block] == 1, f"block {block} is shared too early"
 
     def check_invariants(self, held: Counter[int]) -> None:
-        """Raise AssertionError unless every block is in its one right place.
+        """Raise AssertionError unless every block is in exactly one state, which is right.
 
         Args:
-            held: how many tables hold each block.
+            held: number of tables that have each block.
         """
         self.index.check_invariants()
         counted = {block: count for block, count in enumerate(self._references) if count}

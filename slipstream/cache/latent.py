@@ -1,4 +1,4 @@
-"""Paged rows of latent attention: one row a token, for all heads."""
+"""Paged rows of latent attention: one row per token, for all heads."""
 
 from dataclasses import dataclass
 
@@ -16,11 +16,11 @@ class LatentSpec:
     """The latent rows of one layer.
 
     Attributes:
-        width: numbers of a token.
-        dtype: of the stored numbers.
+        width: size of a token's latent row, its rotated part included.
+        dtype: dtype of the stored numbers.
 
     Raises:
-        UsageError: they would be rounded to 8 bits.
+        UsageError: the dtype has 8 bits.
     """
 
     width: int
@@ -46,7 +46,7 @@ class LatentPool:
     """Pages of several layers.
 
     Attributes:
-        pages: [layers, num_blocks, block_size, 1, width]; not cleared, as those of `KVPool`.
+        pages: [layers, num_blocks, block_size, 1, width]; not cleared, like those of `KVPool`.
         layers: [num_blocks, block_size, width] of each layer, views of `pages`.
     """
 

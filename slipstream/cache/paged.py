@@ -17,10 +17,10 @@ class KVSpec:
     """Keys and values of one layer.
 
     Attributes:
-        num_kv_heads, head_dim: sizes of a token's keys, and of its values.
-        dtype: of the stored numbers. Of one byte: a head of a token is rounded to 8 bits (see
-            `kernels/attention.py`) with a scale of its own, a float32 in 4 further numbers.
-        window: how many tokens a row sees, itself included; None: all.
+        num_kv_heads, head_dim: shape of a token's keys, and of its values.
+        dtype: dtype of the stored numbers. If it has one byte, each head of a token is quantised to
+            8 bits (see `kernels/attention.py`) with a float32 scale, which takes 4 more numbers.
+        window: sliding window in tokens, the token itself included; None: full attention.
     """
 
     num_kv_heads: int
@@ -40,7 +40,7 @@ class KVSpec:
 
     @property
     def stored_dim(self) -> int:
-        """Numbers of a head in a page."""
+        """See `kernels.attention.stored_dim`."""
         return stored_dim(self.head_dim, self.dtype)
 
     @property
@@ -56,8 +56,8 @@ class KVPool:
 
     Attributes:
         pages: [2 * layers, num_blocks, block_size, num_kv_heads, stored_dim]. Pages are not
-            cleared: nothing reads a slot before it was written. With a window, and blocks for it,
-            `num_window_blocks` and the block of zeros behind them.
+            cleared, since no slot is read before it is written. If layers with a window have their
+            own blocks, there are `num_window_blocks` and the null block instead.
         layers: (keys, values) of each layer, views of `pages`.
     """
 

@@ -1,4 +1,4 @@
-"""Finds full blocks by the tokens that they hold."""
+"""The prefix index: finds full blocks by the tokens of their prefix."""
 
 import struct
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ _BLOCK = b"slipstream.block"
 class PrefixIndex:
     """A one-to-one map between the content of full blocks and block ids.
 
-    The content of a block is named by a digest over its own tokens and the digest of the block in
-    front of it, so one digest stands for a whole prefix. The first block's parent is the digest of
-    a namespace: what is stored per token (only the target's layers, or a certain drafter's as
-    well), and the cache salt. Equal digests are taken as equal prefixes: at 128 bits, chance
-    collisions are negligible.
+    The content of a block is identified by a digest of its own tokens and the digest of the block
+    in front of it, so a digest identifies a whole prefix. The first block's parent is the digest of
+    a namespace: the layers that are stored for each token (only the target's, or a certain
+    drafter's as well), the adapter and the cache salt. Equal digests are taken as equal prefixes:
+    at 128 bits, accidental collisions are negligible.
     """
 
     def __init__(self) -> None:
@@ -28,22 +28,22 @@ class PrefixIndex:
 
     @staticmethod
     def root(namespace: str) -> bytes:
-        """The digest in front of the first block of every chain in `namespace`."""
+        """The parent digest of the first block of every prefix in `namespace`."""
         return blake2b(namespace.encode(), digest_size=DIGEST_BYTES, person=_ROOT).digest()
 
     @staticmethod
-    def child(parent: bytes, token_ids: Sequence[int], beside: bytes = b"") -> bytes:
-        """The digest of the block that holds `token_ids` behind the prefix `parent`.
+    def child(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
+        """The digest of the block with `token_ids` after the prefix `parent`.
 
         Args:
-            beside: see `content_beside`; blocks of one index have equally many tokens, so it cannot
-                be taken for some of them.
+            extra: see `extra_key`. It cannot be mistaken for tokens, since all blocks of an index
+                have equally many.
         """
-        content = parent + struct.pack(f"<{len(token_ids)}I", *token_ids) + beside
+        content = parent + struct.pack(f"<{len(token_ids)}I", *token_ids) + extra
         return blake2b(content, digest_size=DIGEST_BYTES, person=_BLOCK).digest()
 
     def add(self, digest: bytes, block: int) -> bool:
-        """Enter a block that is not in the index; False if another holds this content already."""
+        """Add a block to the index; returns False if another block has this content already."""
         assert block not in self._digest_of, f"block {block} already has content in the index"
         if digest in self._block_of:
             return False
@@ -52,11 +52,11 @@ class PrefixIndex:
         return True
 
     def remove(self, block: int) -> None:
-        """Forget an indexed block."""
+        """Remove an indexed block."""
         del self._block_of[self._digest_of.pop(block)]
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Remove all blocks."""
         self._block_of.clear()
         self._digest_of.clear()
 

@@ -1,8 +1,8 @@
-"""Recurrent state, which has a fixed size for each request, whatever its number of tokens.
+"""Recurrent states, which have a fixed size for each request, whatever its number of tokens.
 
-A state cannot drop a token, so it covers committed tokens only: draft tokens are included by the
-pass after the one that verified them (`StateInputs`). Until then their rows are kept, as they are
-before the recurrence.
+A state cannot drop a token, so it includes only committed tokens: accepted draft tokens are
+included by the pass after the one that verified them (`StateInputs`). Until then their rows are
+stored, as they are before the recurrence.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ class RecurrentSpec:
     """A causal convolution of channels, then a recurrence with gates.
 
     Attributes:
-        state: its shape, [heads, ...]; states are float32.
-        window: rows of the convolution before the current one.
-        channels, gates: numbers of a row.
-        dtype: of rows and gates.
+        state: shape of the state, [heads, ...]; states are float32.
+        window: number of rows before the current one that the convolution reads.
+        channels, gates: sizes of a row.
+        dtype: dtype of rows and gates.
     """
 
     state: tuple[int, ...]
@@ -38,7 +38,7 @@ class RecurrentSpec:
 
     @property
     def bytes_per_request(self) -> int:
-        """Also the bytes of a checkpoint."""
+        """Bytes of a state, which is also the size of a checkpoint."""
         window = self.window * self.channels * self.dtype.itemsize
         return prod(self.state) * torch.float32.itemsize + window
 
@@ -51,12 +51,12 @@ class RecurrentSpec:
 
 
 class RecurrentPool:
-    """States of several layers: a place for each slot, then those of checkpoints.
+    """States of several layers: a place for each slot, then the places of checkpoints.
 
     Attributes:
         states: [layers, places, *state].
         windows: [layers, places, window, channels].
-        layers: of each layer, views of these and of what is kept of draft tokens.
+        layers: the cache of each layer: views of these, and the rows of draft tokens.
     """
 
     def __init__(self, spec: RecurrentSpec, num_layers: int, sizes: CacheSizes) -> None:
@@ -77,7 +77,7 @@ class RecurrentPool:
     def keep_path(
         self, tables: RequestTables, slots: Tensor, roots: Tensor, path: Tensor, counts: Tensor
     ) -> None:
-        """No engine drafts trees for these layers."""
+        """Not supported: engines do not draft trees for these layers."""
         raise AssertionError("a state follows one chain of tokens")
 
     def begin(self, slots: Sequence[int], places: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
-"""The interface of caches: what layers store of the tokens that they have computed.
+"""The interface of caches, in which layers store what they have computed for earlier tokens.
 
-A kind of cache has a frozen spec, which tells its size, and a pool, which the spec allocates and
-which owns the storage of all layers with that spec. A new kind is one file beside this one; paged
-keys and values are in `paged.py`.
+A kind of cache has a frozen spec with its size, and a pool, which the spec allocates and which owns
+the storage of all layers with that spec. A new kind is one more file in this directory; paged keys
+and values are in `paged.py`.
 """
 
 from collections import Counter
@@ -26,13 +26,14 @@ class CacheSizes:
 
     Attributes:
         num_blocks, block_size: number of blocks in each layer, and tokens in each block.
-        num_slots: most requests that run at once, and one slot for padding.
-        num_drafts: most draft tokens of a request that wait to be included in its state.
+        num_slots: maximum number of running requests, plus one slot for padding.
+        num_drafts: maximum number of a request's draft tokens that may wait to be included in its
+            state.
         num_checkpoints: number of copies of states besides those of the slots.
         rereads: see `StatePlaces`.
-        num_window_blocks: number of blocks of layers with a window; behind them is one block of
-            zeros, for tokens that no row sees any more. 0: these layers keep all tokens, in
-            `num_blocks` blocks.
+        num_window_blocks: number of blocks of layers with a window, without the null block, a
+            block of zeros that follows them. 0: these layers keep all tokens, in `num_blocks`
+            blocks.
     """
 
     num_blocks: int
@@ -46,7 +47,7 @@ class CacheSizes:
 
 
 class CachePool(Protocol):
-    """The storage of all layers of one spec. Who uses which block or slot is decided elsewhere."""
+    """The storage of all layers of one spec. `BlockManager` allocates its blocks to requests."""
 
     @property
     def layers(self) -> Sequence[LayerCache]:
@@ -60,16 +61,16 @@ class CachePool(Protocol):
         Args:
             slots, roots: [R] int64, the request's slot, and the index of the root among its tokens.
             path: [R, W] int64: node path[r, i] becomes token roots[r] + i.
-            counts: [R] int64, below W: i goes up to this.
+            counts: [R] int64, below W: the last i that is moved.
         """
 
 
 class StatePool(CachePool, Protocol):
-    """A pool with a state for each request, in place of blocks or besides them."""
+    """A pool with a state for each request, instead of blocks or in addition to them."""
 
     def begin(self, slots: Sequence[int], places: Sequence[int]) -> None:
-        """Requests get these slots, and start from the states in these places (checkpoints); -1:
-        from the state of no tokens."""
+        """Initialise the states of these slots with the states in `places` (checkpoints); -1: with
+        the state before the first token."""
 
 
 class CacheSpec(Hashable, Protocol):
@@ -85,11 +86,11 @@ class CacheSpec(Hashable, Protocol):
 
     @property
     def bytes_per_draft_token(self) -> int:
-        """Bytes for each slot and draft token that wait to be included in a state."""
+        """Bytes for each draft token of a slot that waits to be included in a state."""
 
     @property
     def window(self) -> int | None:
-        """The most tokens in blocks that a row sees, itself included; None: all."""
+        """The sliding window in tokens, the token itself included; None: there is none."""
 
     def allocate(self, num_layers: int, sizes: CacheSizes) -> CachePool:
         """A pool for `num_layers` layers of this spec; a `StatePool` if requests have states."""
@@ -100,10 +101,10 @@ class SharedCache:
     """The cache of a layer that stores nothing and reads the cache of another layer.
 
     Attributes:
-        lender: the index of that layer in the layout; it comes before this one.
+        kv_source: index in the layout of the layer whose cache is read; it is before this one.
     """
 
-    lender: int
+    kv_source: int
     window: int | None = None
 
     bytes_per_token = 0
@@ -116,8 +117,8 @@ class CacheLayout:
     """The caches of the layers of one model, in order.
 
     Attributes:
-        dtype: of the stored numbers.
-        extra_bytes_per_token: what a drafter stores for a token besides its layers' caches.
+        dtype: dtype of the stored numbers.
+        extra_bytes_per_token: bytes per token that a drafter stores besides its layers' caches.
     """
 
     specs: tuple[CacheSpec | SharedCache, ...]
@@ -130,7 +131,7 @@ class CacheLayout:
 
     @property
     def _windowed(self) -> list[CacheSpec | SharedCache]:
-        """The specs whose rows see a window of the tokens in blocks."""
+        """The specs of paged layers with a window."""
         return [it for it in self.specs if it.bytes_per_token and it.window is not None]
 
     @property
@@ -139,7 +140,8 @@ class CacheLayout:
         return sum(spec.bytes_per_token for spec in self._windowed)
 
     def window(self, longest: int) -> int | None:
-        """The largest window of any layer; None without one, or if `longest` tokens fit in."""
+        """The largest window of any layer; None if no layer has one, or if the window is at least
+        `longest` tokens."""
         largest = max((spec.window or 0 for spec in self._windowed), default=None)
         return largest if largest is not None and largest < longest else None
 
@@ -148,14 +150,14 @@ class CacheLayout:
         return sum(spec.bytes_per_request for spec in self.specs)
 
     def state_bytes(self, num_drafts: int) -> int:
-        """Bytes for each slot, with `num_drafts` draft tokens that wait for its states."""
+        """Bytes of states for each slot, with `num_drafts` draft tokens that wait."""
         waiting = sum(spec.bytes_per_draft_token for spec in self.specs)
         return self.bytes_per_request + num_drafts * waiting
 
     @property
     def blocks_resume(self) -> bool:
-        """Whether a request can resume behind a prefix with its blocks alone, so that the prefix
-        index may share them."""
+        """Whether the blocks of a prefix suffice to resume after it, so that the prefix index may
+        share them."""
         return self.bytes_per_request == 0
 
 
@@ -163,8 +165,8 @@ class ModelCache:
     """The caches of one model's layers.
 
     Attributes:
-        layers: one for each layer of the layout, as its mixer takes it.
-        has_windows: layers with a window have blocks of their own.
+        layers: the cache of each layer of the layout, as its mixer takes it.
+        has_windows: layers with a window have their own blocks.
     """
 
     def __init__(self, layout: CacheLayout, sizes: CacheSizes) -> None:
@@ -182,7 +184,7 @@ class ModelCache:
         self.layers: list[LayerCache] = []
         for spec in layout.specs:
             if isinstance(spec, SharedCache):
-                self.layers.append(self.layers[spec.lender])
+                self.layers.append(self.layers[spec.kv_source])
             else:
                 self.layers.append(next(own[spec]))
 
@@ -209,13 +211,13 @@ class ModelCache:
     def state_inputs(
         self, slots: Tensor, starts: Tensor, num_known: Tensor, saved: Tensor | None
     ) -> StateInputs | None:
-        """How a pass updates states; None if no layer has any.
+        """The state inputs of a pass; None if no layer has states.
 
         Args:
             starts: [R] int64, the index of each request's first row.
             num_known: see `StateInputs`.
-            saved: [R] int64, the checkpoint that the state at the last edge of a block in this pass
-                is saved to; -1: it is not saved. None: no request saves one.
+            saved: [R] int64, the checkpoint to which the state at the last edge of a block in this
+                pass is saved; -1: it is not saved. None: no request saves one.
         """
         if not self._states:
             return None
@@ -229,8 +231,8 @@ class ModelCache:
         return StateInputs(slots, num_known, pending, save_at, saved + self._sizes.num_slots)
 
     def commit(self, slots: Tensor, num_accepted: Tensor) -> None:
-        """Note how many draft tokens of the last pass were accepted; [R] int64 each. Paged caches
-        need not know: the count of tokens on the device tells which slots are valid, and rejected
-        rows are overwritten."""
+        """Store the numbers of accepted draft tokens of the last pass; [R] int64 each. Paged caches
+        do not need them: the number of tokens on the device determines which slots are valid, and
+        rejected rows are overwritten."""
         if self._states:
             self._pending.index_copy_(0, slots, num_accepted)

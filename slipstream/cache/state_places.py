@@ -1,20 +1,20 @@
-"""Checkpoints of recurrent states: which place holds the states of which prefix.
+"""Allocation of places for checkpoints of recurrent states, and an index to find them.
 
 With recurrent layers, blocks alone do not suffice to resume a request. A checkpoint is a copy of
-the states of all such layers after a whole number of blocks (an *edge*). It is in a place besides
+the states of all such layers after a whole number of blocks (at an *edge*). It has a place besides
 the requests' own states, and is found by the digest of the block in front of the edge. A request
 resumes at the last edge of its prefix that has a checkpoint.
 
 A pass copies the states at the last edge that its tokens reach, into a place that was planned for
-it. So each request has a latest checkpoint, which moves along with it. Other checkpoints stay: at
-the end of its prompt, where another request branched off, after every `interval` blocks, and when
-it ends or is preempted. A new place is the least recently used one. When a checkpoint moves on, its
-old place is the request's next one, so a request holds two places, however many planned steps do
-not reach an edge.
+it. So each request has a latest checkpoint, which moves along with it. Other checkpoints are kept:
+at the end of its prompt, where another request branched off, after every `interval` blocks, and
+when it ends or is preempted. A new place is the least recently used one. When a checkpoint moves
+on, its old place is reused for the next one, so a request has two places, however many planned
+steps do not reach an edge.
 
-A place whose checkpoint is in the index is never written. A step that was launched before its
-request was known to have ended does no harm either: its place is freed with the request, and its
-next owner writes it later.
+A place whose checkpoint is in the index is never written. A step may have been launched before its
+request was known to have ended. This is safe: its place is freed with the request, and the next
+owner overwrites it later.
 """
 
 from collections import Counter, deque
@@ -24,26 +24,26 @@ from dataclasses import dataclass, field
 from slipstream.cache.block_pool import BlockPool
 
 NO_PLACE = -1
-# A prompt is cut for a checkpoint if that saves other requests at least this part of an interval.
+# A prompt is cut for a checkpoint if this saves other requests at least this part of an interval.
 _WORTH_A_CUT = 1 / 8
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """The places that a request holds. An edge is numbered by the blocks in front of it.
+    """The places of a request. The number of an edge is the number of blocks in front of it.
 
     Attributes:
-        num_taken_in: tokens that its states cover after the last committed step.
+        num_included: tokens that its states include after the last committed step.
         num_prompt: number of its tokens when it was admitted.
         branch: the edge where requests with the same beginning branch off; 0: none is known.
-        kept_edge: the last edge whose checkpoint stays.
+        kept_edge: the last edge whose checkpoint is kept.
         latest: the place of its last checkpoint in the index.
         written, written_edge: a newer checkpoint, whose blocks are not in the prefix index yet.
         spare: a place for its next checkpoint.
         planned: the place of each step in flight, the oldest first.
     """
 
-    num_taken_in: int
+    num_included: int
     num_prompt: int
     branch: int
     kept_edge: int
@@ -102,7 +102,7 @@ class StatePlaces:
     def admit(
         self, request_id: str, digests: Sequence[bytes], num_tokens: int, num_shared: int
     ) -> None:
-        """Begin a request behind a prefix that `longest_prefix` found.
+        """Admit a request with a prefix that `longest_prefix` found.
 
         Args:
             num_tokens: number of its tokens.
@@ -134,31 +134,31 @@ class StatePlaces:
 
     def plan(self, request_id: str, most_tokens: int, num_before: int | None = None) -> int:
         """The place for the checkpoint of a planned step; `NO_PLACE` if the step cannot reach an
-        edge, or no place is available. Each call is followed by `take_in`, in order, or by `free`.
+        edge, or no place is available. Each call is followed by `commit`, in order, or by `free`.
 
         Args:
-            most_tokens: the most tokens that the states may cover after this step, of those that
-                are known when it begins.
-            num_before: the fewest that they cover before it, if another step is in flight; None:
-                there is none.
+            most_tokens: maximum number of tokens, of those that are known when the step begins,
+                that the states may include after it.
+            num_before: minimum number of tokens that they include before it, if another step is in
+                flight; None: there is none.
         """
         held = self._requests[request_id]
-        before = held.num_taken_in if num_before is None else num_before
+        before = held.num_included if num_before is None else num_before
         place = self._take(held) if self._edge(most_tokens, before) else NO_PLACE
         held.planned.append(place)
         return place
 
-    def take_in(self, request_id: str, num_tokens: int) -> None:
-        """Commit the oldest planned step, after which the states cover `num_tokens` tokens."""
+    def commit(self, request_id: str, num_tokens: int) -> None:
+        """Commit the oldest planned step, after which the states include `num_tokens` tokens."""
         held = self._requests[request_id]
-        place, before = held.planned.popleft(), held.num_taken_in
-        held.num_taken_in = num_tokens
+        place, before = held.planned.popleft(), held.num_included
+        held.num_included = num_tokens
         if place != NO_PLACE:
             edge = self._edge(num_tokens, before)
             if edge:
                 place, held.written, held.written_edge = held.written, place, edge
             self._release_place(held, place)
-        if before < held.num_prompt <= num_tokens:  # what the same prompt is resumed from
+        if before < held.num_prompt <= num_tokens:  # a request with the same prompt resumes here
             self._keep_place(held.latest if held.written == NO_PLACE else held.written)
 
     def index(self, request_id: str, digests: Sequence[bytes]) -> None:
@@ -184,7 +184,7 @@ class StatePlaces:
         self._release_place(held, last)
 
     def free(self, request_id: str) -> None:
-        """End or preempt a request; its last checkpoint stays until its place is needed."""
+        """End or preempt a request; its last checkpoint is kept until its place is needed."""
         held = self._requests.pop(request_id)
         self._keep_place(held.latest)
         for place in held.places():

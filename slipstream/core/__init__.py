@@ -1,1 +1,1 @@
-"""The nouns of the engine. Standard library only."""
+"""The data types that all rooms share: config, requests, outputs. Standard library only."""

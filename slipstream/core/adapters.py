@@ -1,4 +1,4 @@
-"""Adapters as users name them, and as requests hold them."""
+"""LoRA adapters, as users give them and as requests refer to them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,11 @@ NO_ADAPTER = -1
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """The adapter that a prompt of `LLM` is continued with.
+    """The adapter to use for a prompt of `LLM`.
 
     Attributes:
-        lora_name: for messages and metrics.
-        lora_int_id: tells adapters apart, from 1 on.
+        lora_name: name in messages and metrics.
+        lora_int_id: unique number of the adapter, from 1 on.
         lora_path: its directory, in the layout of PEFT.
         draft_lora_path: directory of an adapter for the drafter; None: the drafter has no
             adapter.
@@ -42,12 +42,13 @@ class LoRARequest:
 
 @dataclass(frozen=True, eq=False)
 class NamedAdapter:
-    """An adapter that requests may hold, whatever becomes of its name meanwhile.
+    """An adapter to which requests refer. It stays valid if its name is unloaded or loaded anew.
 
     Attributes:
-        serial: of no other adapter of the engine, also of the same name: keys its prefixes.
-        factors: its numbers, in the host's memory.
-        adapts_drafts: the drafter has numbers of it as well.
+        serial: unique among all adapters of the engine, also those of equal names; a part of the
+            keys of the prefix cache.
+        factors: its factors, in host memory.
+        adapts_drafts: the adapter has factors for the drafter as well.
     """
 
     name: str

@@ -1,11 +1,11 @@
-"""One step as the host sees it: the plan that the scheduler made, and its results."""
+"""A step on the host: the scheduler's plan, and the results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.core.request import Request
 
-NUM_BINS = 16  # ranges of confidence, each with an acceptance rate of its own
+NUM_BINS = 16  # ranges of confidence, each with its own acceptance rate
 FACTOR_PARTS = 8  # `Trim.factor` counts in units of 1 / FACTOR_PARTS
 
 
@@ -21,9 +21,8 @@ class ChainStops:
     Attributes:
         rates: probability that a draft token is accepted, given that all before it were, by the
             confidence: entry i of n is for confidences of at least i / n.
-        least_to_draft: nothing more is drafted behind a position whose survival is below this.
-        least_to_verify: a position whose survival is below this is not verified, nor are those
-            behind it.
+        least_to_draft: the chain ends after a position whose survival is below this.
+        least_to_verify: positions from the first one whose survival is below this are not verified.
     """
 
     rates: tuple[float, ...]
@@ -40,8 +39,8 @@ class Trim:
 
     Attributes:
         num_rows: rows for draft tokens that this request adds to that number.
-        factor: multiplies the rates for this request, in units of 1 / FACTOR_PARTS.
-        rates: as of `ChainStops`; equal for all requests of a step.
+        factor: factor of the rates for this request, in units of 1 / FACTOR_PARTS.
+        rates: see `ChainStops`; equal for all requests of a step.
     """
 
     num_rows: int
@@ -54,9 +53,9 @@ class DraftPlan:
     """How many tokens are drafted for one request in one step.
 
     Attributes:
-        num_tokens: the maximum.
-        stops: where its chain may end earlier; None: only where the drafter has no guess.
-        trim: how the tokens that are verified are chosen; None: all are.
+        num_tokens: the maximum number of draft tokens.
+        stops: where its chain may end earlier; None: only if the drafter has no proposal.
+        trim: how the tokens to verify are chosen; None: all are verified.
     """
 
     num_tokens: int
@@ -69,22 +68,22 @@ class ScheduledRequest:
     """One request's share of a step.
 
     Attributes:
-        start: tokens in the target's KV cache when the step begins. If it was planned before the
-            results of the last one arrived, the fewest: the device may be further on by drafts.
+        start: tokens in the target's KV cache when the step begins. If the step was planned before
+            the results of the last one arrived, this is a lower bound, without accepted drafts.
         num_new_tokens: known tokens to compute (a prompt chunk, or the one last token).
         num_draft_tokens: maximum number of draft tokens to verify; 0 unless this step reaches the
             last known token.
         stops, trim: see `DraftPlan`.
         block_table: the request's KV blocks, covering start + num_new_tokens + num_draft_tokens.
-        window_table: the blocks for layers with a sliding window, where those have blocks of their
-            own; the null block stands for tokens that no row of the step sees.
-        resumed: the place of the checkpoint that its recurrent states are restored from, if it is
-            admitted behind a cached prefix; else -1.
+        window_table: the blocks for layers with a sliding window, if those have their own blocks;
+            the null block stands for tokens that no row of the step attends to.
+        resumed: the place of the checkpoint from which its recurrent states are restored, if it is
+            admitted with a cached prefix; else -1.
         saved: the place where this step writes a checkpoint of its states, if it may reach the
             edge of a block; else -1.
-        admitted: it gets its slot with this step: it is new, or comes back after a preemption.
+        admitted: it gets its slot in this step, because it is new or was preempted.
         adapter: the slot of the request's adapter, or -1.
-        rank: the rank that runs the request, where ranks have requests of their own; else 0.
+        rank: the rank that runs the request, with data parallel ranks; else 0.
         reaches_end: the last row of this step's known tokens predicts a new token.
     """
 
@@ -122,12 +121,12 @@ class Batch:
 
     @property
     def admitted(self) -> list[ScheduledRequest]:
-        """Those that get their slots with this step."""
+        """The requests that get their slots in this step."""
         return [item for item in self.requests if item.admitted]
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request just decodes: no prompt chunk, and no request is admitted."""
+        """Whether all requests decode: no prompt chunk, and no request is admitted."""
         for item in self.requests:
             if item.admitted or item.num_new_tokens > 1 or not item.reaches_end:
                 return False
@@ -140,19 +139,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Committed:
-    """What one scheduled request gained in a step, read back from the device.
+    """The result of a step for one scheduled request, read back from the device.
 
     Attributes:
-        token_ids: accepted draft tokens and then one bonus or recovered token; empty for a prompt
+        token_ids: accepted draft tokens, then one bonus or recovered token; empty for a prompt
             chunk that does not reach the end.
         num_draft_tokens: draft tokens that were verified.
         num_accepted: how many of them were accepted.
         drafter_computed: leading tokens whose keys and values the drafter has in the shared blocks.
-        num_positions: positions that the draft tokens of a tree have, at most its depth; None for
-            a chain.
-        confidences: the drafter's confidence for each draft token, also for those that were
-            trimmed; empty where the drafter has none, or nothing reads them.
-        broken: the logits behind these tokens are not finite, so no token was taken from them.
+        num_positions: number of different positions of the draft tokens of a tree, at most its
+            depth; None for a chain.
+        confidences: the drafter's confidence for each draft token, trimmed ones included; empty if
+            the drafter has none, or they are not needed.
+        broken: the logits after these tokens are not finite, so no token was sampled from them.
     """
 
     token_ids: tuple[int, ...]
@@ -169,13 +168,13 @@ class StepTimes:
     """Seconds of one step.
 
     Attributes:
-        draft: drafting.
-        target: the target's pass up to its logits.
-        verify: sampling, the verdict, the commit, and `Drafter.observe`.
-        rest: all else since the step before, which is the host's work; of a step that admits
-            requests or computes prompts, since its own launch.
-        host: all of the host's work, where it is done beside the device's (the step was launched
-            ahead): the step takes at least as long. 0 where the device waits for the host.
+        draft: time of drafting.
+        target: time of the target's pass, up to its logits.
+        verify: time of sampling, verification, the commit, and `Drafter.observe`.
+        rest: all other time since the last step, which is the host's work; for a step that admits
+            requests or computes prompts, only since its own launch.
+        host: time of the host's work if it overlaps with the device's (the step was launched
+            ahead): a lower bound of the step's time. 0 if the device waits for the host.
     """
 
     draft: float
@@ -186,7 +185,7 @@ class StepTimes:
 
     @property
     def device(self) -> float:
-        """Seconds of all parts but the rest."""
+        """Seconds of all parts except `rest`."""
         return self.draft + self.target + self.verify
 
 
@@ -195,10 +194,10 @@ class StepReport:
     """The results of a step.
 
     Attributes:
-        committed: what each scheduled request gained, before stop conditions cut it.
-        live: whether each scheduled request was still unfinished; the results of one that had
-            finished before (its step was launched ahead) are discarded.
-        padded: the step was captured, and so padded to a bucket of requests and draft tokens.
+        committed: result of each scheduled request, before stop conditions are applied.
+        live: whether each scheduled request was still unfinished. If not (the step was launched
+            ahead), its result is discarded.
+        padded: the step ran as a CUDA graph, padded to a bucket of requests and draft tokens.
         num_rows: rows that the target's pass computed, padding included.
     """
 

@@ -1,4 +1,4 @@
-"""The engine's options, as users give them."""
+"""The engine's options."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,20 +31,19 @@ SpeculativeConfig = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything that an engine is built from; None lets the engine derive the value and say why.
+    """All options of an engine. If an optional field is None, the engine derives the value and logs
+    the reason.
 
-    What each field means is said beside it, for readers and for `--help` alike.
+    The fields' help texts describe them, and are shown by `--help`.
 
     Args:
-        speculative_config: the drafter; None is plain decoding. A list of drafters is short for
+        speculative_config: the drafter; None: plain decoding. A list of drafters is short for
             {"drafters": list}.
-        quantization: see docs/quantization.md; the drafter has a key of its own in
+        quantization: see docs/quantization.md; for the drafter there is a key in
             `speculative_config`.
-        skip_tokenizer_init: token ids in, token ids out.
-        rope_scaling, rope_theta: older spellings of keys of `hf_overrides`, which they join.
+        rope_scaling, rope_theta: older forms of keys of `hf_overrides`, to which they are added.
         enforce_eager, async_scheduling, trust_remote_code: accepted from other engines' command
-            lines; their effect is logged. So are the fields under "Accepted for compatibility",
-            whose other values are refused.
+            lines; their effect is logged.
     """
 
     model: str = flag(
@@ -66,7 +65,7 @@ class EngineConfig:
     )
     max_model_len: int | None = flag(
         None,
-        "Maximum tokens of a request, prompt and output: 8192, 8k, 8K, auto. [derived]",
+        "Maximum tokens of a request, prompt and output together: 8192, 8k, 8K, auto. [derived]",
         metavar="<number>",
         parse=parse_count,
         at_least=2,
@@ -102,8 +101,8 @@ class EngineConfig:
     )
     num_state_checkpoints: int | None = flag(
         None,
-        "Checkpoints of the states of recurrent layers in the cache, from which prefixes are "
-        "resumed; 0 keeps none. [by memory]",
+        "Number of checkpoints of recurrent layers' states that are kept for prefix caching; 0 "
+        "keeps none. [by memory]",
         at_least=0,
     )
     enable_lora: bool = flag(
@@ -111,52 +110,50 @@ class EngineConfig:
     )
     max_loras: int = flag(
         4,
-        "Slots for adapters on the device; those of requests that run at once must fit.",
+        "Number of adapter slots on the device: the most adapters that running requests may use.",
         at_least=1,
         hidden=True,
     )
     max_lora_rank: int = flag(
-        16, "The largest rank of an adapter.", at_least=1, at_most=256, hidden=True
+        16, "Maximum rank of an adapter.", at_least=1, at_most=256, hidden=True
     )
     batch_invariant: bool = flag(
-        False, "A request's numbers do not depend on the requests batched with it; slower."
+        False, "A request's results do not depend on the requests batched with it; slower."
     )
-    seed: int = flag(
-        0, "Random seed of requests without a seed of their own.", name="--engine-seed"
-    )
+    seed: int = flag(0, "Random seed of requests without a seed.", name="--engine-seed")
     generation_config: str = flag(
         "auto",
-        "Where defaults of requests come from: auto is the model's generation_config.json, vllm "
-        "leaves them neutral, anything else is a directory that has the file.",
+        "Source of default sampling parameters: auto is the model's generation_config.json, vllm "
+        "is vLLM's neutral defaults, and a directory is one that has the file.",
         metavar="<auto|vllm|folder>",
     )
     override_generation_config: Mapping[str, Any] | None = flag(
         None,
-        "Defaults of requests, before those of --generation-config: '{\"temperature\": 0.6}'",
+        "Default sampling parameters, which override --generation-config: '{\"temperature\": 0.6}'",
         metavar="<json>",
         parse=parse_object,
     )
-    tokenizer: str | None = flag(None, "Directory of a tokenizer to use in place of the model's.")
+    tokenizer: str | None = flag(None, "Directory of a tokenizer to use instead of the model's.")
     revision: str | None = flag(None, "Branch, tag or commit of a hub name.")
     load_format: str = flag(
         "auto",
-        "auto or safetensors: read the checkpoint's weights. For benchmarks without weights: dummy "
-        "(random ones) and twin (random ones, but the model's first layers alone, taken as a "
-        "drafter, predict its output).",
+        "auto or safetensors: read the checkpoint's weights. For benchmarks: dummy (random ones) "
+        "and twin (random weights, such that a drafter of the model's first layers predicts its "
+        "output).",
         choices=("auto", "safetensors", "dummy", "twin"),
         remedy="convert other weights to safetensors with transformers' save_pretrained",
     )
     hf_overrides: Mapping[str, Any] | None = flag(
         None,
-        "Values in place of those in config.json; objects are merged key by key.",
+        "Values that override keys of config.json; objects are merged key by key.",
         metavar="<json>",
         parse=parse_object,
     )
     download_dir: str | None = flag(
-        None, "Where downloads from the hub are kept. [the hub's own cache]", metavar="<folder>"
+        None, "Directory for downloads from the hub. [the hub's cache]", metavar="<folder>"
     )
     hf_token: str | None = flag(
-        None, "Access token for the hub. [that of `hf auth login`]", metavar="<token>"
+        None, "Access token for the hub. [from `hf auth login`]", metavar="<token>"
     )
     limit_mm_per_prompt: Mapping[str, Any] | None = flag(
         None,
@@ -167,7 +164,7 @@ class EngineConfig:
     )
     mm_processor_kwargs: Mapping[str, Any] | None = flag(
         None,
-        "Settings in place of those of the model's image processor: "
+        "Settings that override the model's image processor: "
         '\'{"size": {"longest_edge": 1000000, "shortest_edge": 65536}}\'',
         metavar="<json>",
         parse=parse_object,
@@ -180,8 +177,8 @@ class EngineConfig:
     )
     allowed_media_domains: tuple[str, ...] = flag(
         (),
-        "Hosts that images may be fetched from, with commas between them; never those of private "
-        "networks. [none]",
+        "Comma-separated hosts from which images may be fetched; never hosts of private networks. "
+        "[none]",
         metavar="<hosts>",
         parse=parse_words,
     )
@@ -189,34 +186,34 @@ class EngineConfig:
     block_size: int = flag(16, "Tokens per block of the KV cache.", at_least=1)
     num_kv_blocks: int | None = flag(
         None,
-        "Size of the KV cache in blocks, in place of --kv-cache-memory.",
+        "Size of the KV cache in blocks, instead of --kv-cache-memory.",
         also=("--num-gpu-blocks-override",),
         at_least=1,
     )
     tokenizer_revision: str | None = flag(
-        None, "Branch, tag or commit of the tokenizer's hub name. [that of --revision]", hidden=True
+        None, "Branch, tag or commit of the tokenizer's hub name. [--revision]", hidden=True
     )
     hf_config_path: str | None = flag(
         None,
-        "Directory or hub name of a config.json in place of the model's.",
+        "Directory or hub name of a config.json to use instead of the model's.",
         metavar="<folder>",
         hidden=True,
     )
     rope_scaling: Mapping[str, Any] | None = flag(
         None,
-        "How RoPE stretches positions, in place of config.json's rope_scaling.",
+        "RoPE scaling, instead of config.json's rope_scaling.",
         metavar="<json>",
         parse=parse_object,
         hidden=True,
     )
     rope_theta: float | None = flag(
-        None, "RoPE's base frequency, in place of config.json's rope_theta.", above=0, hidden=True
+        None, "RoPE's base frequency, instead of config.json's rope_theta.", above=0, hidden=True
     )
     speculative_config: SpeculativeConfig = None
     scheduling_policy: str = flag(
         "fcfs",
-        "fcfs: in order of arrival. priority: a request with a smaller `priority` goes first; one "
-        "with a large one may wait as long as others come.",
+        "fcfs: in order of arrival. priority: requests with a smaller `priority` go first; those "
+        "with a large one may wait indefinitely.",
         choices=("fcfs", "priority"),
         hidden=True,
     )
@@ -225,7 +222,7 @@ class EngineConfig:
     )
     logprobs_mode: str = flag(
         "raw_logprobs",
-        "raw_logprobs, or raw_logits to report logits in their place.",
+        "raw_logprobs, or raw_logits to report logits instead.",
         choices=("raw_logprobs", "raw_logits"),
         remedy="log probabilities after temperature and penalties are not kept",
         hidden=True,
@@ -233,33 +230,34 @@ class EngineConfig:
     use_fp64_gumbel: bool = flag(False, "Compute the sampling noise in float64.", hidden=True)
     tensor_parallel_size: int = flag(
         1,
-        "Number of GPUs that hold the model together, or of processes on a CPU.",
+        "Number of GPUs over which the model is split, or of processes on a CPU.",
         also=("-tp",),
         at_least=1,
     )
     data_parallel_size: int = flag(
         1,
-        "Number of replicas that slipstream serve starts here, each with a GPU or a share of the "
-        "cores; with --enable-expert-parallel of one engine's processes, each with own requests.",
+        "Number of replicas that slipstream serve starts on this machine, each with a GPU or a "
+        "share of the cores; with --enable-expert-parallel, number of processes of one engine, "
+        "each with its own requests.",
         also=("-dp",),
         at_least=1,
     )
     enable_expert_parallel: bool = flag(
         False,
-        "Share a mixture's experts over the processes of --data-parallel-size, which are one "
-        "engine then; all else is whole in each.",
+        "Split a mixture's experts over the processes of --data-parallel-size, which are then one "
+        "engine; all other weights are replicated.",
         also=("-ep",),
     )
     rank_check_interval: int | None = flag(
         None,
-        "Steps after which the processes of --tensor-parallel-size compare the tokens and counters "
-        "that they hold, to find faults. [never]",
+        "Every how many steps the processes of --tensor-parallel-size compare their tokens and "
+        "counters, to detect faults. [never]",
         at_least=1,
         hidden=True,
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = flag(
         None,
-        "Numbers of requests for whose steps CUDA graphs are captured, besides --max-num-seqs: "
+        "Batch sizes, in requests, for which CUDA graphs are captured, besides --max-num-seqs: "
         "1,2,4,8. [derived]",
         metavar="<numbers>",
         parse=parse_integers,
@@ -273,14 +271,14 @@ class EngineConfig:
     )
     enable_chunked_prefill: bool | None = flag(
         None,
-        "Long prompts are always read in parts.",
+        "Long prompts are always computed in chunks.",
         choices=(True,),
         remedy="raise max_num_batched_tokens to read longer prompts at once",
         hidden=True,
     )
     tokenizer_mode: str = flag(
         "auto",
-        "auto or hf: tokenizer.json is what is read.",
+        "auto or hf: tokenizer.json is always used.",
         choices=("auto", "hf"),
         remedy="make a tokenizer.json with transformers (save_pretrained), and leave this out",
         hidden=True,
@@ -314,7 +312,7 @@ class EngineConfig:
         hidden=True,
     )
     max_cudagraph_capture_size: int | None = flag(
-        None, "At least --max-num-seqs, up to which steps are captured.", at_least=1, hidden=True
+        None, "At least --max-num-seqs, the largest captured batch.", at_least=1, hidden=True
     )
     optimization_level: int | None = flag(
         None,
@@ -326,7 +324,7 @@ class EngineConfig:
     )
     compilation_config: Mapping[str, Any] | None = flag(
         None,
-        "Its keys mode, cudagraph_mode and cudagraph_capture_sizes, for which there are flags.",
+        "The keys mode, cudagraph_mode and cudagraph_capture_sizes, which also have flags.",
         also=("-cc",),
         metavar="<json>",
         parse=parse_object,
@@ -355,7 +353,7 @@ class EngineConfig:
 
     @property
     def shares_experts(self) -> bool:
-        """Whether processes with requests of their own share the experts, and nothing else."""
+        """Whether data parallel processes of one engine share the experts, and nothing else."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
@@ -370,17 +368,17 @@ class EngineConfig:
         return most
 
     def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # frozen for everybody else
+        object.__setattr__(self, name, value)  # the dataclass is frozen
 
     def _take_rope(self) -> None:
-        """Let `hf_overrides` say all that is to be read in place of config.json's values."""
+        """Move `rope_scaling` and `rope_theta` to `hf_overrides`."""
         short = {"rope_scaling": self.rope_scaling, "rope_theta": self.rope_theta}
         self._set("hf_overrides", values.joined_overrides(self.hf_overrides, short))
         self._set("rope_scaling", None)
         self._set("rope_theta", None)
 
     def _take_compilation(self) -> None:
-        """Let `enforce_eager` and `cudagraph_capture_sizes` say what is to be captured."""
+        """Convert `compilation_config` to `enforce_eager` and `cudagraph_capture_sizes`."""
         eager, sizes = values.captures_of(
             self.compilation_config or {}, self.cudagraph_capture_sizes
         )

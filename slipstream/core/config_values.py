@@ -1,4 +1,4 @@
-"""Forms that values of an engine's fields have, and fields that must fit each other."""
+"""Conversions and checks of the values of `EngineConfig`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ def captures_of(
     `sizes`.
 
     Raises:
-        UsageError: it asks for anything else, or a size is no positive integer.
+        UsageError: it has other keys or values, or a size is not a positive integer.
     """
     given = dict(compilation)
     sizes = given.pop("cudagraph_capture_sizes", sizes)
@@ -37,7 +37,7 @@ def captures_of(
 
 
 def check_captures(most: int | None, max_num_seqs: int) -> None:
-    """Raise UsageError where steps of all requests are larger than `max_cudagraph_capture_size`."""
+    """Raise UsageError if `max_num_seqs` is larger than `max_cudagraph_capture_size`."""
     if most is not None and most < max_num_seqs:
         raise UsageError(
             f"max_cudagraph_capture_size ({most}) must be at least max_num_seqs ({max_num_seqs}), "
@@ -46,7 +46,7 @@ def check_captures(most: int | None, max_num_seqs: int) -> None:
 
 
 def check_rows(rows: int | None, max_num_seqs: int) -> None:
-    """Raise UsageError where `max_num_batched_tokens` is less than a token for each request."""
+    """Raise UsageError if `max_num_batched_tokens` is less than one token for each request."""
     if rows is not None and rows < max_num_seqs:
         raise UsageError(
             f"max_num_batched_tokens ({rows}) must be at least max_num_seqs ({max_num_seqs}), so "
@@ -56,7 +56,7 @@ def check_rows(rows: int | None, max_num_seqs: int) -> None:
 
 
 def check_expert_parallel(tensor_parallel_size: int, rank_check_interval: int | None) -> None:
-    """Raise UsageError for what does not go with processes that share experts alone."""
+    """Raise UsageError for options that expert parallelism does not support."""
     if tensor_parallel_size > 1:
         raise UsageError(
             "enable_expert_parallel shares experts over the processes of data_parallel_size, each "
@@ -81,7 +81,7 @@ def joined_overrides(
 
 
 def check_speculation(given: object) -> None:
-    """Raise UsageError where `speculative_config` is neither a mapping nor a list of drafters."""
+    """Raise UsageError unless `speculative_config` is a mapping or a list of drafters."""
     if not isinstance(given, Mapping | list | tuple | None):
         raise UsageError(
             "speculative_config must be a mapping such as "
@@ -90,8 +90,8 @@ def check_speculation(given: object) -> None:
 
 
 def check_image_limits(limits: Mapping[str, Any], max_images: object) -> None:
-    """Raise UsageError for a `limit_mm_per_prompt` that allows what no model reads, or whose
-    number of images is none."""
+    """Raise UsageError for a `limit_mm_per_prompt` that allows other media than images, or has an
+    invalid number of images."""
     if others := {name for name, most in limits.items() if name != "image" and most}:
         raise UsageError(
             f"limit_mm_per_prompt: {', '.join(sorted(others))} is not read by any model here; "
@@ -102,14 +102,14 @@ def check_image_limits(limits: Mapping[str, Any], max_images: object) -> None:
 
 
 def media_hosts(domains: object) -> tuple[str, ...]:
-    """`allowed_media_domains` in lower case; UsageError where it is no list of hosts."""
+    """`allowed_media_domains` in lower case; UsageError unless it is a list of hosts."""
     if not isinstance(domains, list | tuple) or not all(isinstance(it, str) for it in domains):
         raise UsageError(f"allowed_media_domains must be a list of hosts, not {domains!r}")
     return tuple(it.lower() for it in domains)
 
 
 def known_quantization(name: str, value: object) -> str:
-    """The one name of a precision that weights can be rounded to; UsageError for others."""
+    """The canonical name of a precision for `quantization`; UsageError for unknown names."""
     found = _OTHER_NAMES.get(value, value) if isinstance(value, str) else None
     if found not in QUANTIZATIONS:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The errors that a user can meet.
+"""The errors that users may get.
 
 SlipstreamError
 ├── UsageError        a parameter, flag or request is wrong (the command line exits with 2)
@@ -11,7 +11,7 @@ SlipstreamError
 
 
 class SlipstreamError(Exception):
-    """Base of every error that is the user's to mend. Its message is one clear sentence."""
+    """Base of all errors that users can fix. The message is one clear sentence."""
 
 
 class UsageError(SlipstreamError, ValueError):
@@ -19,11 +19,11 @@ class UsageError(SlipstreamError, ValueError):
 
 
 class PromptTooLongError(UsageError):
-    """A prompt has more tokens than the model reads."""
+    """A prompt has more tokens than the maximum length."""
 
 
 class DraftTooLongError(UsageError):
-    """More draft tokens a step are asked for than the drafter can guess, which is `most`."""
+    """The requested number of draft tokens per step is above the drafter's maximum, `most`."""
 
     def __init__(self, most: int) -> None:
         super().__init__(
@@ -38,19 +38,18 @@ class CheckpointError(SlipstreamError):
 
 
 class RanksLostError(SlipstreamError):
-    """A process that holds a share of the model has ended, or has come to differ from the others;
-    the engine cannot go on."""
+    """A process that holds a share of the model has ended, or its state differs from the others';
+    the engine cannot continue."""
 
 
 class OtherRankError(SlipstreamError):
-    """Another process, which runs other requests of this step, could not do its part."""
+    """Another process, which runs other requests of this step, failed."""
 
 
 class GenerationError(SlipstreamError):
-    """An output ended with an error: logits that are not finite, or nothing that its grammar
-    allows."""
+    """An output ended with an error: the logits are not finite, or its grammar allows no token."""
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 token`, `2 tokens`: for messages."""
+    """The number and the noun, in the plural unless the number is 1: `1 token`, `2 tokens`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

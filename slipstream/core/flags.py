@@ -1,4 +1,4 @@
-"""Flags: metadata of configuration fields for the command line, with the values they admit."""
+"""Metadata of configuration fields: their command line flags, and the values they allow."""
 
 import json
 import math
@@ -13,29 +13,29 @@ from slipstream.core.errors import UsageError
 T = TypeVar("T")
 
 REQUIRED = cast(Any, MISSING)
-"""In place of a default: the field has to be given."""
+"""The default of fields that must be given."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """How the command line offers a field.
+    """The command line flag of a field.
 
     Attributes:
-        help: where it ends in brackets, they tell the default.
-        panel: a heading of the help page, for this field and those that follow.
-        name: the spelling, if that is not the field's name with hyphens.
-        also: further spellings.
-        metavar: what stands for the value; by default its type.
+        help: help text; brackets at its end have the default.
+        panel: heading on the help page, for this field and the following ones.
+        name: name of the flag, if it is not the field's name with hyphens.
+        also: aliases of the flag.
+        metavar: placeholder for the value; by default its type.
         parse: (flag, text) -> value; raises UsageError.
         stands_for_none: a value that means None.
-        choices: the only values.
-        remedy: ends the message about a value that is refused.
+        choices: the allowed values; empty: all.
+        remedy: last part of the message about a refused value.
         at_least, above, at_most, below: bounds of a number, which must be finite.
-        argument: it is given by its place, without a name.
-        envvar: where the value comes from when it is not given.
-        hidden: accepted and not shown.
+        argument: it is a positional argument.
+        envvar: environment variable with the value, if the flag is not given.
+        hidden: accepted, but not shown on the help page.
     """
 
     help: str = ""
@@ -57,7 +57,7 @@ class Flag:
 
     @property
     def bounds(self) -> str:
-        """The bounds in words, such as `of at least 1`; empty without bounds."""
+        """The bounds in words, such as `of at least 1`; empty if there are none."""
         low, high = self.at_least, self.at_most
         if low is not None and high is not None:
             return f"from {low:g} to {high:g}"
@@ -76,35 +76,35 @@ class Flag:
 
 
 def flag(default: T, text: str = "", **options: Any) -> T:
-    """A field of a dataclass that is a flag as well; `options` are fields of `Flag`."""
+    """A dataclass field with a flag; `options` are fields of `Flag`."""
     return field(default=default, metadata={"flag": Flag(help=text, **options)})
 
 
 def like(config: type, name: str, default: T) -> T:
-    """A field with the flag of a field of another dataclass."""
+    """A dataclass field with the flag of a field of another dataclass."""
     (found,) = (it for it in fields(config) if it.name == name)
     return field(default=default, metadata=found.metadata)
 
 
 def flag_of(config_field: "Field[Any]") -> Flag | None:
-    """The flag of a field; None if the command line does not offer it."""
+    """The flag of a field; None if it has none."""
     found: Flag | None = config_field.metadata.get("flag")
     return found
 
 
 def spelled(config_field: "Field[Any]") -> str:
-    """The spelling of a field's flag."""
+    """The name of a field's flag."""
     found = flag_of(config_field)
     return (found and found.name) or flag_name(config_field.name)
 
 
 def flag_name(field_name: str) -> str:
-    """`--max-model-len` for `max_model_len`."""
+    """The default name of a field's flag: `--max-model-len` for `max_model_len`."""
     return "--" + field_name.replace("_", "-")
 
 
 def given_flags(config: Any) -> list[str]:
-    """The spellings of the fields that do not have their defaults."""
+    """The names of the flags whose fields do not have their defaults."""
     return [spelled(it) for it in fields(config) if getattr(config, it.name) != it.default]
 
 
@@ -118,11 +118,11 @@ def check_fields(
     values: Mapping[str, Any],
     name: Callable[["Field[Any]"], str] = lambda field: field.name,
 ) -> None:
-    """Raise UsageError for a value that the flag of its field does not admit.
+    """Raise UsageError for a value that the flag of its field does not allow.
 
     Args:
-        config: the dataclass; a type of its fields may not be a string.
-        name: how messages call a field.
+        config: the dataclass; the types of its fields must not be strings.
+        name: field -> its name in messages.
     """
     for it in fields(config):
         found, kinds = flag_of(it), kinds_of(it.type)
@@ -136,7 +136,7 @@ def check_fields(
 
 
 def _refusal(found: Flag, kinds: tuple[Any, ...], value: Any) -> str | None:
-    """What the value should be; None for a good value."""
+    """A description of the allowed values; None if the value is allowed."""
     if bool in kinds and not isinstance(value, bool):
         return "true or false"
     if found.choices is not None:
@@ -164,7 +164,7 @@ def parse_bytes(name: str, text: str) -> int:
 
 
 def parse_count(name: str, text: str) -> int | None:
-    """Read 8192, 8k (8,000) or 8K (8,192), with m and M likewise; auto and -1 are None."""
+    """Read 8192, 8k (8,000) or 8K (8,192), likewise m and M; auto and -1 are None."""
     if text in ("auto", "-1"):
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
@@ -186,7 +186,7 @@ def parse_object(name: str, text: str) -> dict[str, Any] | None:
 
 
 def parse_words(name: str, text: str) -> tuple[str, ...]:
-    """Read words such as "a,b"."""
+    """Read a comma-separated list of words."""
     words = tuple(word.strip() for word in text.split(","))
     if not all(words):
         raise UsageError(f"{name} takes words with commas between them, not {text!r}")
@@ -194,12 +194,12 @@ def parse_words(name: str, text: str) -> tuple[str, ...]:
 
 
 def parse_integers(name: str, text: str) -> tuple[int, ...]:
-    """Read integers such as "2,18,33"."""
+    """Read a comma-separated list of integers."""
     return _numbers(name, text, int)
 
 
 def parse_floats(name: str, text: str) -> tuple[float, ...]:
-    """Read numbers such as "0,0.5,1"."""
+    """Read a comma-separated list of numbers."""
     return _numbers(name, text, float)
 
 

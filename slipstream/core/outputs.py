@@ -12,7 +12,7 @@ from slipstream.core.errors import GenerationError
 class Logprob:
     """The log probability of one candidate for a token, by the target's raw logits.
 
-    `rank` counts from 1; `decoded_token` is the candidate's own text.
+    `rank` is the rank of the candidate, from 1; `decoded_token` is its text.
     """
 
     logprob: float
@@ -21,12 +21,12 @@ class Logprob:
 
 
 class TokenOrigin(NamedTuple):
-    """Where an output token came from.
+    """The origin of an output token.
 
     Attributes:
-        kind: "accepted": a draft token. Or a token of the target's own: "bonus" behind a draft that
-            was accepted as a whole, "recovered" in place of a rejected draft token, "plain" where
-            nothing was drafted.
+        kind: "accepted": an accepted draft token. Others are sampled from the target: "bonus"
+            after a draft that was accepted as a whole, "recovered" instead of a rejected draft
+            token, "plain" in a step without a draft.
         position: its position in the draft, from 0; None for "bonus" and "plain".
     """
 
@@ -36,7 +36,7 @@ class TokenOrigin(NamedTuple):
 
 @cache
 def token_origin(place: int, num_draft_tokens: int, num_accepted: int) -> TokenOrigin:
-    """The origin of token number `place` of those that one step gave a request."""
+    """The origin of token number `place`, from 0, of the tokens that a request got in a step."""
     if place < num_accepted:
         return TokenOrigin("accepted", place)
     if not num_draft_tokens:
@@ -59,12 +59,12 @@ _SUMS_BY_PLACE = ("num_accepted_tokens_per_pos", "num_steps_by_draft_tokens")
 class RequestMetrics:
     """Counts and times of one request, summed over its samples.
 
-    A draft is one step's guess for one sample; AL (the acceptance length) is
-    1 + num_accepted_tokens / num_drafts. Times are seconds of a monotonic clock.
+    A draft is the draft tokens of one step for one sample. AL (the acceptance length) is
+    1 + num_accepted_tokens / num_drafts. Times are in seconds of a monotonic clock.
 
     Attributes:
-        num_steps_by_draft_tokens: number of steps that gave tokens, by how many tokens they had
-            drafted: 0, 1, ...
+        num_steps_by_draft_tokens: number of steps with output tokens, by their number of draft
+            tokens: 0, 1, ...
         refused_drafting_seconds: time spent drafting tokens that were rejected.
         decode_seconds: time of steps without prompts for which plain decoding's cost is known.
         plain_seconds: estimated time of plain decoding for the tokens of these steps.
@@ -88,11 +88,11 @@ class RequestMetrics:
     def count_draft(
         self, num_draft_tokens: int, num_accepted: int, num_positions: int | None = None
     ) -> None:
-        """Count the verdict on one draft, or a step without a draft.
+        """Count the verification of one draft, or a step without a draft.
 
         Args:
-            num_positions: number of positions of the draft tokens, for a tree its depth; None for
-                a chain, where it is their number.
+            num_positions: number of different positions of the draft tokens: for a tree its depth;
+                None for a chain, for which it is the number of draft tokens.
         """
         chosen = self.num_steps_by_draft_tokens
         if len(chosen) <= num_draft_tokens:
@@ -111,7 +111,7 @@ class RequestMetrics:
             counts[position] += 1
 
     def snapshot(self) -> "RequestMetrics":
-        """A copy, which later steps do not change."""
+        """A copy that later steps do not change."""
         return RequestMetrics(
             self.num_drafts,
             self.num_draft_tokens,
@@ -130,11 +130,11 @@ class RequestMetrics:
         )
 
     def restore(self, earlier: "RequestMetrics") -> None:
-        """Undo what was counted since this snapshot, whose values these metrics take over."""
+        """Restore the values of a snapshot."""
         vars(self).update(vars(earlier))
 
     def add(self, other: "RequestMetrics", sign: int = 1) -> None:
-        """Add the counts of speculation and of steps, or with sign -1 subtract them."""
+        """Add the counts of speculation and of steps; subtract them if `sign` is -1."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
         for name in _SUMS_BY_PLACE:
@@ -145,23 +145,23 @@ class RequestMetrics:
 
     @property
     def acceptance_length(self) -> float:
-        """AL; 1 when nothing was drafted."""
+        """AL; 1 if nothing was drafted."""
         return 1.0 + self.num_accepted_tokens / max(self.num_drafts, 1)
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """The share of drafts whose token at each position was accepted."""
+        """For each position, the fraction of drafts whose token there was accepted."""
         return [count / max(self.num_drafts, 1) for count in self.num_accepted_tokens_per_pos]
 
     @property
     def estimated_speedup(self) -> float | None:
-        """Estimated speed relative to plain decoding; None if costs are not known, which only
-        `num_speculative_tokens="auto"` measures."""
+        """Estimated speed relative to plain decoding; None if the costs of steps are not known.
+        Only `num_speculative_tokens="auto"` measures them."""
         return self.plain_seconds / self.decode_seconds if self.decode_seconds > 0 else None
 
     @property
     def mean_draft_tokens(self) -> float:
-        """Mean number of draft tokens of steps that gave tokens."""
+        """Mean number of draft tokens of steps with output tokens."""
         return self.num_draft_tokens / max(sum(self.num_steps_by_draft_tokens), 1)
 
     @property
@@ -184,8 +184,8 @@ class CompletionOutput:
         from_draft: per token, whether it is an accepted draft token.
         finish_reason: "stop", "length", "abort", or "error" (the grammar allows no further token,
             or the model's logits are not finite); None while it runs.
-        stop_reason: the stop string or stop token id that ended it, if one did; for an error, its
-            cause.
+        stop_reason: the stop string or stop token id that ended it, if there is one; for an error,
+            its cause.
     """
 
     index: int
@@ -202,8 +202,8 @@ class CompletionOutput:
 class RequestOutput:
     """A request and its samples, so far.
 
-    `prompt` is None when the prompt was given as token ids. The first entry of `prompt_logprobs`
-    is None: nothing predicts the first token.
+    `prompt` is None if the prompt was given as token ids. The first entry of `prompt_logprobs` is
+    None, since the first token has no prediction.
     """
 
     request_id: str
@@ -215,7 +215,7 @@ class RequestOutput:
     metrics: RequestMetrics
 
     def require_sound(self) -> None:
-        """Raise GenerationError when a sample ended with an error."""
+        """Raise GenerationError if a sample ended with an error."""
         for sample in self.outputs:
             if sample.finish_reason == "error":
                 raise GenerationError(f"the output was broken off: {sample.stop_reason}")

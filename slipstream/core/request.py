@@ -19,8 +19,8 @@ class RequestStatus(Enum):
 
 
 class FinishReason(Enum):
-    """Why an output ended: a stop token or string or a complete grammar, a limit, its user, or an
-    error (logits that are not finite, or no token that its grammar allows)."""
+    """Why an output ended: a stop token, a stop string or the end of its grammar; a length limit;
+    an abort; or an error (logits that are not finite, or a grammar that allows no token)."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -45,20 +45,20 @@ class Request:
     never counts rejected draft tokens.
 
     Args:
-        request_id: unique among the live requests.
+        request_id: unique among unfinished requests.
         token_ids: the prompt; grows by the committed tokens.
-        params: how to sample (one sample: `n` is resolved by the engine).
-        seed: resolved 64-bit seed of this sample.
-        stop_token_ids: the ids that end the output (the model's EOS ids unless `ignore_eos`).
-        max_tokens: resolved limit on output tokens, `max_model_len` considered.
-        num_speculative_tokens: resolved maximum of draft tokens per step (0 never drafts).
-        arrival: number of requests that came before it.
-        priority: requests with a smaller number are served first, whenever they came.
-        cache_salt: blocks are shared only with requests of the same salt.
-        adapter: the LoRA adapter that is applied to all its tokens; None: none.
+        params: sampling parameters; each sample of `n` is a request of its own.
+        seed: 64-bit seed of this sample.
+        stop_token_ids: the ids that end the output, with the model's EOS ids unless `ignore_eos`.
+        max_tokens: maximum number of output tokens, at most what `max_model_len` leaves.
+        num_speculative_tokens: maximum of draft tokens per step; 0: it never drafts.
+        arrival: number of requests that arrived before it.
+        priority: requests with a smaller number are served first, whenever they arrived.
+        cache_salt: cached blocks are shared only with requests of the same salt.
+        adapter: the LoRA adapter for all its tokens; None: there is none.
         spans: images in the prompt, in order.
-        bad_words: token sequences that are never completed (from `params.bad_words`).
-        guide: the state of the grammar that the output follows; None: there is no grammar.
+        bad_words: token sequences that must not occur in the output (from `params.bad_words`).
+        guide: the state of the output's grammar; None: there is no grammar.
         verification: how its drafts are verified.
     """
 
@@ -84,7 +84,7 @@ class Request:
     slot: int = -1  # place in the device state while running
     num_computed: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was admitted
-    place_time: float | None = None  # when it first got a place, in seconds of `perf_counter`
+    place_time: float | None = None  # time of its first admission, in seconds of `perf_counter`
     num_steps: int = 0  # verification steps so far; keys the noise, survives preemption
     num_preemptions: int = 0
     drafter_computed: int = 0  # leading tokens that the drafter had after the last committed step
@@ -107,7 +107,7 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key of every queue; the smallest is first."""
+        """Sort key of queues; the smallest is first."""
         return self.priority, self.arrival
 
     @property
@@ -121,11 +121,11 @@ class Request:
 
     @property
     def has_place(self) -> bool:
-        """Whether it holds a slot or blocks, or a failed step was just giving it some."""
+        """Whether it holds a slot or blocks, or was being admitted by a step that failed."""
         return self.status is RequestStatus.RUNNING or self.slot >= 0 or self.num_computed > 0
 
     def lose_place(self) -> None:
-        """Reset it to waiting, with nothing computed."""
+        """Reset the request to waiting, with no computed tokens."""
         self.status, self.slot = RequestStatus.WAITING, -1
         self.num_computed = self.steps_in_flight = 0
         self.num_preemptions += 1

@@ -1,4 +1,4 @@
-"""How one request is to be sampled: parameters, checked when they are made, and their defaults."""
+"""The sampling parameters of a request, which are checked on construction, and their defaults."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,18 +25,18 @@ class Verification(IntEnum):
     BLOCK = 2
 
 
-MOST_PATTERN = 128  # tokens; every size is looked for behind every token
+MOST_PATTERN = 128  # tokens; all sizes up to the maximum are tried after every token
 MOST_REPEATS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepetitionDetection:
-    """Ends an output whose last tokens are one pattern, over and over.
+    """Ends an output whose last tokens repeat a pattern.
 
     Args:
-        max_pattern_size, min_pattern_size: tokens in the pattern; 0 as the smallest is 1, and 0 as
-            the largest looks for nothing.
-        min_count: how often it comes, the first time included.
+        max_pattern_size, min_pattern_size: number of tokens of the pattern. A minimum of 0 means 1;
+            a maximum of 0 disables the detection.
+        min_count: minimum number of consecutive occurrences.
     """
 
     max_pattern_size: int = 0
@@ -54,16 +54,16 @@ class RepetitionDetection:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens at the end that `found` looks at."""
+        """Maximum number of tokens at the end of the output that `found` reads."""
         return self.max_pattern_size * self.min_count
 
     def found(self, tokens: Sequence[int]) -> bool:
-        """Whether these tokens end so."""
+        """Whether these tokens end with a repeated pattern."""
         last = len(tokens) - 1
         for size in range(max(1, self.min_pattern_size), self.max_pattern_size + 1):
             repeated = size * (self.min_count - 1)
             if repeated + size > len(tokens):
-                return False  # as are larger ones
+                return False  # larger patterns do not fit either
             if tokens[last] == tokens[last - size] and (
                 tokens[-repeated:] == tokens[-repeated - size : -size]
             ):
@@ -75,7 +75,7 @@ SEED_BITS = 64
 
 
 def _parse_bias(name: str, text: str) -> dict[int, float] | None:
-    """JSON has no integer keys, so the ids come as strings."""
+    """Read a JSON object of token ids and numbers; JSON has no integer keys, so ids are strings."""
     given = parse_object(name, text)
     try:
         return None if given is None else {int(token): bias for token, bias in given.items()}
@@ -85,36 +85,37 @@ def _parse_bias(name: str, text: str) -> dict[int, float] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Every parameter acts at every verified position, with or without speculation.
+    """The sampling parameters of a request. All apply at every verified position, with and without
+    speculation.
 
     Args:
-        n: how many samples to draw from one prompt.
+        n: number of samples of one prompt.
         temperature: 0 is greedy.
         top_k: keep the k most probable tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of tokens whose probability reaches top_p.
+        top_p: keep the smallest set of most probable tokens with a total probability of top_p.
         min_p: keep tokens of at least min_p times the largest probability.
         presence_penalty, frequency_penalty: subtracted from the logits of generated tokens.
-        repetition_penalty: divides (or multiplies, below zero) the logits of tokens seen so far,
-            prompt included.
+        repetition_penalty: divides (or multiplies, below zero) the logits of tokens of the prompt
+            and the output.
         logit_bias: token id -> number added to its logit.
-        allowed_token_ids: nothing else is ever sampled.
-        bad_words: texts that are never completed.
-        min_tokens: no stop token before this many output tokens; a grammar may end earlier, which
-            `stop_reason` says.
-        max_tokens: most output tokens; None means up to `max_model_len`.
-        stop, stop_token_ids: end the output; the text of a stop string is cut unless
+        allowed_token_ids: only these tokens are sampled; None: all.
+        bad_words: texts that must not occur in the output.
+        min_tokens: no stop token before this many output tokens. A grammar may end the output
+            earlier; `stop_reason` then says so.
+        max_tokens: maximum number of output tokens; None: up to `max_model_len`.
+        stop, stop_token_ids: end the output; a stop string is cut from the text unless
             `include_stop_str_in_output`.
-        ignore_eos: the model's own end tokens do not end the output.
-        seed: the same seed gives the same text, with and without speculation, whatever is drafted
-            and whatever else runs, as far as the device's numbers allow (docs/architecture.md,
-            "Seeds and batch invariance"). Where `rejection_sample_method` is given and not
-            `coupled`, a drafted text is the same for the same drafts only.
-        logprobs, prompt_logprobs: how many alternatives to report per token (0: the token alone),
-            of the target's raw logits, before penalties and temperature.
-        logprob_token_ids: report these tokens rather than the most probable ones, with `logprobs`.
-        repetition_detection: ends an output that repeats itself, behind `min_tokens`.
+        ignore_eos: the model's EOS tokens do not end the output.
+        seed: equal seeds give equal texts, with and without speculation, whatever is drafted and
+            whatever else runs, as far as the device's results allow (docs/architecture.md, "Seeds
+            and batch invariance"). If `rejection_sample_method` is set to anything but `coupled`,
+            texts are equal only for equal drafts.
+        logprobs, prompt_logprobs: number of alternatives to report per token (0: only the token),
+            from the target's raw logits, before penalties and temperature.
+        logprob_token_ids: report these tokens instead of the most probable ones, with `logprobs`.
+        repetition_detection: ends an output that repeats itself, after `min_tokens`.
         num_speculative_tokens: draft tokens per step for this request, 0 to the engine's K.
-        structured: what the output must be; it ends where nothing can follow. Needs the extra
+        structured: constrains the output, which ends when no token can follow. Needs the extra
             `structured`.
     """
 
@@ -164,7 +165,7 @@ class SamplingParams:
     structured: StructuredOutput | None = None
 
     def __new__(cls, **values: Any) -> Self:
-        """Raises UsageError for a name that is no parameter."""
+        """Raise UsageError for the name of an unknown parameter."""
         known = cls.__dataclass_fields__
         for name in values.keys() - known.keys():
             near = get_close_matches(name, known, 1)
@@ -173,7 +174,7 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        # Elsewhere None is how these are left out.
+        # Other engines accept None for these.
         for name in ("stop", "bad_words", "stop_token_ids"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, ())
@@ -312,12 +313,12 @@ def _in(value: object, low: float, high: float) -> bool:
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Values for fields of `SamplingParams` that a request does not give.
+    """Defaults for fields of `SamplingParams` that a request does not give.
 
     Attributes:
-        values: by field; `SamplingParams` has the default of every other field.
-        most_tokens: no served request gets more output tokens; None: no limit.
-        source: where they come from, in words.
+        values: default by field; other fields have the default of `SamplingParams`.
+        most_tokens: maximum number of output tokens of served requests; None: no limit.
+        source: description of their origin.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -328,12 +329,12 @@ class SamplingDefaults:
         """The parameters of a request that gives these fields.
 
         Raises:
-            UsageError: values that do not fit together.
+            UsageError: the values contradict each other.
         """
         return SamplingParams(**{**self.values, **given})
 
     def limited(self, params: SamplingParams) -> SamplingParams:
-        """With at most `most_tokens` output tokens."""
+        """A copy of `params` with at most `most_tokens` output tokens."""
         if self.most_tokens is None:
             return params
         asked = self.most_tokens if params.max_tokens is None else params.max_tokens

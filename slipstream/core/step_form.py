@@ -1,5 +1,5 @@
-"""The limits of a step, which are resolved when the engine is built; and the number of rows that
-the target's pass of a decode step has, which determines the step's cost."""
+"""The limits of a step, which are resolved when the engine is built, and the number of rows of the
+target's pass in a decode step, which determines the step's cost."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -9,33 +9,33 @@ from typing import Protocol
 
 from slipstream.core.request import Request
 
-# Smaller passes are not worth packing.
+# Smaller passes are not packed, since it would not pay.
 FEWEST_TO_PACK = 64
 TILE_ROWS = 16
 PARTS = 4
 
 
 class StepForm(Protocol):
-    """How steps without prompts are laid out on this engine."""
+    """How the engine lays out the rows of steps without prompts."""
 
     def rows(self, requests: int, width: int, num_drafts: int) -> int:
-        """Rows that the target's pass computes.
+        """Number of rows of the target's pass.
 
         Args:
             requests: number of requests.
-            width: the most tokens that any of them drafts.
-            num_drafts: the sum of the tokens that they draft.
+            width: maximum number of draft tokens of a request.
+            num_drafts: number of draft tokens of all requests.
         """
 
     @property
     def ends_chains(self) -> bool:
-        """Whether a pass of the drafter has rows only for requests that still draft, so that chains
-        may end before their planned length."""
+        """Whether passes of the drafter have rows only for requests that still draft, so that it
+        saves time to end chains before their planned length."""
 
 
 @dataclass(frozen=True)
 class ExactForm:
-    """Each request has as many rows as it needs."""
+    """Each request has as many rows as it needs, without padding."""
 
     ends_chains = True
 
@@ -45,7 +45,7 @@ class ExactForm:
 
 @dataclass(frozen=True)
 class CapturedForm:
-    """Steps are padded to a few sizes, and a CUDA graph is captured for each size.
+    """Steps are padded to a few sizes, each of which is captured as a CUDA graph.
 
     A step is padded to a bucket of requests, a width of drafts, and a total of rows.
 
@@ -53,7 +53,7 @@ class CapturedForm:
         max_requests: the largest bucket.
         widths: numbers of draft tokens, rising.
         packs: whether steps are also captured with fewer rows than bucket * (width + 1), for
-            requests that draft different numbers of tokens.
+            requests with different numbers of draft tokens.
         sizes: the buckets except the largest; None: as `bucket_sizes` chooses.
     """
 
@@ -110,19 +110,19 @@ class StepLimits:
     """The limits within which the scheduler plans.
 
     Attributes:
-        max_num_seqs: maximum of running requests, which is the number of slots.
-        max_num_batched_tokens: maximum of rows of one target pass, draft tokens included.
-        max_model_len: maximum of tokens of one request, prompt and output.
-        cache_bounds_length: max_model_len was reduced to what the KV cache holds.
-        drafter_max_model_len: a request of more tokens than this runs without drafts.
-        num_speculative_tokens: the engine's K; no request drafts more.
+        max_num_seqs: maximum number of running requests, which is the number of slots.
+        max_num_batched_tokens: maximum number of rows of a target pass, draft tokens included.
+        max_model_len: maximum number of tokens of a request, prompt and output.
+        cache_bounds_length: max_model_len was reduced to the capacity of the KV cache.
+        drafter_max_model_len: requests with more tokens than this run without drafts.
+        num_speculative_tokens: the engine's K, the maximum number of draft tokens of a request.
         drafts_at_prefill: see `DrafterLimits`; the step that ends a prompt may then verify drafts.
         cache_identity: see `DrafterLimits`; a part of the keys of the prefix index, so that blocks
-            without the drafter's layers are never taken for blocks with them.
-        adaptive: K is "auto": the engine chooses how much it drafts, up to K.
-        tree_depth: depth of the token trees, and so the most tokens that are accepted; None if
-            drafts are chains.
-        by_priority: requests may have priorities; otherwise they go in order of arrival.
+            without the drafter's layers are never used as blocks with them.
+        adaptive: K is "auto": the engine chooses the number of draft tokens, up to K.
+        tree_depth: depth of the token trees, which is the maximum number of accepted tokens; None
+            if drafts are chains.
+        by_priority: requests are served by priority; otherwise in order of arrival.
     """
 
     max_num_seqs: int
@@ -139,7 +139,7 @@ class StepLimits:
 
     @property
     def drafts_trees(self) -> bool:
-        """Whether drafts are trees."""
+        """Whether drafts are token trees."""
         return self.tree_depth is not None
 
     @property
@@ -149,17 +149,18 @@ class StepLimits:
         return most if self.tree_depth is None else min(most, self.tree_depth)
 
     def drafts_for(self, acceptable: int) -> int:
-        """How many tokens to draft if `acceptable` may be accepted; trees are drafted whole."""
+        """Number of tokens to draft if at most `acceptable` may be accepted; a tree has a fixed
+        size."""
         return self.num_speculative_tokens if self.drafts_trees and acceptable > 0 else acceptable
 
     def drafts(self, request: Request) -> bool:
-        """Whether anything is ever drafted for this request."""
+        """Whether this request may have drafts."""
         return min(request.num_speculative_tokens, self.num_speculative_tokens) > 0
 
     def namespace(self, request: Request) -> str:
-        """The key under which the prefix cache shares this request's blocks: the drafter, the
-        adapter and the salt. The salt comes last: it alone may contain NUL, and must not be taken
-        for an adapter."""
+        """The namespace of this request's blocks in the prefix cache: the drafter, the adapter and
+        the salt. The salt comes last, since only it may contain NUL, and must not be mistaken for
+        an adapter."""
         identity = self.cache_identity if self.drafts(request) else ""
         if request.adapter is None and not request.cache_salt:
             return identity

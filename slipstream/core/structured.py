@@ -1,4 +1,4 @@
-"""Outputs that must follow a grammar, and the interface of guides through grammars."""
+"""Structured outputs, and the interface of the guides that follow an output's grammar."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,14 @@ KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True, kw_only=True)
 class Thought:
-    """A free part in front of what an output must be.
+    """Unconstrained reasoning before the structured part of an output.
 
     Args:
-        opening, closing: tokens that open and close it.
-        begun: the output begins within it; else it is there if the output begins with `opening`.
-        spaces: tokens that may stand before the opening and behind the closing one.
-        budget: most tokens of it, behind which `closing` must stand; None is no limit.
+        opening, closing: the tokens that open and close it, such as <think> and </think>.
+        begun: the output begins within the reasoning; otherwise there is reasoning if the output
+            begins with `opening`.
+        spaces: tokens that may be before `opening` and after `closing`.
+        budget: maximum number of its tokens, after which `closing` is forced; None: no limit.
     """
 
     opening: int
@@ -31,17 +32,18 @@ class Thought:
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutput:
-    """What an output must be: exactly one of the kinds is given, or none behind a thought.
+    """A constraint of an output: exactly one of the kinds, or none if there is a `thought`.
 
     Args:
-        json_schema: a JSON document that satisfies this schema (an object or its JSON text).
-        json_object: any JSON object.
-        regex: a text that this regular expression (of Rust's kind) matches as a whole.
-        choice: one of these texts.
-        grammar: a text of this grammar, in the Lark syntax of llguidance.
-        frame: Lark rules (`start` and others) of what the output is around it; the rule `body`,
-            which they lack, stands for it. By default it is the whole output.
-        thought: what comes before all that.
+        json_schema: JSON schema (an object or its JSON text) of the output.
+        json_object: the output is any JSON object.
+        regex: regular expression (Rust's syntax) that matches the whole output.
+        choice: the output is one of these texts.
+        grammar: grammar of the output, in the Lark syntax of llguidance.
+        frame: Lark rules (`start` and others) of an output that contains the constrained text; the
+            rule `body`, which they do not define, stands for that text. None: the constrained text
+            is the whole output.
+        thought: reasoning before the output; None: there is none.
     """
 
     json_schema: str | Mapping[str, Any] | bool | None = None
@@ -67,23 +69,23 @@ class StructuredOutput:
 
     @property
     def is_free(self) -> bool:
-        """Whether what stands behind the thought may be anything."""
+        """Whether the output after the reasoning is unconstrained."""
         return all(getattr(self, kind) in (None, False) for kind in KINDS)
 
     @property
     def kind(self) -> str:
-        """Which of `KINDS` it is; it is not free."""
+        """The kind of the constraint, one of `KINDS`; only if there is one."""
         return next(kind for kind in KINDS if getattr(self, kind) not in (None, False))
 
     @property
     def text(self) -> str:
-        """What it says; of one kind, equal texts mean the same."""
+        """The constraint as a text; equal texts of one kind are equal constraints."""
         if self.choice is not None:
             return json.dumps(list(self.choice))
         return str(self.json_schema or self.regex or self.grammar or "")
 
     def _check_json_schema(self) -> None:
-        """The text is kept, so that a schema that is changed later changes nothing."""
+        """Keep the schema as text, so that later changes of the object have no effect."""
         schema = self.json_schema
         try:
             found = json.loads(schema) if isinstance(schema, str) else schema
@@ -117,7 +119,7 @@ def _require_text(name: str, value: object) -> None:
 
 
 class Advance(Enum):
-    """What a token did to a grammar: more may follow; nothing can; it was not allowed."""
+    """The result of a token: more tokens may follow, none can, or the token was not allowed."""
 
     OPEN = "open"
     COMPLETE = "complete"
@@ -134,4 +136,4 @@ class Guide(Protocol):
     problem: str
 
     def advance(self, token: int) -> Advance:
-        """Take in a token of the output."""
+        """Advance by a token of the output."""

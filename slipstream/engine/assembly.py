@@ -7,8 +7,8 @@ from importlib import import_module
 import torch
 
 from slipstream.cache.block_manager import BlockManager
+from slipstream.cache.per_rank_blocks import PerRankBlocks
 from slipstream.cache.spec import CacheLayout, CacheSizes, ModelCache
-from slipstream.cache.spread_blocks import SpreadBlocks
 from slipstream.cache.state_places import StatePlaces
 from slipstream.cache.window_blocks import WindowBlocks
 from slipstream.core.config import EngineConfig
@@ -133,7 +133,7 @@ def block_manager(
         num_ranks: number of ranks that have caches of their own for different requests.
     """
     make = partial(_manager_of_one, resolved, sizes, shares_prefixes)
-    return make() if num_ranks == 1 else SpreadBlocks([make() for _ in range(num_ranks)])
+    return make() if num_ranks == 1 else PerRankBlocks([make() for _ in range(num_ranks)])
 
 
 def _manager_of_one(resolved: Resolved, sizes: CacheSizes, shares_prefixes: bool) -> BlockManager:
@@ -176,7 +176,7 @@ def graph_runner(
     if not isinstance(form, CapturedForm):
         return None
     recorder = Recorder(resolved.device)
-    ranks.outlive(recorder.graphs)
+    ranks.reset_before_end(recorder.graphs)
     return GraphRunner(state, sampling, form, recorder, _of_drafts(resolved), adapted)
 
 

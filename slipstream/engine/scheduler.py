@@ -15,7 +15,7 @@ from slipstream.engine.adapters import Adapters
 from slipstream.engine.admission import check_fits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
 from slipstream.engine.invariants import check_gain, check_places, check_queues, order
-from slipstream.engine.shares import Budget, Share, last_beside, room_for, scheduled, will_share
+from slipstream.engine.shares import Budget, Share, last_on_rank, room_for, scheduled, will_share
 from slipstream.engine.stop_conditions import NOT_FINITE, append_output
 
 
@@ -195,7 +195,7 @@ class Scheduler:
             if self._secure(Share.of(request)):
                 secured += 1
             else:
-                last = last_beside(self._running, request.request_id, self.block_manager)
+                last = last_on_rank(self._running, request.request_id, self.block_manager)
                 preempted.append(self._preempt(last))  # it is not secured yet
         return preempted
 
@@ -362,9 +362,9 @@ class Scheduler:
             ending = FinishReason.ERROR, NOT_FINITE
         # num_computed becomes num_tokens - 1, as the bonus or recovered token is not computed, but
         # less if a stop condition has cut the output among the accepted drafts.
-        taken_in = request.num_computed + item.num_new_tokens
-        self.block_manager.take_in(request.request_id, taken_in)
-        request.num_computed = min(taken_in + gain.num_accepted, request.num_tokens)
+        num_known = request.num_computed + item.num_new_tokens
+        self.block_manager.commit_states(request.request_id, num_known)
+        request.num_computed = min(num_known + gain.num_accepted, request.num_tokens)
         request.num_steps += bool(gain.token_ids)
         request.drafter_computed = gain.drafter_computed
         if not gain.broken:

@@ -101,11 +101,11 @@ def scheduled(share: Share, blocks: BlockManager, adapter: int) -> ScheduledRequ
     )
 
 
-def last_beside(running: Sequence[Request], name: str, blocks: BlockManager) -> Request:
-    """The last of these requests whose blocks request `name` could have in its place, possibly
+def last_on_rank(running: Sequence[Request], name: str, blocks: BlockManager) -> Request:
+    """The last of these requests with blocks in the same cache as those of request `name`, possibly
     itself."""
-    beside = blocks.beside(name)
-    return next(request for request in reversed(running) if request.request_id in beside)
+    cached_there = blocks.in_same_cache(name)
+    return next(request for request in reversed(running) if request.request_id in cached_there)
 
 
 def will_share(request: Request, batch: Batch, blocks: BlockManager, limits: StepLimits) -> bool:

@@ -47,7 +47,7 @@ class AttentionSpec:
         softcap: softcap of scaled scores; see `Heads`.
         keys_as_values: values are the output of the key projection (before norm and RoPE).
         value_norm: value heads are normed, without a weight.
-        lender: index, among layers with a mixer, of the layer whose KV cache this layer reads
+        kv_source: index, among layers with a mixer, of the layer whose KV cache this layer reads
             instead of computing keys and values; None: the layer has its own.
         name: name of the module within its layer, in a checkpoint.
     """
@@ -68,7 +68,7 @@ class AttentionSpec:
     softcap: float | None = None
     keys_as_values: bool = False
     value_norm: bool = False
-    lender: int | None = None
+    kv_source: int | None = None
     name: str = "self_attn"
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class AttentionSpec:
         query = Part(f"{name}.q_proj", self.query_rows, paired=paired)
         key = Part(f"{name}.k_proj", self.kv_rows, paired=paired, heads=heads)
         value = key if self.keys_as_values else Part(f"{name}.v_proj", self.kv_rows, heads=heads)
-        parts = [key, value] if self.lender is None else []
+        parts = [key, value] if self.kv_source is None else []
         if not self.gated:
             return [query, *parts]
         rows, group = 2 * self.query_rows, 2 * self.head_dim
@@ -132,8 +132,8 @@ class AttentionSpec:
         return (4 if self.gated else 3) * self.query_rows + 4 * self.kv_rows
 
     def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> KVSpec | SharedCache:
-        if self.lender is not None:
-            return SharedCache(self.lender, self.window)
+        if self.kv_source is not None:
+            return SharedCache(self.kv_source, self.window)
         num_kv_heads = _kv_heads(self, share)
         return KVSpec(num_kv_heads, self.head_dim, dtype, self.window)
 
@@ -195,7 +195,7 @@ class Attention:
             joint_norms=joint_norms,
             query_scales=context.ropes.query_scales(spec.rope),
             value_norm=_value_norm(spec, head_norms),
-            reads_only=spec.lender is not None,
+            reads_only=spec.kv_source is not None,
             adapters=(self.qkv.adapters, self.output.adapters),
         )
 
@@ -206,8 +206,8 @@ class Attention:
     def apply(
         self, ops: Ops, entering: HalfInput, inputs: PassInputs, cache: LayerCache
     ) -> tuple[HalfOutput, Tensor]:
-        """See `Mixer`; writes the rows' keys and values into `cache`, unless the layer has a
-        lender."""
+        """See `Mixer`; writes the rows' keys and values to `cache`, unless there is a
+        `kv_source`."""
         addend, residual, second = entering
         if residual is None and self._parts.needs_sources:
             assert isinstance(addend, Tensor), "the first addend is the stream itself"
@@ -281,17 +281,18 @@ def _kv_heads(spec: AttentionSpec, share: Share) -> int:
 def _head_norms(
     spec: AttentionSpec, source: ParameterSource, name: str, norms: LayerNorms
 ) -> tuple[Norm, Norm] | None:
-    """The norms of query and key heads; with a lender, which has the keys, the first twice."""
+    """The norms of query and key heads; with a `kv_source` there are no keys to norm, and the
+    query norm stands for both."""
     if not spec.qk_norm or spec.joint_norms:
         return None
     query = norms.load(source, f"{name}.q_norm", spec.head_dim)
-    if spec.lender is not None:
+    if spec.kv_source is not None:
         return query, query
     return query, norms.load(source, f"{name}.k_norm", spec.head_dim)
 
 
 def _value_norm(spec: AttentionSpec, head_norms: tuple[Norm, Norm] | None) -> Norm | None:
-    if not spec.value_norm or spec.lender is not None:
+    if not spec.value_norm or spec.kv_source is not None:
         return None
     assert head_norms is not None, "families with value norms have key norms"
     return Norm(torch.ones_like(head_norms[1].weight), head_norms[1].eps)

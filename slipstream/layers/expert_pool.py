@@ -86,8 +86,8 @@ class ExpertPool:
         Args:
             sums_addends: see `Ops`; if set, the result is the stack of them, in the order of ranks.
         """
-        assert self.share.swap is not None, "there are other ranks"
-        parts = self.share.swap(partial.view(self.size, -1, partial.shape[-1]))[:, :count]
+        assert self.share.all_to_all is not None, "there are other ranks"
+        parts = self.share.all_to_all(partial.view(self.size, -1, partial.shape[-1]))[:, :count]
         return parts if sums_addends else in_order(parts)
 
     def assist(self, ops: Ops, num_rows: int) -> None:

@@ -158,8 +158,7 @@ class Share:
         unreduced: leaves the sum of the ranks' partial results (see `addend`) to the op that takes
             it, which fetches them from the GPUs' memory; None: there is no such memory, or it is
             not for this shape.
-        swap: all-to-all: [size, ...], a part for each rank -> [size, ...], the part that each rank
-            had for this one.
+        all_to_all: [size, ...], a part for each rank -> [size, ...], each rank's part for this one.
         reaches_memory: ranks reach each other's GPU memory, so that sums take few microseconds.
     """
 
@@ -172,7 +171,7 @@ class Share:
     unit: int = 1
     stack: Callable[[Tensor], Tensor] | None = None
     unreduced: Callable[[Tensor, torch.dtype], UnreducedSum | None] = lambda partial, dtype: None
-    swap: Callable[[Tensor], Tensor] | None = None
+    all_to_all: Callable[[Tensor], Tensor] | None = None
     reaches_memory: bool = False
 
     def addend(self, partial: Tensor, dtype: torch.dtype, sums_addends: bool) -> HalfOutput:

@@ -197,7 +197,7 @@ class DecoderConfig:
         """Names of tensors that a checkpoint may have but the network does not use."""
         names = ["lm_head.weight"] if self.tie_word_embeddings else []
         for index, layer in enumerate(self.layers):
-            if isinstance(layer.mixer, AttentionSpec) and layer.mixer.lender is not None:
+            if isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv_source is not None:
                 name = f"model.layers.{index}.{layer.mixer.name}"
                 names += [f"{name}.{it}.weight" for it in ("k_proj", "v_proj", "k_norm")]
         return tuple(names)

@@ -45,15 +45,15 @@ def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
     if slides[-1]:
         raise reader.error("layer_types", "must end with full_attention")
     mixers = read_attention(reader, common.attention, positions, slides)
-    lenders = _read_lenders(reader, slides)
-    mixers = [replace(mixer, lender=lender) for mixer, lender in zip(mixers, lenders, strict=True)]
+    sources = _read_kv_sources(reader, slides)
+    mixers = [replace(mixer, kv_source=it) for mixer, it in zip(mixers, sources, strict=True)]
     dense = common.feed_forward
     wide = dense
     if reader.take("use_double_wide_mlp", bool, False):
         wide = replace(dense, intermediate_size=2 * dense.intermediate_size)
     experts = _read_experts(reader)
     feed_forwards = [
-        _feed_forward(experts, dense if lender is None else wide) for lender in lenders
+        _feed_forward(experts, dense if source is None else wide) for source in sources
     ]
     decoder = scaled(reader, common.with_mixers(mixers, feed_forwards), None)
     return _with_inputs(reader, replace(decoder, windowed_sight=True))
@@ -115,7 +115,7 @@ def _with_inputs(reader: ConfigReader, decoder: DecoderConfig) -> DecoderConfig:
     return replace(decoder, layers=tuple(layers), layer_inputs=inputs)
 
 
-def _read_lenders(reader: ConfigReader, slides: Sequence[bool]) -> list[int | None]:
+def _read_kv_sources(reader: ConfigReader, slides: Sequence[bool]) -> list[int | None]:
     """For each layer, the layer whose keys and values it reads: for the last
     `num_kv_shared_layers` the last layer of their type with its own; None: its own."""
     key, count = "num_kv_shared_layers", len(slides)

@@ -1,1 +1,1 @@
-"""Lays out batches as flat tensors and runs forward passes."""
+"""Device state, layout of rows, forward passes, CUDA graphs, memory and collectives."""

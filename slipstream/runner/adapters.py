@@ -13,7 +13,7 @@ from slipstream.runner.graphs import CAPTURING
 
 
 @dataclass(frozen=True, eq=False)
-class Loaded:
+class LoadedAdapter:
     """A LoRA adapter in the host's memory.
 
     Attributes:
@@ -25,7 +25,7 @@ class Loaded:
 
 
 class AdapterLoader:
-    """Loads adapters, on a thread beside the engine's.
+    """Loads adapters; called from a separate thread.
 
     Args:
         drafter: the drafter's slots, numbered like the target's; None if it takes no adapters.
@@ -34,7 +34,7 @@ class AdapterLoader:
     def __init__(self, slots: AdapterSlots, drafter: AdapterSlots | None = None) -> None:
         self._slots, self._drafter = slots, drafter
 
-    def read(self, path: str, draft_path: str | None = None) -> Loaded:
+    def read(self, path: str, draft_path: str | None = None) -> LoadedAdapter:
         """Read the target's adapter from one directory and the drafter's, if any, from another.
 
         Raises:
@@ -42,16 +42,16 @@ class AdapterLoader:
             UsageError: the drafter takes no adapters.
         """
         if draft_path is None:
-            return Loaded(_read(path, self._slots))
+            return LoadedAdapter(_read(path, self._slots))
         if self._drafter is None:
             raise UsageError(
                 "only draft models take adapters, of attention and feed-forward layers without "
                 f"experts; leave the drafter's ({draft_path}) out"
             )
-        return Loaded(_read(path, self._slots), _read(draft_path, self._drafter))
+        return LoadedAdapter(_read(path, self._slots), _read(draft_path, self._drafter))
 
     def write(self, slot: int, adapter: object) -> None:
-        """Copy a `Loaded` to a slot that no coming step uses; returns when the copy is complete."""
+        """Copy a `LoadedAdapter` to a slot that no coming step uses, and wait for the copy."""
         if self._slots.device.type != "cuda":
             self.fill(slot, adapter)
             return
@@ -60,8 +60,8 @@ class AdapterLoader:
             self._stream.synchronize()
 
     def fill(self, slot: int, adapter: object) -> None:
-        """Copy a `Loaded` to a slot in the caller's stream, without waiting for it."""
-        assert isinstance(adapter, Loaded)
+        """Copy a `LoadedAdapter` to a slot in the caller's stream, without waiting for it."""
+        assert isinstance(adapter, LoadedAdapter)
         self._slots.write(slot, adapter.target.factors)
         if adapter.draft is not None:
             assert self._drafter is not None, "it was read for these slots"

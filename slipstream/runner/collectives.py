@@ -1,9 +1,9 @@
 """Collective operations between ranks: gloo between processes on a CPU, NCCL between GPUs.
 
-Ranks that run the same rows only gather. All-reduce is an all-gather followed by additions in the
-order of the ranks, so that all ranks hold bitwise equal sums. Everything computed from them is then
-equal as well, and results need not be sent from one rank to another. Ranks that run different rows
-also swap parts (all-to-all).
+Ranks that run the same rows only use all-gather. All-reduce is an all-gather followed by additions
+in the order of the ranks, so all ranks get bitwise equal sums, and everything that is computed from
+them is equal as well: results need not be sent from one rank to another. Ranks that run different
+rows also use all-to-all.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ class Collectives:
     Args:
         device: the device of the exchanged tensors.
         name: the name of this group of ranks in the store.
-        graphs: see `outlive`; shared with the groups within this one.
+        graphs: see `reset_before_end`; shared with the groups within this one.
     """
 
     def __init__(
@@ -79,10 +79,18 @@ class Collectives:
 
     def share(self) -> Share:
         """This rank's share of a network."""
-        exchanges = self.reduce, self.gather, self.least, self.within
-        whole = Share(self.rank, self.size, *exchanges, stack=self.all_of, swap=self.swap)
-        reaches = self._inboxes is not None
-        return replace(whole, unreduced=self.unreduced, reaches_memory=reaches)
+        return Share(
+            self.rank,
+            self.size,
+            self.reduce,
+            self.gather,
+            self.least,
+            self.within,
+            stack=self.all_gather,
+            unreduced=self.unreduced,
+            all_to_all=self.all_to_all,
+            reaches_memory=self._inboxes is not None,
+        )
 
     def within(self, size: int) -> Share:
         """See `Share.within`."""
@@ -94,7 +102,7 @@ class Collectives:
             self._neighbours[size] = Collectives(*given, f"{size} from {first}", self._graphs)
         return replace(self._neighbours[size].share(), least=self.least)
 
-    def all_of(self, mine: Tensor) -> Tensor:
+    def all_gather(self, mine: Tensor) -> Tensor:
         """All-gather: [...] of each rank -> [size, ...] on every rank; only its stream waits."""
         mine = mine.contiguous()
         if self._inboxes is not None and self._gather is not None:
@@ -106,7 +114,7 @@ class Collectives:
         _run(self._group._allgather_base, found, mine)
         return found
 
-    def swap(self, mine: Tensor) -> Tensor:
+    def all_to_all(self, mine: Tensor) -> Tensor:
         """All-to-all: [size, ...], a part for each rank -> [size, ...], the parts for this one."""
         mine = mine.contiguous()
         found = torch.empty_like(mine)
@@ -131,7 +139,7 @@ class Collectives:
 
     def reduce(self, mine: Tensor) -> Tensor:
         """All-reduce: the sum in the order of the ranks, in float32, rounded once."""
-        found = self.all_of(mine)
+        found = self.all_gather(mine)
         total = found[0].float()
         for other in found[1:]:
             total += other
@@ -139,11 +147,11 @@ class Collectives:
 
     def gather(self, mine: Tensor) -> Tensor:
         """[T, n] of each rank -> [T, size n]."""
-        return torch.cat(self.all_of(mine).unbind(0), -1)
+        return torch.cat(self.all_gather(mine).unbind(0), -1)
 
     def least(self, number: int) -> int:
         """The minimum of the ranks' numbers; the host waits for it."""
-        return int(self.all_of(torch.tensor([number], device=self._device)).min())
+        return int(self.all_gather(torch.tensor([number], device=self._device)).min())
 
     def require_equal(self, tensors: Sequence[Tensor]) -> None:
         """Raise RanksLostError on every rank if these tensors are not equal on all of them."""
@@ -151,7 +159,7 @@ class Collectives:
         for tensor in tensors:
             digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
         mine = torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)])
-        found = self.all_of(mine.to(self._device))
+        found = self.all_gather(mine.to(self._device))
         if not torch.equal(found, found[:1].expand_as(found)):
             raise RanksLostError(
                 "the ranks hold different tokens or counters, so their output is invalid: report "
@@ -159,7 +167,7 @@ class Collectives:
                 "fixed"
             )
 
-    def outlive(self, graphs: Graphs) -> None:
+    def reset_before_end(self, graphs: Graphs) -> None:
         """Reset these CUDA graphs, which contain exchanges, before this group ends."""
         self._graphs.append(graphs)
 
@@ -178,7 +186,7 @@ class Collectives:
             neighbours.abort()
 
     def _end_waits(self) -> None:
-        """End waits of kernels for other ranks, and all that come."""
+        """End the waits of kernels for other ranks, now and from now on."""
         if self._inboxes is not None:
             self._inboxes.ended.fill_(1)
         for neighbours in self._neighbours.values():

@@ -25,17 +25,17 @@ class PackedBatch:
         slots, num_new_tokens, num_draft_tokens: one number per request.
         at_end: whether the last known token is among the new ones.
         width: K, not less than any request's number of draft tokens.
-        uses: the features of sampling that any of the requests needs.
+        uses: the sampling features that at least one of the requests needs.
         guesses: see `Guesses`; None: the device drafts for all requests.
-        rereads: how many tokens in front of the new ones the target computes again, for their
-            features (0 or 1 per request); None: none.
+        rereads: number of tokens before the new ones that the target computes again, for their
+            features (0 or 1 per request); None: 0 for all.
         stops: see `DraftPlan`, per request; empty if no chain may end early.
         trims: see `DraftPlan`, per request; empty if all draft tokens are verified.
         saved: see `ScheduledRequest`, per request; empty if no checkpoint is written.
         prompts: see `PassRows`.
-        reads_all: the hidden states of all rows may be read; else only those that judge drafts.
-        least_requests, least_rows: what captured steps are padded to at least, so that ranks with
-            requests of their own replay graphs of one shape.
+        reads_all: the hidden states of all rows may be read; else only those that verify drafts.
+        least_requests, least_rows: minimum sizes to which captured steps are padded, so that data
+            parallel ranks replay graphs of one shape.
     """
 
     slots: Sequence[int]
@@ -99,26 +99,25 @@ class DeviceBatch:
     """The requests of one step on the device.
 
     Attributes:
-        slots: [R] int64, rows of the device state; padding has a slot of its own.
+        slots: [R] int64, rows of the device state; padding has a reserved slot.
         num_new_tokens: [R] int64, known tokens that the target computes; 0 for padding.
         num_draft_tokens: [R] int64, at most K.
-        at_end: [R] bool, the last known token is among the new ones, so the request gains tokens.
+        at_end: [R] bool, the last known token is among the new ones, so the request gets tokens.
         rereads: [R] int64, see `PackedBatch`; 0 unless the batch is exact.
         guesses: [R, K] int64, draft tokens that the host found, -1 in the rows of requests for
             which the device drafts; [R, 0] if there are none.
         width: K.
         uses: see `PackedBatch`.
-        exact: passes compute no padding, and the host may wait for the device to learn the number
-            of rows. Otherwise each request gets the most rows that it can have, and the host never
+        exact: passes compute no padding, and the host may wait for the device to get the number
+            of rows. Otherwise each request gets its maximum number of rows, and the host never
             waits, so that the step can be captured in a CUDA graph.
         factors: [R] int64, see `Trim`.
         saved: [R] int64, see `PackedBatch`.
         num_rows: rows of the target's pass, without those of `rereads`; draft tokens get the rows
-            that known tokens leave. None: as many as the requests can have together.
-        kept: [R] int64, how many leading draft tokens are still those of the drafter, after a
-            grammar has changed the draft; None: all.
+            that known tokens do not use. None: the maximum of all requests together.
+        kept: [R] int64, number of leading draft tokens that a grammar has not replaced; None: all.
         stops: see `PackedBatch`; empty unless the batch is exact, since chains of captured steps
-            are as long as they were planned.
+            have their planned length.
         prompts: see `PassRows`; empty unless the batch is exact.
         known_counts: `num_known_rows` on the host; empty unless the batch is exact.
         reads_all: see `PackedBatch`.
@@ -175,12 +174,12 @@ class DeviceBatch:
 
     @property
     def guessed(self) -> Tensor:
-        """[R] bool, the host has drafted for the request, even if it found no token."""
+        """[R] bool, whether the host has drafted for the request, even if it found no token."""
         return (self.guesses[:, :1] >= 0).any(1)
 
     @property
     def num_known_rows(self) -> Tensor:
-        """[R] int64, rows of the target's pass that hold known tokens."""
+        """[R] int64, number of rows of the target's pass for known tokens."""
         return self.num_new_tokens + self.rereads
 
     @property
@@ -190,8 +189,8 @@ class DeviceBatch:
 
     @property
     def num_featured_drafts(self) -> Tensor:
-        """[R] int64, draft tokens of the requests whose last known token has features of the target
-        already, else 0: after a prefix hit this step computes them."""
+        """[R] int64, number of draft tokens; 0 for requests whose last known token has no features
+        of the target yet: after a prefix hit, this step computes them."""
         return torch.where(self.rereads > 0, 0, self.num_draft_tokens)
 
     def rows(
@@ -203,8 +202,8 @@ class DeviceBatch:
         tree: TreeRows | None = None,
         excerpt: Excerpt | None = None,
     ) -> PassRows:
-        """The rows of a drafter's pass: lengths[r] of each request, from position starts[r] on, and
-        never more than `most`; see `PassRows`."""
+        """The rows of a drafter's pass: lengths[r] rows of each request, at most `most`, from
+        position starts[r] on; see `PassRows`."""
         width = None if self.exact else most
         return PassRows(
             self.slots,
@@ -221,7 +220,7 @@ class DeviceBatch:
         self, starts: Tensor, num_drafts: Tensor, most_drafts: int, tree: TreeRows | None
     ) -> PassRows:
         """The rows of the target's pass: known tokens from `starts` on, then num_drafts[r] draft
-        tokens, which are `most_drafts` at most."""
+        tokens, at most `most_drafts`."""
         lengths, adapted = self.num_new_tokens + num_drafts, Uses.ADAPTER in self.uses
         if not self.exact:
             most, total = most_drafts + 1, self.num_rows
@@ -247,7 +246,7 @@ class DeviceBatch:
         )
 
     def asking_for(self, num_draft_tokens: Tensor, width: int) -> "DeviceBatch":
-        """A copy that asks for other numbers of draft tokens, at most `width`."""
+        """A copy with other numbers of draft tokens, at most `width`."""
         if self.exact:
             width = int(num_draft_tokens.max())
         return replace(self, num_draft_tokens=num_draft_tokens, width=width)

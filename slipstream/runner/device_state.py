@@ -18,7 +18,7 @@ SURPLUS_TOKENS = 1
 
 
 class DeviceState:
-    """Persistent tensors, one row per slot, and one more for the padding of captured batches.
+    """Persistent tensors with a row for each slot, and one more for the padding of captured steps.
 
     Ranges over `token_ids[slot]`:
 
@@ -29,16 +29,16 @@ class DeviceState:
         token_ids: [slots + 1, max_model_len + 1] int32.
         num_tokens: [slots + 1] int64, known tokens.
         num_computed: [slots + 1] int64, tokens in the target's cache.
-        most_drafted: [slots + 1] int64, the most tokens that a request may have with draft tokens,
-            one less than max_tokens and max_model_len allow, as one more token always follows.
+        most_drafted: [slots + 1] int64, maximum number of tokens of a request, draft tokens
+            included: one less than max_tokens and max_model_len allow, as one more token follows.
         block_tables: [slots + 1, max_blocks] int32; twice as wide with a second table for layers
             with a window, see `RequestTables.window_column`.
         adapters: [slots + 1] int64, the slot of each request's adapter, or -1.
-        draft_adapters: [slots + 1] int64, the same, but -1 for adapters without a drafter's part.
-        padding_slot: the last slot, which has no tokens and gains none.
-        position_offsets: [slots + 1] int64, added to the index of tokens behind a request's images
-            to get their position (M-RoPE); None if positions are indices.
-        ops: kernels for these tensors.
+        draft_adapters: [slots + 1] int64, the slot of the adapter's factors for the drafter, or -1.
+        padding_slot: the last slot, which never has tokens.
+        position_offsets: [slots + 1] int64, added to the index of tokens after a request's images
+            to get their position (M-RoPE); None: positions are indices.
+        ops: batch preparation ops.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class DeviceState:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what the block tables on the device hold; no slot is in use."""
+        """Forget the block tables on the device; no slot is in use."""
         # A copy of `block_tables`, so that only changed entries are copied to the device.
         count = self.num_slots * len(self._columns)
         self._written: list[list[int]] = [[] for _ in range(count)]
@@ -95,7 +95,8 @@ class DeviceState:
             self.block_tables.view(-1).index_copy_(0, changes[0], changes[1].to(torch.int32))
 
     def _admit(self, items: Sequence[ScheduledRequest]) -> None:
-        """Write the requests to their slots, all in a few copies: an idle GPU waits for them."""
+        """Write the requests to their slots, in as few copies as possible, since an idle GPU waits
+        for them."""
         if not items:
             return
         known = [item.request.token_ids for item in items]
@@ -132,7 +133,7 @@ class DeviceState:
         )
 
     def _changed_from(self, number: int, table: Sequence[int]) -> int:
-        """The first entry that the device does not have yet; from there on `table` is recorded."""
+        """The first entry of `table` that the device does not have yet; records the rest."""
         written = self._written[number]
         same = num_equal(written, table)
         if same < len(table):

@@ -1,15 +1,15 @@
 """Excerpts of requests for drafters: their first and last tokens, as one short context.
 
 A draft model with a window attends to the last tokens of a text and to the first ones, which serve
-as attention sinks (Xiao et al. 2023, "StreamingLLM"); a head attends to the last ones alone. Both
+as attention sinks (Xiao et al. 2023, "StreamingLLM"); a head attends only to the last ones. Both
 parts are whole blocks, so an excerpt is a block table without the blocks in between:
 
     token    0 .... first | ......... | ............ known ..
              first tokens |  skipped  | the window, drafts
     place    0 .... first |             ............ known - skipped ..
 
-Kernels read such a table like any other. What a row sees depends on its place in the excerpt,
-and its rotary embedding on its position in the text. All tensors here have fixed shapes.
+Kernels read such a table like any other. Which tokens a row attends to depends on its place in the
+excerpt, and its rotary embedding on its position in the text. All tensors have fixed shapes.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,14 @@ FIRST_TOKENS = 4  # least number of first tokens, as in the paper
 
 @dataclass(frozen=True, eq=False)
 class Excerpt:
-    """The context that the passes of one round see of each request of a batch.
+    """The context to which the passes of one round attend, for each request of a batch.
 
     Attributes:
-        tables: of the excerpts, with a row for each request of the batch.
+        tables: tables with the block tables of the excerpts, a row for each request of the batch.
         rows: [R] int64, the row of each request in `tables`.
-        skipped: [R] int64, number of tokens that are left out, in whole blocks; None: the tables
-            are those of the whole texts.
-        first: number of tokens in front of those that are left out.
+        skipped: [R] int64, number of tokens that are omitted, in whole blocks; None: texts are not
+            shortened.
+        first: number of tokens before the omitted ones.
         last_position: the largest position of a row.
     """
 
@@ -45,17 +45,17 @@ class Excerpt:
     last_position: int = 0
 
     def places(self, tokens: Tensor) -> Tensor:
-        """Indices of tokens [R] -> their places in the excerpts [R]; a token that is left out has
-        the place of the first one behind the gap."""
+        """Indices of tokens [R] -> their places in the excerpts [R]; an omitted token has the place
+        of the first token after the gap."""
         if self.skipped is None:
             return tokens
         return torch.maximum(tokens - self.skipped, tokens.clamp_max(self.first))
 
     def inputs(self, placed: PassInputs, skipped: Tensor) -> PassInputs:
-        """The inputs of rows that were laid out in the excerpts, with their positions in the texts.
+        """The inputs of rows that were placed in the excerpts, with their positions in the texts.
 
         Args:
-            skipped: [T] or broadcast to it, `skipped` of each row's request.
+            skipped: [T] or a shape that broadcasts to it, `skipped` of each row's request.
         """
         places = placed.rows.positions
         positions = (places + skipped).clamp_max(self.last_position)
@@ -72,9 +72,9 @@ class ExcerptSizes:
     """The sizes of an excerpt.
 
     Attributes:
-        window: number of last tokens that are seen; up to block_size - 1 more may be.
-        ahead: number of tokens behind the known ones that passes may write.
-        first_tokens: number of first tokens that are seen, rounded up to whole blocks.
+        window: number of last tokens in the excerpt, which may have up to block_size - 1 more.
+        ahead: number of tokens after the known ones that passes may write.
+        first_tokens: number of first tokens in the excerpt, rounded up to whole blocks.
     """
 
     window: int
@@ -88,7 +88,7 @@ class ExcerptSizes:
 
     @property
     def window_blocks(self) -> int:
-        """The most blocks that the window and the tokens ahead overlap."""
+        """Maximum number of blocks that the window and the tokens ahead overlap."""
         return -(-(self.window + self.ahead) // self.block_size) + 1
 
     @property
@@ -108,7 +108,7 @@ class ExcerptSizes:
         """The excerpts of requests whose first `known` tokens [R] are known.
 
         Args:
-            blocks: finds the drafter's blocks; None: they are the target's.
+            blocks: finds the drafter's blocks; None: the drafter uses the target's.
         """
         size, first = self.block_size, self.first_blocks
         left_out = (known - self.window).div(size, rounding_mode="floor").sub(first).clamp_min(0)
@@ -133,8 +133,8 @@ class ExcerptSizes:
         )
 
     def ring(self, slots: Tensor, numbers: Tensor) -> Tensor:
-        """A `BlockLookup` for a cache of `num_blocks` blocks for every slot: the first tokens have
-        blocks of their own, the others use the rest as a ring buffer."""
+        """A `BlockLookup` for a cache of `num_blocks` blocks per slot: the first tokens have fixed
+        blocks, and the others use the rest as a ring buffer."""
         first = self.first_blocks
         own = torch.where(numbers < first, numbers, first + (numbers - first) % self.window_blocks)
         return slots.unsqueeze(1) * self.num_blocks + own

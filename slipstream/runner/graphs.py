@@ -1,4 +1,4 @@
-"""CUDA graphs of the device's work on a batch: captured once for each size, then replayed."""
+"""CUDA graphs of the device's part of a step: captured once for each size, then replayed."""
 
 import gc
 import logging
@@ -23,7 +23,7 @@ from slipstream.sampling.state import SamplingState, Uses
 logger = logging.getLogger("slipstream")
 
 T = TypeVar("T")
-# Called between two graphs of a captured function, with a value that the host works on.
+# Called between two graphs of a captured function, with a value for the host.
 Between = Callable[[Any], Any]
 # Called with a DeviceBatch and, if the host has a part in the middle, a function for that part.
 BatchFunction = Callable[..., T]
@@ -34,8 +34,8 @@ OF_DRAFTS = frozenset({Uses.BLOCK, Uses.COUPLED})
 APART = OF_DRAFTS | {Uses.GRAMMAR, Uses.ADAPTER}
 # Bad words are matched on the host, so no graph has them.
 FULL = frozenset(Uses) - {Uses.BAD_WORDS} - APART
-# How many steps could have had fewer rows before a graph for these is captured: by then they have
-# lost about as much time as capturing takes.
+# Number of steps that could have had fewer rows before a graph for these is captured: by then they
+# have lost about as much time as capturing takes.
 WANTED_BEFORE_CAPTURE = 32
 # Held while a graph is captured: work of other threads on the GPU would break the capture.
 CAPTURING = Lock()
@@ -60,7 +60,8 @@ class HostPart(Protocol):
 
 @dataclass(frozen=True)
 class _Key:
-    """What a graph is for. `rows`: of the target's pass; None: width + 1 for each request."""
+    """The key of a graph. `rows`: number of rows of the target's pass; None: width + 1 for each
+    request."""
 
     name: str
     bucket: int
@@ -72,7 +73,7 @@ class _Key:
 
 @dataclass(eq=False)
 class _Captured(Generic[T]):
-    """A captured call: the tensor of numbers that it reads, and what replays it."""
+    """A captured call: the tensor of numbers that it reads, and the function that replays it."""
 
     columns: Tensor
     replay: Callable[[Between], T]
@@ -83,7 +84,7 @@ class Recorder:
     """Captures calls in CUDA graphs that share one memory pool.
 
     Attributes:
-        graphs: those that still exist; see `keep_until_reset`.
+        graphs: the graphs that still exist; see `keep_until_reset`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -98,7 +99,7 @@ class Recorder:
 
         Args:
             function: captured as one graph, or as two if it calls its argument in between.
-            buffers: stands in for that argument during the capture.
+            buffers: used instead of that argument during the capture.
         """
         with CAPTURING:
             return self._captured(function, buffers)
@@ -112,7 +113,7 @@ class Recorder:
             function(buffers)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graphs: list[torch.cuda.CUDAGraph] = []
-        values: list[Any] = []  # what the host gets behind each graph but the last
+        values: list[Any] = []  # what the host gets after each graph except the last
         # Collecting a dropped graph's memory in the middle of a capture would break it.
         collects = gc.isenabled()
         gc.disable()
@@ -149,8 +150,9 @@ class Recorder:
 def keep_until_reset(graphs: list[torch.cuda.CUDAGraph], owner: object, kept: set[Any]) -> None:
     """Keep these graphs in `kept` until `owner` is freed, and reset them then.
 
-    `kept` refers to them strongly, so that whoever ends first can reset them. Weak references would
-    not do: the garbage collector clears those to an unreachable cycle before it calls finalizers.
+    `kept` has strong references, so that `owner` or its process group can reset them, whichever
+    ends first. Weak references would not work: the garbage collector clears weak references to an
+    unreachable cycle before it calls finalizers.
     """
     kept.update(graphs)
     finalize(owner, _reset, graphs, kept)
@@ -165,13 +167,13 @@ def _reset(graphs: list[torch.cuda.CUDAGraph], kept: set[Any]) -> None:
 class GraphRunner:
     """Runs functions of a batch by replaying graphs of them.
 
-    A batch is padded to the next bucket with requests that have no tokens, compute nothing and
-    gain nothing. A capture runs on padding alone, so it can be done at any time. All graphs share
-    one memory pool, so the results of a replay are valid only until the next one.
+    A batch is padded to the next bucket with requests that have no tokens and compute nothing. A
+    capture runs only on padding, so it can be done at any time. All graphs share one memory pool,
+    so the results of a replay are valid only until the next one.
 
     Args:
-        form: the sizes that are captured; a batch takes the smallest that holds it.
-        recorder: captures a call.
+        form: the sizes that are captured; the smallest that is large enough is used for a batch.
+        recorder: captures calls.
         of_drafts: features that all sampled requests use in steps with drafts.
         adapted: requests may have adapters.
     """
@@ -222,8 +224,8 @@ class GraphRunner:
         return captured.replay(_nothing if host is None else host.fill)
 
     def expect(self, uses: frozenset[Uses]) -> None:
-        """Allocate what graphs of these features read. Ranks that replay graphs of one shape call
-        this with the features of all, so that none drops a graph that the others keep."""
+        """Allocate the tensors that graphs of these features read. Ranks that replay graphs of one
+        shape call this with the features of all ranks, so that all drop the same graphs."""
         if uses - APART not in LEAN:
             self._sampling.allocate_all()
 
@@ -234,14 +236,14 @@ class GraphRunner:
         guessed: bool,
         progress: Callable[[int], None],
     ) -> None:
-        """Capture the graphs of requests without rare features; the largest first, so that smaller
+        """Capture the graphs for requests without rare features; the largest first, so that smaller
         ones fit into its memory."""
         for key in self._lean_keys(name, guessed):
             self._capture(key, function)
             progress(1)
 
     def num_lean(self) -> int:
-        """How many graphs `capture_all` makes."""
+        """Number of graphs that `capture_all` captures."""
         return len(self._lean_keys("", False))
 
     def _lean_keys(self, name: str, guessed: bool) -> list[_Key]:
@@ -277,7 +279,7 @@ class GraphRunner:
         return self._with_fewer_rows(key, num_rows) if packs else key
 
     def _with_fewer_rows(self, key: _Key, num_rows: int) -> _Key:
-        """The key with the fewest rows that suffice and that is captured, or is wanted often."""
+        """The key with the fewest rows that suffice and whose graph is captured or often wanted."""
         totals = self._form.totals(key.bucket, key.width)
         fitting = [replace(key, rows=rows) for rows in totals[:-1] if rows >= num_rows]
         if fitting and fitting[0] not in self._graphs:
@@ -287,7 +289,7 @@ class GraphRunner:
         return next((packed for packed in fitting if packed in self._graphs), key)
 
     def _padded(self, columns: list[list[int]], bucket: int) -> list[list[int]]:
-        """The columns, extended by those of requests without tokens."""
+        """The columns, extended by columns of requests without tokens."""
         missing = bucket - len(columns[0])
         slots, *rest = columns
         padding = [0] * missing

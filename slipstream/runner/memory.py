@@ -1,4 +1,4 @@
-"""Available memory, the memory that steps need, and the size that this leaves for the KV cache."""
+"""Available memory, the memory that steps need, and the resulting size of the KV cache."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

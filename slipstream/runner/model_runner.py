@@ -1,4 +1,4 @@
-"""Passes of one model over the rows of a batch."""
+"""Forward passes of one model over the rows of a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +20,11 @@ class Forward:
     Attributes:
         hidden: [T, hidden_size], after the final norm, request by request; undefined in rows that
             are not read (`PassRows.num_read`).
-        layout: which request and position each row is.
+        layout: request and position of each row.
         streams: the residual streams of `stream_layers`, each [T, hidden_size].
-        embedded: [T, hidden_size], the input of the first layer if there are images among the rows;
-            None: it is the embeddings of the tokens.
-        num_rows: number of rows that experts computed for all ranks that share them; else T.
+        embedded: [T, hidden_size], the input of the first layer if rows include images; None: the
+            input is the embeddings of the tokens.
+        num_rows: if ranks share experts, the number of rows of each rank, padding included; else T.
     """
 
     hidden: Tensor
@@ -38,10 +38,10 @@ class ModelRunner:
     """Expands requests to flat rows, runs the network, and turns hidden states into logits.
 
     Args:
-        head: used in place of the network's own, such as a head over some of the tokens.
-        stream_layers: layers whose incoming residual stream every pass keeps (`Forward.streams`).
-        of_target: the model sees images. A drafter's sees their placeholders, at positions as in a
-            text.
+        head: replaces the network's own head, such as a head for some of the tokens.
+        stream_layers: layers whose incoming residual stream every pass returns (`Forward.streams`).
+        of_target: the model is the target, which gets the embeddings of images. A drafter gets
+            their placeholder tokens, at the positions of text.
 
     Attributes:
         has_states: a layer has recurrent states, so `commit` has to be called.
@@ -62,7 +62,7 @@ class ModelRunner:
         self.has_states = cache.has_states
 
     def forward(self, rows: PassRows) -> Forward:
-        """Compute `rows`, with token ids from the device state, and write their keys and values."""
+        """Run a pass over `rows`, whose token ids are in the device state; writes their caches."""
         layout = self._lay_out(rows)
         num_known = rows.lengths if rows.num_known is None else rows.num_known
         states = self._cache.state_inputs(rows.slots, rows.starts, num_known, rows.saved)
@@ -77,8 +77,8 @@ class ModelRunner:
         return Forward(hidden, layout, streams, embedded, num_rows)
 
     def _pooled(self, layout: RowLayout) -> tuple[RowLayout, int]:
-        """The layout with the number of rows that ranks agree on if they share experts, and
-        `Forward.num_rows`. Passes that are not exact have as many on all ranks."""
+        """The layout with the number of rows on which ranks agree if they share experts, and
+        `Forward.num_rows`. Passes that are not exact have equally many rows on all ranks."""
         pool, count = self._network.pool, len(layout.token_ids)
         if pool is None:
             return layout, count
@@ -88,8 +88,8 @@ class ModelRunner:
         return layout, count * pool.size
 
     def assist(self) -> int:
-        """Take part in an exact pass of other ranks with which this one shares experts, without
-        rows of its own; see `Forward.num_rows`."""
+        """Take part, without own rows, in an exact pass of the ranks with which this one shares
+        experts; returns `Forward.num_rows`."""
         pool = self._network.pool
         assert pool is not None, "there are other ranks"
         count = pool.agree(0)
@@ -106,8 +106,8 @@ class ModelRunner:
         return replace(layout, inputs=replace(layout.inputs, adapters=adapters))
 
     def _lay_out(self, rows: PassRows) -> RowLayout:
-        """The layout of the rows. With M-RoPE, rows behind an image have other positions than their
-        number in the text."""
+        """The layout of the rows. With M-RoPE, the position of a row after an image differs from
+        its index in the text."""
         layout = lay_out(self._state, rows, self._cache.has_windows)
         if rows.prompts:
             layout = with_bidirectional_spans(layout, rows.prompts)
@@ -124,20 +124,20 @@ class ModelRunner:
         Args:
             slots: [R] int64; the root is the last known token.
             path: [R, W] int64, the nodes of the path, the root (0) first.
-            counts: [R] int64, number of nodes behind the root; 0 also for requests without a tree.
+            counts: [R] int64, number of nodes after the root; 0 for requests without a tree.
         """
         roots = self._state.num_tokens[slots] - 1
         self._cache.keep_path(self._state.tables, slots, roots, path, counts)
 
     def begin(self, slots: Sequence[int], checkpoints: Sequence[int]) -> None:
-        """New requests get these slots, and their recurrent states those of the checkpoints; -1
-        for a request that begins without a checkpoint."""
+        """Initialise the recurrent states of new requests in these slots from checkpoints; -1 for a
+        request that begins without a checkpoint."""
         self._cache.begin(slots, checkpoints)
 
     def commit(self, slots: Tensor, num_accepted: Tensor) -> None:
-        """Apply the first num_accepted[r] draft rows of the last pass to states; [R] int64."""
+        """Include the first num_accepted[r] draft rows of the last pass in states; [R] int64."""
         self._cache.commit(slots, num_accepted)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, hidden_size] -> [T, v] float32, of the columns that the head has."""
+        """hidden [T, hidden_size] -> [T, v] float32, the logits of the head's columns."""
         return self._head(hidden)

@@ -1,11 +1,11 @@
-"""The rows of a pass through a network: which tokens they are, and how they are laid out.
+"""The rows of a pass through a network: their tokens and their layout.
 
-There are three layouts. *Exact*: each request has as many rows as it needs; where drafts may be
-shorter than planned, the host has to wait for the device to learn how many. *Padded*: every request
-has the same number of rows. *Packed*: a fixed number of rows for all requests together. The last
-two are known to the host beforehand, so such passes can be captured in a CUDA graph.
-`DeviceBatch.rows` chooses the layout; code that works on rows asks the `RowLayout` of the pass and
-need not know which it is.
+There are three layouts. *Exact*: each request has as many rows as it needs; if drafts may be
+shorter than planned, the host has to wait for the device to get their number. *Padded*: every
+request has the same number of rows. *Packed*: there is a fixed number of rows for all requests
+together. The host knows the sizes of padded and packed passes in advance, so these can be captured
+in a CUDA graph. `DeviceBatch.rows` chooses the layout; other code uses the `RowLayout` of the pass,
+which hides it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,20 +23,20 @@ from slipstream.runner.device_state import DeviceState
 from slipstream.runner.excerpts import Excerpt
 from slipstream.sampling.verification import TreeNodes
 
-_ALL_VISIBLE = -1  # ancestors of a row that sees all before it: every bit is set
+_ALL_VISIBLE = -1  # `TreeInputs.ancestors` of a causal row: every bit is set
 
 
 @dataclass(frozen=True, eq=False)
 class TreeRows:
     """Some nodes of each request's token tree, one row each.
 
-    Node i is stored as token roots + i of its request. Its position is roots + its depth, as in the
-    text that ends with it.
+    Node i is stored as token roots + i of its request. Its position is roots + its depth, which is
+    its position in the text that ends with it.
 
     Attributes:
         roots: [R] int64, the index of the token that is node 0.
-        first: the node of each request's first row; the others follow.
-        drafted: [R] bool, requests that have a tree; the rows of others are a causal chain.
+        first: the node of each request's first row; the other rows are the next nodes.
+        drafted: [R] bool, whether the request has a tree; otherwise its rows are a causal chain.
     """
 
     nodes: TreeNodes
@@ -45,13 +45,13 @@ class TreeRows:
     drafted: Tensor
 
     def inputs(self, chain: "RowLayout") -> PassInputs:
-        """The inputs of the tree's pass, made of those of a chain with as many rows."""
+        """The inputs of the tree's pass, made from the inputs of a chain with equally many rows."""
         request = chain.request
         node = (chain.offset + self.first).clamp_max(self.nodes.depths.shape[1] - 1)
         drafted = self.drafted[request]
         tokens = chain.inputs.rows.positions
         positions = self.roots[request] + self.nodes.depths[request, node]
-        # A node has no smaller number than its depth; rows behind the last position stay there.
+        # A node's number is at least its depth; positions are clamped to the last one.
         positions = torch.where(drafted, torch.minimum(positions, tokens), tokens)
         ancestors = torch.where(drafted, self.nodes.ancestors[request, node], _ALL_VISIBLE)
         inputs = chain.inputs
@@ -64,9 +64,7 @@ class TreeRows:
 
 @dataclass(frozen=True, eq=False)
 class PromptRows:
-    """A request's rows in a pass, tokens `first` to before `end`, and the spans of its images.
-
-    With M-RoPE the positions of text in front of an image depend on the spans, too."""
+    """A request's rows in a pass, tokens `first` to before `end`, and the spans of its images."""
 
     spans: Sequence[Span]
     first: int
@@ -74,39 +72,40 @@ class PromptRows:
 
     @property
     def pieces(self) -> list[tuple[Span, int, int]]:
-        """The spans that have rows here, each with the first of its tokens and the one behind."""
+        """The spans that overlap these rows, each with the range (start, end) of its rows."""
         cut = [(it, max(it.start, self.first), min(it.end, self.end)) for it in self.spans]
         return [(span, first, end) for span, first, end in cut if first < end]
 
 
 def prompt_rows(spans: Sequence[Span], first: int, end: int) -> PromptRows | None:
-    """The rows with their spans; None if no image is among these rows or behind them."""
+    """The rows with their spans; None if no image overlaps these rows or precedes them."""
     return PromptRows(spans, first, end) if first < end_of_spans(spans) else None
 
 
 @dataclass(frozen=True, eq=False)
 class PassRows:
-    """Which tokens a pass computes: for each request, `lengths` rows from `starts` on.
+    """The tokens that a pass computes: for each request, `lengths` rows from `starts` on.
 
     Attributes:
         slots: [R] int64.
         starts: [R] int64, position of each request's first row.
         lengths: [R] int64.
-        width: padded rows: every request gets this many, and those behind `lengths` write nothing
+        width: padded rows: the number of rows of every request; those after `lengths` write nothing
             and are ignored. None: exact rows.
-        total: packed rows: this many for all requests, at most `width` for each, and padding at the
-            end. None: padded or exact rows.
-        rereads: [R] int64, leading rows of each request that write nothing, as the cache has them
-            already and only their features are needed; None: none. For exact rows only.
-        num_known: [R] int64, leading rows of each request that are known tokens, not draft tokens;
-            None: all. Read by recurrent states only.
+        total: packed rows: the number of rows of all requests, at most `width` for each; the last
+            requests are padded. None: padded or exact rows.
+        rereads: [R] int64, number of leading rows of each request that write nothing, since they
+            are in the cache already and only their features are needed; None: 0 for all. Only for
+            exact rows.
+        num_known: [R] int64, number of leading rows of each request that are known tokens, not
+            draft tokens; None: all. Only recurrent states need it.
         saved: see `ModelCache.state_inputs`.
-        mask_token: the token of rows behind the known ones; None: as in the device state.
-        tree: for rows that are nodes of token trees; None: they are a chain.
+        mask_token: the token of rows after the known ones; None: the token in the device state.
+        tree: for rows that are nodes of token trees; None: rows are chains.
         prompts: for exact rows, the images of each request; empty: there are none.
         counts: for exact rows, `lengths` on the host, if they are known there; else empty.
-        excerpt: the part of the context that rows see; `starts` and the roots of trees then count
-            within it. None: rows see all of it.
+        excerpt: the part of the context to which rows attend; `starts` and the roots of trees are
+            then places within it. None: rows attend to all of it.
         adapted: some request has an adapter, which is applied to its rows.
         num_read: for exact rows, at most so many of the last rows of each request have their output
             read; None: all rows may.
@@ -131,11 +130,11 @@ class PassRows:
 
 @dataclass(frozen=True, eq=False)
 class RowLayout:
-    """Which request and position each row of a pass has, request by request.
+    """The request and the position of each row of a pass; rows are ordered by request.
 
     Attributes:
         token_ids: [T] int32.
-        inputs: for attention; padding rows write nothing.
+        inputs: the inputs of the pass; padding rows write nothing.
         first_row: [R] int64, the first row of each request.
         last_row: [R] int64, the last row of each request before padding; undefined, but a valid
             row, for requests without rows.
@@ -202,8 +201,8 @@ class RowLayout:
         return values[self.request, self.offset]
 
     def collect(self, values: Tensor, width: int) -> Tensor:
-        """values [T, ...] -> [R, width, ...]: the rows of each request, which are at most `width`;
-        zeros behind them."""
+        """values [T, ...] -> [R, width, ...]: the rows of each request, at most `width`, then
+        zeros."""
         if self.width is not None:
             return values.view(self.num_requests, width, *values.shape[1:])
         collected = values.new_zeros((self.num_requests, width, *values.shape[1:]))

@@ -1,1 +1,1 @@
-"""From logits to tokens: processors, sampling, verification."""
+"""Sampling state, sampling and verification of drafts, masks of logits, and logprobs."""

@@ -1,4 +1,4 @@
-"""Log probabilities, and masks of grammars and bad words for logits that are judged or sampled."""
+"""Log probabilities, and masks of grammars and bad words."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ def allow_next(
     vocabulary: Tensor | None = None,
     columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
-    """Mask the tokens that grammars forbid directly behind the known tokens in a drafter's logits.
+    """Mask the tokens that grammars forbid directly after the known tokens in a drafter's logits.
 
-    What they forbid behind draft tokens is not known on the device. If all tokens of the drafter's
+    The device does not know what grammars forbid after draft tokens. If all tokens of the drafter's
     vocabulary are forbidden, its logits are not changed, and the target rejects the draft token.
 
     Args:
-        logits: [n, v], left as it is.
-        slots, positions: [n] int64, of the tokens that these logits are for.
-        uses: of the requests.
-        vocabulary: [V], the token ids of all columns; None for those from 0 on.
-        columns: of logits, which are all of V or some of them.
+        logits: [n, v], not modified.
+        slots, positions: [n] int64, slot and position of the token of each row of logits.
+        uses: the features that the requests need.
+        vocabulary: [V], the token id of each column; None: column i is token i.
+        columns: columns of the logits: all of V, or this rank's share.
     """
     if Uses.GRAMMAR not in uses:
         return logits
@@ -75,7 +75,7 @@ def ban_words(logits: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:
 
 
 def _completions(context: tuple[int, ...], words: Sequence[tuple[int, ...]]) -> Iterator[int]:
-    """The tokens that would complete a word behind `context`."""
+    """The tokens that would complete a word after `context`."""
     for word in words:
         start = len(word) - 1
         # The last token is compared first: there may be many long words.
@@ -118,9 +118,9 @@ def token_logprobs(
     Args:
         logits: [N, v], any float dtype; the arithmetic is float32.
         token_ids: [N] int64, the chosen tokens, all legal.
-        num_top: n, how many of the most probable tokens to report; 0 for none.
-        normalised: false: the logits themselves stand for log probabilities.
-        columns: of logits, which are all of V tokens or some of them.
+        num_top: n, number of the most probable tokens to report; may be 0.
+        normalised: False: report logits instead of log probabilities.
+        columns: columns of the logits: all of V tokens, or this rank's share.
     """
     logits = logits.float()
     rows = torch.arange(len(token_ids), device=logits.device)

@@ -16,20 +16,21 @@ from slipstream.kernels.registry import sampling_over
 from slipstream.kernels.sampling import SamplingSlots
 
 SIGN_BIT = 1 << 63
-# Numbers beyond this mean the same, and float32 arithmetic on them could overflow.
+# Larger numbers have the same effect, and float32 arithmetic on them could overflow.
 LARGE = 1e30
 MOST_TOKENS = 1 << 62
-# A slot's numbers as they lie in memory: int64, then six float32 in the place of three.
+# The memory layout of a slot's numbers: int64, then six float32 in the space of three.
 NUM_INTS, NUM_FLOATS = 7, 6
 NUMBERS = struct.Struct(f"={NUM_INTS}q{NUM_FLOATS}f")
 FEWEST_STOP_IDS = 8
 
 
 class Uses(Enum):
-    """The features of sampling that a request needs beyond the argmax.
+    """The sampling features that a request needs besides the argmax.
 
     A batch is sampled with the features of all its requests. A feature that one of them needs is
-    computed for every row, and changes nothing in the others. One that none needs costs nothing.
+    computed for every row, and does not change the others' results. A feature that no request needs
+    costs nothing.
     """
 
     SAMPLING = "temperature above 0"
@@ -136,7 +137,8 @@ class SamplingState:
         self._tensors: dict[bool, tuple[int, SamplingSlots]] = {}
 
     def reset(self) -> None:
-        """Forget what is on the device after a failed admission, so that all is written again."""
+        """Forget the contents of the device's tensors after a failed admission, so that they are
+        written again."""
         slots = range(self.max_num_seqs)
         self._stop_ids = [[-1] for _ in slots]  # no request has these
         self._biased = set() if self.bias is None else set(slots)
@@ -163,7 +165,7 @@ class SamplingState:
             self._admit(slot, request)
 
     def _admit(self, slot: int, request: Request) -> None:
-        """What few requests have of their own."""
+        """Write the parameters that only few requests have."""
         self._requests[slot] = request
         uses = _uses(request)
         for use, slots in self._slots.items():
@@ -186,9 +188,9 @@ class SamplingState:
 
         Args:
             slots: [R] int64.
-            token_ids: [R, K+1] int64; what stands behind `num_tokens` is ignored.
-            num_tokens: [R] int64; 0 leaves the slot as it was.
-            uses: of the batch.
+            token_ids: [R, K+1] int64; those from `num_tokens` on are ignored.
+            num_tokens: [R] int64; 0 leaves the slot unchanged.
+            uses: the features of the batch.
         """
         self.ops.commit(slots, token_ids, num_tokens, self.tensors(Uses.PENALTIES in uses))
 

@@ -1,17 +1,17 @@
-"""Which draft tokens the target accepts, and the one token that it adds.
+"""Verification of drafts: the draft tokens that the target accepts, and the token that it adds.
 
 A token tree is verified by walking down one path. The tree's tokens are not sampled: the children
-of a node are the drafter's likeliest tokens there, so q is 1 for each. Sequential rejection would
-accept the first child with its probability under p, or else remove it from p, normalise p, and try
-the next sibling. That is equivalent to sampling one token from p and looking for it among the
-children: either way child c is taken with probability p(c), and any other token t with p(t). So a
-token is sampled at every node as in plain decoding, and the path goes from the root to the child
-that was sampled, as long as there is one. The last sampled token on the path is the recovered
-token, or at a leaf the bonus token.
+of a node are the drafter's most probable tokens there, so q is 1 for each. Sequential rejection
+would accept the first child with its probability under p, or else remove it from p, normalise p,
+and try the next sibling. That is equivalent to sampling one token from p and looking for it among
+the children: either way child c is accepted with probability p(c), and any other token t follows
+with p(t). So a token is sampled at every node as in plain decoding, and the path goes from the root
+to the child that was sampled, as long as there is one. The last sampled token on the path is the
+recovered token, or at a leaf the bonus token.
 
 These samples use the noise of plain decoding at the same position. Only one node of each position
-is on the path, so the output has exactly the distribution p, and equals the text that plain
-decoding gives with the same seed.
+is on the path, so the output has exactly the distribution p, and equals the text of plain decoding
+with the same seed.
 """
 
 from dataclasses import dataclass, replace
@@ -28,15 +28,15 @@ from slipstream.sampling.state import SamplingState, Uses
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """The tokens that a step gave its requests.
+    """The tokens that the requests of a step get.
 
     Attributes:
         token_ids: [R, K+1] int64: accepted draft tokens, then one bonus or recovered token,
             then -1.
         num_tokens: [R] int64, `num_accepted` + 1.
         num_accepted: [R] int64, accepted draft tokens.
-        path: [R, W] int64, for trees: which of a request's rows gave each token; entries behind
-            `num_tokens` are undefined. None: the first rows, in order.
+        path: [R, W] int64, for trees: the row of the request from which each token comes; undefined
+            from `num_tokens` on. None: the first rows, in order.
     """
 
     token_ids: Tensor
@@ -54,18 +54,18 @@ def verify(
 ) -> Verdict:
     """Verify the drafts of all requests, greedy and sampled ones in one batch.
 
-    Greedy requests (temperature 0) accept draft tokens while they are the argmax, coupled ones
-    while they are the target's own sample. The state is not changed here: `SamplingState.commit`
-    applies the verdict. A request's verdict does not depend on other requests, nor on the layout of
+    Greedy requests (temperature 0) accept draft tokens while they equal the argmax, coupled ones
+    while they equal the target's own sample. The state is not changed here: `SamplingState.commit`
+    applies the verdict. A request's verdict depends neither on other requests nor on the layout of
     the rows.
 
     Args:
-        logits: [N, v] float32, the target's raw logits, of the state's columns.
+        logits: [N, v] float32, the target's raw logits, with the columns of the state.
         rows: the request and position of each row, and the drafts.
         state: parameters, seeds and step counters of the requests.
-        uses: what these requests need; only with `Uses.BAD_WORDS` the host waits for the device.
-        rates: [R, K or more] float32, for benchmarks only: forced probability that a position is
-            accepted, given that all before it were; None: the target decides.
+        uses: features of these requests; only with `Uses.BAD_WORDS` the host waits for the device.
+        rates: [R, K or more] float32, only for benchmarks: forced probability that a position is
+            accepted, given that all before it were; None: drafts are verified.
 
     Returns:
         The verdict for the R requests of `rows`.
@@ -99,10 +99,10 @@ def sample_draft(
     except that coupled requests use the target's. Greedy requests take the argmax.
 
     Args:
-        logits: [R, V] of the drafter, any float dtype.
+        logits: [R, V], the drafter's, any float dtype.
         slots: [R] int64.
-        positions: [R] int64, of the tokens to be drafted.
-        uses: what these requests need.
+        positions: [R] int64, positions of the tokens to be drafted.
+        uses: features of these requests.
         num_legal_tokens: columns from here on are padding and are never drafted.
         greedy_only: take the argmax for all requests.
         probs_out: [R, min(V, num_legal_tokens)] float32 with any row stride: filled with the
@@ -111,7 +111,7 @@ def sample_draft(
         vocabulary: [V] int64, the token id of each column of `logits`; None if column i is token i.
         confidence_out: [R] float32: filled with the largest probability of each row at temperature
             1, which depends neither on the request's parameters nor on the token that is drawn.
-        shares: `logits` and `probs_out` have only this rank's columns, out of V.
+        shares: `logits` and `probs_out` have only this rank's columns of V.
 
     Returns:
         [R] int64, columns of `logits`.
@@ -181,7 +181,7 @@ class DraftedTrees:
         slots: [R] int64, slots in the `SamplingState`.
         positions: [R] int64, number of known tokens.
         token_ids: [R, K] int64.
-        num_nodes: [R] int64, how many of a request's first `token_ids` are nodes.
+        num_nodes: [R] int64, number of leading `token_ids` of a request that are nodes.
         most_accepted: [R] int64, maximum number of accepted tokens, however deep the tree is.
         num_rows: number of ragged rows, which is the sum of `num_nodes` + 1; None if every request
             has K + 1 rows. Row i of a request belongs to its node i.
@@ -228,7 +228,7 @@ def verify_trees(
 
 
 def _node_rows(trees: DraftedTrees, layout: SampleRows, uses: frozenset[Uses]) -> SampleRows:
-    """Each row as a request without a draft, whose text ends with the path to its node."""
+    """The rows as requests without drafts, whose texts end with the path to their node."""
     request, node = layout.request, layout.offset
     depths = trees.nodes.depths[request, node]
     row = torch.arange(len(request), device=request.device)
@@ -259,10 +259,10 @@ def _paths_to_nodes(trees: DraftedTrees) -> Tensor:
 
 
 def _walk(trees: DraftedTrees, sampled: Tensor) -> Verdict:
-    """The path from the root, given the token that was sampled behind every node [R, K + 1].
+    """The path from the root, given the token that was sampled after every node [R, K + 1].
 
-    A node is on the path if it and each of its ancestors is the token that was sampled behind its
-    parent. Siblings have different tokens, so there is one path; node numbers rise along it.
+    A node is on the path if it and each of its ancestors equals the token that was sampled after
+    its parent. Siblings have different tokens, so there is one path; node numbers rise along it.
     """
     nodes, width = trees.nodes, sampled.shape[1]
     node = torch.arange(width, device=sampled.device)

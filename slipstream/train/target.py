@@ -155,7 +155,7 @@ def require_trainable(checkpoint: Checkpoint, config: DecoderConfig) -> None:
             f"{checkpoint.path} has layers other than attention over keys and values, beside which "
             "drafters cannot be trained so far; take another target"
         )
-    if any(mixer.lender is not None for mixer in mixers if isinstance(mixer, AttentionSpec)):
+    if any(mixer.kv_source is not None for mixer in mixers if isinstance(mixer, AttentionSpec)):
         raise UsageError(
             f"{checkpoint.path} has layers that read the cache of another, beside which drafters "
             "cannot be trained so far; take another target"

@@ -148,7 +148,7 @@ SANDWICH = LayerSpec(CAPPED, TANH, BEHIND)
 POST = LayerSpec(ATTENTION, TANH, replace(BEHIND, mixer=None, feed_forward=None))
 HALF_POST = replace(EXPERTS, norms=replace(NORMS, mixer=None, post_mixer="behind"))
 NORMED_VALUES = replace(WHOLE, mixer=replace(ATTENTION, value_norm=True, keys_as_values=True))
-LENT = replace(WHOLE, mixer=replace(ATTENTION, lender=0))
+LENT = replace(WHOLE, mixer=replace(ATTENTION, kv_source=0))
 KINDS = {
     "plain": Kind((WHOLE,) * 3, fused=(3,)),
     "one layer": Kind((WHOLE,), has_last=False, fused=(1,)),
@@ -254,8 +254,8 @@ def caches_of(kind: Kind, dtype: torch.dtype, first_seed: int = 0) -> list[Layer
         if isinstance(layer.mixer, DeltaNetSpec):
             caches.append(states_of(layer.mixer, dtype, first_seed + seed))
             continue
-        if isinstance(layer.mixer, AttentionSpec) and layer.mixer.lender is not None:
-            caches.append(caches[layer.mixer.lender])
+        if isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv_source is not None:
+            caches.append(caches[layer.mixer.kv_source])
             continue
         is_latent = isinstance(layer.mixer, LatentAttentionSpec)
         pages = filled_cache(inputs, REQUESTS, row if is_latent else shape, first_seed + seed)

@@ -27,7 +27,7 @@ def begin(states: StatePlaces, name: str, num_tokens: int, shared: int = 0) -> i
 def go_on(states: StatePlaces, name: str, num_tokens: int) -> int:
     """A step up to so many tokens, all blocks of which are indexed; the place planned for it."""
     place = states.plan(name, num_tokens)
-    states.take_in(name, num_tokens)
+    states.commit(name, num_tokens)
     states.index(name, CHAIN[: num_tokens // SIZE])
     states.check_invariants({it: num_tokens // SIZE for it in states._requests})
     return place
@@ -70,11 +70,11 @@ def test_a_token_that_is_computed_again_is_not_in_the_checkpoint() -> None:
     begin(states, "a", 40)
     assert go_on(states, "a", 6) != NO_PLACE  # behind token 3
     assert states.plan("a", 7) != NO_PLACE  # the 7th is the last of two blocks but for one token
-    states.take_in("a", 7)
+    states.commit("a", 7)
     states.index("a", CHAIN[:1])
     assert found(states) == [1]
     states.plan("a", 8)
-    states.take_in("a", 8)
+    states.commit("a", 8)
     states.index("a", CHAIN[:2])
     assert found(states) == [2]
 
@@ -123,7 +123,7 @@ def test_a_step_under_way_never_writes_a_checkpoint_that_is_there() -> None:
     states.plan("a", 7)  # with 3 drafts, behind which another step is planned
     ahead = states.plan("a", 11, num_before=7)
     assert ahead not in (NO_PLACE, kept)
-    states.take_in("a", 7)
+    states.commit("a", 7)
     states.index("a", CHAIN[:1])
     states.free("a")  # that step is surplus
     assert found(states) == [1]

@@ -80,10 +80,10 @@ class Ranks:
         """Wait until the followers have finished all calls; RanksLostError if they do not in
         time."""
 
-    def outlive(self, graphs: Iterable[Any]) -> None:
+    def reset_before_end(self, graphs: Iterable[Any]) -> None:
         """Reset these CUDA graphs before the connections to other ranks end; see `Collectives`."""
         if self._collectives is not None:
-            self._collectives.outlive(graphs)
+            self._collectives.reset_before_end(graphs)
 
     def watch(self, call: Callable[[str], None]) -> None:
         """Have `call` called with the reason, from another thread, when a rank is lost."""

@@ -139,7 +139,7 @@ class AssistantNetwork:
         enter = column_linear(source, [Part("pre_projection", width)], 2 * target_width, False)
         self._leave = row_linear(source, "post_projection", target_width, width, False)
         reading = [
-            replace(layer, mixer=replace(mixer, lender=read))
+            replace(layer, mixer=replace(mixer, kv_source=read))
             for layer, mixer, read in zip(sizes.layers, config.attention, read_layers, strict=True)
         ]
         last = rms_norm(source, "norm", width, sizes.rms_norm_eps)

@@ -1,4 +1,4 @@
-"""Blocks of several ranks, each of which has a cache and requests of its own."""
+"""The blocks of data parallel ranks, each of which has its own cache and requests."""
 
 from collections.abc import Callable, Collection, Iterator, KeysView, Sequence
 from functools import wraps
@@ -10,24 +10,24 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _on_its_rank(method: F) -> F:
-    """A method about a request, of the manager that has its blocks."""
+    """Make a method call the block manager of the request's rank."""
 
     @wraps(method)
-    def on_its_rank(self: "SpreadBlocks", request_id: str, *args: Any, **kwargs: Any) -> Any:
+    def on_its_rank(self: "PerRankBlocks", request_id: str, *args: Any, **kwargs: Any) -> Any:
         return method(self._of(request_id), request_id, *args, **kwargs)
 
     return cast(F, on_its_rank)
 
 
-class SpreadBlocks(BlockManager):
+class PerRankBlocks(BlockManager):
     """One block manager for each rank; a request has all its blocks on one rank.
 
-    A request goes to the rank with the fewest that has room for it, and among equals to the one
-    that has the longest prefix of it, or else the most room. Prefixes are looked up on one of
-    `places`, and tables name blocks by their numbers there.
+    A request is placed on the rank with the fewest requests that has room for it; among equals on
+    the rank with its longest cached prefix, then on the one with the most available blocks. Blocks
+    in tables have the numbers that they have on their rank.
 
     Args:
-        ranks: managers of the ranks, all of the same form. `num_blocks` is the number of each.
+        ranks: the block managers of the ranks, with equal settings. `num_blocks` is that of each.
     """
 
     def __init__(self, ranks: Sequence[BlockManager]) -> None:
@@ -46,7 +46,7 @@ class SpreadBlocks(BlockManager):
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now, on all ranks together."""
+        """Number of blocks that can be allocated now, on all ranks together."""
         return sum(blocks.num_available for blocks in self._ranks)
 
     @property
@@ -55,7 +55,7 @@ class SpreadBlocks(BlockManager):
 
     @property
     def usage(self) -> float:
-        """The mean of the ranks' shares in use."""
+        """The mean of the ranks' fractions of blocks in use."""
         return sum(blocks.usage for blocks in self._ranks) / len(self._ranks)
 
     @property
@@ -65,7 +65,7 @@ class SpreadBlocks(BlockManager):
     def rank_of(self, request_id: str) -> int:
         return self._on[request_id]
 
-    def beside(self, request_id: str) -> Collection[str]:
+    def in_same_cache(self, request_id: str) -> Collection[str]:
         return self._of(request_id).request_ids
 
     # ------------------------------------------------------------------ a request comes
@@ -109,7 +109,7 @@ class SpreadBlocks(BlockManager):
     checkpoint = _on_its_rank(BlockManager.checkpoint)
     chunk_end = _on_its_rank(BlockManager.chunk_end)
     plan_checkpoint = _on_its_rank(BlockManager.plan_checkpoint)
-    take_in = _on_its_rank(BlockManager.take_in)
+    commit_states = _on_its_rank(BlockManager.commit_states)
 
     def free(self, request_id: str) -> None:
         self._of(request_id).free(request_id)

@@ -1,21 +1,21 @@
-"""SpreadBlocks: where requests go, and what they find and lose there."""
+"""PerRankBlocks: where requests go, and what they find and lose there."""
 
 from slipstream.cache.block_manager import BlockManager
-from slipstream.cache.spread_blocks import SpreadBlocks
+from slipstream.cache.per_rank_blocks import PerRankBlocks
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step_form import StepLimits
 from slipstream.engine.scheduler import Scheduler
-from slipstream.engine.shares import last_beside, room_for
+from slipstream.engine.shares import last_on_rank, room_for
 
 SIZE, BLOCKS = 4, 6
 
 
-def spread(ranks: int = 2) -> SpreadBlocks:
-    return SpreadBlocks([BlockManager(BLOCKS, SIZE, True) for _ in range(ranks)])
+def spread(ranks: int = 2) -> PerRankBlocks:
+    return PerRankBlocks([BlockManager(BLOCKS, SIZE, True) for _ in range(ranks)])
 
 
-def admit(blocks: SpreadBlocks, name: str, tokens: list[int]) -> int | None:
+def admit(blocks: PerRankBlocks, name: str, tokens: list[int]) -> int | None:
     """The rank of a request that comes and has computed its tokens; None: there is no room."""
     room = room_for(blocks, request(name, tokens), "")
     if room is None:
@@ -117,9 +117,9 @@ def test_who_makes_room_is_on_the_same_rank() -> None:
     running = [request(name, [1]) for name in "abcd"]
     for number, name in enumerate("abcd"):
         admit(blocks, name, [number] * 5)
-    assert last_beside(running, "a", blocks).request_id == "c"
-    assert last_beside(running, "b", blocks).request_id == "d"
-    assert last_beside(running, "d", blocks).request_id == "d"
+    assert last_on_rank(running, "a", blocks).request_id == "c"
+    assert last_on_rank(running, "b", blocks).request_id == "d"
+    assert last_on_rank(running, "d", blocks).request_id == "d"
 
 
 def request(name: str, tokens: list[int]) -> Request:
