@@ -28,6 +28,12 @@ def stderr_console() -> Console:
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
+def fill_closed_stdin() -> None:
+    """Let a closed stdin be an empty one."""
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
+
+
 class _DroppingFile(FileIO):
     """A file that drops what cannot be written: behind it is a full disk or a closed pipe."""
 

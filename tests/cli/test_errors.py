@@ -302,3 +302,9 @@ def test_a_stderr_that_cannot_be_written_changes_nothing(
     ran = subprocess.run(["sh", "-c", line], stdout=subprocess.PIPE, check=False, timeout=120)
     assert (ran.returncode, ran.stdout) == (code, told.stdout)
     assert told.returncode == code
+
+
+def test_a_closed_stdin_is_an_empty_one() -> None:
+    line = f"exec {shlex.quote(sys.executable)} -m slipstream generate --prompt-file - <&-"
+    ran = subprocess.run(["sh", "-c", line], capture_output=True, check=False, timeout=120)
+    assert (ran.returncode, ran.stderr) == (2, b"slipstream: the prompt from stdin is empty\n")
