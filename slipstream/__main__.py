@@ -14,8 +14,10 @@ INTERRUPTED = 130
 
 def _leave(number: int, frame: FrameType | None) -> None:
     """Nothing is open yet that would have to be closed."""
-    os.write(2, b"slipstream: interrupted\n")
-    os._exit(INTERRUPTED)
+    try:
+        os.write(2, b"slipstream: interrupted\n")
+    finally:  # also where stderr is closed or its disk is full
+        os._exit(INTERRUPTED)
 
 
 def main() -> None:

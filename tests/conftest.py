@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import ssl
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from slipstream.core.request import Request
 from slipstream.engine.drafting.kept_costs import CACHE
+from slipstream.engine.isolation import Isolation
 from slipstream.kernels import registry
 from slipstream.kernels.registry import kernels_for
 from tests import pairwise
@@ -66,6 +69,34 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """Else libraries complain that theirs were never freed."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def hidden_failures() -> Iterator[list[BaseException | None]]:
+    """What raised in steps whose requests were then run one by one, so that nobody noticed."""
+    raised: list[BaseException | None] = []
+    failed = Isolation.failed
+
+    def watched(isolation: Isolation, *requests: Any) -> Request | None:
+        blamed = failed(isolation, *requests)
+        if blamed is None:
+            raised.append(sys.exception())
+        return blamed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Isolation, "failed", watched)
+        yield raised
+
+
+@pytest.fixture(autouse=True)
+def _no_step_fails(
+    request: pytest.FixtureRequest, hidden_failures: list[BaseException | None]
+) -> Iterator[None]:
+    """Steps fail only in tests that break them, which are marked `breaks_steps`."""
+    hidden_failures.clear()
+    yield
+    if hidden_failures and request.node.get_closest_marker("breaks_steps") is None:
+        raise AssertionError("a step failed, and was run again") from hidden_failures[0]
 
 
 @pytest.fixture

@@ -8,10 +8,9 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import typer
 
@@ -58,27 +57,16 @@ def _flushed(code: int, state: DebugState) -> int:
     try:
         sys.stdout.flush()
     except OSError as error:
-        _drop(sys.stdout)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
         code = code or _report(error, state)
-    try:
-        if sys.stderr is not None:
-            sys.stderr.flush()
-    except OSError:  # a full disk behind a log, which must not look like a failed run
-        _drop(sys.stderr)
     return code
 
 
-def _drop(stream: TextIO) -> None:
-    """Let what a full disk or a closed pipe does not take go nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
-
-
 def say(message: str) -> None:
-    """Print one line on stderr, if it takes one."""
-    with suppress(OSError):
-        print(f"slipstream: {message}", file=sys.stderr)
+    """Print one line on stderr."""
+    print(f"slipstream: {message}", file=sys.stderr)
 
 
 def _report(error: Exception, state: DebugState) -> int:

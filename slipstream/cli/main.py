@@ -22,6 +22,7 @@ from slipstream.cli.flags import DebugFlag, GroupedHelp, VllmCommand, add_comman
 from slipstream.cli.generate import generate
 from slipstream.cli.inspect import inspect
 from slipstream.cli.serve import serve
+from slipstream.cli.terminal import drop_what_stderr_does_not_take, fill_closed_stdin
 from slipstream.cli.train import app as train_app
 
 app = typer.Typer(
@@ -77,4 +78,6 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command line and leave with its exit code."""
+    fill_closed_stdin()
+    drop_what_stderr_does_not_take()
     sys.exit(run(app, sys.argv[1:] if arguments is None else arguments))

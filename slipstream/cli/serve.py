@@ -1,6 +1,5 @@
 """`slipstream serve`: an OpenAI-compatible server."""
 
-from contextlib import suppress
 from dataclasses import replace
 
 import typer
@@ -36,9 +35,8 @@ def serve(*, serving: ServingFlags, run: RunFlags, given: Given) -> None:
 
         def tell() -> None:
             let_connect(sock)  # before the address is printed
-            with suppress(OSError):  # a full disk behind stderr must not keep it from serving
-                announce(options, sock, seconds)
-                print_defaults(llm.engine.resolved.sampling_defaults)
+            announce(options, sock, seconds)
+            print_defaults(llm.engine.resolved.sampling_defaults)
 
         code = start_server(llm.engine, config, options, sock, page_routes(), tell)
     finally:

@@ -1,13 +1,16 @@
 """The terminal: consoles for stdout and stderr, and Ctrl-C."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from io import BufferedWriter, FileIO, TextIOWrapper
 from threading import current_thread, main_thread
 from types import FrameType, ModuleType
+from typing import Any
 
 from rich.console import Console
 
@@ -23,6 +26,37 @@ def stdout_console() -> Console:
 def stderr_console() -> Console:
     """For progress, summaries and warnings."""
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def fill_closed_stdin() -> None:
+    """Let a closed stdin be an empty one."""
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
+
+
+class _DroppingFile(FileIO):
+    """A file that drops what cannot be written: behind it is a full disk or a closed pipe."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or len(data)
+        except OSError:
+            return len(data)
+
+
+def drop_what_stderr_does_not_take() -> None:
+    """Let no note, progress bar, warning or log line fail, whoever writes it to `sys.stderr`."""
+    if sys.stderr is None:  # file descriptor 2 is closed: the next file that is opened would get it
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        if nowhere != 2:
+            os.close(nowhere)
+    sys.stderr = TextIOWrapper(
+        BufferedWriter(_DroppingFile(2, "w", closefd=False)),
+        encoding=getattr(sys.stderr, "encoding", None),
+        errors="backslashreplace",
+        line_buffering=True,
+    )
 
 
 def shows_live(console: Console) -> bool:

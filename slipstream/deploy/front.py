@@ -149,18 +149,19 @@ class Front:
         body = (await receive())["body"]  # whole, by `BodyLimits`
         query = scope.get("query_string", b"")
         target = scope.get("raw_path") or path.encode()
+        method, work = scope["method"], self._forward
+        if path in ("/metrics", "/load", *_TO_ALL):
+            # The HTTP server drops the body of a HEAD, which is combined as a GET's.
+            method, work = "GET" if method == "HEAD" else method, self._ask_all
         request = _Request(
             path=path,
-            method=scope["method"],
+            method=method,
             target=target + (b"?" + query if query else b""),
             headers=_with_id(scope["headers"]),
             body=body,
             prompt=read_prompt(path, body),
             send=send,
         )
-        work = self._forward
-        if path in ("/metrics", "/load", *_TO_ALL) and request.method != "HEAD":
-            work = self._ask_all
         try:
             await cancel_on_disconnect(receive, work(request))
         except ClientDisconnectedError:

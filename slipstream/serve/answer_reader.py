@@ -44,6 +44,7 @@ class AnswerReader:
     ) -> None:
         self.ended = False
         self.num_reasoning_tokens = self.num_calls = 0
+        self._in_call = False
         self._service, self._body, self._tools = service, body, tools
         self._names = service.token_names(body.return_tokens_as_token_ids)
         self._parser = _parser(service, body, tools, prompt)
@@ -65,14 +66,19 @@ class AnswerReader:
         if self._tools.only_calls:  # of a call that is cut short, a mark may be left
             events = [event for event in events if not isinstance(event, Content)]
         self.ended = self.ended or over
-        self.num_calls += sum(isinstance(event, CallBegun) for event in events)
+        for event in events:
+            if isinstance(event, CallBegun):
+                self.num_calls, self._in_call = self.num_calls + 1, True
+            elif isinstance(event, CallEnded):
+                self._in_call = False
         if self._body.include_reasoning is False:
             events = [event for event in events if not isinstance(event, Reasoning)]
         return Increment(events, delta, parsed.parts)
 
     def finish_reason(self, delta: Delta) -> str | None:
         """The finish reason in the protocol's terms; None if the answer goes on."""
-        if self.ended and self.num_calls and delta.finish_reason != "length":
+        cut_off = self._in_call or delta.finish_reason == "length"
+        if self.ended and self.num_calls and not cut_off:
             return "tool_calls"
         return delta.finish_reason
 
@@ -114,6 +120,7 @@ def _parser(
     if service.output_format is None:
         parser = tools.parser(service.tokenizer, skip_special)
         return None if parser is None else CallsInText(parser)
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or ()
     reading = Reading(
         prompt=prompt,
         continues=bool(body.continue_final_message),
@@ -122,7 +129,7 @@ def _parser(
         call_marks=tools.marks(service.tokenizer),
         keeps_special=tools.keeps_special(service.tokenizer),
         skip_special=skip_special,
-        stop=[body.stop] if isinstance(body.stop, str) else body.stop or (),
+        stop=() if tools.only_calls else stop,
         include_stop=body.include_stop_str_in_output is True,
         min_tokens=body.min_tokens or 0,
     )

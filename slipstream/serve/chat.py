@@ -317,7 +317,8 @@ def _check(body: ChatRequest) -> None:
 def _params(body: ChatRequest, tools: ToolUse, service: ModelService) -> SamplingParams:
     """The sampling parameters without `structured`, which depends on the prompt."""
     overrides: dict[str, Any] = {"logit_bias": logit_bias(body, service)}
-    if service.output_format is not None:  # its parser looks for stop strings in the content only
+    # Stop strings end the content: a parser looks for them there, and calls alone have none.
+    if service.output_format is not None or tools.only_calls:
         overrides["stop"] = ()
     if tools.keeps_special(service.tokenizer):
         overrides["skip_special_tokens"] = False

@@ -247,7 +247,12 @@ def listen(sock: socket.socket) -> None:
 
 
 def _remove_dead(path: Path) -> None:
-    """Remove the socket file if no server listens on it; leaves other files alone."""
+    """Remove the socket file if no server listens on it; refuses other files."""
+    if path.is_dir():  # an empty path is the current directory
+        raise UsageError(
+            f"--uds {path} is a directory; give the path of a file for the socket, or leave --uds "
+            "out to listen on --host and --port"
+        )
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:

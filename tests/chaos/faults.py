@@ -13,8 +13,10 @@ from slipstream.core.batch import Batch, Committed
 from slipstream.core.outputs import RequestMetrics
 from slipstream.core.request import Request
 from slipstream.engine.adapters import Adapters
+from slipstream.engine.launcher import Launcher
 from slipstream.engine.metrics import EngineMetrics
 from slipstream.engine.scheduler import Scheduler
+from slipstream.engine.step_results import Launched
 from slipstream.kernels.pass_inputs import StateInputs
 
 Patch = pytest.MonkeyPatch
@@ -107,6 +109,18 @@ def early_adapter(patch: Patch) -> None:
     patch.setattr(Adapters, "_is_loaded", is_loaded)
 
 
+def failed_step(patch: Patch) -> None:
+    """Steps of several requests fail; run one by one they lose nothing."""
+    launch = Launcher.launch
+
+    def failing(launcher: Launcher, batch: Batch) -> Launched:
+        if len(batch.requests) > 1:
+            raise RuntimeError("several")
+        return launch(launcher, batch)
+
+    patch.setattr(Launcher, "launch", failing)
+
+
 FAULTS: dict[str, Callable[[Patch], None]] = {
     "leaked-block": leaked_block,
     "lost-token": lost_token,
@@ -116,4 +130,5 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "moved-seed": moved_seed,
     "counted-twice": counted_twice,
     "early-adapter": early_adapter,
+    "failed-step": failed_step,
 }

@@ -14,6 +14,8 @@ from tests.chaos.shrink import shrink, write_test
 from tests.chaos.world import BrokenError, run
 from tests.tiny_models import TinyModels
 
+pytestmark = pytest.mark.breaks_steps
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, tiny_models: TinyModels) -> Models:
@@ -90,6 +92,14 @@ def test_a_fault_is_found_and_made_short(
     path = write_test(short, "leaked", "leaked", tmp_path_factory.mktemp("found"))
     compile(path.read_text(), path, "exec")
     assert Case.from_json(short.to_json()) == short
+
+
+def test_a_step_that_fails_unasked_is_found(
+    models: Models, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FAULTS["failed-step"](monkeypatch)
+    with pytest.raises(BrokenError, match="nobody broke this step off: RuntimeError"):
+        run(case_of(8, "in turn", "exact"), models, answers)
 
 
 def test_cases_are_plain_data() -> None:

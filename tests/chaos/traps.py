@@ -22,6 +22,17 @@ _SEAMS: dict[str, tuple[str, ...]] = {
 }
 
 
+class BrokenOffError(Exception):
+    """Breaks a step off on purpose."""
+
+
+def is_meant(error: BaseException | None) -> bool:
+    """Whether an error comes of one that breaks steps off on purpose."""
+    while error is not None and not isinstance(error, BrokenOffError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 class Traps:
     """Breaks off the steps of an engine.
 
@@ -82,7 +93,7 @@ class Traps:
         def refusing(batch: Batch) -> Any:
             for item in batch.requests:
                 if item.request.request_id.split("/")[0] in self.poisoned:
-                    raise RuntimeError("poisoned")
+                    raise BrokenOffError("poisoned")
             return launch(batch)
 
         return refusing

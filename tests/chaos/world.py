@@ -17,7 +17,7 @@ from tests import fake_drafters
 from tests.chaos.case import ALL_WISHES, MAX_MODEL_LEN, Case, Operation
 from tests.chaos.checks import check_answer, check_counts, check_engine, check_metrics
 from tests.chaos.models import Answers, Models, params_of, timeless
-from tests.chaos.traps import Traps
+from tests.chaos.traps import BrokenOffError, Traps, is_meant
 from tests.e2e.test_interrupted_steps import broken_off
 
 OPERATIONS = (
@@ -98,7 +98,7 @@ class World:
             self._load(number)
         self._traps = Traps(self.engine)
         self._make_timeless()
-        self._spare_probes()
+        self._watch_recovery()
         fake_drafters.ANSWERS.clear()
         fake_drafters.ANSWERS[0,] = [0]  # the engine's own probe
 
@@ -316,16 +316,23 @@ class World:
 
         step.finish = finished
 
-    def _spare_probes(self) -> None:
-        """A second fault while a first one is looked into means that all steps fail."""
+    def _watch_recovery(self) -> None:
+        """No step may fail that nobody broke off, though its requests are run again one by one.
+
+        A second fault while a first one is looked into means that all steps fail.
+        """
         engine: Any = self.engine
-        probe = engine._probe
+        recover, probe = engine._recover, engine._probe
+
+        def recovering(error: Exception) -> Any:
+            assert is_meant(error), f"nobody broke this step off: {error!r}"
+            return recover(error)
 
         def spared() -> None:
             self._traps.disarm()
             probe()
 
-        engine._probe = spared
+        engine._recover, engine._probe = recovering, spared
 
 
 def _totals(submission: Submission) -> dict[str, int]:
@@ -338,7 +345,7 @@ def _totals(submission: Submission) -> dict[str, int]:
 
 
 def _error(kind: str) -> BaseException:
-    return KeyboardInterrupt() if kind == "interrupt" else RuntimeError("broken off")
+    return KeyboardInterrupt() if kind == "interrupt" else BrokenOffError()
 
 
 def run(case: Case, models: Models, answers: Answers) -> Counter[str]:

@@ -1,6 +1,7 @@
 """Exit codes, and what goes to stderr."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -288,3 +289,22 @@ def test_a_full_disk_behind_stdout_is_an_error() -> None:
         )  # fmt: skip
     assert ran.returncode == 1
     assert "cannot read or write" in ran.stderr
+
+
+@pytest.mark.parametrize("stderr", ["2>/dev/full", "2>&-"])
+@pytest.mark.parametrize(("command", "code"), [("list --json", 0), ("generate --oops", 2)])
+def test_a_stderr_that_cannot_be_written_changes_nothing(
+    stderr: str, command: str, code: int
+) -> None:
+    """`list` has a status line, as others have progress bars and notes."""
+    told = run_python("-m", "slipstream", *command.split())
+    line = f"exec {shlex.quote(sys.executable)} -m slipstream {command} {stderr}"
+    ran = subprocess.run(["sh", "-c", line], stdout=subprocess.PIPE, check=False, timeout=120)
+    assert (ran.returncode, ran.stdout) == (code, told.stdout)
+    assert told.returncode == code
+
+
+def test_a_closed_stdin_is_an_empty_one() -> None:
+    line = f"exec {shlex.quote(sys.executable)} -m slipstream generate --prompt-file - <&-"
+    ran = subprocess.run(["sh", "-c", line], capture_output=True, check=False, timeout=120)
+    assert (ran.returncode, ran.stderr) == (2, b"slipstream: the prompt from stdin is empty\n")

@@ -224,14 +224,17 @@ def test_some_paths_are_asked_of_all() -> None:
     asyncio.run(run())
 
 
-def test_a_head_without_a_body_is_asked_of_one_replica() -> None:
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 17\r\n\r\n"
+def test_a_head_is_answered_as_a_get_where_all_are_asked() -> None:
+    async def run() -> None:
+        fakes = [FakeReplica(name, whole(b'{"server_load": 2}')) for name in "ab"]
+        async with served(*fakes) as front:
+            status, dropped = await post(front, "/load", b"", "HEAD")  # by the HTTP server
+            assert (status, dropped) == (200, b'{"server_load": 4}')
+        assert all(it.requests[0].startswith(b"GET /load ") for it in fakes)
+        async with served() as front:
+            assert (await post(front, "/metrics", b"", "HEAD"))[0] == 200
 
-    async def main() -> None:
-        async with served(FakeReplica("a", head), FakeReplica("b", head)) as front:
-            assert await post(front, "/load", b"", method="HEAD") == (200, b"")
-
-    asyncio.run(main())
+    asyncio.run(run())
 
 
 def test_a_refusal_of_metrics_is_passed_on() -> None:

@@ -16,6 +16,8 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import EncodedPrompt
 from tests.padded_steps import use_padded_steps
 
+pytestmark = pytest.mark.breaks_steps
+
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 SAMPLED = SamplingParams(seed=3, max_tokens=30, ignore_eos=True, num_speculative_tokens=0, n=2)
 PARAMS = {

@@ -36,6 +36,8 @@ def test_the_socket_of_a_server_that_is_gone_is_taken_over(tmp_path: Path) -> No
     with pytest.raises(UsageError, match="--uds"):
         bind("", 0, path)
     assert path.read_text() == "not a socket"
+    with pytest.raises(UsageError, match="a directory; give the path of a file for the socket"):
+        bind("", 0, Path())
 
 
 @needs_openssl

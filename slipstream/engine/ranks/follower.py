@@ -107,12 +107,12 @@ def main(arguments: list[str]) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the leader has ended
         os._exit(0)
     except BaseException as error:
-        if not isinstance(error, SlipstreamError | CollectiveError):
-            traceback.print_exc()
+        with suppress(OSError):  # a full disk behind stderr must not keep the leader from knowing
+            if not isinstance(error, SlipstreamError | CollectiveError):
+                traceback.print_exc()
         with suppress(OSError):
             whose = "" if isinstance(error, CollectiveError) else f"rank {rank}: "
             connection.send(f"{whose}{error}")
-        sys.stderr.flush()
         os._exit(1)
 
 

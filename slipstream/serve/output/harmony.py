@@ -10,11 +10,18 @@ from slipstream.core.structured import StructuredOutput
 from slipstream.models.harmony import HarmonyTokens
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.errors import bad_request
-from slipstream.serve.output.parts import OutputConstraints, Part, Reading, TokenParser
+from slipstream.serve.output.parts import (
+    OutputConstraints,
+    ParsedOutput,
+    Part,
+    Reading,
+    TokenParser,
+)
 from slipstream.serve.token_texts import TokenReader, TokenTexts
 from slipstream.serve.tools.call_format import Schemas, long_id
 from slipstream.serve.tools.call_rules import ANY_ARGUMENTS, json_value
 from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, MarkFinder, Reasoning
+from slipstream.serve.updates import Delta
 
 _MOST_CHARACTERS = 256
 _ROLES = ("assistant", "user", "system", "developer", "tool")
@@ -115,6 +122,14 @@ class HarmonyParser(TokenParser):
         self._said.clear()
         self._stops = MarkFinder(reading.stop)
         self._functions = reading.functions
+
+    def feed(self, delta: Delta) -> ParsedOutput:
+        """Parse further tokens; an output that was not cut short has ended its last message."""
+        parsed = super().feed(delta)
+        if delta.finish_reason != "stop":
+            return parsed
+        self._end_message()
+        return replace(parsed, events=[*parsed.events, *self._take_events()])
 
     @property
     def begins_anew(self) -> bool:

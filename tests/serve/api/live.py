@@ -16,6 +16,7 @@ from slipstream.engine.engine import Engine
 from slipstream.serve.app import create_app
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.listening import connection_class
+from slipstream.serve.metrics import ServerMetrics
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.options import ServerOptions
 from slipstream.serve.run import guarded
@@ -78,7 +79,7 @@ def serving(
         engine=engine,
         thread=thread,
     )
-    app, _ = guarded(create_app(model), options)
+    app, _ = guarded(create_app(model, ServerMetrics(engine, names[0])), options)
     sock = socket.create_server(("127.0.0.1", 0))
     server = _Server(
         uvicorn.Config(app, log_config=None, ws="none", http=connection_class(options.limits)),

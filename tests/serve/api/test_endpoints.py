@@ -35,8 +35,9 @@ def test_models_say_what_drafts(client: openai.OpenAI) -> None:
 
 def test_health_and_version(live: Live) -> None:
     assert httpx.get(f"{live.url}/health").json() == {"status": "ok"}
-    head = httpx.head(f"{live.url}/health")  # as load balancers ask
-    assert (head.status_code, head.content) == (200, b"")
+    for path in ("/health", "/metrics", "/openapi.json"):  # as load balancers ask
+        head = httpx.head(f"{live.url}{path}")
+        assert (head.status_code, head.content) == (200, b"")
     assert httpx.get(f"{live.url}/ping").json() == {"status": "ok"}
     assert httpx.post(f"{live.url}/ping").json() == {"status": "ok"}
     assert httpx.get(f"{live.url}/version").json() == {"version": __version__}

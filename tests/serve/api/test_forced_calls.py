@@ -131,16 +131,26 @@ def test_what_cannot_be_forced_is_refused(client: openai.OpenAI) -> None:
     assert call_api(client.chat.completions.create, **fields).choices
 
 
-def test_a_stop_string_leaves_no_mark_of_a_forced_call(client: openai.OpenAI) -> None:
-    for stop in ("_call", "call>"):  # within <tool_call>, where a format has it
-        answer = call_api(
-            client.chat.completions.create,
-            model="demo",
-            messages=[{"role": "user", "content": "Book a room."}],
-            tools=TOOLS,
-            tool_choice="required",
-            stop=[stop],
-            temperature=0,
-            max_completion_tokens=8,
-        ).choices[0]
-        assert not answer.message.content
+def test_stop_strings_leave_forced_calls_alone(client: openai.OpenAI) -> None:
+    """They end the content, and there is none. The first ones are in <tool_call>."""
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Book a room."}],
+        "tools": TOOLS[:1],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_completion_tokens": 300,
+    }
+    wanted = call_api(client.chat.completions.create, **asked).choices[0]
+    stops = ["_call", "call>", "nights", "s", '"']
+    choice = call_api(client.chat.completions.create, **asked, stop=stops).choices[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("tool_calls", None)
+    assert choice.message.content is None
+    called = choice.message.tool_calls[0].function
+    assert called == wanted.message.tool_calls[0].function
+    chunks = call_api(client.chat.completions.create, **asked, stop=stops, stream=True)
+    pieces = [it.choices[0] for it in chunks if it.choices]
+    told = [call.function.arguments for it in pieces for call in it.delta.tool_calls or []]
+    assert "".join(told) == called.arguments
+    assert pieces[-1].finish_reason == "tool_calls"

@@ -195,3 +195,14 @@ def test_a_stop_token_of_the_request_is_no_text(tokenizer: Tokenizer) -> None:
     assert told([*piece.events]) == ("", "one", [])
     assert len(piece.parts or ()) == len(tokens)
     assert told([*make(tokenizer, Reading(include_stop=True)).feed(delta).events])[1] == "one two"
+
+
+def test_a_call_ends_with_its_output_unless_that_was_cut_short(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode(f"{CALL}{{}}<|call|>")
+    ended = Delta(0, "", tokens, None, [], "stop", tokens[-1])
+    for delta, call in (
+        (ended, "now{}"),
+        (replace(ended, token_ids=tokens[:-1], stop_reason=None), "now{}"),  # as a grammar says
+        (replace(ended, token_ids=tokens[:-1], finish_reason="length"), "now{}..."),
+    ):
+        assert told([*make(tokenizer, TOOLS).feed(delta).events])[2] == [call]

@@ -64,6 +64,7 @@ PATHS = [
     ("GET", "/ping"),
     ("POST", "/ping"),
     ("GET", "/load"),
+    ("GET", "/metrics"),
     ("POST", "/reset_prefix_cache"),
     ("GET", "/version"),
 ]
@@ -170,6 +171,7 @@ def test_the_document_has_every_endpoint(live: Live) -> None:
         "/health",
         "/ping",
         "/load",
+        "/metrics",
         "/reset_prefix_cache",
         "/version",
     }

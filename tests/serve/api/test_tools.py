@@ -175,6 +175,19 @@ def test_calls_that_the_model_chose_to_make(client: openai.OpenAI, live: Live) -
     assert [it[1:] for it in streamed_calls] == [["now", '{"a": [1, 2]}']] * 2
 
 
+def test_a_call_that_a_stop_string_cuts_off_is_not_called_whole(
+    client: openai.OpenAI, live: Live
+) -> None:
+    fields = {"tools": [NOW], "guided_grammar": two_calls(live), "stop": ", 2"}
+    choice = create(client, **fields).choices[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", ", 2")
+    (call,) = choice.message.tool_calls
+    assert call.function.arguments == '{"a": [1'
+    content, calls, reason = streamed(client, **fields)
+    assert (content, reason) == ("Let me see.", "stop")
+    assert [it[1:] for it in calls] == [["now", '{"a": [1']]
+
+
 def test_an_answer_can_end_behind_its_first_call(client: openai.OpenAI, live: Live) -> None:
     fields = {"tools": [NOW], "guided_grammar": two_calls(live)}
     one = create(client, parallel_tool_calls=False, **fields)
