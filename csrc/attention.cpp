@@ -34,8 +34,6 @@ namespace {
 
 using Optional = std::optional<Array>;
 
-int64_t axis(const Array& array, int index) { return static_cast<int64_t>(array.shape(index)); }
-
 }  // namespace
 
 CacheView view_cache(const Array& keys, const Array& values, int num_kv_heads, int head_dim,

@@ -85,8 +85,6 @@ namespace {
 
 using Optional = std::optional<Array>;
 
-int64_t axis(const Array& array, int index) { return static_cast<int64_t>(array.shape(index)); }
-
 // One layer, kept by Python with the tensors that it reads.
 class LatentLayer {
   public:

@@ -46,6 +46,10 @@ class Array {
 
 enum class Number { f32, bf16, i8, u8, i32, i64, other };
 
+inline int64_t axis(const Array& array, int index) {
+    return static_cast<int64_t>(array.shape(index));
+}
+
 inline Number number_of(const Array& array) {
     const auto type = array.dtype();
     const auto code = static_cast<nb::dlpack::dtype_code>(type.code);
