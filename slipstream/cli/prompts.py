@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def make_folder(flag: str, folder: Path) -> None:
 def read_text(flag: str, file: str) -> str:
     """The UTF-8 text of a file; raises UsageError where it cannot be read."""
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} {file} cannot be read: {error}") from None
 
@@ -96,13 +97,19 @@ def read_prompt(file: str) -> str:
 
 
 def decode(data: bytes, name: str, start: int = 0) -> str:
-    """Decode UTF-8 strictly; `start` is the offset of the data within the file `name`."""
+    """Decode UTF-8 strictly, without the byte order mark that some editors write in front.
+
+    Args:
+        start: the offset of the data within the file `name`.
+    """
+    text = data.removeprefix(BOM_UTF8)
     try:
-        return data.decode("utf-8")
+        return text.decode("utf-8")
     except UnicodeDecodeError as error:
+        at = len(data) - len(text) + error.start
         raise UsageError(
-            f"{name} is not valid UTF-8 at byte {start + error.start} "
-            f"(0x{data[error.start]:02x}); convert it to UTF-8"
+            f"{name} is not valid UTF-8 at byte {start + at} (0x{data[at]:02x}); convert it to "
+            "UTF-8"
         ) from None
 
 

@@ -198,12 +198,9 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def answer_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = (
-            f"{request.method} {request.url.path}: {error.detail}; /openapi.json lists what there "
-            "is"
-        )
-        refusal = ApiError(error.status_code, message, headers=error.headers)
-        return refusal.response(request.scope["path"])
+        path = request.scope["path"]
+        message = f"{request.method} {path}: {error.detail}; /openapi.json lists what there is"
+        return ApiError(error.status_code, message, headers=error.headers).response(path)
 
     async def answer_nobody(_: Request, __: Exception) -> Response:
         return Response(status_code=_CLIENT_CLOSED)

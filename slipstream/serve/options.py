@@ -116,7 +116,7 @@ class LogOptions:
         if file is None:
             return None
         try:
-            text = file.read_text("utf-8")
+            text = file.read_text("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--log-config-file {file} cannot be read: {error}") from None
         return parse_object("--log-config-file", text)

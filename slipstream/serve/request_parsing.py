@@ -1,6 +1,7 @@
 """Parse and validate request bodies; validation errors become plain sentences."""
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from difflib import get_close_matches
 from http import HTTPStatus
@@ -57,7 +58,7 @@ def parse_body(content: bytes, kind: type[Body], most_values: int) -> Body:
             code="too_many_values",
         )
     try:
-        value = from_json(content, allow_inf_nan=False)
+        value = from_json(content.removeprefix(BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         raise bad_request(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):

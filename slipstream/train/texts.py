@@ -67,7 +67,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 def _entries(file: Path) -> Iterator[Entry]:
     try:
-        content = file.read_text("utf-8")
+        content = file.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{file} is not text in UTF-8 ({error.reason} at byte {error.start}); convert it, or "

@@ -27,6 +27,16 @@ def test_stdin(slipstream: CommandLine, fake_llm: type[FakeLLM], flags: list[str
     assert fake_llm.made[-1].prompts == ["piped in"]
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(
+    slipstream: CommandLine, fake_llm: type[FakeLLM]
+) -> None:
+    for line, wanted in ((b"\xef\xbb\xbfx", "x"), (b"x\xef\xbb\xbf", "x\ufeff")):
+        slipstream("generate", "some/model", stdin=line)
+        assert fake_llm.made[-1].prompts == [wanted]
+    ran = slipstream("generate", "some/model", stdin=b"\xef\xbb\xbfx\xff")
+    assert "byte 4 (0xff)" in ran.err
+
+
 def test_stdin_is_left_alone_when_a_prompt_is_given(
     slipstream: CommandLine, fake_llm: type[FakeLLM]
 ) -> None:

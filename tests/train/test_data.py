@@ -70,7 +70,8 @@ def test_texts_are_read_from_files_and_folders(tmp_path: Path) -> None:
 
 def test_a_line_may_hold_line_separators_of_unicode(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "w1\u2028w2"}\r\n{"text": "w3"}\n', "utf-8", newline="")
+    text = '{"text": "w1\u2028w2"}\r\n{"text": "w3"}\n'
+    file.write_text(text, "utf-8-sig", newline="")  # and begin with a byte order mark
     assert [entry.text for entry in read_entries([file])] == ["w1\u2028w2", "w3"]
 
 

@@ -156,6 +156,12 @@ def test_the_server_still_works(live: Live) -> None:
     live.engine.scheduler.check_invariants()
 
 
+def test_a_byte_order_mark_is_no_part_of_a_body(live: Live) -> None:
+    answers = [post(live, json.dumps(GOOD).encode(coding)) for coding in ("utf-8", "utf-8-sig")]
+    first, second = (answer.json()["choices"] for answer in answers)
+    assert first == second
+
+
 def test_a_missing_prompt(live: Live) -> None:
     assert error_of(post(live, b"{}")).message == "prompt is missing"
 
@@ -168,7 +174,8 @@ def test_other_bodies_than_json(live: Live, content_type: str) -> None:
 
 
 def test_paths_and_methods(live: Live) -> None:
-    assert "/nowhere" in error_of(httpx.get(f"{live.url}/nowhere"), 404).message
+    for path in ("/nowhere", "//v1/models"):
+        assert f"GET {path}:" in error_of(httpx.get(live.url + path), 404).message
     for path in ("/v1/responses/%2e%2e%2f", "/health/"):
         assert "/openapi.json" in error_of(httpx.get(live.url + path), 404).message
     answer = httpx.get(f"{live.url}/v1/completions")

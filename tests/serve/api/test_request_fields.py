@@ -9,7 +9,7 @@ import pytest
 from tests.serve.api.live import Live
 
 # A client of one call takes longer to make than to answer.
-HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
+HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), timeout=60)
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 PLAIN: dict[str, dict[str, Any]] = {
