@@ -23,7 +23,7 @@ from torch import Tensor
 
 MOST_ROWS = 512  # of one sum, since the programs of all of them wait at the same time
 MOST_SENT = MOST_ROWS * 5120 * 2  # bytes that a rank sends for one sum, without epochs
-FEW_ROWS = 8  # of a sum that ranks gather before they add up all of it, though they could share it
+FEW_ROWS = 8  # of a sum that is not worth a second wait, though ranks could share it
 LINE = 256  # bytes; what lies in the memory begins at a multiple of it
 
 
@@ -82,17 +82,19 @@ class Inboxes:
         return self._channels[key]
 
     def channel_of(self, rows: int, width: int, dtype: torch.dtype) -> Channel | None:
-        """The channel for a sum over ranks, [rows, width]. None: other ways take less time, since
-        it is too large or too small, or its numbers do not have 16 or 32 bits."""
+        """The channel for a sum over ranks, [rows, width]. None: it is too large, so that other
+        ways take less time, or its numbers do not have 16 or 32 bits."""
         item = dtype.itemsize
         if item not in (2, 4) or not rows * width:
             return None
-        if self.size > 2 and width % self.size == 0:
-            if not FEW_ROWS < rows <= MOST_ROWS:
-                return None
-            return self.channel(MOST_ROWS, width, item, width // self.size)
-        most = min(MOST_ROWS, MOST_SENT // (max(1, self.size - 1) * width * item))
-        return self.channel(most, width, item) if rows <= most else None
+        most, share = MOST_ROWS, None
+        if self.size <= 2 or width % self.size:
+            most = min(most, MOST_SENT // (max(1, self.size - 1) * width * item))
+        elif rows <= FEW_ROWS:
+            most = FEW_ROWS
+        else:
+            share = width // self.size
+        return self.channel(most, width, item, share) if rows <= most else None
 
     def _new_channel(self, rows: int, width: int, item: int, share: int | None) -> Channel | None:
         # Each replay would set its epochs back to 1.

@@ -156,7 +156,10 @@ def test_large_sums_and_what_finds_no_room_go_other_ways() -> None:
     shared = several.channel_of(FEW_ROWS + 1, 5120, torch.bfloat16)
     assert shared is not None
     assert (shared.rows, shared.share) == (MOST_ROWS, 1280)
-    assert several.channel_of(FEW_ROWS, 5120, torch.bfloat16) is None, "they are gathered"
+    whole = several.channel_of(1, 5120, torch.bfloat16)
+    assert whole is not None
+    assert (whole.rows, whole.share) == (FEW_ROWS, None)
+    assert several.channel_of(MOST_ROWS + 1, 5120, torch.bfloat16) is None
     assert inboxes.channel(inboxes.room // WIDTH, WIDTH, 2) is None
     assert gather(torch.zeros(3, dtype=torch.bfloat16), inboxes) is None, "half a word"
     assert gather(torch.zeros(1 << 20), inboxes) is None
