@@ -1,7 +1,7 @@
-"""Triton kernels for CUDA devices. The only place that imports Triton.
+"""Triton kernels for NVIDIA GPUs. No other package imports Triton.
 
-Every kernel also runs under Triton's interpreter (`TRITON_INTERPRET=1`, CPU tensors), which is how
-it is tested where there is no GPU.
+Every kernel also runs with Triton's interpreter (`TRITON_INTERPRET=1`, CPU tensors), so that it is
+tested without a GPU.
 """
 
 from dataclasses import replace
@@ -61,12 +61,12 @@ def _column(name: str, linears: Linears) -> Ops:
 TRITON = _column("triton", Linears())
 TRITON_INVARIANT = replace(
     _column("triton, batch invariant", Linears(invariant=True)),
-    # How a prompt is cut follows from the requests beside it.
+    # The chunks of a prompt depend on the other requests of the batch.
     delta_net=partial(delta_net, in_chunks=False),
 )
 
 
 def backend(dtype: torch.dtype, invariant: bool) -> Ops:
-    """For activations of this dtype: packed weights have products with bfloat16 alone."""
+    """The ops for activations of this dtype; only with bfloat16 they pack weights."""
     ops = TRITON_INVARIANT if invariant else TRITON
     return ops if dtype == torch.bfloat16 else replace(ops, pack=keep_layout)

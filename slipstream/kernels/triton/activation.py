@@ -10,7 +10,7 @@ from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
 BLOCK = 1024
-# What kernels are told of a gate, as `gated`: a number for each activation, 0 where there is none.
+# The `gated` argument of kernels: a number for each activation, 0 without a gate.
 SILU, GELU_TANH = tl.constexpr(1), tl.constexpr(2)
 GATES = {None: 0, Activation.SILU: SILU.value, Activation.GELU_TANH: GELU_TANH.value}
 
@@ -44,7 +44,7 @@ def _gated_kernel(
 def gated_activation(
     gate_up: Tensor, activation: Activation = Activation.SILU, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """gate_up [T, 2I], gate first -> activation(gate) * up, [T, I] in `dtype` or its own."""
+    """gate_up [T, 2I], gate first -> activation(gate) * up, [T, I] in `dtype`, or its own."""
     assert gate_up.stride(-1) == 1
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = launch.empty_rows(rows, width, dtype or gate_up.dtype, gate_up.device)

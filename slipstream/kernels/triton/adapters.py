@@ -4,9 +4,9 @@ There are two launches. The first (shrink) computes x times A, split along K int
 size so that even one row has many programs. The second (expand) adds the result times B to y.
 Programs of rows without an adapter end early. A row's bits depend only on the shapes.
 
-Where a kernel of our own multiplies few rows, it adds the second product itself. On Hopper it makes
-the first one, too (`adapters_stream.py`). Elsewhere that is a launch before it, `shrink`, whose
-programs take all rows of a slot at once, on the tensor cores.
+If one of our own kernels multiplies few rows, it adds the second product itself. On Hopper it
+also computes the first one (`adapters_stream.py`). Otherwise that is a launch before it, `shrink`,
+whose programs process all rows of a slot at once, on the tensor cores.
 
 Slots and factors are read before the previous kernel has ended. This is safe: factors in use are
 never written, and slots are written before an ordinary launch, the embedding of the pass.
@@ -24,32 +24,32 @@ from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 from slipstream.kernels.triton.matmul_tiles import MULTIPROCESSORS, SMALLEST_PART
 
-_RANKS, _DEPTH = 8, 1024  # ranks and columns of x of a program of the shrink kernel
-_WIDTH, _STEP = 256, 32  # columns of y, and ranks at a time, of one of the expand kernel
+_RANKS, _DEPTH = 8, 1024  # shrink kernel: ranks and columns of x of a program
+_WIDTH, _STEP = 256, 32  # expand kernel: columns of y of a program, and ranks at a time
 _SHALLOW, _PARTS = 512, 12  # columns of x at a time, and parts of K, of `shrink`
-_GROUP = 16  # ranks that the tensor cores take at once: a slot's begin with one
+_GROUP = 16  # ranks that the tensor cores multiply at once; a slot's ranks begin at a multiple
 _TALL = 64  # rows of A in a tile of `adapters_stream.py`
 _CHUNK = 128  # ranks of several slots that `add_expanded` multiplies at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Gain:
-    """What adapters add to a product of up to 64 rows x [T, K] in 16 bits.
+    """The adapters' addend to a product of up to 64 rows x [T, K] in 16 bits.
 
-    A times x lies in inner [parts of K, T, P R] float32, and is still to be added up; rows without
-    an adapter are not written.
+    inner [parts of K, T, P R] float32 has partial sums of A times x; rows without an adapter are
+    not written.
     """
 
     x: Tensor
     adapted: Adapted
 
     def shrunk(self) -> dict[str, object]:
-        """What `matmul_kernel` takes, after a launch that makes A times x."""
+        """Arguments of `matmul_kernel`, after a launch that computes A times x."""
         inner = shrink(self.x, self.adapted)
         return self._arguments(inner) | {"splits_k": len(inner)}
 
     def streamed(self, programs: int) -> dict[str, object]:
-        """What `stream_kernel` takes, which has `programs` others, but for the descriptor of A."""
+        """Arguments of `stream_kernel` with `programs` other programs, without A's descriptor."""
         down, rows = self.adapted.factors.down, len(self.x)
         count, width, depth = down.shape
         shares, lanes, share = _makers(programs, depth, triton.cdiv(count * width, _TALL))
@@ -77,9 +77,9 @@ NOT_STREAMED = _NO_GAIN | {"down": None, "counts": None, "share": 0, "makers": 0
 
 
 def _makers(programs: int, depth: int, tiles: int) -> tuple[int, int, int]:
-    """(shares of the columns, lanes of tiles of A, columns of a share) of the programs that make
-    A times x: as many as fit beside the product's. The bits depend on the shares, so only the shape
-    of the weights determines these."""
+    """(shares of the columns, lanes of tiles of A, columns of a share) of the programs that compute
+    A times x: as many as can run together with the product's. The bits depend on the shares, so
+    these depend only on the shape of the weights."""
     free = -programs % MULTIPROCESSORS
     share = triton.cdiv(triton.cdiv(depth, min(8, max(4, free))), SMALLEST_PART) * SMALLEST_PART
     shares = triton.cdiv(depth, share)
@@ -101,7 +101,7 @@ def _shrink_rows_kernel(
     x, down, slots, inner, row_stride, rows, depth, width, part, block_m: tl.constexpr,
     block_r: tl.constexpr, block_k: tl.constexpr, step: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (slot, `block_r` ranks, part of K): as `_shrink_kernel`, for all rows of a slot."""
+    """Programs (slot, `block_r` ranks, part of K): `_shrink_kernel` for all rows of a slot."""
     launch_dependents(pdl)
     slot = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) * block_r + tl.arange(0, block_r)
@@ -158,9 +158,9 @@ def add_expanded(
 ):  # fmt: skip
     """`sums` [rows of weights, rows of x] plus B times `inner`, in chunks of ranks of all slots.
 
-    row: the rows of weights; line: those of x; padded: ranks of a slot, in whole groups of those
-    that the tensor cores take at once. So a column's bits depend on its own adapter alone: ranks of
-    others are multiplied by zeros.
+    row: the rows of weights; line: the rows of x; padded: ranks of a slot, rounded up to whole
+    groups. So a column's bits depend only on its own adapter: ranks of others are multiplied by
+    zeros.
     """
     group: tl.constexpr = padded if padded < chunk else chunk
     own = tl.zeros_like(row).to(tl.int32)

@@ -1,13 +1,13 @@
-"""What adapters add to a product on Hopper: the part of `matmul_stream_kernels.py` that is theirs.
+"""LoRA adapters in the matmul on Hopper: their part of `matmul_stream_kernels.py`.
 
-A times x is made by the first programs of the product's launch, the makers, each from a share of
-the columns and some tiles of A, through the ring buffer that others have for weights. The rest adds
-B times that. It looks whether all is made only where its own last tiles are on the way, so nothing
-waits for it. Makers wait for no other program, and GPUs start programs in the order of their
-numbers, so they all come to their end.
+The first programs of the launch, the makers, compute A times x, each for a share of the columns and
+some tiles of A, with the ring buffer that other programs use for weights. The other programs add B
+times the result. They wait for the makers only while their own last tiles are loaded, so that this
+costs no time. Makers wait for no other program, and GPUs start programs in the order of their
+numbers, so there is no deadlock.
 
-Of B, what the first `chunk` ranks of all slots need is loaded before a product begins, while its
-weights are on the way, and of A times x where it is made. More ranks are loaded behind it.
+B for the first `chunk` ranks of all slots is loaded before a product begins, while its weights are
+loaded, and A times x when it is complete. Further ranks are loaded after these.
 """
 
 from triton.experimental import gluon
@@ -30,8 +30,8 @@ from slipstream.kernels.triton.matmul_stream_parts import (
 )
 
 GROUP = gl.constexpr(16)  # rows of A that are loaded at once
-END = gl.constexpr(1 << 24)  # behind the last tile of A
-PATIENCE = gl.constexpr(1 << 23)  # looks for what makers make, seconds in all
+END = gl.constexpr(1 << 24)  # after the last tile of A
+PATIENCE = gl.constexpr(1 << 23)  # maximum number of polls for the makers, a few seconds
 
 
 @gluon.jit
@@ -41,8 +41,8 @@ def _or(one, other):
 
 @gluon.jit
 def _next_tile(slot, after, lane, lanes, width: gl.constexpr, high: gl.constexpr):
-    """The next tile of a lane, which has each `lanes`-th, that has a slot of some row, or END; and
-    a bit for each of its groups that has."""
+    """The next tile of a lane (every `lanes`-th one) with a slot that some row uses, or END; and a
+    bit for each of its groups that is used."""
     tile = gl.maximum(slot * width // high, after + 1)
     tile += (lane - tile % lanes + lanes) % lanes
     inside = (slot >= 0) & (tile <= (slot * width + width - 1) // high)
@@ -73,7 +73,7 @@ def _fetch_groups(down, ring, slot, barrier, first, k, used, more: gl.constexpr,
 
 @gluon.jit
 def _store_inner(inner, adapters, sums, first, line0, maker, rows, total, width: gl.constexpr):
-    """Store what rows of x have of their own slots, of `sums` [rows of A, rows of x]."""
+    """Store those of `sums` [rows of A, rows of x] that belong to the slots of the rows of x."""
     row = first + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, sums.type.layout))
     line = line0 + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, sums.type.layout))
     slot = gl.load(adapters + line, mask=line < rows, other=-1).to(gl.int32)
@@ -156,7 +156,7 @@ def make_inner(
 
 @gluon.jit
 def _seen(count):
-    """The count, read so that what was written before it was counted can be read then."""
+    """Read the count with acquire semantics: data written before it was counted is then visible."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b64 $0, [$1];",
         "=l,l", [count], dtype=gl.int64, is_pure=False, pack=1,
@@ -165,7 +165,7 @@ def _seen(count):
 
 @gluon.jit
 def taken_before(counts):
-    """How many programs ever have taken what makers made. Read before this one does."""
+    """The number of programs that have ever read the makers' results; read before this one does."""
     return gl.inline_asm_elementwise(
         "ld.relaxed.gpu.global.b64 $0, [$1];",
         "=l,l", [counts + 1], dtype=gl.int64, is_pure=False, pack=1,
@@ -176,8 +176,8 @@ def taken_before(counts):
 def await_inner(counts, taken, makers: gl.constexpr, takers):
     """Wait until all makers of this launch are done.
 
-    Nothing sets the counts to zero: each launch adds `makers` to the first and `takers` to the
-    second, which tells the number of earlier launches.
+    The counts are never reset: each launch adds `makers` to the first and `takers` to the second,
+    from which the number of earlier launches follows.
     """
     wanted = (taken // takers + 1) * makers
     looks = 0
@@ -219,7 +219,7 @@ def _factors(
 def _slots(
     adapters, begin, m0, rows, count: gl.constexpr, padded: gl.constexpr, warps: gl.constexpr
 ):
-    """[count]: the places of the slots of rows from `m0` on in a chunk."""
+    """[count]: the places in a chunk of the slots of rows from `m0` on."""
     wide: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [warps, 1, 1], [2, 1, 0])
     line = m0 + gl.arange(0, count, layout=gl.SliceLayout(1, gl.SliceLayout(1, wide)))
     slot = gl.load(adapters + line, mask=line < rows, other=-1).to(gl.int32)
@@ -247,7 +247,7 @@ def _inner(
 
 @gluon.jit
 def _parts_of(ends, block, width, high: gl.constexpr, gated: gl.constexpr, parts: gl.constexpr):
-    """(first, last) part that a block of weights has rows of."""
+    """(first, last) part of which a block of weights has rows."""
     first, last = 0, 0
     top = block * (high // 2 if gated else high)
     bottom = gl.minimum(top + (high // 2 if gated else high), width) - 1
@@ -262,7 +262,7 @@ def _parts_of(ends, block, width, high: gl.constexpr, gated: gl.constexpr, parts
 
 @gluon.jit
 def as_operand(factors, sums):
-    """`factors` in the registers in which the tensor cores take them."""
+    """`factors` in the register layout of the tensor cores' operand."""
     return gl.convert_layout(factors, gl.DotOperandLayout(0, sums.type.layout, 2))
 
 
@@ -271,7 +271,7 @@ def _add_part(
     sums, tile, factors, slot, numbers, part, block, width, ends, gated: gl.constexpr,
     chunk: gl.constexpr, parts: gl.constexpr, warps: gl.constexpr,
 ):  # fmt: skip
-    """`sums` plus the product for those rows of B that are the part's."""
+    """`sums` plus the product, for the rows of B that belong to the part."""
     high: gl.constexpr = sums.shape[0]
     count: gl.constexpr = sums.shape[1]
     wide: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [warps, 1, 1], [2, 1, 0])
@@ -302,7 +302,7 @@ def early_factors(
     gated: gl.constexpr, rank: gl.constexpr, padded: gl.constexpr, chunk: gl.constexpr,
     warps: gl.constexpr,
 ):  # fmt: skip
-    """B of the first chunk; 0 without adapters. The first split alone adds it."""
+    """B of the first chunk; 0 without adapters. Only the first split adds it."""
     made = 0
     if up is not None:
         owned = gl.where(split == 0, rows, 0)
@@ -318,7 +318,7 @@ def early_places(
     first_rows: gl.constexpr, more_rows: gl.constexpr, padded: gl.constexpr, parts: gl.constexpr,
     warps: gl.constexpr,
 ):  # fmt: skip
-    """What `inner_of_rows` needs: (count, first part, last part, slots of each tile of rows)."""
+    """The inputs of `inner_of_rows`: (count, first part, last part, slots of each row tile)."""
     places = ()
     if adapters is not None:
         owned = gl.where(split == 0, rows, 0)
@@ -336,8 +336,8 @@ def inner_of_rows(
     inner, places, m0, rows, rank: gl.constexpr, padded: gl.constexpr, chunk: gl.constexpr,
     splits_k: gl.constexpr, parts: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """A times x of the first chunk: for each tile of rows the places of slots, and what the first
-    and the last part of a block multiply."""
+    """A times x of the first chunk: for each tile of rows the places of slots, and the operands for
+    the first and the last part of a block."""
     made = ()
     for index in gl.static_range(3, len(places)):
         slot, line = places[index], m0
@@ -362,16 +362,16 @@ def add_expanded(
     chunk: gl.constexpr, chunks: gl.constexpr, splits_k: gl.constexpr, parts: gl.constexpr,
     warps: gl.constexpr,
 ):  # fmt: skip
-    """As in `adapters.py`, for rows from `m0` on. `tile`: shared memory, [rows of x, chunk].
+    """See `adapters.py`; for rows from `m0` on. `tile`: shared memory, [rows of x, chunk].
 
-    Of the first chunk, B and what the first and the last part multiply are loaded already.
+    For the first chunk, B and the operands for the first and the last part have been loaded.
     """
     high: gl.constexpr = sums.shape[0]
     count: gl.constexpr = sums.shape[1]
     first, last = _parts_of(ends, block, width, high, gated, parts)
     for part in range(first, last + 1):
         value = gl.where(part == last, at_last, at_first)
-        # Triton 3.6 fails on a branch that is never taken where that is no constexpr.
+        # Triton 3.6 fails on a branch that is never taken if its condition is not a constexpr.
         if parts > 2 and (part > first) & (part < last):
             value = _inner(
                 inner, slot, part, 0, m0, rows, rank, padded, chunk, splits_k, parts, tile.dtype

@@ -1,11 +1,11 @@
 """Gated delta nets: one convolution and one recurrence for all rows of a pass.
 
-The rows that wait in the cache and those of the pass are one sequence for each request: they are
-convolved into scratch memory, where request r's begin at row `query_start[r] + r K`. A request of
-at most `SHORT_ROWS` rows then goes on row by row, with its state in registers, so a row has the
-same bits in a pass of its own and as one of several that are verified. A longer one (a prompt
-chunk) is cut into pieces of `CHUNK` rows for the tensor cores. Which of the two follows from the
-request's own rows. The host looks at shapes only.
+The accepted rows in the cache and the rows of the pass are one sequence for each request: they are
+convolved into scratch memory, where request r's rows begin at row `query_start[r] + r K`. A request
+of at most `SHORT_ROWS` rows is then processed row by row, with its state in registers, so a row has
+the same bits in plain decoding and in verification. A longer one (a prompt chunk) is split into
+chunks of `CHUNK` rows for the tensor cores. The choice depends only on the request's own number of
+rows. The host reads only shapes.
 """
 
 from dataclasses import dataclass
@@ -26,22 +26,22 @@ from slipstream.kernels.triton.launch import empty_rows, options
 
 SHORT_ROWS = 16
 CHUNK = 64  # rows
-CONVOLVED = 64  # rows of a program, where a request has many; more than those that wait
+CONVOLVED = 64  # rows of a program, for requests with many; more than a request's waiting rows
 CONVOLVED_AT_ONCE = 4
 NORMED_AT_ONCE = 4
-# Columns of values that a program has. One warp needs no other's part of a sum over the keys: with
-# four rows (9B on an H200, 32 requests) 32 columns of two warps took a fifth longer, though 13
-# percent less with one row.
+# Columns of values of a program. With one warp, sums over keys need no other warp: with four rows
+# (9B on an H200, 32 requests) 32 columns with two warps took a fifth longer, but 13 percent less
+# with one row.
 ROW_COLUMNS = 16
 CHUNK_COLUMNS = 32
 
 
 @dataclass(frozen=True, eq=False)
 class _Pieces:
-    """Requests of several rows in pieces.
+    """Requests split into pieces of rows.
 
     Attributes:
-        table: [pieces, 3] int32: request, first row, rows; 0 rows: there is no such piece.
+        table: [pieces, 3] int32: request, first row, number of rows (0 for unused entries).
         first: [R] int32, the first piece of each request.
     """
 
@@ -51,7 +51,8 @@ class _Pieces:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """What all layers of a pass with a long request share: pieces to convolve, and chunks."""
+    """The pieces that all layers of a pass with a long request share: for the convolution, and
+    chunks."""
 
     convolved: _Pieces
     chunks: _Pieces
@@ -66,8 +67,8 @@ def delta_net(
     cache: DeltaCache,
     in_chunks: bool | None = None,
 ) -> Tensor:
-    """See `DeltaNetOp`; `in_chunks`: whether long requests are cut into chunks; None: unless their
-    rows are float32, whose exact products would take longer than going row by row."""
+    """See `DeltaNetOp`. `in_chunks`: whether long requests are split into chunks; None: unless rows
+    are float32, whose exact products would take longer than the row by row kernel."""
     rows, states = inputs.rows, inputs.states
     assert states is not None, "layers with a state are told of it"
     assert mixed.stride(1) == gates.stride(1) == z.stride(1) == 1
@@ -107,7 +108,7 @@ def delta_net(
 
 
 def _shape(heads: DeltaHeads, drafts: int) -> dict[str, int]:
-    """What kernels are compiled for."""
+    """The compile-time sizes of the kernels."""
     return {
         "key_heads": heads.num_key_heads,
         "value_heads": heads.num_value_heads,
@@ -118,7 +119,7 @@ def _shape(heads: DeltaHeads, drafts: int) -> dict[str, int]:
 
 
 def _block(width: int) -> int:
-    """The tensor cores take 16 columns at a time."""
+    """The columns of a tile: a power of two, at least the 16 that tensor cores need."""
     return int(max(16, triton.next_power_of_2(width)))
 
 
@@ -130,8 +131,9 @@ def _convolved(
     cache: DeltaCache,
     plan: _Plan | None,
 ) -> tuple[Tensor, Tensor]:
-    """(channels behind the convolution, rounded; float32 numbers) of all rows, those that wait
-    included: factors of each query and key, write strengths, logarithms of what is kept."""
+    """(channels after the convolution, rounded; float32 numbers) of all rows, waiting ones
+    included. The numbers are the factors of each query and key, the write strengths, and the
+    logarithms of the decays."""
     slots, drafts = moves[2], cache.drafted.shape[1]
     scratch, value_heads = len(mixed) + len(slots) * drafts, heads.num_value_heads
     active = mixed.new_empty(scratch, heads.num_channels)
@@ -186,7 +188,7 @@ def _chunks(
 
 
 def _plan(inputs: PassInputs, drafts: int, num_rows: int) -> _Plan:
-    """Made for the first layer of a pass, and kept for the others."""
+    """The plan of a pass, which is computed for its first layer and cached for the others."""
     found = inputs.prepared.get("delta net")
     if isinstance(found, _Plan):
         return found
@@ -212,7 +214,7 @@ def _plan(inputs: PassInputs, drafts: int, num_rows: int) -> _Plan:
 
 
 def _pieces(cuts: Tensor, size: int, most: int) -> _Pieces:
-    """Between cuts [R, S + 1], of at most `size` rows; there are at most `most`."""
+    """Pieces of at most `size` rows between `cuts` [R, S + 1]; there are at most `most`."""
     begins, ends = cuts[:, :-1].flatten(), cuts[:, 1:].flatten()
     counts = (ends - begins + size - 1) // size
     until = counts.cumsum(0)

@@ -1,14 +1,15 @@
 """The kernels of gated delta nets for requests of many rows (prompt chunks): see `delta_net.py`.
 
-Within a chunk of C rows, G the sums of the logarithms of what is kept, S the state before it:
+For a chunk of C rows, with G the cumulative sums of the logarithms of the decays, and S the state
+before the chunk:
 
     A_ij = b_i exp(G_i - G_j) (k_i k_j) for j < i, M_ij = exp(G_i - G_j) (q_i k_j) for j <= i
     D = (I + A)^-1 diag(b) (V - diag(exp G) K S)
     out = diag(exp G) Q S + M D;  S <- exp(G_C) S + sum_j exp(G_C - G_j) k_j (x) d_j
 
-(Yang et al. 2024, "Gated Delta Networks"). Queries and keys are as the convolution left them; by
-what they are scaled goes with the factors of their rows. Gates, sums and the state are float32;
-the tensor cores multiply numbers in the dtype of the rows.
+(Yang et al. 2024, "Gated Delta Networks"). Queries and keys are the convolution's outputs; their
+scales are included in the factors of their rows. Gates, sums and the state are float32; the tensor
+cores multiply numbers in the dtype of the rows.
 """
 
 import triton
@@ -50,10 +51,11 @@ def solve_kernel(
     most_drafts: tl.constexpr, block_k: tl.constexpr, size: tl.constexpr,
     levels: tl.constexpr, precision: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (value head, chunk): what of a chunk does not ask for the state.
+    """Programs (value head, chunk): the part of a chunk that does not depend on the state.
 
-    inverses [chunks, Hv, C, C]: (I + A)^-1 diag(b); mixing, likewise: M; factors [chunks, Hv, 4,
-    C] float32: of keys that meet the state, of queries, of keys that are written, of the state.
+    inverses [chunks, Hv, C, C]: (I + A)^-1 diag(b); mixing, of the same shape: M; factors [chunks,
+    Hv, 4, C] float32: of keys that read the state, of queries, of keys that are written, and of the
+    state.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
@@ -82,7 +84,7 @@ def solve_kernel(
     kept = tl.cumsum(step, axis=0)
     all_kept = tl.sum(step, axis=0)
     earlier = row[:, None] > row[None, :]
-    # The difference first: what is kept over a whole chunk may be nothing.
+    # The difference first: the decay over a whole chunk may underflow to 0.
     between = tl.where(row[:, None] >= row[None, :], kept[:, None] - kept[None, :], 0.0)
     between = tl.exp(between) * of_key[None, :]
     lower = tl.dot(keys, tl.trans(keys), input_precision=precision)
@@ -110,9 +112,9 @@ def chunks_kernel(
     block_v: tl.constexpr, size: tl.constexpr, stages: tl.constexpr, precision: tl.constexpr,
     pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (columns of values, value head, request): its chunks one after the other.
+    """Programs (columns of values, value head, request): the request's chunks one after the other.
 
-    Chunks end where the checkpoint is made, and behind the last row that is taken in.
+    Chunks end where the checkpoint is saved, and after the last committed row.
     read [T, Hv, Dv] float32.
     """
     launch_dependents(pdl)

@@ -1,5 +1,5 @@
-"""What the kernels of gated delta nets share. The rows of a request are counted from its first
-pending one, which stands behind the rows that its state covers: see `delta_net.py`."""
+"""Functions that the kernels of gated delta nets share. The rows of a request are counted from its
+first pending one, which follows the rows that its state includes: see `delta_net.py`."""
 
 import triton
 import triton.language as tl
@@ -7,10 +7,10 @@ import triton.language as tl
 
 @triton.jit
 def moves_of(moves, request):
-    """(first row of the pass, all rows, those that wait, those that are taken in, those of them
-    that the checkpoint covers, slot, place of the checkpoint) of a request.
+    """(first row of the pass, number of all rows, of waiting rows, of committed rows, of committed
+    rows that the checkpoint includes, slot, place of the checkpoint) of a request.
 
-    All rows are 0 where the request has none in this pass, and a checkpoint of 0 rows is not made.
+    All are 0 if the request has no rows in this pass, and a checkpoint of 0 rows is not saved.
     """
     query_start, positions, slots, num_known, pending, save_at, saved = moves
     first = tl.load(query_start + request).to(tl.int32)

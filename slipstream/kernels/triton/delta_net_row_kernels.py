@@ -1,7 +1,7 @@
-"""The kernels of gated delta nets that go row by row. How programs meet the work: `delta_net.py`.
+"""The kernels of gated delta nets that process row by row; `delta_net.py` launches them.
 
-A row's bits follow from the state before it and from its own numbers, in whatever pass it is and
-however many rows are beside it: tiles have one size, and a state is moved on by one row at a time.
+A row's bits depend only on the state before it and on its own numbers, not on the pass or on other
+rows: tiles have one size, and a state is advanced by one row at a time.
 """
 
 import triton
@@ -16,7 +16,7 @@ L2_EPS = tl.constexpr(1e-6)
 
 @triton.jit
 def _rows_at(row, waiting, first, slot, stored, fresh, most_drafts, width, stride):
-    """Where rows of a request begin: of those that wait, or of this pass."""
+    """The addresses of rows of a request: of waiting rows, or of rows of this pass."""
     return tl.where(
         row < waiting,
         stored + (slot * most_drafts + row) * width,
@@ -29,7 +29,7 @@ def _raw(
     at, there, mixed, windows, drafted, move, column, before: tl.constexpr, most_drafts, channels,
     mixed_stride,
 ):  # fmt: skip
-    """Rows before the convolution: those before row 0 stand in the window."""
+    """Rows before the convolution; rows before row 0 are in the window."""
     first, _, waiting, _, _, slot, _ = move
     rows = _rows_at(at, waiting, first, slot, drafted, mixed, most_drafts, channels, mixed_stride)
     rows = tl.where(at < 0, windows + (slot * before + before + at) * channels, rows)
@@ -41,7 +41,7 @@ def _keep_drafts(
     stored, fresh, slot, first, waiting, taken, total, column, inside, most_drafts, width, stride,
     tile: tl.constexpr,
 ):  # fmt: skip
-    """The first rows that are not taken in yet wait for the next pass; columns [N]."""
+    """Store the first rows that are not committed yet for the next pass; columns [N]."""
     for begin in range(0, tl.minimum(total - taken, most_drafts), tile):
         draft = begin + tl.arange(0, tile)
         there = (draft < tl.minimum(total - taken, most_drafts))[:, None] & inside[None, :]
@@ -103,7 +103,7 @@ def _convolve(
             save - before + index, there, mixed, windows, drafted, move, column, before,
             most_drafts, channels, mixed_stride,
         )  # fmt: skip
-        tl.debug_barrier()  # other threads of this program still read what is written next
+        tl.debug_barrier()  # other threads of this program still read data that is written next
         target = (slot * before + index) * channels
         tl.store(windows + target[:, None] + column[None, :], kept, mask=there)
         if save > 0:
@@ -121,7 +121,7 @@ def _gates(
     key_heads: tl.constexpr, value_heads: tl.constexpr, most_drafts: tl.constexpr,
     block_h: tl.constexpr, tile: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Write strengths and logarithms of what is kept, of rows [begin, end)."""
+    """Write strengths and logarithms of decays, of rows [begin, end)."""
     first, total, waiting, taken, _, slot, _ = move
     head = tl.arange(0, block_h)
     inside = head < value_heads
@@ -161,8 +161,8 @@ def convolve_kernel(
 ):  # fmt: skip
     """Programs (head of queries, keys, values, then one for all gates; request or piece of one).
 
-    The first program of a request also moves its part of the window on, and keeps draft rows:
-    nobody else reads what it writes. A piece has more rows than wait.
+    The first program of a request also updates its part of the window, and stores draft rows: no
+    other program reads these. A piece has more rows than can wait.
     """
     launch_dependents(pdl)
     windows, drafted, drafted_gates = cache
@@ -200,7 +200,7 @@ def _row(
     active, numbers, source, row, total, head, key, column, key_heads: tl.constexpr,
     value_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
 ):  # fmt: skip
-    """(query, key, value, write strength, what is kept) of a row; zeros behind the last row."""
+    """(query, key, value, write strength, decay) of a row; zeros after the last row."""
     channels: tl.constexpr = 2 * key_heads * key_dim + value_heads * value_dim
     key_head = head // (value_heads // key_heads)
     of_keys = (row + 0 * key < total) & (key < key_dim)
@@ -231,10 +231,10 @@ def recur_kernel(
     value_heads: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     most_drafts: tl.constexpr, block_k: tl.constexpr, block_v: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (columns of values, value head, request): its rows one after the other, the state in
-    registers. read [T, Hv, Dv] float32.
+    """Programs (columns of values, value head, request): the request's rows one after the other,
+    with the state in registers. read [T, Hv, Dv] float32.
 
-    The state is loaded before the kernel in front has ended: an earlier pass has written it.
+    The state is loaded before the previous kernel has ended, since an earlier pass has written it.
     """
     launch_dependents(pdl)
     head, request = tl.program_id(1), tl.program_id(2)
@@ -256,7 +256,7 @@ def recur_kernel(
         value_dim,
     )  # fmt: skip
     for row in range(total):
-        # Both are read of the state before the row, so that neither waits for the other.
+        # Both are computed from the state before the row, so that neither waits for the other.
         found, result = tl.reduce((state * keys[:, None], state * query[:, None]), 0, _add_both)
         written = (value - found * kept) * strength
         result = result * kept + written * tl.sum(query * keys, axis=0)
@@ -280,7 +280,7 @@ def gated_norm_kernel(
     read, z, weight, out, z_stride, eps, lines, value_heads: tl.constexpr,
     value_dim: tl.constexpr, block_v: tl.constexpr, tile: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """weight * read / rms(read) * silu(z), of `tile` lines: a line is a row and a value head."""
+    """weight * read / rms(read) * silu(z), for `tile` lines: a line is a row and a value head."""
     launch_dependents(pdl)
     line = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     column = tl.arange(0, block_v)

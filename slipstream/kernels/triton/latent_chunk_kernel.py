@@ -24,8 +24,8 @@ def _fold(
 ):  # fmt: skip
     """Online softmax (Milakov and Gimelshein 2018) over the cached tokens [begin, end).
 
-    Returns (largest score, sum of weights, sum of weighted latents [block_m, block_c]). Without
-    `masked` every row is known to see all of [begin, end), a whole number of tiles.
+    Returns (largest score, sum of weights, sum of weighted latents [block_m, block_c]). If `masked`
+    is false, every row must see all of [begin, end), which must be a whole number of tiles.
     """
     block_c: tl.constexpr = query.shape[1]
     block_p: tl.constexpr = turned_query.shape[1]
@@ -65,9 +65,9 @@ def latent_chunk_kernel(
     block_n: tl.constexpr, block_c: tl.constexpr, block_p: tl.constexpr, block_r: tl.constexpr,
     pdl: tl.constexpr, first_seen: tl.constexpr, causal: tl.constexpr,
 ):  # fmt: skip
-    """Programs (0, tile): a tile of a prompt chunk over all that it sees; out [T, H, R].
+    """Programs (0, tile): attention of a tile of a prompt chunk; out [T, H, R].
 
-    The tiles that see most come first.
+    The tiles that see the most tokens come first.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
@@ -94,7 +94,7 @@ def latent_chunk_kernel(
     tree_start = 0 if ancestors is None else tl.load(tree_starts + request).to(tl.int32)
     begin = newest * 0
     if ancestors is None and first_seen == 0:
-        # Most tiles of tokens lie wholly before the first row.
+        # Most tiles of tokens are entirely before the first row.
         common = tl.min(tl.where(inside, ends, newest), axis=0) // block_n * block_n
         largest, total, mixed = _fold(
             query, turned_query, largest, total, mixed, begin, common, begins, ends, row, rows,

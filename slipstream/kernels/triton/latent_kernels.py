@@ -1,12 +1,12 @@
-"""The kernels of latent attention for requests of few rows. How they are launched: `latent.py`.
+"""The kernels of latent attention for requests of few rows; `latent.py` launches them.
 
-Queries are brought into the space of the latents, so that all heads of a layer share one key of a
-token, [latent, rotated], and one value, the latent. Line m of a request is its row m // heads and
-its head m % heads.
+Queries are projected to the latent space, so that all heads of a layer share one key per token,
+[latent, rotated], and one value, the latent. Line m of a request is its row m // heads and its head
+m % heads.
 
-Weights are the large side of their products, and rows the small one; tiles of lines have at most
-32, for which the tensor cores are used in one way: bits do not depend on how many there are. Splits
-of the context and the sums of their folds are those of `attention_short_kernels.py`.
+Weights are the first operand of the tensor cores, and rows the second. Tiles have at most 32 lines,
+for which the tensor cores add in one order: bits do not depend on the number of lines. Splits of
+the context and their sums are those of `attention_short_kernels.py`.
 """
 
 import triton
@@ -49,7 +49,8 @@ def _turns(cos_sin, position, rotary_dim: tl.constexpr, block_p: tl.constexpr):
 
 @triton.jit
 def _turn(source, target, inside, cos, sin, by, rotary_dim: tl.constexpr):
-    """Numbers 2i and 2i + 1 of vectors from `source` [L], turned, times `by`, to `target` [L]."""
+    """Rotate the pairs (2i, 2i + 1) of vectors at `source` [L], times `by`, and store them at
+    `target` [L]."""
     pair = tl.arange(0, cos.shape[0])
     moved = inside[:, None] & (pair < rotary_dim // 2)[None, :]
     at = source[:, None] + 2 * pair[None, :]
@@ -66,7 +67,7 @@ def _store_latents(
     source, target, stored, norm_weight, eps, cos, sin, rank: tl.constexpr,
     rotary_dim: tl.constexpr, block_c: tl.constexpr,
 ):  # fmt: skip
-    """A row's latents, normed and turned, go to the cache; `stored` is 0 or 1."""
+    """Norm and rotate a row's latents, and write them to the cache; `stored` is 0 or 1."""
     column, zero = tl.arange(0, block_c), tl.arange(0, 1)
     value = tl.load(source + column, mask=column < rank, other=0.0)
     gain = tl.load(norm_weight + column, mask=column < rank, other=0.0).to(tl.float32)
@@ -85,8 +86,9 @@ def absorb_kernel(
     block_n: tl.constexpr, block_k: tl.constexpr, block_h: tl.constexpr, block_c: tl.constexpr,
     block_p: tl.constexpr, pdl: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tile of the rank, head, tile of rows): queries [T, H (N + P)] into `absorbed`
-    [T, H, R + P]. Behind the last head, two programs a row store its latents and turn its queries.
+    """Programs (tile of the rank, head, tile of rows): queries [T, H (N + P)] to `absorbed`
+    [T, H, R + P]. After the last head, two programs per row store its latents and rotate its
+    queries.
     """
     launch_dependents(pdl)
     if not early:
@@ -143,7 +145,7 @@ def absorb_kernel(
 def _ask_for(
     pages, table, begin, end, width: tl.constexpr, block_size: tl.constexpr, tokens: tl.constexpr
 ):
-    """Asks for the rows of the tokens [begin, end) of a request, without waiting for them."""
+    """Prefetch the rows of the tokens [begin, end) of a request, without waiting for them."""
     numbers: tl.constexpr = 1024 // pages.dtype.element_ty.primitive_bitwidth  # of 128 bytes
     lines: tl.constexpr = (width + numbers - 1) // numbers
     for start in range(begin, end, tokens):
@@ -165,7 +167,8 @@ def latents_at(
     source, places, inside, rank: tl.constexpr, rotary_dim: tl.constexpr, block_c: tl.constexpr,
     block_p: tl.constexpr,
 ):  # fmt: skip
-    """Rows at `places` [L]: (latents [L, block_c], turned [L, block_p]); zeros if not `inside`."""
+    """Rows at `places` [L]: (latents [L, block_c], rotated part [L, block_p]); zeros if not
+    `inside`."""
     column, pair = tl.arange(0, block_c), tl.arange(0, block_p)
     at, of_latents, of_turned = source + places[:, None], inside[:, None], inside[:, None]
     if block_c != rank:
@@ -181,7 +184,7 @@ def _fold(
     query, turned_query, latents, turned, exponent, total, mixed, token, row_begins, row_ends, row,
     rows, ancestors, tree_start, scale, first_seen: tl.constexpr,
 ):  # fmt: skip
-    """Adds a tile of tokens: (exponent [M], sum of weights [M], sum of weighted latents [M, C])."""
+    """Add a tile of tokens: (exponent [M], sum of weights [M], sum of weighted latents [M, C])."""
     score = tl.dot(query, tl.trans(latents), input_precision="ieee")
     score = tl.dot(turned_query, tl.trans(turned), score, input_precision="ieee")
     score = hidden(
@@ -207,10 +210,10 @@ def latent_kernel(
     block_p: tl.constexpr, pdl: tl.constexpr, early: tl.constexpr, first_seen: tl.constexpr,
     causal: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tile of lines, request, lane): a lane folds its share of a request's splits.
+    """Programs (tile of lines, request, lane): a lane reduces its share of a request's splits.
 
-    The folds go to part [requests, most_rows, H, most_parts, R], part_exponent and part_total.
-    Where they are `joined`, there is one lane, and their sum is the only part.
+    Partial sums go to part [requests, most_rows, H, most_parts, R], part_exponent and part_total.
+    If they are `joined`, there is one lane, and their sum is the only part.
     """
     launch_dependents(pdl)
     if not early:
@@ -234,7 +237,7 @@ def latent_kernel(
     words = ancestors if ancestors is None else ancestors + first
     tree_start = 0 if ancestors is None else tl.load(tree_starts + request).to(tl.int32)
     if early:
-        known = tl.minimum(split_start(after), context - rows)  # what earlier passes have stored
+        known = tl.minimum(split_start(after), context - rows)  # tokens of earlier passes
         _ask_for(pages, table, split_start(split), known, width, block_size, ASKED)
     wait_for_inputs(pdl)
     inside, line = row < rows, ((first + row).to(tl.int64) * heads + head) * width
@@ -288,10 +291,10 @@ def values_kernel(
     block_r: tl.constexpr, block_s: tl.constexpr, at_once: tl.constexpr, pdl: tl.constexpr,
     early: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tile of a value, head, tile of rows): the parts' sums, which the values' weights
-    [H, V, R] bring back into the space of a head: out [T, H V].
+    """Programs (tile of a value, head, tile of rows): add up the parts, and project the sums with
+    the values' weights [H, V, R]: out [T, H V].
 
-    Rows of requests with more than `most_rows` are left out.
+    Rows of requests with more than `most_rows` rows are skipped.
     """
     launch_dependents(pdl)
     head = tl.program_id(1)
@@ -324,7 +327,7 @@ def values_kernel(
     total = tl.zeros((block_m,), tl.float32)
     mixed = tl.zeros((block_m, block_c), tl.float32)
     for start in range(0, most, at_once):
-        for other in tl.static_range(at_once):  # loaded at once, added one after the other
+        for other in tl.static_range(at_once):  # loads overlap; sums are in order
             there = start + other < splits
             own = place + start + other
             of_split = tl.load(part_exponent + own, mask=there, other=float("-inf"))

@@ -57,8 +57,8 @@ def options(device: torch.device) -> dict[str, Any]:
     return chosen
 
 
-# Tensors that a matmul reads are allocated with spare rows. TMA is slow where a tile reaches past
-# the end of a matrix: 40 rows in tiles of 64 took longer than 64 rows (8B on an H200: 118 us a
+# Tensors that a matmul reads are allocated with spare rows. TMA is slow for tiles that reach past
+# the end of a matrix: 40 rows in tiles of 64 took longer than 64 rows (8B on an H200: 118 us per
 # layer instead of 109). With spare rows no tile does; the results of these rows are discarded.
 def empty_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[rows, width], uninitialized, with memory after it for the rest of the last tile."""
@@ -67,7 +67,7 @@ def empty_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device) 
 
 
 def with_spare(x: Tensor, rows: int) -> Tensor:
-    """x [T, K] extended to `rows` rows, as far as there is memory behind it."""
+    """x [T, K] extended to `rows` rows, as far as its memory has room after it."""
     memory = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
     if len(x) >= rows or x.stride(0) < x.shape[1]:
         return x

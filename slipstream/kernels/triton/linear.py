@@ -1,7 +1,7 @@
-"""The matmul ops of the backend: kernels of our own for few rows, the library for most others.
+"""The matmul ops of the backend: our own kernels for few rows, mostly cuBLAS for more.
 
-`Linears(invariant=True)` keeps to our kernels for any number of rows, so that the bits of a row
-never depend on the rows beside it; the library chooses its kernels by the number of rows.
+`Linears(invariant=True)` uses our own kernels for any number of rows, so that the bits of a row
+never depend on the other rows; cuBLAS chooses its kernels by the number of rows.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ FEW_ROWS = 64
 
 @dataclass(frozen=True)
 class Linears:
-    """What `kernels/table.py` calls linear, the norms and their matmuls, and logits."""
+    """The ops `linear`, `logits`, and those that combine norms and matmuls (`kernels/table.py`)."""
 
     invariant: bool = False
 
@@ -41,7 +41,7 @@ class Linears:
         return add_low_rank(y, _contiguous(x), adapted)
 
     def _gain(self, x: Tensor, weight: Weight, adapted: Adapted | None) -> Gain | None:
-        """What adapters add, where a kernel of ours adds it."""
+        """The adapters' product, if one of our kernels adds it to its own product; else None."""
         few = len(x) <= FEW_ROWS and x.dtype in (torch.bfloat16, torch.float16)
         if adapted is None or not few or self.invariant or is_packed(weight):
             return None
@@ -94,7 +94,7 @@ class Linears:
         adapted: Adapted | None = None,
     ) -> tuple[Tensor, Tensor]:
         if adapted is not None:
-            # A gate is computed from what is not rounded yet, as without adapters.
+            # The gate is computed from sums that are not rounded yet, as without adapters.
             x, total = self.norm(addend, residual, norm)
             joined = self._gain(x, weight, adapted)
             if joined is not None:
@@ -167,7 +167,7 @@ class Linears:
         dtype: torch.dtype,
         low_rank: Gain | None = None,
     ) -> Tensor:
-        """[T, N] in `dtype`; where the library multiplies, in the dtype of x."""
+        """[T, N] in `dtype`; if cuBLAS multiplies, in the dtype of x."""
         if is_packed(weight):
             return _packed(x, weight, bias, dtype)
         factor = operand(weight)
@@ -180,7 +180,7 @@ class Linears:
         return x if norm is None else normed_rows(x, None, norm)[0].values
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        """The library multiplies many rows, but for e4m3: its matmul rounds what comes out."""
+        """cuBLAS multiplies many rows, except for e4m3, since it would round the result."""
         if is_packed(weight):
             return _packed(x, weight, None, torch.float32)
         factor = operand(weight)
@@ -192,7 +192,7 @@ class Linears:
     def _ours(
         self, x: Tensor, weight: RowScaled, splitting: bool = False, gated: bool = False
     ) -> bool:
-        """float32 gains nothing from tiles that are made for the tensor cores."""
+        """Whether to use our own kernels. For float32, tiles for tensor cores are not faster."""
         if self.invariant:
             return True
         if len(x) > FEW_ROWS:
@@ -200,7 +200,7 @@ class Linears:
         return x.dtype != torch.float32 or weight.scales is not None
 
     def _free(self, x: Tensor) -> bool:
-        """Whether bits may follow from the number of rows."""
+        """Whether bits may depend on the number of rows."""
         return len(x) > FEW_ROWS and not self.invariant
 
 
@@ -242,7 +242,7 @@ def _library(x: Rows, weight: RowScaled, bias: Tensor | None, dtype: torch.dtype
 
 
 def _scaled_matmul_serves(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Rows and columns in multiples of 16 and results in bfloat16 are all that it takes."""
+    """Whether torch's scaled matmul supports these: sizes in multiples of 16, bfloat16 results."""
     if x.device.type != "cuda" or dtype != torch.bfloat16:
         return False
     if torch.cuda.get_device_capability(x.device) < (9, 0):

@@ -161,8 +161,8 @@ def _multiply(
         mbarrier.expect(barrier, size, wanted)
         _fetch_weights(weight, ring, slot, barrier, tile, k, width, blocks, gated, wanted)
     span: gl.constexpr = 2 * first_rows if more_rows else first_rows
-    # The slots of rows may be read so soon: torch's kernels write them when a pass begins, and no
-    # kernel starts before one of torch's has ended.
+    # The slots of rows may be read this early: torch's kernels write them when a pass begins, and
+    # no kernel starts before one of torch's has ended.
     factors = early_factors(
         up, adapters, tile, rows, split, width, high, span, gated, rank, padded, chunk, warps
     )
@@ -178,7 +178,7 @@ def _multiply(
     if more_rows:
         sums += _zeros(blocks, high, more_rows, warps)
     slot, turn, last = 0, 0, stages - 1
-    # Where adapters add something, `inner` is read while the last tiles are on the way.
+    # With adapters, `inner` is read while the last tiles are loaded.
     middle = steps
     if inner is not None:
         middle = gl.maximum(steps - stages + 1, 0)
@@ -223,12 +223,11 @@ def stream_kernel(
     """Programs (tile of rows, tile of n, split).
 
     x, more_x and weight are TMA descriptors: x of [rows, depth] in tiles; more_x, or None, of the
-    same matrix, in the smaller tiles for the rows behind the last tile of x; weight of
-    [width, depth], or [2 * width, depth] if `gated`. bias [width] or None;
-    out [splits, rows, width].
+    same matrix, in smaller tiles for the rows after the last tile of x; weight of [width, depth],
+    or [2 * width, depth] if `gated`. bias [width] or None; out [splits, rows, width].
 
-    Arguments from `inner` on are what adapters add (`adapters_stream.py`), or None. With them the
-    programs are numbered (0, `makers`, then tiles of n, split by split), the rows are at most 64,
+    Arguments from `inner` on are for adapters (`adapters_stream.py`), or None. With adapters the
+    programs are numbered (0, `makers`, then tiles of n, split by split), there are at most 64 rows,
     and step_k is at least `chunk`.
     """
     launch_dependents(pdl)

@@ -1,4 +1,4 @@
-"""What the programs of `matmul_stream_kernels.py` share with those that serve adapters."""
+"""Functions that `matmul_stream_kernels.py` and `adapters_stream.py` share."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,4 @@
-"""Batch preparation, one launch an op. Meanings and shapes: `kernels/preparation.py`."""
+"""Batch preparation, with one launch per op; see `kernels/preparation.py`."""
 
 import torch
 import triton
@@ -20,12 +20,12 @@ PART = tl.constexpr(1 / FACTOR_PARTS)
 
 @triton.jit
 def _packed_rows(lengths, request, requests, most, num_rows, block_r: tl.constexpr):
-    """(first row, number of rows) of a request: its length, and what is left over goes to the last
-    requests, `most` rows at most each."""
+    """(first row, number of rows) of a request. Rows beyond the sum of lengths are padding of the
+    last requests, to at most `most` rows each."""
     other = tl.arange(0, block_r)
     length = tl.load(lengths + other, mask=other < requests, other=0)
     room = tl.where(other < requests, most - length, 0)
-    # What is left over for this request and those before it.
+    # The padding of this request and of those before it.
     left = num_rows - tl.sum(length) - tl.sum(tl.where(other > request, room, 0))
     own = tl.load(lengths + request)
     first = tl.sum(tl.where(other < request, length, 0)) + tl.maximum(left - (most - own), 0)
@@ -40,10 +40,10 @@ def _expand_kernel(
     window_column: tl.constexpr, block_m: tl.constexpr, block_b: tl.constexpr,
     block_r: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (request, part): part 0 lays the rows out, the others copy the block table.
+    """Programs (request, part): part 0 places the rows, the others copy the block table.
 
-    Without `num_tokens` (None) no row is masked. Places by the table at `window_column` stand
-    behind those by the first one. With `first_rows` the rows are packed.
+    If `num_tokens` is None, no row is masked. Cache slots by the block table at `window_column`
+    follow those by the first one. With `first_rows` the rows are packed.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
@@ -184,7 +184,7 @@ def _trim_kernel(
     confidences, wanted, factors, rates, known, kept, requests, width, num_rows, bins,
     request_stride, place_stride, block_r: tl.constexpr, block_k: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (request): the ranks of its tokens, each found by counting those before it."""
+    """Programs (request): the ranks of its tokens, each computed by counting those before it."""
     launch_dependents(pdl)
     wait_for_inputs(pdl)
     request = tl.program_id(0)
@@ -237,7 +237,7 @@ def _commit_kernel(
     gained, accepted, row_stride, last_place, width: tl.constexpr, block_w: tl.constexpr,
     counting: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """One program a request. Without `counting` only tokens are written."""
+    """Programs (request). Without `counting` only tokens are written."""
     launch_dependents(pdl)
     wait_for_inputs(pdl)
     request = tl.program_id(0)
@@ -256,7 +256,7 @@ def _commit_kernel(
         new = tl.load(num_accepted + request) * ends
         tl.store(gained + request, count)
         tl.store(accepted + request, new)
-        # Several padding requests may share a slot: they store what is there already.
+        # Several padding requests may share a slot: they store the values that it already has.
         tl.store(num_tokens + slot, known + count)
         new += tl.load(num_new + request)
         tl.store(num_computed + slot, tl.load(num_computed + slot) + new)
@@ -330,7 +330,7 @@ def _keep_path_kernel(
         moved = moves[:, None] & (number < numbers)[None, :]
         own = pages + page.to(tl.int64) * page_stride + number[None, :]
         value = tl.load(own + (place * numbers)[:, None], mask=moved, other=0.0)
-        tl.debug_barrier()  # a token may stand where another goes
+        tl.debug_barrier()  # the place of one token may be the destination of another
         tl.store(own + (goal * numbers)[:, None], value, mask=moved)
 
 
@@ -363,7 +363,7 @@ def _timestamp_kernel(out):
 
 
 def timestamp(device: torch.device) -> Tensor:
-    """The GPU's own clock, so that a captured graph can tell how long its parts took."""
+    """Read the GPU's clock, so that the parts of a captured graph can be timed."""
     if device.type == "cpu":  # the interpreter has no clock
         return timestamp_of_host(device)
     out = torch.empty((), dtype=torch.int64, device=device)

@@ -1,14 +1,14 @@
 """Sampling and verification: the chain of kernels after the LM head.
 
-    scan        one read of all logits, several programs a row (`sampling_scan.py`)
-    thresholds  of top_k, top_p and min_p, where a request of the batch has any
-    weigh, mass where drafts are judged as blocks (`sampling_blocks.py`)
-    draw        a sample for every row of coupled requests, where there are any
-    accept      the verdict on every draft; greedy and coupled requests end here
+    scan        one read of all logits, with several programs for each row (`sampling_scan.py`)
+    thresholds  of top_k, top_p and min_p, if a request of the batch has some
+    weigh, mass for block verification (`sampling_blocks.py`)
+    draw        a sample for every row of coupled requests, if there are some
+    accept      verification of every draft; for greedy and coupled requests this is all
                 (`sampling_verdict.py`)
-    race        the last token of sampled requests: one row of a request, several programs
+    race        the last token of sampled requests: one row per request, several programs
 
-Nothing here waits for the device, and a row's bits do not depend on the other rows: chunks are of
+The host never waits for the device, and a row's bits do not depend on the other rows: chunks have
 a fixed size, and every sum has one order.
 """
 
@@ -40,7 +40,7 @@ _COLUMNS = WeakIdKeyDictionary()
 
 @dataclass(frozen=True)
 class Tiles:
-    """How rows are cut, whatever their number: tokens of a chunk and of a group, and warps."""
+    """How rows are split, whatever their number: tokens of a chunk and of a group, and warps."""
 
     block: int = 2048
     group: int = 64
@@ -55,13 +55,13 @@ TILES = Tiles()
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """What the first pass leaves.
+    """The results of the scan.
 
     Attributes:
-        source: the logits to sample from, [N, V or more], processed where that was asked for.
-        largest, choice, total: [N, chunks], of every chunk.
-        mass: [N, chunks], the totals at temperature 1; None: nobody asked for them.
-        facts: [N, 4] of the rows of truncated batches, else None.
+        source: the logits to sample from, [N, V or more], processed if a request needs it.
+        largest, choice, total: [N, chunks], largest logit, its token and sum of weights.
+        mass: [N, chunks], the sums of weights at temperature 1; None: not computed.
+        facts: [N, 4], see `row_facts`, for batches with truncations; else None.
     """
 
     source: Tensor
@@ -216,7 +216,7 @@ def _scan(
     arrivals: Tensor | None = None,
     with_mass: bool = False,
 ) -> Scan:
-    """The scan, and the thresholds where any row may have some."""
+    """Run the scan, and compute the thresholds if any row may have some."""
     num_rows, device, tiles = len(logits), logits.device, TILES
     chunks, groups = triton.cdiv(vocab_size, tiles.block), triton.cdiv(vocab_size, tiles.group)
     largest, total = torch.empty((2, num_rows, chunks), dtype=torch.float32, device=device)
@@ -278,7 +278,7 @@ def _draw(
 
 
 def _dense_rows(rows: SampleRows) -> SampleRows:
-    """These rows with the strides that the kernels take for granted."""
+    """These rows with the strides that the kernels assume."""
     slots, positions, lengths, one_hot = dense(
         rows.slots, rows.positions, rows.num_draft_tokens, rows.one_hot
     )
@@ -298,13 +298,14 @@ def _dense_rows(rows: SampleRows) -> SampleRows:
 
 
 def _plain_rows(slots: Tensor, positions: Tensor) -> SampleRows:
-    """One row for each request, that judges no draft."""
+    """One row for each request, without drafts."""
     none = slots.new_empty((len(slots), 0))
     return SampleRows(slots, positions, none, slots, slots)
 
 
 def _aligned(logits: Tensor) -> Tensor:
-    """How rows are loaded, and so the order of sums, follows from the alignment of their start."""
+    """Logits whose rows begin at aligned addresses: the alignment determines how rows are loaded,
+    and so the order of sums."""
     assert logits.stride(1) == 1
     return logits.clone() if logits.data_ptr() % ALIGNMENT else logits
 
@@ -318,16 +319,16 @@ def _draft_strides(probs: Tensor | None) -> tuple[int, int, int]:
 
 
 def _columns(vocabulary: Tensor, vocab_size: int) -> Tensor:
-    """[V] int32, the column of each token in a reduced vocabulary; NO_COLUMN where it has none.
+    """[V] int32, the column of each token in a reduced vocabulary; NO_COLUMN if it has none.
 
-    Kept as long as the vocabulary, which therefore must not change.
+    Cached as long as the vocabulary lives, which therefore must not change.
     """
     columns: Tensor | None = _COLUMNS.get(vocabulary)  # type: ignore[no-untyped-call]
     if columns is None or len(columns) != vocab_size:
         columns = torch.full((vocab_size,), NO_COLUMN, dtype=torch.int32, device=vocabulary.device)
         order = torch.arange(len(vocabulary), dtype=torch.int32, device=vocabulary.device)
         columns.scatter_(0, vocabulary, order)
-        # What a graph computes is there only once it is replayed.
+        # A result of a captured op has no values until the graph is replayed.
         if not (vocabulary.is_cuda and torch.cuda.is_current_stream_capturing()):
             _COLUMNS[vocabulary] = columns
     return columns

@@ -1,5 +1,5 @@
-"""What judging drafts as blocks takes (`reference/block_verification.py`): the weights of their
-prefixes, and their residual masses."""
+"""Block verification (`reference/block_verification.py`): the weights of prefixes, and their
+residual masses."""
 
 import triton
 import triton.language as tl
@@ -30,7 +30,7 @@ def _prefix_weights(p, q, width, column):
         reached = weight * tl.sum(tl.where(column == index, p, 0.0))
         bound = tl.sum(tl.where(column == index, q, 0.0))
         ratio = tl.where(reached < bound, reached / tl.where(bound > 0.0, bound, 1.0), 1.0)
-        # What has no probability is refused.
+        # A token of probability 0 is rejected.
         weight = tl.where(reached > 0.0, ratio, 0.0)
         weights = tl.where(column == index + 1, weight, weights)
     return weights
@@ -46,8 +46,8 @@ def weigh_kernel(
 ):  # fmt: skip
     """Program (request): the weights of its prefixes and their masses, to prefixes [R, 2, K + 1].
 
-    A mass is -1 where `mass_kernel` is to sum it up, and of no meaning where the prefix is refused
-    or accepted whatever it is. Weights are 1 of requests that are judged in another way.
+    A mass is -1 if `mass_kernel` must compute it, and arbitrary if it does not matter for the
+    prefix. Weights of requests without block verification are 1.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
@@ -77,7 +77,7 @@ def weigh_kernel(
         result, chunk_largest, chunk_sum, rows, chunks, inverse, truncated, block_s
     )
     p = probability_of(logit, largest, total, lowest_logit, lowest_weight, inverse)
-    # Broken numbers end the draft: nothing behind them is accepted.
+    # NaN ends the draft: no token after it is accepted.
     is_sound = total == total
     p = tl.where(legal & is_sound, p, 0.0)
     weight = _prefix_weights(p, q, width, column)
@@ -97,7 +97,7 @@ def mass_kernel(
     block: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (chunk, place - 1, request): the chunk's part of the mass of a prefix, to masses
-    [R, K + 1, chunks], where that is not known yet."""
+    [R, K + 1, chunks], if that is not known yet."""
     launch_dependents(pdl)
     wait_for_inputs(pdl)
     chunk, place, request = tl.program_id(0), tl.program_id(1) + 1, tl.program_id(2)

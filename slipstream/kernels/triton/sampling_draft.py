@@ -1,4 +1,4 @@
-"""The kernels of drafting behind the scan: the argmax, or the distribution with its race."""
+"""The kernels of drafting after the scan: the argmax, or the distribution with its race."""
 # ruff: noqa: SIM102  (of two nested ifs one is decided at compile time)
 
 import triton

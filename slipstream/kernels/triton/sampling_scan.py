@@ -1,10 +1,10 @@
-"""The one pass over all logits: processors, argmax, and the sums that probabilities need.
+"""The pass over all logits: processors, argmax, and the sums for probabilities.
 
-A row is cut into chunks of a fixed size, one program each, so that few rows fill the machine too.
-What a chunk found is put together by whoever needs the row, always in the same order.
+A row is split into chunks of a fixed size, with one program each, so that few rows use the whole
+GPU, too. Kernels that need results of a row combine those of its chunks, always in the same order.
 
-Weights are exp((logit - largest) / temperature): in [0, 1], the largest exactly 1. Whoever computes
-one does it by `weight_of`, so that all kernels see the same bits.
+Weights are exp((logit - largest) / temperature): in [0, 1], the largest exactly 1. All kernels
+compute them with `weight_of`, so that they have the same bits.
 """
 # ruff: noqa: SIM102  (of two nested ifs one is decided at compile time)
 
@@ -36,7 +36,7 @@ NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def weight_of(logit, largest, inverse):
-    """For a `largest` that is finite; `inverse` is that of the temperature."""
+    """The weight of a logit; `largest` must be finite, and `inverse` is 1 / temperature."""
     return tl.exp((logit - largest) * inverse)
 
 
@@ -52,7 +52,8 @@ def finite(largest):
 
 @triton.jit
 def tree_sum(value):
-    """[n, C] -> [n], C a power of two: neighbours first, so that no layout changes the bits."""
+    """Sum over columns, [n, C] -> [n], C a power of two. It adds neighbours first, so that the bits
+    do not depend on the layout."""
     rows: tl.constexpr = value.shape[0]
     for _ in tl.static_range(MOST_LEVELS):
         if value.shape[1] > 1:
@@ -106,7 +107,7 @@ def _process(
     num_stop_ids, output_counts, prompt_mask, bias, allowed, allowed_stride, draft_tokens,
     draft_stride, vocab_size,
 ):  # fmt: skip
-    """What `sampling/logits.py` does, on a chunk of a row, to the bit."""
+    """The processors of `reference/processors.py` for a chunk of a row, with the same bits."""
     if output_counts is not None:
         logit = _penalise(
             logit, column, inside, slot, found, place, floats, output_counts, prompt_mask,
@@ -135,12 +136,12 @@ def scan_kernel(
     uniform_rows: tl.constexpr, sampled: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
     pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (chunk, row). What is None is not done.
+    """Programs (chunk, row). Steps whose arguments are None are skipped.
 
     Writes, for each chunk of `block` tokens: its largest logit, the smallest token id that has it,
     and (`sampled`) the sum of weights relative to that logit, [N, chunks], and that sum at
-    temperature 1 (chunk_mass); for each `group` of tokens its largest logit, [N, groups]; the
-    processed logits [N, V]. Rows behind a request's draft are left out. Sets arrivals [N] to 0.
+    temperature 1 (chunk_mass); for each `group` of tokens its largest logit, [N, groups]; and the
+    processed logits [N, V]. Rows after a request's draft are skipped. Sets arrivals [N] to 0.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
@@ -186,7 +187,7 @@ def scan_kernel(
 
 @triton.jit
 def choices(chunk_largest, chunk_choice, rows, chunks, vocab_size, block_s: tl.constexpr):
-    """The argmax of rows [n], the first of equals."""
+    """The argmax of rows [n]; among equals the first."""
     chunk = tl.arange(0, block_s)
     cell = rows[:, None] * chunks + chunk[None, :]
     there = (chunk < chunks)[None, :]

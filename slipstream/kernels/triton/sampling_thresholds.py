@@ -1,12 +1,12 @@
-"""The thresholds of top_k, top_p and min_p: one program for each row that has any.
+"""The thresholds of top_k, top_p and min_p: one program for each row that has some.
 
-The scan left the largest logit of every group of tokens. From these alone follows a bound that
-the threshold cannot lie below (k groups hold k tokens that reach the k-th largest of their
-maxima; likewise for mass), so only the few groups that reach it are read. A distribution too flat
-for that is read whole, which is slow and as exact.
+The scan has stored the largest logit of every group of tokens. These give a lower bound of the
+threshold (k groups have k tokens that reach the k-th largest of their maxima; likewise for mass),
+so only the few groups that reach it are read. If a distribution is too flat for that, the whole row
+is read, which is slow and equally exact.
 
-A search narrows [low, high] of values that occur down to one, halving between their bits. Counts
-and masses are integers, as in `reference/thresholds.py`: the order of sums does not matter.
+A bisection over the bits of values narrows [low, high] down to one value. Counts and masses are
+integers, as in `reference/thresholds.py`, so the order of additions does not matter.
 """
 # ruff: noqa: SIM102  (of two nested ifs one is decided at compile time)
 
@@ -62,7 +62,7 @@ def _merge(found, above, below, more, other_above, other_below):
 @triton.jit
 def _together(found, above, below):
     """The sum, the least and the greatest of three tensors [n, m], reduced together."""
-    if INTERPRETED:  # which walks through the elements of such a reduction one by one
+    if INTERPRETED:  # the interpreter would process the elements of such a reduction one by one
         merged = tl.sum(found), tl.min(above), tl.max(below)
     else:
         merged = tl.reduce(tl.reduce((found, above, below), 1, _merge), 0, _merge)

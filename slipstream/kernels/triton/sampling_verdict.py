@@ -1,8 +1,8 @@
-"""The kernels of verification behind the scan: draw, accept and race; and the commit.
+"""The kernels of verification after the scan: draw, accept and race; and the commit.
 
-A race samples a token from weights: the largest weight / exponential number wins. That is the
-choice of Gumbel-max, log weight + Gumbel noise, from the same uniform numbers, with one logarithm
-instead of three.
+A race samples a token from weights: the largest weight / exponential random number wins. This is
+equivalent to Gumbel-max (log weight + Gumbel noise) with the same uniform numbers, with one
+logarithm instead of three.
 """
 # ruff: noqa: SIM102  (of two nested ifs one is decided at compile time)
 
@@ -52,7 +52,7 @@ def row_facts(
     result, chunk_largest, chunk_sum, rows, chunks, inverse, truncated: tl.constexpr,
     block_s: tl.constexpr,
 ):  # fmt: skip
-    """(largest, total, lowest logit, lowest weight) of rows [n]: what `probability_of` needs."""
+    """(largest, total, lowest logit, lowest weight) of rows [n], the inputs of `probability_of`."""
     if truncated:
         line = result + rows * 4
         largest, total = tl.load(line + LARGEST), tl.load(line + TOTAL)
@@ -67,7 +67,7 @@ def row_facts(
 def _store_last(
     line, facts, here, rows, count, in_use, drafted, largest, total, lowest_logit, lowest_weight
 ):
-    """Where the last token of a sampled request comes from: see `accept_kernel`."""
+    """Store the source of a sampled request's last token: see `accept_kernel`."""
     refused = tl.sum(tl.where(here & in_use, drafted + 1, 0)) - 1
     tl.store(line, tl.sum(tl.where(here, rows, 0)))
     tl.store(line + 1, count)
@@ -83,7 +83,7 @@ def draft_probability(
     draft_probs, draft_columns, request, index, token, asked, probs_stride, probs_place_stride,
     probs_width,
 ):  # fmt: skip
-    """q of each token: 0 where the draft does not know it."""
+    """q of each token: 0 for tokens without a column in the draft."""
     column = token
     if draft_columns is not None:
         column = tl.load(draft_columns + token, mask=asked, other=NO_TOKEN)
@@ -105,8 +105,8 @@ def _or_block_prefix(
     count, temperature, prefixes, masses, request, column, drafted, ints, positions, width, chunks,
     block_k: tl.constexpr, block_s: tl.constexpr,
 ):  # fmt: skip
-    """The count; in place of it, where drafts are judged as blocks, the longest prefix whose number
-    is below its bound, given what `sampling_blocks.py` says of them."""
+    """The number of accepted tokens: `count`, or with block verification the longest prefix whose
+    uniform number is below its bound, given the results of `sampling_blocks.py`."""
     length = tl.min(tl.where(drafted, block_k, column))
     line = prefixes + request * 2 * width + column
     weight = tl.load(line, mask=column < width, other=0.0)
@@ -131,7 +131,8 @@ def _or_block_prefix(
 def _or_drawn(
     choice, temperature, scores, tokens, ints, rows, chunks, vocab_size, block_s: tl.constexpr
 ):  # fmt: skip
-    """(choices, temperature): coupled requests are judged as greedy ones, by what was drawn."""
+    """(choices, temperature): coupled requests are verified like greedy ones, with the sampled
+    tokens instead of the argmax."""
     if scores is not None:
         is_coupled = tl.load(ints + VERIFICATION) == COUPLED
         drawn = choices(scores, tokens, rows, chunks, vocab_size, block_s)
@@ -150,10 +151,10 @@ def accept_kernel(
     sampled: tl.constexpr, truncated: tl.constexpr, block_k: tl.constexpr, block_s: tl.constexpr,
     pdl: tl.constexpr,
 ):  # fmt: skip
-    """Program (request): how many draft tokens are accepted. Greedy requests are done with that,
-    and coupled ones, of which drawn_scores and drawn_tokens [N, chunks] are there.
+    """Program (request): the number of accepted draft tokens. This completes greedy requests, and
+    coupled ones, for which there are drawn_scores and drawn_tokens [N, chunks].
 
-    For others it leaves last [R, 3] (row of logits, offset, refused token or -1) and
+    For others it stores last [R, 3] (row of logits, offset, rejected token or -1) and
     last_facts [R, 4] of that row, and sets arrivals [R] to 0.
     """
     launch_dependents(pdl)
@@ -192,12 +193,12 @@ def accept_kernel(
     )
     accepted = in_use & (drafted == choice)
     if sampled:
-        # Numbers without meaning for greedy requests, which do not look at them.
+        # For greedy requests these numbers are arbitrary, and not used.
         largest, total, lowest_logit, lowest_weight = row_facts(
             result, chunk_largest, chunk_sum, rows, chunks, inverse, truncated, block_s
         )
         p = probability_of(logit, largest, total, lowest_logit, lowest_weight, inverse)
-        # Strict, so that p = 0 is refused even where chance or q is 0.
+        # Strict, so that p = 0 is rejected even if chance or q is 0.
         accepted = tl.where(temperature > 0, legal & (chance * q < p), accepted)
     if rates is not None:
         rate = tl.load(rates + request * (width - 1) + column, mask=in_use, other=0.0)
@@ -237,8 +238,8 @@ def draw_kernel(
     vocab_size, uniform_rows: tl.constexpr, truncated: tl.constexpr, block: tl.constexpr,
     block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (chunk, row): the chunk's winner in the target's own race, [N, chunks], of the rows
-    of coupled requests; other rows are left out."""
+    """Programs (chunk, row): the chunk's winner in the target's race, [N, chunks], for rows of
+    coupled requests; other rows are skipped."""
     launch_dependents(pdl)
     wait_for_inputs(pdl)
     chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -303,10 +304,10 @@ def race_kernel(
     source_stride, probs_stride, probs_place_stride, probs_width, width, vocab_size,
     coupled: tl.constexpr, block: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Programs (chunk, request): the chunk's winner among the tokens for the last place.
+    """Programs (chunk, request): the chunk's winner for the last token of a request.
 
-    Writes scores and tokens [R, 2, chunks]: of the target's distribution, and of what it has
-    beyond the draft's where a token was refused. The last program to arrive writes the token.
+    Writes scores and tokens [R, 2, chunks], for the target's distribution, and for the residual if
+    a token was rejected. The last program to arrive writes the token.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
@@ -356,7 +357,7 @@ def race_kernel(
     if is_last(arrivals + request):
         _, token_id = chunk_winner(scores, tokens, chunks, vocab_size, block_s)
         if refused >= 0:
-            # Where p and q are equal up to rounding nothing is left, and p is as good.
+            # If p and q are equal up to rounding, the residual is empty, and p is as good.
             score, rest_id = chunk_winner(
                 scores + chunks, tokens + chunks, chunks, vocab_size, block_s
             )

@@ -1,4 +1,4 @@
-"""Suffix lookup: one program reads a text once. Meaning and shapes: `kernels/preparation.py`."""
+"""Suffix lookup: one program reads a text once; see `kernels/preparation.py`."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ def _lookup_kernel(
     token_ids, slots, known, tokens, found, row_stride, shortest, longest: tl.constexpr,
     width: tl.constexpr, block_k: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """The best place is the one behind the longest agreeing run, and of those the latest."""
+    """The best place is the one after the longest match; among equals, the latest."""
     request = tl.program_id(0)
     text = token_ids + tl.load(slots + request) * row_stride
     end = tl.load(known + request).to(tl.int32)
