@@ -6,7 +6,7 @@ import os
 import ssl
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Set before torch starts its pool: tiny tensors gain nothing from threads, and a pool that shares
 # its cores with other processes can be fifty times slower than none.
@@ -21,12 +21,14 @@ from slipstream.engine.isolation import Isolation
 from slipstream.kernels import registry
 from slipstream.kernels.registry import kernels_for
 from tests import pairwise
-from tests.tiny_models import TinyModels
 
 # Triton reads this when it is first imported, which some test modules do through transformers:
 # without a GPU its kernels are tested under its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if TYPE_CHECKING:  # transformers, which the process that hands out tests does not need
+    from tests.tiny_models import TinyModels
 
 NOT_FULL = "not full"  # as scripts/test selects an ordinary run
 
@@ -60,10 +62,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     pairwise.thin_out(items)
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
     """Leave modules and tests out of garbage collection, which takes half a second with them."""
-    gc.collect()
-    gc.freeze()
+    gc.disable()  # nearly all that is made now stays
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
@@ -109,7 +117,9 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> "TinyModels":
+    from tests.tiny_models import TinyModels
+
     return TinyModels(tmp_path_factory.mktemp("models"))
 
 
@@ -134,15 +144,15 @@ def _certificates_are_read_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_target(tiny_models: TinyModels) -> str:
+def tiny_target(tiny_models: "TinyModels") -> str:
     return tiny_models.target
 
 
 @pytest.fixture(scope="session")
-def tiny_draft(tiny_models: TinyModels) -> str:
+def tiny_draft(tiny_models: "TinyModels") -> str:
     return tiny_models.draft
 
 
 @pytest.fixture(scope="session")
-def tiny_heads(tiny_models: TinyModels) -> dict[str, str]:
+def tiny_heads(tiny_models: "TinyModels") -> dict[str, str]:
     return tiny_models.heads

@@ -91,7 +91,20 @@ def test_acceptance_after_a_prefix_hit_equals_acceptance_without(
     assert cold.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("length", [33, 40])
+@pytest.mark.parametrize(
+    ("length", "kind"),
+    [
+        pytest.param(
+            length,
+            name,
+            marks=() if (index + length) % 2 else pytest.mark.full,
+            id=f"{name}-{length}",
+        )
+        for index, name in enumerate(KINDS)
+        for length in (33, 40)
+    ],
+    indirect=["kind"],
+)
 def test_drafts_behind_a_prefix_hit_are_the_oracles(
     length: int, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from slipstream import LLM, RequestOutput, SamplingParams
 
 DEMO = Path(slipstream.__file__).parent / "demo"
 HELD_OUT = DEMO / "prompts" / "held_out.jsonl"
-# A little less than the 12 prompts below reach; over all 80 it is 3.7, 3.2, 2.9, 3.1 and 2.8.
+# A little less than the 8 prompts below reach; over all 80 it is 3.7, 3.2, 2.9, 3.1 and 2.8.
 ACCEPTANCE_LENGTHS = {
     "demo/draft": 3.0,
     "demo/eagle3": 2.5,
@@ -47,14 +47,14 @@ def acceptance_length(llm: LLM) -> float:
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[RequestOutput]]:
     return {
-        dtype: make(None, dtype).generate(prompts(12), GREEDY) for dtype in ("float32", "bfloat16")
+        dtype: make(None, dtype).generate(prompts(8), GREEDY) for dtype in ("float32", "bfloat16")
     }
 
 
 @pytest.mark.parametrize("drafter", ACCEPTANCE_LENGTHS)
 def test_greedy_text_is_the_plain_text(drafter: str, plain: dict[str, list[RequestOutput]]) -> None:
     llm = make(drafter, "float32")
-    outputs = llm.generate(prompts(12), GREEDY)
+    outputs = llm.generate(prompts(8), GREEDY)
     assert [o.outputs[0].text for o in outputs] == [o.outputs[0].text for o in plain["float32"]]
     assert acceptance_length(llm) >= ACCEPTANCE_LENGTHS[drafter]
 
@@ -73,7 +73,7 @@ def test_what_ships_is_what_the_manifest_says() -> None:
 def test_in_bf16_outputs_part_only_where_two_tokens_tie(
     plain: dict[str, list[RequestOutput]], record_property: Callable[[str, object], None]
 ) -> None:
-    outputs = make("demo/draft", "bfloat16").generate(prompts(12), GREEDY)
+    outputs = make("demo/draft", "bfloat16").generate(prompts(8), GREEDY)
     pairs = zip(plain["bfloat16"], outputs, strict=True)
     gaps = [gap for pair in pairs if (gap := parting(*pair)) is not None]
     record_property("outputs that part at a near-tie", len(gaps))

@@ -18,13 +18,13 @@ from tests.padded_steps import use_padded_steps
 
 pytestmark = pytest.mark.breaks_steps
 
-GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 SAMPLED = SamplingParams(seed=3, max_tokens=30, ignore_eos=True, num_speculative_tokens=0, n=2)
 PARAMS = {
     "greedy": GREEDY,
     "sampled": SAMPLED,
     "logprobs": SamplingParams(temperature=0, max_tokens=24, logprobs=2, prompt_logprobs=1),
-    "stop": SamplingParams(temperature=0, max_tokens=48, stop="return"),
+    "stop": SamplingParams(temperature=0, max_tokens=32, stop="return"),
     "grammar": SamplingParams(
         temperature=0, max_tokens=20, structured=StructuredOutput(regex="[0-9]{8,12}x")
     ),
@@ -232,4 +232,4 @@ def test_a_step_that_is_taken_back_is_not_counted(
         drafted = sum(output.metrics.num_draft_tokens for output in outputs)
         counted = llm.metrics
         assert counted.speculation.num_draft_tokens - before.speculation.num_draft_tokens == drafted
-        assert counted.num_output_tokens - before.num_output_tokens == 2 * 48
+        assert counted.num_output_tokens - before.num_output_tokens == 2 * GREEDY.max_tokens

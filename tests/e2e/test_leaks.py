@@ -7,7 +7,7 @@ from pathlib import Path
 from slipstream import LLM, SamplingParams
 from slipstream.engine.prompts import EncodedPrompt
 
-NUM_REQUESTS = 1000
+NUM_REQUESTS = 600
 
 
 def test_no_block_slot_or_memory_leaks(tiny_target: str, tiny_draft: str) -> None:
@@ -37,7 +37,7 @@ def test_no_block_slot_or_memory_leaks(tiny_target: str, tiny_draft: str) -> Non
                 live.discard(victim)
         if number % 100 == 0:
             scheduler.check_invariants()
-        if number % 250 == 249:
+        if number % 150 == 149:
             gc.collect()
             resident.append(resident_bytes())
     while engine.has_unfinished:

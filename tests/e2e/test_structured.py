@@ -45,7 +45,7 @@ def drafted() -> LLM:
 
 
 def test_requests_for_json_get_what_their_schema_says(plain: LLM, drafted: LLM) -> None:
-    check_schemas(plain, drafted, 2 * len(SCHEMAS))
+    check_schemas(plain, drafted, len(SCHEMAS))
 
 
 @pytest.mark.full

@@ -1,9 +1,10 @@
 """Compiles the kernels that no interpreter has for an H200; prints what each takes, as JSON.
 
-Run as a program, without TRITON_INTERPRET; needs no GPU.
+Run as a program with `ways` or `tiles`, without TRITON_INTERPRET; needs no GPU.
 """
 
 import json
+import sys
 from typing import Any
 
 import torch
@@ -181,26 +182,34 @@ def compiled(
     }
 
 
-def main() -> None:
-    half, whole = torch.bfloat16, torch.float32
-    # Each way of each kernel, not each pair of them: a program takes two seconds.
-    results = [
+def each_way(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
+    """Each way of each kernel at least once: a program takes two seconds."""
+    return [
         stream(Stream(8, depth=256, stages=4), torch.float16, whole, gated=NOT, biased=True),
-        stream(Stream(128, 16, 2, 64, 64, 3), half, half, gated=SILU, biased=False),
         stream(Stream(64, stages=6), half, half, gated=GELU, biased=False),
-        stream(Stream(128, 0, 1, 128, 64, 6), half, half, gated=NOT, biased=False),
         stream(Stream(32, 8, stages=7), half, half, gated=SILU, biased=True, rank=16),
-        stream(Stream(8, depth=256, stages=4), half, whole, gated=NOT, biased=False, rank=12),
-        grouped((8, 4, 4), words=1, gated=SILU, sorted_pairs=True, out=half),
-        grouped((128, 2, 3), words=2, gated=NOT, sorted_pairs=True, out=whole),
         grouped((16, 4, 6), words=2, gated=SILU, sorted_pairs=False, out=half),
         grouped((8, 4, 4), words=2, gated=GELU, sorted_pairs=True, out=half),
         grouped((32, 2, 4), 1, NOT, sorted_pairs=False, out=whole, coding=INT4, span=2),
         grouped((16, 4, 4), 4, NOT, sorted_pairs=True, out=whole, coding=INT4_ZEROS),
         grouped((64, 2, 4), 0, NOT, sorted_pairs=True, out=whole, coding=INT8),
         grouped((8, 4, 4), 1, SILU, sorted_pairs=True, out=half, few=True),
+    ]
+
+
+def other_tiles(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
+    return [
+        stream(Stream(128, 16, 2, 64, 64, 3), half, half, gated=SILU, biased=False),
+        stream(Stream(128, 0, 1, 128, 64, 6), half, half, gated=NOT, biased=False),
+        stream(Stream(8, depth=256, stages=4), half, whole, gated=NOT, biased=False, rank=12),
+        grouped((8, 4, 4), words=1, gated=SILU, sorted_pairs=True, out=half),
+        grouped((128, 2, 3), words=2, gated=NOT, sorted_pairs=True, out=whole),
         grouped((8, 4, 4), 2, NOT, sorted_pairs=True, out=whole, few=True),
     ]
+
+
+def main(which: str) -> None:
+    results = (each_way if which == "ways" else other_tiles)(torch.bfloat16, torch.float32)
     assert norm(weighted=True, ranks=4, shares=True) > norm(weighted=True)
     assert norm(weighted=True, ranks=4) > norm(weighted=True) > norm(weighted=False) > 0
     assert all(adapters())
@@ -208,4 +217,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -44,7 +44,7 @@ AXES = {
     "k": [1, 4],
     "sampling": list(SAMPLINGS),
 }
-MAX_TOKENS = 40
+MAX_TOKENS = 28
 
 # Torch's matmuls depend on the number of rows.
 IS_BIT_EXACT = kernels_for(torch.device("cpu")).network.backend != "reference"

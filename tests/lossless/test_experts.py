@@ -23,7 +23,7 @@ LEFT_OUT = ("assistant", "subset", "custom", "host_combination", "uneven_combina
 AXES: dict[str, list[Any]] = {
     "drafter": [name for name in test_greedy.AXES["drafter"] if name not in LEFT_OUT],
     "target": ["qwen3_moe", "gpt_oss"],
-    "k": [1, 3, 7],
+    "k": [1, 7],
     "batch": [1, 8],
     "rows": [512, 24],
     "blocks": [400, 16],

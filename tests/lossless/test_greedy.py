@@ -30,7 +30,7 @@ AXES: dict[str, list[Any]] = {
     "penalties": [False, True],
     "steps": ["exact", "padded"],  # as on a CPU, and as where steps are captured
 }
-MAX_TOKENS = 40
+MAX_TOKENS = 28
 _PLAIN: dict[str, list[list[int]]] = {}
 
 

@@ -53,6 +53,7 @@ GEMMA = {
     **AXES,
     "family": ["Gemma4", "Gemma4-E"],
     "drafter": [*AXES["drafter"], "assistant"],
+    "prefix": ["none", "other"],
 }
 Text = tuple[list[int], list[int]]
 COUNT = 24

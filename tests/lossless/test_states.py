@@ -115,11 +115,12 @@ def test_after_every_round_the_state_is_that_of_a_fresh_prompt(
     monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
     target, (prompt,) = models("qwen3_5_text"), make_prompts(1)
     case = {"rows": 24, "blocks": 400}
-    remember([prompt], tokens(make_llm(target, None, case).generate([prompt], GREEDY)))
+    long = replace(GREEDY, max_tokens=40)
+    remember([prompt], tokens(make_llm(target, None, case).generate([prompt], long)))
     use_steps(steps, monkeypatch)
     config = {"method": "fake", "model": "in turn", "num_speculative_tokens": k}
     engine = make_llm(target, config, case).engine
-    engine.add("a", EncodedPrompt(None, prompt["prompt_token_ids"], ()), GREEDY)
+    engine.add("a", EncodedPrompt(None, prompt["prompt_token_ids"], ()), long)
     runner, seen = engine._step._runner, set()
     while engine.has_unfinished:
         engine.step()

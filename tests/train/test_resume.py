@@ -45,31 +45,33 @@ def command(target: str, data: Path, out: Path) -> list[str]:
     return [sys.executable, "-m", "slipstream", "train", "eagle3", target, *spoken]
 
 
-def train_until(arguments: list[str], out: Path, step: int | None) -> None:
-    """Kill the process once it has logged a step; None lets it end."""
+def train_until(arguments: list[str], out: Path, step: int) -> None:
+    """Kill the process once it has logged a step."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    while step is not None and process.poll() is None:
+    while process.poll() is None:
         records = MetricsLog(out).all()
         if records and max(record["step"] for record in records) >= step:
             process.send_signal(signal.SIGKILL)
         time.sleep(0.01)
     _, complaint = process.communicate(timeout=300)
-    assert process.returncode == (0 if step is None else -signal.SIGKILL), complaint
+    assert process.returncode == -signal.SIGKILL, complaint
 
 
 def test_a_run_that_is_killed_twice_ends_with_the_same_curve(
     taught_target: str, own_words: Path, tmp_path: Path
 ) -> None:
+    """The last part runs here, with settings that must be those of the command."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run_training(
-        settings(
+
+    def run_to_the_end(out: Path) -> None:
+        given = settings(
             "eagle3",
             taught_target,
             own_words,
-            whole,
+            out,
             steps=STEPS,
             batch_size=4,
             accumulate=2,
@@ -77,12 +79,14 @@ def test_a_run_that_is_killed_twice_ends_with_the_same_curve(
             validate_every=6,
             learning_rate=3e-3,
         )
-    )
+        run_training(given)
+
+    run_to_the_end(whole)
     arguments = command(taught_target, own_words, killed)
     for step in (EVERY + 2, 2 * EVERY + 1):
         train_until(arguments, killed, step)
         assert not (killed / "README.md").exists()
-    train_until(arguments, killed, None)
+    run_to_the_end(killed)
     curves = [losses(out) for out in (whole, killed)]
     assert len(curves[0]) == len(curves[1]) == STEPS
     assert curves[0][-1] < 0.8 * curves[0][0]

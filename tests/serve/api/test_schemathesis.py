@@ -35,7 +35,7 @@ CHECKS: list[Any] = [
     unsupported_method,
 ]
 # `SLIPSTREAM_EXAMPLES=500` looks further.
-EXAMPLES = int(os.environ.get("SLIPSTREAM_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("SLIPSTREAM_EXAMPLES", "10"))
 # Some answers may be long where nothing bounds them.
 SHORT = replace(DEMO, max_model_len=24)
 

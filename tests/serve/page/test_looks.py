@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 CHECKS = (Path(__file__).parent / "accessibility.js").read_text()
 LOOKS = [
-    pytest.param(width, height, scheme, id=f"{scheme}-{width}")
-    for width, height in [(1280, 800), (390, 844)]
-    for scheme in ("light", "dark")
+    pytest.param(1280, 800, "light", id="light-1280"),
+    pytest.param(390, 844, "dark", id="dark-390"),
+    pytest.param(1280, 800, "dark", id="dark-1280", marks=pytest.mark.full),
+    pytest.param(390, 844, "light", id="light-390", marks=pytest.mark.full),
 ]
 
 
