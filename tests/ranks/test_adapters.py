@@ -127,6 +127,7 @@ def test_adapters_come_and_go_on_all_ranks(
         assert list(submission.output().outputs[0].token_ids) == expected[place]
 
 
+@pytest.mark.breaks_steps
 def test_a_step_that_fails_leaves_all_ranks_with_their_adapters(
     tiny_target: str, tmp_path: Path, ranked: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -272,6 +272,7 @@ def test_each_rank_walks_the_grammars_of_its_requests(
         llm.engine.ranks.close()
 
 
+@pytest.mark.breaks_steps
 def test_a_step_that_fails_is_undone(
     models: Models, ranked: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +292,7 @@ def test_a_step_that_fails_is_undone(
     assert len(calls) > 4
 
 
+@pytest.mark.breaks_steps
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_rank_that_fails_alone_fails_with_the_other(
     place: int, models: Models, ranked: Opener, loads: list[list[int]]
@@ -317,6 +319,7 @@ def test_a_rank_that_fails_alone_fails_with_the_other(
     assert tokens([it.output() for it in submissions if it.error is None]) == expected
 
 
+@pytest.mark.breaks_steps
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_before_a_step_begins_is_heard_of(
     rank: int, models: Models, ranked: Opener, monkeypatch: pytest.MonkeyPatch

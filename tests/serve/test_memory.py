@@ -49,8 +49,9 @@ def test_the_caches_of_matmuls_are_bounded_unless_somebody_said_how(
 
 def test_a_collection_passes_by_what_was_there_when_serving_began() -> None:
     before = gc.get_freeze_count()
+    kept: list[list[int]] = [[] for _ in range(10_000)]  # before which pytest froze all it had
     try:
         memory.freeze_garbage_collection()
-        assert gc.get_freeze_count() > before + 10_000
+        assert gc.get_freeze_count() >= before + len(kept)
     finally:
         gc.unfreeze()
