@@ -72,6 +72,7 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
         gc.collect()
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)  # steps make many objects, and few circles
 
 
 def pytest_sessionfinish() -> None:

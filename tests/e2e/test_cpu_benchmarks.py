@@ -77,6 +77,7 @@ def test_twins_need_more_layers_than_their_draft_and_room_for_the_tokens(tmp_pat
         write_twins(tmp_path, "tiny", 1)
 
 
+@pytest.mark.full  # as beside the peers below, and with a part of the head
 @pytest.mark.usefixtures("_known_bandwidth")
 def test_our_engine_is_measured(
     twins: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

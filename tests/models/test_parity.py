@@ -243,6 +243,15 @@ def test_logits_do_not_depend_on_the_rest_of_the_batch(checkpoint: Path) -> None
         torch.testing.assert_close(alone, logits, atol=TOLERANCE / 10, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        pytest.param(it, id=str(it), marks=pytest.mark.full if index % 2 else ())
+        for index, it in enumerate(CASES)
+    ],
+    indirect=True,
+    scope="module",
+)
 def test_greedy_text_equals_that_of_transformers(checkpoint: Path) -> None:
     """Batched, in chunks, with and without a prefix in the cache."""
     model, prompts = oracle(checkpoint), make_prompts()

@@ -41,7 +41,7 @@ def texts_of_one(model: str, adapters: Sequence[LoRARequest], ranked: Opener) ->
 @pytest.mark.parametrize(
     ("drafter", "room"),
     [
-        (None, NARROW),
+        pytest.param(None, NARROW, marks=pytest.mark.full),
         pytest.param({}, {"max_num_batched_tokens": 24}, marks=pytest.mark.full),
         ({"draft_tensor_parallel_size": 2}, NARROW),
         ({"draft_tensor_parallel_size": 2, "model": "self"}, {"max_num_batched_tokens": 24}),

@@ -111,7 +111,13 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return seen
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(it, marks=pytest.mark.full) if it in ("ngram", "eagle3") else it
+        for it in DRAFTERS
+    ],
+)
 def test_the_text_is_the_text_of_one_process(
     name: str, models: Models, ranked: Opener, loads: list[list[int]]
 ) -> None:

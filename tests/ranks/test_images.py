@@ -19,7 +19,9 @@ SIZES = {"max_model_len": 512, "max_num_seqs": 3}
 @pytest.mark.parametrize(
     ("family", "drafter", "room"),
     [
-        ("Qwen3VL", "draft_model", {"max_num_batched_tokens": 24}),  # chunks cut images
+        pytest.param(
+            "Qwen3VL", "draft_model", {"max_num_batched_tokens": 24}, marks=pytest.mark.full
+        ),  # chunks cut images
         ("Qwen3VL", "ngram", {"max_num_batched_tokens": 24, "num_kv_blocks": 24}),  # preemption
         ("Gemma4-E", "suffix", {}),
         pytest.param("Qwen3_5", None, {}, marks=pytest.mark.full),

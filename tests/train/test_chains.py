@@ -31,7 +31,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(it, marks=pytest.mark.full) if it == "plain" else it for it in CASES],
+)
 def test_the_engine_runs_the_network_that_was_trained(
     case: str,
     taught_target: str,

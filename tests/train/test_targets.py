@@ -115,7 +115,13 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 STEPS = {"eagle3": 40, "p-eagle": 2, "dflash": 2, "medusa": 2, "mtp": 2, "draft": 2, "pard": 2}
 
 
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("eagle3", "dflash", "mtp", "draft"),
+        *(pytest.param(it, marks=pytest.mark.full) for it in ("p-eagle", "medusa", "pard")),
+    ],
+)
 def test_drafters_of_a_target_with_experts_are_dense(
     kind: str, gpt_oss: tuple[str, Path], tmp_path: Path
 ) -> None:
