@@ -68,7 +68,7 @@ class AttentionParts:
 
     @property
     def needs_sources(self) -> bool:
-        """Whether it can only be the first layer of a stack, as in drafting heads."""
+        """Whether the layer can only be the first one of a stack, as in drafting heads."""
         return self.second_norm is not None or self.keeps_normed
 
 

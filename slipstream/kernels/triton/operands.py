@@ -82,7 +82,7 @@ class Choice:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What a product reads of it: experts, or pairs, starts and ends."""
+        """The tensors that a product reads: experts, or pairs, starts and ends."""
         if self.order is None:
             return self.experts, None, None, None
         return None, self.order.pairs, self.order.starts, self.order.ends
