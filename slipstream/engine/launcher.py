@@ -67,7 +67,7 @@ class Launcher(Step):
         self._ranks, self._check_every, self._num_launched = ranks, check_every, 0
         self.division, self._launch_part = division, division.guarding(self._launch)
         self._rated: Outcome | None = None  # of the last step, if logprobs may be asked for
-        # What follower ranks call when the leader calls its method of this name.
+        # The functions that follower ranks call when the leader calls its method of this name.
         self.followed: Mapping[str, Callable[..., Any]] = {
             "launch": self._launch_part,
             "forget": drafter.forget,

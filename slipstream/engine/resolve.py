@@ -85,7 +85,7 @@ class Resolved:
 
     @property
     def cache_dtype_name(self) -> str:
-        """What users call the dtype of keys and values."""
+        """The name of the dtype of keys and values, as in `--kv-cache-dtype`."""
         if self.cache_dtype == FLOAT8_PAGES:
             return "fp8_e4m3"
         return str(self.cache_dtype).removeprefix("torch.")

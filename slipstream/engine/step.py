@@ -32,7 +32,7 @@ from slipstream.sampling.state import SamplingState
 from slipstream.sampling.verification import DraftedTrees, Verdict, verify, verify_trees
 from slipstream.speculative.drafter import Draft, Drafter
 
-# What a profiler's trace calls the parts of a step.
+# Names of the parts of a step in a profiler's trace.
 PART_LABELS = {
     "slipstream: draft": "draft",
     "slipstream: target": "target",
