@@ -107,7 +107,7 @@ def assemble(
 
 
 def shares_prefixes(config: EngineConfig, layout: CacheLayout, sizes: CacheSizes) -> bool:
-    """Whether requests begin behind prefixes that others have computed."""
+    """Whether requests reuse the cached prefixes of other requests."""
     resumes = layout.blocks_resume or sizes.num_checkpoints > 0
     return config.enable_prefix_caching and resumes
 

@@ -138,7 +138,7 @@ class Launcher(Step):
         return outcome
 
     def launch_ahead(self, last: Launched) -> Launched | None:
-        """Launch the step behind `last` before the results of `last` arrive; None if it cannot be
+        """Launch the step after `last` before the results of `last` arrive; None if it cannot be
         planned without them, or would overwrite what the host still has to read."""
         if not self.runs_ahead or any(map(_is_awaited, last.batch.requests)):
             return None

@@ -278,7 +278,7 @@ def _require_chains(shape: DecoderConfig, layout: CacheLayout, speculation: Spec
 
 
 def _num_drafts(speculation: Speculation, max_model_len: int) -> int:
-    """K; UsageError if a chain of so many draft tokens does not fit behind one token."""
+    """K; UsageError if a chain of so many draft tokens does not fit after one token."""
     count = speculation.num_speculative_tokens
     is_chain = speculation.drafter.limits.tree_depth is None  # trees are cut at the last position
     if is_chain and count >= max_model_len:

@@ -96,7 +96,7 @@ class Step:
         return Outcome.of(verdict, largest, draft, cached, times, logits, forward)
 
     def propose(self, batch: DeviceBatch) -> Proposal:
-        """The drafter's tokens, written behind the known tokens of every request."""
+        """The drafter's tokens, written after the known tokens of every request."""
         began, drafts = self._now(), batch.width > 0
         if drafts:
             # The host may have planned before the last step's results arrived. Apply its limits to

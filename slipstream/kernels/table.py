@@ -34,7 +34,7 @@ class AttentionParts:
 
     Attributes:
         norm: of the input of `qkv`; None: the stream is not normed.
-        second_norm: norm of a second input, which is concatenated in front of the stream as the
+        second_norm: norm of a second input, which is concatenated before the stream as the
             input of `qkv`; None: there is none.
         keeps_normed: the normed stream replaces the stream.
         joint_norms: norms over all queries of a row as one vector, and over all its keys; or None.

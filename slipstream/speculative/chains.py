@@ -42,7 +42,7 @@ class _OpenChain:
     survival: float = 1.0
 
     def takes(self, confidence: float) -> tuple[bool, bool]:
-        """Whether a position with this confidence is verified, and whether the chain goes on."""
+        """Whether a position with this confidence is verified, and whether the chain continues."""
         stops, count = self.stops, len(self.stops.rates)
         # Logits that are NaN may give any confidence.
         place = int(confidence * count) if 0 <= confidence < 1 else count - 1
@@ -109,7 +109,7 @@ class Chains:
         """End the chains whose survival is too small at position `index`, which was drafted.
 
         Returns:
-            Whether any chain goes on.
+            Whether any chain continues.
         """
         if self._tokens is None:
             return True

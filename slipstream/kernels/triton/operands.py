@@ -135,7 +135,7 @@ def _(weight: Int4Matrix) -> Operand:
 
 @operand.register
 def _(weight: Int8Matrix) -> Operand:
-    """Rows of activations stay as they are, also where the format would round them."""
+    """Activations are not rounded, even if the format asks for it."""
     return Operand(INT8.value, weight.shape, weight.values, row_scales=weight.scales)
 
 
