@@ -156,7 +156,7 @@ def scale_layout(entries, words):
 
 
 @gluon.constexpr_function
-def value_layout(chunks):
+def raw_layout(chunks):
     """Layout of a tile's weights in memory, the fastest dimension first: 16 bytes of a thread,
     thread, 16 rows, chunk, 32 rows."""
     registers = [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], [16, 0]][: 4 + chunks // 2]
@@ -178,7 +178,7 @@ def _register_layout():
 
 
 @gluon.jit
-def unpacked_weights(
+def dequantized(
     raw, raw_scales, sums_layout: gl.constexpr, coding: gl.constexpr, words: gl.constexpr,
     shift: gl.constexpr, lift,
 ):  # fmt: skip

@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from slipstream.kernels.triton.fragment_registers import (
     chunk_pairs,
+    dequantized,
+    raw_layout,
     scale_layout,
-    unpacked_weights,
-    value_layout,
 )
 from slipstream.kernels.triton.matmul_stream_kernels import gated_value
 from slipstream.kernels.triton.matmul_stream_parts import (
@@ -244,9 +244,7 @@ def _sum(
         mbarrier.wait(full.index(now), turn)
         fence_async_shared()
         _barrier()  # the tile is complete, and all warps are done with the last step
-        raw = gl.reshape(
-            ring.index(now).load(value_layout(chunks)), (2, chunks, 2, 4, 2, 4, 2, 2, 4)
-        )
+        raw = gl.reshape(ring.index(now).load(raw_layout(chunks)), (2, chunks, 2, 4, 2, 4, 2, 2, 4))
         pair_scales = (None, None)
         if words:
             raw_scales = ring_scales.index(now).load(scale_layout(chunks // span, words))
@@ -263,14 +261,12 @@ def _sum(
         )  # fmt: skip
         codes = chunk_pairs(raw, chunks)
         tile_x = ring_x.index(now)
-        taken = unpacked_weights(codes[0], pair_scales[0], sums_layout, coding, words, shift, lift)
+        taken = dequantized(codes[0], pair_scales[0], sums_layout, coding, words, shift, lift)
         begun = warpgroup_mma(
             taken, tile_x.slice(0, 2 * columns, dim=1).permute((1, 0)), sums, is_async=True
         )
         if chunks == 4:  # dequantize the rest while the tensor cores work
-            more = unpacked_weights(
-                codes[1], pair_scales[1], sums_layout, coding, words, shift, lift
-            )
+            more = dequantized(codes[1], pair_scales[1], sums_layout, coding, words, shift, lift)
             rest = tile_x.slice(2 * columns, 2 * columns, dim=1)
             begun = warpgroup_mma(more, rest.permute((1, 0)), begun, is_async=True)
             sums, _, _ = warpgroup_mma_wait(0, deps=(begun, taken, more))
