@@ -30,7 +30,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, before)
     try:
         run()
-    except KeyboardInterrupt:  # before the command begins, or behind its end
+    except KeyboardInterrupt:  # before the command begins, or after its end
         sys.exit(INTERRUPTED)
 
 

@@ -128,7 +128,7 @@ RETURN_SPECULATION, SPECULATIVE = "return_speculation", "speculative"
 
 @dataclass(frozen=True, kw_only=True)
 class ServePlan:
-    """What to measure.
+    """Settings of the measurement.
 
     Attributes:
         form: how prompts become requests; its model is filled in.

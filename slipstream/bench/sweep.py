@@ -76,7 +76,7 @@ class Failure(Cell):
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure.
+    """Settings of the measurement.
 
     Attributes:
         drafters: a `speculative_config` without K, by the name to show.
@@ -212,7 +212,7 @@ _LEAST_DRIFT = 0.02  # two runs of the same cell differ by this much
 
 @dataclass(frozen=True)
 class Advice:
-    """What is best for one batch size.
+    """The best drafter for one batch size.
 
     Attributes:
         best: the point with the most tokens per second.

@@ -70,7 +70,7 @@ class BlockManager:
     def forget_prefixes(self) -> None:
         """Empty the prefix index; tables stay as they are.
 
-        Blocks that a running request fills later are found only behind a prefix that is computed
+        Blocks that a running request fills later are found only after a prefix that is computed
         again with the same content.
         """
         self._pool.forget_contents()
@@ -249,7 +249,7 @@ class BlockManager:
             self._window.rewind(request_id, keep, reached)
 
     def slide(self, request_id: str, num_computed: int) -> None:
-        """Free the blocks in front of all windows of rows from token `num_computed` on; earlier
+        """Free the blocks before all windows of rows from token `num_computed` on; earlier
         rows are never computed again."""
         if self._window is not None:
             self._window.slide(request_id, num_computed)
@@ -286,7 +286,7 @@ class BlockManager:
 
     def free(self, request_id: str) -> None:
         """End a table. Its indexed blocks stay in the index until they are evicted."""
-        # Tail first: a block is useful only together with those in front of it, so it should be
+        # Tail first: a block is useful only together with those before it, so it should be
         # evicted before them.
         for block in reversed(self._tables.pop(request_id).blocks):
             self._pool.release(block)

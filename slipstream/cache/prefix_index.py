@@ -16,7 +16,7 @@ class PrefixIndex:
     """A one-to-one map between the content of full blocks and block ids.
 
     The content of a block is identified by a digest of its own tokens and the digest of the block
-    in front of it, so a digest identifies a whole prefix. The first block's parent is the digest of
+    before it, so a digest identifies a whole prefix. The first block's parent is the digest of
     a namespace: the layers that are stored for each token (only the target's, or a certain
     drafter's as well), the adapter and the cache salt. Equal digests are taken as equal prefixes:
     at 128 bits, accidental collisions are negligible.

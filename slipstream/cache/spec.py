@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.kernels.pass_inputs import StateInputs
 from slipstream.kernels.preparation import RequestTables
 
-# What the mixer of a layer reads and writes: (keys, values) for attention.
+# The cached tensors that the mixer of a layer reads and writes: (keys, values) for attention.
 LayerCache = Any
 
 

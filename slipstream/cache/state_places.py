@@ -2,7 +2,7 @@
 
 With recurrent layers, blocks alone do not suffice to resume a request. A checkpoint is a copy of
 the states of all such layers after a whole number of blocks (at an *edge*). It has a place besides
-the requests' own states, and is found by the digest of the block in front of the edge. A request
+the requests' own states, and is found by the digest of the block before the edge. A request
 resumes at the last edge of its prefix that has a checkpoint.
 
 A pass copies the states at the last edge that its tokens reach, into a place that was planned for
@@ -30,7 +30,7 @@ _WORTH_A_CUT = 1 / 8
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """The places of a request. The number of an edge is the number of blocks in front of it.
+    """The places of a request. The number of an edge is the number of blocks before it.
 
     Attributes:
         num_included: tokens that its states include after the last committed step.
@@ -67,7 +67,7 @@ class StatePlaces:
         block_size: tokens in a block.
         interval: blocks between two checkpoints of a request that stay.
         rereads: 1: a request computes the last token of its prefix again, so a checkpoint covers
-            one token less than the blocks in front of its edge; else 0.
+            one token less than the blocks before its edge; else 0.
     """
 
     def __init__(self, num_places: int, block_size: int, interval: int, rereads: int) -> None:
@@ -162,7 +162,7 @@ class StatePlaces:
             self._keep_place(held.latest if held.written == NO_PLACE else held.written)
 
     def index(self, request_id: str, digests: Sequence[bytes]) -> None:
-        """Put the written checkpoint into the index, once the blocks in front of it are there."""
+        """Put the written checkpoint into the index, once the blocks before it are there."""
         held = self._requests[request_id]
         place, edge = held.written, held.written_edge
         if place == NO_PLACE or edge > len(digests):

@@ -1,4 +1,4 @@
-"""Blocks of layers with a sliding window, which are freed when they are in front of all windows.
+"""Blocks of layers with a sliding window, which are freed when they are before all windows.
 
 Layers without a window and all layers of drafters share the blocks of `BlockManager`. The target's
 layers with a window have blocks of a second pool, and each request has a second table for them.
@@ -8,7 +8,7 @@ That table also has an entry for each `block_size` tokens, but a block only wher
     |   freed    | the window of the next row | rows of the next pass   |
 
 Every row of the next pass is at num_computed or after it (also rejected drafts, nodes of trees and
-steps ahead), or one token before it directly after a prefix hit. So no token in front of that row's
+steps ahead), or one token before it directly after a prefix hit. So no token before that row's
 window is read. Entries there are the null block, a block of zeros that is never written, since
 kernels may load whole tiles and mask them. Prompts get blocks chunk by chunk, so the rest of a
 window's blocks is reserved for requests that were admitted (`_reserve`).
@@ -126,7 +126,7 @@ class WindowBlocks:
         self._reserve(table)
 
     def slide(self, request_id: str, num_computed: int) -> None:
-        """Free the blocks in front of all windows of rows from token `num_computed` on."""
+        """Free the blocks before all windows of rows from token `num_computed` on."""
         table = self._tables[request_id]
         first = max(0, num_computed - self._window + 1) // self._block_size
         while table.first < min(first, len(table.entries)):

@@ -121,7 +121,7 @@ class Request:
 
     @property
     def has_place(self) -> bool:
-        """Whether it holds a slot or blocks, or was being admitted by a step that failed."""
+        """Whether it holds a slot or blocks, or a step failed while it was being admitted."""
         return self.status is RequestStatus.RUNNING or self.slot >= 0 or self.num_computed > 0
 
     def lose_place(self) -> None:

@@ -49,9 +49,9 @@ class Routing:
     """Chooses replicas.
 
     The replica that was sent the longest beginning of the prompt answers, unless it is much busier
-    than others; without one, the least busy. A beginning counts if it is half of what comes behind
+    than others; without one, the least busy. A beginning counts if it is half of what comes after
     instructions and tools, which would draw all prompts to one replica, or if it reaches over the
-    first message of a conversation that goes on.
+    first message of a longer conversation.
 
     Args:
         method: "prefix", "load" or "round_robin".

@@ -124,8 +124,8 @@ class Adapters:
     def next_ready(self, waiting: Sequence[Request], running: Sequence[Request]) -> Request | None:
         """The first waiting request whose adapter is loaded, or that has none.
 
-        Begins to load the adapters of requests in front of it. If there is no slot for one of them,
-        requests with adapters behind it wait as well, so that none waits for ever.
+        Begins to load the adapters of requests before it. If there is no slot for one of them,
+        requests with adapters after it wait as well, so that none waits for ever.
         """
         in_use = {it.adapter for it in running if it.adapter is not None}
         full = False

@@ -107,7 +107,7 @@ def assemble(
 
 
 def shares_prefixes(config: EngineConfig, layout: CacheLayout, sizes: CacheSizes) -> bool:
-    """Whether requests begin behind prefixes that others have computed."""
+    """Whether requests reuse the cached prefixes of other requests."""
     resumes = layout.blocks_resume or sizes.num_checkpoints > 0
     return config.enable_prefix_caching and resumes
 
@@ -126,7 +126,7 @@ def target_sizes(resolved: Resolved, sizes: CacheSizes, rereads: bool) -> CacheS
 def block_manager(
     resolved: Resolved, sizes: CacheSizes, shares_prefixes: bool, num_ranks: int
 ) -> BlockManager:
-    """What hands out the blocks of the target's cache.
+    """The manager that allocates the blocks of the target's cache, or one for each rank.
 
     Args:
         sizes: those of `target_sizes`.

@@ -19,7 +19,7 @@ class Detokenizer:
         skip_special_tokens: leave special tokens out of the text.
         stop: strings that end the output.
         include_stop: keep the stop string in the text.
-        min_tokens: stop strings count only behind this many tokens.
+        min_tokens: stop strings are ignored before this many tokens.
     """
 
     def __init__(

@@ -346,7 +346,7 @@ class Engine:
         """A stop string ended the sample: drop the surplus tokens of this step."""
         request = sample.request
         del request.token_ids[request.num_prompt_tokens + sample.num_taken :]
-        if request.finished:  # by the last token of this step, behind or at the stop string
+        if request.finished:  # by the last token of this step, after or at the stop string
             request.finish_reason, request.stop_reason = FinishReason.STOP, stop
         else:
             self._scheduler.finish(request, FinishReason.STOP, stop)

@@ -91,7 +91,7 @@ def _references(schema: Any) -> set[str]:
 
 
 def _find(schema: Any, reference: str) -> Any:
-    """What a pointer into this document points at; None for any other reference."""
+    """The value that a JSON pointer into this document refers to; None for other references."""
     if not reference.startswith("#"):
         return None
     part = schema

@@ -52,7 +52,7 @@ class GrammarGuide(DraftGuide):
     """The state of a sample in its grammar.
 
     Args:
-        ends: tokens behind which nothing follows.
+        ends: end tokens, which end an output.
         withheld: end tokens that do not end this request, and so are not allowed.
     """
 
@@ -140,8 +140,8 @@ class Grammars:
         Args:
             masks: from `masks`.
             wanted: a guide, a row of `masks`, and tokens: what may come next goes to the row, and
-                what may come behind each of the tokens to the rows that follow. Rows behind a
-                token that is not allowed stay as they are.
+                what may come after each of the tokens to the rows that follow. Rows after a
+                token that is not allowed are not changed.
         """
         grammars: list[tuple[GrammarGuide, int, list[int]]] = []
         behind: list[ThoughtRows] = []

@@ -237,7 +237,7 @@ class Guidance:
         return _Steered(paths, rows, masks)
 
     def _fill(self, masks: Tensor, walks: Sequence["_Walk"]) -> None:
-        """Fill the mask behind every draft token that its grammar allows."""
+        """Fill the mask after every draft token that its grammar allows."""
         chains: list[tuple[DraftGuide, int, list[int]]] = []
         row = 0
         for walk in walks:

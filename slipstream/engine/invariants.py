@@ -52,7 +52,7 @@ def _check_running(request: Request, limits: StepLimits, blocks: BlockManager) -
     assert request.num_output_tokens < request.max_tokens, f"{name}: ran past max_tokens"
     covered = len(blocks.table(name)) * blocks.block_size
     assert request.num_computed <= covered, f"{name}: computed tokens without a block"
-    # The next row goes to position num_computed, behind every block that others may read.
+    # The next row goes to position num_computed, after every block that others may read.
     assert blocks.num_final_tokens(name) <= request.num_computed, (
         f"{name}: a final block would be written again"
     )

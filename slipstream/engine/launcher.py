@@ -67,7 +67,7 @@ class Launcher(Step):
         self._ranks, self._check_every, self._num_launched = ranks, check_every, 0
         self.division, self._launch_part = division, division.guarding(self._launch)
         self._rated: Outcome | None = None  # of the last step, if logprobs may be asked for
-        # What follower ranks call when the leader calls its method of this name.
+        # The functions that follower ranks call when the leader calls its method of this name.
         self.followed: Mapping[str, Callable[..., Any]] = {
             "launch": self._launch_part,
             "forget": drafter.forget,
@@ -138,7 +138,7 @@ class Launcher(Step):
         return outcome
 
     def launch_ahead(self, last: Launched) -> Launched | None:
-        """Launch the step behind `last` before the results of `last` arrive; None if it cannot be
+        """Launch the step after `last` before the results of `last` arrive; None if it cannot be
         planned without them, or would overwrite what the host still has to read."""
         if not self.runs_ahead or any(map(_is_awaited, last.batch.requests)):
             return None

@@ -10,7 +10,7 @@ from slipstream.engine.drafting.choice import StepCosts
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:
-    """What speculation cost in a step, and what plain decoding would have cost.
+    """The time of a step with speculation, and the estimated time of plain decoding.
 
     Attributes:
         num_requests: requests of the step.

@@ -85,7 +85,7 @@ class Resolved:
 
     @property
     def cache_dtype_name(self) -> str:
-        """What users call the dtype of keys and values."""
+        """The name of the dtype of keys and values, as in `--kv-cache-dtype`."""
         if self.cache_dtype == FLOAT8_PAGES:
             return "fp8_e4m3"
         return str(self.cache_dtype).removeprefix("torch.")
@@ -278,7 +278,7 @@ def _require_chains(shape: DecoderConfig, layout: CacheLayout, speculation: Spec
 
 
 def _num_drafts(speculation: Speculation, max_model_len: int) -> int:
-    """K; UsageError if a chain of so many draft tokens does not fit behind one token."""
+    """K; UsageError if a chain of so many draft tokens does not fit after one token."""
     count = speculation.num_speculative_tokens
     is_chain = speculation.drafter.limits.tree_depth is None  # trees are cut at the last position
     if is_chain and count >= max_model_len:

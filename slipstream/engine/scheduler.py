@@ -301,13 +301,13 @@ class Scheduler:
 
     def _draft_at_prompt_end(self, share: Share, budget: Budget) -> None:
         """Draft in the step that ends a prompt, if only its last token is left, or if the drafter
-        can draft behind a prompt that the target has not computed."""
+        can draft after a prompt that the target has not computed."""
         can = share.is_decoding or self.limits.drafts_at_prefill
         if can and not share.num_uncomputed:
             self._draft(share, budget, self._plans([share])[0])
 
     def _draft(self, share: Share, budget: Budget, plan: DraftPlan) -> None:
-        """Let a request that reaches its last known token verify draft tokens behind it, as many
+        """Let a request that reaches its last known token verify draft tokens after it, as many
         as rows and blocks allow."""
         name, known, longest = share.request.request_id, share.most_known, self.limits.max_model_len
         wanted, covered = min(plan.num_tokens, budget.left), self.block_manager.capacity(name)

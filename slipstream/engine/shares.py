@@ -34,7 +34,7 @@ class Share:
 
     @classmethod
     def of(cls, request: Request, last: ScheduledRequest | None = None) -> "Share":
-        """Nothing yet, behind the request's share `last` of a step in flight."""
+        """An empty share that follows the request's share `last` of a step in flight."""
         start, known = request.num_computed, request.num_tokens
         if last is None:
             return cls(request, start, known)

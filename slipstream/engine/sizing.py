@@ -1,4 +1,4 @@
-"""The size of the KV cache and of what needs memory beside it, and the log of derived values."""
+"""The sizes of the KV cache and of other memory, and the log of derived values."""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -32,7 +32,7 @@ from slipstream.sampling.state import SamplingState
 from slipstream.sampling.verification import DraftedTrees, Verdict, verify, verify_trees
 from slipstream.speculative.drafter import Draft, Drafter
 
-# What a profiler's trace calls the parts of a step.
+# Names of the parts of a step in a profiler's trace.
 PART_LABELS = {
     "slipstream: draft": "draft",
     "slipstream: target": "target",
@@ -96,7 +96,7 @@ class Step:
         return Outcome.of(verdict, largest, draft, cached, times, logits, forward)
 
     def propose(self, batch: DeviceBatch) -> Proposal:
-        """The drafter's tokens, written behind the known tokens of every request."""
+        """The drafter's tokens, written after the known tokens of every request."""
         began, drafts = self._now(), batch.width > 0
         if drafts:
             # The host may have planned before the last step's results arrived. Apply its limits to

@@ -95,8 +95,8 @@ class TrimRates:
             self._rates = rates
 
 
-_NUM_COUNTS = 5  # columns of `Outcome.numbers` behind what each token has
-_NUM_TIMES = 4  # columns of `Outcome.numbers` behind the counts
+_NUM_COUNTS = 5  # columns of `Outcome.numbers` after what each token has
+_NUM_TIMES = 4  # columns of `Outcome.numbers` after the counts
 _FIRST_ROW, _CACHED = -_NUM_TIMES - 2, -_NUM_TIMES - 1
 _EXPONENT = 0x7F800000  # bits of a float32 that are all set where it is not finite
 
@@ -165,7 +165,7 @@ class Outcome:
 
     def laid_out(self, count: int, width: int) -> Tensor:
         """[count, ...], `numbers` with the columns of `width` (K + 1), confidences included, and
-        zeros behind the requests: equally many on ranks that draft different numbers of tokens."""
+        zeros after the requests: equally many on ranks that draft different numbers of tokens."""
         own, rest = self.width, self.numbers.shape[1] - _NUM_COUNTS - _NUM_TIMES
         parts = torch.tensor_split(self.numbers, (own, 2 * own, rest), 1)
         sizes = (width, width, width - 1, parts[-1].shape[1])

@@ -25,7 +25,7 @@ def append_output(request: Request, token_ids: Sequence[int], max_model_len: int
             advance = guide.advance(token)
             if advance is Advance.REFUSED:
                 return FinishReason.ERROR, guide.problem
-        # A stop token counts only behind min_tokens others.
+        # A stop token is ignored among the first min_tokens tokens.
         stops = (
             token in request.stop_token_ids
             and request.num_output_tokens >= request.params.min_tokens

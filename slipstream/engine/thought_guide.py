@@ -43,7 +43,7 @@ class _State(NamedTuple):
 
 @dataclass
 class ThoughtRows:
-    """The masks behind the tokens of a draft that the grammar has to fill in.
+    """The masks after the tokens of a draft that the grammar has to fill in.
 
     Attributes:
         at_start: rows that get the mask of the grammar's start.
@@ -60,7 +60,7 @@ class ThoughtGuide(DraftGuide):
     """The state of a sample with a thought.
 
     Args:
-        rest: the guide of the output behind the thought; None if that is free.
+        rest: the guide of the output after the thought; None if that is free.
         ends: end tokens; not allowed in a thought that a grammar follows.
     """
 
@@ -114,7 +114,7 @@ class ThoughtGuide(DraftGuide):
 
         Args:
             masks: [rows, words] int32 in which everything is allowed.
-            row: the row of the next token; those behind each of `tokens` follow it.
+            row: the row of the next token; those after each of `tokens` follow it.
         """
         left, state = ThoughtRows(), self._states[-1]
         for place in range(len(tokens) + 1):
@@ -155,7 +155,7 @@ class ThoughtGuide(DraftGuide):
         """Tokens that are allowed outside of a thought and that the grammar does not see."""
         spaces, limited = [*self._thought.spaces], self.rest is not None
         if state.phase is Phase.START:
-            # Without a thought behind them, spaces would be content that the grammar forbids.
+            # Without a thought after them, spaces would be content that the grammar forbids.
             return [*([] if limited else spaces), self._thought.opening]
         return spaces if state.phase is Phase.SPACE and state.length < _MOST_SPACES else []
 

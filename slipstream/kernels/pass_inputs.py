@@ -53,12 +53,12 @@ class TreeInputs:
     """Which tokens of its tree each row sees, for rows that are nodes of token trees.
 
     Attributes:
-        starts: [R] int64, the first token of each request's tree; all tokens in front of it are
-            seen, within the layer's window, which is larger than a tree is deep.
+        starts: [R] int64, the first token of each request's tree. All earlier tokens are visible,
+            within the layer's window, which is larger than the depth of a tree.
         tokens: [T] int64, the index of each row's token in its request. (Rows at the same depth
             have the same position.)
-        ancestors: [T] int64, bit i tells whether a row sees token starts + i, if that is not behind
-            its own; -1: it sees all of them, as rows outside of trees do.
+        ancestors: [T] int64, bit i is 1 if the row attends to token starts + i, among tokens up to
+            its own; -1: it attends to all of them, as rows outside of trees do.
     """
 
     starts: Tensor
@@ -71,12 +71,12 @@ class Visibility:
     """Which tokens of its context a row sees, besides the window of a layer.
 
     Attributes:
-        causal: if false, a row also sees the tokens behind its own, up to `context_lens`, so that
+        causal: if false, a row also sees the tokens after its own, up to `context_lens`, so that
             all rows of a request see each other.
-        first_seen: cached tokens in front of this one are not seen: nothing was stored there (but
+        first_seen: cached tokens before this one are not visible: nothing was stored there (but
             the numbers there are finite).
         tree: for rows that are nodes of token trees; None: there are none.
-        last_seen: [T] int64, a row also sees the tokens behind its own up to this one, such as the
+        last_seen: [T] int64, a row also sees the tokens after its own up to this one, such as the
             rest of its image; None: no row does.
     """
 

@@ -34,7 +34,7 @@ class AttentionParts:
 
     Attributes:
         norm: of the input of `qkv`; None: the stream is not normed.
-        second_norm: norm of a second input, which is concatenated in front of the stream as the
+        second_norm: norm of a second input, which is concatenated before the stream as the
             input of `qkv`; None: there is none.
         keeps_normed: the normed stream replaces the stream.
         joint_norms: norms over all queries of a row as one vector, and over all its keys; or None.
@@ -68,7 +68,7 @@ class AttentionParts:
 
     @property
     def needs_sources(self) -> bool:
-        """Whether it can only be the first layer of a stack, as in drafting heads."""
+        """Whether the layer can only be the first one of a stack, as in drafting heads."""
         return self.second_norm is not None or self.keeps_normed
 
 

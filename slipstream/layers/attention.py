@@ -261,7 +261,7 @@ class Attention:
         """The qkv projection of a layer at which the residual stream starts, and that stream.
 
         Args:
-            second: second input, concatenated in front of the stream (EAGLE-3).
+            second: second input, concatenated before the stream (EAGLE-3).
         """
         norm = self.norm
         if norm is not None and self._parts.keeps_normed:

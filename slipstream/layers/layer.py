@@ -2,7 +2,7 @@
 
 A layer has two halves, whose outputs are added to the residual stream: a mixer (such as attention),
 in which rows depend on each other, and a feed-forward part. One may be absent. A kind of half is a
-spec and the class that it builds; each kind has a file of its own beside this one.
+spec and the class that it builds; each kind is in a separate file of this package.
 
 The stream passes from half to half as two tensors: the `residual`, and the `addend`, which is the
 output of the last half and is not added yet. So the addition can be fused with the norm that

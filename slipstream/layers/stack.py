@@ -61,7 +61,7 @@ class Stack:
         self._apart, self._windows = range(1, num_apart + 1), tuple(windows)
         self._segments = self._cut(self._apart)
         mixers = [layer.mixer is not None for layer in layers]
-        # The number of caches of the layers in front of each layer.
+        # The number of caches of the layers before each layer.
         self._first_cache = [sum(mixers[:index]) for index in range(len(layers) + 1)]
 
     def __call__(

@@ -37,7 +37,7 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # As in transformers, it is a scope: variables set inside are not visible outside.
+        # The block is a scope, as in transformers: variables set inside are not visible outside.
         return [nodes.Scope(body, lineno=line)]
 
 

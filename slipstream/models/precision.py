@@ -191,7 +191,7 @@ def weight_bytes(
     table = config.vocab_size * config.hidden_size
     total += table * dtype.itemsize
     if not config.tie_word_embeddings or (precision is not None and precision.head is not None):
-        # A matrix of its own, even if tied.
+        # The head gets a separate matrix, even if it is tied to the embedding.
         total += head_bytes(config, dtype, quantization)
     return int(total)
 

@@ -210,7 +210,7 @@ class RowLayout:
         return collected
 
     def heads(self, values: Tensor, width: int) -> Tensor:
-        """values [T, ...] -> [R, width, ...]: each request's first rows; undefined behind them."""
+        """values [T, ...] -> [R, width, ...]: each request's first rows; undefined after them."""
         if self.width == width:
             return values.view(self.num_requests, width, *values.shape[1:])
         place = torch.arange(width, device=self.first_row.device)
@@ -229,7 +229,7 @@ class RowLayout:
 
     def tails(self, values: Tensor, counts: Tensor, width: int) -> Tensor:
         """values [T, ...] -> [R, width, ...]: the last counts[r] rows of each request, at most
-        `width`; undefined behind them."""
+        `width`; undefined after them."""
         place = torch.arange(width, device=counts.device)
         first = self.last_row + 1 - counts
         return values[torch.minimum(first.unsqueeze(1) + place, self.last_row.unsqueeze(1))]

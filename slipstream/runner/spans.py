@@ -15,7 +15,7 @@ from slipstream.runner.rows import PromptRows, RowLayout
 
 
 def with_offsets(layout: RowLayout, offsets: Tensor) -> RowLayout:
-    """Shift the position ids of rows behind images by each request's offset, [R] int64."""
+    """Shift the position ids of rows after images by each request's offset, [R] int64."""
     rows = layout.inputs.rows
     positions = rows.positions + layout.of_requests(offsets)
     places = rows.in_context

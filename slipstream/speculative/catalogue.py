@@ -1,4 +1,4 @@
-"""All drafting methods, and which one a checkpoint belongs to. A new method is one line here."""
+"""All drafting methods, and the recognition of checkpoints. A new method is one line here."""
 
 from collections.abc import Collection, Mapping
 from importlib import import_module
@@ -38,17 +38,17 @@ def _method(folder: str) -> Method:
 METHODS: Final = {method.name: method for method in map(_method, _FOLDERS)}
 DRAFT_MODEL: Final = "draft_model"  # any language model is of this kind
 DRAFTING_KEYS: Final = frozenset(key for method in METHODS.values() for key in method.config_keys)
-"""Keys of a language model's config.json that only say how it drafts."""
+"""Keys of a language model's config.json that only concern drafting."""
 
 
 def method_named(name: str) -> Method | None:
-    """The method of this name or spelling; None where there is none."""
+    """The method of this name or alias; None if there is none."""
     found = (it for it in METHODS.values() if name == it.name or name in it.spellings)
     return next(found, None)
 
 
 def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
-    """The kind of drafter that a checkpoint is.
+    """The kind of drafter of a checkpoint.
 
     Args:
         config: the content of config.json.

@@ -1,23 +1,23 @@
-"""The confidences of a step's draft tokens, and where chains end because of them.
+"""The confidences of a step's draft tokens, and early ends of chains by confidence.
 
 The confidence of a draft token is the largest probability of the drafter's distribution at its
-place. Each confidence stands for an acceptance rate, and the product of the rates up to a place is
-its survival. A chain ends where survival becomes too small (`ChainStops`).
+position. Each confidence corresponds to an acceptance rate, and the product of the rates up to a
+position is its survival. A chain ends where survival becomes too small (`ChainStops`).
 
-Why this does not bias the output. Let a draft be x_1 x_2 ..., with x_i drawn from q_i, which
-depends on the known tokens and x_1 ... x_(i-1). Verification is exact for every number of draft
-tokens. It stays exact for a number that is chosen while drafting, as long as it is decided before
-x_i is drawn, from x_1 ... x_(i-1) and q_i, whether place i is verified. Then, given
-x_1 ... x_(i-1), either place i has no draft token and its token is drawn from p_i, or x_i is drawn
-from q_i and verified as always; both give p_i. The decision here reads only the largest
-probabilities of q_1 ... q_i.
+Proof that this does not bias the output. Let a draft be x_1 x_2 ..., with x_i sampled from q_i,
+which depends on the known tokens and x_1 ... x_(i-1). Verification is exact for every number of
+draft tokens. It is also exact for a number that is chosen while drafting, if the decision whether
+position i is verified depends only on x_1 ... x_(i-1) and q_i. Then, given x_1 ... x_(i-1), either
+position i has no draft token and its token is sampled from p_i, or x_i is sampled from q_i and
+verified as usual; both give p_i. The decision here depends only on the largest probabilities of
+q_1 ... q_i.
 
-It would be wrong to read x_i, such as to drop it where q_i(x_i) is small: an improbable token would
-then be drawn again, mostly as another one, while probable ones stay, and the text would have too
-few improbable tokens. For the same reason nothing behind place i may decide about it. That is why
-confidence is the largest probability, not that of the token that was drawn. (A greedy draft is
-certain, so any rule would do.) Confidences of rejected tokens may influence the plans of later
-steps, since these draw new noise.
+The decision must not depend on x_i. If, for instance, x_i were dropped because q_i(x_i) is small,
+an improbable token would be sampled again, mostly as another one, while probable ones stay, and the
+text would have too few improbable tokens. For the same reason it must not depend on anything after
+position i. So confidence is the largest probability, not that of the sampled token. (For a one-hot
+draft any rule is exact.) Confidences of rejected tokens may influence the plans of later steps,
+since these use new noise.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class _OpenChain:
     survival: float = 1.0
 
     def takes(self, confidence: float) -> tuple[bool, bool]:
-        """Whether a place of this confidence is verified, and a token drafted behind it."""
+        """Whether a position with this confidence is verified, and whether the chain continues."""
         stops, count = self.stops, len(self.stops.rates)
         # Logits that are NaN may give any confidence.
         place = int(confidence * count) if 0 <= confidence < 1 else count - 1
@@ -52,20 +52,20 @@ class _OpenChain:
 
 
 class Chains:
-    """The chains of one step, while their places are drafted one after the other.
+    """The chains of one step, while their positions are drafted one after the other.
 
-    If the batch has stops, the host waits for the confidences of each place; such a batch is exact
-    (not padded). Otherwise nothing waits, and chains are as long as they were planned, as in
-    captured steps.
+    If the batch has stops, the host waits for the confidences of each position; such a batch is
+    exact (not padded). Otherwise the host does not wait, and chains have their planned length, as
+    in captured steps.
 
     Args:
-        wanted: [R] int64, how many tokens to draft for each request.
-        at_once: all places are drafted in one pass.
+        wanted: [R] int64, number of tokens to draft for each request.
+        at_once: all positions are drafted in one pass.
 
     Attributes:
-        num_tokens: [R] int64, draft tokens of each request to be verified, so far.
-        num_passes: [R] int64, places that were drafted: one more than `num_tokens` if the last
-            place is not verified.
+        num_tokens: [R] int64, number of draft tokens of each request to be verified, so far.
+        num_passes: [R] int64, number of drafted positions: one more than `num_tokens` if the last
+            position is not verified.
     """
 
     def __init__(
@@ -98,18 +98,18 @@ class Chains:
             ]
 
     def out(self, index: int) -> Tensor | None:
-        """[R] float32, to be filled with the confidences of place `index`."""
+        """[R] float32, receives the confidences of position `index`."""
         return None if self._confidences is None else self._confidences[:, index]
 
     def confidences_out(self) -> Tensor | None:
-        """[R * K] float32, to be filled with all confidences of chains drafted at once."""
+        """[R * K] float32, receives all confidences of chains that are drafted in one pass."""
         return None if self._confidences is None else self._confidences.view(-1)
 
     def take(self, index: int) -> bool:
-        """Place `index` was drafted: end the chains whose survival is too small there.
+        """End the chains whose survival is too small at position `index`, which was drafted.
 
         Returns:
-            Whether any chain goes on.
+            Whether any chain continues.
         """
         if self._tokens is None:
             return True
@@ -129,7 +129,7 @@ class Chains:
         return max(self._passes) > index + 1
 
     def finish(self, draft: Draft) -> Draft:
-        """The draft of all places, cut to the lengths of its chains, with its confidences."""
+        """The draft of all positions, cut to the lengths of its chains, with its confidences."""
         confidences = None if self._confidences is None else self._known()
         if self._tokens is None:
             return replace(draft, confidences=confidences)

@@ -1,4 +1,4 @@
-"""Draft tokens from the logits of a drafter's network."""
+"""Samples draft tokens from the logits of a drafter's network."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,14 +22,14 @@ Places = Callable[[int, Tensor], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class DraftSampling:
-    """Which tokens a drafter may draft, and whether it samples them.
+    """The tokens that a drafter may draft, and whether it samples them.
 
     Attributes:
-        vocabulary: [Vd] int64, rising: the target's token id of each column of the head; None if
+        vocabulary: [Vd] int64, rising: the target's token id of each column of the head; None:
             column i is token i.
-        num_legal_tokens: number of columns that are tokens; those behind them are padding.
+        num_legal_tokens: number of columns that are tokens; further columns are padding.
         greedy_only: always draft the argmax, whatever the request's temperature.
-        num_ranks: the number of ranks that share the columns, each with as many.
+        num_ranks: number of ranks over which the columns are split equally.
     """
 
     vocabulary: Tensor | None
@@ -39,8 +39,8 @@ class DraftSampling:
     resources: DrafterResources
 
     def probabilities(self, batch: DeviceBatch) -> Tensor | None:
-        """[R, K, v], this rank's columns, to be filled with the draft distributions; None if no
-        draft is sampled."""
+        """[R, K, v], this rank's columns, receives the draft distributions; None if no draft is
+        sampled."""
         if self.greedy_only or Uses.SAMPLING not in batch.uses:
             return None
         shape = (batch.num_requests, batch.width, self.num_legal_tokens // self.num_ranks)
@@ -57,12 +57,13 @@ class DraftSampling:
         excerpt: Excerpt,
     ) -> tuple[Draft, Tensor]:
         """Draft autoregressively: one pass for each of K draft tokens, or fewer if all chains end
-        before (`Chains`). The tokens are written behind the known tokens of the excerpt.
+        early (`Chains`). The tokens are written after the known tokens of the excerpt.
 
         Args:
-            known, starts: [R] int64, known tokens, and those that the drafter has computed.
-            wanted: [R] int64, how many tokens to draft; a request with 0 has no rows.
-            most: the most known tokens of a request that the first pass computes.
+            known, starts: [R] int64, numbers of known tokens, and of tokens that the drafter has
+                computed.
+            wanted: [R] int64, number of tokens to draft; a request with 0 has no rows.
+            most: maximum number of a request's known tokens that the first pass computes.
             forward: computes the rows for draft token `index`, and returns the logits [R, V] of
                 each request's last row. From index 1 on, a request whose chain goes on has one row.
 
@@ -117,7 +118,7 @@ class DraftSampling:
 
     def draft_at_once(self, batch: DeviceBatch, wanted: Tensor, logits: Tensor) -> Draft:
         """The draft from the logits [R * K, V] of each request's last rows (`RowLayout.tails`),
-        without the places behind the end of a chain (`Chains`)."""
+        without the positions after the end of a chain (`Chains`)."""
         slots, width = batch.slots, batch.width
         place = torch.arange(width, device=slots.device)
         probs = self.probabilities(batch)

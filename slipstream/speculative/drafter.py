@@ -1,7 +1,7 @@
 """The interface of drafters.
 
-The engine asks a drafter what it can do (`limits`), never which one it is. A new method is one
-folder and one line in `catalogue.py`.
+The engine depends on a drafter's `limits`, never on its method. A new method is one folder and one
+line in `catalogue.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,23 +33,22 @@ NO_STATES = (
 class Draft:
     """The draft tokens of one step, one row for each request of the batch.
 
-    q is the drafter's distribution at a position, as the papers on speculative sampling call it.
+    q is the drafter's distribution at a position, as in the papers on speculative sampling.
 
     Attributes:
-        token_ids: [R, K] int64; only the first num_tokens[r] of a row count.
-        num_tokens: [R] int64, from 0 to the number that was scheduled.
-        one_hot: [R] bool, true where the draft was not sampled (greedy, n-gram), so that q is 1.
-        probs: [R, K, Vq] float32, the q that each token was sampled from; None if every row is
+        token_ids: [R, K] int64; only the first num_tokens[r] of a row are valid.
+        num_tokens: [R] int64, from 0 to the scheduled number.
+        one_hot: [R] bool, the draft was not sampled (greedy, n-gram), so q is 1.
+        probs: [R, K, Vq] float32, the q from which each token was sampled; None: every row is
             one-hot.
-        vocabulary: [Vq] int64, rising: the token id of each column of `probs`; None if column i is
+        vocabulary: [Vq] int64, rising: the token id of each column of `probs`; None: column i is
             token i.
-        written: whether the tokens are written behind the known ones in the device state already.
-        tree: the parent of each token; None: each continues the one before. Trees are one-hot.
-        certain: [R, K] bool, tokens that a grammar put in place of sampled ones; None: there are
+        written: the tokens have already been written after the known ones in the device state.
+        tree: the parent of each token; None: drafts are chains. Trees are one-hot.
+        certain: [R, K] bool, tokens with which a grammar replaced sampled ones; None: there are
             none.
         confidences: [R, K] float32, the largest probability of the drafter's distribution at each
-            position, NaN where it has none. None: the drafter has none at all, or they are not
-            used.
+            position, NaN if a position has none. None: the drafter has none, or they are not used.
         shares: `probs` has only this rank's columns.
     """
 
@@ -65,10 +64,10 @@ class Draft:
     shares: bool = False
 
     def chances(self, columns: Columns) -> Tensor | None:
-        """[R, K], the q of each token, undefined where it is one-hot; None: all drafts are.
+        """[R, K], the q of each token, undefined for one-hot drafts; None: all drafts are one-hot.
 
         Args:
-            columns: those that `probs` has, where ranks share them.
+            columns: the columns of `probs`, if ranks split them.
         """
         if self.probs is None:
             return None
@@ -120,22 +119,22 @@ class Draft:
 
 @dataclass(frozen=True)
 class DrafterLimits:
-    """What a drafter can do.
+    """The capabilities of a drafter.
 
     Attributes:
-        max_speculative_tokens: largest K; None for no limit.
-        max_model_len: it does not draft for requests of more tokens; None for no limit.
-        drafts_at_prefill: it can draft behind a prompt that the target has not computed yet.
-        cache_identity: names the keys and values that it keeps in the shared blocks, since blocks
-            are shared between requests only under the same name; empty if it keeps none.
+        max_speculative_tokens: largest K; None: no limit.
+        max_model_len: it does not draft for requests of more tokens; None: no limit.
+        drafts_at_prefill: it can draft after a prompt that the target has not computed yet.
+        cache_identity: identifies the keys and values that it stores in the shared blocks, since
+            requests share blocks only with equal identities; empty: it stores none.
         on_device: it needs no data from the host, so a step may be launched before the host has
             the results of the last one.
-        keeps_probabilities: it keeps nothing in the blocks, but the q of every draft token.
-        parallel: one pass over waiting tokens and mask tokens gives all its draft tokens.
-        is_lookup: it may have no guess, in which case it drafts nothing; its drafts are one-hot.
-        may_skip_steps: steps may leave it out, however many tokens they gain: it catches up when
-            it drafts again, as long as batches are exact.
-        tree_depth: the depth of its token trees; None for chains.
+        keeps_probabilities: it stores nothing in the blocks, but q of every draft token.
+        parallel: it drafts all tokens in one pass over waiting tokens and mask tokens.
+        is_lookup: it drafts nothing if it finds no match; its drafts are one-hot.
+        may_skip_steps: it need not be called in every step: it catches up when it drafts again, if
+            batches are exact.
+        tree_depth: the depth of its token trees; None: it drafts chains.
     """
 
     max_speculative_tokens: int | None = None
@@ -150,18 +149,17 @@ class DrafterLimits:
     tree_depth: int | None = None
 
     def draft_rows(self, num_speculative_tokens: int) -> int:
-        """Most rows of a request in the one pass of a parallel drafter: the tokens of a round whose
-        drafts were all accepted, and the mask tokens. 0 for other drafters."""
+        """Maximum number of rows of a request in the pass of a parallel drafter: the tokens of a
+        round whose drafts were all accepted, and the mask tokens. 0 for other drafters."""
         return 2 * num_speculative_tokens if self.parallel else 0
 
 
 class Drafter:
-    """Makes the draft tokens; the base class of all drafters, which keeps no state.
+    """The base class of all drafters, which has no state.
 
     A step calls `prepare`, `propose`, `observe` and `read_prompts`, in this order. The first and
-    the last run on the host. `propose` and `observe` are work for the device that may be captured
-    in a CUDA graph: they read tensors only, and wait for the device only if the batch is exact (not
-    padded).
+    the last run on the host. `propose` and `observe` may be captured in a CUDA graph: they depend
+    only on tensors, and wait for the device only if the batch is exact (not padded).
     """
 
     def __init__(self, state: DeviceState) -> None:
@@ -170,12 +168,12 @@ class Drafter:
     def prepare(self, batch: Batch) -> Guesses | None:
         """Called on the host before the device's part of a step.
 
-        Requests marked `admitted` are new to this drafter, or come back after a preemption. Of such
-        a request only the first `start` tokens are in the shared blocks, from the prefix cache.
+        Requests with `admitted` are new to this drafter, or return after a preemption. Only the
+        first `start` tokens of such a request are in the shared blocks, from the prefix cache.
 
         Returns:
             From a drafter that runs on the host: at most `num_draft_tokens` draft tokens for each
-            scheduled request, None where the device is to draft. From other drafters: None.
+            scheduled request, or None if the device drafts for it. From other drafters: None.
         """
         return None
 
@@ -185,15 +183,15 @@ class Drafter:
         raise NotImplementedError
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
-        """Learn what was accepted, and the target's features; the tokens are committed already."""
+        """Process the verdict and the target's features; the tokens have been committed."""
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
-        """Compute the drafter's cache of prompt chunks; called last in steps that have any."""
+        """Compute the drafter's cache for prompt chunks; called last in steps that have some."""
 
     def forget(self, requests: Sequence[Request]) -> None:
-        """Drop what is kept for requests that finished or were preempted, whose slots are free.
+        """Drop the state of requests that finished or were preempted, whose slots are free.
 
-        State that is kept by slot may stay: `prepare` is told when a slot has a new request."""
+        State by slot may stay: `prepare` gets new requests of a slot with `admitted`."""
 
     def cached_tokens(self, slots: Tensor) -> Tensor:
         """[R] int64: for the requests in these slots, how many leading tokens have this drafter's
@@ -209,9 +207,9 @@ class NoDrafter(Drafter):
 
 
 class HostDrafter(Drafter):
-    """Drafts on the host, in `prepare`, from known tokens; the device only gets the tokens.
+    """Drafts on the host, in `prepare`, from known tokens, and sends the tokens to the device.
 
-    On a follower rank this class itself is used, since the leader sends the tokens."""
+    Follower ranks use this class itself, since they get the tokens from the leader."""
 
     def propose(self, batch: DeviceBatch) -> Draft:
         return Draft.of_guesses(batch)
@@ -219,7 +217,7 @@ class HostDrafter(Drafter):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter reads of the target's passes (`Forward`).
+    """The results of the target's passes (`Forward`) that a drafter reads.
 
     Attributes:
         stream_layers: layers (from 0) of the target whose incoming residual stream it reads; the
@@ -236,19 +234,19 @@ class Needs:
 
 @dataclass(frozen=True)
 class DrafterResources:
-    """What the engine gives a drafter when it is built.
+    """The arguments for building a drafter.
 
     Attributes:
         num_speculative_tokens: the engine's K.
         target: the target's network, whose embedding and head a drafter may share.
         target_cache: the target's keys and values, which a drafter may read.
         captured: steps are captured in CUDA graphs, so some batches are padded.
-        in_combination: another drafter's tokens may be verified in place of its own.
-        gives_confidences: its drafts shall have `confidences`, if it has any.
+        in_combination: another drafter's tokens may be verified instead of its own.
+        gives_confidences: its drafts must have `confidences`, if the drafter has some.
         synthetic_rates: [L, K] float32, acceptance rates that a benchmark forces (see `VerifyOp`);
             they then replace the confidences. None: verification is real.
-        shares_prefixes: later requests may reuse a prompt's blocks, with what it keeps in them.
-        leads: this process drafts on the host; followers are sent the tokens.
+        shares_prefixes: later requests may reuse a prompt's blocks, with the drafter's data.
+        leads: this process drafts on the host, and sends the tokens to the followers.
     """
 
     state: DeviceState
@@ -267,8 +265,8 @@ class DrafterResources:
 
 @dataclass(frozen=True)
 class DraftWindow:
-    """The KV cache that a drafter with a window keeps for every slot: the last `tokens` tokens, and
-    the first ones (attention sinks)."""
+    """The KV cache of a drafter with a window, for every slot: the last `tokens` tokens, and the
+    first ones (attention sinks)."""
 
     layout: CacheLayout
     tokens: int
@@ -283,10 +281,10 @@ class LoadedDrafter:
     """A drafter's weights in memory, before the size of the cache is known.
 
     Attributes:
-        build: makes the drafter, once the engine has made its resources.
-        layout: the layers that it adds to every block of the cache; None: none.
-        window: what it keeps of each request outside the blocks; None: nothing.
-        adapters: slots for LoRA adapters of its matrices; None: it takes no adapters.
+        build: builds the drafter, given its resources.
+        layout: the layers that it adds to the blocks of the cache; None: none.
+        window: the KV cache that it has for each request outside of the blocks; None: none.
+        adapters: slots for LoRA adapters of its matrices; None: it supports no adapters.
     """
 
     build: Callable[[DrafterResources], Drafter]
@@ -304,7 +302,7 @@ class LoadedDrafter:
 
 
 def load_host_drafter(make: Callable[[DeviceState], Drafter]) -> LoadedDrafter:
-    """A drafter that runs on the host, has no weights, and keeps nothing in the blocks."""
+    """A drafter that runs on the host, has no weights, and stores nothing in the blocks."""
     return LoadedDrafter(
         build=lambda resources: (
             make(resources.state) if resources.leads else HostDrafter(resources.state)

@@ -30,8 +30,8 @@ from slipstream.speculative.trees.shapes import TREE_KEYS, TokenTree, read_tree,
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 AUTO = "auto"
-MOST_DRAFTS = 1024  # of a step; far more than any drafter guesses right
-# The largest K where the engine chooses; the second for drafters that look up matches at no cost.
+MOST_DRAFTS = 1024  # per step; far more than any drafter predicts correctly
+# The largest K if the engine chooses; the second for drafters that look up matches at no cost.
 MOST_CHOSEN, MOST_LOOKED_UP = 7, 12
 
 
@@ -50,11 +50,12 @@ class Speculation:
     """A resolved `speculative_config`.
 
     Attributes:
-        num_speculative_tokens: the largest number of draft tokens per step.
-        adaptive: the number is chosen step by step.
-        verification: of all requests; None: coupled for requests with a seed, rejection for others.
-        synthetic_rates: a benchmark's lists of conditional acceptance rates, one of which each
-            request takes by its seed; empty: verification is real.
+        num_speculative_tokens: maximum number of draft tokens per step.
+        adaptive: the number is chosen in every step.
+        verification: verification of all requests; None: coupled for requests with a seed,
+            rejection for others.
+        synthetic_rates: a benchmark's lists of conditional acceptance rates, one of which is chosen
+            for each request by its seed; empty: verification is real.
         enforce_eager: no step is captured. (Target and drafter are captured together.)
     """
 
@@ -69,12 +70,12 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Choice:
-    """A drafter that was named and is not loaded yet.
+    """A drafter that is chosen, but not loaded yet.
 
     Attributes:
-        given: `num_speculative_tokens`, if it was given; for "auto" the largest.
+        given: `num_speculative_tokens`, if it was given; for "auto" the maximum.
         adaptive: whether it is "auto".
-        proposed: the number that the drafter's checkpoint proposes, if it does.
+        proposed: the number that the drafter's checkpoint proposes, if there is one.
         config: the method's own config.
     """
 
@@ -134,8 +135,8 @@ def describe_head(kind: str, checkpoint: HeadCheckpoint) -> HeadConfig | None:
 
 
 def describe_own_head(checkpoint: HeadCheckpoint) -> str | None:
-    """In words, the drafting head within a language model's checkpoint, or why it cannot be used;
-    None if there is none."""
+    """A description of the drafting head in a language model's checkpoint, or the reason why it
+    cannot be used; None if there is none."""
     if not own_drafter_tensors(checkpoint.tensor_names):
         return None
     name = next(method.name for method in METHODS.values() if method.in_target)
@@ -147,7 +148,7 @@ def describe_own_head(checkpoint: HeadCheckpoint) -> str | None:
 
 
 def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Speculation:
-    """Load what `config` names; None, or K = 0, is plain decoding.
+    """Load the drafter that `config` names; None, or K = 0: plain decoding.
 
     Raises:
         UsageError: an unknown key, method or value.

@@ -11,7 +11,7 @@ class CheckpointSigns:
 
     Attributes:
         config: the content of config.json.
-        names: of the tensors, without a leading `model.`; empty if the weights are not there.
+        names: names of the tensors, without a leading `model.`; empty if there are no weights.
     """
 
     config: Mapping[str, Any]
@@ -36,22 +36,22 @@ class Method:
 
     Attributes:
         name: its `method` in a `speculative_config`.
-        module: where its options are read and its drafter is loaded; imported when it is used.
-        spellings: other values of `method` that mean it.
+        module: the module that reads its options and loads its drafter; imported on first use.
+        spellings: aliases, as values of `method`.
         model_types, architectures: values in config.json that only this method's checkpoints have.
-        recognise: whether another checkpoint is one of this method; or the name in `variants`
-            that it is.
+        recognise: whether another checkpoint belongs to this method; or the name of its variant in
+            `variants`.
         config_keys: keys of config.json about drafting, which do not change a language model's
             network.
         weight_files: names of weight files that only this method has.
-        library_names: what the speculators library calls its checkpoints.
+        library_names: names of its checkpoints in the speculators library.
         is_head: its checkpoints are drafting heads, which the module's `HEAD` loads.
         drafts_trees: it can draft token trees.
         without_model: it needs no checkpoint, so `model` may have the method's name instead.
         in_target: the target's own checkpoint may have its network.
         parallel_of: the autoregressive method with a network of the same shape; the key
             `parallel_drafting` chooses between the two.
-        implied_by: a key of a `speculative_config` that means this method if none is named.
+        implied_by: a key of a `speculative_config` that implies this method if none is named.
         match_keys: the keys for its shortest and longest match, if it looks up matches.
     """
 
@@ -74,7 +74,7 @@ class Method:
     match_keys: tuple[str, str] | None = None
 
     def kind_of(self, signs: CheckpointSigns) -> bool | str:
-        """Whether a checkpoint is one of this method; or the name in `variants` that it is."""
+        """Whether a checkpoint belongs to this method; or the name of its variant in `variants`."""
         named = signs.model_type in self.model_types
         return (
             named or not signs.architectures.isdisjoint(self.architectures) or self.recognise(signs)

@@ -47,14 +47,14 @@ class ModelOptions:
     Attributes:
         model: None for a head in the target's own checkpoint.
         greedy_only: `draft_sample_method` is greedy.
-        mask_token: `pard_token`; None leaves it to the checkpoint.
-        vocabulary: the tokens to draft over; None is all.
+        mask_token: `pard_token`; None: the checkpoint has it.
+        vocabulary: the draft vocabulary; None: all tokens.
         maps_tokens: `use_heterogeneous_vocab`: its tokenizer may differ from the target's.
         draft_window: attention is limited to the last `draft_window` tokens and the first few;
             None: no limit, or the default for long texts if the engine is `adaptive`.
-        adaptive: the engine chooses how many tokens are drafted.
-        num_ranks: `draft_tensor_parallel_size`, the ranks over which the network is split; None:
-            the one that is faster, for methods that split it, else 1.
+        adaptive: the engine chooses the number of draft tokens.
+        num_ranks: `draft_tensor_parallel_size`, the number of ranks over which the network is
+            split; None: the faster choice, if the method supports it, else 1.
         whole_target: see `ModelKeys`.
     """
 
@@ -107,7 +107,7 @@ class ModelOptions:
         """The target's load options, except where the user has set others.
 
         Args:
-            usual_ranks: the ranks that share the network if the user has not set their number.
+            usual_ranks: number of ranks over which the network is split if the user has not set it.
         """
         dtype = dtype_named(self.dtype) if self.dtype else target.load.dtype
         self.require_num_ranks(target.load.share.size)

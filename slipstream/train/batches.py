@@ -20,7 +20,7 @@ class Batch:
     Attributes:
         token_ids: [B, S] int64.
         learned: [B, S] bool, tokens that a drafter should learn to predict.
-        states: of the target's pass over them.
+        states: the target's hidden states and predictions for these sequences.
     """
 
     token_ids: Tensor

@@ -45,7 +45,7 @@ class DraftPosition:
     Attributes:
         logits: [N, Vd] float32, the drafter's logits.
         target: the target's predictions for the same tokens.
-        weight: [N] float32, 0 for rows behind the sequence's end or not to be learned.
+        weight: [N] float32, 0 for rows after the sequence's end or not to be learned.
     """
 
     logits: Tensor

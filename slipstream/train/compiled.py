@@ -14,10 +14,10 @@ _log = logging.getLogger(__name__)
 
 
 def fused(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Compile a function without gradient where its first argument is on a GPU.
+    """Compile a function that needs no gradient, if its first argument is on a GPU.
 
-    Rows of logits are so long that a chain of ops spends its time on reading and writing them. The
-    function runs as it stands on a CPU, and wherever it cannot be compiled, which a warning says.
+    Rows of logits are so long that separate ops spend their time on reading and writing them. On a
+    CPU the function runs uncompiled, and also where it cannot be compiled, with a warning.
     """
     chosen: list[Callable[Given, Result]] = []
 

@@ -1,4 +1,4 @@
-"""What a run is trained on: packed sequences, or texts that are packed into sequences."""
+"""The training data of a run: packed sequences, or texts that are packed into sequences."""
 
 from hashlib import blake2b
 from pathlib import Path
@@ -47,7 +47,7 @@ def pack_data(settings: DataSettings, progress_bar: ProgressBar = no_progress_ba
 
 
 class Data:
-    """What `--data` names, read as far as that is cheap.
+    """The files that `--data` names, read as far as that is fast.
 
     Args:
         target: its tokenizer is used, and it answers prompts.

@@ -33,12 +33,12 @@ class DenseRows:
     """`PassInputs` of training: the rows of B sequences of Q rows each, without pages.
 
     Attributes:
-        rows: sequence by sequence.
-        mask: [Q, C + Q] bool, true where a row sees one of the C stored rows (`LayerContext`) or of
-            the Q rows of the pass; None: a row sees the rows up to itself.
-        sees: networks set it; here the mask decides.
-        adapters: [B Q], `THE_ADAPTER` of all rows; None: they have none.
-        embedded: drafters learn from texts, without images.
+        rows: the rows, one sequence after the other.
+        mask: [Q, C + Q] bool, true where a row attends to one of the C stored rows (`LayerContext`)
+            or of the Q rows of the pass; None: causal attention.
+        sees: set by networks, and not used in training, where `mask` decides.
+        adapters: [B Q], `THE_ADAPTER` for all rows; None: no adapter.
+        embedded: unused, since drafters are trained on texts without images.
     """
 
     rows: RowPlaces
@@ -48,18 +48,18 @@ class DenseRows:
     embedded: None = None
 
     def within_window(self, window: int | None) -> "DenseRows":
-        """These rows, which are in no pages and whose windows the op hides itself."""
+        """These rows: there are no pages, and the attention op applies the window."""
         return self
 
 
 @dataclass(eq=False)
 class LayerContext:
-    """What one attention layer keeps between the passes over a batch.
+    """The keys and values that one attention layer keeps between the passes over a batch.
 
     Attributes:
-        is_chain: later passes continue earlier ones. Row i of a later pass sees what row i of the
-            first pass saw, row i of each pass between them, and itself (the training-time test of
-            EAGLE-3, Li et al. 2025, arXiv 2503.01840, section 3.2).
+        is_chain: later passes continue earlier ones. Row i of a later pass attends to the rows that
+            row i of the first pass attended to, to row i of each pass in between, and to itself
+            (training-time test of EAGLE-3, Li et al. 2025, arXiv 2503.01840, section 3.2).
         passes: keys and values [B, heads, Q, D] of the passes of a chain so far.
         stored: keys and values [B, heads, C, D] of rows without queries.
     """
@@ -70,13 +70,13 @@ class LayerContext:
 
 
 class DenseContext:
-    """What a network is given beside the activations of passes over one batch.
+    """The inputs of a network's passes over one batch, except the activations.
 
     Args:
         batch: sequences B.
         num_layers: attention layers of the network.
         is_chain: see `LayerContext`.
-        adapted: the network is a target with an adapter, through which all rows pass.
+        adapted: the network is a target whose adapter is applied to all rows.
 
     Attributes:
         caches: what the attention layers take as their caches.
@@ -102,7 +102,7 @@ class DenseContext:
 
 
 def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """Only what is trained has to be floats: a target may be stored in fewer bits."""
+    """Weights of the target may be quantised; trained weights are floating-point."""
     if weight.floats is None:
         return weight.linear(x, bias)
     return F.linear(x, weight.floats, bias)
@@ -124,7 +124,7 @@ def _logits(x: Tensor, weight: Weight) -> Tensor:
 
 
 def _experts(x: Tensor, parts: ExpertsParts) -> Tensor:
-    """Without autocast, which would choose experts by rounded scores."""
+    """Runs without autocast, which would round the scores by which experts are chosen."""
     with torch.autocast(x.device.type, enabled=False):
         return experts(x.to(parts.norm.weight.dtype), parts)
 
@@ -134,7 +134,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    # A drafter's stream may begin with the target's rounded embeddings.
+    # A drafter's residual stream may begin with the target's embeddings, in their lower precision.
     return add_norm(x.to(weight.dtype), residual.to(weight.dtype), weight, eps)
 
 
@@ -192,10 +192,10 @@ def _attention(
         raise UsageError("targets whose scores are capped cannot be trained on; use another target")
     if heads.sinks is not None:
         mask = _with_sinks(mask, heads.sinks, query.shape[2], key)
-        # A key of zeros whose score the mask gives, and a value of zeros.
+        # The sink is one more key and value of zeros, whose score the mask adds.
         key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
     if mask is not None and groups > 1:
-        # The kernels that take a mask want a key head for each query head.
+        # The kernels that accept a mask need one key head for each query head.
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
         groups = 1
     return F.scaled_dot_product_attention(
@@ -218,7 +218,7 @@ def _with_window(mask: Tensor | None, window: int | None, query: Tensor) -> Tens
 
 
 def _with_sinks(mask: Tensor | None, sinks: Tensor, rows: int, key: Tensor) -> Tensor:
-    """Addends [Hq, rows, C + rows + 1] of scores, the last of each row the sink of its head."""
+    """[Hq, rows, C + rows + 1], added to the scores; the last of each row is its head's sink."""
     if mask is None:
         mask = torch.ones(rows, key.shape[2], dtype=torch.bool, device=key.device).tril()
     addends = torch.zeros_like(mask, dtype=key.dtype).masked_fill(~mask, -torch.inf)
@@ -233,7 +233,7 @@ def _continued(
     batch, num_heads, rows, width = query.shape
     first_key, first_value = passes[0]
     kv_heads = first_key.shape[1]
-    # The scale and the sum's dtype go where they need no copy of [rows, rows] scores of their own.
+    # Scale and convert where this needs no further copy of the scores [rows, rows].
     folded = query.reshape(batch, kv_heads, num_heads // kv_heads, rows, width) * scale
     if mask is None:
         mask = torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril()

@@ -100,7 +100,7 @@ def read_slices(file: Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """What `write_tensors` was given; raises CheckpointError for a damaged file."""
+    """The metadata of a safetensors file; raises CheckpointError for a damaged file."""
     with _opened(file) as opened:
         return opened.metadata() or {}
 

@@ -79,7 +79,7 @@ class LanguageModelRecipe(Recipe[DecoderConfig]):
         return self.network.head(hidden)[:, : self.vocabulary.size]
 
     def export(self, folder: Path, dtype: torch.dtype) -> None:
-        """As transformers saves a model, with the target's tokenizer."""
+        """Write the model in the format of transformers, with the target's tokenizer."""
         super().export(folder, dtype)
         copy_tokenizer(self.plan.target.path, folder)
 

@@ -22,8 +22,8 @@ def distillation(
 
     Args:
         logits: [N, Vd] float32, the drafter's.
-        weight: [N] float32; rows whose top token the draft vocabulary lacks count 0.
-        argmax_weight: of the cross-entropy, from 0 to 1.
+        weight: [N] float32; 0 for rows whose top token is not in the draft vocabulary.
+        argmax_weight: the weight of the cross-entropy, from 0 to 1.
     """
     weight = weight * (target.top >= 0)
     scale = weight / weight.sum().clamp_min(1.0)
@@ -32,8 +32,8 @@ def distillation(
 
 
 class _Distillation(torch.autograd.Function):
-    """Sums scale * loss, and computes the gradient along with it: both need the same exponentials,
-    and a graph of ops would keep several tensors of the logits' size."""
+    """The sum of scale * loss. The forward pass also computes the gradient: both need the same
+    exponentials, and autograd would keep several tensors of the logits' size."""
 
     @staticmethod
     def forward(
@@ -125,7 +125,7 @@ class ChainAcceptance:
     tokens follow, whatever was drafted.
 
     Attributes:
-        drafts: their number.
+        drafts: number of drafts.
         greedy, sampled: [K], how many drafts were accepted up to position k, or are expected to be.
     """
 

@@ -59,7 +59,7 @@ class RunPlan:
         return max(self.length, self.shape.max_position_embeddings) + self.num_draft_tokens
 
     def fingerprint(self, source: str) -> dict[str, Any]:
-        """What must be equal for a run to be continued, by flag.
+        """The settings that must not change when a run is continued, by flag.
 
         Args:
             source: identifies the data.

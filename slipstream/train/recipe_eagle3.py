@@ -70,7 +70,7 @@ class Eagle3Recipe(ChainRecipe[Eagle3Config]):
         return unroll(self.network, self.num_layers, batch, self.num_draft_tokens)
 
     def published(self) -> dict[str, Tensor]:
-        """As published: heads of one layer call it `midlayer`."""
+        """Published heads with one layer call it `midlayer`."""
         tensors = super().published()
         if self.num_layers > 1:
             return tensors

@@ -67,7 +67,7 @@ class MedusaRecipe(ChainRecipe[None]):
         return config, None
 
     def positions(self, batch: Batch) -> Iterator[DraftPosition]:
-        """What each head predicts after every token."""
+        """The predictions of each head after every token."""
         hidden = batch.states.hidden.flatten(0, 1)
         state = self.network.start(hidden, self.num_draft_tokens)
         row = torch.arange(len(hidden), device=hidden.device)

@@ -108,7 +108,7 @@ def encode(entries: Iterable[Entry], tokenizer: Tokenizer) -> Iterator[Document]
 
 
 def _conversation(entry: Entry, tokenizer: Tokenizer, template: ChatTemplate) -> Document:
-    """What each message of the assistant adds to the prompt before it is learned."""
+    """The text that is added to the prompt before each learned message of the assistant."""
     ids: list[int] = []
     learned: list[bool] = []
     done = ""

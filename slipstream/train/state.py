@@ -40,7 +40,7 @@ class StateFile:
 
     def __init__(self, folder: Path, fingerprint: dict[str, Any]) -> None:
         self._file, self._old_file = folder / FILE, folder / _OLD_FILE
-        # As it is read back: tuples become lists.
+        # JSON turns tuples into lists, so compare the settings in this form.
         self._fingerprint = json.loads(json.dumps(fingerprint))
 
     def save(

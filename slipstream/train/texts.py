@@ -36,7 +36,7 @@ class Entry:
 
     @property
     def wants_answer(self) -> bool:
-        """Whether it lacks an answer."""
+        """Whether the target still has to write the answer."""
         if self.messages:
             return self.messages[-1].get("role") != "assistant"
         return self.is_prompt

@@ -25,7 +25,7 @@ _LAST_SHARE = 0.05  # of the learning rate, at the end
 
 @dataclass(frozen=True)
 class Report:
-    """What the caller learns after a step; NaN or None where nothing was measured.
+    """The results of a step; NaN or None where nothing was measured.
 
     Attributes:
         done: the share of the run, from 0 to 1.

@@ -251,12 +251,12 @@ HEADS = {
     ),
     "mtp": Head(
         lambda to, target: write_mtp(to, target, "qwen", modules=2),
-        ("last hidden state, behind the final norm (2 modules",),
+        ("last hidden state, after the final norm (2 modules",),
         {"num_layers": 2},
     ),
     "mtp deepseek": Head(
         lambda to, target: write_mtp(to, target, "deepseek", modules=2),
-        ("last hidden state, behind the final norm (2 modules",),
+        ("last hidden state, after the final norm (2 modules",),
         {"num_layers": 2},
     ),
     "gemma4_assistant": Head(

@@ -170,7 +170,7 @@ class Acceptance:
         return drawn
 
     def recent_chances(self, number: int) -> list[Sequence[float]]:
-        """The chances by position of the latest `number` chains, from their confidences, and behind
+        """The chances by position of the latest `number` chains, from their confidences, and after
         their ends from the traffic. They show how chances are spread over the requests and
         positions of a step, not which request has which."""
         chains = [
@@ -261,7 +261,7 @@ class Acceptance:
         rounded, chances = history.rounded_factor, history.chances
         self._recent.append((gain.confidences, rounded))
         # The average for a confidence is less noisy than the result of one token, and is known for
-        # tokens behind a rejected one, too.
+        # tokens after a rejected one, too.
         soon = max(MEMORY, 1 / (max(0, history.num_results) + PRIOR_TRIALS))
         factor, accepted, most = history.factor, gain.num_accepted, NUM_BINS - 1
         for place, confidence in enumerate(gain.confidences[: self._places]):

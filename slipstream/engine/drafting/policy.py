@@ -8,7 +8,7 @@ more now and then (probes.py).
 Why the output keeps the target's distribution. For every number of draft tokens, the tokens of a
 step have the target's distribution given the tokens before them (Leviathan et al. 2023, theorem 1),
 as long as that number is fixed before any of the step's noise is used. The noise of a draft, of its
-verdict and of the token behind it is keyed by the step and used nowhere else. A plan made here
+verdict and of the token after it is keyed by the step and used nowhere else. A plan made here
 depends only on results of earlier steps (tokens and confidences alike) and on other requests, which
 have noise of their own. (Coupled requests get the target's own samples whatever is drafted, so they
 cannot be biased.) Within a step only `ChainStops` act. They read the confidence of a place, which

@@ -20,7 +20,7 @@ _RESULTS_IN = 3  # steps until the results of a probe arrive
 
 @dataclass(frozen=True)
 class Probe:
-    """What the next probe drafts beyond the choice.
+    """How many tokens the next probe drafts beyond the choice.
 
     Attributes:
         width: number of tokens that all requests draft in a padded step; 0: some requests draft one

@@ -49,7 +49,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 @kept
 def layer_of(heads: Heads) -> cpp.AttentionLayer:
-    """What C++ keeps of a layer."""
+    """The constant arguments of a layer's attention in C++, made once."""
     norms = heads.norms
     return cpp.AttentionLayer(
         heads.num_heads,
@@ -168,7 +168,7 @@ def tensors_of(cache: DeltaCache) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @kept
 def delta_layer_of(heads: DeltaHeads) -> cpp.DeltaLayer:
-    """What C++ keeps of a layer."""
+    """The constant arguments of a layer's gated delta net in C++, made once."""
     return cpp.DeltaLayer(
         heads.num_key_heads,
         heads.num_value_heads,

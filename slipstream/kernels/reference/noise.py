@@ -25,7 +25,7 @@ Words2 = tuple[Tensor, Tensor]
 
 
 class Purpose(IntEnum):
-    """What a random number is for. The values are part of the key: never renumber them."""
+    """The purpose of a random number. The values are part of its key: never renumber them."""
 
     TARGET = 0
     DRAFT = 1

@@ -127,7 +127,7 @@ def chunk_kernel(
     mixed = tl.zeros((block_m, block_d), tl.float32)
     keys += kv_head * head_dim
     values += kv_head * head_dim
-    if key_scales is not None:  # a token's scales are stored behind all of its heads
+    if key_scales is not None:  # a token's scales are stored after all of its heads
         key_scales += kv_heads * head_dim // 4 + kv_head
         value_scales += kv_heads * head_dim // 4 + kv_head
     table = tables + request.to(tl.int64) * table_stride

@@ -277,7 +277,7 @@ def short_kernel(
     begin = tl.maximum(split_start(split), oldest // block_n * block_n)
     end = tl.minimum(split_start(after), context)
     keys, values = keys + kv_head * head_dim, values + kv_head * head_dim
-    if key_scales is not None:  # stored behind all heads of a token
+    if key_scales is not None:  # stored after all heads of a token
         key_scales += kv_heads * head_dim // 4 + kv_head
         value_scales += kv_heads * head_dim // 4 + kv_head
     table = tables + request.to(tl.int64) * table_stride

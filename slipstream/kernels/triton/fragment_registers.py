@@ -1,6 +1,7 @@
-"""Fragments in the registers of Hopper's tensor cores: numbers of few bits become bfloat16.
+"""Dequantizes weights of four and eight bits to bfloat16 in registers, for Hopper's tensor cores.
 
-Layouts say how weights and scales lie in memory (`fragments.py`) and in the threads that take them.
+The layouts describe where weights and scales are in shared memory (`fragments.py`), and in the
+registers of the threads that need them.
 """
 
 from triton.experimental import gluon
@@ -8,13 +9,14 @@ from triton.experimental.gluon import language as gl
 
 from slipstream.kernels.triton import fragments
 
-# What numbers are: as in `fragments.py`.
+# Codings of numbers, see `Fragments.coding`.
 E2M1, INT4 = gl.constexpr(fragments.E2M1), gl.constexpr(fragments.INT4)
 INT4_ZEROS, INT8 = gl.constexpr(fragments.INT4_ZEROS), gl.constexpr(fragments.INT8)
 
-# Of a word, eight numbers: each pair of them as two halves of a word, scaled. An exponent and a
-# mantissa at their places are a number 2 ** 126 too small, which the scales make good.
-_UNPACK = gl.constexpr("""{
+# The eight e2m1 numbers of a word ($4) -> four words of two bfloat16, times their scales ($5, $9).
+# Exponent and mantissa are shifted to their places in a bfloat16, whose value is then 2 ** -126
+# times the number; the scales contain the factor 2 ** 126.
+_UNPACK_E2M1 = gl.constexpr("""{
 .reg .b32 a, b;
 and.b32 a, $4, 0x81C081C0; mul.rn.bf16x2 $0, a, $5;
 shl.b32 a, $4, 3; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $1, a, $5;
@@ -23,10 +25,12 @@ lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $2, a, $9;
 shr.u32 a, $4, 3; shl.b32 b, $4, 2; and.b32 a, a, 0x01C001C0;
 lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $3, a, $9;
 }""")
-# Numbers of at most eight bits are a bfloat16's lowest: themselves times 2 ** -133, since the least
-# exponent has the steps of none. With the factors of `_MIDDLES` or those below, one rounding makes
-# them what is meant, times 2 ** -7, which the sums make good.
-_UNPACK_MIDDLE = gl.constexpr("""{
+# The bits of an integer up to 255, read as a bfloat16, are the integer times 2 ** -133: subnormal
+# numbers and those of the least exponent have the same spacing. One fused multiply-add, by the
+# factors of `_INT4_FACTORS` or the constants of `_UNPACK_INT8`, subtracts the zero point and
+# multiplies by the scale with one rounding. The result is 2 ** -7 times the weight, which
+# `lift_back` or `row_scales` correct.
+_UNPACK_INT4 = gl.constexpr("""{
 .reg .b32 a, b, s; mov.b32 s, 0x3D803D80; mul.rn.bf16x2 s, s, $5; shr.u32 b, $4, 8;
 and.b32 a, $4, 0x000F000F; fma.rn.bf16x2 $0, a, $5, $9;
 and.b32 a, $4, 0x00F000F0; fma.rn.bf16x2 $1, a, s, $9;
@@ -38,8 +42,8 @@ _UNPACK_INT8 = gl.constexpr("""{
 and.b32 a, $2, 0x00FF00FF; fma.rn.bf16x2 $0, a, s, m;
 shr.u32 a, $2, 8; and.b32 a, a, 0x00FF00FF; fma.rn.bf16x2 $1, a, s, m;
 }""")
-# A group's zero may have four bits: it is taken off, exactly, from 128 and more, and only the
-# product with the scale is rounded.
+# With zero points: (128 + integer) - (128 + zero point) is exact in bfloat16, and only the product
+# with the scale is rounded.
 _UNPACK_ZEROS = gl.constexpr("""{
 .reg .b32 a, b;
 lop3.b32 a, $4, 0x000F000F, 0x43004300, 0xEA;
@@ -51,61 +55,65 @@ sub.rn.bf16x2 a, a, $9; mul.rn.bf16x2 $2, a, $5;
 shr.u32 b, $4, 12; lop3.b32 a, b, 0x000F000F, 0x43004300, 0xEA;
 sub.rn.bf16x2 a, a, $9; mul.rn.bf16x2 $3, a, $5;
 }""")
-# A half of a word twice.
-_HALF = gl.constexpr("prmt.b32 $0, $1, 0, $2;")
-# A scale, in a half of a word, times 2 ** 126, and -8 of it times 2 ** -7.
-_MIDDLES = gl.constexpr("""{
+# One 16-bit half of a word, repeated in both halves.
+_REPEAT_HALF = gl.constexpr("prmt.b32 $0, $1, 0, $2;")
+# A scale s in half a word -> (s * 2 ** 126, -8 * s * 2 ** -7), each repeated in both halves.
+_INT4_FACTORS = gl.constexpr("""{
 .reg .b32 a, s, m; prmt.b32 a, $2, 0, $3;
 mov.b32 s, 0x7E807E80; mul.rn.bf16x2 $0, a, s; mov.b32 m, 0xBD80BD80; mul.rn.bf16x2 $1, a, m;
 }""")
-# A byte of a word as two halves of a word, as bfloat16: times 2 ** shift, plus an exponent.
-_FACTOR = gl.constexpr("{ .reg .b32 a; prmt.b32 a, $1, 0, $2; mad.lo.u32 $0, a, $3, $4; }")
+# A byte of a word -> the bfloat16 with the bits (byte << shift) + lift, in both halves.
+_SCALE_OF_BYTE = gl.constexpr("{ .reg .b32 a; prmt.b32 a, $1, 0, $2; mad.lo.u32 $0, a, $3, $4; }")
 
 
 @gluon.jit
-def _scales(raw, coding: gl.constexpr, words: gl.constexpr, shift: gl.constexpr, lift):
-    """Scales [2, chunks, words, 2, 4, 2, 1, 1, 1] of two chunks or of both -> those of the even
-    steps and of the odd ones, each twice in a word; of integers scales and what is added."""
-    spread: gl.constexpr = _spread()
-    half = gl.convert_layout(gl.reshape(_two(), (1, 1, 1, 1, 1, 1, 2, 1, 1)), spread)
-    pair = gl.convert_layout(gl.reshape(_two(), (1, 1, 1, 1, 1, 1, 1, 2, 1)), spread)
+def _unpacked_scales(raw, coding: gl.constexpr, words: gl.constexpr, shift: gl.constexpr, lift):
+    """raw: scales [2, chunks, words, 2, 4, 2, 1, 1, 1] of two chunks, or of both together.
+
+    Returns words with two equal bfloat16: for E2M1 the scales of the first and of the second 16 of
+    32 columns, for integers the scales and what `_UNPACK_INT4` adds or `_UNPACK_ZEROS`
+    subtracts.
+    """
+    layout: gl.constexpr = _register_layout()
+    half = gl.convert_layout(gl.reshape(_zero_and_one(), (1, 1, 1, 1, 1, 1, 2, 1, 1)), layout)
+    pair = gl.convert_layout(gl.reshape(_zero_and_one(), (1, 1, 1, 1, 1, 1, 1, 2, 1)), layout)
     if coding == INT4:
-        raw = gl.convert_layout(gl.permute(raw, (0, 1, 3, 4, 5, 6, 7, 2, 8)), spread)
+        raw = gl.convert_layout(gl.permute(raw, (0, 1, 3, 4, 5, 6, 7, 2, 8)), layout)
         even, odd = gl.inline_asm_elementwise(
-            _MIDDLES, "=r,=r,r,r", [raw, 0x1010 + 0x2222 * half],
+            _INT4_FACTORS, "=r,=r,r,r", [raw, 0x1010 + 0x2222 * half],
             dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     elif coding == INT4_ZEROS:
-        apart = gl.reshape(raw, _rows_apart(raw.shape))
-        raw = gl.convert_layout(gl.permute(apart, (0, 1, 4, 5, 6, 7, 3, 2, 8)), spread)
-        even, odd = _half(raw, 0x1010), _half(raw, 0x3232)
+        apart = gl.reshape(raw, _zero_point_shape(raw.shape))
+        raw = gl.convert_layout(gl.permute(apart, (0, 1, 4, 5, 6, 7, 3, 2, 8)), layout)
+        even, odd = _repeated_half(raw, 0x1010), _repeated_half(raw, 0x3232)
     elif words == 1:
-        raw = gl.convert_layout(gl.permute(raw, (0, 1, 3, 4, 5, 6, 2, 7, 8)), spread)
-        even = _factor(raw, half * 2 + pair, shift, lift)
+        raw = gl.convert_layout(gl.permute(raw, (0, 1, 3, 4, 5, 6, 2, 7, 8)), layout)
+        even = _scale_of_byte(raw, half * 2 + pair, shift, lift)
         odd = even
     else:
-        raw = gl.convert_layout(gl.permute(raw, (0, 1, 3, 4, 5, 6, 2, 7, 8)), spread)
-        even = _factor(raw, pair * 2, shift, lift)
-        odd = _factor(raw, pair * 2 + 1, shift, lift)
+        raw = gl.convert_layout(gl.permute(raw, (0, 1, 3, 4, 5, 6, 2, 7, 8)), layout)
+        even = _scale_of_byte(raw, pair * 2, shift, lift)
+        odd = _scale_of_byte(raw, pair * 2 + 1, shift, lift)
     return even, odd
 
 
 @gluon.constexpr_function
-def _rows_apart(shape):
-    """Words by those of 32 columns, and rows 8 apart."""
+def _zero_point_shape(shape):
+    """The words of scales as [.., words of 32 columns, rows g and g + 8, ..]."""
     return [*shape[:2], shape[2] // 2, 2, *shape[3:6], 1, 1]
 
 
 @gluon.constexpr_function
-def _apart(shape):
+def _chunk_pairs_shape(shape):
     return [2, 2, shape[1] // 2, *shape[2:]]
 
 
 @gluon.jit
-def _halves(raw, chunks: gl.constexpr):
-    """raw [2, chunks or half as many, ..] of rank 9 -> by two chunks."""
+def chunk_pairs(raw, chunks: gl.constexpr):
+    """raw [2, entries, ..] of rank 9, of `chunks` chunks -> one tensor for each two chunks."""
     if chunks == 4:
-        apart = gl.reshape(raw, _apart(raw.shape))
+        apart = gl.reshape(raw, _chunk_pairs_shape(raw.shape))
         first, second = gl.split(gl.permute(apart, (0, 2, 3, 4, 5, 6, 7, 8, 9, 1)))
         both = (first, second)
     else:
@@ -114,7 +122,7 @@ def _halves(raw, chunks: gl.constexpr):
 
 
 @gluon.jit
-def _two():
+def _zero_and_one():
     """0 and 1 in the registers of each thread."""
     layout: gl.constexpr = gl.DistributedLinearLayout(
         [[1]], [[0], [0], [0], [0], [0]], [[0], [0]], [], [2]
@@ -123,24 +131,24 @@ def _two():
 
 
 @gluon.jit
-def _factor(raw, byte, shift: gl.constexpr, lift):
+def _scale_of_byte(raw, byte, shift: gl.constexpr, lift):
     return gl.inline_asm_elementwise(
-        _FACTOR, "=r,r,r,r,r", [raw, byte * 0x0101 + 0x4040, 1 << shift, lift],
+        _SCALE_OF_BYTE, "=r,r,r,r,r", [raw, byte * 0x0101 + 0x4040, 1 << shift, lift],
         dtype=gl.int32, is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def _half(raw, selector):
+def _repeated_half(raw, selector):
     return gl.inline_asm_elementwise(
-        _HALF, "=r,r,r", [raw, selector], dtype=gl.int32, is_pure=True, pack=1
+        _REPEAT_HALF, "=r,r,r", [raw, selector], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
 @gluon.constexpr_function
-def _words(entries, words):
-    """Scales of a tile as they lie in memory: row g of 8, unit, the entry's other words, entry of
-    a chunk or two, half."""
+def scale_layout(entries, words):
+    """Layout of a tile's scales in memory, the fastest dimension first: row g of 8, 16 rows,
+    further words of an entry, entry (of one or two chunks), 32 rows."""
     registers = [[16 * bit] for bit in (1, 2, 4, 8) if bit < entries * words]
     lanes = [[0], [0], [1], [2], [4]]
     size = 2 * entries * 16 * words
@@ -148,8 +156,9 @@ def _words(entries, words):
 
 
 @gluon.constexpr_function
-def _bytes(chunks):
-    """Weights of a tile as they lie in memory: 16 bytes of a thread, thread, unit, chunk, half."""
+def raw_layout(chunks):
+    """Layout of a tile's weights in memory, the fastest dimension first: 16 bytes of a thread,
+    thread, 16 rows, chunk, 32 rows."""
     registers = [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], [16, 0]][: 4 + chunks // 2]
     lanes = [[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]]
     warps = [[4, 0], [8 * chunks, 0]]
@@ -157,8 +166,9 @@ def _bytes(chunks):
 
 
 @gluon.constexpr_function
-def _spread():
-    """Bytes of two chunks: half, chunk, unit, row (4 and 2), thread, row + 8, word, byte."""
+def _register_layout():
+    """Layout of the bytes of two chunks: 32 rows, chunk, 16 rows, row (4 and 2), thread, row + 8,
+    word, byte."""
     return gl.BlockedLayout(
         [1, 2, 1, 1, 1, 1, 2, 2, 4],
         [1, 1, 1, 4, 2, 4, 1, 1, 1],
@@ -168,12 +178,13 @@ def _spread():
 
 
 @gluon.jit
-def _weights(
+def dequantized(
     raw, raw_scales, sums_layout: gl.constexpr, coding: gl.constexpr, words: gl.constexpr,
     shift: gl.constexpr, lift,
 ):  # fmt: skip
-    """Weights [64, columns] of two chunks in registers, as the tensor cores take them."""
-    raw = gl.convert_layout(raw, _spread(), assert_trivial=True)
+    """The weights [64, columns] of two chunks in bfloat16, as the first operand of `warpgroup_mma`
+    that adds to sums of `sums_layout`."""
+    raw = gl.convert_layout(raw, _register_layout(), assert_trivial=True)
     taken: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
     if coding == INT8:
         both = gl.inline_asm_elementwise(
@@ -183,9 +194,9 @@ def _weights(
         both = gl.permute(both, (0, 2, 6, 3, 4, 1, 7, 8, 5, 9))
         weights = gl.reshape(both, (64, 64))
     else:
-        even, odd = _scales(raw_scales, coding, words, shift, lift)
+        even, odd = _unpacked_scales(raw_scales, coding, words, shift, lift)
         unpack: gl.constexpr = (
-            _UNPACK if coding == E2M1 else _UNPACK_MIDDLE if coding == INT4 else _UNPACK_ZEROS
+            _UNPACK_E2M1 if coding == E2M1 else _UNPACK_INT4 if coding == INT4 else _UNPACK_ZEROS
         )
         low, high = gl.inline_asm_elementwise(
             unpack, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [raw, even, odd],

@@ -1,12 +1,14 @@
-"""Numbers of four and eight bits in the order in which Hopper's tensor cores take them.
+"""Weights of four and eight bits in the order of the operands of Hopper's tensor cores.
 
-A fragment is 16 rows by 64 columns of four bits, or 32 of eight: of thread 4 g + t of a warp, 8
-bytes of row g and 8 of row g + 8, and of each row two words. A word of four bits is of 32 columns,
-those at 2 t and 2 t + 1, and 8 further, of 16 columns and of the next 16 (see `warpgroup_mma`'s
-first operand); a word of eight bits is of 16 columns. Their bits are such that pairs of numbers
-become bfloat16 by few shifts. 32 rows lie together, fragment after fragment; so do their scales,
-16 rows' side by side in words of four bytes. Where columns end inside a fragment, or inside those
-that share a scale, zeros follow.
+A fragment is 16 rows by 64 columns of 4-bit numbers, or by 32 columns of 8-bit numbers. Thread
+4 g + t of a warp holds two words (of four bytes) of row g and two of row g + 8. A word of 4-bit
+numbers covers 32 columns: the thread has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of the first 16
+and of the next 16, as in the first operand of `warpgroup_mma`. A word of 8-bit numbers covers 16
+columns. The bits in a word are arranged so that few shifts turn pairs of numbers into bfloat16.
+
+The fragments of a group of 32 rows are contiguous. So are their scales, in words of four bytes with
+the scales of 16 rows next to each other. If K is no multiple of a fragment's columns, or of the
+columns that share a scale, the rows are padded with zeros.
 """
 
 from collections.abc import Callable
@@ -25,36 +27,39 @@ from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
 
 COLUMNS, ROWS = 64, 32
-PAIR = 2 * COLUMNS  # columns of four bits that integers may share a scale in
-# What a number is: `Fragments.coding`.
-E2M1, INT4, INT4_ZEROS, INT8 = 0, 1, 2, 3
+PAIR = 2 * COLUMNS  # the larger group of columns that can share a scale of INT4
+E2M1, INT4, INT4_ZEROS, INT8 = 0, 1, 2, 3  # values of `Fragments.coding`
 _SLICE = 1 << 26  # numbers that are rearranged at once
-# Where a word's half has the highest bit and the lower three of its four numbers: of columns 0, 8,
-# 16 and 24.
-_FLOATS = ((15, 6), (12, 3), (14, 0), (13, 9))
-_INTEGERS = ((3, 0), (7, 4), (11, 8), (15, 12))
+# Half a word (16 bits) has the numbers of columns 0, 8, 16 and 24. For each of them: the position
+# of its highest bit, and that of its lower three bits.
+_E2M1_BITS = ((15, 6), (12, 3), (14, 0), (13, 9))
+_INT4_BITS = ((3, 0), (7, 4), (11, 8), (15, 12))
 _FourBits = TypeVar("_FourBits", bound=FourBitMatrix)
-_LIFT_BACK = 2.0**7  # of integers that are 2 ** -7 of what is meant
-_ZERO = 0x4300  # 128 in bfloat16, to which numbers from 0 to 127 are added by their bits
+_LIFT_BACK = 2.0**7  # `lift_back` of integers, which are unpacked to 2 ** -7 times their value
+_BFLOAT16_128 = 0x4300  # bits of 128 in bfloat16; plus an integer up to 127: bits of the sum
 
 
 @dataclass(frozen=True, eq=False)
 class Fragments(Weight):
-    """A weight [N, K] of few bits, for `grouped_stream_kernels.py`.
+    """A quantised weight [N, K] for `grouped_stream_kernels.py`.
 
-    - E2M1: a number is its e2m1 times 2 ** -126 times the bfloat16 of bits (scale << shift) + lift;
-      a scale is a byte.
-    - INT4: its four bits less 8, times a scale in bfloat16, rounded to bfloat16.
-    - INT4_ZEROS: less a zero of the group; beside its scale stands 128 plus it in bfloat16.
-    - INT8: its eight bits less 128.
+    The value of a number by its `coding`:
 
-    Sums are multiplied by those of `row_scales`, or by `lift_back`.
+    - E2M1: e2m1 * 2 ** -126 * s, where s is the bfloat16 with the bits (scale << shift) + lift. A
+      scale is one byte.
+    - INT4: (4-bit integer - 8) * scale, rounded to bfloat16. A scale is bfloat16.
+    - INT4_ZEROS: (4-bit integer - zero point) * scale, rounded to bfloat16. A scale is stored with
+      128 + zero point, both in bfloat16.
+    - INT8: 8-bit integer - 128.
+
+    The sums of the product are multiplied by `row_scales` if there are any, else by `lift_back`.
 
     Attributes:
         values: [N K bits / 1024, 128] uint8.
-        scales: [entries, words, 16] int32, an entry being 32 rows by 64 columns or those that share
-            a scale; None without scales in rows.
-        group: columns that share a scale: 16 or 32 of E2M1, 32 or 128 of integers, 0 without.
+        scales: [entries, words, 16] int32; an entry is 32 rows by 64 columns, or by the columns of
+            a group if these are more; None for INT8.
+        row_scales: [N] float32.
+        group: columns that share a scale: 16 or 32 of E2M1, 32 or 128 of INT4, 0 for INT8.
     """
 
     size: tuple[int, int]
@@ -72,30 +77,30 @@ class Fragments(Weight):
         return self.size
 
     @property
-    def columns_of_fragment(self) -> int:
+    def fragment_columns(self) -> int:
         return COLUMNS // 2 if self.coding == INT8 else COLUMNS
 
     @property
     def stored_columns(self) -> int:
-        """K, and the zeros behind it."""
-        entry = max(self.columns_of_fragment, self.group)
+        """K with the padding."""
+        entry = max(self.fragment_columns, self.group)
         return -(-self.size[1] // entry) * entry
 
     @property
     def nbytes(self) -> int:
-        beside = (self.scales, self.row_scales)
-        return self.values.nbytes + sum(each.nbytes for each in beside if each is not None)
+        others = (self.scales, self.row_scales)
+        return self.values.nbytes + sum(each.nbytes for each in others if each is not None)
 
     def select(self, index: Tensor) -> "Fragments":
-        """Fragments are whole: after the last row there are copies of the first row."""
-        count, fragments = len(index), self.stored_columns // self.columns_of_fragment
+        """The rows `index`; the stored rows are padded to a multiple of 64 by the first of them."""
+        count, fragments = len(index), self.stored_columns // self.fragment_columns
         index = torch.cat((index, index[:1].expand(-count % (2 * ROWS))))
         group, unit, lower, row = index // 32, index // 16 % 2, index // 8 % 2, index % 8
         values = self.values.view(-1, fragments, 2, 8, 4, 2, 8)
         values = values[group, :, unit, row, :, lower].view(-1, 2, 2, 8, fragments, 4, 8)
         scales = None
         if self.scales is not None:
-            scales = _scale_fragments(self._own_scales()[index], self.coding, self.group)
+            scales = _scale_fragments(self._scales_by_row()[index], self.coding, self.group)
         return replace(
             self,
             size=(count, self.size[1]),
@@ -108,12 +113,12 @@ class Fragments(Weight):
         stop = self.size[0] if stop is None else stop
         return self.select(torch.arange(start, stop, device=self.values.device))
 
-    def _own_scales(self) -> Tensor:
+    def _scales_by_row(self) -> Tensor:
         """[N, K / group, bytes of a scale] uint8."""
         assert self.scales is not None
         order, size = _order(self.coding, self.group)
         entry, columns = max(COLUMNS, self.group), self.stored_columns
-        natural = (
+        row_major = (
             len(self.values) * 256 // 32 // columns,
             2,
             2,
@@ -122,19 +127,21 @@ class Fragments(Weight):
             entry // self.group,
             size,
         )
-        lying = self.scales.view(torch.uint8).view([natural[place] for place in order])
-        own = lying.permute([order.index(place) for place in range(len(order))])
+        ordered = self.scales.view(torch.uint8).view([row_major[place] for place in order])
+        own = ordered.permute([order.index(place) for place in range(len(order))])
         return own.reshape(-1, columns // self.group, size)
 
 
 def fits(weight: Weight) -> bool:
     rows, columns = weight.shape
-    return rows % (2 * ROWS) == 0 and columns % (COLUMNS // 2) == 0  # gates are whole, too
+    # With a multiple of 64 rows, the gate and the up half are multiples of 32 rows each.
+    return rows % (2 * ROWS) == 0 and columns % (COLUMNS // 2) == 0
 
 
 def from_mxfp4(weight: Mxfp4Matrix) -> Fragments:
-    """Exponents are lowered where the largest would be none of bfloat16."""
-    shape, weight = weight.shape, _filled_up(weight)
+    """If the largest scale is too large for bfloat16, all exponents are lowered by the same amount,
+    which `lift_back` makes up for. Groups whose exponent is then too small become 0."""
+    shape, weight = weight.shape, _zero_padded(weight)
     lowered = max(0, int(weight.scales.max()) - 128)
     codes = weight.scales.int()
     least = lowered - 125
@@ -147,14 +154,15 @@ def from_mxfp4(weight: Mxfp4Matrix) -> Fragments:
 
 
 def from_nvfp4(weight: Nvfp4Matrix) -> Fragments:
-    """Scales with five bits of exponent, among which the subnormal ones of e4m3 are none."""
-    shape, weight = weight.shape, _filled_up(weight)
+    """Scales get an exponent of five bits, so that subnormal e4m3 scales become normal numbers.
+    The sign of a scale moves to its values."""
+    shape, weight = weight.shape, _zero_padded(weight)
     scales = weight.scales.float()
     mantissa, exponent = torch.frexp(scales.abs())
     codes = ((exponent + 9) << 3) + ((2 * mantissa - 1) * 8).int()
-    nothing = scales == 0
-    values = _float_fragments(weight, nothing, scales < 0)
-    bits = codes.masked_fill(nothing, 0).to(torch.uint8).unsqueeze(-1)
+    is_zero = scales == 0
+    values = _float_fragments(weight, is_zero, scales < 0)
+    bits = codes.masked_fill(is_zero, 0).to(torch.uint8).unsqueeze(-1)
     return Fragments(
         shape, E2M1, values, _scale_fragments(bits, E2M1, 16),
         weight.global_scales * 2.0**8, group=16, shift=4, lift=235 << 7,
@@ -162,20 +170,21 @@ def from_nvfp4(weight: Nvfp4Matrix) -> Fragments:
 
 
 def from_int4(weight: Int4Matrix) -> Fragments:
-    """Groups that are whole pairs of fragments, or of 32; scales are rounded to bfloat16."""
+    """Groups of a multiple of 128 columns become groups of 128, others groups of 32; scales are
+    rounded to bfloat16."""
     group = PAIR if weight.group % PAIR == 0 else 32
-    shape, weight = weight.shape, _filled_up(weight.regrouped(group))
+    shape, weight = weight.shape, _zero_padded(weight.regrouped(group))
     coding, own, lift_back = INT4, weight.scales, 1.0
-    if weight.zeros is None:  # scales below 2, which may be multiplied by 2 ** 126
+    if weight.zeros is None:  # scales below 2: the kernel multiplies them by 2 ** 126
         lift_back = 2.0 ** max(0, int(torch.frexp(own.abs().max()).exponent) - 1)
         own, lift_back = own / lift_back, lift_back * _LIFT_BACK
     scales = own.to(torch.bfloat16).view(torch.int16).unsqueeze(-1)
     if weight.zeros is not None:
         coding = INT4_ZEROS
-        zeros = (weight.zeros.to(torch.int16) + _ZERO).unsqueeze(-1)
+        zeros = (weight.zeros.to(torch.int16) + _BFLOAT16_128).unsqueeze(-1)
         scales = torch.cat((scales, zeros), -1)
     packed = _scale_fragments(scales.contiguous().view(torch.uint8), coding, group)
-    values = _fragments(weight.values, _INTEGERS, lambda codes, part: codes)
+    values = _fragments(weight.values, _INT4_BITS, lambda codes, part: codes)
     return Fragments(shape, coding, values, packed, None, group=group, lift_back=lift_back)
 
 
@@ -192,35 +201,43 @@ def from_int8(weight: Int8Matrix) -> Fragments:
     return Fragments(weight.shape, INT8, out, None, weight.scales * _LIFT_BACK)
 
 
-def _filled_up(weight: _FourBits) -> _FourBits:
-    """`weight` with zeros behind its columns, up to whole fragments."""
-    lacking = -weight.shape[1] % COLUMNS
-    return weight.widened(weight.shape[1] + lacking) if lacking else weight
+def _zero_padded(weight: _FourBits) -> _FourBits:
+    """`weight` with columns of zeros appended, up to whole fragments."""
+    missing = -weight.shape[1] % COLUMNS
+    return weight.widened(weight.shape[1] + missing) if missing else weight
 
 
-def _float_fragments(weight: Float4Matrix, nothing: Tensor, negative: Tensor | None) -> Tensor:
-    """[N K / 256, 128] uint8; groups that are nothing become 0."""
+def _float_fragments(weight: Float4Matrix, is_zero: Tensor, negative: Tensor | None) -> Tensor:
+    """[N K / 256, 128] uint8; numbers of groups with `is_zero` become 0, those of groups with
+    `negative` change their sign. Both are [N, K / group] bool."""
 
-    def changed(codes: Tensor, part: slice) -> Tensor:
-        codes = codes.view(codes.shape[0], nothing.shape[1], -1)
+    def transform(codes: Tensor, part: slice) -> Tensor:
+        codes = codes.view(codes.shape[0], is_zero.shape[1], -1)
         if negative is not None:
             codes = codes ^ (negative[part].unsqueeze(-1).to(torch.uint8) << 3)
-        return codes.masked_fill(nothing[part].unsqueeze(-1), 0)
+        return codes.masked_fill(is_zero[part].unsqueeze(-1), 0)
 
-    return _fragments(weight.values, _FLOATS, changed)
+    return _fragments(weight.values, _E2M1_BITS, transform)
 
 
 def _fragments(
-    values: Tensor, places: tuple[tuple[int, int], ...], changed: Callable[[Tensor, slice], Tensor]
+    values: Tensor,
+    places: tuple[tuple[int, int], ...],
+    transform: Callable[[Tensor, slice], Tensor],
 ) -> Tensor:
-    """values [N, K / 2] uint8, codes of rows `changed` -> [N K / 256, 128] uint8."""
+    """values [N, K / 2] uint8 -> fragments [N K / 256, 128] uint8.
+
+    Args:
+        places: the positions of a number's bits: `_E2M1_BITS` or `_INT4_BITS`.
+        transform: maps the codes of some rows, and the slice of these rows, to the stored codes.
+    """
     rows, columns = values.shape[0], 2 * values.shape[1]
     out = torch.empty(rows * columns // 256, 128, dtype=torch.uint8, device=values.device)
     step = max(1, _SLICE // (columns * ROWS)) * ROWS
     for start in range(0, rows, step):
         part = slice(start, min(rows, start + step))
         codes = torch.stack((values[part] & 15, values[part] >> 4), -1)
-        codes = changed(codes, part)
+        codes = transform(codes, part)
         made = _words(codes.view(-1, 2, 2, 8, columns // COLUMNS, 2, 2, 2, 4, 2), places)
         out[start * columns // 256 : part.stop * columns // 256] = made.view(-1, 128)
     return out
@@ -248,8 +265,8 @@ def _scale_fragments(scales: Tensor, coding: int, group: int) -> Tensor:
 
 
 def _order(coding: int, group: int) -> tuple[tuple[int, ...], int]:
-    """How bytes of scales lie, of (group, unit, row 8, row 1, entry, scale, byte), and how many
-    each has. Where two rows fit into a word they share it."""
+    """(order in memory of the dimensions (32 rows, 16 rows, 8 rows, row, entry, scale, byte) of the
+    scales, bytes of each scale). A word has the scales of two rows if these fit into it."""
     if coding == E2M1:
         return ((0, 4, 1, 3, 2, 5, 6) if group == 32 else (0, 4, 2, 1, 3, 5, 6)), 1
     if coding == INT4:

@@ -118,7 +118,7 @@ def stream_multiply(
     own = 64 if gated is None else 32
     tiles = triton.cdiv(width, own)
     busy = min(slots, experts * (1 - (1 - 1 / experts) ** pairs) + pairs / count)
-    columns, words, span = parts.columns_of_fragment, 0, 1
+    columns, words, span = parts.fragment_columns, 0, 1
     if parts.scales is not None:
         words, span = parts.scales.shape[1], max(1, parts.group // columns)
     chunks, stages = _stream_tiles(count, columns, words, tiles * splits * busy)

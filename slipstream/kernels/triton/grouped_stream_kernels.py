@@ -21,7 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from slipstream.kernels.triton.fragment_registers import _bytes, _halves, _weights, _words
+from slipstream.kernels.triton.fragment_registers import (
+    chunk_pairs,
+    dequantized,
+    raw_layout,
+    scale_layout,
+)
 from slipstream.kernels.triton.matmul_stream_kernels import gated_value
 from slipstream.kernels.triton.matmul_stream_parts import (
     _barrier,
@@ -239,12 +244,12 @@ def _sum(
         mbarrier.wait(full.index(now), turn)
         fence_async_shared()
         _barrier()  # the tile is complete, and all warps are done with the last step
-        raw = gl.reshape(ring.index(now).load(_bytes(chunks)), (2, chunks, 2, 4, 2, 4, 2, 2, 4))
-        of_codes = (None, None)
+        raw = gl.reshape(ring.index(now).load(raw_layout(chunks)), (2, chunks, 2, 4, 2, 4, 2, 2, 4))
+        pair_scales = (None, None)
         if words:
-            raw_scales = ring_scales.index(now).load(_words(chunks // span, words))
+            raw_scales = ring_scales.index(now).load(scale_layout(chunks // span, words))
             raw_scales = gl.reshape(raw_scales, (2, chunks // span, words, 2, 4, 2, 1, 1, 1))
-            of_codes = _halves(raw_scales, chunks)
+            pair_scales = chunk_pairs(raw_scales, chunks)
         chunk, wanted = first + (step + stages - 1) * chunks, step + stages - 1 < steps
         _fetch_weights(
             weight, ring, full.index(last), last, group, beside, chunk, of_group, chunks, of_x,
@@ -254,14 +259,14 @@ def _sum(
             x_tiles, full.index(last), place0, x_rows, there, scales, ring_x, ring_scales, last,
             group, beside, chunk, last_column, of_group, chunks, words, span, wanted,
         )  # fmt: skip
-        codes = _halves(raw, chunks)
+        codes = chunk_pairs(raw, chunks)
         tile_x = ring_x.index(now)
-        taken = _weights(codes[0], of_codes[0], sums_layout, coding, words, shift, lift)
+        taken = dequantized(codes[0], pair_scales[0], sums_layout, coding, words, shift, lift)
         begun = warpgroup_mma(
             taken, tile_x.slice(0, 2 * columns, dim=1).permute((1, 0)), sums, is_async=True
         )
         if chunks == 4:  # dequantize the rest while the tensor cores work
-            more = _weights(codes[1], of_codes[1], sums_layout, coding, words, shift, lift)
+            more = dequantized(codes[1], pair_scales[1], sums_layout, coding, words, shift, lift)
             rest = tile_x.slice(2 * columns, 2 * columns, dim=1)
             begun = warpgroup_mma(more, rest.permute((1, 0)), begun, is_async=True)
             sums, _, _ = warpgroup_mma_wait(0, deps=(begun, taken, more))

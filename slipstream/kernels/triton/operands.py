@@ -82,7 +82,7 @@ class Choice:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What a product reads of it: experts, or pairs, starts and ends."""
+        """The tensors that a product reads: experts, or pairs, starts and ends."""
         if self.order is None:
             return self.experts, None, None, None
         return None, self.order.pairs, self.order.starts, self.order.ends
@@ -135,7 +135,7 @@ def _(weight: Int4Matrix) -> Operand:
 
 @operand.register
 def _(weight: Int8Matrix) -> Operand:
-    """Rows of activations stay as they are, also where the format would round them."""
+    """Activations are not rounded, even if the format asks for it."""
     return Operand(INT8.value, weight.shape, weight.values, row_scales=weight.scales)
 
 

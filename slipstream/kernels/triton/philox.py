@@ -84,6 +84,6 @@ def listed_noise(seed, position, step, purpose, token):
 def token_noise(seed, position, step, purpose, counter):
     """[C] counters -> [C, 4] exponential numbers, for the tokens 4 * counter + column."""
     w0, w1, w2, w3 = noise_words(seed, position, step, purpose, counter)
-    # join puts its arguments behind one another on a new last axis.
+    # join stacks its arguments along a new last axis.
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (counter.shape[0], 4))
     return exponential(words)

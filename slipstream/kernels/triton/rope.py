@@ -20,7 +20,7 @@ def _rotate_and_store_kernel(
     head_dim: tl.constexpr, stored_dim: tl.constexpr, rotary_dim: tl.constexpr,
     block_heads: tl.constexpr, block_d: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """One program: `block_heads` heads of one row. Programs behind the query's do keys and values.
+    """One program: `block_heads` heads of one row. Further programs process keys and values.
 
     query, key, value: [T, heads, head_dim] with a row stride of their own (they are views of one
     matmul's result); out is contiguous; keys and values are pages seen as [places, Hk, stored_dim].

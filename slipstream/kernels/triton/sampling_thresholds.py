@@ -113,7 +113,7 @@ def _read(
 
 @triton.jit
 def _keys(logit, weight, there, by_mass: tl.constexpr):
-    """What is searched, and what each has."""
+    """(key, mass) of each token: the search orders tokens by key and sums their masses."""
     if by_mass:
         key, mass = key_of(weight), mass_of(weight)
     else:

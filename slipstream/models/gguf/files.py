@@ -9,7 +9,7 @@ from slipstream.models.hub import download, list_files
 
 EXTENSION: Final = ".gguf"
 USUAL: Final = "Q4_K_M"
-"""What is taken of a repository where the name has no tag."""
+"""The tag of the file that is loaded from a repository if the name has no tag."""
 
 _TAGGED = re.compile(r"(?P<name>[^:]+):(?P<tag>[\w.-]+)")
 _REPOSITORY = re.compile(r".+-gguf", re.IGNORECASE)

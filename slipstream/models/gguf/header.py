@@ -9,7 +9,7 @@ import numpy as np
 from slipstream.core.errors import CheckpointError
 
 Value = bool | int | float | str | list[int] | list[float] | list[str]
-"""What a key of the metadata may have; lists of booleans are integers."""
+"""A value of the metadata; lists of booleans are read as integers."""
 
 DAMAGED: Final = "copy or download the file again"
 

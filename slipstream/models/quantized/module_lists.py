@@ -1,7 +1,7 @@
 """Lists of modules in a quantization_config, such as those that are not quantised.
 
 An entry is a module name, which also matches the module's submodules and may have the wildcards `*`
-and `?`, or a regular expression behind "re:". The prefixes `model.` and `language_model.` are
+and `?`, or a regular expression after "re:". The prefixes `model.` and `language_model.` are
 optional.
 """
 
@@ -54,7 +54,7 @@ def read_list(reader: ConfigReader, key: str) -> ModuleList:
 
 
 def require_expressions(reader: ConfigReader, key: str, entries: Collection[str]) -> None:
-    """Raise CheckpointError for an invalid regular expression behind "re:"."""
+    """Raise CheckpointError for an invalid regular expression after "re:"."""
     for entry in entries:
         try:
             re.compile(entry.removeprefix(_EXPRESSION) if entry.startswith(_EXPRESSION) else "")

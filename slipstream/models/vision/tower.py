@@ -55,7 +55,7 @@ class Placeholder:
 
 
 class ImageFamily(ABC):
-    """What is known about a model's image input before its tower is loaded.
+    """Description of a model's image input, known before its vision tower is loaded.
 
     Attributes:
         prefixes: possible prefixes of tensors that every checkpoint with a tower has.

@@ -40,7 +40,7 @@ from slipstream.speculative.drafter import (
 from slipstream.speculative.loading import AUTO, DEFAULT_NUM_SPECULATIVE_TOKENS, Choice, choose
 from slipstream.speculative.options import Options, TargetModel
 
-# For drafters that are asked before another: behind shorter matches a draft model is better.
+# For lookups that precede another drafter: after shorter matches a draft model is better.
 DEFAULT_MIN_MATCH = 8
 MOST_BEHIND = 64  # tokens that a drafter may lack before it reads along
 
@@ -105,8 +105,8 @@ def _read_member(given: Any, index: int, is_last: bool) -> Choice:
 
 
 def _fill_min_match(options: Options, has_others_behind: bool) -> None:
-    """Set the shortest match: `min_match` is one key for all drafters that look up, and has another
-    default if other drafters come behind."""
+    """Set the shortest match: `min_match` is one key for all drafters that look up, with another
+    default if other drafters follow."""
     name = options.peek("method") or options.peek("model")
     method = METHODS.get(name) if isinstance(name, str) else None
     if method is None or method.match_keys is None:
@@ -208,7 +208,7 @@ class CombinedDrafter(Drafter):
 
     def prepare(self, batch: Batch) -> Guesses | None:
         for member in self._on_device:
-            # All are told the whole batch, as requests may gain tokens whoever drafts.
+            # All get the whole batch, as requests may get tokens whichever drafter drafts.
             member.drafter.prepare(batch)
         if not self._on_host:
             return None

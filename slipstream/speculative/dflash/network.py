@@ -58,7 +58,7 @@ class DFlashConfig(StreamHeadConfig):
         mask_token: token id of the mask, the input of unknown tokens of the draft block.
         block_size: rows of a draft block, including the last known token's row.
         causal: per layer, whether attention within the draft block is causal.
-        from_anchor: a row predicts the token behind its own position, as in a language model.
+        from_anchor: a row predicts the token after its own position, as in a language model.
         target_layers: number of layers of the target it was trained for; None if not stated.
     """
 

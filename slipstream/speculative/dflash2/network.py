@@ -2,8 +2,8 @@
 
     half of a layer: h = norm(x);  x += conv_1(half(conv_0(h)))
     conv_s(y)_r = sum over t of (base_s[t] + delta_s,t(h_r)) * y_(r - t), over rows of r's block
-    candidates of position i: the k likeliest tokens c by u_i = logits of row i
-    score_i(c) = u_i(c) + sum of P[token before] * (W h_i) * S[c]
+    candidates of position i: the k most probable tokens c by u_i = logits of row i
+    score_i(c) = u_i(c) + sum of P[previous token] * (W h_i) * S[c]
 
 The scores are the logits of the candidates; all other tokens have probability 0.
 """
@@ -125,7 +125,7 @@ class BlockConvolutions:
     """The two convolutions around one half of a layer.
 
     Attributes:
-        base: [2, taps, H], the kernels of the convolutions before and behind the half.
+        base: [2, taps, H], the kernels of the convolutions before and after the half.
         deltas: H -> 2 * taps * groups, a row's addends to both kernels.
     """
 
@@ -220,7 +220,7 @@ class DFlash2Network(DFlashNetwork):
     def _entered(
         self, stream: Tensor, norm: Norm, around: BlockConvolutions, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The kernels of the convolution behind a half, and the half's input [T, H]."""
+        """The kernels of the convolution after a half, and the half's input [T, H]."""
         normed = self._ops.norm(stream, None, norm)[0]
         entering, leaving = around.kernels(self._ops, normed)
         return leaving, convolve(normed, entering, offsets)

@@ -1,9 +1,9 @@
-"""How many tokens of each request a draft model has computed, and catching up with the rest.
+"""The number of tokens of each request that a draft model has computed, and catching up.
 
-A draft model reads token ids only, so it may fall behind the target and catch up in one pass over
-the token ids in the device state. With a window it reads only the tokens within, and keeps blocks
-of its own for each slot. These are not shared between requests, so the prefix cache works as if
-there were no drafter.
+A draft model reads only token ids, so it may fall behind the target and catch up in one pass over
+the token ids in the device state. With a window it reads only the tokens within it, and has its own
+blocks for each slot. These are not shared between requests, so the prefix cache works as if there
+were no drafter.
 
 A draft model computes a prompt when the request gets its first draft tokens, unless its blocks are
 shared with later requests: a block is shared only when the draft model's part is in it, too.
@@ -21,16 +21,16 @@ from slipstream.speculative.drafter import Drafter, DrafterResources
 
 
 class ContextDrafter(Drafter):
-    """Drafts with a language model, and counts the leading tokens whose keys and values that has.
+    """Drafts with a language model, and counts the leading tokens that it has computed.
 
-    `_computed[slot]` never exceeds what the target has once a step is over.
+    After a step, `_computed[slot]` is at most the number of tokens that the target has computed.
 
     Args:
-        most_missing: the most known tokens that the first pass of a round can compute; if more are
-            missing, a pass before the round computes them.
-        left_by: the most tokens that are missing after a round that drafted; None: one more than it
-            drafted.
-        window: sizes of the excerpt that rounds see of a request; None: they see all of it.
+        most_missing: maximum number of known tokens that the first pass of a round can compute; if
+            more are missing, a pass before the round computes them.
+        left_by: maximum number of tokens that are missing after a round with drafts; None: one more
+            than it drafted.
+        window: sizes of the excerpts to which rounds attend; None: they attend to whole texts.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ContextDrafter(Drafter):
         self._missing = [0] * self._state.num_slots
 
     def _excerpt(self, slots: Tensor) -> Excerpt:
-        """The tokens that rounds see of the requests in these slots."""
+        """The tokens to which rounds attend, for the requests in these slots."""
         if self._window is None:
             return whole(self._state, slots)
         known = self._state.num_tokens[slots]
@@ -87,8 +87,8 @@ class ContextDrafter(Drafter):
             self._catch_up(behind, self._most_missing)
 
     def _is_behind_grammar(self, item: ScheduledRequest) -> bool:
-        """Whether a request with a grammar misses more than a round can compute. Its grammar may
-        have replaced draft tokens, and what it put there was never computed. Such steps are not
+        """Whether a request with a grammar misses more than a round can compute. The grammar may
+        have replaced draft tokens, whose replacements were never computed. Such steps are not
         launched ahead, so the host's counts are up to date; exact batches can compute any number.
         """
         if not item.num_draft_tokens or not self._resources.captured:
@@ -118,8 +118,8 @@ class ContextDrafter(Drafter):
         self._computed.index_copy_(0, slots, computed)
 
     def read_prompts(self, batch: Batch, forward: Forward) -> None:
-        """Compute the prompt chunks of a step; see `Drafter.read_prompts`. Where prompts are
-        computed late, the first round does that, if there ever is one."""
+        """Compute the prompt chunks of a step; see `Drafter.read_prompts`. If prompts are computed
+        late, the request's first round does that instead."""
         if self._joins_late:
             return
         slots = [
@@ -132,7 +132,7 @@ class ContextDrafter(Drafter):
 
     def _catch_up(self, host_slots: list[int], least: int = 1) -> None:
         """Compute the tokens that the target has computed and the draft model lacks, if a request
-        lacks `least` or more. With a window, tokens outside of it are left out."""
+        lacks `least` or more. With a window, tokens outside of it are skipped."""
         slots = torch.tensor(host_slots, device=self._state.device)
         excerpt, computed = self._excerpt(slots), self._computed[slots]
         ends = self._state.num_computed[slots].clamp(max=self._max_model_len)

@@ -1,9 +1,9 @@
 """`draft_model`: any smaller language model of the same tokenizer (Leviathan et al. 2023).
 
-The draft model's layers live in the same blocks as the target's. A round is one ragged pass over
-the committed tokens that it has not seen (the bonus token among them), whose last row gives draft
-token 1, and then K-1 passes of a single row per request. A draft model with another tokenizer
-drafts only the tokens that both have (`vocabularies.py`).
+The draft model's layers are stored in the same blocks as the target's. A round is one ragged pass
+over the committed tokens that it has not computed (including the bonus token), whose last row gives
+draft token 1, and then K - 1 passes of a single row per request. A draft model with another
+tokenizer drafts only the tokens that both have (`vocabularies.py`).
 """
 
 from dataclasses import replace
@@ -47,14 +47,14 @@ from slipstream.speculative.drafter import (
 from slipstream.speculative.model_options import ModelKeys, ModelOptions, read_model_options
 from slipstream.speculative.options import Options, TargetModel
 
-_SHARED_PARAMETERS = 10**9  # a draft model with as many is large: 1.7B was measured
+_SHARED_PARAMETERS = 10**9  # from this size on it is split over ranks: 1.7B was measured
 _MEMORY_SHARE = 8  # windows by default take at most 1 / 8 of the free memory
 
 
 def _token_map(
     config: ModelOptions, target: TargetModel, checkpoint: Checkpoint, vocab_size: int
 ) -> TokenMap | None:
-    """How token ids of the target become the draft model's; None if the vocabularies are equal."""
+    """The map from the target's token ids to the draft model's; None for equal vocabularies."""
     if config.maps_tokens and not vocabularies_agree(target.path, checkpoint.path):
         return map_tokens(target.path, target.vocab_size, checkpoint, vocab_size)
     require_same_vocabulary(target.path, target.vocab_size, checkpoint.path, vocab_size)
@@ -86,9 +86,9 @@ def _window(
 def usual_ranks(
     checkpoint: Checkpoint, shape: DecoderConfig, target: TargetModel, tokens: TokenMap | None
 ) -> int:
-    """How many ranks share a draft model unless the user says. All of the target's, where that is
-    faster than a whole one on each (docs/several_gpus.md): for a large one with the target's own
-    vocabulary, if sums over the ranks are quick."""
+    """The default number of ranks over which a draft model is split: all of the target's if that is
+    faster than replicating it (docs/several_gpus.md), which is the case for large ones with the
+    target's vocabulary if sums over the ranks are fast; else 1."""
     share, random = target.load.share, target.load.load_format in RANDOM_FORMATS
     own_tokens = tokens is None and shape.vocab_size == target.vocab_size
     large = shape.num_matrix_parameters >= _SHARED_PARAMETERS
@@ -164,7 +164,7 @@ class DraftNetwork:
         return head.tokens, head.num_tokens
 
     def _renumber(self, tokens: TokenMap, vocab_size: int, device: torch.device) -> None:
-        """Let the network read the target's ids, and the mask token behind them."""
+        """Let the network read the target's ids, and the mask token after them."""
         inputs = [tokens.draft_ids.get(token, tokens.fallback) for token in range(vocab_size)]
         if self.mask_token is not None:
             inputs.append(self.mask_token)
@@ -181,14 +181,14 @@ class DraftNetwork:
         return {"layout": None, "window": window, "adapters": adapters}
 
     def excerpt_sizes(self, resources: DrafterResources) -> ExcerptSizes | None:
-        """Sizes of the excerpt that its rounds see of a request; None: they see all of it."""
+        """Sizes of the excerpts to which its rounds attend; None: they attend to whole texts."""
         if self._window is None:
             return None
         size = resources.cache_sizes.block_size
         return ExcerptSizes(self._window, resources.num_speculative_tokens, size)
 
     def sampling(self, resources: DrafterResources) -> DraftSampling:
-        """How its logits become draft tokens."""
+        """How draft tokens are sampled from its logits."""
         return DraftSampling(*self._sampling, resources)
 
     def cache(self, resources: DrafterResources) -> ModelCache:
@@ -201,13 +201,13 @@ class DraftNetwork:
         return ModelRunner(self.decoder, self.cache(resources), resources.state)
 
 
-# The most known tokens whose keys and values the draft model lacks when a round begins: the bonus
-# token of the last round and, if all its draft tokens were accepted, the last of those.
+# Maximum number of known tokens that the draft model has not computed when a round begins: the
+# bonus token of the last round and, if all its draft tokens were accepted, the last of those.
 MOST_MISSING = 2
 
 
 def read_options(options: Options) -> ModelOptions:
-    """The options of a draft model, with the keys that other engines have for one."""
+    """Read the options of a draft model, including keys of other engines."""
     keys = ModelKeys(
         remedy="leave it out, or use method pard",
         vocabulary=True,

@@ -1,6 +1,6 @@
 """DSpark: a DFlash block with heads that choose its tokens one after the other.
 
-    logits_i = lm_head(h_i) + W2 r_i        h_i: row i of the block, behind the final norm
+    logits_i = lm_head(h_i) + W2 r_i        h_i: row i of the block, after the final norm
     r_i = e_i                               "vanilla"; e_i = W1[token before position i]
     r_i = sigmoid(G [h_i, e_i]) * e_i       "gated"
     g, c, o = J [s_(i-1), e_i, h_i];  s_i = sigmoid(g) s_(i-1) + (1 - sigmoid(g)) tanh(c)

@@ -227,7 +227,7 @@ class Eagle3Head(HeadNetwork):
         built = context.layers(layers, head_layers(config), shifted=True)
         last = rms_norm(context.source, "norm", width, layers.rms_norm_eps)
         self._stack = Stack(context.ops, built, last)
-        # What is the next feature: the stream behind all layers, or what the norm makes of it.
+        # The feature for the next position: the residual stream after all layers, or its norm.
         self._wanted = () if config.norm_output else (layers.num_layers,)
 
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:

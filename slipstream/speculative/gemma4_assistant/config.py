@@ -74,7 +74,7 @@ class AssistantConfig(HeadConfig):
     centroids: Centroids | None
     suppressed: tuple[int, ...]
 
-    features = "the last hidden state, behind the final norm, and the cache of its last layers"
+    features = "the last hidden state, after the final norm, and the cache of its last layers"
     shared = "an assistant reads the target's cache"
 
     @property

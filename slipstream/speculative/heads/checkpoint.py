@@ -38,7 +38,7 @@ _NOT_READ = ("t2d", "verifier_lm_head.", "verifier_norm.")
 _FIRST_LAYER = ("midlayer.", "transformer.")
 
 MASK_HIDDEN = "mask_hidden"
-"""What stands for the features of a token that is not known yet."""
+"""The learned vector that replaces the features of a token that is not known yet."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Base class of heads such as EAGLE: a small network over rows of (feature, next token).
 
-The row of token t takes token t and the target's feature of token t - 1, and predicts token t + 1.
-Its keys and values are stored in the slot of token t, so that the content of a block depends on the
-prefix only; token 0 has no row. A round is one pass over the rows of committed tokens that the head
-has not computed yet, whose last row gives draft token 1; and then K - 1 passes of a single row per
-request, which take the network's output for the row before in place of a feature.
+The row of token t reads token t and the target's feature of token t - 1, and predicts token t + 1.
+Its keys and values are stored in the slot of token t, so the content of a block depends only on its
+prefix; token 0 has no row. A round is one pass over the rows of committed tokens that the head has
+not computed yet, whose last row gives draft token 1; and then K - 1 passes of a single row per
+request, which read the network's output for the previous row instead of a feature.
 
 Until the next draft, the features of committed tokens wait in a buffer per slot, at most K + 1 of
 them. If nothing is drafted until a buffer is full, one pass computes the rows of all requests whose
@@ -50,7 +50,7 @@ class FeatureNetwork(Protocol):
     def head(self) -> LanguageModelHead: ...
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Use the target's embedding and head in place of those that the checkpoint lacks."""
+        """Use the target's embedding and head if the checkpoint has none."""
 
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
         """[T, F], the features of rows of the target's pass (`Forward`)."""
@@ -58,7 +58,7 @@ class FeatureNetwork(Protocol):
     def __call__(
         self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """token_ids [T], features [T, F] -> what enters the head [T, H], next features [T, F]."""
+        """token_ids [T], features [T, F] -> the head's input [T, H], the next features [T, F]."""
 
 
 class FeatureRowsDrafter(Drafter):
@@ -69,7 +69,7 @@ class FeatureRowsDrafter(Drafter):
     last entry of a slot is where features are written that are not kept.
 
     Args:
-        most_accepted: most draft tokens of a step that can be accepted; None: all.
+        most_accepted: maximum number of draft tokens of a step that can be accepted; None: all.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class FeatureRowsDrafter(Drafter):
         self._window: ExcerptSizes | None = None
         if head.window is not None:  # it is at least as long as the rows that wait
             ahead = resources.num_speculative_tokens
-            # First tokens that are far away do heads harm (docs/drafters.md).
+            # Heads draft worse if they attend to distant first tokens (docs/drafters.md).
             size = max(head.window, self._most)
             self._window = ExcerptSizes(size, ahead, state.block_size, first_tokens=0)
         shape = (state.num_slots, self._most + 1, self._network.feature_size)
@@ -188,8 +188,8 @@ class FeatureRowsDrafter(Drafter):
         return self._computed[slots]
 
     def _waits(self, item: ScheduledRequest) -> bool:
-        """Update the number of rows that wait after this step. Whether earlier ones wait on in it;
-        they have to be computed if that makes more than the buffer holds."""
+        """Update the number of rows that wait after this step. Returns whether rows that waited
+        before it still wait; they must be computed if the buffer would overflow."""
         request, slot = item.request, item.request.slot
         if item.admitted:
             self._computed[slot] = max(FIRST_ROW, min(item.start, self._max_model_len))
@@ -218,11 +218,11 @@ class FeatureRowsDrafter(Drafter):
     def _excerpt(
         self, slots: Tensor, ends: Tensor | None = None, ahead: int | None = None
     ) -> Excerpt:
-        """The part of the context that passes see of the requests in these slots.
+        """The part of the context to which passes attend, for the requests in these slots.
 
         Args:
-            ends: [R] int64, where their windows end; None: with the known tokens.
-            ahead: the most tokens behind that end; None: the number of draft tokens.
+            ends: [R] int64, the ends of their windows; None: after the known tokens.
+            ahead: maximum number of tokens after that end; None: the number of draft tokens.
         """
         if self._window is None:
             return whole(self._state, slots)
@@ -247,8 +247,8 @@ class FeatureRowsDrafter(Drafter):
         return layout.over_last(read, hidden), layout.last(following)
 
     def _pass(self, layout: RowLayout, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
-        """Run the network; `draft` is the number of the draft token, from 0, that the last rows
-        give. Only networks that differ from draft token to draft token use it."""
+        """Run the network. `draft` is the index of the draft token that the last rows predict; only
+        networks that differ between draft tokens use it."""
         sees = replace(layout.inputs.sees, first_seen=FIRST_ROW)
         inputs = replace(layout.inputs, sees=sees)
         return self._network(layout.token_ids, features, inputs, self._cache.layers)
@@ -257,7 +257,7 @@ class FeatureRowsDrafter(Drafter):
         self, batch: DeviceBatch, verdict: Verdict, forward: Forward, width: int
     ) -> Tensor:
         """[R, width, F], the features of each request's first `width` rows of the target's pass,
-        which hold known and accepted tokens."""
+        which are those of known and accepted tokens."""
         hidden, streams, layout = forward.hidden, forward.streams, forward.layout
         if len(hidden) <= batch.num_requests * width:  # no prompt chunk: each row is wanted
             return layout.heads(self._project(hidden, streams), width)
@@ -276,7 +276,7 @@ class _Chunk:
         start, end: the tokens whose rows it has.
         pieces: the ranges of those that are computed, `length` tokens in all.
         last_row: its last row in the target's pass.
-        window_end: where the window ends that the first row sees.
+        window_end: the end of the window of its first row.
     """
 
     def __init__(

@@ -125,7 +125,7 @@ class DecoderHeadConfig(HeadConfig):
 
     @property
     def features(self) -> str:
-        return "the last hidden state, behind the final norm"
+        return "the last hidden state, after the final norm"
 
     @property
     def shared(self) -> str | None:

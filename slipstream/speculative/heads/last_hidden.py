@@ -20,7 +20,7 @@ from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
 from slipstream.speculative.heads.method import Head
 
-FEATURES = "the last hidden state of one token, behind the final norm"
+FEATURES = "the last hidden state of one token, after the final norm"
 
 
 class LastHiddenNetwork(Protocol):
@@ -33,8 +33,8 @@ class LastHiddenNetwork(Protocol):
         """hidden [R, H] -> the state before the first of `count` tokens."""
 
     def logits(self, index: int, state: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [R, V] float32 of draft token `index`, behind `last_tokens` [R] (the target's
-        ids), and the next state."""
+        """Logits [R, V] float32 of draft token `index`, after `last_tokens` [R] (the target's ids),
+        and the next state."""
 
 
 class LastHidden:

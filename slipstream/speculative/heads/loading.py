@@ -32,7 +32,7 @@ _COMPARED = 1 << 14  # tokens that are compared at a time
 
 @dataclass(frozen=True, eq=False)
 class HeadContext:
-    """What a head's network is built from, beside its config.
+    """The arguments for building a head's network, besides its config.
 
     Attributes:
         target_width: hidden size of the target.
@@ -87,7 +87,8 @@ class HeadNetwork:
             self._head = LanguageModelHead(context.ops, weight)
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:
-        """Use the target's embedding and lm_head where the head has none, or an equal embedding."""
+        """Use the target's embedding if the head has none or an equal one, and the target's lm_head
+        if the head has none."""
         own = self._embedding
         if own is None or _same(own.weight, embedding.weight):
             self._embedding = embedding

@@ -23,13 +23,13 @@ from slipstream.speculative.trees.shapes import TokenTree, require_fit
 
 
 class DraftingNetwork(Protocol):
-    """The interface of a head's network: which tokens its logits are for.
+    """The interface of a head's network: the tokens of its logits.
 
     Attributes:
         vocabulary: [num_legal_tokens] int64, rising: the target's token id of each column of its
-            logits; None if column i is token i.
-        num_legal_tokens: columns from here on are padding.
-        num_ranks: the number of ranks that share the columns, each with as many.
+            logits; None: column i is token i.
+        num_legal_tokens: number of columns that are tokens; further columns are padding.
+        num_ranks: number of ranks over which the columns are split equally.
     """
 
     vocabulary: Tensor | None
@@ -63,7 +63,7 @@ class Head(Generic[C, N]):
     window: int | None = None
 
     def sampling(self, resources: DrafterResources) -> DraftSampling:
-        """How its logits become draft tokens, once it has what it takes of the target."""
+        """How draft tokens are sampled from its logits; called after `share`."""
         network = self.network
         tokens = network.vocabulary, network.num_legal_tokens
         return DraftSampling(*tokens, self.greedy_only, network.num_ranks, resources)
@@ -71,15 +71,15 @@ class Head(Generic[C, N]):
 
 @dataclass(frozen=True)
 class HeadMethod(Generic[C, N]):
-    """A method, made of its parts.
+    """The functions of a method for drafting heads.
 
     Attributes:
         read: reads a head's config from its checkpoint; CheckpointError if it is not supported.
         network: builds the network with its weights, from checkpoint, config, target and options.
         drafter: builds the drafter of a head.
         tree_drafter: builds the drafter of a head that drafts token trees; None: it cannot.
-        checkpoint: the class that knows the names of the head's tensors.
-        keys: the keys of a `speculative_config` that it takes.
+        checkpoint: the class for the head's checkpoint, with its tensor names.
+        keys: the keys of a `speculative_config` that it supports.
     """
 
     name: str
@@ -91,11 +91,11 @@ class HeadMethod(Generic[C, N]):
     keys: ModelKeys = _USUAL_KEYS
 
     def read_options(self, options: Options) -> ModelOptions:
-        """Read the keys of a `speculative_config` that heads of this method take."""
+        """Read the keys of a `speculative_config` that heads of this method support."""
         return read_model_options(options, self.name, self.keys)
 
     def describe(self, checkpoint: HeadCheckpoint) -> C:
-        """The config of a head; its weights are not read."""
+        """Read the config of a head, without its weights."""
         return self.read(self.checkpoint(checkpoint.path))
 
     def load(

@@ -1,4 +1,4 @@
-"""`mtp`: multi-token prediction modules, trained with the target and mostly stored beside it."""
+"""`mtp`: multi-token prediction modules, trained with the target, mostly in its checkpoint."""
 
 from collections.abc import Collection, Mapping
 

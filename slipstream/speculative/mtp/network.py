@@ -13,7 +13,7 @@ Modules are stored in the target's checkpoint or in their own directory. A singl
 tokens, each from its previous output. With several modules the first drafts token 1, the second
 token 2 and so on, and the last also all further tokens. Since a module reads the previous module's
 outputs of earlier tokens, every pass also runs the later modules over its rows, and their outputs
-are stored by slot in the blocks, beside their keys and values.
+are stored by slot in the blocks, with their keys and values.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`ngram`: what followed the last n-gram of a request in its own text (prompt lookup)."""
+"""`ngram`: the tokens after an earlier occurrence of a text's last n-gram (prompt lookup)."""
 
 from slipstream.speculative.method import Method
 

@@ -1,7 +1,7 @@
 """`ngram`: prompt lookup (Saxena 2023), which needs no second model.
 
-The longest n-gram at the end of a text is looked up in the text itself, and the tokens behind its
-most recent occurrence are the draft.
+The longest n-gram at the end of a text that occurs earlier in the text is found, and the tokens
+after its most recent occurrence are the draft.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class NgramConfig:
 
 
 def read_options(options: Options) -> NgramConfig:
-    """N-grams of 2 to 5 tokens unless bounds are given; one that is given moves the other."""
+    """Read the bounds, by default 2 to 5 tokens; a given bound may move the other default."""
     options.take_only("model", "ngram", "leave it out: n-gram drafting has no model")
     largest = options.take_int("prompt_lookup_max", None)
     smallest = options.take_int("prompt_lookup_min", None)

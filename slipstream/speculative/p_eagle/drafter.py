@@ -40,7 +40,7 @@ class PEagleDrafter(FeatureRowsDrafter):
     def propose(self, batch: DeviceBatch) -> Draft:
         """Run one ragged pass over the pending rows and the mask rows."""
         state, slots = self._state, batch.slots
-        # Behind a prefix hit the first feature comes with this step.
+        # After a prefix hit the first feature comes with this step.
         wanted = batch.num_featured_drafts
         starts = self._computed[slots]
         rows = parallel_rows(

@@ -1,13 +1,13 @@
-"""Parallel drafting: one pass over the tokens that wait and the mask tokens behind them.
+"""Parallel drafting: one pass over the waiting tokens, followed by mask tokens.
 
 For each request the pass has the committed tokens that the drafter has not computed, whose last one
 is the bonus (or recovered) token, and then K - 1 mask tokens at the positions that follow. With the
 ordinary causal mask, the row of the bonus token gives draft token 1, and the row of mask token j
 draft token j + 1 (An et al. 2025, PARD; P-EAGLE, arXiv 2602.01469).
 
-Rows of mask tokens write to the slots of the draft tokens that they stand for, so that later masks
-of the pass see them. They never count as computed, and the next pass overwrites these slots before
-it reads them. A request has at most K rows more here than in the target's pass.
+Rows of mask tokens write to the slots of the draft tokens that they predict, so that later masks
+of the pass attend to them. They never count as computed, and the next pass overwrites these slots
+before it reads them. A request has at most K rows more here than in the target's pass.
 """
 
 import logging
@@ -27,12 +27,12 @@ from slipstream.speculative.parallel import MASK_ID_KEYS, TRAINED_KEYS
 
 
 def most_waiting(num_speculative_tokens: int) -> int:
-    """The most tokens that wait after a round that drafted: all its draft tokens and one more."""
+    """Maximum number of waiting tokens after a round with drafts: its draft tokens and one more."""
     return num_speculative_tokens + 1
 
 
 def most_rows(num_speculative_tokens: int) -> int:
-    """The most rows that a request has in a round's pass."""
+    """Maximum number of a request's rows in a round's pass."""
     return most_waiting(num_speculative_tokens) + num_speculative_tokens - 1
 
 
@@ -51,7 +51,7 @@ def parallel_rows(
         starts: [R] int64, number of tokens that the drafter has computed.
         wanted: [R] int64, number of draft tokens; a request with 0 has no rows.
         most: see `most_rows`.
-        excerpt: the part of the context that the rows see.
+        excerpt: the part of the context to which the rows attend.
     """
     starts = excerpt.places(starts)
     waiting = excerpt.places(state.num_tokens[batch.slots]) - starts
@@ -132,7 +132,7 @@ def warn_untrained(trained: int | None, count: int) -> None:
 
 
 def parallel_note(method: str, mask: MaskToken) -> str:
-    """What a user should know about a drafter with a mask token, in words."""
+    """A note for the user about a drafter with a mask token."""
     token = "unknown: give pard_token" if mask.token_id is None else mask.token_id
     trained = f"; it was trained for {mask.trained_tokens}" if mask.trained_tokens else ""
     return (

@@ -1,6 +1,6 @@
 """`pard`: a language model that drafts all K tokens in one pass (An et al. 2025, PARD).
 
-The pass has rows for committed tokens not computed yet, and for the mask tokens behind them
+The pass has rows for committed tokens not computed yet, and for the mask tokens after them
 (`parallel/rows.py`). PARD-2 adds the target's features to the inputs (`features.py`): each token
 gets the feature of the token before it, and mask tokens get the last known feature.
 """

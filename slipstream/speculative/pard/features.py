@@ -1,7 +1,7 @@
 """PARD-2's features: hidden states of the target, projected and added to the embeddings.
 
 The input of token p is embedding(p) + pard2_scale * target_proj(feature of p - 1), where a feature
-is the target's hidden states of `pard2_target_layers`, one behind the other. The layers are indices
+is the target's hidden states of `pard2_target_layers`, concatenated. The layers are indices
 into what transformers calls hidden_states: i is the residual stream that enters layer i, and the
 last one, n or -1, what leaves the final norm. `target_proj` lies in warp_model.bin.
 

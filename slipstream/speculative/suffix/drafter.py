@@ -80,7 +80,7 @@ class SuffixAutomaton:
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length = [-1], [0]
         self._count = [0]  # of the places where a state's strings end
-        self._followed = [0]  # how many of these have a token behind them
+        self._followed = [0]  # how many of these have a token after them
         self._likely = [-1]  # the commonest of these tokens; of equally common ones the last
         self._whole = 0  # the state of the growing text
         self._recent = 0  # the state of its last `depth` tokens
@@ -153,7 +153,7 @@ class SuffixAutomaton:
 
     def _count_suffixes(self, state: int, before: int, token: int) -> None:
         """Count the strings of at most `depth` tokens that end with this token, and update the
-        most frequent token behind those that end before it."""
+        most frequent next token of the strings that end before it."""
         links, following, counts, likely = self._link, self._next, self._count, self._likely
         while state > 0:
             counts[state] += 1
@@ -270,7 +270,7 @@ class SuffixDrafter(HostDrafter):
         tokens, spans = request.token_ids, request.spans
         if own.num_tokens:
             own.extend(tokens[own.num_tokens + sum(span.length for span in spans) :])
-        else:  # images are no text: what stands before one is not followed by what is behind it
+        else:  # the texts before and after an image are separate strings
             for text in texts_between(spans, tokens):
                 own.add(text)
         context = tokens[max(end_of_spans(spans), len(tokens) - self._limits.depth) :]

@@ -121,7 +121,7 @@ class TreeDrafter(FeatureRowsDrafter):
         if verdict.path is None:
             return super()._features_of(batch, verdict, forward, width)
         place = torch.arange(width, device=batch.slots.device)
-        # Rows that are read again come before the root; nothing is drafted behind them.
+        # Rows that are read again come before the root; nothing is drafted after them.
         before = batch.rereads.unsqueeze(1)
         index = (place - before).clamp(0, verdict.path.shape[1] - 1)
         row = torch.where(place < before, place, before + verdict.path.gather(1, index))

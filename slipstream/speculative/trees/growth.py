@@ -87,7 +87,7 @@ class StaticTable:
         before = [0] + [self.levels[depth - 1][0] for depth in depths[1:]]
         rows = [parent - first for parent, first in zip(parents, before, strict=True)]
         places = [row * self.reach + rank for row, rank in zip(rows, ranks, strict=True)]
-        # Of each node: what continues it in the tree, and in the level before; the place of its
+        # For each node: what continues it in the tree, and in the level before; the place of its
         # token among those of the level before; and its word.
         self.parents, self.depths, self.rows, self.places, self.words = upload(
             [parents, depths, rows, places, words], device
@@ -142,12 +142,12 @@ class DynamicGrowth:
     def __init__(self, tree: DynamicTree, wanted: Tensor, width: int) -> None:
         self._tree, self._wanted, self._width = tree, wanted, width
         self.reach = tree.top_k
-        # Of every candidate: its token, score and depth, and the frontier node that it continues.
+        # For each candidate: its token, score and depth, and the frontier node that it continues.
         self._tokens: list[Tensor] = []
         self._scores: list[Tensor] = []
         self._depths: list[Tensor] = []
         self._parents: list[Tensor] = []
-        # Of every frontier node, the root first: which candidate it is, and its word and depth.
+        # For each frontier node, the root first: which candidate it is, and its word and depth.
         zero = wanted.new_zeros((len(wanted), 1))
         self._candidates: list[Tensor] = []
         self._words, self._frontier_depths = [zero + ROOT], [zero]

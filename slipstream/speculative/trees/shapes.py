@@ -2,7 +2,7 @@
 
 A static tree (Medusa, arXiv 2401.10774; EAGLE, 2401.15077) is a list of paths, under the name that
 vLLM gave it: `speculative_token_tree: "[(0,), (1,), (0, 0)]"` drafts the likeliest and the second
-likeliest next token, and behind the likeliest one more. A dynamic tree (EAGLE-2, 2406.16858) has
+likeliest next token, and after the likeliest one more. A dynamic tree (EAGLE-2, 2406.16858) has
 the keys of SGLang: each node gets `speculative_eagle_topk` candidates, on `speculative_num_steps`
 levels, and the likeliest `speculative_num_draft_tokens` are kept, including the last known token.
 """
@@ -42,7 +42,7 @@ class StaticTree:
 
     @property
     def reach(self) -> int:
-        """The number of likeliest tokens behind a node that it may use."""
+        """The number of likeliest tokens after a node that it may use."""
         return 1 + max(max(path) for path in self.paths)
 
     @property
@@ -64,7 +64,7 @@ class DynamicTree:
     """The likeliest `num_nodes` of all candidates, by the product of the drafter's probabilities.
 
     Attributes:
-        top_k: number of candidates behind a node, and of nodes on a level that get candidates.
+        top_k: number of candidates after a node, and of nodes on a level that get candidates.
         depth: number of levels.
         num_nodes: number of nodes that are kept.
     """
@@ -75,7 +75,7 @@ class DynamicTree:
 
     @property
     def reach(self) -> int:
-        """The number of likeliest tokens behind a node that it may use."""
+        """The number of likeliest tokens after a node that it may use."""
         return self.top_k
 
 
