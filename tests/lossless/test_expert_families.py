@@ -63,7 +63,7 @@ def test_greedy_output_is_the_plain_output(
     prompts = make_prompts(case["batch"])
     expected = plain_tokens(target, case["batch"], GREEDY, case.get("dtype", "auto"))
     remember(prompts, expected)
-    assert min(len(set(text)) for text in expected) > 3  # no text stands still
+    assert min(len(set(text)) for text in expected) >= 3  # no text stands still
 
     drafters: dict[str, dict[str, Any]] = {
         "right": {"method": "fake", "model": "perfect"},

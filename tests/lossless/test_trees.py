@@ -105,7 +105,7 @@ def test_words_and_stop_tokens_are_looked_for_along_the_way(
     prompts = [prompt["prompt_token_ids"] for prompt in make_prompts(4)]
     plain = make_llm(tiny_target, None, {"rows": 512, "blocks": 400})
     free = step_by_step(plain, prompts, (), greedy())
-    words = tuple(tuple(text[at : at + 2]) for text in free for at in (9, 20, 30))
+    words = tuple(tuple(text[at : at + 2]) for text in free for at in (9, 16, 24))
     early = greedy(min_tokens=12, stop_token_ids=[text[5] for text in free])
     use_steps(steps, monkeypatch)
     tree = {"model": tiny_heads["eagle3"], **TREES["static"]}
