@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def _logits(model: Path, tokens: list[int]) -> torch.Tensor:
     forward = ModelRunner.forward
 
     def recorded(self: ModelRunner, rows: Any) -> Any:
-        result = forward(self, rows)
+        result = forward(self, replace(rows, num_read=None))  # the logits of all rows
         if not seen:
             seen.append(self.logits(result.hidden))
         return result
