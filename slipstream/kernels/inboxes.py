@@ -32,8 +32,9 @@ class Channel:
     """A part of the memory for exchanges of up to `rows` rows of one width.
 
     Attributes:
-        share: columns of a sum that each rank adds up before ranks gather the sum; None: every rank
-            has all addends of all others. With more than two ranks less is sent in shares.
+        share: columns of a sum that each rank adds up, and to which it adds its residual, before
+            ranks gather the sum: the residual has to be equal on all ranks. None: every rank has
+            all addends of all others. With more than two ranks less is sent in shares.
         table: size + 3 numbers for kernels: the address of the channel in the memory of each rank,
             that of this rank's epochs [rows] int32, of `Inboxes.ended`, and `Inboxes.patience`. At
             an address of memory stand packets [rows, 2, size, width], by parity and by the rank
