@@ -9,7 +9,7 @@ MATCH = 3  # tokens that have to agree before the text is taken up again
 
 
 class ExpectedText:
-    """Guesses that an answer goes on as `expected` does behind the answer's last tokens."""
+    """Guesses that an answer goes on as `expected` does after the answer's last tokens."""
 
     def __init__(self, expected):
         self.follows = {}

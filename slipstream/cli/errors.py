@@ -4,6 +4,7 @@
 2: the command line is wrong. 130: interrupted.
 """
 
+import errno
 import os
 import sys
 import traceback
@@ -87,7 +88,9 @@ def _report(error: Exception, state: DebugState) -> int:
         say(str(error))
         return FAILED
     if isinstance(error, OSError):
-        say(f"cannot read or write: {error}")
+        full = error.errno == errno.ENOSPC and error.filename is None
+        remedy = "; free space where stdout is redirected to" if full else ""
+        say(f"cannot read or write: {error}{remedy}")
         return FAILED
     if _lacks_memory(error):
         say(f"{_NO_MEMORY} ({str(error).splitlines()[0]})" if str(error) else _NO_MEMORY)

@@ -323,8 +323,16 @@ def _config(model: str | Path | EngineConfig, options: dict[str, Any]) -> Engine
         return model
     unknown = sorted(set(options) - set(EngineConfig.__dataclass_fields__))
     if unknown:
-        known = ", ".join(EngineConfig.__dataclass_fields__)
-        raise UsageError(f"unknown option {', '.join(unknown)}; LLM takes {known}")
+        fields = EngineConfig.__dataclass_fields__
+        flags = {f"--{name.replace('_', '-')}": name for name in unknown}
+        meant = [
+            f"LLM calls {flags[alias]} {name}"
+            for name, known in fields.items()
+            for alias in getattr(known.metadata.get("flag"), "also", ())
+            if alias in flags
+        ]
+        remedy = "; ".join(meant) or f"LLM takes {', '.join(fields)}"
+        raise UsageError(f"unknown option {', '.join(unknown)}; {remedy}")
     if not isinstance(model, str | Path):
         raise UsageError(f"model must be a directory, a hub name or a demo, not {model!r}")
     return EngineConfig(model=str(model), **options)

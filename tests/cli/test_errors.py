@@ -289,6 +289,7 @@ def test_a_full_disk_behind_stdout_is_an_error() -> None:
         )  # fmt: skip
     assert ran.returncode == 1
     assert "cannot read or write" in ran.stderr
+    assert "free space where stdout is redirected to" in ran.stderr
 
 
 @pytest.mark.parametrize("stderr", ["2>/dev/full", "2>&-"])

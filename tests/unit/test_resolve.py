@@ -88,6 +88,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"batch_invariant": "yes"}, "batch_invariant must be true or false"),
     ({"gpu_memory_utilization": 1.5}, "above 0 and at most 1"),
     ({"max_tokens": 5}, "unknown option max_tokens; LLM takes"),
+    ({"num_gpu_blocks_override": 9}, "LLM calls num_gpu_blocks_override num_kv_blocks"),
 ]
 
 
