@@ -167,7 +167,7 @@ class _Rank:
         """`mine` for an op of ours that sums it over the ranks."""
         assert self.inboxes is not None
         rows, width, item = max(self.case.rows), self.case.width, mine.element_size()
-        share = width // self.case.size if shares else None
+        share = width // self.case.size if shares and width % self.case.size == 0 else None
         channel = self.inboxes.channel(rows, width, item, share)
         assert channel is not None, "there is room"
         return UnreducedSum(mine, mine.dtype, channel)
