@@ -26,7 +26,7 @@ def rows_read(
         return rows
 
     monkeypatch.setattr(RowLayout, "read_rows", recorded)
-    speculative = drafter and {"model": drafter, "num_speculative_tokens": 2}
+    speculative = None if drafter is None else {"model": drafter, "num_speculative_tokens": 2}
     llm = LLM(
         target,
         speculative_config=speculative,
