@@ -1,6 +1,7 @@
 """Small sets of combinations in which every pair of values occurs."""
 
 from collections.abc import Hashable, Sequence
+from heapq import heapify, heapreplace
 from itertools import combinations, product
 from typing import Any
 
@@ -33,17 +34,27 @@ def pairwise_cover(candidates: Sequence[tuple[Hashable, ...]]) -> list[int]:
     Returns:
         Their indices, as they were picked.
     """
-    bits: dict[Any, int] = {}  # of each pair of values
-    pairs = [
-        sum(bits.setdefault(pair, 1 << len(bits)) for pair in combinations(enumerate(candidate), 2))
-        for candidate in candidates
-    ]
-    missing = (1 << len(bits)) - 1
+    total = 0  # of pairs of values, each of which has a bit
+    columns: list[list[int]] = []
+    for values in combinations(zip(*candidates, strict=True), 2):
+        together = list(zip(*values, strict=True))
+        bits = {pair: 1 << total + place for place, pair in enumerate(dict.fromkeys(together))}
+        columns.append([bits[pair] for pair in together])
+        total += len(bits)
+    pairs = [sum(row) for row in zip(*columns, strict=True)]
+    missing = (1 << total) - 1
+    # Numbers of missing pairs only fall: who has the most as of now needs no look at those behind.
+    waiting = [(-pair.bit_count(), index) for index, pair in enumerate(pairs)]
+    heapify(waiting)
     chosen: list[int] = []
     while missing:
-        best = max(range(len(pairs)), key=lambda index: (missing & pairs[index]).bit_count())
-        missing &= ~pairs[best]
-        chosen.append(best)
+        most, index = waiting[0]
+        left = -(missing & pairs[index]).bit_count()
+        if left == most:
+            missing &= ~pairs[index]
+            chosen.append(index)
+            left = 0
+        heapreplace(waiting, (left, index))
     return chosen
 
 
