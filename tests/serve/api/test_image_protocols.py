@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -17,7 +16,7 @@ from slipstream.serve.protocol.chat import ChatRequest
 from slipstream.serve.protocol.messages import MessagesRequest
 from slipstream.serve.protocol.responses import ResponsesRequest
 from tests.image_checkpoints import images, write, write_tokenizer_of
-from tests.serve.api.live import Live, serving
+from tests.serve.api.live import Live, messages_of, serving
 from tests.serve.api.test_images import GREEDY, message, url_of
 
 TEXT: Any = {"type": "input_text", "text": "w5"}
@@ -111,14 +110,14 @@ def test_all_protocols_say_what_a_chat_says(live: Live, client: openai.OpenAI) -
         {"role": "user", "content": [{"type": "text", "text": "w7"}, block(two)]},
         {"role": "user", "content": "w8"},
     ]
-    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0) as other:
-        answer = other.messages.create(
+    with messages_of(live) as messages:
+        answer = messages.create(
             model="seeing", max_tokens=16, messages=said, extra_body={"temperature": 0}
         )
         encoded = live.engine.images
         assert isinstance(encoded, TowerReader)
         before = encoded.num_encoded
-        counted = other.messages.count_tokens(model="seeing", messages=said)
+        counted = messages.count_tokens(model="seeing", messages=said)
     assert [getattr(it, "text", None) for it in answer.content] == [
         expected.choices[0].message.content
     ]

@@ -7,7 +7,6 @@ from itertools import count
 from time import sleep
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -17,7 +16,7 @@ from slipstream.serve.limits import RequestFailedError
 from slipstream.serve.messages.translation import BlockWriter
 from slipstream.serve.tools.events import AnswerEvent, Arguments, CallBegun, CallEnded, Content
 from slipstream.serve.updates import Delta
-from tests.serve.api.live import DEMO, Live, serving
+from tests.serve.api.live import DEMO, Live, messages_of, serving
 from tests.serve.api.tool_models import write_tool_tokenizer
 
 USER: Any = {"role": "user", "content": "Write a function that adds two numbers."}
@@ -33,16 +32,12 @@ NOW: Any = {"name": "now", "input_schema": {"type": "object", "additionalPropert
 
 
 @pytest.fixture(scope="module")
-def messages(live: Live) -> Iterator[anthropic.resources.Messages]:
-    yield from _messages(live)
+def messages(live: Live) -> Iterator[Any]:
+    with messages_of(live) as messages:
+        yield messages
 
 
-def _messages(live: Live) -> Iterator[anthropic.resources.Messages]:
-    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0) as client:
-        yield client.messages
-
-
-def create(messages: anthropic.resources.Messages, *said: Any, **fields: Any) -> Any:
+def create(messages: Any, *said: Any, **fields: Any) -> Any:
     given = {"model": "demo", "max_tokens": 24, "extra_body": GREEDY, **fields}
     return messages.create(messages=[*said] or [USER], **given)
 
@@ -52,7 +47,7 @@ def chat(client: openai.OpenAI, *said: Any, **fields: Any) -> Any:
     return client.chat.completions.create(messages=[*said], **given)
 
 
-def streamed(messages: anthropic.resources.Messages, *said: Any, **fields: Any) -> tuple[Any, Any]:
+def streamed(messages: Any, *said: Any, **fields: Any) -> tuple[Any, Any]:
     """The events, and the message that the client makes of them."""
     given = {"model": "demo", "max_tokens": 24, "extra_body": GREEDY, **fields}
     with messages.stream(messages=[*said] or [USER], **given) as stream:
@@ -160,14 +155,13 @@ def test_an_answer_can_be_begun(messages: Any, client: openai.OpenAI) -> None:
 
 
 def test_an_answer_ends_where_the_model_does() -> None:
-    with serving(replace(DEMO, max_model_len=64)) as small:
-        for messages in _messages(small):
-            answer = create(messages, max_tokens=2000)
-            assert answer.stop_reason == "model_context_window_exceeded"
-            assert answer.usage.input_tokens + answer.usage.output_tokens == 64
-            assert same(streamed(messages, max_tokens=2000)[1], answer)
-            most = answer.usage.output_tokens
-            assert create(messages, max_tokens=most).stop_reason == "max_tokens"
+    with serving(replace(DEMO, max_model_len=64)) as small, messages_of(small) as messages:
+        answer = create(messages, max_tokens=2000)
+        assert answer.stop_reason == "model_context_window_exceeded"
+        assert answer.usage.input_tokens + answer.usage.output_tokens == 64
+        assert same(streamed(messages, max_tokens=2000)[1], answer)
+        most = answer.usage.output_tokens
+        assert create(messages, max_tokens=most).stop_reason == "max_tokens"
 
 
 def test_the_form_of_the_answer(messages: Any) -> None:
@@ -190,6 +184,8 @@ def test_a_client_that_leaves_ends_its_request(live: Live, messages: Any) -> Non
 
 
 def test_a_stream_that_fails_says_so(messages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from anthropic import APIStatusError
+
     events, calls = BlockWriter.events, count()
 
     def failing(self: BlockWriter, delta: Any) -> Any:
@@ -198,7 +194,7 @@ def test_a_stream_that_fails_says_so(messages: Any, monkeypatch: pytest.MonkeyPa
         return events(self, delta)
 
     monkeypatch.setattr(BlockWriter, "events", failing)
-    with pytest.raises(anthropic.APIStatusError) as caught:
+    with pytest.raises(APIStatusError) as caught:
         streamed(messages)
     assert caught.value.body["error"]["type"] == "api_error"
 
@@ -215,8 +211,9 @@ def tools_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 @pytest.fixture(scope="module")
-def with_tools(tools_live: Live) -> Iterator[anthropic.resources.Messages]:
-    yield from _messages(tools_live)
+def with_tools(tools_live: Live) -> Iterator[Any]:
+    with messages_of(tools_live) as messages:
+        yield messages
 
 
 def test_a_tool_is_called_and_its_result_read(with_tools: Any, tools_live: Live) -> None:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 
 from slipstream.core.structured import StructuredOutput
 from slipstream.serve.output.thinking import Thinking
-from tests.serve.api.live import DEMO, Live, serving
+from tests.serve.api.live import DEMO, Live, messages_of, serving
 from tests.serve.api.test_messages import GREEDY, USER, WEATHER, create, same, streamed
 from tests.serve.api.thinking_models import MARKS, write_thinking_tokenizer
 
@@ -27,9 +26,9 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 @pytest.fixture(scope="module")
-def messages(thinker: Live) -> Iterator[anthropic.resources.Messages]:
-    with anthropic.Anthropic(base_url=thinker.url, api_key="none", max_retries=0) as client:
-        yield client.messages
+def messages(thinker: Live) -> Iterator[Any]:
+    with messages_of(thinker) as messages:
+        yield messages
 
 
 @pytest.fixture
