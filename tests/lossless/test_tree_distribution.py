@@ -36,7 +36,7 @@ from tests.lossless.test_verifier_distribution import (
     restart,
 )
 
-ROUNDS, ROUNDS_BROKEN = 6, 4
+ROUNDS, ROUNDS_BROKEN = 24, 16
 SIBLINGS, BRANCHES = ((0, 0), (1, 0)), ((0, 0), (1, 0), (0, 1), (2, 1), (1, 2), (0, 4))
 
 
