@@ -201,10 +201,9 @@ def hostile_bodies() -> Iterator[HostileBody]:
         whole = size // (len(entry) + 6)
         for count in sorted({whole, values // cost, *_LIST_BOUNDS}):
             if count <= whole:
-                if "%d" in entry:
-                    entries = ",".join(entry.replace("%d", str(number)) for number in range(count))
-                else:
-                    entries = ",".join([entry] * count)
+                head, number, tail = entry.partition("%d")
+                numbers = map(str, range(count)) if number else [""] * count
+                entries = head + f"{tail},{head}".join(numbers) + tail
                 name = f"{count} x {entry} in {start[-24:]}"
                 yield HostileBody(name, path, (start + entries + end).encode())
     for path, around, text in _TEXTS:

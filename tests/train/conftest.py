@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.train.metrics import MetricsLog
 from tests.checkpoints import write_qwen3
 from tests.tokenizers import write_tokenizer
 from tests.train.small_runs import write_own_words
@@ -14,6 +15,12 @@ TEMPLATE = (
     "{% for m in messages %}{{ 'w1 ' if m.role == 'user' else 'w2 ' }}{{ m.content }} w3 "
     "{% endfor %}{% if add_generation_prompt %}w2 {% endif %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def _curves_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of small runs take longer than these; a test in test_resume.py draws them."""
+    monkeypatch.setattr(MetricsLog, "draw", lambda self: None)
 
 
 @pytest.fixture(scope="session")

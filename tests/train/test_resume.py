@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from slipstream.cli.terminal import interrupt_noted
 from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.train.metrics import FILE, MetricsLog
+from slipstream.train.metrics import ACCEPTANCE, FILE, LOSS, MetricsLog
 from slipstream.train.plan import WORK
 from slipstream.train.run import run_training
 from slipstream.train.state import FILE as STATE
@@ -187,3 +187,15 @@ def test_records_of_lost_steps_are_dropped(tmp_path: Path) -> None:
     records.rewind(3)
     lines = (tmp_path / FILE).read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+
+
+def test_curves_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    records = MetricsLog(tmp_path)
+    for step in range(3):
+        records.add(step, kind="training", loss=1.0 / (1 + step))
+        lengths = {"acceptance_length": 1.0 + step, "acceptance_length_sampled": 1.5}
+        records.add(step, kind="validation", **lengths)
+    records.draw()
+    for name in (LOSS, ACCEPTANCE):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
