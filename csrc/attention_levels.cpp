@@ -190,8 +190,8 @@ void run_attend(const AttentionCall& call) {
 #endif
 }
 
-const AttentionKernels kernels = {run_attend, run_store};
-const bool entered = attention_kernels.enter(this_level, &kernels);
+const AttentionKernels attention_here = {run_attend, run_store};
+const bool attention_entered = attention_kernels.enter(this_level, &attention_here);
 
 }  // namespace
 }  // namespace slipstream::SLIPSTREAM_LEVEL

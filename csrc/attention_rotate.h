@@ -5,28 +5,6 @@
 
 namespace slipstream::SLIPSTREAM_LEVEL {
 
-template <typename Number>
-inline F16 load_some(const Number* p, int count) {
-    return count >= lanes ? load(p) : load_first(p, count > 0 ? count : 0);
-}
-template <typename Number>
-inline void store_some(Number* p, F16 x, int count) {
-    if (count >= lanes) store(p, x);
-    else if (count > 0) store_first(p, x, count);
-}
-
-// Rounded to a type and back.
-template <typename Number>
-inline F16 rounded(F16 x) {
-    if constexpr (sizeof(Number) == 4) {
-        return x;
-    } else {
-        bf16 narrow[lanes];
-        store(narrow, x);
-        return load(narrow);
-    }
-}
-
 // One head of one row, `out` [D] float32: normed where there is a weight, or without one where
 // `always` says so, and then rounded to its type.
 template <typename Number>

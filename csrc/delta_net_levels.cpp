@@ -23,22 +23,6 @@ constexpr float unit_eps = 1e-6f;
 inline int64_t padded(int64_t count) { return (count + lanes - 1) / lanes * lanes; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-template <typename Number>
-inline F16 get(const Number* p, int64_t count) {
-    return count >= lanes ? load(p) : load_first(p, static_cast<int>(count));
-}
-template <typename Number>
-inline void put(Number* p, F16 x, int64_t count) {
-    if (count >= lanes) store(p, x);
-    else store_first(p, x, static_cast<int>(count));
-}
-template <typename Number>
-inline F16 rounded(F16 x) {
-    if constexpr (sizeof(Number) == 4) return x;
-    Number numbers[lanes];
-    store(numbers, x);
-    return load(numbers);
-}
 inline float widened(float x) { return x; }
 inline float widened(bf16 x) { return widen(x); }
 
@@ -204,7 +188,7 @@ class Request {
             F16 total = zero();
             for (int64_t tap = 0; tap < shape_.width; ++tap) {
                 const float* taps = shape_.taps + tap * shape_.num_channels() + channel + at;
-                total = fma(get(rows[tap] + channel + at, here), get(taps, here), total);
+                total = fma(load_some(rows[tap] + channel + at, here), load_some(taps, here), total);
             }
             store(out + at, rounded<Number>(silu(total)));
         }
@@ -264,7 +248,7 @@ class Request {
             for (int v = 0; v < count; ++v, tile += lanes)
                 store(tile, row >= shape_.key_dim
                                 ? zero()
-                                : get(from + row * shape_.value_dim + v * lanes,
+                                : load_some(from + row * shape_.value_dim + v * lanes,
                                       columns - v * lanes));
     }
     template <int count>
@@ -273,7 +257,7 @@ class Request {
         const int64_t columns = shape_.value_dim - column;
         for (int64_t row = 0; row < shape_.key_dim; ++row)
             for (int v = 0; v < count; ++v, tile += lanes)
-                put(to + row * shape_.value_dim + v * lanes, load(tile), columns - v * lanes);
+                store_some(to + row * shape_.value_dim + v * lanes, load(tile), columns - v * lanes);
     }
 
     // What a row reads, normed and gated.
@@ -290,8 +274,8 @@ class Request {
         const F16 factor = broadcast(1.0f / __builtin_sqrtf(mean + shape_.eps));
         for (int64_t at = 0; at < shape_.value_dim; at += lanes) {
             const int64_t here = shape_.value_dim - at;
-            const F16 normed = load(read + at) * factor * get(shape_.norm_weight + at, here);
-            put(out + at, normed * silu(get(z + at, here)), here);
+            const F16 normed = load(read + at) * factor * load_some(shape_.norm_weight + at, here);
+            store_some(out + at, normed * silu(load_some(z + at, here)), here);
         }
     }
 
@@ -349,8 +333,8 @@ void run(const DeltaCall& call) {
     });
 }
 
-const DeltaKernels kernels = {run};
-const bool entered = delta_kernels.enter(this_level, &kernels);
+const DeltaKernels delta_here = {run};
+const bool delta_entered = delta_kernels.enter(this_level, &delta_here);
 
 }  // namespace
 }  // namespace slipstream::SLIPSTREAM_LEVEL

@@ -63,8 +63,8 @@ void run_prepare(const LatentCall& call) {
     else prepare_rows<float>(call);
 }
 
-const LatentKernels kernels = {run_prepare};
-const bool entered = latent_kernels.enter(this_level, &kernels);
+const LatentKernels latent_here = {run_prepare};
+const bool latent_entered = latent_kernels.enter(this_level, &latent_here);
 
 }  // namespace
 }  // namespace slipstream::SLIPSTREAM_LEVEL

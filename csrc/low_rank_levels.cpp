@@ -11,11 +11,6 @@ constexpr int inner_group = 4;       // inner numbers that share what is read of
 constexpr int column_vectors = 4;    // of y that are held while the inner numbers pass
 constexpr int64_t column_task = 512; // columns of y that a task makes
 
-template <typename Number>
-inline F16 get(const Number* p, int64_t count) {
-    return count >= lanes ? load(p) : load_first(p, static_cast<int>(count));
-}
-
 // `count` inner numbers of a row from `first` on: down[first + i] . x.
 template <typename Number>
 inline void shrink(const LowRankFactors& factors, const Number* down, const Number* x,
@@ -24,10 +19,10 @@ inline void shrink(const LowRankFactors& factors, const Number* down, const Numb
     for (F16& total : sums) total = zero();
     for (int64_t column = 0; column < factors.columns; column += lanes) {
         const int64_t left = factors.columns - column;
-        const F16 value = get(x + column, left);
+        const F16 value = load_some(x + column, left);
         for (int64_t i = 0; i < count; ++i) {
             const Number* row = down + (first + i) * factors.columns;
-            sums[i] = fma(get(row + column, left), value, sums[i]);
+            sums[i] = fma(load_some(row + column, left), value, sums[i]);
         }
     }
     for (int64_t i = 0; i < count; ++i) inner[first + i] = sum(sums[i]);
@@ -42,14 +37,14 @@ inline void expand(const LowRankFactors& factors, const Number* up, const float*
         F16 sums[column_vectors];
         for (int i = 0; i < column_vectors; ++i) {
             const int64_t left = stop - column - i * lanes;
-            sums[i] = left > 0 ? get(y + column + i * lanes, left) : zero();
+            sums[i] = left > 0 ? load_some(y + column + i * lanes, left) : zero();
         }
         for (int64_t r = 0; r < factors.rank; ++r) {
             const F16 factor = broadcast(inner[r]);
             const Number* row = up + r * factors.rows + column;
             for (int i = 0; i < column_vectors; ++i) {
                 const int64_t left = stop - column - i * lanes;
-                if (left > 0) sums[i] = fma(factor, get(row + i * lanes, left), sums[i]);
+                if (left > 0) sums[i] = fma(factor, load_some(row + i * lanes, left), sums[i]);
             }
         }
         for (int i = 0; i < column_vectors; ++i) {
@@ -99,8 +94,8 @@ void run(const LowRankCall& call) {
     else add<float>(call);
 }
 
-const LowRankKernels kernels = {run};
-const bool entered = low_rank_kernels.enter(this_level, &kernels);
+const LowRankKernels low_rank_here = {run};
+const bool low_rank_entered = low_rank_kernels.enter(this_level, &low_rank_here);
 
 }  // namespace
 }  // namespace slipstream::SLIPSTREAM_LEVEL

@@ -177,8 +177,8 @@ void look_up(const Matrix& table, const int64_t* ids, int64_t count, void* out, 
     });
 }
 
-const MatmulKernels kernels = {run, look_up};
-const bool entered = matmul_kernels.enter(this_level, &kernels);
+const MatmulKernels matmul_here = {run, look_up};
+const bool matmul_entered = matmul_kernels.enter(this_level, &matmul_here);
 
 }  // namespace
 }  // namespace slipstream::SLIPSTREAM_LEVEL

@@ -137,8 +137,8 @@ void row_to_int4(const float* row, const Int4Groups& groups, const float* scales
     }
 }
 
-constexpr RoundingKernels kernels{widen_row, row_to_int8, choose_scales, row_to_int4};
-const bool entered = rounding_kernels.enter(this_level, &kernels);
+constexpr RoundingKernels rounding_here{widen_row, row_to_int8, choose_scales, row_to_int4};
+const bool rounding_entered = rounding_kernels.enter(this_level, &rounding_here);
 
 }  // namespace
 }  // namespace slipstream::SLIPSTREAM_LEVEL

@@ -15,31 +15,12 @@ inline void for_columns(int64_t columns, Step&& step) {
     if (column < columns) step(column, static_cast<int>(columns - column));
 }
 
-template <typename Number>
-inline F16 get(const Number* p, int count) {
-    return count == lanes ? load(p) : load_first(p, count);
-}
-template <typename Number>
-inline void put(Number* p, F16 x, int count) {
-    if (count == lanes) store(p, x);
-    else store_first(p, x, count);
-}
-
-// To the rows' type and back.
-template <typename Number>
-inline F16 rounded(F16 x) {
-    if constexpr (sizeof(Number) == 4) return x;
-    Number narrow[lanes];
-    store(narrow, x);
-    return load(narrow);
-}
-
 // By what a row is multiplied: 1 / sqrt(mean of its squares + eps).
 template <typename Number>
 inline F16 norm_factor(const Number* x, int64_t columns, float eps) {
     F16 squares[4] = {zero(), zero(), zero(), zero()};
     for_columns(columns, [&](int64_t column, int count) {
-        const F16 part = get(x + column, count);
+        const F16 part = load_some(x + column, count);
         F16& sums = squares[column / lanes % 4];
         sums = fma(part, part, sums);
     });
@@ -54,7 +35,7 @@ inline const Number* join_row(const NormCall& call, const Number* x, int64_t row
     Number* sum = static_cast<Number*>(call.sum) + row * call.sum_stride;
     if (!call.behind.weight && call.factor == 1.0f) {
         for_columns(call.columns, [&](int64_t column, int count) {
-            put(sum + column, get(x + column, count) + get(residual + column, count), count);
+            store_some(sum + column, load_some(x + column, count) + load_some(residual + column, count), count);
         });
         return sum;
     }
@@ -62,10 +43,10 @@ inline const Number* join_row(const NormCall& call, const Number* x, int64_t row
     const F16 scale = weight ? norm_factor(x, call.columns, call.behind.eps) : zero();
     const F16 factor = broadcast(call.factor);
     for_columns(call.columns, [&](int64_t column, int count) {
-        F16 part = get(x + column, count);
-        if (weight) part = rounded<Number>(part * scale * get(weight + column, count));
-        const F16 total = rounded<Number>(part + get(residual + column, count));
-        put(sum + column, total * factor, count);
+        F16 part = load_some(x + column, count);
+        if (weight) part = rounded<Number>(part * scale * load_some(weight + column, count));
+        const F16 total = rounded<Number>(part + load_some(residual + column, count));
+        store_some(sum + column, total * factor, count);
     });
     return sum;
 }
@@ -78,13 +59,13 @@ void norm_row(const NormCall& call, int64_t row) {
     if (call.residual) x = join_row(call, x, row);
     if (!weight) {
         for_columns(call.columns, [&](int64_t column, int count) {
-            put(out + column, get(x + column, count), count);
+            store_some(out + column, load_some(x + column, count), count);
         });
         return;
     }
     const F16 factor = norm_factor(x, call.columns, call.norm.eps);
     for_columns(call.columns, [&](int64_t column, int count) {
-        put(out + column, get(x + column, count) * factor * get(weight + column, count), count);
+        store_some(out + column, load_some(x + column, count) * factor * load_some(weight + column, count), count);
     });
 }
 
@@ -103,8 +84,8 @@ void gated_row(const GatedCall& call, int64_t row) {
     const Number* up = gate + call.columns;
     Number* out = static_cast<Number*>(call.out) + row * call.out_stride;
     for_columns(call.columns, [&](int64_t column, int count) {
-        const F16 active = activated(get(gate + column, count), call.activation);
-        put(out + column, rounded<Number>(active) * get(up + column, count), count);
+        const F16 active = activated(load_some(gate + column, count), call.activation);
+        store_some(out + column, rounded<Number>(active) * load_some(up + column, count), count);
     });
 }
 
@@ -114,8 +95,8 @@ void apply_gate(const GateCall& call, int64_t row) {
     Number* out = static_cast<Number*>(call.out) + row * call.out_stride;
     const F16 one = broadcast(1.0f);
     for_columns(call.columns, [&](int64_t column, int count) {
-        const F16 gate = one / (one + exp(zero() - get(gates + column, count)));
-        put(out + column, get(out + column, count) * gate, count);
+        const F16 gate = one / (one + exp(zero() - load_some(gates + column, count)));
+        store_some(out + column, load_some(out + column, count) * gate, count);
     });
 }
 
@@ -137,7 +118,7 @@ void gate_row(const ExpertGateCall& call, int64_t row) {
     const float* up = gate + call.columns;
     Number* out = static_cast<Number*>(call.out) + row * call.columns;
     for_columns(call.columns, [&](int64_t column, int count) {
-        put(out + column, gated(call, get(gate + column, count), get(up + column, count)), count);
+        store_some(out + column, gated(call, load_some(gate + column, count), load_some(up + column, count)), count);
     });
 }
 
@@ -155,10 +136,10 @@ void sum_row(const ExpertSumCall& call, int64_t row) {
         F16 total = zero();
         for (int64_t i = 0; i < call.num_chosen; ++i) {
             const float* output = call.outputs + places[i] * call.columns + column;
-            total = total + get(output, count) * broadcast(weights[i]);
+            total = total + load_some(output, count) * broadcast(weights[i]);
         }
-        if (call.last) total = total + get(call.last + row * call.columns + column, count) * factor;
-        put(out + column, total, count);
+        if (call.last) total = total + load_some(call.last + row * call.columns + column, count) * factor;
+        store_some(out + column, total, count);
     });
 }
 
@@ -197,8 +178,8 @@ void sum_experts(const ExpertSumCall& call) {
     });
 }
 
-const RowKernels kernels = {run_norm, run_gated, run_gate, gate_experts, sum_experts};
-const bool entered = row_kernels.enter(this_level, &kernels);
+const RowKernels row_here = {run_norm, run_gated, run_gate, gate_experts, sum_experts};
+const bool row_entered = row_kernels.enter(this_level, &row_here);
 
 }  // namespace
 }  // namespace slipstream::SLIPSTREAM_LEVEL

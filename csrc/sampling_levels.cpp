@@ -237,10 +237,10 @@ void noise(const NoiseKey& key, int64_t count, uint32_t* words, float* numbers) 
     }
 }
 
-const SamplingKernels kernels = {process,      largest_of, sum_weights,   weigh,    sum_reaching,
+const SamplingKernels sampling_here = {process,      largest_of, sum_weights,   weigh,    sum_reaching,
                                  keep,         gather,     probabilities, subtract, race,
                                  noise};
-const bool entered = sampling_kernels.enter(this_level, &kernels);
+const bool sampling_entered = sampling_kernels.enter(this_level, &sampling_here);
 
 }  // namespace
 }  // namespace slipstream::SLIPSTREAM_LEVEL

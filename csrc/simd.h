@@ -378,4 +378,27 @@ inline void store_first(Number* p, F16 x, int count) {
     std::memcpy(p, whole, count * sizeof(Number));
 }
 
+// Up to a vector of the `count` numbers that are left.
+template <typename Number>
+inline F16 load_some(const Number* p, int64_t count) {
+    return count >= lanes ? load(p) : load_first(p, count > 0 ? static_cast<int>(count) : 0);
+}
+template <typename Number>
+inline void store_some(Number* p, F16 x, int64_t count) {
+    if (count >= lanes) store(p, x);
+    else if (count > 0) store_first(p, x, static_cast<int>(count));
+}
+
+// Rounded to a type and back.
+template <typename Number>
+inline F16 rounded(F16 x) {
+    if constexpr (sizeof(Number) == 4) {
+        return x;
+    } else {
+        bf16 narrow[lanes];
+        store(narrow, x);
+        return load(narrow);
+    }
+}
+
 }  // namespace slipstream::SLIPSTREAM_LEVEL
