@@ -77,6 +77,7 @@ def test_the_operations_of_a_prompt_are_counted() -> None:
     assert gpu_prefill.prefill_flops("qwen3-8b", 100) == expected
 
 
+@pytest.mark.full  # three processes
 def test_three_starts_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--device cpu --target tiny --draft tiny:1 --startup --dtype float32"
     assert gpu_prefill.main(line.split()) == 0
