@@ -5,7 +5,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import grimp
 import pytest
@@ -28,19 +30,31 @@ def room(file: Path) -> str:
     return file.relative_to(ROOT).parts[0]
 
 
+@cache
+def nodes(file: Path) -> list[Any]:
+    """Of its syntax tree, the module first."""
+    return [*ast.walk(ast.parse(file.read_text()))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_are_dropped() -> Iterator[None]:
+    yield
+    nodes.cache_clear()
+
+
 def named(files: list[Path]) -> list[str]:
     return [str(file.relative_to(ROOT)) for file in files]
 
 
 def functions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
 
 def docstrings(file: Path) -> Iterator[str]:
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, kinds):
             yield ast.get_docstring(node) or ""
 
@@ -53,15 +67,14 @@ def code_strings(file: Path) -> Iterator[str]:
 
 def _strings(file: Path) -> Iterator[str]:
     """Identifiers and string constants that are not docstrings."""
-    tree = ast.parse(file.read_text())
     documents = {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in nodes(file)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
-    for node in ast.walk(tree):
+    for node in nodes(file):
         if isinstance(node, ast.Name):
             yield node.id
         elif isinstance(node, ast.Attribute):
@@ -118,7 +131,7 @@ def test_files_and_functions_stay_readable(file: Path) -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    assert [file for file in SOURCES if not ast.get_docstring(ast.parse(file.read_text()))] == []
+    assert [file for file in SOURCES if not ast.get_docstring(nodes(file)[0])] == []
 
 
 def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
@@ -151,7 +164,7 @@ def test_nobody_asks_for_the_class_of_a_weight() -> None:
     bases = {
         node.name: {name.id for name in node.bases if isinstance(name, ast.Name)}
         for file in SOURCES
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(file)
         if isinstance(node, ast.ClassDef)
     }
     weights = {"Weight"}
@@ -168,7 +181,7 @@ def test_nobody_asks_for_the_class_of_a_weight() -> None:
 
 def asked_for(file: Path) -> Iterator[set[str]]:
     """The names in the second argument of each `isinstance`, and those of class patterns."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.MatchClass):
             yield {name.id for name in ast.walk(node.cls) if isinstance(name, ast.Name)}
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
@@ -184,7 +197,7 @@ def test_the_public_names_are_the_documented_ones() -> None:
 def test_asserts_of_the_cpp_column_only_narrow_types() -> None:
     """`python -O` leaves them out: what C++ must not be given is refused by errors."""
     for file in (ROOT / "kernels" / "cpu").glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file):
             if isinstance(node, ast.Assert):
                 conditions = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
                 for condition in map(ast.unparse, conditions):
