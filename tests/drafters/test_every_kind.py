@@ -4,6 +4,7 @@ An ordinary run tries a third of the cases of each kind, so that every case is t
 kinds; the rest is for `scripts/test --all`.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -112,14 +113,15 @@ def test_drafts_behind_a_prefix_hit_are_the_oracles(
     text that was drafted."""
     prompt = [*PROMPT, *PROMPT][:length]
     llm = make(kind.target, kind.config, block_size=8)
-    run(llm, GREEDY, [*prompt[:24], 7, 7, 7, 7])
+    few = replace(GREEDY, max_tokens=24)
+    run(llm, replace(GREEDY, max_tokens=8), [*prompt[:24], 7, 7, 7, 7])
     drafted = record_drafts(monkeypatch)
-    output = run(llm, GREEDY, prompt)
+    output = run(llm, few, prompt)
     assert output.metrics.num_cached_tokens == 24
-    again = run(llm, GREEDY, prompt)
+    again = run(llm, few, prompt)
     assert again.metrics.num_cached_tokens == (length - 1) // 8 * 8
     longer = [*prompt, *output.outputs[0].token_ids[:20]]
-    assert run(llm, GREEDY, longer).metrics.num_cached_tokens == (len(longer) - 1) // 8 * 8
+    assert run(llm, few, longer).metrics.num_cached_tokens == (len(longer) - 1) // 8 * 8
     assert_drafts_are(drafted, kind.oracle)
 
 
