@@ -2,10 +2,12 @@
 
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
+import typer.main
 
 from slipstream.cli.errors import run
 from slipstream.cli.main import app
@@ -27,6 +29,14 @@ class _Input(io.TextIOWrapper):
 
 
 CommandLine = Callable[..., Ran]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _commands_are_built_once() -> Iterator[None]:
+    """Typer builds all of them anew for each command line, which takes most of its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture
