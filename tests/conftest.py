@@ -50,10 +50,11 @@ def pytest_report_header() -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give tests of a matrix their cases: so that pytest makes none of the rest for nothing."""
     for mark in metafunc.definition.iter_markers("matrix"):
-        cases = pairwise.pairwise_cases(*mark.args)
+        (axes,) = mark.args
+        cases = pairwise.pairwise_cases({**axes, **mark.kwargs.get("ordinary", {})})
         others = []
         if mark.kwargs.get("whole") and metafunc.config.option.markexpr != NOT_FULL:
-            others = [case for case in pairwise.every_case(*mark.args) if case not in cases]
+            others = [case for case in pairwise.every_case(axes) if case not in cases]
         full = [pytest.param(case, marks=pytest.mark.full) for case in others]
         metafunc.parametrize("case", [*cases, *full], ids=pairwise.case_name)
 

@@ -11,7 +11,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _share_out(items: list[pytest.Function]) -> None:
-    """A test's cases among the kinds: each kind tries a quarter, the next kind the next ones."""
+    """A test's cases among the kinds: each kind tries a fifth, the next kind the next ones."""
     kinds: list[str] = []
     tests: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
@@ -19,7 +19,7 @@ def _share_out(items: list[pytest.Function]) -> None:
         kinds += [kind] if kind not in kinds else []
         tests.setdefault((item.originalname, kind), []).append(item)
     for (_, kind), cases in tests.items():
-        share = min(4, len(cases))
+        share = min(5, len(cases))
         for number, item in enumerate(cases):
             if (number + kinds.index(kind)) % share:
                 item.add_marker(pytest.mark.full)

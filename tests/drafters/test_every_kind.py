@@ -1,6 +1,6 @@
 """What holds for a drafter of any kind: prefix hits, pauses, preemption, lengths, many requests.
 
-An ordinary run tries a third of the cases of each kind, so that every case is tried with several
+An ordinary run tries a fifth of the cases of each kind, so that every case is tried with several
 kinds; the rest is for `scripts/test --all`.
 """
 

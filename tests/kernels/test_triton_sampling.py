@@ -180,7 +180,8 @@ def facts_of(logits: Tensor, state: SamplingState, needs: Needs) -> tuple[fused.
 
 @pytest.mark.parametrize(
     ("vocab_size", "spread"),
-    [(1, 1.0), (37, 4.0), (151, 0.05), (300, 1.0), (500, 20.0)]
+    [(1, 1.0), (37, 4.0), (151, 0.05), (500, 20.0)]
+    + [pytest.param(300, 1.0, marks=pytest.mark.full)]
     + [(151936, spread) for spread in (0.05, 1.0, 4.0, 20.0) if ON_GPU],
 )
 def test_thresholds(vocab_size: int, spread: float) -> None:

@@ -34,7 +34,7 @@ MAX_TOKENS = 28
 _PLAIN: dict[str, list[list[int]]] = {}
 
 
-@pytest.mark.matrix(AXES, whole=True)
+@pytest.mark.matrix(AXES, whole=True, ordinary={"k": [1, "auto", 15]})  # 7: packed steps, below
 def test_greedy_output_is_the_plain_output(
     case: Case, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
