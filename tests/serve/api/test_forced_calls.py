@@ -82,7 +82,10 @@ def test_forced_calls_follow_their_schemas(name: str, offline: LLM, plain: LLM) 
         require_valid(called, "".join(it.text for it in events if isinstance(it, Arguments)))
 
 
-@pytest.fixture(scope="module", params=["qwen3_coder", "glm45", "pythonic"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("qwen3_coder", marks=pytest.mark.full), "glm45", "pythonic"],
+)
 def client(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[openai.OpenAI]:
