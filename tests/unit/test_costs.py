@@ -21,11 +21,11 @@ from slipstream.core.batch import (
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step_form import CapturedForm
-from slipstream.engine.drafting.calibration import plausible
 from slipstream.engine.drafting.choice import CostTable, choose
-from slipstream.engine.drafting.costs import CostModel, CostRow, Point
+from slipstream.engine.drafting.costs import CostModel, CostRow
 from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
 from slipstream.engine.drafting.pace import Pace
+from slipstream.engine.drafting.points import Point, plausible
 from slipstream.engine.metrics import StepEstimate
 from slipstream.engine.step_results import Collected, Launched
 from slipstream.kernels.devices import Download
@@ -187,6 +187,33 @@ def test_follows_a_drift_within_thirty_steps(slower: float) -> None:
     for _ in range(30):
         model.observe(machine.step(4, 4))
     assert machine.error(model, 4, 4) < 0.05
+
+
+@pytest.mark.parametrize("slower", [1.5, 0.65])
+def test_what_is_not_run_follows_the_machine(slower: float) -> None:
+    """Else its estimate would be that of a machine as it was, and be chosen too often or never."""
+    machine = Machine(steep, chain, noise=0.03)
+    model = calibrated(machine)
+    for index in range(200):
+        model.observe(machine.step(4, 4 if index % 2 else 2))
+    machine.slower = slower
+    for index in range(60):
+        model.observe(machine.step(4, 4 if index % 2 else 2))
+    for shape in ((1, 0), (2, 0), (8, 0), (8, 7)):
+        assert machine.error(model, *shape) < 0.15, shape
+
+
+def test_a_wrong_estimate_is_found_by_few_steps_behind_others() -> None:
+    machine = Machine(steep, chain, noise=0.03)
+    model = calibrated(machine)
+    machine.target = lambda *step: steep(*step) + 3 * (step[1] == 8)
+    for _ in range(200):
+        model.observe(machine.step(8, 4))
+    assert machine.error(model, 8, 0) > 0.3
+    for _ in range(4):
+        model.observe(machine.step(8, 0))
+    assert machine.error(model, 8, 0) < 0.2
+    assert machine.error(model, 8, 4) < 0.05
 
 
 def test_steps_that_were_disturbed_change_nothing() -> None:

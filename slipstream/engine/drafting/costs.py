@@ -12,7 +12,10 @@ made about how costs rise with rows: they may jump where a tile is full, or flat
 experts are read. Context is the sum of the lengths of all requests, which attention reads.
 
 Each knot of a table follows the median of the values that the latest steps give for it. A single
-step that was disturbed changes nothing; a lasting change shows once most of these steps have it.
+step that was disturbed changes nothing; a lasting change shows once most of these steps have it. If
+passes of the target that are run all the time become slower or faster, so has the machine: values
+of steps that were not run lately are changed alike. Otherwise the machine's speed would favour the
+steps that are run, or those that are not.
 
 Plain steps tell the host's share h. Steps with drafts tell the sum of h and g, which is what
 drafting adds to it. While there are plain steps, h is theirs. Where there were none for long, what
@@ -23,34 +26,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import attrgetter
+from statistics import fmean
 from typing import Any
 
 from slipstream.core.batch import StepReport
+from slipstream.engine.drafting.points import Point
 from slipstream.engine.drafting.tables import LEAST, Grid, Knot, Slope, Table
 
 _MOST_ERROR = 0.3  # bound of the errors that slopes learn from, relative to the prediction
 _LEAST_SHARE = 0.1  # least share of an error that is attributed to a knot
 _STALE = 0.005  # sum of relative changes after which cached predictions are dropped
+_LEAST_DRIFT = 0.02  # relative change of the machine's speed that is passed on
 _PLAIN_AGE = 64  # steps learnt from, for which a plain step tells the host's share
 _START, _NUM_DRAFTS = attrgetter("start"), attrgetter("num_draft_tokens")
 _STOPS = attrgetter("stops")
 _TABLES = ("rows", "rest", "added_rest", "host")
-
-
-@dataclass(frozen=True)
-class Point:
-    """A measured decode step: `draft` seconds of drafting, `target` seconds of the target's pass
-    and verification, `rest` and `host` as `StepTimes` has them. For the other fields see
-    `CostModel.seconds`."""
-
-    requests: int
-    width: int
-    rows: int
-    context: int
-    draft: float
-    target: float
-    rest: float = 0.0
-    host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +84,7 @@ class CostModel:
             "attention": Slope(256.0),  # a
             "draft_context": Slope(256.0),  # e
         }
-        self._moved = 0.0
+        self._moved, self._drift = 0.0, 1.0
         self._targets: dict[tuple[int, int], tuple[float, float]] = {}
         self._drafts: dict[tuple[int, int], tuple[float, float]] = {}
 
@@ -220,7 +210,7 @@ class CostModel:
                 continue
             if found["context"]:
                 more = point.rows / point.requests - 1
-                plain = _mean(found["context"])
+                plain = fmean(*zip(*found["context"], strict=True))
                 found["attention"].append(((slope - plain) / more, longer * more))
             slope = (point.draft - base.draft) / longer / point.width
             found["draft_context"].append((slope, longer * point.width))
@@ -233,7 +223,7 @@ class CostModel:
                 found["requests"].append((slope, abs(apart)))
         for name, slopes in found.items():
             if slopes:
-                self._slopes[name].value = max(0.0, _mean(slopes))
+                self._slopes[name].value = max(0.0, fmean(*zip(*slopes, strict=True)))
 
     def observe(self, report: StepReport) -> None:
         """Learn from a step, unless it has prompt chunks or ran uncaptured where others do not."""
@@ -269,14 +259,29 @@ class CostModel:
 
     def _learn_target(self, requests: int, rows: int, context: int, seconds: float) -> None:
         slopes, knot = self._slopes, self._rows.knot(rows)
+        before = knot.value
         beside = slopes["requests"].value * requests + self._per_token(requests, rows) * context
         error = self._update(knot, seconds - beside, seconds)
+        if before > 0:
+            self._follow((knot.value / before) ** knot.share)
         slopes["requests"].learn(requests, error)
         more = rows / requests - 1
         if more < 1 / 2:  # nearly plain: the error is that of `context`, not of `attention`
             slopes["context"].learn(context, error)
         else:
             slopes["attention"].learn(context * more, error)
+
+    def _follow(self, factor: float) -> None:
+        """Change outdated knots by what the machine has become slower."""
+        self._drift *= factor
+        if abs(self._drift - 1) < _LEAST_DRIFT:
+            return
+        for table in (self._rows, self._rest, self._added_rest, self._host, self._drafting):
+            for knot in table.knots:
+                if knot.is_outdated(self._num_learnt):
+                    knot.scale(self._drift)
+        self._drift = 1.0
+        self._forget_predictions()
 
     def _learn_rest(self, requests: int, rest: float, draft: float, drafts: bool) -> None:
         """Learn the host's share from a step with or without drafts; see the module's docstring."""
@@ -324,6 +329,7 @@ class CostModel:
     def _update(self, knot: Knot, value: float, seconds: float) -> float:
         """Update a knot by its value in a step of `seconds`, if all other terms are right; returns
         the error of the prediction in seconds, bounded."""
+        knot.visit(self._num_learnt)
         error = value - knot.value
         predicted = max(LEAST, seconds - error)
         # If the knot is a small part of the step, so is its share in the error.
@@ -391,8 +397,3 @@ def _ended_early(report: StepReport) -> bool:
         if item.stops is not None and gain.num_draft_tokens < item.num_draft_tokens:
             return True
     return False
-
-
-def _mean(pairs: Sequence[tuple[float, float]]) -> float:
-    """The mean of weighted values."""
-    return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)

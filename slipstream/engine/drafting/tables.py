@@ -7,6 +7,8 @@ from collections.abc import Sequence
 LEAST = 1e-7  # seconds, so that relative errors exist
 _NEAR = 1 / 24  # relative distance within which a knot stands for other places
 _RECENT = 11  # a knot follows the median of this many values
+_OUTDATED = 12  # steps without an update, behind which other steps tell more of the machine's speed
+_OLD, _KEPT = 128, 2  # after so many the next values count more: so many of the old ones are kept
 _GAIN, _FAR_GAIN = 0.1, 0.5  # step sizes: close to the median, and farther off than `_FAR`
 _FAR = 0.08
 _SLOPE_GAIN = 0.03
@@ -19,6 +21,8 @@ class Knot:
     def __init__(self, value: float) -> None:
         self.value = value
         self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._updated = self._num_updates = 0
+        self._gap = 1.0  # moving average of the steps between two updates
 
     def set(self, value: float) -> None:
         """Set it to a value that was measured carefully."""
@@ -37,6 +41,30 @@ class Knot:
         gain = _GAIN if abs(off) <= _FAR * before else _FAR_GAIN
         self.value += gain * off
         return abs(gain * off) / before
+
+    def is_outdated(self, step: int) -> bool:
+        """Whether it was not updated lately."""
+        return step - self._updated > _OUTDATED
+
+    def visit(self, step: int) -> None:
+        """Called before each update, with the number of the step."""
+        if step - self._updated > _OLD:
+            while len(self._recent) > _KEPT:
+                self._recent.popleft()
+            self._num_updates, self._gap = 0, 1.0
+        else:
+            self._gap += (step - self._updated - self._gap) / _RECENT
+        self._updated = step
+        self._num_updates += 1
+
+    @property
+    def share(self) -> float:
+        """The share of the latest steps that updated it; 0 until its value is known well."""
+        return 1 / self._gap if self._num_updates > _RECENT else 0.0
+
+    def scale(self, factor: float) -> None:
+        self.value *= factor
+        self._recent = deque([value * factor for value in self._recent], _RECENT)
 
 
 def _around(places: Sequence[int], place: int) -> Sequence[tuple[int, float]]:
@@ -70,16 +98,16 @@ class Table:
 
     def __init__(self, rises: bool = False) -> None:
         self.places = [0] if rises else []
-        self._knots = [Knot(0.0)] if rises else []
+        self.knots = [Knot(0.0)] if rises else []
         self._rises = rises
 
     def __call__(self, place: int) -> float:
         index, total = bisect_left(self.places, place), 0.0
-        later = [knot.value for knot in self._knots[index:]] if self._rises else []
+        later = [knot.value for knot in self.knots[index:]] if self._rises else []
         if index < len(self.places) and self.places[index] == place:
-            return min(later) if later else self._knots[index].value
+            return min(later) if later else self.knots[index].value
         for index, weight in _around(self.places, place):
-            total += weight * self._knots[index].value
+            total += weight * self.knots[index].value
         return min((total, *later))
 
     def items(self) -> list[tuple[int, float]]:
@@ -91,10 +119,10 @@ class Table:
         index = bisect_left(self.places, place)
         for near in (index, index - 1):
             if 0 <= near < len(self.places) and _is_near(self.places[near], place):
-                return self._knots[near]
-        self._knots.insert(index, Knot(self(place)))
+                return self.knots[near]
+        self.knots.insert(index, Knot(self(place)))
         self.places.insert(index, place)
-        return self._knots[index]
+        return self.knots[index]
 
 
 class Grid:
@@ -109,6 +137,10 @@ class Grid:
         for index, weight in _around(self.counts, requests):
             total += weight * self.tables[index](width)
         return total
+
+    @property
+    def knots(self) -> list[Knot]:
+        return [knot for table in self.tables for knot in table.knots]
 
     def knot(self, requests: int, width: int) -> Knot:
         """The knot for these; a new one if none is near."""
