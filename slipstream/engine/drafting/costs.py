@@ -223,7 +223,7 @@ class CostModel:
                 found["requests"].append((slope, abs(apart)))
         for name, slopes in found.items():
             if slopes:
-                self._slopes[name].value = max(0.0, fmean(*zip(*slopes, strict=True)))
+                self._slopes[name].set(max(0.0, fmean(*zip(*slopes, strict=True))))
 
     def observe(self, report: StepReport) -> None:
         """Learn from a step, unless it has prompt chunks or ran uncaptured where others do not."""
@@ -374,7 +374,7 @@ class CostModel:
         self._rows, self._rest, self._added_rest, self._host = tables.values()
         self._drafting = drafting
         for name, value in slopes.items():
-            self._slopes[name].value = value
+            self._slopes[name].set(value)
         self._forget_predictions()
 
 

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 
 LEAST = 1e-7  # seconds, so that relative errors exist
 _NEAR = 1 / 24  # relative distance within which a knot stands for other places
@@ -165,8 +166,16 @@ class Slope:
 
     def __init__(self, least_spread: float) -> None:
         self.value, self._least_spread = 0.0, least_spread
+        self._least, self._most = 0.0, inf
         self._mean = self._variance = 0.0
         self._count = 0
+
+    def set(self, value: float) -> None:
+        """Set it to a value from steps that were run side by side. It stays within a factor of four,
+        since a machine that becomes slower while contexts grow seems to have a larger one."""
+        self.value = value
+        if value > 0:
+            self._least, self._most = value / 4, 4 * value
 
     def learn(self, amount: float, error: float) -> None:
         """Learn from a step with this amount, which took `error` longer than predicted."""
@@ -177,4 +186,4 @@ class Slope:
         self._variance += memory * (off * off - self._variance)
         spread = max(self._least_spread, self._mean / 8)
         step = _SLOPE_GAIN * error * off / (self._variance + spread * spread + off * off)
-        self.value = max(0.0, self.value + step)
+        self.value = min(self._most, max(self._least, self.value + step))
