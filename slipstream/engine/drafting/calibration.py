@@ -16,7 +16,7 @@ from slipstream.core.batch import Batch, ScheduledRequest, StepReport
 from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.drafting.costs import CostModel
-from slipstream.engine.drafting.points import Point, least, plausible
+from slipstream.engine.drafting.step_costs import Point, least, plausible
 from slipstream.engine.launcher import Launcher
 from slipstream.engine.resolve import Resolved
 from slipstream.engine.step_results import Launched

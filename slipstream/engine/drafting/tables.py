@@ -8,9 +8,8 @@ from math import inf
 LEAST = 1e-7  # seconds, so that relative errors exist
 _NEAR = 1 / 24  # relative distance within which a knot stands for other places
 _RECENT = 11  # a knot follows the median of this many values
-_OUTDATED = 12  # steps without an update, behind which other steps tell more of the machine's speed
-_OLD, _KEPT = 128, 2  # after so many the next values count more: so many of the old ones are kept
-_GAIN, _FAR_GAIN = 0.1, 0.5  # step sizes: close to the median, and farther off than `_FAR`
+_OLD, _KEPT = 128, 2  # a knot without an update in so many steps keeps so many values
+GAIN, _FAR_GAIN = 0.1, 0.5  # step sizes: close to the median, and farther off than `_FAR`
 _FAR = 0.08
 _SLOPE_GAIN = 0.03
 _MEMORY = 0.02  # weight of the latest value in a slope's moving averages
@@ -23,14 +22,28 @@ class Knot:
         self.value = value
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._updated = self._num_updates = 0
-        self._gap = 1.0  # moving average of the steps between two updates
 
     def set(self, value: float) -> None:
         """Set it to a value that was measured carefully."""
         self.value = value
+        self._recent.clear()
         self._recent.extend([value] * (_RECENT // 2))
 
-    def update(self, value: float) -> float:
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has had many values lately."""
+        return self._num_updates > _RECENT
+
+    def visit(self, step: int) -> None:
+        """Called before each update, with the number of the step."""
+        if step - self._updated > _OLD:  # what it knows may be wrong: learn fast
+            while len(self._recent) > _KEPT:
+                self._recent.popleft()
+            self._num_updates = 0
+        self._updated = step
+        self._num_updates += 1
+
+    def update(self, value: float, most_gain: float = _FAR_GAIN) -> float:
         """Add an observation; returns by how much the knot changed, relative to its old value."""
         self._recent.append(value)
         values = sorted(self._recent)
@@ -39,33 +52,9 @@ class Knot:
         if len(values) == 1:  # the first observation
             self.value += off
             return abs(off) / before
-        gain = _GAIN if abs(off) <= _FAR * before else _FAR_GAIN
+        gain = GAIN if abs(off) <= _FAR * before else min(_FAR_GAIN, most_gain)
         self.value += gain * off
         return abs(gain * off) / before
-
-    def is_outdated(self, step: int) -> bool:
-        """Whether it was not updated lately."""
-        return step - self._updated > _OUTDATED
-
-    def visit(self, step: int) -> None:
-        """Called before each update, with the number of the step."""
-        if step - self._updated > _OLD:
-            while len(self._recent) > _KEPT:
-                self._recent.popleft()
-            self._num_updates, self._gap = 0, 1.0
-        else:
-            self._gap += (step - self._updated - self._gap) / _RECENT
-        self._updated = step
-        self._num_updates += 1
-
-    @property
-    def share(self) -> float:
-        """The share of the latest steps that updated it; 0 until its value is known well."""
-        return 1 / self._gap if self._num_updates > _RECENT else 0.0
-
-    def scale(self, factor: float) -> None:
-        self.value *= factor
-        self._recent = deque([value * factor for value in self._recent], _RECENT)
 
 
 def _around(places: Sequence[int], place: int) -> Sequence[tuple[int, float]]:
@@ -99,16 +88,16 @@ class Table:
 
     def __init__(self, rises: bool = False) -> None:
         self.places = [0] if rises else []
-        self.knots = [Knot(0.0)] if rises else []
+        self._knots = [Knot(0.0)] if rises else []
         self._rises = rises
 
     def __call__(self, place: int) -> float:
         index, total = bisect_left(self.places, place), 0.0
-        later = [knot.value for knot in self.knots[index:]] if self._rises else []
+        later = [knot.value for knot in self._knots[index:]] if self._rises else []
         if index < len(self.places) and self.places[index] == place:
-            return min(later) if later else self.knots[index].value
+            return min(later) if later else self._knots[index].value
         for index, weight in _around(self.places, place):
-            total += weight * self.knots[index].value
+            total += weight * self._knots[index].value
         return min((total, *later))
 
     def items(self) -> list[tuple[int, float]]:
@@ -120,10 +109,10 @@ class Table:
         index = bisect_left(self.places, place)
         for near in (index, index - 1):
             if 0 <= near < len(self.places) and _is_near(self.places[near], place):
-                return self.knots[near]
-        self.knots.insert(index, Knot(self(place)))
+                return self._knots[near]
+        self._knots.insert(index, Knot(self(place)))
         self.places.insert(index, place)
-        return self.knots[index]
+        return self._knots[index]
 
 
 class Grid:
@@ -138,10 +127,6 @@ class Grid:
         for index, weight in _around(self.counts, requests):
             total += weight * self.tables[index](width)
         return total
-
-    @property
-    def knots(self) -> list[Knot]:
-        return [knot for table in self.tables for knot in table.knots]
 
     def knot(self, requests: int, width: int) -> Knot:
         """The knot for these; a new one if none is near."""
@@ -171,7 +156,7 @@ class Slope:
         self._count = 0
 
     def set(self, value: float) -> None:
-        """Set it to a value from steps that were run side by side. It stays within a factor of four,
+        """Set it to a value that was measured in pairs of steps. It stays within a factor of four,
         since a machine that becomes slower while contexts grow seems to have a larger one."""
         self.value = value
         if value > 0:

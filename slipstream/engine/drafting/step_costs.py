@@ -1,4 +1,4 @@
-"""Steps that were measured when the engine started."""
+"""Steps that were measured when the engine started, and predictions for others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +20,32 @@ class Point:
     target: float
     rest: float = 0.0
     host: float = 0.0
+
+    def divided(self, by: float) -> "Point":
+        """The step on a machine so many times as fast."""
+        times = self.draft / by, self.target / by, self.rest / by, self.host / by
+        return Point(self.requests, self.width, self.rows, self.context, *times)
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """Predicted seconds of a step in which each of `requests` requests drafts `drafts` tokens."""
+
+    requests: int
+    drafts: int
+    seconds: float
+
+    def least_acceptance(self, plain: float) -> float | None:
+        """The acceptance rate of each draft token from which on this is faster than plain steps of
+        `plain` seconds; None if it never is."""
+        if self.seconds > plain * (self.drafts + 1):
+            return None
+        low, high = 0.0, 1.0
+        for _ in range(30):
+            chance = (low + high) / 2
+            tokens = sum(chance**place for place in range(self.drafts + 1))
+            low, high = (low, chance) if tokens * plain >= self.seconds else (chance, high)
+        return high
 
 
 def least(points: Sequence[Point]) -> Point:
