@@ -206,7 +206,7 @@ def test_restored_costs_are_those_of_a_machine_that_is_slower_today() -> None:
     machine, model = Machine(steep, chain, noise=0.0), CostModel()
     model.restore(calibrated(machine).state())
     machine.slower = 1.5
-    model.calibrate([measured(machine, 1, 0), measured(machine, 1, 4)])
+    model.calibrate([measured(machine, 1, 0), measured(machine, 1, 7)])
     for shape in ((1, 0), (8, 0), (8, 7), (16, 1)):
         assert machine.error(model, *shape) < 0.05, shape
 
