@@ -146,7 +146,7 @@ class CostModel:
         more = self._slopes["attention"].value * (rows / requests - 1)
         return self._slopes["context"].value + more
 
-    def _beside(self, step: Point) -> float:
+    def _request_seconds(self, step: Point) -> float:
         """Seconds of the target's pass that do not follow from its rows alone."""
         per_token = self._per_token(step.requests, step.rows)
         return self._slopes["requests"].value * step.requests + per_token * step.context
@@ -165,7 +165,7 @@ class CostModel:
         """
         if self._is_restored:
             taken = [
-                point.target / max(LEAST, self._rows(point.rows) + self._beside(point))
+                point.target / max(LEAST, self._rows(point.rows) + self._request_seconds(point))
                 for point in points
             ]
             self._slowness.set(median(taken))
@@ -176,7 +176,7 @@ class CostModel:
         self._fit_slopes(points, short)
         for point in sorted(short.values(), key=lambda it: it.width):
             requests, context = point.requests, point.context
-            self._rows.knot(point.rows).set(max(LEAST, point.target - self._beside(point)))
+            self._rows.knot(point.rows).set(max(LEAST, point.target - self._request_seconds(point)))
             if point.host:
                 self._host.knot(requests).set(point.host)
             rest = _host_gap(point.rest, point.draft + point.target, point.host)
@@ -255,11 +255,11 @@ class CostModel:
     def _learn_target(self, requests: int, rows: int, context: int, seconds: float) -> float:
         """Learn from the target's pass; returns the machine's slowness."""
         slopes, knot = self._slopes, self._rows.knot(rows)
-        beside = self._beside(Point(requests, 0, rows, context, 0.0, 0.0))
+        of_requests = self._request_seconds(Point(requests, 0, rows, context, 0.0, 0.0))
         if knot.is_settled:
-            self._slowness.update(seconds / max(LEAST, knot.value + beside))
+            self._slowness.update(seconds / max(LEAST, knot.value + of_requests))
         seconds /= self._slowness.value
-        error = self._update(knot, seconds - beside, seconds)
+        error = self._update(knot, seconds - of_requests, seconds)
         slopes["requests"].learn(requests, error)
         more = rows / requests - 1
         if more < 1 / 2:  # nearly plain: the error is that of `context`, not of `attention`
