@@ -15,7 +15,8 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program can have on an H200
 
 
 @pytest.mark.parametrize(
-    ("which", "count"), [("ways", 9), pytest.param("tiles", 6, marks=pytest.mark.full)]
+    ("which", "count"),
+    [("ways", 9), ("attention", 1), pytest.param("tiles", 6, marks=pytest.mark.full)],
 )
 def test_kernels_without_an_interpreter_compile(which: str, count: int, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
