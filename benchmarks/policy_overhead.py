@@ -31,8 +31,9 @@ from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step_form import CapturedForm, ExactForm, StepLimits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy
-from slipstream.engine.drafting.costs import CostModel, Point
+from slipstream.engine.drafting.costs import CostModel
 from slipstream.engine.drafting.policy import AdaptivePolicy
+from slipstream.engine.drafting.step_costs import Point
 
 MOST_US = 20.0  # the bar
 MOST = 7  # draft tokens of a step

@@ -227,7 +227,7 @@ void commit(const Tables& tables, const Array& slots_in, const Array& new_in,
     }
 }
 
-// `pages` [num_pages, blocks, block_size, heads, numbers], of any type. A node never stands before
+// `pages` [num_pages, blocks, block_size, heads, numbers], of any type and strides. A node never stands before
 // its new place, and its old one is read before anything is written there, as the ways rise.
 void keep_path(const Tables& tables, const Array& slots_in, const Array& roots_in,
                const Array& path_in, const Array& counts_in, const Array& pages_in,
@@ -241,24 +241,26 @@ void keep_path(const Tables& tables, const Array& slots_in, const Array& roots_i
     require(!windowed || tables.window_column, "windowed: there is no second table");
     const int64_t table = windowed ? 1 : 0;
     const Number type = number_of(pages_in);
-    char* pages = contiguous<char>(pages_in, type, "pages");
-    const int64_t size = pages_in.dtype().bits / 8;
-    require(static_cast<int64_t>(pages_in.shape(2)) == tables.block_size,
-            "pages: blocks of another size");
-    const int64_t token_bytes = static_cast<int64_t>(pages_in.shape(3) * pages_in.shape(4)) * size,
-                  page_bytes = static_cast<int64_t>(pages_in.shape(1)) * tables.block_size *
-                               token_bytes;
+    char* pages = numbers<char>(pages_in, type, 1, "pages");
+    const int64_t size = pages_in.dtype().bits / 8, block_size = tables.block_size;
+    require(static_cast<int64_t>(pages_in.shape(2)) == block_size, "pages: blocks of another size");
+    const int64_t num_blocks = pages_in.shape(1), num_heads = pages_in.shape(3);
+    const auto offset = [&](int64_t place) {
+        require(place / block_size < num_blocks, "a block is not in the cache");
+        return place / block_size * pages_in.stride(1) + place % block_size * pages_in.stride(2);
+    };
     for (int64_t request = 0; request < requests; ++request) {
         const int64_t slot = slots[request], root = roots[request], count = counts[request];
         for (int64_t i = 0; i <= count && i < width; ++i) {
             const int64_t node = path[request * width + i];
             if (node == i) continue;
-            const int64_t from = tables.place(slot, root + node, table) * token_bytes;
-            const int64_t to = tables.place(slot, root + i, table) * token_bytes;
-            require(std::max(from, to) < page_bytes, "a block is not in the cache");
+            const int64_t from = offset(tables.place(slot, root + node, table));
+            const int64_t to = offset(tables.place(slot, root + i, table));
             for (int64_t page = 0; page < num_pages; ++page)
-                std::memcpy(pages + page * page_bytes + to, pages + page * page_bytes + from,
-                            token_bytes);
+                for (int64_t head = 0; head < num_heads; ++head) {
+                    char* first = pages + (page * pages_in.stride(0) + head * pages_in.stride(3)) * size;
+                    std::memcpy(first + to * size, first + from * size, pages_in.shape(4) * size);
+                }
         }
     }
 }

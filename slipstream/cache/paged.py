@@ -55,7 +55,8 @@ class KVPool:
     """Pages of several layers.
 
     Attributes:
-        pages: [2 * layers, num_blocks, block_size, num_kv_heads, stored_dim]. Pages are not
+        pages: [2 * layers, num_blocks, block_size, num_kv_heads, stored_dim], with strides as
+            `Kernels.splits_heads` says. Pages are not
             cleared, since no slot is read before it is written. If layers with a window have their
             own blocks, there are `num_window_blocks` and the null block instead.
         layers: (keys, values) of each layer, views of `pages`.
@@ -64,14 +65,17 @@ class KVPool:
     def __init__(self, spec: KVSpec, num_layers: int, sizes: CacheSizes) -> None:
         self._windowed = spec.window is not None and sizes.num_window_blocks > 0
         num_blocks = sizes.num_window_blocks + 1 if self._windowed else sizes.num_blocks
-        shape = (
-            *(2 * num_layers, num_blocks, sizes.block_size),
-            *(spec.num_kv_heads, spec.stored_dim),
-        )
-        self.pages = torch.empty(shape, dtype=spec.dtype, device=sizes.device)
+        kernels = kernels_for(sizes.device)
+        page = (sizes.block_size, spec.num_kv_heads)
+        if kernels.splits_heads:
+            page = page[::-1]
+        shape = (2 * num_layers, num_blocks, *page)
+        self.pages = torch.empty((*shape, spec.stored_dim), dtype=spec.dtype, device=sizes.device)
+        if kernels.splits_heads:
+            self.pages = self.pages.transpose(2, 3)
         if self._windowed:
             self.pages[:, -1].zero_()
-        self._preparation = kernels_for(sizes.device).preparation
+        self._preparation = kernels.preparation
         self.layers: list[tuple[Tensor, Tensor]] = [
             (self.pages[2 * layer], self.pages[2 * layer + 1]) for layer in range(num_layers)
         ]

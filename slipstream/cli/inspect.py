@@ -24,7 +24,7 @@ from slipstream.core.errors import UsageError, counted
 from slipstream.core.flags import REQUIRED, flag
 
 if TYPE_CHECKING:
-    from slipstream.engine.drafting.costs import CostRow
+    from slipstream.engine.drafting.step_costs import CostRow
 
 
 def show_costs(model: str, drafter: str | None, as_json: bool) -> None:

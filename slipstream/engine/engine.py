@@ -12,8 +12,8 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine.adapters import Adapters
 from slipstream.engine.detokenizer import Detokenizer
-from slipstream.engine.drafting.costs import CostRow
 from slipstream.engine.drafting.kept_costs import KeptCosts
+from slipstream.engine.drafting.step_costs import CostRow
 from slipstream.engine.grammar import Grammars
 from slipstream.engine.images import ImageReader
 from slipstream.engine.isolation import Isolation

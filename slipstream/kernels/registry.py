@@ -41,12 +41,15 @@ class Kernels:
         sampling: ops of drafting, verification, and the sampling state.
         gather: all-gather of a few bytes through `Inboxes`, [...] -> [ranks, ...]; it returns None
             if the tensor is too large. None: the backend has no such op.
+        splits_heads: a page of the KV cache has all tokens of its first head, then those of the
+            next. A core reads one head at a time, fastest where that lies in one piece.
     """
 
     network: Ops
     preparation: PreparationOps
     sampling: SamplingOps
     gather: Callable[[Tensor, Inboxes], Tensor | None] | None = None
+    splits_heads: bool = False
 
 
 @functools.cache
@@ -94,7 +97,7 @@ def kernels_for(
         preparation, sampling = triton_preparation.PREPARATION, triton_sampling.SAMPLING
         gather = exchange.gather
     sampling = reference.FP64_SAMPLING if fp64_noise else sampling
-    return Kernels(network, preparation, sampling, gather)
+    return Kernels(network, preparation, sampling, gather, runs_cpp(device))
 
 
 def sampling_over(columns: Columns, device: torch.device, fp64_noise: bool) -> SamplingOps:

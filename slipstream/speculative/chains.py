@@ -76,7 +76,7 @@ class Chains:
         self._forced: Tensor | None = None
         self._tokens: list[int] | None = None  # on the host, where there are stops
         self._passes: list[int] = []
-        self._open: Sequence[_OpenChain] = ()
+        self._open: list[_OpenChain] = []
         requests, width = batch.num_requests, batch.width
         if not (batch.stops or resources.gives_confidences):
             return
@@ -113,20 +113,35 @@ class Chains:
         """
         if self._tokens is None:
             return True
-        if self._open:
-            confidences = self._known()[:, index].tolist()
-            self._open, before = [], self._open
-            for chain in before:
-                is_verified, goes_on = chain.takes(confidences[chain.row])
-                if not goes_on:
-                    self._tokens[chain.row] = min(index + int(is_verified), self._tokens[chain.row])
-                    self._passes[chain.row] = index + 1
-                elif self._passes[chain.row] > index + 1:
-                    self._open.append(chain)
-            if len(self._open) < len(before):
-                numbers = upload([self._tokens, self._passes], self.num_tokens.device)
-                self.num_tokens, self.num_passes = numbers.unbind(0)
+        if self._open and self._end(index, self._known()[:, index].tolist()):
+            self._upload()
         return max(self._passes) > index + 1
+
+    def take_all(self) -> None:
+        """End the chains that were drafted at once, each where its survival becomes too small."""
+        if not self._open:
+            return
+        columns = zip(*self._known().tolist(), strict=True)
+        if any([self._end(index, column) for index, column in enumerate(columns)]):
+            self._upload()
+
+    def _end(self, index: int, confidences: Sequence[float]) -> bool:
+        """End chains by their confidences at position `index`; whether any ended."""
+        assert self._tokens is not None
+        before, self._open = self._open, []
+        for chain in before:
+            is_verified, goes_on = chain.takes(confidences[chain.row])
+            if not goes_on:
+                self._tokens[chain.row] = min(index + int(is_verified), self._tokens[chain.row])
+                self._passes[chain.row] = index + 1
+            elif self._passes[chain.row] > index + 1:
+                self._open.append(chain)
+        return len(self._open) < len(before)
+
+    def _upload(self) -> None:
+        assert self._tokens is not None
+        numbers = upload([self._tokens, self._passes], self.num_tokens.device)
+        self.num_tokens, self.num_passes = numbers.unbind(0)
 
     def finish(self, draft: Draft) -> Draft:
         """The draft of all positions, cut to the lengths of its chains, with its confidences."""

@@ -132,9 +132,7 @@ class DraftSampling:
             chains.confidences_out(),
         )
         tokens = self.token_ids(picked).view(-1, width)
-        for index in range(width):
-            if not chains.take(index):
-                break
+        chains.take_all()
         return chains.finish(self.draft(batch, tokens, wanted, probs))
 
     def sample(

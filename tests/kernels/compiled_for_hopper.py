@@ -1,6 +1,6 @@
 """Compiles the kernels that no interpreter has for an H200; prints what each takes, as JSON.
 
-Run as a program with `ways`, `more` or `tiles`, without TRITON_INTERPRET; needs no GPU.
+Run with `ways`, `more`, `tiles` or `attention`, without TRITON_INTERPRET; needs no GPU.
 """
 
 import json
@@ -18,6 +18,10 @@ from slipstream.kernels.triton.adapters import (
     _shrink_kernel,
     _shrink_rows_kernel,
 )
+from slipstream.kernels.triton.attention_stream_kernel import (
+    SWIZZLED as SWIZZLED_PAGES,
+)
+from slipstream.kernels.triton.attention_stream_kernel import attention_stream_kernel
 from slipstream.kernels.triton.fragments import E2M1, INT4, INT4_ZEROS, INT8
 from slipstream.kernels.triton.grouped_stream_kernels import BYTES, HALVES, grouped_stream_kernel
 from slipstream.kernels.triton.matmul_stream_kernels import SWIZZLED, stream_kernel
@@ -114,6 +118,19 @@ def grouped(
         "pdl": True,
     }
     return compiled(grouped_stream_kernel, types, constants, 4)
+
+
+def attention() -> Any:
+    """`attention.py`'s launch for prompts with trees and sinks, in pages of 16 tokens."""
+    pages = f"tensordesc<bf16[16, 64],{SWIZZLED_PAGES.value}>"
+    types: dict[str, str | None] = {"keys": pages, "values": pages, "tables": "*i32"}
+    types |= dict.fromkeys(("query", "out", "sinks"), "*bf16")
+    lists = ("query_start", "context_lens", "positions", "tokens", "ancestors", "tree_starts")
+    types |= dict.fromkeys(lists, "*i64")
+    ints = ("row_stride", "table_stride", "requests", "short_rows")
+    types |= dict.fromkeys(ints, "i32") | {"scale": "fp32"}
+    constants = {"kv_heads": 8, "groups": 8, "block_size": 16, "block_r": 16, "pdl": True}
+    return compiled(attention_stream_kernel, types, constants, 4)
 
 
 def norm(weighted: bool, ranks: int = 1, shares: bool = False) -> int:
@@ -214,6 +231,9 @@ def other_tiles(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
 
 
 def main(which: str) -> None:
+    if which == "attention":  # alone, as it takes as long as all the others
+        print(json.dumps([attention()]))
+        return
     listed = {"ways": each_way, "more": other_ways, "tiles": other_tiles}
     results = listed[which](torch.bfloat16, torch.float32)
     assert norm(weighted=True, ranks=4, shares=True) > norm(weighted=True)

@@ -18,6 +18,7 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program can have on an H200
     ("which", "count"),
     [
         ("ways", 5),
+        ("attention", 1),
         *(pytest.param(*it, marks=pytest.mark.full) for it in (("more", 4), ("tiles", 6))),
     ],
 )

@@ -411,7 +411,7 @@ def test_tensors_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="pages: blocks of another size"):
         ops.keep_path(tables, one, one, path, one, pages[:, :, :4].contiguous())
     with pytest.raises(ValueError, match="pages: must be contiguous"):
-        ops.keep_path(tables, one, one, path, one, pages.transpose(0, 1))
+        ops.keep_path(tables, one, one, path, one, pages[..., ::2])
     with pytest.raises(TypeError, match="token_ids: dtype int64, not int32"):
         ops.suffix_lookup(tables.token_ids.long(), one, one, 2, 1, 2)
     with pytest.raises(TypeError, match="num_tokens: dtype int32"):

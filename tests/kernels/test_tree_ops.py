@@ -240,6 +240,8 @@ def test_the_accepted_way_moves_to_where_a_chain_is(
     )
     slots = torch.tensor([2, 4, 1, 3], device=DEVICE)
     given = pages.to(DEVICE)
+    if column == "cpu":  # as `Kernels.splits_heads` says
+        given = given.transpose(2, 3).contiguous().transpose(2, 3)
     ops.keep_path(
         state,
         slots,

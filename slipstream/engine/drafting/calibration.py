@@ -15,7 +15,8 @@ from time import perf_counter
 from slipstream.core.batch import Batch, ScheduledRequest, StepReport
 from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.engine.drafting.costs import CostModel, Point
+from slipstream.engine.drafting.costs import CostModel
+from slipstream.engine.drafting.step_costs import Point, least, plausible
 from slipstream.engine.launcher import Launcher
 from slipstream.engine.resolve import Resolved
 from slipstream.engine.step_results import Launched
@@ -27,7 +28,6 @@ _REQUESTS = (1, 16, 4, 64, 2, 8, 32, 128, 256)  # the most important first
 _ROUNDS = 2  # repeated, since other load on the machine comes and goes
 _MOST_RUNS, _FEWEST_RUNS = 6, 2  # runs of a kind of step in a round; the first is not counted
 _ENOUGH_SECONDS = 0.02
-_MOST_OVER = 1.25
 _GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
@@ -75,35 +75,11 @@ def calibrate(
                 continue
             point = measured.run(shape, points.get(replace(shape, width=0)))
             if point is not None:
-                points[shape] = _least([point, points.get(shape, point)])
+                points[shape] = least([point, points.get(shape, point)])
                 costs.calibrate(plausible(tuple(points.values())))
     finally:
         measured.clear()
     return len(points)
-
-
-def _least(points: Sequence[Point]) -> Point:
-    """The minimum of all parts, since disturbances only make a step longer."""
-    draft, target = min(it.draft for it in points), min(it.target for it in points)
-    rest, host = min(it.rest for it in points), min(it.host for it in points)
-    return replace(points[0], draft=draft, target=target, rest=rest, host=host)
-
-
-def plausible(points: Sequence[Point]) -> list[Point]:
-    """The points without evident disturbances: no step takes much longer than one that does more of
-    everything. (Because of tiles and experts it may take a little longer.)"""
-    found = []
-    for point in points:
-        larger = [it for it in points if _does_more(it, point)]
-        draft = min([point.draft, *(_MOST_OVER * it.draft for it in larger)])
-        target = min([point.target, *(_MOST_OVER * it.target for it in larger)])
-        found.append(replace(point, draft=draft, target=target))
-    return found
-
-
-def _does_more(one: Point, other: Point) -> bool:
-    requests, width = one.requests >= other.requests, one.width >= other.width
-    return requests and width and one.rows >= other.rows and one.context * 2 >= other.context
 
 
 def shapes(resolved: Resolved, widths: Sequence[int], length: int, longest: int) -> list[Shape]:
@@ -153,13 +129,13 @@ class ArtificialRequests:
         points = [_point(shape, *pair) for pair in self._steps(batch, self._step.runs_ahead)]
         found = [point for point in points[1:] if point is not None]
         if found or plain is None:
-            return _least(found) if found else None
+            return least(found) if found else None
         # The target's output may have no matches to look up. So the requests are admitted anew in
         # every step; the time for that is part of `rest`, which is therefore taken from `plain`.
         batch = self._admission(range(shape.requests), shape)
         points = [_point(shape, *pair, plain.rest) for pair in self._steps(batch, False)]
         found = [point for point in points[1:] if point is not None]
-        return _least(found) if found else None
+        return least(found) if found else None
 
     def _steps(self, batch: Batch, runs_ahead: bool) -> list[tuple[StepReport, int]]:
         """Run a batch a few times: the reports, each with the total context length."""

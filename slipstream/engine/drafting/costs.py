@@ -14,19 +14,24 @@ experts are read. Context is the sum of the lengths of all requests, which atten
 Each knot of a table follows the median of the values that the latest steps give for it. A single
 step that was disturbed changes nothing; a lasting change shows once most of these steps have it.
 
+All of this is multiplied by the machine's slowness, which follows the steps whose costs are known
+well, and values are learnt as they would be without it. Otherwise a machine that becomes slower or
+faster would seem to do so only for the steps that it runs, and not for those it might run instead.
+
 Plain steps tell the host's share h. Steps with drafts tell the sum of h and g, which is what
 drafting adds to it. While there are plain steps, h is theirs. Where there were none for long, what
 changes is taken to be h, so that plain steps and those with drafts are charged for it alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import attrgetter
+from statistics import fmean, median
 from typing import Any
 
 from slipstream.core.batch import StepReport
-from slipstream.engine.drafting.tables import LEAST, Grid, Knot, Slope, Table
+from slipstream.engine.drafting.step_costs import CostRow, Point
+from slipstream.engine.drafting.tables import GAIN, LEAST, Grid, Knot, Slope, Table
 
 _MOST_ERROR = 0.3  # bound of the errors that slopes learn from, relative to the prediction
 _LEAST_SHARE = 0.1  # least share of an error that is attributed to a knot
@@ -35,43 +40,6 @@ _PLAIN_AGE = 64  # steps learnt from, for which a plain step tells the host's sh
 _START, _NUM_DRAFTS = attrgetter("start"), attrgetter("num_draft_tokens")
 _STOPS = attrgetter("stops")
 _TABLES = ("rows", "rest", "added_rest", "host")
-
-
-@dataclass(frozen=True)
-class Point:
-    """A measured decode step: `draft` seconds of drafting, `target` seconds of the target's pass
-    and verification, `rest` and `host` as `StepTimes` has them. For the other fields see
-    `CostModel.seconds`."""
-
-    requests: int
-    width: int
-    rows: int
-    context: int
-    draft: float
-    target: float
-    rest: float = 0.0
-    host: float = 0.0
-
-
-@dataclass(frozen=True)
-class CostRow:
-    """Predicted seconds of a step in which each of `requests` requests drafts `drafts` tokens."""
-
-    requests: int
-    drafts: int
-    seconds: float
-
-    def least_acceptance(self, plain: float) -> float | None:
-        """The acceptance rate of each draft token from which on this is faster than plain steps of
-        `plain` seconds; None if it never is."""
-        if self.seconds > plain * (self.drafts + 1):
-            return None
-        low, high = 0.0, 1.0
-        for _ in range(30):
-            chance = (low + high) / 2
-            tokens = sum(chance**place for place in range(self.drafts + 1))
-            low, high = (low, chance) if tokens * plain >= self.seconds else (chance, high)
-        return high
 
 
 class CostModel:
@@ -94,6 +62,9 @@ class CostModel:
             "attention": Slope(256.0),  # a
             "draft_context": Slope(256.0),  # e
         }
+        self._slowness = Knot(1.0)
+        self._slowness.set(1.0)
+        self._is_restored = False
         self._moved = 0.0
         self._targets: dict[tuple[int, int], tuple[float, float]] = {}
         self._drafts: dict[tuple[int, int], tuple[float, float]] = {}
@@ -120,20 +91,21 @@ class CostModel:
         seconds = self.target_seconds(requests, report.num_rows, context)
         if counts:
             slope = self._slopes["draft_context"].value * len(counts)
-            seconds += self._passes(counts) + self._added_rest(requests)
-            seconds += slope * context * counts[0] / requests
+            drafting = self._passes(counts) + self._added_rest(requests)
+            drafting += slope * context * counts[0] / requests
+            seconds += self._slowness.value * drafting
         return max(LEAST, seconds, self.host_seconds(requests))
 
     def host_seconds(self, requests: int) -> float:
         """Minimum seconds of a step that overlaps with the host's work; 0 if it does not."""
-        return max(0.0, self._host(self._pad(requests)))
+        return self._slowness.value * max(0.0, self._host(self._pad(requests)))
 
     def target_seconds(self, requests: int, rows: int, context: int) -> float:
         """Seconds of all but drafting: the target's pass, verification, and the rest."""
         found = self._targets.get((requests, rows))
         if found is None:
             found = self._targets[requests, rows] = self._target(requests, rows)
-        return found[0] + found[1] * context
+        return self._slowness.value * (found[0] + found[1] * context)
 
     def draft_seconds(self, requests: int, width: int, context: int) -> float:
         """The seconds that it adds to a step if `requests` requests draft `width` tokens each."""
@@ -142,7 +114,7 @@ class CostModel:
         found = self._drafts.get((requests, width))
         if found is None:
             found = self._drafts[requests, width] = self._draft(requests, width)
-        return found[0] + found[1] * context
+        return self._slowness.value * (found[0] + found[1] * context)
 
     def table(self, requests: Sequence[int], drafts: Sequence[int], length: int) -> list[CostRow]:
         """Predictions for requests of `length` tokens each."""
@@ -174,6 +146,11 @@ class CostModel:
         more = self._slopes["attention"].value * (rows / requests - 1)
         return self._slopes["context"].value + more
 
+    def _request_seconds(self, step: Point) -> float:
+        """Seconds of the target's pass that do not follow from its rows alone."""
+        per_token = self._per_token(step.requests, step.rows)
+        return self._slopes["requests"].value * step.requests + per_token * step.context
+
     def _pad(self, requests: int) -> int:
         return requests if self._padded is None else self._padded(requests)
 
@@ -183,17 +160,23 @@ class CostModel:
         """Replace what is known by measured steps.
 
         Slopes are computed from pairs of points that differ in one quantity. The tables go through
-        the points with the shortest contexts.
+        the points with the shortest contexts. If costs were restored, the points also tell the
+        machine's slowness, so that they fit those that were not measured again.
         """
+        if self._is_restored:
+            taken = [
+                point.target / max(LEAST, self._rows(point.rows) + self._request_seconds(point))
+                for point in points
+            ]
+            self._slowness.set(median(taken))
+            points = [point.divided(self._slowness.value) for point in points]
         short: dict[tuple[int, int], Point] = {}
         for point in sorted(points, key=lambda it: it.context, reverse=True):
             short[point.requests, point.width] = point  # the last is the shortest
         self._fit_slopes(points, short)
         for point in sorted(short.values(), key=lambda it: it.width):
             requests, context = point.requests, point.context
-            fixed = point.target - self._per_token(requests, point.rows) * context
-            fixed -= self._slopes["requests"].value * requests
-            self._rows.knot(point.rows).set(max(LEAST, fixed))
+            self._rows.knot(point.rows).set(max(LEAST, point.target - self._request_seconds(point)))
             if point.host:
                 self._host.knot(requests).set(point.host)
             rest = _host_gap(point.rest, point.draft + point.target, point.host)
@@ -220,7 +203,7 @@ class CostModel:
                 continue
             if found["context"]:
                 more = point.rows / point.requests - 1
-                plain = _mean(found["context"])
+                plain = fmean(*zip(*found["context"], strict=True))
                 found["attention"].append(((slope - plain) / more, longer * more))
             slope = (point.draft - base.draft) / longer / point.width
             found["draft_context"].append((slope, longer * point.width))
@@ -233,7 +216,7 @@ class CostModel:
                 found["requests"].append((slope, abs(apart)))
         for name, slopes in found.items():
             if slopes:
-                self._slopes[name].value = max(0.0, _mean(slopes))
+                self._slopes[name].set(max(0.0, fmean(*zip(*slopes, strict=True))))
 
     def observe(self, report: StepReport) -> None:
         """Learn from a step, unless it has prompt chunks or ran uncaptured where others do not."""
@@ -245,14 +228,16 @@ class CostModel:
         requests = self._pad(len(batch.requests))
         context = _context(report)
         self._num_learnt += 1
-        self._learn_target(requests, report.num_rows, context, times.target + times.verify)
-        if times.host:
-            self._update(self._host.knot(requests), times.host, times.host)
+        seconds = times.target + times.verify
+        slowness = self._learn_target(requests, report.num_rows, context, seconds)
+        draft, host = times.draft / slowness, times.host / slowness
+        if host:
+            self._update(self._host.knot(requests), host, host)
         counts, ended_early = self._counts(report), _ended_early(report)
-        rest = _host_gap(times.rest, times.device, times.host)
-        self._learn_rest(requests, rest, times.draft, bool(counts) or ended_early)
+        rest = _host_gap(times.rest, times.device, times.host) / slowness
+        self._learn_rest(requests, rest, draft, bool(counts) or ended_early)
         if counts and not ended_early:
-            self._learn_drafting(requests, counts, context, times.draft)
+            self._learn_drafting(requests, counts, context, draft)
         if self._moved > _STALE:
             self._forget_predictions()
 
@@ -267,16 +252,21 @@ class CostModel:
             ending[drafted] += 1
         return [count for count in reversed(list(accumulate(reversed(ending[1:])))) if count]
 
-    def _learn_target(self, requests: int, rows: int, context: int, seconds: float) -> None:
+    def _learn_target(self, requests: int, rows: int, context: int, seconds: float) -> float:
+        """Learn from the target's pass; returns the machine's slowness."""
         slopes, knot = self._slopes, self._rows.knot(rows)
-        beside = slopes["requests"].value * requests + self._per_token(requests, rows) * context
-        error = self._update(knot, seconds - beside, seconds)
+        of_requests = self._request_seconds(Point(requests, 0, rows, context, 0.0, 0.0))
+        if knot.is_settled:
+            self._slowness.update(seconds / max(LEAST, knot.value + of_requests))
+        seconds /= self._slowness.value
+        error = self._update(knot, seconds - of_requests, seconds)
         slopes["requests"].learn(requests, error)
         more = rows / requests - 1
         if more < 1 / 2:  # nearly plain: the error is that of `context`, not of `attention`
             slopes["context"].learn(context, error)
         else:
             slopes["attention"].learn(context * more, error)
+        return self._slowness.value
 
     def _learn_rest(self, requests: int, rest: float, draft: float, drafts: bool) -> None:
         """Learn the host's share from a step with or without drafts; see the module's docstring."""
@@ -324,11 +314,13 @@ class CostModel:
     def _update(self, knot: Knot, value: float, seconds: float) -> float:
         """Update a knot by its value in a step of `seconds`, if all other terms are right; returns
         the error of the prediction in seconds, bounded."""
+        knot.visit(self._num_learnt)
         error = value - knot.value
         predicted = max(LEAST, seconds - error)
+        gain = GAIN if knot.is_settled else 1.0
         # If the knot is a small part of the step, so is its share in the error.
         share = max(_LEAST_SHARE, min(1.0, knot.value / predicted)) if knot.value else 1.0
-        self._moved += knot.update(knot.value + share * error)
+        self._moved += knot.update(knot.value + share * error, gain)
         most = _MOST_ERROR * predicted
         return max(-most, min(most, error))
 
@@ -349,6 +341,7 @@ class CostModel:
             "host": self._host.items(),
             "drafting": [(count, table.items()) for count, table in drafting],
             "slopes": {name: slope.value for name, slope in self._slopes.items()},
+            "slowness": self._slowness.value,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -358,6 +351,7 @@ class CostModel:
             KeyError, TypeError, ValueError: the data is not of that form.
         """
         slopes = {name: float(state["slopes"][name]) for name in self._slopes}
+        slowness = float(state["slowness"])
         tables, drafting = {name: Table() for name in _TABLES}, Grid()
         for name, table in tables.items():
             for place, value in state[name]:
@@ -368,7 +362,9 @@ class CostModel:
         self._rows, self._rest, self._added_rest, self._host = tables.values()
         self._drafting = drafting
         for name, value in slopes.items():
-            self._slopes[name].value = value
+            self._slopes[name].set(value)
+        self._slowness.set(slowness)
+        self._is_restored = True
         self._forget_predictions()
 
 
@@ -391,8 +387,3 @@ def _ended_early(report: StepReport) -> bool:
         if item.stops is not None and gain.num_draft_tokens < item.num_draft_tokens:
             return True
     return False
-
-
-def _mean(pairs: Sequence[tuple[float, float]]) -> float:
-    """The mean of weighted values."""
-    return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)

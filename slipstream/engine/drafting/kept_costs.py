@@ -15,7 +15,8 @@ from time import monotonic
 from typing import Any
 
 from slipstream.core.batch import StepReport
-from slipstream.engine.drafting.costs import CostModel, CostRow
+from slipstream.engine.drafting.costs import CostModel
+from slipstream.engine.drafting.step_costs import CostRow
 
 logger = logging.getLogger("slipstream")
 

@@ -122,6 +122,8 @@ class AdaptivePolicy:
         elif self._left <= 0:
             self._choose(requests, candidates)
         plans = self._plans
+        if self._probes.plain_is_due(self._longest > 0):
+            return [DraftPlan(0)] * len(plans)
         if self._probes.is_due():
             plans = self._probes.plans(candidates, plans)
         if min(map(_MOST, candidates)) < self._longest:

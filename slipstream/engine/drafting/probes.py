@@ -1,7 +1,10 @@
 """Probes: steps that draft more than the latest choice, so that drafting is never off for good.
 
-They have a budget of time. A small share of all time is added to it, and so is the time that
-accepted tokens of a probe saved. So probes are rare where they fail, and frequent where they pay.
+Where all steps draft for long, a few plain ones come between them, so that their time is known.
+
+Probes of more tokens have a budget of time. A small share of all time is added to it, and so is the
+time that accepted tokens of a probe saved. So they are rare where they fail, and frequent where
+they pay.
 """
 
 from collections.abc import Sequence
@@ -16,6 +19,9 @@ PROBE_SHARE = 0.015  # share of all time that is added to the budget
 _MOST_SAVED = 4  # the budget is enough for this many probes at most
 _LEAST_SECONDS = 0.002  # least cost of a probe, as a share of a step
 _RESULTS_IN = 3  # steps until the results of a probe arrive
+# Plans with drafts, after which plain steps are measured, and the number of these. They are left
+# out where plain steps would have to be so many times as fast to be better.
+_DRAFTING_FOR, _PLAIN_STEPS, _FAR_BETTER = 400, 3, 2.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,19 @@ class Probes:
         self.next, self._choice = Probe(), Choice(0, (), 1.0, 1.0, 1.0)
         self._ledger = 0.0  # seconds
         self._rests = 0  # plans until the next probe is allowed
+        self._with_drafts = 0  # plans since the latest plain one
+        self._is_far_better = False  # the choice, compared with plain steps
+
+    def plain_is_due(self, drafts: bool) -> bool:
+        """Whether this step is to be plain, to measure it; called once for every plan.
+
+        Args:
+            drafts: whether the plan drafts.
+        """
+        if not drafts or self._is_far_better or self._with_drafts >= _DRAFTING_FOR + _PLAIN_STEPS:
+            self._with_drafts = 0
+        self._with_drafts += 1
+        return self._with_drafts > _DRAFTING_FOR
 
     def is_due(self) -> bool:
         """Whether this step is to be a probe; called once for every plan."""
@@ -82,6 +101,8 @@ class Probes:
     ) -> None:
         """After a new choice, find what to probe beyond it, and its cost."""
         self._choice = choice
+        plain = max(table.least, table.targets(0, 0)[0])
+        self._is_far_better = choice.speed * plain > _FAR_BETTER * len(bounds)
         short = [
             plan.num_tokens // self._unit
             for plan, bound in zip(plans, bounds, strict=True)

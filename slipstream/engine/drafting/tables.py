@@ -3,11 +3,13 @@
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 
 LEAST = 1e-7  # seconds, so that relative errors exist
 _NEAR = 1 / 24  # relative distance within which a knot stands for other places
 _RECENT = 11  # a knot follows the median of this many values
-_GAIN, _FAR_GAIN = 0.1, 0.5  # step sizes: close to the median, and farther off than `_FAR`
+_OLD, _KEPT = 128, 2  # a knot without an update in so many steps keeps so many values
+GAIN, _FAR_GAIN = 0.1, 0.5  # step sizes: close to the median, and farther off than `_FAR`
 _FAR = 0.08
 _SLOPE_GAIN = 0.03
 _MEMORY = 0.02  # weight of the latest value in a slope's moving averages
@@ -19,13 +21,29 @@ class Knot:
     def __init__(self, value: float) -> None:
         self.value = value
         self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._updated = self._num_updates = 0
 
     def set(self, value: float) -> None:
         """Set it to a value that was measured carefully."""
         self.value = value
+        self._recent.clear()
         self._recent.extend([value] * (_RECENT // 2))
 
-    def update(self, value: float) -> float:
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has had many values lately."""
+        return self._num_updates > _RECENT
+
+    def visit(self, step: int) -> None:
+        """Called before each update, with the number of the step."""
+        if step - self._updated > _OLD:  # what it knows may be wrong: learn fast
+            while len(self._recent) > _KEPT:
+                self._recent.popleft()
+            self._num_updates = 0
+        self._updated = step
+        self._num_updates += 1
+
+    def update(self, value: float, most_gain: float = _FAR_GAIN) -> float:
         """Add an observation; returns by how much the knot changed, relative to its old value."""
         self._recent.append(value)
         values = sorted(self._recent)
@@ -34,7 +52,7 @@ class Knot:
         if len(values) == 1:  # the first observation
             self.value += off
             return abs(off) / before
-        gain = _GAIN if abs(off) <= _FAR * before else _FAR_GAIN
+        gain = GAIN if abs(off) <= _FAR * before else min(_FAR_GAIN, most_gain)
         self.value += gain * off
         return abs(gain * off) / before
 
@@ -133,8 +151,16 @@ class Slope:
 
     def __init__(self, least_spread: float) -> None:
         self.value, self._least_spread = 0.0, least_spread
+        self._least, self._most = 0.0, inf
         self._mean = self._variance = 0.0
         self._count = 0
+
+    def set(self, value: float) -> None:
+        """Set it to a value that was measured in pairs of steps. It stays within a factor of four,
+        since a machine that becomes slower while contexts grow seems to have a larger one."""
+        self.value = value
+        if value > 0:
+            self._least, self._most = value / 4, 4 * value
 
     def learn(self, amount: float, error: float) -> None:
         """Learn from a step with this amount, which took `error` longer than predicted."""
@@ -145,4 +171,4 @@ class Slope:
         self._variance += memory * (off * off - self._variance)
         spread = max(self._least_spread, self._mean / 8)
         step = _SLOPE_GAIN * error * off / (self._variance + spread * spread + off * off)
-        self.value = max(0.0, self.value + step)
+        self.value = min(self._most, max(self._least, self.value + step))

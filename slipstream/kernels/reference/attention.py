@@ -39,11 +39,12 @@ def store(key: Tensor, value: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor
 
 
 def store_rows(rows: Tensor, slots: Tensor, pages: Tensor) -> None:
-    """Write rows [T, ...] to their slots in pages [blocks, block_size, ...]; skip slot -1."""
+    """Write rows [T, ...] to their slots in pages [blocks, block_size, ...], which may have any
+    strides; skip slot -1."""
     if bool((slots < 0).any()):
         written = slots >= 0
         slots, rows = slots[written], rows[written]
-    pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, rows.to(pages.dtype))
+    pages[slots // pages.shape[1], slots % pages.shape[1]] = rows.to(pages.dtype)
 
 
 def _rounded(rows: Tensor, pages: torch.dtype) -> Tensor:

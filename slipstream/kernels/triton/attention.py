@@ -6,9 +6,10 @@ m = row * groups + head, so that keys are read once for all of them and tensor c
 For a request of at most `SHORT_ROWS` rows, the context is split at fixed tokens
 (`attention_parts.py`), and the same kernel norms and rotates queries and keys. A longer request (a
 prompt chunk) is computed with larger tiles and without splits, after a kernel that rotates and
-stores. The choice depends only on the request's own number of rows, so a row of a decoding request
-has the same bits alone, in any batch, and with any number of draft rows up to that limit. The host
-reads shapes only, and never waits for the device.
+stores; `streams` says when Hopper's own kernel does it. Whether a request is short depends only on
+its own number of rows, so a row of a decoding request has the same bits alone, in any batch, and
+with any number of draft rows up to that limit. The host reads shapes only, and never waits for the
+device.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +28,16 @@ from slipstream.kernels.triton.attention_chunk_kernel import chunk_kernel
 from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits
 from slipstream.kernels.triton.attention_short_kernels import combine_kernel, short_kernel
 from slipstream.kernels.triton.launch import empty_rows, options
+from slipstream.kernels.triton.matmul import ALIGNMENT, is_hopper
 from slipstream.kernels.triton.rope import pages_of, rotate_and_store
+
+try:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from slipstream.kernels.triton.attention_stream_kernel import SWIZZLED, attention_stream_kernel
+    from slipstream.kernels.triton.attention_stream_loads import HALF, LINES
+except ImportError:  # Gluon is still an experiment of Triton's
+    attention_stream_kernel = None
 
 SHORT_ROWS = 16
 COMBINING = 1024  # programs of the combine kernel, about
@@ -239,6 +249,9 @@ def _chunks(
 ) -> None:
     """Write `out` for requests of more than `SHORT_ROWS` rows."""
     rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
+    if streams(query, layer, sees, cache):
+        _stream(query, layer, inputs, cache, out)
+        return
     count, requests = len(query), len(paging.context_lens)
     tiles = chunk_tiles(layer.block_d, query.dtype)
     if sees.tree is not None:
@@ -252,6 +265,51 @@ def _chunks(
         causal=sees.causal, **_built(layer, cache, tiles),
         **options(query.device),
     )  # fmt: skip
+
+
+def streams(query: Tensor, layer: Layer, sees: Visibility, cache: tuple[Tensor, Tensor]) -> bool:
+    """Whether `attention_stream_kernel` computes the prompt chunks of this layer.
+
+    It is one kernel for requests of any length, so that a row's bits do not depend on the pass.
+    """
+    return (
+        attention_stream_kernel is not None
+        and is_hopper(query.device)
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and cache[0].dtype == query.dtype
+        and layer.head_dim in (64, 128)
+        and layer.window is None
+        and layer.softcap is None
+        and sees.causal
+        and sees.first_seen == 0
+        and cache[0].shape[1] in (8, 16, 32, 64, 128)  # the copy engine swizzles 8 rows at once
+        and all(pages.data_ptr() % ALIGNMENT == 0 for pages in cache)
+    )
+
+
+def _stream(
+    query: Tensor, layer: Layer, inputs: PassInputs, cache: tuple[Tensor, Tensor], out: Tensor
+) -> None:
+    """`_chunks` on Hopper: one program a multiprocessor, which has no room for two."""
+    rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
+    count, requests, block_size = len(query), len(paging.context_lens), cache[0].shape[1]
+    most = triton.cdiv(count * layer.groups, 2 * LINES.value) + min(requests, count // SHORT_ROWS)
+    keys, values = (_described(pages) for pages in cache)
+    attention_stream_kernel[(min(MULTIPROCESSORS, layer.kv_heads * most),)](
+        query, keys, values, out, rows.query_start, paging.context_lens, paging.block_tables,
+        rows.in_context, *tree_of(sees), sees.last_seen, layer.sinks, query.stride(0),
+        paging.block_tables.stride(0), layer.scale, requests, SHORT_ROWS, kv_heads=layer.kv_heads,
+        groups=layer.groups, block_size=block_size,
+        block_r=max(16, triton.next_power_of_2(requests)), num_warps=4, **options(query.device),
+    )  # fmt: skip
+
+
+def _described(pages: Tensor) -> "TensorDescriptor":
+    """The cache as a matrix [tokens, Hk * D], of which a copy brings one head of some tokens."""
+    blocks, block_size, kv_heads, head_dim = pages.shape
+    sizes, strides = [blocks * block_size, kv_heads * head_dim], [kv_heads * head_dim, 1]
+    box = [min(block_size, HALF.value), head_dim]
+    return TensorDescriptor(pages, sizes, strides, box, SWIZZLED.value)
 
 
 def most_rows_of(source: Tensor, inputs: PassInputs) -> int:

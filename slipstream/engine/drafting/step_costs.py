@@ -1,0 +1,72 @@
+"""Steps that were measured when the engine started, and predictions for others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+_MOST_OVER = 1.25
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured decode step: `draft` seconds of drafting, `target` seconds of the target's pass
+    and verification, `rest` and `host` as `StepTimes` has them. For the other fields see
+    `CostModel.seconds`."""
+
+    requests: int
+    width: int
+    rows: int
+    context: int
+    draft: float
+    target: float
+    rest: float = 0.0
+    host: float = 0.0
+
+    def divided(self, by: float) -> "Point":
+        """The step on a machine so many times as fast."""
+        times = self.draft / by, self.target / by, self.rest / by, self.host / by
+        return Point(self.requests, self.width, self.rows, self.context, *times)
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """Predicted seconds of a step in which each of `requests` requests drafts `drafts` tokens."""
+
+    requests: int
+    drafts: int
+    seconds: float
+
+    def least_acceptance(self, plain: float) -> float | None:
+        """The acceptance rate of each draft token from which on this is faster than plain steps of
+        `plain` seconds; None if it never is."""
+        if self.seconds > plain * (self.drafts + 1):
+            return None
+        low, high = 0.0, 1.0
+        for _ in range(30):
+            chance = (low + high) / 2
+            tokens = sum(chance**place for place in range(self.drafts + 1))
+            low, high = (low, chance) if tokens * plain >= self.seconds else (chance, high)
+        return high
+
+
+def least(points: Sequence[Point]) -> Point:
+    """The minimum of all parts, since disturbances only make a step longer."""
+    draft, target = min(it.draft for it in points), min(it.target for it in points)
+    rest, host = min(it.rest for it in points), min(it.host for it in points)
+    return replace(points[0], draft=draft, target=target, rest=rest, host=host)
+
+
+def plausible(points: Sequence[Point]) -> list[Point]:
+    """The points without evident disturbances: no step takes much longer than one that does more of
+    everything. (Because of tiles and experts it may take a little longer.)"""
+    found = []
+    for point in points:
+        larger = [it for it in points if _does_more(it, point)]
+        draft = min([point.draft, *(_MOST_OVER * it.draft for it in larger)])
+        target = min([point.target, *(_MOST_OVER * it.target for it in larger)])
+        found.append(replace(point, draft=draft, target=target))
+    return found
+
+
+def _does_more(one: Point, other: Point) -> bool:
+    requests, width = one.requests >= other.requests, one.width >= other.width
+    return requests and width and one.rows >= other.rows and one.context * 2 >= other.context
