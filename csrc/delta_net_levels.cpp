@@ -48,7 +48,7 @@ inline float softplus(float x) {
 inline F16 silu(F16 x) { return x / (broadcast(1.0f) + exp(zero() - x)); }
 
 // What a block of rows is made into, [rows, padded(D)] each; the states of the value heads stay for
-// the next block, as tiles one behind the other, each [padded rows, its columns].
+// the next block, as tiles one after the other, each [padded rows, its columns].
 struct Memory {
     int64_t rows;
     float *query, *key, *value, *kept, *strength, *read, *states;
@@ -336,7 +336,7 @@ class Request {
     const DeltaCacheView& cache_;
     int64_t key_head_, first_, slot_, saved_;
     // Of `num_rows_`, the first `pending_` are replayed and the first `taken_` stay; the state
-    // behind `save_` of them is saved, if that is not 0.
+    // after `save_` of them is saved, if that is not 0.
     int64_t num_rows_, pending_, taken_, save_ = 0;
 };
 

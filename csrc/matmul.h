@@ -2,7 +2,7 @@
 //
 // The arithmetic of a row of the result is a function of the weight's storage, its shape and the
 // level of instructions, never of the other rows: one order along K, one set of sums. So a token
-// that is verified beside others gets the bits that it gets alone.
+// that is verified with others gets the same bits as alone.
 #pragma once
 
 #include <cstdint>
@@ -108,7 +108,7 @@ struct Matrix {
     int64_t num_groups() const { return num_tiles() / tiles_per_group(); }
     // Of a group's scale, and of its minimum: float16, e8m0, or a byte plus 128.
     int64_t scale_bytes() const { return storage == Storage::mxfp4 || factor_groups ? 1 : 2; }
-    // Behind the tiles of each group of a block: 64 scales, then 64 minima or zeros (bytes), or none.
+    // After the tiles of each group of a block: 64 scales, then 64 minima or zeros (bytes), or none.
     int64_t group_tail_bytes() const {
         return group ? block_rows * (scale_bytes() * (1 + has_minima) + has_zeros) : 0;
     }

@@ -37,7 +37,7 @@ class ProductUnit {
         for (int64_t done = 0; done < num_tiles; done += resident_tiles) {
             const int64_t left = num_tiles - done;
             const int64_t part = left < resident_tiles ? left : resident_tiles;
-            // What comes behind this part, in the block or in the next.
+            // The weights after this part, in this block or in the next.
             ahead.from(reinterpret_cast<const char*>(weight + (done + part) * tile_numbers));
             for (int half = 0; half < 2; ++half)
                 for (int64_t line = 0; line < count; line += 32)

@@ -72,7 +72,7 @@ inline void require(bool holds, const char* what) {
 [[noreturn]] void throw_of_shape(const Array& array, std::initializer_list<int64_t> wanted,
                                  const char* name);
 
-// The numbers of an array of this type whose last `inner` axes lie one behind the other.
+// The numbers of an array of this type whose last `inner` axes are contiguous.
 template <typename T>
 T* numbers(const Array& array, Number type, int inner, const char* name) {
     if (number_of(array) != type) throw_of_type(array, type, name);
