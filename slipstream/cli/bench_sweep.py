@@ -260,7 +260,7 @@ def read_drafters(given: Sequence[str], model: str) -> dict[str, dict[str, Any]]
 
 
 def _counts(text: str) -> list[int | str]:
-    """Values of K: numbers, and behind them "auto" if that is among them."""
+    """Values of K: numbers, then "auto" if it is among them."""
     from slipstream.bench.sweep import AUTO
 
     parts = [part.strip() for part in text.split(",")]

@@ -66,7 +66,7 @@ def serve_locally(
 
 
 class _FrontWork:
-    """Runs beside the front's connections.
+    """Runs concurrently with the front's connections.
 
     Args:
         update: puts new replicas in place of the old ones; slow.

@@ -72,14 +72,14 @@ class EngineReplica:
         self._server, self._thread = engine_server(
             self._engine,
             plan.config,
-            plan.server.behind_front(self.id),
+            plan.server.for_replica(self.id),
             page_routes(),
             [self._queue_times],
         )
         sock = bind(self._host, 0)
         listen(sock)
         self._port: int = sock.getsockname()[1]
-        # The server needs an event loop of its own beside Ray's.
+        # The server needs its own event loop, apart from Ray's.
         self._serving = threading.Thread(target=self._serve, args=(sock,), name="server")
         self._serving.start()
 

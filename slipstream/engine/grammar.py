@@ -144,18 +144,18 @@ class Grammars:
                 token that is not allowed are not changed.
         """
         grammars: list[tuple[GrammarGuide, int, list[int]]] = []
-        behind: list[ThoughtRows] = []
+        thoughts: list[ThoughtRows] = []
         for guide, row, tokens in wanted:
             if isinstance(guide, ThoughtGuide):
                 left = guide.rows(masks, row, tokens)
                 if left.rest is None:
                     continue
-                behind.append(left)
+                thoughts.append(left)
                 guide, row, tokens = guide.rest, *left.rest  # type: ignore[assignment]
             assert isinstance(guide, GrammarGuide)
             grammars.append((guide, row, tokens))
         self._fill(masks, grammars)
-        for left in behind:
+        for left in thoughts:
             assert left.rest is not None
             masks[left.at_start] = masks[left.rest[0]].clone()
             for row, tokens in left.also.items():

@@ -21,7 +21,7 @@ class Increment:
 
     Attributes:
         events: new events; without reasoning if the request excludes it.
-        delta: the delta, cut off behind the token that completed a stop string.
+        delta: the delta, cut off after the token that completed a stop string.
         parts: the part of the answer that each token belongs to; None if unknown.
     """
 
@@ -137,7 +137,7 @@ def _parser(
 
 
 def _cut(delta: Delta, parsed: ParsedOutput) -> Delta:
-    """Cut a delta off behind the token that completed a stop string."""
+    """Cut a delta off after the token that completed a stop string."""
     end = len(parsed.parts or ())
     return replace(
         delta,

@@ -257,7 +257,7 @@ class ServerOptions:
                 f"--root-path must begin with a slash and not end with one, not {self.root_path!r}"
             )
 
-    def behind_front(self, replica: str) -> "ServerOptions":
+    def for_replica(self, replica: str) -> "ServerOptions":
         """The options of a replica, which a front asks by plain HTTP."""
         return replace(
             self,

@@ -248,7 +248,7 @@ class TrainSettings(DataSettings):
         _require(used, "max_feature_gb", "is for features on disk; leave --features online out")
 
     def require_only(self, known: frozenset[str]) -> None:
-        """Raise UsageError for options beside the `known` ones, which the recipe would ignore."""
+        """Raise UsageError for options that are not `known`, which the recipe would ignore."""
         given = {
             option.name: getattr(self.options, option.name) for option in fields(DrafterOptions)
         }

@@ -102,7 +102,7 @@ def test_matrices_are_rounded_and_nothing_else(
         assert weight.values.shape == full.shape
         assert weight.scales.dtype == torch.float32
         torch.testing.assert_close(weight.scales, full.abs().amax(-1) / 448)
-        # e4m3 keeps three bits behind the leading one; below 2^-6 its steps are even.
+        # e4m3 keeps three bits after the leading one; below 2^-6 its steps are even.
         bound = full.abs() / 16 + weight.scales.unsqueeze(-1) * 2.0**-10
         assert bool(((exact(weight) - full).abs() <= bound * 1.001).all()), name
     assert network.embedding.weight.table_dtype == torch.float32
@@ -205,7 +205,7 @@ def _oracle() -> Ops:
 
 
 def _nearest(x: Tensor) -> Tensor:
-    """To the nearest number of e4m3, ties to even: three bits behind the leading one, from 2^-6."""
+    """To the nearest number of e4m3, ties to even: three bits after the leading one, from 2^-6."""
     step = torch.exp2(torch.floor(torch.log2(x.abs().clamp_min(2.0**-6))) - 3)
     return torch.round(x / step) * step
 

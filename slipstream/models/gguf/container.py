@@ -202,7 +202,7 @@ def _check_layout(
             relation = "overlaps" if tensor.offset < position else "leaves a gap after"
             raise CheckpointError(
                 f"tensor {tensor.name} in {file} starts at byte {tensor.offset} and {relation} "
-                f"{previous}, behind which byte {position} is next; {DAMAGED}"
+                f"{previous}, after which byte {position} is next; {DAMAGED}"
             )
         end, previous = tensor.offset + tensor.nbytes, f"tensor {tensor.name}"
         if end > size:

@@ -200,7 +200,7 @@ class HarmonyParser(TokenParser):
 
 
 def _open_message(prompt: Sequence[int], start: int) -> Sequence[int]:
-    """The tokens of the prompt's last message, behind its start token."""
+    """The tokens of the prompt's last message, after its start token."""
     for place in range(len(prompt) - 1, -1, -1):
         if prompt[place] == start:
             return prompt[place + 1 :]
@@ -214,7 +214,7 @@ _FREE = ["body: TEXT"]
 class Harmony:
     """The harmony `OutputFormat`, in which calls are messages to functions.
 
-    Grammars begin behind the assistant's role. They leave reasoning unconstrained, and constrain
+    Grammars begin after the assistant's role. They leave reasoning unconstrained, and constrain
     the text of the last message.
     """
 
@@ -253,13 +253,13 @@ class Harmony:
         if constraints.content is None:
             return StructuredOutput(grammar=constraints.calls)
         # A message in the channel commentary would put text before the structured content.
-        answers = _answers(self.tokens, constraints.functions, asides='"analysis"', final=True)
+        answers = _answers(self.tokens, constraints.functions, channels='"analysis"', final=True)
         return replace(constraints.content, frame="\n".join(answers))
 
     def remember(self, message: dict[str, Any], reasoning: str) -> str:
         content = message.get("content")
         if content and message.get("tool_calls"):
-            # Templates of gpt-oss treat content beside calls as reasoning, and refuse both.
+            # Templates of gpt-oss treat content next to calls as reasoning, and refuse both.
             if not isinstance(content, str):
                 content = "\n".join(part["text"] for part in content)
             reasoning, message["content"] = f"{reasoning}\n{content}", None
@@ -278,32 +278,33 @@ class HarmonyCalls:
         return long_id()
 
     def only_calls(self, functions: Schemas, tokenizer: Tokenizer, several: bool) -> str:
-        return "\n".join(_answers(self.tokens, functions, _ANY_ASIDE, final=False))
+        return "\n".join(_answers(self.tokens, functions, _INNER_CHANNELS, final=False))
 
     def calls_in_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
-        return "\n".join([*_answers(self.tokens, functions, _ANY_ASIDE, final=True), *_FREE])
+        return "\n".join([*_answers(self.tokens, functions, _INNER_CHANNELS, final=True), *_FREE])
 
 
-_ANY_ASIDE = '("analysis" | "commentary")'
+_INNER_CHANNELS = '("analysis" | "commentary")'
 
 
-def _answers(tokens: HarmonyTokens, functions: Schemas, asides: str, final: bool) -> list[str]:
-    """Lark rules: asides, then a call or the final message, whose text is the rule `body`."""
+def _answers(tokens: HarmonyTokens, functions: Schemas, channels: str, final: bool) -> list[str]:
+    """Lark rules: messages in `channels`, then a call or the final message with the text `body`."""
     channel, message = f"<[{tokens.channel}]>", f"<[{tokens.message}]>"
+    end = f'<[{tokens.end}]> <[{tokens.start}]> "assistant"'
     calls = [f"call_{index}" for index in range(len(functions))]
     rules = [
-        f"start: aside* ({' | '.join([*(['final'] if final else []), *calls])})",
-        f'aside: {channel} {asides} {message} TEXT <[{tokens.end}]> <[{tokens.start}]> "assistant"',
+        f"start: inner* ({' | '.join([*(['final'] if final else []), *calls])})",
+        f"inner: {channel} {channels} {message} TEXT {end}",
         "TEXT: /(.|\\n)*/",
     ]
     if final:
         rules.append(f'final: {channel} "final" {message} body')
     for call, (name, schema) in zip(calls, functions.items(), strict=True):
         recipient = f"to=functions.{name}"
-        behind_channel = f"{channel} {json.dumps(f'commentary {recipient} ')}"
-        behind_role = f'{json.dumps(f" {recipient}")} {channel} "commentary "'
+        after_channel = f"{channel} {json.dumps(f'commentary {recipient} ')}"
+        after_role = f'{json.dumps(f" {recipient}")} {channel} "commentary "'
         rules.append(
-            f"{call}: ({behind_channel} | {behind_role}) <[{tokens.constrain}]> "
+            f"{call}: ({after_channel} | {after_role}) <[{tokens.constrain}]> "
             f'"json" {message} {json_value(schema or ANY_ARGUMENTS)}'
         )
     return rules

@@ -88,9 +88,9 @@ class ResponsesAnswer(Answer[Increments]):
         return self._completed()
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        aside = self._service.aside
+        workers = self._service.workers
         try:
-            begun = await aside(self._response, "in_progress")
+            begun = await workers(self._response, "in_progress")
             yield self._lifecycle("created", begun) + self._lifecycle("in_progress", begun)
             async with aclosing(self._updates()) as updates:
                 async for place, update in updates:
@@ -100,7 +100,7 @@ class ResponsesAnswer(Answer[Increments]):
                         yield self._encode(events)
             status = self._status()
             yield self._encode(self._writer.finish(status))
-            yield self._lifecycle(status, await aside(self._completed))
+            yield self._lifecycle(status, await workers(self._completed))
         except Exception as error:
             told = stream_error(error)
             internal = told.status >= HTTPStatus.INTERNAL_SERVER_ERROR
