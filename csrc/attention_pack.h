@@ -103,7 +103,7 @@ inline void pack_key_panel(const StoredTokens& tokens, int64_t first, char* to) 
     }
 }
 
-// Values of the tokens of one tile, first .. -> tiles of 16 columns one after the other. For pairs,
+// Values of the tokens of one tile, first .. -> tiles of 16 columns one behind the other. For pairs,
 // 32 columns are dealt out over two tiles in the order of `unpack` (see `in_order`).
 template <typename Mode, typename Stored>
 inline void pack_value_tile(const StoredTokens& tokens, int64_t first, char* to) {
