@@ -185,8 +185,8 @@ struct PartWork {
                call.cache->block_size % lanes == 0;
     }
 
-    // Few queries are the right factor then, and scores are turned instead of keys. What stands at
-    // tokens that are not stored is scored too; nobody sees it.
+    // Few queries are the right factor then, and scores are transposed instead of keys. Entries of
+    // tokens that are not stored are scored too, and masked later.
     void score_stored(const LineGroup& group, const StoredTokens& keys, const StoredTokens& values) {
         const int64_t tiles = bench.padded_dim / 32, stride = call.cache->token_stride * 2;
         turn_queries(tiles);

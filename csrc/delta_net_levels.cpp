@@ -7,12 +7,12 @@
 namespace slipstream::SLIPSTREAM_LEVEL {
 namespace {
 
-// Known rows are taken in blocks of so many: what is made of them stays in the second cache.
+// Known rows are processed in blocks of this size, whose intermediate results stay in the L2 cache.
 constexpr int64_t rows_at_once = 32;
-// Columns of a state are independent: so many times 16 of them pass all rows of a block while they
-// lie in the first cache.
+// Columns of a state are independent: up to this many times 16 of them are computed for all rows of a
+// block while they are in the L1 cache.
 constexpr int most_vectors = 4;
-// Sums over the rows of a state are split so often, that additions need not wait for each other.
+// Sums over the rows of a state are split into this many, so that additions do not wait for each other.
 #if defined(__AVX512F__)
 constexpr int64_t chains = 2;
 #else

@@ -25,10 +25,10 @@ namespace slipstream {
 // signed byte times a float16 that several groups share; and where q has no zero, but a group a
 // number that is added to each, a minimum of the kind of its scale: q * scale + minimum.
 //
-// Rows that meet integers are integers themselves: divided by a scale, rounded, and written in one
-// to three digits of base 128, each a row of signed bytes. All sums of a group are then exact. The
-// scale is a row's own; where the weight is e2m1, a power of two for each group, so that what is not
-// much smaller than the group's largest number stays what it is.
+// Rows that are multiplied by integers are converted to integers: divided by a scale, rounded, and
+// written in one to three digits of base 128, each a row of signed bytes. All sums of a group are then
+// exact. Each row has a scale; if the weight is e2m1, each group has a power of two as scale, so that
+// numbers that are not much smaller than the group's largest are represented exactly.
 enum class Storage { f32, bf16, i8, i4, i6, g8, mxfp4, nvfp4 };
 
 constexpr bool is_e2m1(Storage storage) {

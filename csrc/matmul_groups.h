@@ -7,9 +7,9 @@
 
 namespace slipstream::SLIPSTREAM_LEVEL {
 
-// As many rows at once as have room for their sums in registers take a weight's integers: few rows
-// straight from their bytes, many once these are unpacked. Sums of digits stay apart to the end of a
-// group: in one chain they would wait for each other.
+// A weight's integers are multiplied by as many rows at once as have room for their sums in registers:
+// few rows read the packed bytes directly, for many rows these are unpacked first. Sums of digits are
+// separate up to the end of a group, since additions to one sum would wait for each other.
 template <Storage storage, int digits>
 class GroupedRows {
   public:
@@ -49,7 +49,7 @@ class GroupedRows {
 #if defined(__AVX2__)
     static constexpr bool may_unpack = takes_words || storage != Storage::g8;
 #else
-    static constexpr bool may_unpack = false;  // what is written takes longer than what it saves
+    static constexpr bool may_unpack = false;  // writing would take longer than it saves
 #endif
 #if defined(__AVX512F__)
     static constexpr int most_rows = 6;

@@ -50,7 +50,7 @@ constexpr int64_t most_direct_lines = in_tiles ? 10 : int64_t{1} << 60;
 
 // Prefetches what is read this many bytes later: few rows are done with a weight so soon that the
 // hardware prefetcher, which stops at the end of a page, falls behind.
-// Always inlined: gcc takes a function that does nothing else for one without an effect, and drops it.
+// Always inlined: gcc treats a function that only prefetches as one without effect, and drops it.
 template <int64_t bytes>
 inline __attribute__((always_inline)) void look_ahead([[maybe_unused]] const void* from) {
 #if defined(__AVX2__)
@@ -91,8 +91,8 @@ inline int64_t place_of(const MatmulCall& call, int64_t row) {
     return (call.row_ids ? call.row_ids[row] : row) * call.x_stride;
 }
 
-// Rows as a call's kernels take them: so many bytes, laid out in memory, then filled one by one.
-// These are of float32, which are taken as they are.
+// Rows in the form that a call's kernels take: their size, their layout in memory, and the conversion
+// of one row. These are float32 rows, which are copied.
 struct PlainRows {
     Lines<float> lines;
 

@@ -47,10 +47,10 @@ class ProductUnit {
     }
 
   private:
-    // Asks for the next part of a weight while this one is multiplied, a little in every step.
+    // Prefetches the next part of a weight while this one is multiplied, a little in every step.
     class Ahead {
       public:
-        // Of a tile of so many bytes, which so many steps share.
+        // For a tile of `tile_bytes`, prefetched over `steps` steps.
         Ahead(int64_t tile_bytes, int64_t steps) : step_((tile_bytes / 64 + steps - 1) / steps * 64) {}
         void from(const char* at) { at_ = at; }
         void step() {

@@ -47,7 +47,7 @@ struct Tables {
 
 using Optional = std::optional<Array>;
 
-// The tables are kept by whoever keeps what is made.
+// Python keeps the tables alive as long as the result.
 void make_tables(Tables* made, const Array& token_ids, const Array& num_tokens,
                  const Array& num_computed, const Array& block_tables, int64_t block_size,
                  int64_t window_column) {

@@ -133,7 +133,8 @@ Race last_race(const DraftedRows& rows, const SlotTensors& slots, const Row& row
     return race;
 }
 
-// Runs races whose winners go to tokens[i]; those that nobody has won are run without a draft.
+// Runs races and writes their winners to tokens[i]; a race without a winner is run again without a
+// draft.
 void settle(std::vector<Race>& races, std::vector<int64_t*>& tokens, int64_t num_tokens,
             Workspace& space) {
     run_races(races.data(), static_cast<int64_t>(races.size()), num_tokens, space);

@@ -127,7 +127,7 @@ T* dense(const std::optional<Array>& array, std::initializer_list<int64_t> shape
     return array ? dense<T>(*array, shape, name) : nullptr;
 }
 
-// An axis of an array that has so many.
+// The length of an axis of an array that must have `axes` of them.
 inline int64_t length(const Array& array, size_t axes, size_t axis, const char* name) {
     if (array.ndim() != axes)
         throw std::invalid_argument(std::string(name) + ": " + std::to_string(axes) + " axes");

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 
-_LARGEST = 1 << 16  # in a list of numbers
-_DIGITS = 9  # that are read of a number
+_LARGEST = 1 << 16  # largest number in a list
+_DIGITS = 9  # most digits of a number
 
 
 @dataclass(frozen=True, kw_only=True)

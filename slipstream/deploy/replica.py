@@ -98,7 +98,7 @@ class EngineReplica:
         return {"id": self.id, "host": self._host, "port": self._port, "cache_tokens": tokens}
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """The number of open requests, which a front alone cannot know if there are several."""
+        """The number of open requests, which a front does not know if there are several fronts."""
         return {} if self._plan.local else {"num_open": self._thread.num_open}
 
     def record_autoscaling_stats(self) -> dict[str, float]:

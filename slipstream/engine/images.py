@@ -150,8 +150,8 @@ class TowerReader(ImageReader):
         if places != len(images):
             raise UsageError(
                 f"the prompt has {places} placeholders of images, but {len(images)} images were "
-                f"given; write one {self._marker or token} for each image, in text that comes "
-                "from elsewhere none, and for chat messages use a chat template that knows images"
+                f"given; write one {self._marker or token} for each image and none elsewhere, and "
+                "for chat messages use a chat template that supports images"
             )
         if not images:
             return token_ids

@@ -99,10 +99,10 @@ class AnswerReader:
 
     def speculation(self, delta: Delta, parts: Sequence[Part] | None) -> dict[str, Any]:
         """The tokens of a delta with their origins; must be called in the order of the deltas."""
-        told = speculation(delta, read_tokens(self._reader, delta.token_ids))
-        for token, part in zip(told["tokens"], parts or (), strict=False):
+        described = speculation(delta, read_tokens(self._reader, delta.token_ids))
+        for token, part in zip(described["tokens"], parts or (), strict=False):
             token["part"] = part.value
-        return told
+        return described
 
     def _up_to_first_call(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
         for place, event in enumerate(events):

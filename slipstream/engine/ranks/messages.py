@@ -51,7 +51,7 @@ class Writer:
     """Writes messages as differences, for readers that have read all earlier messages."""
 
     def __init__(self) -> None:
-        self._num_told: dict[str, int] = {}  # number of tokens sent, by request id
+        self._num_sent: dict[str, int] = {}  # number of tokens sent, by request id
         self._tables: dict[int, tuple[list[int], list[int]]] = {}  # by slot
 
     def write(self, message: Any) -> bytes:
@@ -67,18 +67,18 @@ class Writer:
 
     def begin_anew(self) -> None:
         """Write the next requests and tables in full, since requests may have lost tokens."""
-        self._num_told.clear()
+        self._num_sent.clear()
         self._tables.clear()
 
     def _request(self, request: Request) -> tuple[Callable[..., Request], tuple[Any, ...]]:
         name, counters = request.request_id, [getattr(request, it) for it in _COUNTERS]
-        told = self._num_told.get(name)
+        num_sent = self._num_sent.get(name)
         if request.finished:
-            self._num_told.pop(name, None)
+            self._num_sent.pop(name, None)
         else:
-            self._num_told[name] = request.num_tokens
-        if told is not None:
-            return _grown, (name, request.token_ids[told:], counters)
+            self._num_sent[name] = request.num_tokens
+        if num_sent is not None:
+            return _grown, (name, request.token_ids[num_sent:], counters)
         given = {it: getattr(request, it) for it in _GIVEN}
         given["guide"] = None if request.guide is None else GuideElsewhere()
         return _made, (given, request.num_prompt_tokens, counters)

@@ -102,10 +102,10 @@ class ResponsesAnswer(Answer[Increments]):
             yield self._encode(self._writer.finish(status))
             yield self._lifecycle(status, await workers(self._completed))
         except Exception as error:
-            told = stream_error(error)
-            internal = told.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            api_error = stream_error(error)
+            internal = api_error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
             code = "server_error" if internal else "invalid_prompt"
-            failure = {"code": code, "message": told.message}
+            failure = {"code": code, "message": api_error.message}
             yield self._lifecycle("failed", self._response("failed", error=failure))
 
     def _write(self) -> list[Event]:
@@ -113,8 +113,8 @@ class ResponsesAnswer(Answer[Increments]):
         events = []
         for increment in self._increments.taken():
             if self._body.return_speculation:
-                told = self._increments.reader.speculation(increment.delta, increment.parts)
-                self._tokens += told["tokens"]
+                speculation = self._increments.reader.speculation(increment.delta, increment.parts)
+                self._tokens += speculation["tokens"]
             events += self._writer.write(increment)
         return events
 
@@ -180,7 +180,7 @@ class ResponsesAnswer(Answer[Increments]):
     def _response_usage(self) -> dict[str, Any]:
         usage = self._usage()
         cached = usage.prompt_tokens_details
-        told = {
+        counts = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": cached.cached_tokens if cached else 0,
@@ -192,7 +192,7 @@ class ResponsesAnswer(Answer[Increments]):
             },
             "total_tokens": usage.total_tokens,
         }
-        return told if usage.speculation is None else {**told, "speculation": usage.speculation}
+        return counts if usage.speculation is None else {**counts, "speculation": usage.speculation}
 
     def _encode(self, events: Sequence[Event]) -> bytes:
         """Encode events for the stream."""

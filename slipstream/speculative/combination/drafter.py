@@ -60,7 +60,7 @@ class CombinationConfig:
 
 
 def read_options(options: Options) -> CombinationConfig:
-    """Each drafter takes the options that it has alone; those that look up also `min_match`."""
+    """Each drafter takes its own options; those that look up matches also `min_match`."""
     listed = options.take("drafters")
     if not isinstance(listed, list | tuple) or len(listed) < 2:
         raise UsageError(
