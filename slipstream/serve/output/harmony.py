@@ -113,13 +113,13 @@ class HarmonyParser(TokenParser):
         self._header = Header()
         self._part: Part | None = None  # of the open message; None in a header
         self._reader = self._new_reader()
-        self._said: set[Part] = set()  # whose next message begins a new line
+        self._begun_parts: set[Part] = set()  # whose next message begins a new line
         self._has_text = False  # the open message
         self._functions: Collection[str] | None = None
         for token in _open_message(reading.prompt, tokens.start):
             self._take(token)
         self._events.clear()
-        self._said.clear()
+        self._begun_parts.clear()
         self._stops = MarkFinder(reading.stop)
         self._functions = reading.functions
 
@@ -179,13 +179,13 @@ class HarmonyParser(TokenParser):
             self._events.append(CallEnded())
         self._flush_stops()
         if self._part is not None and self._has_text:
-            self._said.add(self._part)
+            self._begun_parts.add(self._part)
         self._part, self._header, self._reader = None, Header(), self._new_reader()
 
     def _write(self, text: str) -> None:
         if not text:
             return
-        if not self._has_text and self._part in self._said and self._part is not Part.CALL:
+        if not self._has_text and self._part in self._begun_parts and self._part is not Part.CALL:
             text = "\n" + text
         self._has_text = True
         if self._part is Part.CALL:
