@@ -115,9 +115,7 @@ class DataSettings:
         REQUIRED, "The target: a local directory, a hub name, or a bundled demo.", argument=True
     )
     out: Path = flag(REQUIRED, "The file to write, such as chats.safetensors.")
-    lora: Path | None = flag(
-        None, "Directory of a LoRA adapter of the target, which then passes it in everything."
-    )
+    lora: Path | None = flag(None, "Directory of a LoRA adapter that is applied to the target.")
     data: tuple[Path, ...] = flag(
         REQUIRED,
         "Texts, .jsonl files of texts, chats or prompts, directories of such files, or a file from "
