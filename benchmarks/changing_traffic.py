@@ -129,7 +129,7 @@ class Traffic:
 
 
 def measure(llm: LLM, pair: Pair, concurrency: int, steps: int) -> dict[str, list[Change]]:
-    """The changes in either way, behind steady traffic of both kinds."""
+    """The changes in either way, after steady traffic of both kinds."""
     traffic = Traffic(llm, Requests(pair, 64, concurrency), concurrency, steps)
     right = {chance: right_choices(traffic.steady(chance)) for chance in (HIGH, LOW)}
     found = {}

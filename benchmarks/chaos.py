@@ -1,4 +1,4 @@
-"""Chaos of the engine: random operations on random engines, everything checked behind each.
+"""Chaos of the engine: random operations on random engines, everything checked after each.
 
     python -m benchmarks.chaos [--operations 100000] [--seed 0] [--length 250] [--target NAME ...]
                                [--drafter NAME ...] [--fault NAME] [--out build/chaos] [--every 30]

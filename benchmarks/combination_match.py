@@ -2,7 +2,7 @@
 
     python -m benchmarks.combination_match [--prompts 32] [--dtype float32]
 
-Runs the held-out prompts greedily with the draft alone and behind n-gram and suffix drafting for
+Runs the held-out prompts greedily with the draft alone and after n-gram and suffix drafting for
 several `min_match`, and prints tokens per step (the prompt's step included) and tokens per second.
 """
 

@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a prompt and its output, with room for drafts behind it."""
+        """Most tokens of a prompt and its output, with room for drafts after it."""
         return (
             max(self.prompt + SHORT + max(self.decode.values(), default=0), self.prefill + WARM_UP)
             + 24

@@ -28,7 +28,7 @@ from slipstream.models.precision import PRECISIONS, layer_matrices, pass_bytes
 from slipstream.models.quantized.catalogue import read_quantization
 
 OWN_MODULES = "mtp"  # as a draft: the MTP modules of the target's own checkpoint
-HEADROOM = 64  # positions behind the longest output
+HEADROOM = 64  # positions after the longest output
 
 
 @dataclass(frozen=True, kw_only=True)

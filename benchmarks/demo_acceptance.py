@@ -27,7 +27,7 @@ from slipstream import LLM, RequestOutput, SamplingParams
 
 HELD_OUT = Path(__file__).parent.parent / "slipstream" / "demo" / "prompts" / "held_out.jsonl"
 BUNDLED = ("demo/draft", "demo/eagle3", "demo/p-eagle", "demo/mtp", "demo/pard")
-WHOLE_DRAFTS = 25  # behind the first token, so that AL is not lowered by a last draft cut short
+WHOLE_DRAFTS = 25  # after the first token, so that AL is not lowered by a last draft cut short
 
 
 def main() -> None:
@@ -137,7 +137,7 @@ def _run(
 
 
 def _joined(llm: LLM, parts: list[str], least: int) -> list[str]:
-    """A prompt that ends with each part, behind as many before it as make `least` tokens."""
+    """A prompt that ends with each part, after as many before it as make `least` tokens."""
     texts = []
     for last in range(len(parts)):
         text, first = parts[last], last

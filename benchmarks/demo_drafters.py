@@ -71,7 +71,7 @@ class Measured:
         self.tokens.append(list(output.outputs[0].token_ids))
 
     def row(self, plain: "Measured") -> dict[str, Any]:
-        """Its figures, beside those of plain decoding."""
+        """Its figures, and their ratio to plain decoding."""
         counts = [len(tokens) for tokens in self.tokens]
         steps, drafts, accepted = (
             sum(getattr(metrics, name) for metrics in self.metrics)
@@ -105,7 +105,7 @@ def main() -> None:
     cli.add_argument("--rounds", type=int, default=1, help="how often to go through the prompts")
     cli.add_argument("--dtype", default="bfloat16")
     cli.add_argument("--auto", action="store_true", help="K auto for every drafter")
-    cli.add_argument("--only", nargs="*", choices=[*DRAFTERS][1:], help="beside plain decoding")
+    cli.add_argument("--only", nargs="*", choices=[*DRAFTERS][1:], help="drafters to measure")
     options = cli.parse_args()
     names = [*DRAFTERS] if options.only is None else [PLAIN, *options.only]
     engines = [Measured(name=name, llm=_open(name, options)) for name in names]

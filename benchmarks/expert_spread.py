@@ -11,7 +11,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference.experts import route
 from slipstream.layers.experts import Experts
-from slipstream.layers.layer import HalfInput
+from slipstream.layers.layer import SublayerInput
 
 _FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 _WINDOWS = 8  # places in each text
@@ -55,7 +55,7 @@ def _recorded() -> Iterator[dict[int, list[Tensor]]]:
     found: dict[int, list[Tensor]] = {}
     plain = Experts.apply
 
-    def recording(self: Experts, ops: Any, entering: HalfInput, inputs: PassInputs) -> Any:
+    def recording(self: Experts, ops: Any, entering: SublayerInput, inputs: PassInputs) -> Any:
         normed, _ = ops.norm(entering.addend, entering.residual, self.norm)
         found.setdefault(id(self), []).append(route(normed, self.parts.router)[0].cpu())  # type: ignore[attr-defined]
         return plain(self, ops, entering, inputs)

@@ -23,7 +23,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.models.tokenizer import Tokenizer
 
 WINDOW = 250  # tokens
-# Runs in the other environment: windows of ids come in, the likeliest tokens behind each go out.
+# Runs in the other environment: windows of ids come in, the likeliest tokens after each go out.
 _LLAMA = """
 import json, sys
 from llama_cpp import Llama

@@ -218,17 +218,17 @@ def _show_ready(seconds: float) -> None:
 
 
 def run_suite(report: Report, bars: Sequence[Bar], method: Method, options: dict[str, Any]) -> None:
-    """Every configuration of a suite, beside its bars."""
+    """Every configuration of a suite, with its bars."""
     for bar in bars:
 
-        def beside(row: Row, bar: Bar = bar) -> Row:
+        def with_bar(row: Row, bar: Bar = bar) -> Row:
             ours, vllm = bar.steps[row.batch]
             return replace(row, bar=ours, vllm=vllm)
 
         setup = replace(bar.setup, options=options)
         sizes = tuple(size for size in bar.steps if size in (method.batch_sizes or bar.steps))
         if sizes:
-            report.add(setup, replace(method, batch_sizes=sizes), beside)
+            report.add(setup, replace(method, batch_sizes=sizes), with_bar)
 
 
 def run_one(report: Report, setup: Setup, method: Method, with_plain: bool) -> None:
@@ -238,12 +238,12 @@ def run_one(report: Report, setup: Setup, method: Method, with_plain: bool) -> N
         rows = report.add(setup.plain, method, lambda row: row)
         plain = {row.batch: row.tokens_per_s for row in rows}
 
-    def beside(row: Row) -> Row:
+    def with_ratio(row: Row) -> Row:
         if row.batch not in plain:
             return row
         return replace(row, plain_ratio=row.tokens_per_s / plain[row.batch])
 
-    report.add(setup, method, beside)
+    report.add(setup, method, with_ratio)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,11 +1,11 @@
-"""Halves of mixtures of experts and products of packed weights on a GPU, inside one CUDA graph.
+"""Times mixtures of experts and products of packed weights on a GPU, in a CUDA graph.
 
     PYTHONPATH=. python3 -m benchmarks.gpu_experts [--models gpt-oss-20b,...] [--rows 1,8,32]
 
-A half is norm, router, choice, experts, shared expert and sum; routers are random, so that rows
-choose independently. The limit of few rows is the time that the bytes of the experts really chosen,
-of the router and of the shared expert take (4.35 TB/s on an H200); that of many rows is
-their arithmetic at 790 TFLOP/s (share of the peak). Dense models give one line for each of a
+A mixture is norm, router, choice, experts, shared expert and sum; routers are random, so that rows
+choose independently. The limit of few rows is the time to read the chosen experts, the router and
+the shared expert (4.35 TB/s on an H200); that of many rows is their arithmetic at 790 TFLOP/s
+(share of the peak). Dense models give one line for each of a
 layer's four products.
 """
 
@@ -106,14 +106,14 @@ def _time_mixture(name: str, model: Mixture, counts: list[int]) -> None:
         run = partial(_pass, x, layers)
         routing = model.routing
         each = (first.gate_up.nbytes + first.down.nbytes) / routing.num_experts
-        beside = 2 * model.width * (routing.num_experts + 3 * model.shared)
+        other_bytes = 2 * model.width * (routing.num_experts + 3 * model.shared)
         active = routing.num_chosen * model.inner + model.shared
         work = 2 * rows * model.width * (3 * active + routing.num_experts)
         _report(
             name,
             rows,
             graph_us(run, repeats=7) / len(layers),
-            touched * each + beside,
+            touched * each + other_bytes,
             work,
             touched,
         )
@@ -145,7 +145,7 @@ def _pass(x: Tensor, layers: list[ExpertsParts]) -> None:
 
 
 def _multiply(x: Tensor, weights: list[Weight], norm: Norm | None) -> None:
-    """With a norm before it, and the activation behind it, where one is given."""
+    """With a norm before it, and the activation after it, where one is given."""
     for weight in weights:
         if norm is None:
             TRITON.linear(x, weight, None)

@@ -11,7 +11,7 @@ plain decoding. Two texts part where the noise makes two tokens nearly equal, wh
 do not tell, so differences are only counted where outputs need not be the same.
 
 There are three pairs: the bundled demo, a dense twin, and "moe", a twin of gpt-oss with experts in
-MXFP4 and prompts longer than its window, so that blocks behind it are given back. All run with and
+MXFP4 and prompts longer than its window, so that blocks after it are given back. All run with and
 without `batch_invariant`. Prompts arrive together, so that the first step reads them all and every
 later one only decodes; "staggered" requests arrive one by one while others decode. `plain` at batch
 8 and 32 is compared with plain decoding at batch 1, all else with plain decoding in the same batch.

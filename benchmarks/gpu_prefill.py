@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_prefill --startup            # Qwen3-8B with a Qwen3-0.6B draft, K = 4
 
 Weights are random. Time to first token is the wall time of `LLM.generate` for one output token:
-the whole prompt in one step, no prefix cache; median of --repeat runs behind one that compiles.
+the whole prompt in one step, no prefix cache; median of --repeat runs after one that compiles.
 
     FLOPs  two for each multiplication: the matrices of all layers for every token, of experts those
            that it passes, scores and values of causal attention (half of the square, or what
@@ -13,7 +13,7 @@ the whole prompt in one step, no prefix cache; median of --repeat runs behind on
            ones)
 
 A start is the time until `LLM(...)` returns, graphs captured, with the engine's default sizes. Each
-is shown with the time of the first request behind it, which may compile what only prompts need:
+is shown with the time of the first request after it, which may compile what only prompts need:
     cold     a fresh process, with an empty folder for compiled kernels
     second   the same again in that process, the first engine gone
     warm     another fresh process that finds the folder filled

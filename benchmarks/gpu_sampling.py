@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python3 -m benchmarks.gpu_sampling [--sweep] [--quick]
 
-What stands behind the head's logits of 151,936 tokens: `verify` and `commit` of a batch with K
+What stands after the head's logits of 151,936 tokens: `verify` and `commit` of a batch with K
 draft tokens, and `sample_draft`. Four batches take turns; a number is the median time of a graph
 over its calls. `fused` are the Triton kernels, `torch` is the plain column that defines them,
 captured likewise; `limit` is one read of all logits (and, of drafts, one write) at 4.35 TB/s.

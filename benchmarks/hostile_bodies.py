@@ -28,7 +28,7 @@ _RESPOND_TOOL = '{"type":"function","name":"f%d","strict":true,"parameters":'
 _RESPOND_REST = '"input":"hi","max_output_tokens":1,"store":false'
 _CALL_ITEM = '{"type":"function_call","call_id":"1","name":"f","arguments":'
 
-# Path, what stands before the entries, one entry (%d is a number), what stands behind them.
+# Path, what stands before the entries, one entry (%d is a number), what stands after them.
 _LISTS = [
     *(
         (CHAT, '{"messages":[', message, "]}")

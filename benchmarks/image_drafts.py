@@ -4,7 +4,7 @@
 
 The target reads an image and the text around it, and writes greedily. Then a draft model guesses
 that text round by round, as an engine would have it, from one of three contexts: with placeholders
-where the image is, without them, or from behind the image alone. Nothing is timed.
+where the image is, without them, or from after the image alone. Nothing is timed.
 
 Without paths the target is the demo's language model behind a tower of random weights, whose rows
 are as large as embeddings of tokens: it knows its text, and an image is noise to it.
@@ -62,19 +62,19 @@ def main() -> None:
 def contexts(token: int) -> Contexts:
     """What the draft model reads of tokens, the first so many of which are the prompt."""
 
-    def behind(ids: Sequence[int], prompt: int) -> list[int]:
+    def after_image(ids: Sequence[int], prompt: int) -> list[int]:
         last = max(place for place in range(prompt) if ids[place] == token)
         return list(ids[last + 1 :])
 
     return {
         "placeholders": lambda ids, prompt: list(ids),
         "the text without them": lambda ids, prompt: [it for it in ids if it != token],
-        "what is behind the image": behind,
+        "what is after the image": after_image,
     }
 
 
 def written(llm: LLM, token: int, place: str, count: int, side: int) -> list[tuple[list[int], int]]:
-    """The tokens of prompts and of what the target wrote behind them, and the prompts' lengths."""
+    """The tokens of prompts and of what the target wrote after them, and the prompts' lengths."""
     lines = (DEMO / "prompts" / "held_out.jsonl").read_text().splitlines()
     known = [line["prompt"] for line in map(json.loads, lines) if "prompt" in line]
     chance, given = np.random.default_rng(0), []
@@ -103,7 +103,7 @@ def drafted(
     context: Callable[[Sequence[int], int], list[int]],
     count: int,
 ) -> tuple[int, int]:
-    """Tokens gained, and rounds, where the first token behind a prompt is the target's own."""
+    """Tokens gained, and rounds, where the first token after a prompt is the target's own."""
     known = [prompt + 1 for _, prompt in texts]
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     gained = rounds = 0

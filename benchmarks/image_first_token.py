@@ -1,11 +1,11 @@
-"""The first token behind an image, and decoding behind it, beside a text of as many tokens.
+"""The first token after an image, and decoding after it, beside a text of as many tokens.
 
     python -m benchmarks.image_first_token [--side 1024] [--rounds 7] [--device cuda]
 
 The geometry of Qwen3-VL-8B with random weights (--layers takes the first ones). In turns: a prompt
 with an image that was not seen before; its tower alone; a text of as many tokens. Times are medians
-in ms; the ratio is that of the first token behind an image to tower and text, one after the other.
-Decoding is (time of --tokens more tokens) / --tokens, behind an image and behind a text.
+in ms; the ratio is that of the first token after an image to tower and text, one after the other.
+Decoding is (time of --tokens more tokens) / --tokens, after an image and after a text.
 """
 
 import argparse
@@ -94,8 +94,8 @@ def measured(llm: LLM, side: int, rounds: int, tokens: int) -> dict[str, float]:
         alone = seconds(llm, text, 1)
         found = {"image": first, "tower": tower, "text": alone}
         found["image seen before"] = seen = seconds(llm, with_image, 1)
-        found["decode behind image"] = (seconds(llm, with_image, 1 + tokens) - seen) / tokens
-        found["decode behind text"] = (seconds(llm, text, 1 + tokens) - alone) / tokens
+        found["decode after image"] = (seconds(llm, with_image, 1 + tokens) - seen) / tokens
+        found["decode after text"] = (seconds(llm, text, 1 + tokens) - alone) / tokens
         found["ratio"] = first / (tower + alone)
         for name, value in found.items() if turn else ():  # the first warms up
             times.setdefault(name, []).append(value * (1 if name == "ratio" else 1e3))

@@ -1,11 +1,11 @@
-"""Speculation behind long contexts, with a draft that attends to all of it or to a window.
+"""Speculation after long contexts, with a draft that attends to all of it or to a window.
 
     python -m benchmarks.long_contexts [--draft-windows 1024,0] [--json FILE]
 
 One engine for each window (0: none) of a twin and its first layers, both with positions for the
 longest context. Every context is read once; then plain decoding, --num-speculative-tokens and
-"auto" take turns behind it, which find it in the prefix cache. Only decoding is timed, --output
-tokens a request; "auto" has decoded --warm-up tokens behind shorter contexts before. Contexts of
+"auto" take turns after it, which find it in the prefix cache. Only decoding is timed, --output
+tokens a request; "auto" has decoded --warm-up tokens after shorter contexts before. Contexts of
 fewer tokens are beginnings of the longest.
 
 Whole requests are timed from the prompt to the last token, with other prompts in each round: plain
@@ -15,7 +15,7 @@ ones (num_speculative_tokens 0) and "auto" ones.
     of plain      tokens/s over plain decoding, median over rounds
     AL            tokens of a request and step
 
-The text of a twin means nothing, and what its draft guesses behind a window neither: verdicts are
+The text of a twin means nothing, and what its draft guesses after a window neither: verdicts are
 drawn, --chance for each place, and tokens are those to be expected (of whole requests those that
 came). What a window does to acceptance has to be measured on real text. With --chance 0 drafts are
 judged for real.

@@ -17,7 +17,7 @@ within it. Below --least tokens a round has several windows, which count as one.
     of fixed    the same over the best number above 0
     K           draft tokens that "auto" verified per request and step
 
-Traffic: "text" is greedy and judged for real, behind the demo's held-out prompts or a twin's random
+Traffic: "text" is greedy and judged for real, after the demo's held-out prompts or a twin's random
 ones. Elsewhere verdicts are drawn with a chance per place: "high" 0.85, "low" 0.1, "mixed" 0.9 for
 every other request and 0 for the rest; tokens are then those to be expected from the drafts that
 were verified, so that the luck of the draw does not count. Before each of its rounds "auto" decodes

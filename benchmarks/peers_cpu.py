@@ -134,7 +134,7 @@ def _job(given: argparse.Namespace, form: str, mode: str, plan: Plan, work: Path
 
 
 def _convert(given: argparse.Namespace, work: Path) -> int:
-    """Only what may be done beside other work; 1 when a peer cannot."""
+    """Only what may run while others work; 1 if a peer cannot."""
     status = 0
     for form in given.forms:
         job = _job(given, form, given.modes[-1], _plan(given, PLAIN), work)
@@ -282,7 +282,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     cli.add_argument("--our-int4", default="int4", help="the quantization that is our int4")
     cli.add_argument("--draft-vocab-size", type=int, default=16384, help="of a second row; 0: none")
     cli.add_argument("--draft-vocab-text", type=Path, help="[sources of the standard library]")
-    cli.add_argument("--batch", type=int, default=8, help="beside one; 1: nothing beside it")
+    cli.add_argument("--batch", type=int, default=8, help="second batch size, in addition to 1")
     cli.add_argument("--threads", type=int, default=2)
     cli.add_argument("--prompt", type=int, default=128)
     cli.add_argument("--new-tokens", type=int, help="at batch 1 [128]")

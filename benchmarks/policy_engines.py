@@ -153,7 +153,7 @@ class Requests:
         self._pool = ids.tolist()
 
     def take(self, traffic: str, first: int, number: int, warms_up: bool) -> list[Asked]:
-        """Request `first` and those behind it; kinds of requests alternate."""
+        """Request `first` and those after it; kinds of requests alternate."""
         prompts = [
             self._pool[index % self._size + self._size * warms_up]
             for index in range(first, first + number)

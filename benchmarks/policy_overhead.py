@@ -75,7 +75,7 @@ class Recording:
     """Steps of a policy with simulated requests.
 
     Attributes:
-        steps: so far; with each the request that ended behind it, if one did, and its plans.
+        steps: so far; with each the request that ended after it, if one did, and its plans.
     """
 
     def __init__(self, requests: int, captured: bool, num_steps: int) -> None:
@@ -146,9 +146,9 @@ def microseconds(recording: Recording, policy: DraftPolicy) -> list[float]:
         planned = policy.plan(step.candidates)
         middle = thread_time()
         assert list(planned) == plans, "the policy decides something else than it did"
-        behind = thread_time()
+        resumed = thread_time()
         policy.observe(step.report)
-        found.append(1e6 * (thread_time() - behind + middle - began))
+        found.append(1e6 * (thread_time() - resumed + middle - began))
         if ended is not None:
             ended.status = RequestStatus.FINISHED
     return found

@@ -9,7 +9,7 @@ TEXT = Path(__file__).parent.parent / "slipstream" / "demo" / "prompts" / "held_
 
 
 class PromptText:
-    """Hands out windows, each beginning where the last one ended; behind the end, at the start.
+    """Hands out windows, each beginning where the last one ended; after the end, at the start.
 
     Args:
         checkpoint: a directory, or a GGUF file.

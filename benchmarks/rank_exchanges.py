@@ -39,7 +39,7 @@ from torch.multiprocessing import get_context
 
 from benchmarks.graph_timing import graph_us
 from slipstream.kernels.inboxes import Inboxes
-from slipstream.kernels.norm import HalfOutput, UnreducedSum
+from slipstream.kernels.norm import SublayerOutput, UnreducedSum
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.table import Norm
 from slipstream.runner.collectives import Collectives, open_store
@@ -163,7 +163,7 @@ class _Rank:
         if self.inboxes is not None and self.inboxes.ended.item():
             raise RuntimeError("a kernel has waited in vain")
 
-    def unreduced(self, mine: Tensor, shares: bool = False) -> HalfOutput:
+    def unreduced(self, mine: Tensor, shares: bool = False) -> SublayerOutput:
         """`mine` for an op of ours that sums it over the ranks."""
         assert self.inboxes is not None
         rows, width, item = max(self.case.rows), self.case.width, mine.element_size()
@@ -257,7 +257,7 @@ class _Rank:
             def chain(mine: Tensor = mine, residual: Tensor = residual, ours: bool = ours) -> None:
                 for link in range(LINKS):
                     shares = link % 3 == 1
-                    addend: HalfOutput = (
+                    addend: SublayerOutput = (
                         self.unreduced(mine, shares) if ours else self.stacked(mine)
                     )
                     if ours and link % 4 == 3 and self.gathers(mine):

@@ -62,11 +62,11 @@ class Findings:
         """
         end = max((when for when, _ in self.memory), default=0.0)
         before = [size for when, size in self.memory if warm / 2 <= when <= warm]
-        behind = [size for when, size in self.memory if when > end - warm]
-        return median(behind) / median(before) - 1 if before and end >= 2 * warm else 0.0
+        last = [size for when, size in self.memory if when > end - warm]
+        return median(last) / median(before) - 1 if before and end >= 2 * warm else 0.0
 
     def peak(self, warm: float) -> float:
-        """Share by which the largest minute behind `warm` seconds is above the largest before."""
+        """Share by which the largest minute after `warm` seconds is above the largest before."""
         minutes = itertools.groupby(self.memory, key=lambda at: (at[0] > warm, at[0] // 60))
         most = dict.fromkeys((False, True), 0.0)
         for (later, _), group in minutes:

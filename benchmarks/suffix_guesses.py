@@ -1,4 +1,4 @@
-"""What suffix drafting costs on the host: microseconds per guess behind texts of 8k tokens.
+"""What suffix drafting costs on the host: microseconds per guess after texts of 8k tokens.
 
     python -m benchmarks.suffix_guesses [--tokens 8192] [-k 8]
 

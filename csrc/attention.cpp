@@ -162,7 +162,7 @@ class AttentionPass {
         rows_.tree_ancestors = long_numbers(*tree_ancestors, rows_.num_rows, "tree ancestors");
     }
 
-    // Rows see tokens behind their own, up to these [T]; before `set_windowed`.
+    // Rows see tokens after their own, up to these [T]; call it before `set_windowed`.
     void set_last_seen(const Array& last_seen) {
         rows_.last_seen = long_numbers(last_seen, rows_.num_rows, "last_seen");
         last_seen_ = last_seen;

@@ -118,7 +118,7 @@ struct Pass {
     }
 };
 
-// Rows behind the last request's belong to nobody.
+// Rows after those of the last request belong to no request.
 template <typename Number>
 void clear_rest(const AttentionCall& call) {
     const int64_t columns = static_cast<int64_t>(call.shape->num_heads) * call.shape->head_dim;
@@ -138,7 +138,7 @@ void attend_in(const AttentionCall& call) {
     plan.tile_lines = choose_tile_lines(call, plan.groups);
     plan.num_tiles = count_tiles(rows, plan.groups, plan.tile_lines);
     const int64_t padded_dim = round_up(shape.head_dim, lanes * Mode::in_lane);
-    // Products read up to 31 lines behind the last.
+    // Products read up to 31 lines past the last.
     const int64_t query_bytes = round_up(
         (shape.num_kv_heads * plan.num_lines + most_lines) * padded_dim * sizeof(typename Mode::Number),
         64);

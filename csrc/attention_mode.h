@@ -1,7 +1,7 @@
 // Which numbers attention multiplies, and how. Compiled for each level.
 //
 // Both products (queries by keys, weights by values) are of one form: rows of the left factor lie
-// one behind the other; the right factor is tiles of 16 steps of 16 lanes of 4 bytes, where a lane
+// one after the other; the right factor is tiles of 16 steps of 16 lanes of 4 bytes, where a lane
 // is a column and a step one number along the sum (`Floats`) or two (`Pairs`).
 #pragma once
 
@@ -68,7 +68,7 @@ struct Pairs {
 };
 #endif
 
-// Lines and panels whose sums fit into the registers beside what they meet.
+// Lines and panels whose sums fit into the registers together with the operands.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int lines_at_once = 6;
 constexpr int panels_at_once(int lines) { return lines == 1 ? 4 : lines <= 3 ? 2 : 1; }

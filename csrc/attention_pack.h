@@ -9,7 +9,7 @@ namespace slipstream::SLIPSTREAM_LEVEL {
 constexpr int most_head_dim = 576;
 alignas(64) inline constexpr char nothing[most_head_dim * 4] = {};
 
-// Heads of tokens that are to be read: where each is, in bytes behind a head's first; -1 for tokens
+// Heads of tokens that are to be read: where each is, in bytes after a head's first; -1 for tokens
 // that are not stored, which count as zeros.
 struct StoredTokens {
     const char* base;
@@ -74,7 +74,7 @@ struct Lanes<Pairs, int8_t> {
 };
 #endif
 
-// The lanes from number d on, zeros behind the head's last.
+// The lanes from number d on, zeros after the head's last number.
 template <typename Mode, typename Stored>
 inline F16 lanes_at(const char* row, int d, int head_dim) {
     constexpr int whole = lanes * Mode::in_lane;
@@ -85,7 +85,7 @@ inline F16 lanes_at(const char* row, int d, int head_dim) {
     return Lanes<Mode, Stored>::at(padded);
 }
 
-// Keys of 16 tokens, first .. -> tiles one behind the other along D.
+// Keys of 16 tokens, first .. -> tiles one after the other along D.
 template <typename Mode, typename Stored>
 inline void pack_key_panel(const StoredTokens& tokens, int64_t first, char* to) {
     constexpr int whole = lanes * Mode::in_lane;

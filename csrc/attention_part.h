@@ -68,7 +68,7 @@ struct Bench {
     }
 };
 
-// Where the tokens of a split are, in bytes behind a head's first; -1 where none is.
+// Where the tokens of a split are, in bytes after a head's first; -1 where there is none.
 inline void locate(const AttentionCall& call, int64_t request, int64_t split, int64_t* offsets) {
     const CacheView& cache = *call.cache;
     const int64_t bytes = number_bytes(cache.type), context = context_of(call, request);
@@ -114,8 +114,8 @@ inline void hide_others(const AttentionRows& rows, int64_t request, int64_t row,
     const int64_t ancestors = rows.tree_ancestors[row], root = rows.tree_starts[request] - start;
     if (ancestors == -1) return;
     for (int64_t t = root > first ? root : first; t < end; ++t) {
-        const int64_t behind = t - root < 63 ? t - root : 63;
-        if (!(ancestors >> behind & 1)) scores[t] = unseen_score;
+        const int64_t bit = t - root < 63 ? t - root : 63;
+        if (!(ancestors >> bit & 1)) scores[t] = unseen_score;
     }
 }
 
@@ -185,8 +185,8 @@ struct PartWork {
                call.cache->block_size % lanes == 0;
     }
 
-    // Few queries are the right factor then, and scores are turned instead of keys. What stands at
-    // tokens that are not stored is scored too; nobody sees it.
+    // Few queries are the right factor then, and scores are transposed instead of keys. Entries of
+    // tokens that are not stored are scored too, and masked later.
     void score_stored(const LineGroup& group, const StoredTokens& keys, const StoredTokens& values) {
         const int64_t tiles = bench.padded_dim / 32, stride = call.cache->token_stride * 2;
         turn_queries(tiles);

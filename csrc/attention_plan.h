@@ -85,7 +85,7 @@ inline int64_t choose_tile_lines(const AttentionCall& call, int groups) {
     return tile_lines;
 }
 
-// The tiles; how many there are was counted for the memory behind `plan.tiles`.
+// Fills `plan.tiles`, whose memory has room for the tiles that were counted before.
 inline void fill_plan(const AttentionCall& call, int64_t padded_dim, Plan& plan) {
     const AttentionRows& rows = *call.rows;
     int64_t count = 0, most_splits = 1, parts = 0;

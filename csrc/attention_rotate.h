@@ -122,7 +122,7 @@ inline void store_row(const AttentionCall& call, int64_t row, const Number* kv) 
 }
 
 // The queries of one row [Hq D] -> lines row * groups .. of each KV head's lines, [Hk, lines, padded
-// D], with zeros behind D.
+// D], with zeros after D.
 template <typename Mode, typename Number>
 inline void prepare_queries(const AttentionCall& call, int64_t row, const Number* x,
                             typename Mode::Number* queries, int64_t lines_of_head,

@@ -56,7 +56,7 @@ class AttentionUnit {
         for (int64_t panel = 0; panel < product.panels; panel += 4) {
             const int64_t width = product.panels - panel;
             const char* b = product.b + panel * product.panel_stride;
-            // Where there are fewer panels the last is multiplied again, for nobody.
+            // If there are fewer panels, one is multiplied again, and the result is not used.
             const int64_t second = (width > 1 ? 1 : 0) * product.panel_stride,
                           third = (width > 2 ? 2 : 0) * product.panel_stride,
                           fourth = (width > 3 ? 3 : 0) * product.panel_stride;

@@ -70,7 +70,7 @@ struct ScoreLine {
     const float* value_scales;  // by token; null where all are 1
 };
 
-// What a part gives a line beside its weighted values.
+// What a part computes for a line in addition to its weighted values.
 struct PartOfLine {
     float largest;  // score, in powers of two
     float sum;      // of the weights

@@ -36,7 +36,7 @@ class NoMemory : public std::bad_alloc {
     char words_[96];
 };
 
-// What stands behind the bytes that were asked for is nobody's: AddressSanitizer is told so.
+// Tells AddressSanitizer that the memory after the requested bytes may not be used.
 void end_at(char* data, size_t bytes, size_t size) {
 #if defined(__SANITIZE_ADDRESS__)
     ASAN_UNPOISON_MEMORY_REGION(data, bytes);

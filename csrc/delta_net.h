@@ -1,6 +1,6 @@
 // Gated delta nets: the recurrence of ragged rows over the states of their requests.
 //
-// Rows of a request are taken strictly one behind the other, each with the same arithmetic whether
+// Rows of a request are taken strictly one after the other, each with the same arithmetic whether
 // it is replayed, known or a draft: a function of the row, the state before it and the level of
 // instructions, never of the other requests of the pass, of the threads or of how a prompt was cut.
 #pragma once

@@ -7,12 +7,12 @@
 namespace slipstream::SLIPSTREAM_LEVEL {
 namespace {
 
-// Known rows are taken in blocks of so many: what is made of them stays in the second cache.
+// Known rows are processed in blocks of this size, whose intermediate results stay in the L2 cache.
 constexpr int64_t rows_at_once = 32;
-// Columns of a state are independent: so many times 16 of them pass all rows of a block while they
-// lie in the first cache.
+// Columns of a state are independent: up to this many times 16 of them are computed for all rows of a
+// block while they are in the L1 cache.
 constexpr int most_vectors = 4;
-// Sums over the rows of a state are split so often, that additions need not wait for each other.
+// Sums over the rows of a state are split into this many, so that additions do not wait for each other.
 #if defined(__AVX512F__)
 constexpr int64_t chains = 2;
 #else
@@ -32,7 +32,7 @@ inline float softplus(float x) {
 inline F16 silu(F16 x) { return x / (broadcast(1.0f) + exp(zero() - x)); }
 
 // What a block of rows is made into, [rows, padded(D)] each; the states of the value heads stay for
-// the next block, as tiles one behind the other, each [padded rows, its columns].
+// the next block, as tiles one after the other, each [padded rows, its columns].
 struct Memory {
     int64_t rows;
     float *query, *key, *value, *kept, *strength, *read, *states;
@@ -320,7 +320,7 @@ class Request {
     const DeltaCacheView& cache_;
     int64_t key_head_, first_, slot_, saved_;
     // Of `num_rows_`, the first `pending_` are replayed and the first `taken_` stay; the state
-    // behind `save_` of them is saved, if that is not 0.
+    // after `save_` of them is saved, if that is not 0.
     int64_t num_rows_, pending_, taken_, save_ = 0;
 };
 

@@ -35,7 +35,7 @@ struct Experts::Space {
     int32_t *chosen, *places, *rows, *starts;
     char *active, *end;
 
-    // Room for so many rows, from `memory` on; with null, `end` is the size.
+    // Space for `num_rows` rows, from `memory` on; if that is null, `end` is the size.
     Space(const Experts& of, char* memory, int64_t num_rows) : end(memory) {
         const Routing& routing = of.routing_;
         const int64_t pairs = num_rows * routing.num_chosen;

@@ -7,8 +7,8 @@ namespace slipstream {
 
 namespace nb = nanobind;
 
-// Opens ranges by a Python function, name -> function that ends the range; none: nobody profiles.
-// To be made and dropped under Python's lock; ranges take the lock themselves.
+// Opens ranges by a Python function, name -> function that ends the range; none: no profiler runs.
+// Construct and destroy it with the GIL held; ranges take the GIL themselves.
 class Labels {
   public:
     explicit Labels(nb::object open) : open_(std::move(open)), is_on_(!open_.is_none()) {}

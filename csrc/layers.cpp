@@ -1,4 +1,4 @@
-// Decoder layers in one call: what stands between their products is too short for Python.
+// Runs decoder layers in one call, since Python takes too long between their products.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -12,7 +12,7 @@
 #include "bindings.h"
 #include "labels.h"
 #include "low_rank_objects.h"
-#include "stack_halves.h"
+#include "stack_sublayers.h"
 #include "tensor.h"
 
 namespace slipstream {
@@ -21,19 +21,19 @@ namespace {
 using Optional = std::optional<Array>;
 using NormArray = std::optional<std::pair<Array, float>>;
 
-// Makes the stream of several sources side by side.
+// Projects several sources, concatenated, to the stream.
 struct Entry {
     std::vector<NormWeight> norms;
     Product product;
 };
 
-// Rows that somebody hands in.
+// Rows of an input tensor.
 struct Source {
     const char* rows;
     int64_t columns, stride;
 };
 
-// Layers in a row, each of any halves, in the order in which they are added.
+// Consecutive layers, whose sublayers run in the order in which they are added.
 class Stack {
   public:
     explicit Stack(bool is_bf16) : type_(is_bf16 ? Number::bf16 : Number::f32) {}
@@ -46,10 +46,10 @@ class Stack {
 
     void set_last(const NormArray& norm) { last_ = keep(norm); }
 
-    // What is added from now on belongs to another layer.
-    void add_layer() { layer_starts_.push_back(halves_.size()); }
+    // Begins a new layer, to which the sublayers that are added next belong.
+    void add_layer() { layer_starts_.push_back(sublayers_.size()); }
 
-    void add_attention(const NormArray& norm, const NormArray& beside, bool keeps_normed,
+    void add_attention(const NormArray& norm, const NormArray& second_norm, bool keeps_normed,
                        nb::object attention, const ProductObjects& qkv,
                        const ProductObjects& output, bool norms_values, bool reads_only) {
         kept_.push_back(attention);
@@ -58,15 +58,15 @@ class Stack {
                 "only attention with norms and without gates norms values or reads alone");
         shape.norms_values = norms_values;
         shape.reads_only = reads_only;
-        add(std::make_unique<AttentionHalf>(keep(norm), keep(beside), keeps_normed, shape,
-                                            keep(qkv), keep(output)));
+        add(std::make_unique<AttentionSublayer>(keep(norm), keep(second_norm), keeps_normed, shape,
+                                                keep(qkv), keep(output)));
     }
 
     void add_delta_net(const NormArray& norm, nb::object layer, const ProductObjects& inputs,
                        const std::optional<ProductObjects>& gates, const ProductObjects& output) {
         kept_.push_back(layer);
-        add(std::make_unique<DeltaNetHalf>(keep(norm), delta_shape(layer), keep(inputs),
-                                           gates ? keep(*gates) : Product{}, keep(output)));
+        add(std::make_unique<DeltaNetSublayer>(keep(norm), delta_shape(layer), keep(inputs),
+                                               gates ? keep(*gates) : Product{}, keep(output)));
     }
 
     void add_latent(const NormArray& norm, nb::object latent, const ProductObjects& first,
@@ -75,69 +75,69 @@ class Stack {
         kept_.push_back(latent);
         const Latent& given = latent_of(latent);
         require(given.is_bf16() == (type_ == Number::bf16), "latent rows are in the norms' type");
-        add(std::make_unique<LatentHalf>(keep(norm), given, keep(first), keep(query_norm),
-                                         queries ? keep(*queries) : Product{}, keep(output)));
+        add(std::make_unique<LatentSublayer>(keep(norm), given, keep(first), keep(query_norm),
+                                             queries ? keep(*queries) : Product{}, keep(output)));
     }
 
     void add_gated_mlp(const NormArray& norm, const ProductObjects& gate_up,
                        const ProductObjects& down, const std::string& activation) {
-        add(std::make_unique<GatedMlpHalf>(keep(norm), keep(gate_up), keep(down),
-                                           activation_named(activation)));
+        add(std::make_unique<GatedMlpSublayer>(keep(norm), keep(gate_up), keep(down),
+                                               activation_named(activation)));
     }
 
-    // How the half that was added last joins the stream.
-    void set_behind(const NormArray& norm, std::optional<float> factor) {
-        require(!halves_.empty(), "a norm stands behind a half");
-        Half& half = *halves_.back();
-        half.behind = keep(norm);
-        require(!half.behind.weight || half.behind.columns == width(), "norms: [H]");
-        half.factor = factor.value_or(1.0f);
+    // How the output of the sublayer that was added last is added to the stream.
+    void set_post_norm(const NormArray& norm, std::optional<float> factor) {
+        require(!sublayers_.empty(), "a post-norm belongs to a sublayer");
+        Sublayer& sublayer = *sublayers_.back();
+        sublayer.post_norm = keep(norm);
+        require(!sublayer.post_norm.weight || sublayer.post_norm.columns == width(), "norms: [H]");
+        sublayer.factor = factor.value_or(1.0f);
     }
 
-    // Adapters of the first and the last product of the half that was added last.
+    // Adapters of the first and the last product of the sublayer that was added last.
     void set_adapters(nb::object first, nb::object last) {
-        require(!halves_.empty(), "adapters belong to a half");
+        require(!sublayers_.empty(), "adapters belong to a sublayer");
         kept_.push_back(first);
         kept_.push_back(last);
-        halves_.back()->take_adapters(adapters_of(first), adapters_of(last));
+        sublayers_.back()->take_adapters(adapters_of(first), adapters_of(last));
     }
 
     void add_experts(const NormArray& norm, nb::object experts) {
         kept_.push_back(experts);
         const auto& given = nb::cast<const Experts&>(experts);
         require(given.is_bf16() == (type_ == Number::bf16), "experts are in the norms' type");
-        add(std::make_unique<ExpertsHalf>(keep(norm), given));
+        add(std::make_unique<ExpertsSublayer>(keep(norm), given));
     }
 
-    // Keys and values of each layer with attention, the states of each with such: kept until
-    // others come.
+    // Keys and values of each layer with attention, states of each gated delta net; used until the
+    // next call.
     void set_caches(const std::vector<nb::object>& caches) {
         require(caches.size() == num_caches_, "a cache for each layer with a mixer");
         std::vector<CacheView> views;
         size_t next = 0;
-        for (const auto& half : halves_) {
-            if (const AttentionShape* shape = half->cached()) {
+        for (const auto& sublayer : sublayers_) {
+            if (const AttentionShape* shape = sublayer->cached()) {
                 const auto [keys, values] = nb::cast<std::pair<Array, Array>>(caches[next++]);
                 views.push_back(
                     view_cache(keys, values, shape->num_kv_heads, shape->head_dim, type_));
-            } else if (const DeltaShape* shape = half->recurrent()) {
+            } else if (const DeltaShape* shape = sublayer->recurrent()) {
                 const auto given = nb::cast<DeltaCacheArrays>(caches[next++]);
-                half->take_states(view_delta_cache(given, *shape, type_));
+                sublayer->take_states(view_delta_cache(given, *shape, type_));
             }
         }
         views_ = std::move(views);
         caches_ = caches;
     }
 
-    // `out` [T, H] gets what leaves, taken[i] [T, H] the stream that enters layer wanted[i], or
-    // leaves the last one. With `read` [n] int64, which ascends, the last half, a feed-forward part
-    // behind a mixer, computes these rows only, and `out` [n, H] gets them. `open_label`: see
-    // `Labels`.
+    // Writes the stream after the last layer and its norm to `out` [T, H], and the stream that
+    // enters layer wanted[i], or leaves the last one, to taken[i] [T, H]. With `read` [n] int64,
+    // ascending, the last sublayer, which must be a feed-forward part after a mixer, computes only
+    // these rows, and `out` is [n, H]. `open_label`: see `Labels`.
     void run(nb::object pass, const std::vector<Array>& given, const Array& out,
              const std::vector<int>& wanted, const std::vector<Array>& taken,
              const Optional& read, nb::object open_label) const {
         const AttentionRows& rows = attention_rows(pass);
-        require(!halves_.empty() && caches_.size() == num_caches_, "layers without caches");
+        require(!sublayers_.empty() && caches_.size() == num_caches_, "layers without caches");
         require(wanted.size() == taken.size(), "a tensor for each wanted stream");
         const int num_layers = static_cast<int>(layer_starts_.size());
         for (const int index : wanted)
@@ -164,22 +164,22 @@ class Stack {
         enter(sources, view);
         size_t cache = 0;
         int layer = 0;
-        const size_t num_whole = halves_.size() - (read ? 1 : 0);
+        const size_t num_whole = sublayers_.size() - (read ? 1 : 0);
         for (size_t index = 0; index < num_whole; ++index) {
-            const Half& half = *halves_[index];
-            if (index == 0) first_norm(half, sources, view);
-            else add_and_norm(*halves_[index - 1], half.norm, view, buffers.normed);
+            const Sublayer& sublayer = *sublayers_[index];
+            if (index == 0) first_norm(sublayer, sources, view);
+            else add_and_norm(*sublayers_[index - 1], sublayer.norm, view, buffers.normed);
             for (; layer < num_layers && layer_starts_[layer] == index; ++layer) take(layer);
-            half.run(view, half.cached() ? &views_[cache++] : nullptr);
+            sublayer.run(view, sublayer.cached() ? &views_[cache++] : nullptr);
         }
         if (read) return run_last(kept, view, hidden);
-        add_and_norm(*halves_.back(), last_, view, hidden);
+        add_and_norm(*sublayers_.back(), last_, view, hidden);
         take(num_layers);
     }
 
   private:
     int64_t number_bytes() const { return type_ == Number::bf16 ? 2 : 4; }
-    int64_t width() const { return halves_[0]->stream_width(); }
+    int64_t width() const { return sublayers_[0]->stream_width(); }
 
     NormWeight keep(const NormArray& norm) {
         if (!norm) return {};
@@ -207,18 +207,18 @@ class Stack {
         return &factors;
     }
 
-    void add(std::unique_ptr<Half> half) {
-        require(!layer_starts_.empty(), "a half belongs to a layer");
-        const NormWeight& norm = half->norm;
-        const int64_t width = halves_.empty() ? half->stream_width() : this->width();
-        require(half->stream_width() == width && (!norm.weight || norm.columns == width) &&
-                    half->widths().normed == width + half->beside.columns,
+    void add(std::unique_ptr<Sublayer> sublayer) {
+        require(!layer_starts_.empty(), "a sublayer belongs to a layer");
+        const NormWeight& norm = sublayer->norm;
+        const int64_t width = sublayers_.empty() ? sublayer->stream_width() : this->width();
+        require(sublayer->stream_width() == width && (!norm.weight || norm.columns == width) &&
+                    sublayer->widths().normed == width + sublayer->second_norm.columns,
                 "the matrices of a layer do not fit the stream");
-        require(halves_.empty() || (!half->beside.weight && !half->keeps_normed),
-                "only the first half may read more than the normed stream");
-        widths_.cover(half->widths());
-        num_caches_ += half->cached() || half->recurrent();
-        halves_.push_back(std::move(half));
+        require(sublayers_.empty() || (!sublayer->second_norm.weight && !sublayer->keeps_normed),
+                "only the first sublayer may read more than the normed stream");
+        widths_.cover(sublayer->widths());
+        num_caches_ += sublayer->cached() || sublayer->recurrent();
+        sublayers_.push_back(std::move(sublayer));
     }
 
     Buffers make_buffers(int64_t num_rows) const {
@@ -245,29 +245,29 @@ class Stack {
             sources.push_back({rows, static_cast<int64_t>(array.shape(1)), array.stride(0)});
             columns += sources.back().columns;
         }
-        const NormWeight& beside = halves_[0]->beside;
+        const NormWeight& second_norm = sublayers_[0]->second_norm;
         if (entry_) {
             bool fits = given.size() == entry_->norms.size();
             for (size_t i = 0; fits && i < given.size(); ++i)
                 fits = !entry_->norms[i].weight || entry_->norms[i].columns == sources[i].columns;
             require(fits && columns == entry_->product.columns() &&
-                        entry_->product.rows() == width() && !beside.weight,
+                        entry_->product.rows() == width() && !second_norm.weight,
                     "the sources do not fit the entry");
         } else {
-            require(given.size() == (beside.weight ? 2 : 1) &&
+            require(given.size() == (second_norm.weight ? 2 : 1) &&
                         sources.back().columns == width() &&
-                        columns == width() + beside.columns,
+                        columns == width() + second_norm.columns,
                     "the sources do not fit the first layer");
         }
         return sources;
     }
 
-    // Rows of the stream that the last half may compute alone.
+    // Rows of the stream that the last sublayer may compute alone.
     std::vector<int64_t> kept_rows(const Array& read, int64_t num_rows) const {
-        const Half& last = *halves_.back();
-        require(halves_.size() > 1 && layer_starts_.back() + 1 < halves_.size() &&
+        const Sublayer& last = *sublayers_.back();
+        require(sublayers_.size() > 1 && layer_starts_.back() + 1 < sublayers_.size() &&
                     !last.cached() && !last.recurrent(),
-                "only a feed-forward part behind a mixer leaves rows out");
+                "only a feed-forward part after a mixer leaves rows out");
         const auto* given = contiguous<const int64_t>(read, Number::i64, "read");
         std::vector<int64_t> kept(given, given + read.size());
         int64_t before = -1;
@@ -278,7 +278,7 @@ class Stack {
         return kept;
     }
 
-    // The last half and the norm behind it, for these rows, which move to the front.
+    // Runs the last sublayer and the final norm for these rows, which are moved to the front.
     void run_last(const std::vector<int64_t>& kept, const PassView& pass, char* out) const {
         const int64_t bytes = width() * number_bytes();
         std::vector<int64_t> adapters;
@@ -290,8 +290,8 @@ class Stack {
         const PassView view{pass.is_bf16, pass.rows, pass.buffers, pass.labels,
                             static_cast<int64_t>(kept.size()),
                             pass.adapters ? adapters.data() : nullptr};
-        const Half& last = *halves_.back();
-        add_and_norm(*halves_[halves_.size() - 2], last.norm, view, view.buffers.normed);
+        const Sublayer& last = *sublayers_.back();
+        add_and_norm(*sublayers_[sublayers_.size() - 2], last.norm, view, view.buffers.normed);
         last.run(view, nullptr);
         add_and_norm(last, last_, view, out);
     }
@@ -303,7 +303,7 @@ class Stack {
         return contiguous<char>(array, type_, "hidden states and streams");
     }
 
-    // A source, normed or as it is, to columns of rows that are `stride` long.
+    // Writes a source, normed if `norm` has a weight, to columns of rows that are `stride` long.
     void put(const NormWeight& norm, const Source& source, const PassView& pass, char* out,
              int64_t stride) const {
         if (norm.weight) {
@@ -339,20 +339,23 @@ class Stack {
         multiply(entry_->product, buffers.normed, pass, buffers.stream);
     }
 
-    // What the first half reads.
-    void first_norm(const Half& half, const std::vector<Source>& sources,
+    // Computes the input of the first sublayer.
+    void first_norm(const Sublayer& sublayer, const std::vector<Source>& sources,
                     const PassView& pass) const {
         const Buffers& buffers = pass.buffers;
-        const int64_t columns = half.widths().normed;
+        const int64_t columns = sublayer.widths().normed;
         const Source stream{buffers.stream, width(), width()};
-        if (half.beside.weight) put(half.beside, sources[0], pass, buffers.normed, columns);
-        char* normed = buffers.normed + half.beside.columns * number_bytes();
-        put(half.norm, stream, pass, normed, columns);
-        if (half.keeps_normed) put({}, {normed, width(), columns}, pass, buffers.stream, width());
+        const NormWeight& second_norm = sublayer.second_norm;
+        if (second_norm.weight) put(second_norm, sources[0], pass, buffers.normed, columns);
+        char* normed = buffers.normed + second_norm.columns * number_bytes();
+        put(sublayer.norm, stream, pass, normed, columns);
+        if (sublayer.keeps_normed)
+            put({}, {normed, width(), columns}, pass, buffers.stream, width());
     }
 
-    // What a half made joins the stream, whose norm goes to `out`; without a weight, the stream.
-    void add_and_norm(const Half& made, const NormWeight& norm, const PassView& pass,
+    // Adds the output of `sublayer` to the stream, and writes the stream's norm to `out`; if `norm`
+    // has no weight, the stream itself.
+    void add_and_norm(const Sublayer& sublayer, const NormWeight& norm, const PassView& pass,
                       char* out) const {
         const Labels::Range range(pass.labels, "slipstream::norm");
         NormCall call{};
@@ -362,8 +365,8 @@ class Stack {
         call.x = pass.buffers.addend;
         call.residual = call.sum = pass.buffers.stream;
         call.x_stride = call.residual_stride = call.out_stride = call.sum_stride = width();
-        call.behind = made.behind;
-        call.factor = made.factor;
+        call.post_norm = sublayer.post_norm;
+        call.factor = sublayer.factor;
         call.norm = norm;
         call.out = out;
         norm_rows(call);
@@ -371,8 +374,8 @@ class Stack {
 
     Number type_;
     std::unique_ptr<Entry> entry_;
-    std::vector<std::unique_ptr<Half>> halves_;
-    std::vector<size_t> layer_starts_;  // the first half of each layer
+    std::vector<std::unique_ptr<Sublayer>> sublayers_;
+    std::vector<size_t> layer_starts_;  // the first sublayer of each layer
     NormWeight last_{};
     Widths widths_;
     size_t num_caches_ = 0;
@@ -390,7 +393,7 @@ void bind_layers(nb::module_& module) {
              nb::arg("bias").none())
         .def("add_layer", &Stack::add_layer)
         .def("add_attention", &Stack::add_attention, nb::arg("norm").none(),
-             nb::arg("beside").none(), nb::arg("keeps_normed"), nb::arg("attention"),
+             nb::arg("second_norm").none(), nb::arg("keeps_normed"), nb::arg("attention"),
              nb::arg("qkv"), nb::arg("output"), nb::arg("norms_values"), nb::arg("reads_only"))
         .def("add_delta_net", &Stack::add_delta_net, nb::arg("norm"), nb::arg("layer"),
              nb::arg("inputs"), nb::arg("gates").none(), nb::arg("output"))
@@ -399,7 +402,8 @@ void bind_layers(nb::module_& module) {
              nb::arg("output"))
         .def("add_gated_mlp", &Stack::add_gated_mlp, nb::arg("norm"), nb::arg("gate_up"),
              nb::arg("down"), nb::arg("activation"))
-        .def("set_behind", &Stack::set_behind, nb::arg("norm").none(), nb::arg("factor").none())
+        .def("set_post_norm", &Stack::set_post_norm, nb::arg("norm").none(),
+             nb::arg("factor").none())
         .def("set_adapters", &Stack::set_adapters, nb::arg("first").none(), nb::arg("last").none())
         .def("add_experts", &Stack::add_experts, nb::arg("norm"), nb::arg("experts"))
         .def("set_last", &Stack::set_last, nb::arg("norm"))

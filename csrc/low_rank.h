@@ -1,7 +1,7 @@
 // Adapters: products of low rank that are added to what a matrix makes of some rows.
 //
-// A row's arithmetic follows from the shapes and the level of instructions alone, never from the
-// rows beside it. See `slipstream/kernels/adapters.py`.
+// A row's arithmetic depends only on the shapes and the level of instructions, never on other rows.
+// See `slipstream/kernels/adapters.py`.
 #pragma once
 
 #include <cstdint>

@@ -2,7 +2,7 @@
 //
 // The arithmetic of a row of the result is a function of the weight's storage, its shape and the
 // level of instructions, never of the other rows: one order along K, one set of sums. So a token
-// that is verified beside others gets the bits that it gets alone.
+// that is verified with others gets the same bits as alone.
 #pragma once
 
 #include <cstdint>
@@ -25,10 +25,10 @@ namespace slipstream {
 // signed byte times a float16 that several groups share; and where q has no zero, but a group a
 // number that is added to each, a minimum of the kind of its scale: q * scale + minimum.
 //
-// Rows that meet integers are integers themselves: divided by a scale, rounded, and written in one
-// to three digits of base 128, each a row of signed bytes. All sums of a group are then exact. The
-// scale is a row's own; where the weight is e2m1, a power of two for each group, so that what is not
-// much smaller than the group's largest number stays what it is.
+// Rows that are multiplied by integers are converted to integers: divided by a scale, rounded, and
+// written in one to three digits of base 128, each a row of signed bytes. All sums of a group are then
+// exact. Each row has a scale; if the weight is e2m1, each group has a power of two as scale, so that
+// numbers that are not much smaller than the group's largest are represented exactly.
 enum class Storage { f32, bf16, i8, i4, i6, g8, mxfp4, nvfp4 };
 
 constexpr bool is_e2m1(Storage storage) {
@@ -108,7 +108,7 @@ struct Matrix {
     int64_t num_groups() const { return num_tiles() / tiles_per_group(); }
     // Of a group's scale, and of its minimum: float16, e8m0, or a byte plus 128.
     int64_t scale_bytes() const { return storage == Storage::mxfp4 || factor_groups ? 1 : 2; }
-    // Behind the tiles of each group of a block: 64 scales, then 64 minima or zeros (bytes), or none.
+    // After the tiles of each group of a block: 64 scales, then 64 minima or zeros (bytes), or none.
     int64_t group_tail_bytes() const {
         return group ? block_rows * (scale_bytes() * (1 + has_minima) + has_zeros) : 0;
     }

@@ -1,4 +1,5 @@
-// Several products as one stream of weights. Compiled for each level, behind what has `ProductUnit`.
+// Several products as one stream of weights. Compiled for each level, after the header that defines
+// `ProductUnit`.
 #pragma once
 
 #include "matmul_rows.h"
@@ -81,7 +82,7 @@ class Calls {
         return most < unit ? unit : most;
     }
 
-    // The call to which a row or a task belongs: the first that ends behind it.
+    // The call to which a row or a task belongs: the first that ends after it.
     int64_t holder(int64_t index) const {
         int64_t low = 0, high = count_ - 1;
         while (low < high) {

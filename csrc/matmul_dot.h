@@ -50,7 +50,7 @@ inline Columns widen_columns(const bf16* w) {
 class ProductUnit {
   public:
     // Lines first .. first + count times some tiles of a block; the lines' tiles begin with number
-    // `tile`. Every sum is one chain along K, whatever stands beside it.
+    // `tile`. Every sum is one chain along K, whatever other lines there are.
     template <typename Number, typename Weight, typename Sum>
     void multiply(const Lines<Number>& lines, int64_t first, int64_t count, int64_t tile,
                   const Weight* weight, int64_t num_tiles, Sum* sums) {
@@ -72,8 +72,9 @@ class ProductUnit {
     }
 
   private:
-    // Sums of so many lines times so many panels fit into the registers beside what they meet; floats
-    // meet the even and the odd columns of bf16. Sums of one line of floats alone would wait for each other.
+    // Sums of so many lines times so many panels fit into the registers together with the operands;
+    // floats are multiplied by the even and the odd columns of bf16. Sums of only one line of floats
+    // would wait for each other.
 #if defined(__AVX512F__)
     static constexpr int most_lines_of(size_t) { return 6; }
     static constexpr int panels_of(int, size_t) { return 4; }

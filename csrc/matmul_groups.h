@@ -7,9 +7,9 @@
 
 namespace slipstream::SLIPSTREAM_LEVEL {
 
-// As many rows at once as have room for their sums in registers take a weight's integers: few rows
-// straight from their bytes, many once these are unpacked. Sums of digits stay apart to the end of a
-// group: in one chain they would wait for each other.
+// A weight's integers are multiplied by as many rows at once as have room for their sums in registers:
+// few rows read the packed bytes directly, for many rows these are unpacked first. Sums of digits are
+// separate up to the end of a group, since additions to one sum would wait for each other.
 template <Storage storage, int digits>
 class GroupedRows {
   public:
@@ -42,14 +42,14 @@ class GroupedRows {
   private:
     static constexpr TileShape shape = tile_shape(storage);
     static constexpr int lines_of_row = lines_of_digits(digits, true);
-    // Of groups that stay in the first cache while all parts pass.
+    // Of groups that stay in the L1 cache while all parts are multiplied.
     static constexpr int64_t resident_bytes = 16384;
-    // Rows whose sums fit into the registers beside what they meet, and panels that they are taken
-    // with: each number of x is loaded once for all of these.
+    // Rows and panels whose sums fit into the registers together with the operands: each number of x
+    // is loaded once for all of these panels.
 #if defined(__AVX2__)
     static constexpr bool may_unpack = takes_words || storage != Storage::g8;
 #else
-    static constexpr bool may_unpack = false;  // what is written takes longer than what it saves
+    static constexpr bool may_unpack = false;  // writing would take longer than it saves
 #endif
 #if defined(__AVX512F__)
     static constexpr int most_rows = 6;
@@ -232,8 +232,7 @@ class GroupedRows {
             sum[line][0] = add_part(sum[line][0], words, digits_at(x + line * shape.columns));
     }
 
-    // The digits of a row in a group's first tile, one behind the other, and before those of the next
-    // row.
+    // The digits of a row in a group's first tile, one after the other; the next row's follow.
     const Digit* digits_of(int64_t group, int64_t row) const {
         const int64_t line = group * block_.tiles * rows_.lines.count + row * lines_of_row;
         return rows_.lines.values + line * shape.columns;

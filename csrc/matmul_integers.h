@@ -99,7 +99,7 @@ struct GroupPlace {
     const uint16_t* factors;
 };
 
-// A block of a weight in groups of `tiles` tiles, each with its scales, minima and zeros behind it.
+// A block of a weight in groups of `tiles` tiles, each followed by its scales, minima and zeros.
 template <Storage storage>
 struct GroupedBlock {
     static constexpr TileShape shape = tile_shape(storage);
@@ -141,7 +141,7 @@ struct GroupedBlock {
     }
 
   private:
-    // Scales, or behind those of all 64 rows minima.
+    // Scales, or the minima, which follow the scales of all 64 rows.
     F16 numbers(const GroupPlace& at, int n) const {
         if (!at.factors) return load_halves(at.tail + n * 2);
         const I16 bytes = load_bytes(reinterpret_cast<const uint8_t*>(at.tail + n));
@@ -165,7 +165,7 @@ struct RowGroup {
 
 // value += what the sums of a row's digits with a group stand for, but for the scales of whole rows.
 // `joined` is of the first two digits: with their zeros they fit into 32 bits, exactly. A third joins
-// in floats. The row is the one `r` behind the first of x.
+// in floats. The row is number `r` of x.
 template <Storage storage, int digits, Zeros zeros>
 inline F16 add_group(F16 value, I16 joined, I16 last, const GroupScales& by, const RowGroup& x,
                      int64_t r) {

@@ -111,7 +111,7 @@ void multiply_f32(const float* const* x, const float* block, int64_t columns, fl
 #pragma GCC unroll 4
             for (int p = 0; p < panels; ++p) acc[r][p] = zero();
         for (int64_t k = 0; k < columns; ++k) {
-            // A tile is 16 columns of 4 panels, one behind the other.
+            // A tile is 16 columns of 4 panels, one after the other.
             const float* at = block + k / 16 * 16 * block_rows + k % 16 * panel_rows +
                               panel * 16 * panel_rows;
 #pragma GCC unroll 4

@@ -22,7 +22,7 @@ void for_tiles(const Matrix& matrix, const PanelRows& rows, Put&& put) {
     }
 }
 
-// A row's part of a tile: 64 bytes in steps of four. Behind the row's end x is zero, whatever
+// A row's part of a tile: 64 bytes in steps of four. After the row's end x is zero, whatever
 // stands there.
 void put_lanes(char* lane, const char* row, int64_t row_bytes, int64_t tile, uint32_t flipped) {
     const char* from = row + tile * 64;
@@ -43,7 +43,7 @@ uint32_t spread(uint32_t bits) {
     return (bits | bits << 4) & 0x0f0f0f0f;
 }
 
-// A row's scales as float16 times a power of two, behind their groups' tiles. The largest becomes
+// A row's scales as float16 times a power of two, after the tiles of their groups. The largest becomes
 // 2^15 to 2^16: float16 numbers from files stay what they are.
 void put_scales(const Matrix& matrix, int64_t row, const float* scales, const uint8_t* zeros) {
     const int64_t num_groups = matrix.num_groups(), group_bytes = matrix.group_bytes();

@@ -15,7 +15,7 @@ std::unique_ptr<Matrix> empty_matrix(Storage storage, int64_t rows, int64_t colu
                                      int64_t group = 0, bool has_zeros = false);
 std::unique_ptr<Matrix> empty_matrix(const Matrix& form);  // of this form and size
 
-// Behind the tiles of a group, in the block of a row: scales, and what goes with them.
+// What follows the tiles of a group in the block of a row: scales, and minima or zeros.
 inline char* group_tail(const Matrix& matrix, int64_t row, int64_t group) {
     return matrix.block(row / block_rows) + (group + 1) * matrix.group_bytes() -
            matrix.group_tail_bytes();

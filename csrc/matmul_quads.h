@@ -13,10 +13,10 @@ using Digit = int16_t;
 using Digit = int8_t;
 #endif
 constexpr bool takes_words = sizeof(Digit) == 2;
-// Quads of bytes are multiplied in so many parts, each by four bytes of digits.
+// Quads of bytes are multiplied in this many parts, each by four bytes of digits.
 constexpr int quad_parts = sizeof(Digit);
 
-// Four bytes of digits. One load each: of two at once the compiler would make one, and take it apart.
+// Four bytes of digits. One load each: the compiler would merge two loads, and split the result.
 inline int32_t digits_at(const Digit* p) {
     int32_t digits;
     std::memcpy(&digits, p, 4);
@@ -66,7 +66,7 @@ template <int part>
 inline Quads part_of(Quads x) {
     return x;
 }
-// sum += a part of quads times so many digits.
+// sum += a part of quads times digits.
 inline I16 add_part(I16 sum, Quads part, int32_t digits) {
     return {_mm512_dpbusd_epi32(sum.v, part.v, _mm512_set1_epi32(digits))};
 }

@@ -17,7 +17,7 @@ constexpr bool in_tiles = false;
 // How many lines lie together, a power of two: one, a tile of the matrix unit, or all.
 constexpr int one_line = 0, tile_lines = 4, all_lines = 62;
 
-// What is multiplied: rows of bf16, or the digits of rounded rows one behind the other; K is filled
+// What is multiplied: rows of bf16, or the digits of rounded rows one after the other; K is filled
 // up with zeros to whole tiles. Lines that lie together (less at the end) are [tile][line][depth].
 template <typename Number>
 struct Lines {
@@ -48,9 +48,9 @@ struct Lines {
 // Lines of a weight in groups that `GroupedRows` multiplies, as the matrix unit is slower with so few.
 constexpr int64_t most_direct_lines = in_tiles ? 10 : int64_t{1} << 60;
 
-// Asks for what will be read so many bytes later: few rows are done with a weight so soon that the
-// machine's own look-ahead, which ends with a page, falls behind.
-// Always inlined: gcc takes a function that does nothing else for one without an effect, and drops it.
+// Prefetches what is read this many bytes later: few rows are done with a weight so soon that the
+// hardware prefetcher, which stops at the end of a page, falls behind.
+// Always inlined: gcc treats a function that only prefetches as one without effect, and drops it.
 template <int64_t bytes>
 inline __attribute__((always_inline)) void look_ahead([[maybe_unused]] const void* from) {
 #if defined(__AVX2__)
@@ -91,8 +91,8 @@ inline int64_t place_of(const MatmulCall& call, int64_t row) {
     return (call.row_ids ? call.row_ids[row] : row) * call.x_stride;
 }
 
-// Rows as a call's kernels take them: so many bytes, laid out in memory, then filled one by one.
-// These are of float32, which are taken as they are.
+// Rows in the form that a call's kernels take: their size, their layout in memory, and the conversion
+// of one row. These are float32 rows, which are copied.
 struct PlainRows {
     Lines<float> lines;
 
@@ -201,7 +201,7 @@ inline float largest_of(const MatmulCall& call, int64_t row, int64_t first, int6
 
 // Rows as integers: x = scale * (.. + 128 * digit + last digit).
 struct RoundedRows {
-    Lines<Digit> lines;  // those of a row one behind the other, the highest digit first
+    Lines<Digit> lines;  // those of a row one after the other, the highest digit first
     int digits, row_lines;
     int64_t count, groups;
     float* scales;     // [rows]; [rows, groups] where the weight is e2m1, whose table they halve

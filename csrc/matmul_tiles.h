@@ -37,7 +37,7 @@ class ProductUnit {
         for (int64_t done = 0; done < num_tiles; done += resident_tiles) {
             const int64_t left = num_tiles - done;
             const int64_t part = left < resident_tiles ? left : resident_tiles;
-            // What comes behind this part, in the block or in the next.
+            // The weights after this part, in this block or in the next.
             ahead.from(reinterpret_cast<const char*>(weight + (done + part) * tile_numbers));
             for (int half = 0; half < 2; ++half)
                 for (int64_t line = 0; line < count; line += 32)
@@ -47,10 +47,10 @@ class ProductUnit {
     }
 
   private:
-    // Asks for the next part of a weight while this one is multiplied, a little in every step.
+    // Prefetches the next part of a weight while this one is multiplied, a little in every step.
     class Ahead {
       public:
-        // Of a tile of so many bytes, which so many steps share.
+        // For a tile of `tile_bytes`, prefetched over `steps` steps.
         Ahead(int64_t tile_bytes, int64_t steps) : step_((tile_bytes / 64 + steps - 1) / steps * 64) {}
         void from(const char* at) { at_ = at; }
         void step() {

@@ -38,7 +38,7 @@ struct Tables {
             block_tables[slot * num_blocks + table * window_column + token / block_size];
         return block * block_size + token % block_size;
     }
-    // Tokens behind the last column are lost in it.
+    // Tokens past the last column are dropped.
     void write(int64_t slot, int64_t position, int64_t token) const {
         require(position >= 0, "a position is negative");
         token_ids[slot * columns + std::min(position, columns - 1)] = static_cast<int32_t>(token);
@@ -47,7 +47,7 @@ struct Tables {
 
 using Optional = std::optional<Array>;
 
-// The tables are kept by whoever keeps what is made.
+// Python keeps the tables alive as long as the result.
 void make_tables(Tables* made, const Array& token_ids, const Array& num_tokens,
                  const Array& num_computed, const Array& block_tables, int64_t block_size,
                  int64_t window_column) {
@@ -142,7 +142,7 @@ void place_rows(const Tables& tables, const Array& slots_in, const Array& starts
                     tables.block_tables + slot * tables.num_blocks, tables.num_blocks * 4);
         for (int64_t offset = 0; offset < length; ++offset, ++row) {
             const int64_t position = start + offset;
-            require(position < tables.columns, "a position is behind the last one");
+            require(position < tables.columns, "a position is after the last one");
             positions[row] = position;
             for (int64_t table = 0; table < tables.num_tables(); ++table) {
                 const int64_t place = tables.place(slot, position, table);

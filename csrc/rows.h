@@ -15,16 +15,16 @@ struct NormWeight {
     float eps;
 };
 
-// RMS norm over rows: out = norm((norm of x by `behind` + residual) * factor), all but the residual
+// RMS norm over rows: out = norm((post_norm(x) + residual) * factor), all but the residual
 // optional. Each step is computed in float32 and rounded to the rows' type.
 struct NormCall {
     bool is_bf16;
     int64_t num_rows, columns;
     const void* x;
     int64_t x_stride;
-    const void* residual;  // or null: x is the sum, and neither `behind` nor `factor` counts
+    const void* residual;  // or null: x is the sum, and neither `post_norm` nor `factor` counts
     int64_t residual_stride;
-    NormWeight behind, norm;
+    NormWeight post_norm, norm;
     float factor;
     void* out;
     int64_t out_stride;

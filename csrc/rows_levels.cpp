@@ -33,14 +33,14 @@ template <typename Number>
 inline const Number* join_row(const NormCall& call, const Number* x, int64_t row) {
     const Number* residual = static_cast<const Number*>(call.residual) + row * call.residual_stride;
     Number* sum = static_cast<Number*>(call.sum) + row * call.sum_stride;
-    if (!call.behind.weight && call.factor == 1.0f) {
+    if (!call.post_norm.weight && call.factor == 1.0f) {
         for_columns(call.columns, [&](int64_t column, int count) {
             store_some(sum + column, load_some(x + column, count) + load_some(residual + column, count), count);
         });
         return sum;
     }
-    const auto* weight = static_cast<const Number*>(call.behind.weight);
-    const F16 scale = weight ? norm_factor(x, call.columns, call.behind.eps) : zero();
+    const auto* weight = static_cast<const Number*>(call.post_norm.weight);
+    const F16 scale = weight ? norm_factor(x, call.columns, call.post_norm.eps) : zero();
     const F16 factor = broadcast(call.factor);
     for_columns(call.columns, [&](int64_t column, int count) {
         F16 part = load_some(x + column, count);

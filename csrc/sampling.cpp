@@ -10,7 +10,7 @@ using Optional = std::optional<Array>;
 
 constexpr int64_t num_ints = 7, num_floats = 6;  // INTS and FLOATS of kernels/sampling.py
 
-// The tensors are kept by whoever keeps what is made.
+// Python keeps the tensors alive as long as the result.
 void make_slots(SlotTensors* made, const Array& ints, const Array& floats, const Array& stop_ids,
                 const Optional& output_counts, const Optional& prompt_mask, const Optional& bias) {
     const int64_t slots = length(ints, 2, 0, "ints"),

@@ -12,7 +12,7 @@ namespace slipstream {
 
 // Tokens whose largest logit is kept, and tokens of a slice.
 constexpr int64_t group_tokens = 64, slice_tokens = 4096;
-// Kernels may write so many numbers behind the last of a list.
+// Kernels may write this many numbers past the end of a list.
 constexpr int64_t slack = 16;
 
 inline int64_t num_groups(int64_t tokens) { return (tokens + group_tokens - 1) / group_tokens; }
@@ -73,8 +73,8 @@ struct SamplingKernels {
     // Of values, those of at least `least` and below `end`, moved to the front in their order; how
     // many.
     int64_t (*keep)(float* values, int64_t count, float least, float end);
-    // The logits of a whole row that reach `least`, in any groups that do; how many. It
-    // overwrites up to `slack` numbers behind the last.
+    // Writes the logits of a whole row that are at least `least`, from the groups that have some,
+    // and returns their count. Overwrites up to `slack` numbers past the last.
     int64_t (*gather)(const float* logits, int64_t tokens, const float* groups, float least,
                       float* out);
     void (*probabilities)(const float* logits, int64_t count, const Distribution& row, float* out);

@@ -19,7 +19,7 @@ constexpr float endless = std::numeric_limits<float>::infinity(), no_limit = -en
 // Fewer are done sooner by one thread than another is woken.
 constexpr int64_t few_tokens = 2 * slice_tokens;
 
-// As `parallel_for`, of tasks that together pass over so many tokens.
+// As `parallel_for`, for tasks that together read `all_tokens` logits.
 template <typename Work>
 void spread(int64_t tasks, int64_t all_tokens, Work&& work) {
     if (all_tokens > few_tokens) return parallel_for(tasks, work);

@@ -22,7 +22,7 @@ inline unsigned equal(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_E
 inline F16 where_at_least(F16 key, F16 least, F16 x) {
     return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(key.v, least.v, _CMP_GE_OQ), x.v)};
 }
-// Writes the lanes of the mask one behind the other, and something behind them.
+// Writes the lanes of the mask one after the other, and arbitrary numbers after them.
 inline int64_t append(float* p, F16 x, unsigned mask) {
     _mm512_storeu_ps(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(mask), x.v));
     return __builtin_popcount(mask);

@@ -109,7 +109,7 @@ bool is_accepted(const LogitRows& logits, const DraftedRows& rows, const SlotTen
     return chance * draft_probability(rows, request, place, token) < probability(logits, row, token);
 }
 
-// The race for the last token of a request, behind `accepted` draft tokens.
+// The race for the last token of a request, after `accepted` draft tokens.
 Race last_race(const DraftedRows& rows, const SlotTensors& slots, const Row& row, int64_t request,
                int64_t accepted) {
     const int64_t slot = rows.slots[request];
@@ -133,7 +133,8 @@ Race last_race(const DraftedRows& rows, const SlotTensors& slots, const Row& row
     return race;
 }
 
-// Runs races whose winners go to tokens[i]; those that nobody has won are run without a draft.
+// Runs races and writes their winners to tokens[i]; a race without a winner is run again without a
+// draft.
 void settle(std::vector<Race>& races, std::vector<int64_t*>& tokens, int64_t num_tokens,
             Workspace& space) {
     run_races(races.data(), static_cast<int64_t>(races.size()), num_tokens, space);
@@ -180,7 +181,7 @@ void Blocks::weigh(const LogitRows& logits, const DraftedRows& rows, const SlotT
         const float p = probability(logits, own[place], drafted[place]);
         const float q = draft_probability(rows, request, place, drafted[place]);
         const bool is_certain = !rows.draft_probs || rows.is_certain(request, place);
-        // Broken numbers end the draft: nothing behind them is accepted.
+        // NaN ends the draft: nothing after it is accepted.
         masses[first + place] = p == p ? weight * (1.0f - p) : weight;
         // Of weights 0 and 1 the prefix is refused and accepted whatever the mass is.
         if (p == p && !is_certain && weight > 0.0f && weight < 1.0f) {
@@ -232,9 +233,9 @@ Blocks& weigh_blocks(const LogitRows& logits, const DraftedRows& rows, const Slo
     return found;
 }
 
-// Coupled requests (batch indices `open`, which is used up): every place gets the target's sample,
-// and a draft token is accepted where it is that. Places are sampled one after the other, those of
-// all requests together, so that none behind a refused token costs any noise.
+// Coupled requests (batch indices `open`, which is used up): the target's token is sampled at every
+// place, and a draft token is accepted if it equals it. Places are sampled one after the other, each
+// for all requests together, so that no noise is computed for places after a rejected token.
 void follow_samples(std::vector<int64_t>& open, const LogitRows& logits, const DraftedRows& rows,
                     const SlotTensors& slots, const VerdictOut& out, Workspace& space) {
     thread_local std::vector<Race> races;

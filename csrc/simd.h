@@ -364,7 +364,7 @@ inline F16 exp(F16 x) {
 #endif
 }
 
-// The first `count` (0 to 16) numbers at p, zeros behind them.
+// The first `count` (0 to 16) numbers at p, then zeros.
 template <typename Number>
 inline F16 load_first(const Number* p, int count) {
     Number whole[lanes] = {};

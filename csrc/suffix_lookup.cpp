@@ -7,7 +7,7 @@
 namespace slipstream {
 namespace {
 
-// The place behind the latest occurrence of the longest suffix; 0 where there is none.
+// The place after the latest occurrence of the longest suffix; 0 where there is none.
 int64_t latest_place(const int32_t* text, int64_t known, int64_t shortest, int64_t longest) {
     int64_t best = 0, best_length = std::max<int64_t>(shortest, 1) - 1;
     for (int64_t place = known - 1; place > best_length; --place) {

@@ -72,7 +72,7 @@ inline void require(bool holds, const char* what) {
 [[noreturn]] void throw_of_shape(const Array& array, std::initializer_list<int64_t> wanted,
                                  const char* name);
 
-// The numbers of an array of this type whose last `inner` axes lie one behind the other.
+// The numbers of an array of this type whose last `inner` axes are contiguous.
 template <typename T>
 T* numbers(const Array& array, Number type, int inner, const char* name) {
     if (number_of(array) != type) throw_of_type(array, type, name);
@@ -127,7 +127,7 @@ T* dense(const std::optional<Array>& array, std::initializer_list<int64_t> shape
     return array ? dense<T>(*array, shape, name) : nullptr;
 }
 
-// An axis of an array that has so many.
+// The length of an axis of an array that must have `axes` of them.
 inline int64_t length(const Array& array, size_t axes, size_t axis, const char* name) {
     if (array.ndim() != axes)
         throw std::invalid_argument(std::string(name) + ": " + std::to_string(axes) + " axes");

@@ -68,8 +68,8 @@ class Pool {
             wake_.notify_all();
         }
         take(0);
-        // Whoever has not come by now finds no task, and is not waited for: on a busy machine a thread
-        // may come milliseconds late.
+        // Threads that have not entered by now find no task and are not waited for: on a busy machine
+        // a thread may be milliseconds late.
         door_.fetch_or(closed, std::memory_order_relaxed);
         for (int spin = 0; door_.load(std::memory_order_acquire) != closed; ++spin) {
             if (spin < spins) pause();
@@ -97,7 +97,7 @@ class Pool {
         }
     }
 
-    // Keeps the first exception of a turn for the caller, and leaves nobody a task.
+    // Keeps the first exception of a turn for the caller, and drops the tasks that are left.
     void fail() {
         if (!failed_.exchange(true, std::memory_order_relaxed)) error_ = std::current_exception();
         for (int thread = 0; thread < count_; ++thread)
@@ -162,8 +162,8 @@ class Pool {
     void (*work_)(void*, int64_t) = nullptr;
     void* context_ = nullptr;
     std::atomic<uint64_t> turn_{0};
-    // How many workers are in, and whether more may come: work, context and shares change while it is
-    // closed and nobody is in.
+    // The number of workers inside, and whether more may enter: work, context and shares change only
+    // while it is closed and no worker is inside.
     static constexpr int closed = 1 << 30;
     std::atomic<int> door_{closed};
     std::atomic<int> sleeping_{0};
@@ -174,8 +174,8 @@ class Pool {
 // Never destroyed: its threads may still wait when the process ends.
 Pool* current = nullptr;
 
-// In a child process the threads are gone, while the locks of their pool still count them as holding
-// and waiting: a new one of the same size takes its place, and the old one is left as it is.
+// In a child process the threads do not exist, but the locks of their pool may still be held by them:
+// a new pool of the same size replaces it, and the old one is never used again.
 void replace_in_child() {
     const int count = current->size();
     current = new Pool;

@@ -11,9 +11,9 @@ int num_threads();
 void set_num_threads(int count);
 
 // Calls work(context, task) for each task in [0, tasks), on all threads, and returns when all are
-// done. Which thread does which task is open, so results must not depend on it. A call that comes
-// while another thread's is running does its tasks alone. Where a task throws, the rest are left out
-// and the call throws the first exception, when all threads have let go of it.
+// done. Results must not depend on which thread does which task. A call that comes while another
+// thread's call is running does its tasks alone. If a task throws, the tasks that are left are dropped,
+// and the call throws the first exception after all threads have stopped.
 void run_tasks(int64_t tasks, void (*work)(void* context, int64_t task), void* context);
 
 template <typename Work>
@@ -24,8 +24,7 @@ void parallel_for(int64_t tasks, Work&& work) {
         const_cast<void*>(static_cast<const void*>(&work)));
 }
 
-// Calls work(row) for each of so many rows; these few numbers are done sooner than other threads are
-// told of them.
+// Calls work(row) for each row; few numbers are done sooner than other threads could start.
 template <typename Work>
 void for_rows(int64_t count, int64_t columns, Work&& work) {
     constexpr int64_t few_numbers = 8192;

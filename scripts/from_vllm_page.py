@@ -32,7 +32,7 @@ explained in [protocol.md](protocol.md), metrics in [serving.md](serving.md#metr
 - Underscores in flags count as hyphens, and every switch has its `--no-NAME`.
 - Of a flag that takes JSON, single keys may be given: `--speculative-config.method ngram
   --speculative-config.num_speculative_tokens 4`.
-- Flags that take several values take them one after the other (behind MODEL), or may be repeated.
+- Flags that take several values take them one after the other (after MODEL), or may be repeated.
 - `--config FILE.yaml` holds flags, one a line (`max-model-len: 8192`), and the model as `model:`.
   The command line counts before it.
 

@@ -245,12 +245,12 @@ def images(count: int, seed: int = 0) -> list[Image.Image]:
     ]
 
 
-def prompt(count: int, behind: int = 5) -> list[int]:
+def prompt(count: int, num_after: int = 5) -> list[int]:
     """So many images in and between texts."""
     ids = [1, 2, 3]
     for number in range(count):
         ids += [START, IMAGE, END, *range(4 + number, 4 + 3 * number)]
-    return [*ids, *range(20, 20 + behind)]
+    return [*ids, *range(20, 20 + num_after)]
 
 
 def with_images(ids: Sequence[int], given: Sequence[Image.Image]) -> Any:

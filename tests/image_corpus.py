@@ -131,7 +131,7 @@ def _garbled() -> Iterator[Case]:
     for kind in KINDS:
         magic = stored(kind)[:12]
         yield Case(
-            f"noise behind the first bytes of {kind}", url_of(magic + draw.randbytes(400), "")
+            f"noise after the first bytes of {kind}", url_of(magic + draw.randbytes(400), "")
         )
     for number in range(20):  # headers that are turned about
         turned = bytearray(stored())
@@ -226,7 +226,7 @@ def _odd() -> Iterator[Case]:
         content = file.getvalue()
         yield Case(f"{kind} that moves", url_of(content, _named(kind)), _read(content))
     for tail in (b"PK\3\4" + bytes(50), b"<script>alert(1)</script>", b"%PDF-1.4", stored("GIF")):
-        yield Case(f"PNG with {tail[:4]!r} behind it", url_of(stored() + tail), PICTURE)
+        yield Case(f"PNG with {tail[:4]!r} after it", url_of(stored() + tail), PICTURE)
     for turn in (0, 9, 65_535):
         exif = Image.Exif()
         exif[0x0112] = turn

@@ -223,12 +223,12 @@ def write_cycle_target(folder: Path) -> str:
 
 
 def cycle(vocab_size: int) -> Tensor:
-    """[V]: the token behind each."""
+    """[V]: the token after each."""
     order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(4)).tolist()
-    behind = torch.empty(vocab_size, dtype=torch.int64)
+    next_token = torch.empty(vocab_size, dtype=torch.int64)
     for token, follower in pairwise([*order, order[0]]):
-        behind[token] = follower
-    return behind
+        next_token[token] = follower
+    return next_token
 
 
 def write_right_medusa(folder: Path, target: str) -> str:
@@ -261,11 +261,11 @@ def write_right_mlp(folder: Path, target: str) -> str:
     return write_mlp(folder, tensors, mlp_config(width, vocab_size, inner=vocab_size))
 
 
-def _moved(embedding: Tensor, behind: Tensor, steps: int) -> Tensor:
-    """[V, H]: the row of the token `steps` behind t is the embedding of t."""
-    place = torch.arange(len(behind))
+def _moved(embedding: Tensor, next_token: Tensor, steps: int) -> Tensor:
+    """[V, H]: the row of the token `steps` after t is the embedding of t."""
+    place = torch.arange(len(next_token))
     for _ in range(steps):
-        place = behind[place]
+        place = next_token[place]
     rows = torch.empty_like(embedding)
     rows[place] = embedding
     return rows

@@ -51,7 +51,7 @@ class Network:
         self._memory = llama_cpp.llama_get_memory(self._context)
 
     def argmax(self, rows: Sequence[Row]) -> list[int]:
-        """Run rows; the likeliest tokens behind those that are wanted, in their order."""
+        """Run rows; the likeliest tokens after those that are wanted, in their order."""
         batch = self._batch
         for place, row in enumerate(rows):
             batch.token[place], batch.pos[place] = row.token, row.position

@@ -58,7 +58,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """The figures of some prompts.
 
     `AL` is over the steps with a draft, whatever their share, and `tokens_per_pass` over all steps
-    behind the first token: lookups do not draft in every step. `standard_error` is that of AL as a
+    after the first token: lookups do not draft in every step. `standard_error` is that of AL as a
     ratio of sums over prompts.
     """
     drafts, accepted = (sum(row[key] for row in rows) for key in ("drafts", "accepted"))

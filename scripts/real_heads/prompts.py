@@ -3,7 +3,7 @@
     python -m scripts.real_heads.prompts SHAREGPT.json --out prompts.jsonl.gz
 
 The published JSON is cut off at its end: it is read up to the last whole conversation. Every
-message of a person is a prompt, behind the exchange before it where both are short enough together.
+message of a person is a prompt, after the exchange before it where both are short enough together.
 A prompt is left out if it is longer than `_LONGEST` characters, shorter than `_SHORTEST`, less than
 nine tenths ASCII (small models know English best), or if another one begins with the same words.
 

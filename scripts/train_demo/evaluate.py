@@ -25,7 +25,7 @@ _SAMPLED_REPEATS = 8
 def _held_out_windows(streams: Streams, size: int, device: torch.device) -> Iterator[Tensor]:
     """The held-out stream cut into windows; each token is predicted exactly once.
 
-    The tokens behind the last whole window are left out, at most one window of some hundreds.
+    The tokens after the last whole window are left out, at most one window of some hundreds.
     """
     stream = torch.from_numpy(streams.held_out.astype(np.int64))
     whole = (len(stream) - 1) // size
@@ -87,7 +87,7 @@ def _rounds(accepts: list[bool], chain: int) -> tuple[int, int]:
 
 
 def _text_end(row: Tensor, start: int, limit: int) -> int:
-    """Where the new text stops: behind the first end token, or at the limit."""
+    """Where the new text stops: after the first end token, or at the limit."""
     for position in range(start, start + limit):
         if int(row[position]) in (END_OF_TEXT_ID, TURN_END_ID):
             return position + 1
@@ -135,7 +135,7 @@ def accepted_length(
     for index, prompt in enumerate(prompts):
         start = len(prompt.ids)
         end = _text_end(rows[index], start, new)
-        # The prompt's own pass yields the first token; rounds begin behind it.
+        # The prompt's own pass yields the first token; rounds begin after it.
         chance = chances[index, start + 1 : end].numpy()
         for _ in range(1 if temperature == 0 else _SAMPLED_REPEATS):
             accepts = (random.random(len(chance)) < chance).tolist()

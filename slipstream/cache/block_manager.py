@@ -55,7 +55,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._window, self._states = window, states
-        self._beside = [kept for kept in (window, states) if kept is not None]
+        self._other_parts = [kept for kept in (window, states) if kept is not None]
         self.num_queried_tokens = 0  # prompt tokens looked up when their request was admitted
         self.num_hit_tokens = 0  # how many of them were found
         self.reset()
@@ -64,7 +64,7 @@ class BlockManager:
         """Empty all blocks and forget all tables."""
         self._pool = BlockPool(self.num_blocks)
         self._tables: dict[str, _Table] = {}
-        for kept in self._beside:
+        for kept in self._other_parts:
             kept.reset()
 
     def forget_prefixes(self) -> None:
@@ -74,7 +74,7 @@ class BlockManager:
         again with the same content.
         """
         self._pool.forget_contents()
-        for kept in self._beside:
+        for kept in self._other_parts:
             kept.forget_contents()
 
     @property
@@ -165,7 +165,7 @@ class BlockManager:
         digests, last = self._digests(blocks), -1
         while len(digests) != last:
             last = len(digests)
-            for kept in self._beside:
+            for kept in self._other_parts:
                 del digests[kept.longest_prefix(digests) :]
         return [*blocks[:last]]
 
@@ -290,7 +290,7 @@ class BlockManager:
         # evicted before them.
         for block in reversed(self._tables.pop(request_id).blocks):
             self._pool.release(block)
-        for kept in self._beside:
+        for kept in self._other_parts:
             kept.free(request_id)
 
     # ------------------------------------------------------------------ states of requests
@@ -330,7 +330,7 @@ class BlockManager:
             Counter(block for table in self._tables.values() for block in table.blocks)
         )
         num_final = {name: table.num_final for name, table in self._tables.items()}
-        for kept in self._beside:
+        for kept in self._other_parts:
             kept.check_invariants(num_final)
         for request_id, table in self._tables.items():
             self._check_table(request_id, table)

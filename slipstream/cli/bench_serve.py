@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultFlags:
-    """What is written beside `--output`, and the flags of vllm bench serve in place of it."""
+    """Files that are written besides `--output`, and the flags of vllm bench serve for them."""
 
     save_detailed: bool = flag(
         False, "Add the figures of every request to --output.", panel="Report"

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 
-_LARGEST = 1 << 16  # in a list of numbers
-_DIGITS = 9  # that are read of a number
+_LARGEST = 1 << 16  # largest number in a list
+_DIGITS = 9  # most digits of a number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,7 @@ def read_drafters(given: Sequence[str], model: str) -> dict[str, dict[str, Any]]
 
 
 def _counts(text: str) -> list[int | str]:
-    """Values of K: numbers, and behind them "auto" if that is among them."""
+    """Values of K: numbers, then "auto" if it is among them."""
     from slipstream.bench.sweep import AUTO
 
     parts = [part.strip() for part in text.split(",")]

@@ -85,14 +85,14 @@ def _downloaded(folder: str | None) -> Iterator[Place]:
         for revision in sorted(repo.revisions, key=lambda it: -it.last_modified):
             name = revision.commit_hash[:8] if several else None
             models = models_among([Path(file.file_path) for file in revision.files])
-            for model in models:  # of which a repository may have many
+            for model in models:  # a repository may have several
                 yield f"{repo.repo_id}:{split_stem(model)}", name, model
             if not models:
                 yield repo.repo_id, name, revision.snapshot_path
 
 
 class _Kept:
-    """Descriptions from earlier runs, by path: to read a checkpoint needs torch, which is slow."""
+    """Descriptions from earlier runs, by path: a checkpoint is read with torch, which is slow."""
 
     def __enter__(self) -> "_Kept":
         from slipstream.engine.drafting.kept_costs import cache_folder

@@ -63,7 +63,7 @@ def _plan(*, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFl
     if serving.engine.data_parallel_size > 1 and not serving.engine.shares_experts:
         raise UsageError(
             "--data-parallel-size is for slipstream serve; here --replicas is the number of "
-            "replicas, and --enable-expert-parallel beside it makes each one of several processes"
+            "replicas, and with --enable-expert-parallel each one is several processes"
         )
     return plan_of(serving, replicas)
 

@@ -101,7 +101,7 @@ class DrafterFlags:
         config = {key: name for key, name in names.items() if name is not None}
         if model == DEMO and config == {"method": "mtp"}:
             raise UsageError(
-                "the demo's MTP modules are a checkpoint beside it; give --drafter demo/mtp"
+                "the demo's MTP modules are a separate checkpoint; give --drafter demo/mtp"
             )
         return config
 

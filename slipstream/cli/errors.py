@@ -54,7 +54,7 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
 
 
 def _flushed(code: int, state: DebugState) -> int:
-    """The exit code, behind all output: where Python itself cannot write it, it leaves with 120."""
+    """The exit code, after all output: where Python itself cannot write it, it leaves with 120."""
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -178,11 +178,11 @@ def _expert_rows(experts: dict[str, Any] | None) -> dict[str, str]:
     if experts is None:
         return {}
     shared = experts["shared_expert_size"]
-    beside = "" if shared is None else f", and a shared one of width {shared}"
+    shared_expert = "" if shared is None else f", and a shared one of width {shared}"
     rows = {
         "active": f"{_short(experts['num_active_parameters'])} parameters, passed by a token",
         "experts": f"{experts['num_experts']} of width {experts['expert_size']} a layer, "
-        f"{experts['num_experts_per_token']} for a token{beside}",
+        f"{experts['num_experts_per_token']} for a token{shared_expert}",
     }
     for touched in experts["touched"]:
         name = f"read for {counted(touched['rows'], 'row')}"

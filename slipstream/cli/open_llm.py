@@ -83,7 +83,7 @@ def with_defaults(llm: "LLM", sampling: SamplingParams, given: Given) -> Samplin
 
 
 def tell_cut(llm: "LLM", params: SamplingParams, outputs: Iterable[RequestOutput]) -> bool:
-    """One line on stderr, and True, if an output ended before max_tokens because no more fit."""
+    """Say on stderr if an output ended before max_tokens because no more fit; whether one did."""
     resolved = llm.engine.resolved
     longest = resolved.limits.max_model_len
     if not any(

@@ -114,7 +114,7 @@ class Page:
     def take_rows(self, width: int, count: int) -> Text | None:
         """The first `count` rows of the rest, as one line that fills them exactly."""
         if "\n" in self._text[self._done :] or "\t" in self._text[self._done :]:
-            return None  # rows cannot be told from characters; such a rest is short
+            return None  # the rows are unknown; such a rest is short
         pieces = chop_cells(self._text[self._done :].translate(_VISIBLE), width)
         end = self._done + sum(map(len, pieces[:count]))
         line = self._styled(self._done, end)

@@ -35,7 +35,7 @@ def fill_closed_stdin() -> None:
 
 
 class _DroppingFile(FileIO):
-    """A file that drops what cannot be written: behind it is a full disk or a closed pipe."""
+    """A file that drops what cannot be written, to a full disk or a closed pipe."""
 
     def write(self, data: Any) -> int:
         try:

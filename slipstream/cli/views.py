@@ -89,11 +89,11 @@ class Meter:
     """Measures an engine from the moment when the meter is made."""
 
     def __init__(self, llm: "LLM") -> None:
-        self._llm, self._before, self._began = llm, deepcopy(llm.metrics), perf_counter()
+        self._llm, self._metrics_before, self._began = llm, deepcopy(llm.metrics), perf_counter()
 
     def read(self, num_tokens: int) -> Status:
         """The status after `num_tokens` output tokens."""
-        gained = _difference(self._llm.metrics, self._before)
+        gained = _difference(self._llm.metrics, self._metrics_before)
         return Status(
             num_tokens, perf_counter() - self._began, gained.speculation, gained.time_shares
         )

@@ -130,7 +130,7 @@ def _structured(flag: str, text: str) -> list[str]:
         if value is not False:
             raise UsageError(
                 f"{flag} {name} {json.dumps(value)} is not supported: JSON has some white space, "
-                "schemas count as they are, and grammars begin behind the reasoning; leave it out"
+                "schemas count as they are, and grammars begin after the reasoning; leave it out"
             )
     return ["--reasoning-parser", str(parser)] if parser else []
 

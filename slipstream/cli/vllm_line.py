@@ -103,7 +103,7 @@ class _Line:
         self._file: list[_ArgumentGroup] = []  # from --config
         self._keys: dict[str, dict[str, Any]] = {}  # of JSON objects
         self._cleared: set[int] = set()  # options that --no-NAME took back
-        self._rest: list[str] = []  # behind --
+        self._rest: list[str] = []  # after --
 
     def read(self, arguments: Sequence[str]) -> None:
         waiting = deque(arguments)
@@ -186,7 +186,7 @@ class _Line:
                 value += f",{waiting.popleft()}"
         main = max(option.opts, key=len)
         self._groups.append(_ArgumentGroup([main, value], option))
-        # Behind MODEL, what follows the first value cannot be MODEL.
+        # After MODEL, what follows the first value cannot be MODEL.
         while option.multiple and waiting and not waiting[0].startswith("-") and self._has_model:
             self._groups.append(_ArgumentGroup([main, waiting.popleft()], option))
 

@@ -9,8 +9,7 @@ ONE_GPU = (
 )
 
 READ_IN_PARTS: Final = (
-    "prompts are split into chunks of up to --max-num-batched-tokens, beside other requests; set "
-    "that"
+    "prompts are split into chunks of up to --max-num-batched-tokens, with other requests; set that"
 )
 
 # A name that ends in ! is a switch.
@@ -21,7 +20,7 @@ REFUSED: Final[Mapping[str, str]] = {
         default-mm-loras enable-mixed-moe-lora-format! enable-moe-shared-loras!
         enable-tower-connector-lora! fully-sharded-loras! lora-dtype lora-target-modules
         max-cpu-loras specialize-active-lora!""",
-    "images are encoded beside the engine, without such settings, and neither video nor audio is "
+    "images are encoded outside the engine, without such settings, and neither video nor audio is "
     "read; leave it out": """
         disable-chunked-mm-input! ec-transfer-config enable-mm-embeds! interleave-mm-strings!
         media-io-kwargs mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
@@ -62,7 +61,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "use --kv-cache-dtype": "calculate-kv-scales! kv-cache-dtype-skip-layers",
     "windows are as the model was trained; use a --max-model-len of the window's length": """
         disable-sliding-window!""",
-    "blocks behind a sliding window are always freed; leave it out": """
+    "blocks before a sliding window are always freed; leave it out": """
         disable-hybrid-kv-cache-manager!""",
     "each device has one kernel for each op, tuned beforehand; leave it out, or see "
     "--attention-backend and --device": """
@@ -111,7 +110,7 @@ REFUSED: Final[Mapping[str, str]] = {
         max-num-scheduled-tokens""",
     "a prefix is matched by whole blocks; use --block-size": "prefix-match-unit",
     "the marks of reasoning follow from the format; use --reasoning-parser": "reasoning-config",
-    "prompts are tokenized on two threads beside the engine; leave it out": "renderer-num-workers",
+    "prompts are tokenized on two separate threads; leave it out": "renderer-num-workers",
     "give token ids as prompts of /v1/completions; --skip-tokenizer-init leaves texts out": """
         tokens-only!""",
     "tools run at the client, which sends their results in messages; leave it out": "tool-server",

@@ -90,7 +90,7 @@ class EngineConfig:
         "auto",
         "auto: the model's dtype. int8 on CPUs, fp8 (e4m3) on GPUs: half the memory of bfloat16.",
         choices=("auto", "int8", "fp8", "fp8_e4m3", "bfloat16", "float16", "float32"),
-        remedy="leave it out where int8 on CPUs, or fp8 on GPUs, does not serve",
+        remedy="give int8 on CPUs or fp8 on GPUs, or leave it out",
     )
     gpu_memory_utilization: float | None = flag(
         None, "Share of a GPU's memory to use, above 0 and at most 1.", above=0, at_most=1

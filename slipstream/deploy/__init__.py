@@ -1,1 +1,1 @@
-"""Several replicas of the server on Ray Serve, behind one address."""
+"""Several replicas of the server on Ray Serve, at one address."""

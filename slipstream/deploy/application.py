@@ -36,7 +36,7 @@ def deployment_options(plan: Plan) -> dict[str, Any]:
             "request_routing_stats_period_s": 1.0,
         },
     }
-    if gpus > 1:  # of one machine, and set aside together
+    if gpus > 1:  # on one machine, and reserved together
         found["placement_group_bundles"] = [{"CPU": cpus, "GPU": float(gpus)}]
         found["placement_group_strategy"] = "STRICT_PACK"
     if options.max_replicas is None:

@@ -12,7 +12,8 @@ Listener = Callable[[Sequence[Replica]], None]
 class Directory:
     """Keeps the replicas of this process's deployment, and tells a listener of changes.
 
-    Ray makes the router that learns of replicas; the front, which wants to know, is made elsewhere.
+    Ray creates the router, which learns of replicas; the front, which needs them, is created
+    elsewhere.
     """
 
     def __init__(self) -> None:

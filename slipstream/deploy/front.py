@@ -33,7 +33,7 @@ _TO_ALL = ("/reset_prefix_cache", "/start_profile", "/stop_profile")
 _OF_SERVE = "/-/"  # paths that Ray Serve's own proxy answers
 _REFUSED = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
 _PAUSE_SECONDS = 0.5  # before replicas that refused are asked again
-_SUSPECT_SECONDS = 3.0  # in which a replica that did not answer is left alone
+_SUSPECT_SECONDS = 3.0  # without requests to a replica that did not answer
 _ID = b"x-request-id"
 _NUMBER = re.compile(rb'"sequence_number":(\d+)')
 _GATHERING_SECONDS = 10.0
@@ -348,15 +348,15 @@ def lost_event(path: str, error: Exception, last: bytes) -> bytes:
     Args:
         last: the last part of the stream, with the number of its last event.
     """
-    told = as_api_error(error)
+    api_error = as_api_error(error)
     if is_messages(path):
-        return b"event: error\ndata: " + told.body(MESSAGES_PATH) + b"\n\n"
+        return b"event: error\ndata: " + api_error.body(MESSAGES_PATH) + b"\n\n"
     if path.startswith("/v1/responses"):
         numbers = _NUMBER.findall(last)
         data = {
             "type": "error",
             "code": "server_error",
-            "message": told.message,
+            "message": api_error.message,
             "param": None,
             "sequence_number": int(numbers[-1]) + 1 if numbers else 0,
         }

@@ -27,7 +27,7 @@ from slipstream.serve.run import DrainingServer
 
 logger = logging.getLogger("slipstream.serve")
 
-_OBJECT_STORE = 80 << 20  # bytes, the least that Ray takes: requests do not come by it
+_OBJECT_STORE = 80 << 20  # bytes, Ray's minimum: requests do not use it
 _RAY_CPUS = 1  # besides the replicas'
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -50,7 +50,7 @@ def serve_locally(
     Args:
         sock: to listen on.
         reread: the plan that SIGHUP puts in place of this one.
-        started: called when all replicas are ready, and signals are heeded.
+        started: called when all replicas are ready, and signals are handled.
     """
     with _ray(plan):
         plan = _fitted(plan)
@@ -66,11 +66,11 @@ def serve_locally(
 
 
 class _FrontWork:
-    """Runs beside the front's connections.
+    """Runs concurrently with the front's connections.
 
     Args:
         update: puts new replicas in place of the old ones; slow.
-        started: called when SIGHUP is heeded.
+        started: called when SIGHUP is handled.
     """
 
     def __init__(
@@ -155,5 +155,5 @@ def _deploy(plan: Plan) -> None:
         handle.ready.remote().result()
     except Exception as error:
         reasons = [line for line in str(error).splitlines() if "Error: " in line]
-        told = reasons[-1].partition("Error: ")[2] if reasons else str(error)
-        raise DeployError(f"the replicas do not start: {told}") from error
+        message = reasons[-1].partition("Error: ")[2] if reasons else str(error)
+        raise DeployError(f"the replicas do not start: {message}") from error

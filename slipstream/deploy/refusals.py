@@ -35,12 +35,12 @@ def require_done(results: Sequence[tuple[str, int, bytes]]) -> None:
     done = [name for name, status, _ in results if 0 < status < HTTPStatus.BAD_REQUEST]
     if len(done) == len(results):
         return
-    told = (
+    answers = (
         f"{name} did it" if name in done
         else f"{name} answered {status}: {page.decode(errors='replace')}" if status
         else f"{name} did not answer"
         for name, status, page in results
     )  # fmt: skip
     raise NotAllDoneError(
-        f"{len(done)} of {len(results)} replicas did what was asked; " + "; ".join(told)
+        f"{len(done)} of {len(results)} replicas did what was asked; " + "; ".join(answers)
     )

@@ -72,14 +72,14 @@ class EngineReplica:
         self._server, self._thread = engine_server(
             self._engine,
             plan.config,
-            plan.server.behind_front(self.id),
+            plan.server.for_replica(self.id),
             page_routes(),
             [self._queue_times],
         )
         sock = bind(self._host, 0)
         listen(sock)
         self._port: int = sock.getsockname()[1]
-        # The server needs an event loop of its own beside Ray's.
+        # The server needs its own event loop, apart from Ray's.
         self._serving = threading.Thread(target=self._serve, args=(sock,), name="server")
         self._serving.start()
 
@@ -98,7 +98,7 @@ class EngineReplica:
         return {"id": self.id, "host": self._host, "port": self._port, "cache_tokens": tokens}
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """The number of open requests, which a front alone cannot know if there are several."""
+        """The number of open requests, which a front does not know if there are several fronts."""
         return {} if self._plan.local else {"num_open": self._thread.num_open}
 
     def record_autoscaling_stats(self) -> dict[str, float]:

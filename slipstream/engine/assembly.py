@@ -102,8 +102,8 @@ def assemble(
         costs.begin(partial(calibrate, costs, step, resolved, policy.widths, config.block_size))
     reader = LogprobReader(step.rate, tokenizer, config.logprobs_mode == "raw_logprobs")
     media = MediaReader(config.allowed_local_media_path, config.allowed_media_domains)
-    beside = tokenizer, grammars, costs, adapters, images, media, ranks
-    return Engine(resolved, scheduler, step, reader, *beside)
+    services = tokenizer, grammars, costs, adapters, images, media, ranks
+    return Engine(resolved, scheduler, step, reader, *services)
 
 
 def shares_prefixes(config: EngineConfig, layout: CacheLayout, sizes: CacheSizes) -> bool:

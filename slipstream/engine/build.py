@@ -146,9 +146,9 @@ def _load(
     )
     size = decoder_bytes(checkpoint, shape, options)
     reasons.add("threads", *set_threads(device, dtype, config.threads, size, ranks.share.size))
-    beside = replace(options, experts=WHOLE, memory_check=room.beside(size))
+    drafter_options = replace(options, experts=WHOLE, memory_check=room.with_pending(size))
     target = TargetModel(
-        checkpoint.path, shape.vocab_size, beside, config.max_num_seqs, checkpoint.replaced
+        checkpoint.path, shape.vocab_size, drafter_options, config.max_num_seqs, checkpoint.replaced
     )
     speculation = load_drafter(config.drafter_options, target)
     family = choose_family(config, checkpoint, reasons)
@@ -241,7 +241,7 @@ def require_sharing(config: EngineConfig, checkpoint: Checkpoint, shape: Decoder
     if config.data_parallel_size > 1 and not apart:
         raise UsageError(
             f"data_parallel_size={config.data_parallel_size} is for slipstream serve, which starts "
-            "as many whole replicas; one engine has enable_expert_parallel beside it, or "
+            "as many whole replicas; one engine has enable_expert_parallel in addition, or "
             "tensor_parallel_size in its place"
         )
     if config.num_ranks > 1:

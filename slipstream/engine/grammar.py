@@ -95,7 +95,7 @@ class Grammars:
     `compile` may be called from any thread; the rest belongs to the engine's.
 
     Args:
-        tokenizer: None when the engine was told to do without.
+        tokenizer: None if the engine runs without one.
         vocab_size: of the model.
         eos_token_ids: of the model.
     """
@@ -144,18 +144,18 @@ class Grammars:
                 token that is not allowed are not changed.
         """
         grammars: list[tuple[GrammarGuide, int, list[int]]] = []
-        behind: list[ThoughtRows] = []
+        thoughts: list[ThoughtRows] = []
         for guide, row, tokens in wanted:
             if isinstance(guide, ThoughtGuide):
                 left = guide.rows(masks, row, tokens)
                 if left.rest is None:
                     continue
-                behind.append(left)
+                thoughts.append(left)
                 guide, row, tokens = guide.rest, *left.rest  # type: ignore[assignment]
             assert isinstance(guide, GrammarGuide)
             grammars.append((guide, row, tokens))
         self._fill(masks, grammars)
-        for left in behind:
+        for left in thoughts:
             assert left.rest is not None
             masks[left.at_start] = masks[left.rest[0]].clone()
             for row, tokens in left.also.items():
@@ -218,7 +218,7 @@ class Grammars:
             self._backend = LLTokenizer(
                 self._tokenizer.to_json(), n_vocab=self._most_tokens, eos_token=eos
             )
-        except Exception as error:  # the package raises plain kinds
+        except Exception as error:  # the package raises built-in exceptions
             raise UsageError(
                 f"structured output does not work with this model's tokenizer ({error}); use a "
                 "model with a byte-level or a byte-fallback tokenizer"
@@ -290,9 +290,9 @@ def _compile(
     return matcher
 
 
-def _reason(kind: str, told: str) -> str:
+def _reason(kind: str, message: str) -> str:
     """The line of llguidance's message that states the problem; the others show where it is."""
-    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     first = lines[0] if lines else "it is not valid"
     if not reasons:

@@ -63,14 +63,14 @@ def _require_rows(config: EngineConfig, family: ImageFamily) -> None:
     if rows is not None and rows < (least := least_rows(config, family)):
         raise UsageError(
             f"max_num_batched_tokens ({rows}) must be at least {least}, since this model reads an "
-            f"image of {_most_whole(config, family)} tokens in one pass beside other requests; "
+            f"image of {_most_whole(config, family)} tokens in one pass with other requests; "
             'raise it, or do without images (limit_mm_per_prompt={"image": 0})'
         )
 
 
 def least_rows(config: EngineConfig, family: ImageFamily) -> int:
-    """Minimum rows of a pass in which an image that must be read whole fits beside one row of every
-    request, if drafts take half of the other rows. 0 if images may be split."""
+    """Minimum rows of a pass with an image that must be read whole and a row of every request,
+    if drafts take half of the other rows. 0 if images may be split."""
     most = _most_whole(config, family)
     return config.max_num_seqs + 2 * most + 1 if most else 0
 

@@ -150,8 +150,8 @@ class TowerReader(ImageReader):
         if places != len(images):
             raise UsageError(
                 f"the prompt has {places} placeholders of images, but {len(images)} images were "
-                f"given; write one {self._marker or token} for each image, in text that comes "
-                "from elsewhere none, and for chat messages use a chat template that knows images"
+                f"given; write one {self._marker or token} for each image and none elsewhere, and "
+                "for chat messages use a chat template that supports images"
             )
         if not images:
             return token_ids
@@ -165,7 +165,7 @@ class TowerReader(ImageReader):
     ) -> tuple[list[int], tuple[Span, ...]]:
         ids, token = self.spread(token_ids, images, options), self._placeholder.token
         if images and ids[-1] == token:
-            raise UsageError("the prompt ends with an image; put some text behind it")
+            raise UsageError("the prompt ends with an image; put some text after it")
         grids = [self._grid(image, options) for image in images]
         self._require_room(grids)
         if images and len(ids) >= self._max_tokens:
@@ -243,7 +243,7 @@ def _enclosed(token_ids: Sequence[int], placeholder: Placeholder) -> list[int]:
     ends = [placeholder.begin, placeholder.end]
     found: list[int] = []
     for index, known in enumerate(token_ids):
-        beside = [*token_ids[max(0, index - 1) : index], *token_ids[index + 1 : index + 2]]
-        is_bare = known == placeholder.token and beside != ends
+        neighbours = [*token_ids[max(0, index - 1) : index], *token_ids[index + 1 : index + 2]]
+        is_bare = known == placeholder.token and neighbours != ends
         found += [ends[0], known, ends[1]] if is_bare else [known]
     return found

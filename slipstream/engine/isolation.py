@@ -18,14 +18,14 @@ class Isolation:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._aside: dict[Request, bool] = {}  # True: still to be tried
+        self._set_aside: dict[Request, bool] = {}  # True: still to be tried
         self._trial: Request | None = None
         self._trial_steps = 0
 
     @property
     def holds_any(self) -> bool:
         """Whether any request is set aside."""
-        return bool(self._aside)
+        return bool(self._set_aside)
 
     @property
     def is_over(self) -> bool:
@@ -35,7 +35,7 @@ class Isolation:
 
     def active(self, requests: Sequence[Request]) -> list[Request]:
         """The given requests without those that are set aside."""
-        return [request for request in requests if request not in self._aside]
+        return [request for request in requests if request not in self._set_aside]
 
     def failed(self, took_part: Sequence[Request], everyone: Sequence[Request]) -> Request | None:
         """Set all requests aside after a failed step; returns the one to blame, if it is known."""
@@ -45,36 +45,36 @@ class Isolation:
         blamed = active[0] if alone else None
         for request in everyone:
             if request is not blamed:
-                self._aside[request] = blamed is None and request in suspects
+                self._set_aside[request] = blamed is None and request in suspects
         self._trial = None
         return blamed
 
     def add(self, request: Request) -> None:
         """Set a new request aside while others are tried."""
-        if self._aside or self._trial is not None:
-            self._aside[request] = False
+        if self._set_aside or self._trial is not None:
+            self._set_aside[request] = False
             self._scheduler.set_aside(request)
 
     def release(self, request: Request) -> None:
         """Bring a request back, because it is to run or about to end."""
-        if self._aside.pop(request, None) is not None:
+        if self._set_aside.pop(request, None) is not None:
             self._scheduler.bring_back(request)
 
     def end_trial(self) -> None:
         """Set the request aside that was tried; the scheduler has dropped it already."""
         trial, self._trial = self._trial, None
         if trial is not None and not trial.finished:
-            self._aside[trial] = False
+            self._set_aside[trial] = False
 
     def proceed(self) -> None:
         """Before a step, bring back the next request to be tried, or all if none is left."""
-        if self._trial is not None or not self._aside:
+        if self._trial is not None or not self._set_aside:
             return
-        untried = [request for request, suspected in self._aside.items() if suspected]
+        untried = [request for request, suspected in self._set_aside.items() if suspected]
         if untried:
             self._trial = min(untried, key=order)
             self._trial_steps = self._trial.num_steps
             self.release(self._trial)
         else:
-            for request in [*self._aside]:
+            for request in [*self._set_aside]:
                 self.release(request)

@@ -104,7 +104,7 @@ class Launcher(Step):
         outcome: Outcome | None = None
         if graphs is not None and padded:
             packed = self.division.in_shape(packed, whole, self._sampling)
-            # Tokens that grammars add to drafts come too late to be counted as rows.
+            # With grammars rows are not packed: the host adds tokens when rows are counted already.
             outcome = graphs.run("step", self.run, packed, steering, packs=steering is None)
         elif batch.requests:
             outcome = self._run_exactly(batch, packed, steering, graphs)
@@ -151,7 +151,7 @@ class Launcher(Step):
         live = [not item.request.finished for item in batch.requests]
         read = launched.read(self._limits.tree_depth, self._ranks.check)
         committed, first_rows, logit_starts, seconds, waited = read
-        if not self._limits.num_speculative_tokens:  # without a drafter, time of the host
+        if not self._limits.num_speculative_tokens:  # without a drafter this is the host's time
             seconds[0] = 0.0
         self._scheduler.commit(batch, committed)
         ended = perf_counter()

@@ -1,4 +1,4 @@
-"""`LLM`: the offline front of an engine."""
+"""`LLM`: an engine for offline use."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -65,7 +65,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer; UsageError when the engine was told to do without."""
+        """The tokenizer; UsageError if the engine runs without one."""
         if self.engine.tokenizer is None:
             raise UsageError("this engine has no tokenizer; leave skip_tokenizer_init out")
         return self.engine.tokenizer
@@ -86,7 +86,7 @@ class LLM:
         sampling_params: Params | None = None,
         lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
-        """Run prompts to their ends; outputs come in the order of the prompts.
+        """Run prompts until they have ended; outputs come in the order of the prompts.
 
         Args:
             prompts: one prompt or several, each a string, {"prompt": text} or
@@ -97,7 +97,7 @@ class LLM:
             lora_request: the adapter of all prompts, or one per prompt; None: the model as it is.
 
         Raises:
-            UsageError: a prompt or parameter is wrong; nothing is run.
+            UsageError: a prompt or parameter is wrong; no prompt is run.
             CheckpointError: an adapter cannot be used.
         """
         encoded = self._encoded(prompts, sampling_params, lora_request)
@@ -221,8 +221,8 @@ class LLM:
         known, adapter = self._adapters.get(asked.lora_int_id, (asked, None))
         if known != asked:
             raise UsageError(
-                f"lora_int_id {asked.lora_int_id} is that of {known.lora_name!r} in "
-                f"{known.lora_path}; give another adapter another one"
+                f"lora_int_id {asked.lora_int_id} belongs to {known.lora_name!r} in "
+                f"{known.lora_path}; give each adapter its own number"
             )
         if adapter is None:
             adapters = self.engine.adapters

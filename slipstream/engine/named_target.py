@@ -49,9 +49,9 @@ def with_named_target(config: EngineConfig, reasons: Reasons) -> EngineConfig:
 
 def _find(name: str, drafter: Path) -> Path:
     """Find the target: a directory, also relative to the drafter's, or a hub name."""
-    beside = drafter / name
+    local = drafter / name
     try:
-        return beside if beside.is_dir() else resolve_checkpoint(name)
+        return local if local.is_dir() else resolve_checkpoint(name)
     except CheckpointError as error:
         raise CheckpointError(
             f"{drafter} is a drafter for {name}, which was not found ({error}); {_REMEDY}"

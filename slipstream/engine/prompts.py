@@ -113,7 +113,7 @@ class PromptEncoder:
     """Checks prompts and encodes them.
 
     Args:
-        tokenizer: None when the engine was told to do without.
+        tokenizer: None if the engine runs without one.
         vocab_size: ids must be below it.
         images: the image reader.
     """
@@ -159,8 +159,8 @@ class PromptEncoder:
         if set(given) == {"prompt_token_ids"}:
             return None, _token_ids(given["prompt_token_ids"])
         raise UsageError(
-            'a prompt is a string, {"prompt": text} or {"prompt_token_ids": [ids]}, with '
-            "cache_salt, priority, multi_modal_data and mm_processor_kwargs besides; "
+            'a prompt is a string, {"prompt": text} or {"prompt_token_ids": [ids]}, the latter two '
+            "also with cache_salt, priority, multi_modal_data and mm_processor_kwargs; "
             "for chat messages use chat"
         )
 

@@ -193,7 +193,7 @@ def resolve(
     step = StepSizes(
         network=shape,
         itemsize=dtype.itemsize,
-        max_num_batched_tokens=rows * (ranks.size // share.size),  # experts see those of all
+        max_num_batched_tokens=rows * (ranks.size // share.size),  # experts get all ranks' rows
         max_num_seqs=config.max_num_seqs,
         max_model_len=longest,
         num_speculative_tokens=count,
@@ -278,7 +278,7 @@ def _require_chains(shape: DecoderConfig, layout: CacheLayout, speculation: Spec
 
 
 def _num_drafts(speculation: Speculation, max_model_len: int) -> int:
-    """K; UsageError if a chain of so many draft tokens does not fit after one token."""
+    """K; UsageError if one token and K draft tokens do not fit into a text."""
     count = speculation.num_speculative_tokens
     is_chain = speculation.drafter.limits.tree_depth is None  # trees are cut at the last position
     if is_chain and count >= max_model_len:
@@ -290,7 +290,7 @@ def _num_drafts(speculation: Speculation, max_model_len: int) -> int:
 
 
 def _require_width(speculation: Speculation) -> None:
-    """Raise DraftTooLongError when the drafter cannot guess so many tokens."""
+    """Raise DraftTooLongError if the drafter cannot draft this many tokens."""
     most = speculation.drafter.limits.max_speculative_tokens
     if most is not None and speculation.num_speculative_tokens > most:
         raise DraftTooLongError(most)

@@ -55,7 +55,7 @@ class WeightRoom:
         require_weights(device_memory(self._device), name, size, rounded, pending)
         self._reasons.add(f"weights of {name}", gigabytes(size), "as they are multiplied by")
 
-    def beside(self, pending: int) -> MemoryCheck:
+    def with_pending(self, pending: int) -> MemoryCheck:
         """The check for a model after which another of `pending` bytes will be loaded."""
 
         def check(name: str, size: int, rounded: Mapping[str, int]) -> None:
@@ -143,14 +143,14 @@ def size_cache(
         reasons.add("num_state_checkpoints", counts.num_checkpoints, why)
     if items:
         reasons.add("memory for the KV cache", gigabytes(size + states), "blocks and checkpoints")
-    beside = f" ({gigabytes(reserved)} of it for the tensors of a step)" if reserved else ""
+    note = f" ({gigabytes(reserved)} of it for the tensors of a step)" if reserved else ""
     remedy = "lower max_num_seqs"
     if block.all:
         most = max(0, memory.free - reserved - states) // block.all
         remedy = f"at most {most} blocks fit: lower kv_cache_memory or num_kv_blocks"
     if states:
         remedy += f", or num_state_checkpoints, which take {gigabytes(states)}"
-    require_memory(memory, size + states + reserved, f"the KV cache{beside}", remedy)
+    require_memory(memory, size + states + reserved, f"the KV cache{note}", remedy)
     return counts
 
 

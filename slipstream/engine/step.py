@@ -119,7 +119,7 @@ class Step:
         confidences = draft.confidences
         if batch.num_rows is None or draft.tree is not None or not batch.width:
             return draft
-        if confidences is None:  # then all rank alike
+        if confidences is None:  # then all are ranked equal
             confidences = torch.zeros_like(draft.token_ids, dtype=torch.float32)
         kept = self._state.ops.trim_drafts(
             *(confidences, draft.num_tokens, batch.factors, self._trim_rates.chances),
@@ -141,7 +141,7 @@ class Step:
         return self._runner.forward(batch.target_rows(starts, draft.num_tokens, most, tree))
 
     def _judged(self, batch: DeviceBatch, draft: Draft, forward: Forward) -> Tensor:
-        """[N, hidden_size], the rows of a pass whose logits judge the draft."""
+        """[N, hidden_size], the rows of a pass whose logits are needed to verify the draft."""
         if batch.exact and not draft.token_ids.shape[1]:  # the host need not wait for their number
             return forward.layout.last(forward.hidden)
         return forward.layout.ends(forward.hidden, draft.num_tokens + 1)
@@ -157,7 +157,7 @@ class Step:
         """The verdict on every request's draft; and [R, K + 1], for each token of the verdict, the
         largest logit of its row, which is finite if all logits of the row are."""
         columns = self._sampling.columns
-        # Ops that judge whole rows find their best tokens themselves.
+        # Ops that get whole rows of logits compute these numbers themselves.
         peaks = None if columns.gather is None else columns.peaks(logits)
         chances = draft.chances(columns)
         rows = SampleRows.build(

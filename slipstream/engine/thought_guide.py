@@ -106,8 +106,8 @@ class ThoughtGuide(DraftGuide):
     @property
     def complete(self) -> bool:
         """Whether nothing can follow."""
-        behind = self._states[-1].phase is Phase.REST and self.rest is not None
-        return behind and self.rest is not None and self.rest.complete
+        in_rest = self._states[-1].phase is Phase.REST and self.rest is not None
+        return in_rest and self.rest is not None and self.rest.complete
 
     def rows(self, masks: Tensor, row: int, tokens: Sequence[int]) -> ThoughtRows:
         """Fill in the masks of a thought; returns those that the grammar has to fill in.
@@ -118,19 +118,19 @@ class ThoughtGuide(DraftGuide):
         """
         left, state = ThoughtRows(), self._states[-1]
         for place in range(len(tokens) + 1):
-            behind = self._state_after(state, tokens[place]) if place < len(tokens) else None
+            following = self._state_after(state, tokens[place]) if place < len(tokens) else None
             if state.phase is Phase.THOUGHT:
                 self._fill(masks[row + place], state)
             elif self.rest is not None:
                 if state.phase is not Phase.REST:
                     left.at_start.append(row + place)
                     left.also[row + place] = self._unmoved(state)
-                if state.phase is Phase.REST or (behind is not None and behind.moved):
+                if state.phase is Phase.REST or (following is not None and following.moved):
                     left.rest = row + place, [*tokens[place:]]
                     break
-            if behind is None:
+            if following is None:
                 break
-            state = behind
+            state = following
         if left.at_start and left.rest is None:
             left.rest = left.at_start[-1], []
         return left

@@ -1,4 +1,4 @@
-"""Norms, activations, and how the output of half a layer is added to the residual stream."""
+"""Norms, activations, and how the output of a sublayer is added to the residual stream."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -35,7 +35,7 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class PostNorm:
-    """How the output y of a half is added to the stream x: x = (x + norm(y)) * factor.
+    """How the output y of a sublayer is added to the stream x: x = (x + norm(y)) * factor.
 
     Attributes:
         norm: its result is rounded to its dtype before the addition; None: y is not normed.
@@ -73,15 +73,15 @@ class UnreducedSum:
     channel: Channel
 
 
-HalfOutput = Tensor | UnreducedSum
+SublayerOutput = Tensor | UnreducedSum
 
 
 @dataclass(frozen=True, eq=False)
 class PostNormAddend:
     """An addend that is added to the stream [T, H] by `post_norm`; `values`: see `LinearOp`."""
 
-    values: HalfOutput
+    values: SublayerOutput
     post_norm: PostNorm
 
 
-Addend = HalfOutput | PostNormAddend
+Addend = SublayerOutput | PostNormAddend

@@ -25,7 +25,7 @@ from slipstream.kernels.norm import PostNormAddend as PostNormAddend
 from slipstream.kernels.pass_inputs import PassInputs
 
 Product = tuple[Weight, Tensor | None]  # with its bias
-Adapters = tuple[LowRank | None, LowRank | None]  # of a half's first and last product
+Adapters = tuple[LowRank | None, LowRank | None]  # of a sublayer's first and last product
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +139,10 @@ class ExpertsParts:
 
 @dataclass(frozen=True, eq=False)
 class LayerParts:
-    """One decoder layer. A backend knows kinds of halves by the classes of their parts.
+    """One decoder layer. A backend knows kinds of sublayers by the classes of their parts.
 
     Attributes:
-        mixer, feed_forward: the parts of the halves; None: the layer lacks that half.
+        mixer, feed_forward: the parts of the sublayers; None: the layer lacks that sublayer.
         mixer_post_norm, feed_forward_post_norm: see `PostNorm`; None: plain addition.
     """
 
@@ -152,8 +152,8 @@ class LayerParts:
     feed_forward_post_norm: PostNorm | None = None
 
     @property
-    def halves(self) -> tuple[tuple[object, PostNorm | None], ...]:
-        """The halves that the layer has, in order, each with how it is added to the stream."""
+    def sublayers(self) -> tuple[tuple[object, PostNorm | None], ...]:
+        """The sublayers that the layer has, in order, each with how it is added to the stream."""
         pairs = (self.mixer, self.mixer_post_norm), (self.feed_forward, self.feed_forward_post_norm)
         return tuple(pair for pair in pairs if pair[0] is not None)
 

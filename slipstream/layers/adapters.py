@@ -1,4 +1,4 @@
-"""Slots for LoRA adapters: the memory that holds their factors, beside a network's matrices."""
+"""Slots for LoRA adapters: the memory for their factors, which a network's matrices use."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

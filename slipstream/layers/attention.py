@@ -7,10 +7,10 @@ from torch import Tensor
 
 from slipstream.cache.paged import KVSpec
 from slipstream.cache.spec import LayerCache, SharedCache
-from slipstream.kernels.norm import HalfOutput
+from slipstream.kernels.norm import SublayerOutput
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import AttentionParts, Heads, Norm, Ops
-from slipstream.layers.layer import BuildContext, HalfInput, MatrixShape
+from slipstream.layers.layer import BuildContext, MatrixShape, SublayerInput
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import JointNorms, LayerNorms
 from slipstream.layers.parameters import (
@@ -142,7 +142,7 @@ class AttentionSpec:
 
 
 class Attention:
-    """The attention half: norm, stacked query, key and value projection, attention, output."""
+    """The attention sublayer: norm, stacked query, key and value projection, attention, output."""
 
     def __init__(
         self, spec: AttentionSpec, context: BuildContext, layer: str, norms: LayerNorms
@@ -204,8 +204,8 @@ class Attention:
         return self if self.output.is_shared else self._parts
 
     def apply(
-        self, ops: Ops, entering: HalfInput, inputs: PassInputs, cache: LayerCache
-    ) -> tuple[HalfOutput, Tensor]:
+        self, ops: Ops, entering: SublayerInput, inputs: PassInputs, cache: LayerCache
+    ) -> tuple[SublayerOutput, Tensor]:
         """See `Mixer`; writes the rows' keys and values to `cache`, unless there is a
         `kv_source`."""
         addend, residual, second = entering

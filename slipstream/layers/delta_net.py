@@ -9,10 +9,10 @@ from slipstream.cache.recurrent import RecurrentSpec
 from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import UsageError
 from slipstream.kernels.delta_net import DeltaHeads
-from slipstream.kernels.norm import HalfOutput
+from slipstream.kernels.norm import SublayerOutput
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import DeltaNetParts, Ops
-from slipstream.layers.layer import BuildContext, HalfInput, MatrixShape
+from slipstream.layers.layer import BuildContext, MatrixShape, SublayerInput
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import (
@@ -167,8 +167,8 @@ class DeltaNet:
         return DeltaNetParts(self.norm, self.heads, self.inputs.product, gates, self.output.product)
 
     def apply(
-        self, ops: Ops, entering: HalfInput, inputs: PassInputs, cache: LayerCache
-    ) -> tuple[HalfOutput, Tensor]:
+        self, ops: Ops, entering: SublayerInput, inputs: PassInputs, cache: LayerCache
+    ) -> tuple[SublayerOutput, Tensor]:
         """See `Mixer`; updates the requests' states in `cache`."""
         addend, residual, second = entering
         assert second is None, "a gated delta net has one input"

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.experts import ClampedGate, Router, Routing
-from slipstream.kernels.norm import Activation, HalfOutput, sum_parts
+from slipstream.kernels.norm import Activation, SublayerOutput, sum_parts
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import ExpertsParts, Norm, Ops, SharedExpert
-from slipstream.layers.layer import BuildContext, HalfInput, MatrixShape
+from slipstream.layers.layer import BuildContext, MatrixShape, SublayerInput
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import (
@@ -139,7 +139,7 @@ class ExpertsSpec:
 
 
 class Experts:
-    """The feed-forward half: router, two stacked matrices of all experts, and shared expert."""
+    """The feed-forward sublayer: router, two stacked matrices of all experts, and shared expert."""
 
     def __init__(
         self, spec: ExpertsSpec, context: BuildContext, layer: str, norms: LayerNorms
@@ -177,7 +177,9 @@ class Experts:
     def parts(self) -> object:
         return self._parts if self._ranks.reduce is None else self
 
-    def apply(self, ops: Ops, entering: HalfInput, inputs: PassInputs) -> tuple[HalfOutput, Tensor]:
+    def apply(
+        self, ops: Ops, entering: SublayerInput, inputs: PassInputs
+    ) -> tuple[SublayerOutput, Tensor]:
         """See `FeedForward`."""
         addend, residual, _ = entering
         if self._pool is None:

@@ -8,10 +8,10 @@ from torch import Tensor
 from slipstream.cache.latent import LatentSpec
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.latent_attention import LatentHeads
-from slipstream.kernels.norm import HalfOutput
+from slipstream.kernels.norm import SublayerOutput
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import LatentParts, Norm, Ops
-from slipstream.layers.layer import BuildContext, HalfInput, MatrixShape
+from slipstream.layers.layer import BuildContext, MatrixShape, SublayerInput
 from slipstream.layers.linear import Linear, column_linear, row_linear
 from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import (
@@ -137,8 +137,8 @@ class LatentAttention:
         )
 
     def apply(
-        self, ops: Ops, entering: HalfInput, inputs: PassInputs, cache: LayerCache
-    ) -> tuple[HalfOutput, Tensor]:
+        self, ops: Ops, entering: SublayerInput, inputs: PassInputs, cache: LayerCache
+    ) -> tuple[SublayerOutput, Tensor]:
         """See `Mixer`; writes the tokens' latent rows to `cache`."""
         addend, residual, second = entering
         assert second is None, "only attention over keys and values has a second input"

@@ -1,13 +1,13 @@
 """Decoder layers: specs (data), and the layers that are built from them.
 
-A layer has two halves, whose outputs are added to the residual stream: a mixer (such as attention),
-in which rows depend on each other, and a feed-forward part. One may be absent. A kind of half is a
-spec and the class that it builds; each kind is in a separate file of this package.
+A layer has two sublayers, whose outputs are added to the residual stream: a mixer (such as
+attention), in which rows depend on each other, and a feed-forward part. One may be absent. A kind
+of sublayer is a spec and the class that it builds; each kind is in a separate file of this package.
 
-The stream passes from half to half as two tensors: the `residual`, and the `addend`, which is the
-output of the last half and is not added yet. So the addition can be fused with the norm that
-follows. A norm after a half is also part of that op; halves do not know of it. Before the first
-half, the addend is the stream, and there is no residual.
+The stream passes from sublayer to sublayer as two tensors: the `residual`, and the `addend`, which
+is the output of the last sublayer and is not added yet. So the addition can be fused with the norm
+that follows. A norm after a sublayer is also part of that op; sublayers do not know of it. Before
+the first sublayer, the addend is the stream, and there is no residual.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.spec import CacheSpec, LayerCache, SharedCache
-from slipstream.kernels.norm import HalfOutput, UnreducedSum
+from slipstream.kernels.norm import SublayerOutput, UnreducedSum
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Addend, LayerParts, Norm, Ops, PostNorm, PostNormAddend
 from slipstream.layers.adapters import AdapterSlots
@@ -32,7 +32,7 @@ MatrixShape = tuple[int, int]  # rows (outputs), columns (inputs)
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What is needed to build halves.
+    """What is needed to build sublayers.
 
     Attributes:
         width: width of the residual stream.
@@ -49,11 +49,11 @@ class BuildContext:
     pool: ExpertPool | None = None
 
 
-class HalfInput(NamedTuple):
-    """The input of a half.
+class SublayerInput(NamedTuple):
+    """The input of a sublayer.
 
     Attributes:
-        addend: the output of the half before.
+        addend: the output of the sublayer before this one.
         residual: the stream that it is to be added to; None: the addend is the stream.
         second: [T, H], the second input of a mixer that has one.
     """
@@ -62,17 +62,17 @@ class HalfInput(NamedTuple):
     residual: Tensor | None = None
     second: Tensor | None = None
 
-    def of_rows(self, rows: Tensor) -> "HalfInput":
-        """The input of these rows alone, [n] int64, for a half without a second input."""
+    def of_rows(self, rows: Tensor) -> "SublayerInput":
+        """The input of these rows alone, [n] int64, for a sublayer without a second input."""
         residual = None if self.residual is None else self.residual[rows]
-        return HalfInput(_rows_of(self.addend, rows), residual)
+        return SublayerInput(_rows_of(self.addend, rows), residual)
 
 
-class Half(Protocol):
+class Sublayer(Protocol):
     """The common interface of mixers and feed-forward parts.
 
     Attributes:
-        norm: the norm before the half; None: it reads the stream without a norm.
+        norm: the norm before the sublayer; None: it reads the stream without a norm.
         parts: weights, in a class of `kernels/table.py` that tells backends what they can fuse; any
             other object for kinds that no backend fuses.
     """
@@ -84,72 +84,74 @@ class Half(Protocol):
     def parts(self) -> object: ...
 
 
-class Mixer(Half, Protocol):
-    """A half in which rows depend on other rows, through a cache."""
+class Mixer(Sublayer, Protocol):
+    """A sublayer in which rows depend on other rows, through a cache."""
 
     def apply(
-        self, ops: Ops, entering: HalfInput, inputs: PassInputs, cache: LayerCache
-    ) -> tuple[HalfOutput, Tensor]:
+        self, ops: Ops, entering: SublayerInput, inputs: PassInputs, cache: LayerCache
+    ) -> tuple[SublayerOutput, Tensor]:
         """Run op by op -> (its output, the stream that it is to be added to), each [T, H]."""
 
 
-class FeedForward(Half, Protocol):
-    """A half whose rows do not depend on each other."""
+class FeedForward(Sublayer, Protocol):
+    """A sublayer whose rows do not depend on each other."""
 
-    def apply(self, ops: Ops, entering: HalfInput, inputs: PassInputs) -> tuple[HalfOutput, Tensor]:
+    def apply(
+        self, ops: Ops, entering: SublayerInput, inputs: PassInputs
+    ) -> tuple[SublayerOutput, Tensor]:
         """Run op by op -> (its output, the stream that it is to be added to), each [T, H]."""
 
 
-class HalfSpec(Protocol):
+class SublayerSpec(Protocol):
     """The common interface of both kinds of specs, for memory planning."""
 
     def matrices(self, norms: LayerNorms, width: int) -> Sequence[MatrixShape]:
         """The shapes of its matrices, for a stream of this width."""
 
     def numbers_per_row(self, width: int) -> int:
-        """The size of a row's activations while the half runs, for a stream of this width, in
+        """The size of a row's activations while the sublayer runs, for a stream of this width, in
         numbers of the activations' dtype; a float32 number counts as two."""
 
 
-class MixerSpec(HalfSpec, Protocol):
+class MixerSpec(SublayerSpec, Protocol):
     """A kind of mixer with its sizes."""
 
     def cache(self, dtype: torch.dtype, share: Share = WHOLE) -> CacheSpec | SharedCache:
         """The spec of the cache that a rank with this share needs."""
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> Mixer:
-        """The half with its weights, which a checkpoint has under the name `layer`."""
+        """The sublayer with its weights, which a checkpoint has under the name `layer`."""
 
 
-class FeedForwardSpec(HalfSpec, Protocol):
+class FeedForwardSpec(SublayerSpec, Protocol):
     """A kind of feed-forward part with its sizes."""
 
     def build(self, context: BuildContext, layer: str, norms: LayerNorms) -> FeedForward:
-        """The half with its weights, which a checkpoint has under the name `layer`."""
+        """The sublayer with its weights, which a checkpoint has under the name `layer`."""
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The spec of a decoder layer; None stands for a half that it lacks."""
+    """The spec of a decoder layer; None stands for a sublayer that it lacks."""
 
     mixer: MixerSpec | None
     feed_forward: FeedForwardSpec | None
     norms: LayerNorms
 
     def __post_init__(self) -> None:
-        assert self._halves, "a layer has a mixer or a feed-forward part"
+        assert self._sublayers, "a layer has a mixer or a feed-forward part"
 
     @property
-    def _halves(self) -> tuple[HalfSpec, ...]:
-        return tuple(half for half in (self.mixer, self.feed_forward) if half is not None)
+    def _sublayers(self) -> tuple[SublayerSpec, ...]:
+        return tuple(it for it in (self.mixer, self.feed_forward) if it is not None)
 
     def matrices(self, width: int) -> list[MatrixShape]:
         """The shapes of all matrices, for a stream of this width."""
-        return [shape for half in self._halves for shape in half.matrices(self.norms, width)]
+        return [shape for it in self._sublayers for shape in it.matrices(self.norms, width)]
 
     def numbers_per_row(self, width: int) -> int:
         """The size of a row's activations if all tensors of the layer are alive at once."""
-        return sum(half.numbers_per_row(width) for half in self._halves)
+        return sum(it.numbers_per_row(width) for it in self._sublayers)
 
     def build(self, context: BuildContext, name: str) -> "Layer":
         """Build the layer; `name` is its name in a checkpoint."""
@@ -185,11 +187,11 @@ class Layer:
     def apply(
         self,
         ops: Ops,
-        entering: HalfInput,
+        entering: SublayerInput,
         inputs: PassInputs,
         cache: LayerCache | None,
         read: Tensor | None = None,
-    ) -> tuple[HalfInput, Tensor]:
+    ) -> tuple[SublayerInput, Tensor]:
         """Run op by op.
 
         Args:
@@ -203,13 +205,13 @@ class Layer:
         if self.mixer is not None:
             assert cache is not None, "a mixer has a cache"
             output, stream = self.mixer.apply(ops, entering, inputs, cache)
-            entering = HalfInput(_addend(output, self.mixer_post_norm), stream)
+            entering = SublayerInput(_addend(output, self.mixer_post_norm), stream)
             streams.append(stream)
         if self.feed_forward is not None:
             if read is not None:
                 entering, inputs = entering.of_rows(read), inputs.of_rows(read)
             output, stream = self.feed_forward.apply(ops, entering, inputs)
-            entering = HalfInput(_addend(output, self.feed_forward_post_norm), stream)
+            entering = SublayerInput(_addend(output, self.feed_forward_post_norm), stream)
             streams.append(stream)
         return entering, streams[0]
 
@@ -217,14 +219,14 @@ class Layer:
 def _rows_of(addend: Addend, rows: Tensor) -> Addend:
     if isinstance(addend, PostNormAddend):
         values = _rows_of(addend.values, rows)
-        assert not isinstance(values, PostNormAddend), "a half has one post-norm"
+        assert not isinstance(values, PostNormAddend), "a sublayer has one post-norm"
         return replace(addend, values=values)
     if isinstance(addend, UnreducedSum):
         return replace(addend, values=addend.values.index_select(-2, rows))
     return addend.index_select(-2, rows)
 
 
-def _addend(output: HalfOutput, post_norm: PostNorm | None) -> Addend:
+def _addend(output: SublayerOutput, post_norm: PostNorm | None) -> Addend:
     return output if post_norm is None else PostNormAddend(output, post_norm)
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.norm import Activation, HalfOutput
+from slipstream.kernels.norm import Activation, SublayerOutput
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops, PostNorm, PostNormAddend, Product
 from slipstream.layers.embedding import Embedding
-from slipstream.layers.layer import BuildContext, FeedForwardSpec, HalfInput, MatrixShape
+from slipstream.layers.layer import BuildContext, FeedForwardSpec, MatrixShape, SublayerInput
 from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import Part
 
@@ -65,10 +65,10 @@ class LayerInputs:
 
 
 @dataclass(frozen=True)
-class LayerInputHalfSpec:
+class LayerInputSublayerSpec:
     """A feed-forward part, followed by the addition of the layer's input.
 
-    The layer's norm after this half is the norm of the input.
+    The layer's norm after this sublayer is the norm of the input.
 
     Attributes:
         layer: index of the layer.
@@ -100,7 +100,7 @@ class LayerInputHalf:
     """The feed-forward part, and the matrices before and after the input."""
 
     def __init__(
-        self, spec: LayerInputHalfSpec, context: BuildContext, layer: str, norms: LayerNorms
+        self, spec: LayerInputSublayerSpec, context: BuildContext, layer: str, norms: LayerNorms
     ) -> None:
         source, width, size = context.source, context.width, spec.size
         self._feed_forward = spec.feed_forward.build(context, layer, norms)
@@ -114,7 +114,9 @@ class LayerInputHalf:
     def parts(self) -> object:
         return self
 
-    def apply(self, ops: Ops, entering: HalfInput, inputs: PassInputs) -> tuple[HalfOutput, Tensor]:
+    def apply(
+        self, ops: Ops, entering: SublayerInput, inputs: PassInputs
+    ) -> tuple[SublayerOutput, Tensor]:
         """See `FeedForward`."""
         assert inputs.layer_inputs is not None, "the decoder makes them"
         output, stream = self._feed_forward.apply(ops, entering, inputs)

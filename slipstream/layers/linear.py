@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels.adapters import Adapted, LowRank
 from slipstream.kernels.formats.weight import Weight
-from slipstream.kernels.norm import HalfOutput
+from slipstream.kernels.norm import SublayerOutput
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops, Product
 from slipstream.layers.adapters import AdapterSlots
@@ -44,7 +44,7 @@ class Linear:
             return None
         return Adapted(self.adapters, inputs.adapters)
 
-    def apply(self, ops: Ops, x: Tensor, inputs: PassInputs) -> HalfOutput:
+    def apply(self, ops: Ops, x: Tensor, inputs: PassInputs) -> SublayerOutput:
         """x [T, columns] -> y as an addend of the backend's ops (see `LinearOp`)."""
         adapted = self.adapted(inputs)
         if not self.is_shared:

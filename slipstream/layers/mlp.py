@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.norm import Activation, HalfOutput
+from slipstream.kernels.norm import Activation, SublayerOutput
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import GatedMLPParts, Ops
-from slipstream.layers.layer import BuildContext, HalfInput, MatrixShape
+from slipstream.layers.layer import BuildContext, MatrixShape, SublayerInput
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import Part, require_positive
@@ -64,7 +64,9 @@ class GatedMLP:
         products = self.gate_up.product, self.down.product
         return GatedMLPParts(self.norm, *products, self.activation, adapters)
 
-    def apply(self, ops: Ops, entering: HalfInput, inputs: PassInputs) -> tuple[HalfOutput, Tensor]:
+    def apply(
+        self, ops: Ops, entering: SublayerInput, inputs: PassInputs
+    ) -> tuple[SublayerOutput, Tensor]:
         """See `FeedForward`."""
         product, adapted = self.gate_up.product, self.gate_up.adapted(inputs)
         addend, residual, _ = entering
@@ -123,7 +125,9 @@ class PlainMLP:
     def parts(self) -> object:
         return self
 
-    def apply(self, ops: Ops, entering: HalfInput, inputs: PassInputs) -> tuple[HalfOutput, Tensor]:
+    def apply(
+        self, ops: Ops, entering: SublayerInput, inputs: PassInputs
+    ) -> tuple[SublayerOutput, Tensor]:
         """See `FeedForward`."""
         product, adapted = self.up.product, self.up.adapted(inputs)
         addend, residual, _ = entering

@@ -12,12 +12,12 @@ from slipstream.layers.parameters import ParameterSource, Part, require_positive
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """The norms before and after the halves of a layer, by their names in a checkpoint.
+    """The norms before and after the sublayers of a layer, by their names in a checkpoint.
 
     Attributes:
         eps: eps of these norms and of the norms of query and key heads.
-        mixer, feed_forward: before the halves; None: the half reads the stream without a norm.
-        post_mixer, post_feed_forward: of the halves' outputs, before they are added to the stream.
+        mixer, feed_forward: before the sublayers; None: no norm, the sublayer reads the stream.
+        post_mixer, post_feed_forward: of a sublayer's output, before it is added to the stream.
         layer_norms: all of them are layer norms with a bias.
         zero_centred: checkpoints store the weight minus 1, also for norms of heads.
         second_norm: of the mixer's second input, as wide as the stream; None: it has one input.

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from slipstream.kernels.norm import HalfOutput, UnreducedSum, sum_parts
+from slipstream.kernels.norm import SublayerOutput, UnreducedSum, sum_parts
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops, PostNorm, PostNormAddend
 from slipstream.layers.experts import ExpertsSpec
-from slipstream.layers.layer import BuildContext, FeedForwardSpec, HalfInput, MatrixShape
+from slipstream.layers.layer import BuildContext, FeedForwardSpec, MatrixShape, SublayerInput
 from slipstream.layers.norm import LayerNorms
 
 
@@ -61,11 +61,13 @@ class ParallelExperts:
     def parts(self) -> object:
         return self
 
-    def apply(self, ops: Ops, entering: HalfInput, inputs: PassInputs) -> tuple[HalfOutput, Tensor]:
+    def apply(
+        self, ops: Ops, entering: SublayerInput, inputs: PassInputs
+    ) -> tuple[SublayerOutput, Tensor]:
         """See `FeedForward`."""
         dense, stream = self._dense.apply(ops, entering, inputs)
         dense = dense if isinstance(dense, UnreducedSum) else sum_parts(dense, stream.dtype)
         normed, _ = ops.norm(dense, None, self._post_dense)
-        experts, _ = self._experts.apply(ops, HalfInput(stream), inputs)
+        experts, _ = self._experts.apply(ops, SublayerInput(stream), inputs)
         addend = PostNormAddend(experts, PostNorm(self._post_experts))
         return ops.norm(addend, normed, None)[1], stream

@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
-from slipstream.kernels.norm import HalfOutput, UnreducedSum, sum_parts
+from slipstream.kernels.norm import SublayerOutput, UnreducedSum, sum_parts
 
 ROWS, COLUMNS = 0, 1
 MOST_RANKS = 16  # the largest number of ranks that error messages suggest
@@ -174,7 +174,7 @@ class Share:
     all_to_all: Callable[[Tensor], Tensor] | None = None
     reaches_memory: bool = False
 
-    def addend(self, partial: Tensor, dtype: torch.dtype, sums_addends: bool) -> HalfOutput:
+    def addend(self, partial: Tensor, dtype: torch.dtype, sums_addends: bool) -> SublayerOutput:
         """The sum over ranks of their partial results, as an addend of the stream.
 
         Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs, at_rows
 from slipstream.kernels.table import Entry, FusedOp, Norm, Ops, StackOp, StackParts
-from slipstream.layers.layer import HalfInput, Layer
+from slipstream.layers.layer import Layer, SublayerInput
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +172,7 @@ class _SingleOps:
             sides = list(zip(sources, self.entry.norms, strict=True))
             sources = [ops.joined_linear(sides, *self.entry.product)]
         *others, first = sources
-        leaving = HalfInput(first, second=others[0] if others else None)
+        leaving = SublayerInput(first, second=others[0] if others else None)
         streams: list[Tensor] = []
         remaining = iter(caches)
         for index, layer in enumerate(self.layers, 1):

@@ -10,7 +10,7 @@ from slipstream.layers.parameters import InvalidSizesError
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.modules_beside import OWN_DRAFTER_KEYS
+from slipstream.models.own_drafter import OWN_DRAFTER_KEYS
 from slipstream.models.quantized.catalogue import QUANTIZATION_KEYS, read_quantization
 
 # To add an architecture, write a function (`decoder_config` in its own file, or any name in its

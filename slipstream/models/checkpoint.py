@@ -245,7 +245,7 @@ def _why_no_config(folder: Path) -> str:
         )
     return (
         f"{folder} has no config.json; give the directory of a Hugging Face checkpoint, or for a "
-        "GGUF file of the hub its tag behind the name (owner/name:Q4_K_M)"
+        "GGUF file of the hub its tag after the name (owner/name:Q4_K_M)"
     )
 
 

@@ -97,7 +97,7 @@ class ConfigReader:
     ) -> None:
         self.file = file
         self._config, self._prefix, self._harmless = config, prefix, harmless
-        self._taken: set[str] = set()
+        self._keys_read: set[str] = set()
 
     def take(self, key: str, kind: type[T], default: T | _Required = REQUIRED) -> T:
         """The value of `key`, which must have the type `kind`; `default` if missing or null."""
@@ -110,7 +110,7 @@ class ConfigReader:
 
     def take_optional(self, key: str, kind: type[T], default: T | None = None) -> T | None:
         """The value of `key`; None if it is null, and `default` if it is missing."""
-        self._taken.add(key)
+        self._keys_read.add(key)
         if key not in self._config:
             return default
         value = self._config[key]
@@ -130,7 +130,7 @@ class ConfigReader:
 
     def take_any(self, key: str) -> object:
         """The value of `key`, which may have any type; None if it is missing."""
-        self._taken.add(key)
+        self._keys_read.add(key)
         return self._config.get(key)
 
     def expect(self, key: str, value: object, default: object = REQUIRED) -> None:
@@ -139,7 +139,7 @@ class ConfigReader:
         Args:
             default: meaning of a missing or null key; by default the supported value.
         """
-        self._taken.add(key)
+        self._keys_read.add(key)
         found = self._config.get(key)
         if found is None:
             found = value if default is REQUIRED else default
@@ -156,7 +156,7 @@ class ConfigReader:
     def finish(self) -> None:
         """Raise CheckpointError for keys that were not read and may change the computation."""
         for key, value in self._config.items():
-            if key in self._taken or key in self._harmless or _is_off(value):
+            if key in self._keys_read or key in self._harmless or _is_off(value):
                 continue
             raise self.error(
                 key,

@@ -13,7 +13,7 @@ from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.latent_attention import LatentAttentionSpec
 from slipstream.layers.layer import FeedForwardSpec, LayerSpec
-from slipstream.layers.layer_inputs import LayerInputHalfSpec, LayerInputsSpec
+from slipstream.layers.layer_inputs import LayerInputsSpec, LayerInputSublayerSpec
 from slipstream.layers.mlp import GatedMLPSpec, PlainMLPSpec
 from slipstream.layers.parallel_experts import ParallelExpertsSpec
 from slipstream.layers.parameters import WHOLE, Share, require_positive
@@ -138,7 +138,7 @@ class DecoderConfig:
         while waiting:
             part = waiting.pop()
             found.append(part)
-            if isinstance(part, ParallelExpertsSpec | LayerInputHalfSpec):
+            if isinstance(part, ParallelExpertsSpec | LayerInputSublayerSpec):
                 waiting += reversed(part.inner)
         return found
 

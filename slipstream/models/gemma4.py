@@ -1,5 +1,5 @@
 """Gemma 4: two head sizes, values shared with keys, layers that read another layer's KV cache, and
-in some models experts beside a dense MLP (26B-A4B) or per-layer inputs (E2B, E4B)."""
+in some models experts in parallel with a dense MLP (26B-A4B) or per-layer inputs (E2B, E4B)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from slipstream.kernels.experts import Routing, Scores
 from slipstream.kernels.norm import Activation
 from slipstream.layers.experts import ExpertNames, ExpertsSpec
 from slipstream.layers.layer import FeedForwardSpec
-from slipstream.layers.layer_inputs import LayerInputHalfSpec, LayerInputsSpec
+from slipstream.layers.layer_inputs import LayerInputsSpec, LayerInputSublayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.parallel_experts import ParallelExpertsSpec
 from slipstream.models.config_reader import ConfigReader
@@ -105,9 +105,9 @@ def _with_inputs(reader: ConfigReader, decoder: DecoderConfig) -> DecoderConfig:
     for index, layer in enumerate(decoder.layers):
         assert layer.feed_forward is not None, "all layers have a feed-forward part"
         post_norm = layer.norms.post_feed_forward
-        half = LayerInputHalfSpec(layer.feed_forward, index, size, post_norm)
+        sublayer = LayerInputSublayerSpec(layer.feed_forward, index, size, post_norm)
         norms = replace(layer.norms, post_feed_forward="post_per_layer_input_norm")
-        layers.append(replace(layer, feed_forward=half, norms=norms))
+        layers.append(replace(layer, feed_forward=sublayer, norms=norms))
     padding = reader.take("pad_token_id", int, 0)
     if not 0 <= padding < vocab_size:
         raise reader.error("pad_token_id", f"({padding}) must be below vocab_size ({vocab_size})")

@@ -28,7 +28,7 @@ from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_keys import DTYPES
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.modules_beside import own_drafter_tensors
+from slipstream.models.own_drafter import own_drafter_tensors
 from slipstream.models.parameter_sources import (
     CheckpointSource,
     DummySource,
@@ -162,15 +162,15 @@ def load_decoder(
             random = RandomQuantizedSource(random, stored, _kept_formats(options))
         return _build(ops, config, random, options)
     name = f"loading {checkpoint.path.name}"
-    beside = own_drafter_tensors(checkpoint.entries)  # only an MTP drafter reads them
-    total = checkpoint.size_bytes - sum(checkpoint.entries[tensor].nbytes for tensor in beside)
+    drafter_tensors = own_drafter_tensors(checkpoint.entries)  # only an MTP drafter reads them
+    total = checkpoint.size_bytes - sum(checkpoint.entries[it].nbytes for it in drafter_tensors)
     if stored is not None:
         modules = {tensor.rpartition(".")[0] for tensor in checkpoint.entries}
         stored.require_modules(modules, checkpoint.path)
     with options.progress_bar(name, total, "bytes") as progress:
         source = _open(checkpoint, stored, options, progress)
         network = _build(ops, config, source, options)
-    source.finish(ignored=(*beside, *config.unread_tensors))
+    source.finish(ignored=(*drafter_tensors, *config.unread_tensors))
     return network
 
 
@@ -190,8 +190,8 @@ def _rank_bytes(config: DecoderConfig, options: LoadOptions, size: int) -> int:
     if options.experts.size == 1:
         return size // options.share.size
     whole = without_experts(config)
-    beside = min(size, weight_bytes(whole, options.dtype, options.quantization))
-    return beside + (size - beside) // options.experts.size
+    unshared = min(size, weight_bytes(whole, options.dtype, options.quantization))
+    return unshared + (size - unshared) // options.experts.size
 
 
 def _random_weights(
@@ -231,8 +231,8 @@ def decoder_bytes(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOp
     if options.load_format in RANDOM_FORMATS or not checkpoint.has_weights:
         form = partial(_kept_rounding, stored, kept)
         return weight_bytes(config, options.dtype, options.quantization, form)
-    beside = own_drafter_tensors(checkpoint.entries)
-    own = {name: it for name, it in checkpoint.entries.items() if name not in beside}
+    drafter_tensors = own_drafter_tensors(checkpoint.entries)
+    own = {name: it for name, it in checkpoint.entries.items() if name not in drafter_tensors}
     size = tensor_bytes(own, stored, options)
     precision = PRECISIONS[options.quantization] if options.quantization else None
     if precision is not None and precision.head is not None and config.tie_word_embeddings:

@@ -141,11 +141,11 @@ class PreparedSource:
         if columns not in self._odd_columns:
             self._odd_columns.add(columns)
             logger.info(
-                "%s has %d columns, which no group divides: %s in place of four bits, as are all "
-                "matrices of this width",
+                "%s has %d columns, no multiple of a group of four-bit numbers: it and all "
+                "matrices of this width are %s",
                 name,
                 columns,
-                "left as it is" if bits is None else f"rounded to int{bits}",
+                "not quantised" if bits is None else f"rounded to int{bits}",
             )
 
 

@@ -24,7 +24,7 @@ from slipstream.core.errors import CheckpointError
 from slipstream.kernels.reference.experts import choose, gated
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.experts import ExpertsSpec
-from slipstream.layers.layer_inputs import LayerInputHalfSpec
+from slipstream.layers.layer_inputs import LayerInputSublayerSpec
 from slipstream.layers.parameters import WHOLE, FusedExperts, Interleaved, Part, Share
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.parameter_sources import FACTORS
@@ -116,7 +116,7 @@ class TwinSource:
         return weight * self._strength(int(modules[2]))
 
     def _strength(self, layer: int) -> float:
-        """The scale of what a half of this layer adds to the stream."""
+        """The scale of what a sublayer of this layer adds to the stream."""
         first = FIRST_LAYER_GAIN * (self._target.embedding_scale or 1.0) / self._target.logit_scale
         if layer == 0:
             return first
@@ -124,12 +124,12 @@ class TwinSource:
         return first * LATE_SHARE / math.sqrt(self._target.num_layers - 1)
 
     def _constant(self, name: str) -> float:
-        """The value of a vector's numbers; norms after halves set the scale of the halves."""
+        """The value of a vector's numbers; norms after sublayers set the scale of the sublayers."""
         modules = name.removesuffix(".weight").split(".")
         if name.startswith("model.layers."):
             layer = self._target.layers[int(modules[2])]
             post_norms = [layer.norms.post_mixer, layer.norms.post_feed_forward]
-            if isinstance(layer.feed_forward, LayerInputHalfSpec):
+            if isinstance(layer.feed_forward, LayerInputSublayerSpec):
                 post_norms.append(layer.feed_forward.post_norm)
             if ".".join(modules[3:]) in post_norms:
                 return self._strength(int(modules[2]))

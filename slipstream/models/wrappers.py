@@ -19,7 +19,7 @@ _PREFIXES: Final = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-_BESIDE: Final = (
+_NOT_LANGUAGE: Final = (
     *("visual.", "vision_tower.", "vision_model.", "vision_embedder.", "audio_tower."),
     *("embed_vision.", "embed_audio.", "mm_projector.", "multi_modal_projector."),
 )
@@ -46,6 +46,6 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
     found = {}
     for name in names:
         prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
-        if prefix or not name.removeprefix("model.").startswith(_BESIDE):
+        if prefix or not name.removeprefix("model.").startswith(_NOT_LANGUAGE):
             found[name] = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
     return found

@@ -137,7 +137,7 @@ def stored_note(device: torch.device) -> str:
     if device.type == "cuda":
         return (
             "matrices stay as they are where there are kernels for them, or become the model's "
-            "dtype; activations are rounded beside e4m3 with a scale a row"
+            "dtype; with e4m3 weights that have a scale a row, activations are rounded"
         )
     return (
         "integers and four-bit floats stay; fp8 becomes the model's dtype, or what quantization "
@@ -161,10 +161,10 @@ def quantization_note(device: torch.device, quantization: str) -> str:
 def invariance_note(device: torch.device) -> str:
     """A note for the user: what `batch_invariant` guarantees on this device."""
     if device.type == "cuda":
-        return "rows do not depend on the rows beside them, in every matmul; slower"
+        return "rows do not depend on other rows, in every matmul; slower"
     return (
         "what the C++ kernels do anyway; without them not promised: torch chooses matmuls by their "
-        "row count, so the last bits of a row may depend on the rows beside it"
+        "row count, so the last bits of a row may depend on other rows"
     )
 
 

@@ -51,11 +51,11 @@ def captures_graphs(device: torch.device, enforce_eager: bool) -> bool:
 class HostPart(Protocol):
     """The host's part in the middle of a captured function."""
 
-    def buffers(self, given: Any) -> Any:
+    def buffers(self, tensors: Any) -> Any:
         """The fixed tensors that the rest of the function reads."""
 
-    def fill(self, given: Any) -> Any:
-        """Compute on the host, from the tensors given, and write the results to the buffers."""
+    def fill(self, tensors: Any) -> Any:
+        """Compute on the host, from these tensors, and write the results to the buffers."""
 
 
 @dataclass(frozen=True)
@@ -314,5 +314,5 @@ class GraphRunner:
         return captured
 
 
-def _nothing(given: Any) -> Any:
-    return given
+def _nothing(tensors: Any) -> Any:
+    return tensors

@@ -108,7 +108,7 @@ class Item:
 
 
 def step_items(sizes: StepSizes) -> tuple[Item, ...]:
-    """The memory that steps need on a GPU besides weights and KV cache."""
+    """The memory that steps need on a GPU in addition to weights and KV cache."""
     vocabulary, requests = sizes.network.vocab_size, sizes.max_num_seqs
     judged = requests * (sizes.num_speculative_tokens + 1)
     logits = LOGITS_COPIES * judged * vocabulary * _FLOAT32
@@ -172,7 +172,7 @@ def default_cache_bytes(
     Args:
         memory: measured after the weights were loaded.
         utilization: the usable share of a GPU's total memory; None takes the default.
-        reserved: bytes that steps need on a GPU besides weights and cache.
+        reserved: bytes that steps need on a GPU in addition to weights and cache.
     """
     if memory.is_gpu:
         share = utilization or GPU_MEMORY_UTILIZATION
@@ -227,7 +227,7 @@ def require_weights(
     needed = size + pending
     if needed <= memory.free:
         return
-    beside = f" and {gigabytes(pending)} for the target" if pending else ""
+    for_target = f" and {gigabytes(pending)} for the target" if pending else ""
     ways = ["a smaller model"]
     for quantization in ("fp8" if memory.is_gpu else "int8", "int4"):
         taken = rounded.get(quantization)
@@ -237,8 +237,8 @@ def require_weights(
     if memory.is_gpu:
         ways.append("a larger GPU, or device=cpu")
     raise UsageError(
-        f"the weights of {name} need {gigabytes(size)}{beside}, but {gigabytes(memory.free)} of "
-        f"{memory.name} are free; what would fit: {', '.join(ways)}"
+        f"the weights of {name} need {gigabytes(size)}{for_target}, but {gigabytes(memory.free)} "
+        f"of {memory.name} are free; what would fit: {', '.join(ways)}"
     )
 
 

@@ -60,12 +60,12 @@ class PeerMemory:
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
         return bytes([torch.cuda.current_device()]) + bytes(handle.reserved)
 
-    def open(self, rank: int, told: bytes) -> None:
+    def open(self, rank: int, shared: bytes) -> None:
         """Open another rank's memory, by what `allocate` gave there."""
-        own, other = torch.cuda.current_device(), told[0]
+        own, other = torch.cuda.current_device(), shared[0]
         if own != other and not torch.cuda.can_device_access_peer(own, other):
             raise PeerMemoryError(f"GPU {own} does not reach the memory of GPU {other}")
-        address, handle = ctypes.c_uint64(), _Handle.from_buffer_copy(told[1:])
+        address, handle = ctypes.c_uint64(), _Handle.from_buffer_copy(shared[1:])
         access = ctypes.c_uint(_LAZY_PEER_ACCESS)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, access)
         self.addresses[rank] = address.value
@@ -93,13 +93,13 @@ def connect_inboxes(
     """The inboxes of all ranks, each of which calls this, on its current GPU; None on all of them
     where one cannot open another one's memory."""
     memory: PeerMemory | None = None
-    problem, told = "", b""
+    problem, shared = "", b""
     try:
         memory = PeerMemory(rank, size)
-        told = memory.allocate()
+        shared = memory.allocate()
     except PeerMemoryError as error:
         problem = str(error)
-    for other, theirs in enumerate(_exchanged(store, "memory", rank, size, told)):
+    for other, theirs in enumerate(_exchanged(store, "memory", rank, size, shared)):
         try:
             if not problem and not theirs:
                 problem = f"rank {other} has none to share"

@@ -92,7 +92,7 @@ class AdapterEndpoints:
             )
         try:
             read = partial(adapters.read, body.lora_path, body.draft_lora_path)
-            adapters.add(name, await service.aside(read), body.draft_lora_path is not None)
+            adapters.add(name, await service.workers(read), body.draft_lora_path is not None)
         except CheckpointError as error:
             raise bad_request(str(error), "lora_path") from None
         return json_response(AdapterChange(id=name, object="adapter", loaded=True))

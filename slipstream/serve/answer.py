@@ -87,7 +87,7 @@ class Answer(ABC, Generic[Reader]):
             async for place, update in updates:
                 for choice, delta in self._deltas(place, update):
                     choice.collect(delta)
-        document = await self._service.aside(self._document)  # slow if there are many logprobs
+        document = await self._service.workers(self._document)  # slow if there are many logprobs
         return Response(document, media_type="application/json")
 
     @abstractmethod

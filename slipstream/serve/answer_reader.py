@@ -21,7 +21,7 @@ class Increment:
 
     Attributes:
         events: new events; without reasoning if the request excludes it.
-        delta: the delta, cut off behind the token that completed a stop string.
+        delta: the delta, cut off after the token that completed a stop string.
         parts: the part of the answer that each token belongs to; None if unknown.
     """
 
@@ -99,10 +99,10 @@ class AnswerReader:
 
     def speculation(self, delta: Delta, parts: Sequence[Part] | None) -> dict[str, Any]:
         """The tokens of a delta with their origins; must be called in the order of the deltas."""
-        told = speculation(delta, read_tokens(self._reader, delta.token_ids))
-        for token, part in zip(told["tokens"], parts or (), strict=False):
+        described = speculation(delta, read_tokens(self._reader, delta.token_ids))
+        for token, part in zip(described["tokens"], parts or (), strict=False):
             token["part"] = part.value
-        return told
+        return described
 
     def _up_to_first_call(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
         for place, event in enumerate(events):
@@ -137,7 +137,7 @@ def _parser(
 
 
 def _cut(delta: Delta, parsed: ParsedOutput) -> Delta:
-    """Cut a delta off behind the token that completed a stop string."""
+    """Cut a delta off after the token that completed a stop string."""
     end = len(parsed.parts or ())
     return replace(
         delta,

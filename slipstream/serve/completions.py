@@ -41,7 +41,7 @@ class CompletionEndpoint:
         """Continue prompts, whole or streamed."""
         service, prompts, n = self._service, _prompts(body), body.n or 1
         service.thread.check_room(len(prompts) * n)
-        params, encoded = await service.aside(self._prepare, body, prompts)
+        params, encoded = await service.workers(self._prepare, body, prompts)
         choices = [
             _Choice(service, body, place * n + sample, prompt)
             for place, prompt in enumerate(encoded)
@@ -63,9 +63,9 @@ class CompletionEndpoint:
         service, params = self._service, _params(self._service, body)
         cut = truncation(body, params.max_tokens, service.max_model_len)
         special = body.add_special_tokens is not False
-        if body.behind:
-            service.require_short([*prompts, body.behind])
-            prompts = [fill_in(it, body.behind, service.tokenizer, special) for it in prompts]
+        if body.suffix:
+            service.require_short([*prompts, body.suffix])
+            prompts = [fill_in(it, body.suffix, service.tokenizer, special) for it in prompts]
         found = service.encode(prompts, params, special, truncation=cut)
         encoded = [placed(it, body, service.adapter(body.model)) for it in found]
         self._service.require_room(encoded, body.max_tokens, "max_tokens")
@@ -200,7 +200,7 @@ def _check(body: CompletionRequest) -> None:
             "returned; leave best_of out and choose among n yourself",
             "best_of",
         )
-    for name in ("echo", "truncate_prompt_tokens") if body.behind else ():
+    for name in ("echo", "truncate_prompt_tokens") if body.suffix else ():
         if getattr(body, name):
             raise bad_request(f"{name} cannot be had together with suffix; leave it out", name)
     if body.max_tokens == 0 and body.min_tokens:

@@ -134,7 +134,7 @@ class SpelledTokens:
         parts = [first]
         for other in others:
             mark = self._marks[int(other[:_DIGITS])]
-            # Split behind its first character, a mark is not encoded as a special token.
+            # Split after its first character, a mark is not encoded as a special token.
             parts += [mark[:1], mark[1:], other[_DIGITS:]]
         return self._tokenizer.encode_parts(parts)
 
@@ -375,7 +375,7 @@ def _arguments(place: int, text: str) -> dict[str, Any]:
 
 
 def _cut(text: str, last: Mapping[str, Any]) -> str:
-    """Cut the text off behind the last message's content; raises ApiError if it has none."""
+    """Cut the text off after the last message's content; raises ApiError if it has none."""
     content = last.get("content")
     if not isinstance(content, str):
         content = content[-1].get("text", "") if content else ""

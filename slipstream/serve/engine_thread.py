@@ -273,8 +273,8 @@ class EngineThread:
             self._handle_inbox()
             self._abort_all(StoppedError())
         except BaseException as error:
-            told = error if isinstance(error, RanksLostError) else "start the server again"
-            logger.critical("the engine has failed; %s", told, exc_info=told is not error)
+            reason = error if isinstance(error, RanksLostError) else "start the server again"
+            logger.critical("the engine has failed; %s", reason, exc_info=reason is not error)
             self._failed = True
             with suppress(Exception):  # a failed engine may raise again
                 self._abort_all(EngineFailedError())

@@ -57,8 +57,8 @@ class ApiError(Exception):
         """The JSON body, in ASCII, in the format of the protocol at `path`."""
         if is_messages(path):
             kind = _MESSAGES_TYPES.get(HTTPStatus(self.status), "invalid_request_error")
-            told = {"type": "error", "error": {"type": kind, "message": self.message}}
-            return json.dumps(told).encode("ascii")
+            body = {"type": "error", "error": {"type": kind, "message": self.message}}
+            return json.dumps(body).encode("ascii")
         error = {
             "message": self.message,
             "type": "server_error"

@@ -35,11 +35,11 @@ def fill_in(prompt: Prompt, suffix: str, tokenizer: Tokenizer, add_special_token
         )
     if not isinstance(prompt, str):
         raise bad_request("suffix goes with a prompt that is a text", "suffix")
-    before = tokenizer.encode(prompt, add_special_tokens=False)
-    behind = tokenizer.encode(suffix, add_special_tokens=False)
+    prefix_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    suffix_ids = tokenizer.encode(suffix, add_special_tokens=False)
     head: list[int] = []
     if add_special_tokens:  # they come in front of the marks
         whole = tokenizer.encode(prompt)
-        size = len(whole) - len(before)
-        head = whole[:size] if whole[size:] == before else []
-    return {"prompt_token_ids": [*head, begin, *before, middle, *behind, end]}
+        size = len(whole) - len(prefix_ids)
+        head = whole[:size] if whole[size:] == prefix_ids else []
+    return {"prompt_token_ids": [*head, begin, *prefix_ids, middle, *suffix_ids, end]}

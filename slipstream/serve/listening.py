@@ -185,8 +185,8 @@ def tls_options(options: ServerOptions) -> dict[str, Any]:
     try:
         context.load_cert_chain(certificate, key, password=_refuse_encrypted_key)
     except (OSError, ValueError) as error:
-        beside = "" if key is None else f" with --ssl-keyfile {key}"
-        raise UsageError(f"--ssl-certfile {certificate}{beside} cannot be used: {error}") from None
+        files = certificate if key is None else f"{certificate} with --ssl-keyfile {key}"
+        raise UsageError(f"--ssl-certfile {files} cannot be used: {error}") from None
     try:
         if authorities is not None:
             context.load_verify_locations(authorities)

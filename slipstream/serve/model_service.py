@@ -81,12 +81,12 @@ class ModelService:
     engine: Engine
     thread: EngineThread
     created: int = field(default_factory=lambda: int(time()))
-    # Slow work runs in `aside`. What may take very long has a pool of its own, so that it does not
-    # delay the prompts of others: images, which may be fetched; large grammars; and chat templates
+    # Slow work runs in `workers`. What may take very long has a pool of its own, so that other
+    # prompts do not wait for it: images, which may be fetched; large grammars; and chat templates
     # from requests.
-    aside: WorkerPool = field(default_factory=lambda: WorkerPool(2, "tokenize"))
-    beside_images: WorkerPool = field(default_factory=lambda: WorkerPool(2, "images"))
-    beside_templates: WorkerPool = field(default_factory=lambda: WorkerPool(2, "templates"))
+    workers: WorkerPool = field(default_factory=lambda: WorkerPool(2, "tokenize"))
+    image_workers: WorkerPool = field(default_factory=lambda: WorkerPool(2, "images"))
+    template_workers: WorkerPool = field(default_factory=lambda: WorkerPool(2, "templates"))
     compilers: WorkerPool = field(default_factory=lambda: WorkerPool(2, "grammar"))
     # Parsing large bodies holds the GIL, so more threads would only delay other work.
     parse: WorkerPool = field(default_factory=lambda: WorkerPool(1, "parse"))
@@ -237,7 +237,7 @@ class ModelService:
         field: str = "prompt",
         truncation: Truncation | None = None,
     ) -> list[EncodedPrompt]:
-        """Tokenize and truncate the prompts of `field`; slow, so call it through `aside`."""
+        """Tokenize and truncate the prompts of `field`; slow, so call it through `workers`."""
         if truncation is not None:
             prompts = [
                 truncation.cut_text(it, self._longest_text) if isinstance(it, str) else it
@@ -274,8 +274,8 @@ class ModelService:
     def pool_for(self, messages: object, chat_template: str | None = None) -> WorkerPool:
         """The pool in which to prepare a conversation of any protocol."""
         if chat_template is not None:
-            return self.beside_templates
-        return self.beside_images if has_images(messages) else self.aside
+            return self.template_workers
+        return self.image_workers if has_images(messages) else self.workers
 
     async def compile(self, params: SamplingParams) -> None:
         """Compile the request's grammar, if any, ahead of the engine, which then need not wait."""
@@ -317,8 +317,8 @@ class ModelService:
 
     def close(self) -> None:
         """Shut the thread pools down."""
-        beside = self.beside_images, self.beside_templates, self.compilers
-        for pool in (self.parse, self.aside, *beside):
+        pools = self.workers, self.image_workers, self.template_workers, self.compilers, self.parse
+        for pool in pools:
             pool.close()
 
     def cards(self) -> list[ModelCard]:

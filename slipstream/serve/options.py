@@ -14,7 +14,7 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """How requests are read and answers written, where a request does not say."""
+    """Defaults for reading requests and writing answers."""
 
     default_chat_template_kwargs: Mapping[str, Any] | None = flag(
         None,
@@ -26,7 +26,7 @@ class AnswerOptions:
     )
     chat_template_content_format: str = flag(
         "auto",
-        "What a template gets as a message's content: string (auto is so, too), or openai, a list "
+        "Form of a message's content in chat templates: string (also auto), or openai, a list "
         "of parts.",
         choices=("auto", "string", "openai"),
         hidden=True,
@@ -44,7 +44,7 @@ class AnswerOptions:
     )
     max_logprobs: int = flag(
         20,
-        "Most alternatives for a token that a request may ask for (400).",
+        "Maximum number of logprobs per token that a request may ask for, else 400.",
         at_least=0,
         at_most=1000,
         hidden=True,
@@ -53,7 +53,9 @@ class AnswerOptions:
         False, "Write token_id:N in place of the texts of tokens in logprobs.", hidden=True
     )
     enable_force_include_usage: bool = flag(
-        False, "End every stream with its usage, asked for or not.", hidden=True
+        False,
+        "End every stream with its usage, even if the request does not ask for it.",
+        hidden=True,
     )
 
     def __post_init__(self) -> None:
@@ -86,10 +88,13 @@ class LogOptions:
     )
     enable_log_outputs: bool = flag(False, "Log outputs, and not prompts.", hidden=True)
     max_log_len: int | None = flag(
-        None, "Log at most so many characters of a prompt or an output.", at_least=0, hidden=True
+        None,
+        "Maximum number of characters of a prompt or an output in the log.",
+        at_least=0,
+        hidden=True,
     )
     disable_log_stats: bool = flag(
-        False, "Leave out the line about the engine, which comes every ten seconds.", hidden=True
+        False, "Do not log a line about the engine every ten seconds.", hidden=True
     )
     uvicorn_log_level: str | None = flag(
         None,
@@ -98,7 +103,7 @@ class LogOptions:
         hidden=True,
     )
     disable_uvicorn_access_log: bool = flag(
-        False, "Leave out the line about each HTTP request.", hidden=True
+        False, "Do not log a line for each HTTP request.", hidden=True
     )
     log_config_file: Path | None = flag(
         None,
@@ -183,13 +188,13 @@ class ServerOptions:
     )
     ssl_ca_certs: Path | None = flag(
         None,
-        "Authorities whose certificates of clients count (PEM).",
+        "Authorities that may have signed clients' certificates (PEM).",
         metavar="<file>",
         hidden=True,
     )
     ssl_cert_reqs: int = flag(
         0,
-        "Certificates of clients: 0 asks for none, 1 takes them, 2 needs them.",
+        "Clients' certificates: 0 does not ask for them, 1 accepts them, 2 requires them.",
         at_least=0,
         at_most=2,
         hidden=True,
@@ -214,7 +219,7 @@ class ServerOptions:
         hidden=True,
     )
     disable_fastapi_docs: bool = flag(
-        False, "Do not offer /openapi.json. (There are no pages about it.)", hidden=True
+        False, "Do not serve /openapi.json; there are no documentation pages.", hidden=True
     )
     allow_synthetic: bool = flag(
         False,
@@ -257,7 +262,7 @@ class ServerOptions:
                 f"--root-path must begin with a slash and not end with one, not {self.root_path!r}"
             )
 
-    def behind_front(self, replica: str) -> "ServerOptions":
+    def for_replica(self, replica: str) -> "ServerOptions":
         """The options of a replica, which a front asks by plain HTTP."""
         return replace(
             self,

@@ -33,13 +33,13 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
         self._tokenizer, self._as_ids = tokenizer, as_ids
-        self._known: dict[int, bytes] = {}
+        self._bytes: dict[int, bytes] = {}
 
     def content(self, token_id: int) -> bytes:
         """The bytes of a token, which may be part of a character."""
-        known = self._known.get(token_id)
+        known = self._bytes.get(token_id)
         if known is None:
-            known = self._known[token_id] = self._find(token_id)
+            known = self._bytes[token_id] = self._find(token_id)
         return known
 
     def text(self, token_id: int) -> str:

@@ -32,11 +32,11 @@ class TokenizeEndpoints:
 
     async def detokenize(self, body: server.DetokenizeRequest) -> Response:
         """The text of token ids"""
-        return await self._service.aside(self._detokenize, body)
+        return await self._service.workers(self._detokenize, body)
 
     async def info(self, _: Request) -> Response:
         """Special tokens and the chat template"""
-        return await self._service.aside(self._info)
+        return await self._service.workers(self._info)
 
     def _info(self) -> Response:
         tokenizer = self._service.tokenizer

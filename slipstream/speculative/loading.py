@@ -9,7 +9,7 @@ from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.sampling_params import Verification
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
-from slipstream.models.modules_beside import own_drafter_tensors
+from slipstream.models.own_drafter import own_drafter_tensors
 from slipstream.models.sharing import require_equal_shares
 from slipstream.speculative.catalogue import (
     DRAFT_MODEL,
@@ -242,7 +242,9 @@ def _method(options: Options, kind: str) -> Method:
             f"./{named.name} for a folder of that name"
         )
     method = method or named or _method_of(options, kind)
-    if options.peek("parallel_drafting") is True:  # engines that have it as a flag beside a method
+    if (
+        options.peek("parallel_drafting") is True
+    ):  # engines that have it as a flag in addition to a method
         for other in METHODS.values():
             if other.parallel_of == method.name and (kind == other.name or not other.is_head):
                 return other

@@ -26,7 +26,7 @@ class ModelKeys:
         window: whether `draft_window` is supported.
         in_target: without `model`, the head is read from the target's own checkpoint.
         splits: the network supports tensor parallelism.
-        whole_target: it needs the whole target, and so cannot run beside a share of it.
+        whole_target: it needs the whole target, and so cannot run with only a share of it.
     """
 
     parallel: bool = False

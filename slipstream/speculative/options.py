@@ -70,10 +70,10 @@ class Options:
             if not isinstance(name, str) or name in self._left:
                 raise UsageError(f"speculative_config: key {key!r} is no name, or comes twice")
             self._left[name] = value
-        self._known: set[str] = set()
+        self._known_keys: set[str] = set()
 
     def take(self, key: str, default: Any = None) -> Any:
-        self._known.add(key)
+        self._known_keys.add(key)
         value = self._left.pop(key, None)
         return default if value is None else value
 
@@ -141,7 +141,7 @@ class Options:
         """
         if self._left:
             unknown = ", ".join(sorted(self._left))
-            known = ", ".join(sorted(self._known.difference(refused)))
+            known = ", ".join(sorted(self._known_keys.difference(refused)))
             raise UsageError(
                 f"speculative_config: unknown key {unknown} for method {method}; it takes {known}"
             )

@@ -61,7 +61,7 @@ def write_card(
     metrics: MetricsLog,
     tokens_per_step: int,
 ) -> None:
-    """README.md beside the weights."""
+    """README.md next to the weights."""
     settings, training = recipe.plan.settings, metrics.of_kind("training")
     count = recipe.num_draft_tokens
     config = {"method": recipe.METHOD, "model": str(settings.out), "num_speculative_tokens": count}

@@ -32,7 +32,7 @@ def fused(function: Callable[Given, Result]) -> Callable[Given, Result]:
             return chosen[0](*given, **named)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of any part of the compiler, whatever it lacks
+        except Exception as error:  # the compiler and its parts raise many kinds
             if chosen[0] is function:
                 raise
             _log.warning("%s runs without compilation: %s", function.__name__, error)

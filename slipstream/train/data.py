@@ -23,7 +23,7 @@ _PACKED = ".safetensors"
 def pack_data(settings: DataSettings, progress_bar: ProgressBar = no_progress_bar) -> Sequences:
     """Write the sequences of `data` to the file `out` (`slipstream train data`).
 
-    The target's answers are kept beside it.
+    The target's answers are kept in a file next to it.
 
     Raises:
         UsageError: settings that contradict each other, or the data.

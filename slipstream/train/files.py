@@ -43,20 +43,20 @@ def replacing(file: Path, nbytes: int) -> Iterator[Path]:
 
     Raises CheckpointError if the system refuses to write; `file` is then unchanged.
     """
-    beside = file.with_name(f"{file.name}.part")
+    temporary = file.with_name(f"{file.name}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside.touch()
-        mode = beside.stat().st_mode
-        yield beside
-        beside.chmod(mode)  # safetensors makes files that only their owner can read
-        _sync(beside)
-        beside.replace(file)
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        yield temporary
+        temporary.chmod(mode)  # safetensors makes files that only their owner can read
+        _sync(temporary)
+        temporary.replace(file)
         with suppress(OSError):  # not every file system syncs directories
             _sync(file.parent)
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise _not_written(file, error, nbytes) from error
 
 
@@ -65,14 +65,14 @@ def write_tensors(
 ) -> None:
     """Replace a safetensors file; raises as `replacing` does."""
     stored = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    with replacing(file, sum(tensor.nbytes for tensor in stored.values())) as beside:
-        save_file(stored, beside, {"format": "pt", **(metadata or {})})
+    with replacing(file, sum(tensor.nbytes for tensor in stored.values())) as temporary:
+        save_file(stored, temporary, {"format": "pt", **(metadata or {})})
 
 
 def write_text(file: Path, text: str) -> None:
     """Replace a text file; raises as `replacing` does."""
-    with replacing(file, len(text.encode())) as beside:
-        beside.write_text(text, "utf-8")
+    with replacing(file, len(text.encode())) as temporary:
+        temporary.write_text(text, "utf-8")
 
 
 def append_line(file: Path, line: str) -> None:
@@ -125,8 +125,8 @@ def copy_tokenizer(target: Path, folder: Path) -> None:
     for name in _TOKENIZER_FILES:
         source = target / name
         if source.is_file():
-            with replacing(folder / name, source.stat().st_size) as beside:
-                shutil.copyfile(source, beside)
+            with replacing(folder / name, source.stat().st_size) as temporary:
+                shutil.copyfile(source, temporary)
 
 
 @contextmanager

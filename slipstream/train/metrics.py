@@ -68,8 +68,8 @@ class MetricsLog:
         axes.plot(*_curve(validation, "acceptance_length_sampled"), "o-", label="temperature 1")
         axes.legend()
         for figure, name in ((loss, LOSS), (acceptance, ACCEPTANCE)):
-            with replacing(self._folder / name, _PLOT_BYTES) as beside:
-                figure.savefig(beside, dpi=120, format="png")
+            with replacing(self._folder / name, _PLOT_BYTES) as temporary:
+                figure.savefig(temporary, dpi=120, format="png")
 
 
 def _curve(records: list[Record], key: str) -> tuple[list[Any], list[Any]]:

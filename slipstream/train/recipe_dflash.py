@@ -26,7 +26,7 @@ from slipstream.train.target import Target
 from slipstream.train.vocabulary import mask_token_of_head
 
 _LAYERS = 4
-_BLOCKS = 16  # of a sequence, trained in one pass; in long ones one for so many tokens
+_BLOCKS = 16  # draft blocks of a sequence in one pass; in long ones one for each 16 tokens
 
 
 class DFlashRecipe(ChainRecipe[DFlashConfig]):

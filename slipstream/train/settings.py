@@ -115,9 +115,7 @@ class DataSettings:
         REQUIRED, "The target: a local directory, a hub name, or a bundled demo.", argument=True
     )
     out: Path = flag(REQUIRED, "The file to write, such as chats.safetensors.")
-    lora: Path | None = flag(
-        None, "Directory of a LoRA adapter of the target, which then passes it in everything."
-    )
+    lora: Path | None = flag(None, "Directory of a LoRA adapter that is applied to the target.")
     data: tuple[Path, ...] = flag(
         REQUIRED,
         "Texts, .jsonl files of texts, chats or prompts, directories of such files, or a file from "
@@ -248,7 +246,7 @@ class TrainSettings(DataSettings):
         _require(used, "max_feature_gb", "is for features on disk; leave --features online out")
 
     def require_only(self, known: frozenset[str]) -> None:
-        """Raise UsageError for options beside the `known` ones, which the recipe would ignore."""
+        """Raise UsageError for options that are not `known`, which the recipe would ignore."""
         given = {
             option.name: getattr(self.options, option.name) for option in fields(DrafterOptions)
         }

@@ -37,7 +37,7 @@ def run(*records: Record, left: int = 0) -> LoadRun:
 def test_times_of_one_request() -> None:
     assert FIRST.ttft == pytest.approx(0.5)
     assert FIRST.latency == pytest.approx(0.9)
-    assert FIRST.tpot == pytest.approx(0.4 / 5)  # six tokens: five behind the first
+    assert FIRST.tpot == pytest.approx(0.4 / 5)  # six tokens: five after the first
     assert FIRST.chunk_gaps() == pytest.approx([0.1, 0.3])
     assert FIRST.token_gaps() == pytest.approx([0.1, 0, 0, 0.3, 0])
     assert SECOND.token_gaps() == pytest.approx([0, 1.0, 0, 0])  # the first two came at once

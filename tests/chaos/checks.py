@@ -36,7 +36,7 @@ def _check_owners(engine: Engine) -> None:
     """Every unfinished sample waits, runs or is set aside, once."""
     owned = {it.request for _, it in engine._owners.values() if not it.request.finished}
     queued = {*engine.scheduler.waiting, *engine.scheduler.running}
-    aside = set(engine._isolation._aside)
+    aside = set(engine._isolation._set_aside)
     assert not queued & aside, "a request is queued and set aside"
     assert queued | aside == owned, "a request is in no queue or in nobody's hands"
     assert engine.has_unfinished == bool(owned)

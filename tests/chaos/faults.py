@@ -60,7 +60,7 @@ def wrong_al(patch: Patch) -> None:
 
 
 def late_checkpoint(patch: Patch) -> None:
-    """A checkpoint of states is written one row behind its edge."""
+    """A checkpoint of states is written one row after its edge."""
     state_inputs = ModelCache.state_inputs
 
     def late(cache: ModelCache, *arguments: Any) -> StateInputs | None:

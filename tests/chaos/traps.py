@@ -8,7 +8,7 @@ from typing import Any
 from slipstream.core.batch import Batch
 from slipstream.engine.engine import Engine
 
-# Parts of a step in front of and behind which it can be broken off, by who has them.
+# Parts of a step in front of and after which it can be broken off, by who has them.
 _SEAMS: dict[str, tuple[str, ...]] = {
     "_scheduler": ("schedule", "schedule_ahead", "commit"),
     "adapters": ("next_ready", "slot_of"),

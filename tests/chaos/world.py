@@ -1,4 +1,4 @@
-"""Runs a case: every operation on a real engine, with all that has to hold checked behind it."""
+"""Runs a case: every operation on a real engine, with all that has to hold checked after it."""
 
 import logging
 from collections import Counter
@@ -105,7 +105,7 @@ class World:
     # ------------------------------------------------------------------ operations
 
     def do(self, operation: Operation) -> None:
-        """One operation, and the checks behind it."""
+        """One operation, and the checks after it."""
         kind = operation.do
         if kind == "add" and len(self._live) < MOST_LIVE:
             self._add(operation)

@@ -259,7 +259,7 @@ class Assistant:
             self.suppressed = json.loads(file.read_text())["suppress_tokens"]
 
     def hidden(self, ids: Sequence[int], token: int, hidden: Tensor) -> Tensor:
-        """[H], behind the final norm, of the row of `token`, whatever it is, behind ids[:-1]."""
+        """[H], after the final norm, of the row of `token`, whatever it is, after ids[:-1]."""
         weights, streams = self.weights, self.target(ids[:-1])[0]
         embedded = self.target.embedding[token] * self.config["backbone_hidden_size"] ** 0.5
         x = weights.linear("pre_projection", torch.cat((embedded, hidden)))
@@ -296,7 +296,7 @@ class Assistant:
         return logits
 
     def drafts(self, ids: Sequence[int], count: int) -> tuple[list[int], list[Tensor]]:
-        """Greedy: (draft tokens, the logits of each) behind `ids`."""
+        """Greedy: (draft tokens, the logits of each) after `ids`."""
         hidden, token = self.target(ids[:-1])[1][-1], ids[-1]
         tokens: list[int] = []
         logits: list[Tensor] = []

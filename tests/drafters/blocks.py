@@ -251,7 +251,7 @@ class Blocks:
         return rms(fused, self.eps) * self.weights["hidden_norm.weight"]
 
     def hidden(self, ids: Sequence[int], count: int) -> Tensor:
-        """[count, H], what enters the lm_head for each of so many drafts behind `ids`."""
+        """[count, H], what enters the lm_head for each of so many drafts after `ids`."""
         context = self.context(ids[:-1])
         masks = count - 1 if self.from_anchor else count
         block = torch.tensor([ids[-1], *[self.config["mask_token_id"]] * masks])
@@ -273,7 +273,7 @@ class Blocks:
         return half(normed)
 
     def drafts(self, ids: Sequence[int], count: int) -> tuple[list[int], list[Tensor]]:
-        """Greedy: (draft tokens, the logits of each) behind `ids`."""
+        """Greedy: (draft tokens, the logits of each) after `ids`."""
         logits = self.hidden(ids, count) @ self.head.T
         best = logits.argmax(-1)
         if "d2t" in self.weights:

@@ -38,7 +38,7 @@ class Oracle(Protocol):
     """What it drafts."""
 
     def drafts(self, ids: Sequence[int], count: int) -> tuple[list[int], list[Tensor]]:
-        """Greedy: (draft tokens, the logits of each) behind `ids`."""
+        """Greedy: (draft tokens, the logits of each) after `ids`."""
 
 
 @dataclass(frozen=True)

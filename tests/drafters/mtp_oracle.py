@@ -1,7 +1,7 @@
 """MTP modules in plain torch, written from section 6 of the format reference.
 
 Whole sequences, no cache. Row i of module j (both from 0) takes the embedding of token i + 1 + j
-and what module j - 1 gave in row i (the target's hidden state behind its final norm for j = 0); it
+and what module j - 1 gave in row i (the target's hidden state after its final norm for j = 0); it
 predicts token i + 2 + j.
 """
 
@@ -60,7 +60,7 @@ class Mtp:
         return e, self.weights.norm(self.part(module, 1), features, self.eps)
 
     def module(self, module: int, tokens: Sequence[int], features: Tensor) -> Tensor:
-        """tokens of length T, features [T, H] -> [T, H] behind the last norm."""
+        """tokens of length T, features [T, H] -> [T, H] after the last norm."""
         x = self.stream(module, tokens, features)
         return self.weights.norm(self.part(module, 3), x, self.eps)
 
@@ -82,7 +82,7 @@ class Mtp:
         return hidden if self.reads_normed else streams[-1]
 
     def drafts(self, ids: Sequence[int], count: int) -> tuple[list[int], list[Tensor]]:
-        """Greedy: (draft tokens, the logits of each) behind `ids`."""
+        """Greedy: (draft tokens, the logits of each) after `ids`."""
         tokens, given = list(ids), self.features(ids[:-1])
         drafts: list[int] = []
         logits: list[Tensor] = []

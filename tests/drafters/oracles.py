@@ -251,7 +251,7 @@ class Head:
         raise NotImplementedError
 
     def drafts(self, ids: Sequence[int], count: int) -> tuple[list[int], list[Tensor]]:
-        """Greedy: (draft tokens, the logits of each) behind `ids`."""
+        """Greedy: (draft tokens, the logits of each) after `ids`."""
         tokens, features = list(ids[1:]), self.features(ids[:-1])
         drafts: list[int] = []
         logits: list[Tensor] = []
@@ -307,7 +307,7 @@ MASK = 2  # token that parallel heads ask with in the tests
 
 
 class PEagle(Eagle3):
-    """Section 5: masks behind the known tokens, all in one pass."""
+    """Section 5: masks after the known tokens, all in one pass."""
 
     def __init__(self, folder: Path | str, target: Target, mask: int, **flags: Any) -> None:
         super().__init__(folder, target, **flags)
@@ -321,7 +321,7 @@ class PEagle(Eagle3):
         return self.fused(vector.split(self.target.embedding.shape[1], -1))
 
     def masked(self, ids: Sequence[int], count: int) -> tuple[list[int], Tensor]:
-        """Tokens and features of the rows behind `ids`, `count` - 1 masks the last of them."""
+        """Tokens and features of the rows after `ids`, `count` - 1 masks the last of them."""
         masks = [self.mask] * (count - 1)
         features = [self.features(ids[:-1]), *[self.mask_feature()] * (count - 1)]
         return [*ids[1:], *masks], torch.cat(features)

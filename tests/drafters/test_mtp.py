@@ -43,7 +43,7 @@ def check(llm: LLM, head: Mtp, drafted: list[Any]) -> RequestOutput:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One whose final norm has gains: behind it, states have another direction."""
+    """One whose final norm has gains: after it, states have another direction."""
     return str(with_gains(write_qwen3(tmp_path_factory.mktemp("gains"))))
 
 
@@ -150,8 +150,8 @@ TRAITS: dict[str, tuple[str, dict[str, bool]]] = {
     "plain norms": ("speculators", {"zero_centred": True}),
     "first row shown zeros": ("deepseek", {"blank_first": False}),
     "first row shown its token": ("qwen", {"blank_first": True}),
-    "recycled behind the norm": ("deepseek", {"recycles_normed": False}),
-    "feature behind the norm": ("qwen", {"reads_normed": False}),
+    "recycled after the norm": ("deepseek", {"recycles_normed": False}),
+    "feature after the norm": ("qwen", {"reads_normed": False}),
 }
 
 

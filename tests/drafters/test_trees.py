@@ -68,7 +68,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
 
 
 def chances(head: Head, known: list[int], path: tuple[int, ...]) -> Tensor:
-    """[Vd], log probabilities behind known tokens and a path of draft tokens, in a chain."""
+    """[Vd], log probabilities after known tokens and a path of draft tokens, in a chain."""
     tokens, features = known[1:], head.features(known[:-1])
     scores, following = head.rows(tokens, features)
     for token in path:
@@ -119,7 +119,7 @@ def test_trees_are_those_of_the_oracle(
     drafted: list[Drafted],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also behind accepted ways of all kinds, as features come from their rows."""
+    """Also after accepted ways of all kinds, as features come from their rows."""
     if kind == "eagle":
         folder = write_eagle1(tmp_path, tiny_target)
     else:
@@ -142,7 +142,7 @@ def test_trees_are_those_of_the_oracle(
 def test_a_tree_is_accepted_as_far_as_the_chain_in_it(
     kind: str, tiny_target: str, tiny_heads: dict[str, str]
 ) -> None:
-    """A tree that holds the chain accepts at least as much behind the same tokens; over a text
+    """A tree that holds the chain accepts at least as much after the same tokens; over a text
     AL is no smaller, and with more candidates it grows."""
     prompts: list[Any] = [{"prompt_token_ids": PROMPT[index:]} for index in range(8)]
 

@@ -112,7 +112,7 @@ def outcome(stream: Iterator[RequestOutput]) -> RequestOutput | BaseException:
 
 
 def check_lines(llm: LLM, params: SamplingParams, error: type[BaseException]) -> None:
-    """Two streams, one of which has a step broken off, again and again; and a third behind them."""
+    """Two streams, one of which has a step broken off, again and again; and a third after them."""
     expected = [llm.generate(prompt, params)[0] for prompt in (FIRST, SECOND)]
     for line in random.Random(0).sample(range(2500), 2):
         streams = [llm.stream(FIRST, params), llm.stream(SECOND, params)]
@@ -178,7 +178,7 @@ def test_nobody_is_blamed_for_another_that_stood_its_trial(
 def test_streams_survive_a_step_that_is_lost(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """Its work is done on the device, and a further step may be under way behind it."""
+    """Its work is done on the device, and a further step may be under way after it."""
     expected = llm.generate(SECOND, GREEDY)[0]
     first, second = llm.stream(FIRST, GREEDY), llm.stream(SECOND, GREEDY)
     next(first)

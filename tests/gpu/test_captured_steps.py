@@ -181,9 +181,9 @@ def test_running_ahead_changes_nothing(
         replace(own, max_tokens=20 + 3 * index)
         for index, own in enumerate(own_seeds(SAMPLINGS[sampling], 8))
     ]
-    ahead, behind = engines.get(drafter, k), engines.get(drafter, k, async_scheduling=False)
-    assert tokens(ahead, prompts, params) == tokens(behind, prompts, params)
-    assert [seen_running_ahead(llm, prompts) for llm in (ahead, behind)] == [True, False]
+    ahead, synchronous = engines.get(drafter, k), engines.get(drafter, k, async_scheduling=False)
+    assert tokens(ahead, prompts, params) == tokens(synchronous, prompts, params)
+    assert [seen_running_ahead(llm, prompts) for llm in (ahead, synchronous)] == [True, False]
 
 
 def seen_running_ahead(llm: LLM, prompts: list[list[int]]) -> bool:

@@ -23,14 +23,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Requests:
-    """`rows[r]` new rows of each request, behind `computed[r]` tokens of its context."""
+    """`rows[r]` new rows of each request, after `computed[r]` tokens of its context."""
 
     computed: Sequence[int]
     rows: Sequence[int]
 
 
 def attention_inputs(requests: Requests, block_size: int, seed: int = 0) -> PassInputs:
-    """Tables of blocks in random order; entries behind a request's last block name no block."""
+    """Tables of blocks in random order; entries after a request's last block name no block."""
     ends = [start + rows for start, rows in zip(requests.computed, requests.rows, strict=True)]
     needed = [-(-end // block_size) for end in ends]
     free = torch.randperm(num_blocks(requests, block_size), generator=seeded(seed)).tolist()

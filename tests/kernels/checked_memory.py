@@ -63,7 +63,7 @@ class Extents:
         if not before:
             return f"at {address:#x}, before all of them"
         end, name = max(before)
-        return f"{address - end} bytes behind the end of {name}"
+        return f"{address - end} bytes after the end of {name}"
 
 
 def _tensors(kernel: str, name: str, argument: Any) -> Iterator[Tensor]:
@@ -80,7 +80,7 @@ def _tensors(kernel: str, name: str, argument: Any) -> Iterator[Tensor]:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """(first address, bytes from there to behind the last number)."""
+    """(first address, bytes from there to after the last number)."""
     if not tensor.numel():
         return tensor.data_ptr(), 0
     numbers = 1 + sum(

@@ -46,7 +46,7 @@ def test_one_number_behind_an_argument_is_an_error(short: str, verb: str) -> Non
         torch.zeros(400, dtype=torch.int64)[100 : 100 + size[name]]
         for name in ("source", "target", "counter")
     )
-    said = f"_copy_kernel {verb} 1 numbers .* the first 0 bytes behind the end of {short}"
+    said = f"_copy_kernel {verb} 1 numbers .* the first 0 bytes after the end of {short}"
     with pytest.raises(Exception, match=said):
         copy(source, target, counter, 0, 10)
 

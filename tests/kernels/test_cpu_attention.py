@@ -156,7 +156,7 @@ def test_ragged_requests(
 def test_sinks_and_heads_that_turn_in_part(
     sizes: tuple[int, int, int, int, int | None], rotated: float, dtype: torch.dtype, stored: str
 ) -> None:
-    """Rows of a verification stand before, on and behind the edges of blocks and parts."""
+    """Rows of a verification stand before, on and after the edges of blocks and parts."""
     *numbers, window = sizes
     shape, requests = Shape(*numbers, dtype), Requests([0, 127, 510, 637, 90], [3, 5, 5, 8, 60])
     inputs = attention_inputs(requests, shape.block_size)
@@ -171,9 +171,9 @@ def test_sinks_and_heads_that_turn_in_part(
     if window is not None and stored == "as computed":
         for request, computed in enumerate(requests.computed):
             oldest = max(computed - window + 1, 0) // 64 * 64  # keys that are packed at once
-            behind = inputs.paging.block_tables[request, : oldest // shape.block_size]
+            unseen = inputs.paging.block_tables[request, : oldest // shape.block_size]
             for pages in cache:
-                pages[behind.long()] = torch.nan
+                pages[unseen.long()] = torch.nan
         assert torch.equal(attend(qkv, heads, inputs, cache), got)
     sunk = replace(heads, sinks=torch.full((shape.heads,), 1e30))
     assert not attend(qkv, sunk, inputs, cache).any()
@@ -293,7 +293,7 @@ def test_a_rows_bits_are_its_own(dtype: torch.dtype, window: int | None, stored:
 
 
 def test_rows_that_nobody_wants_read_nothing_outside() -> None:
-    """Padded passes: contexts of 0, rows behind the context or the table, blocks that are none."""
+    """Padded passes: contexts of 0, rows after the context or the table, blocks that are none."""
     shape = Shape(4, 2, 32, 16)
     requests = Requests([20, 5], [2, 2])
     inputs = attention_inputs(requests, 16)
@@ -314,8 +314,8 @@ def test_rows_that_nobody_wants_read_nothing_outside() -> None:
     got = attend(qkv, heads, padded, cache)
     assert torch.equal(got[:4], want)
     assert torch.equal(got[4:], torch.zeros_like(got[4:]))
-    behind = changed(padded, context_lens=torch.tensor([22, 3, 1 << 40]))
-    assert torch.isfinite(attend(qkv, heads, behind, cache)[:4]).all()
+    past_end = changed(padded, context_lens=torch.tensor([22, 3, 1 << 40]))
+    assert torch.isfinite(attend(qkv, heads, past_end, cache)[:4]).all()
 
 
 @pytest.mark.parametrize("stored", ["as computed", "int8"])

@@ -96,7 +96,7 @@ def make_case(
 
 def ragged(sizes: tuple[int, ...], dtype: torch.dtype) -> Case:
     """Long and short requests: with draft rows and without, some to be replayed, and checkpoints
-    among those, behind them, at a known row and where none is reached."""
+    among those, after them, at a known row and where none is reached."""
     most = sizes[-1]
     few = min(most, 2)
     return make_case(

@@ -35,7 +35,7 @@ from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.delta_net import DeltaNetSpec
 from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.latent_attention import LatentAttentionSpec
-from slipstream.layers.layer import BuildContext, HalfInput, Layer, LayerCache, LayerSpec
+from slipstream.layers.layer import BuildContext, Layer, LayerCache, LayerSpec, SublayerInput
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
@@ -73,7 +73,7 @@ class Squared:
         self.up = source.matrix([Part("up", INNER)], width)
         self.down = source.matrix([Part("down", width)], INNER)
 
-    def apply(self, ops: Ops, entering: HalfInput, inputs: PassInputs) -> tuple[Tensor, Tensor]:
+    def apply(self, ops: Ops, entering: SublayerInput, inputs: PassInputs) -> tuple[Tensor, Tensor]:
         del inputs
         given = entering.addend, entering.residual
         up, stream = ops.norm_linear(*given, self.norm, self.up, None)
@@ -129,7 +129,7 @@ def starting(**norms: object) -> LayerSpec:
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers, and what stands before and behind them."""
+    """Layers, and what stands before and after them."""
 
     layers: tuple[LayerSpec, ...]
     entry: tuple[int, ...] = ()  # widths of its sources
@@ -137,22 +137,22 @@ class Kind:
     fused: tuple[int, ...] = ()  # layers of each op in C++
 
 
-BESIDE = starting(second_norm="beside")
-KEPT = starting(second_norm="beside", keeps_normed=True)
+SECOND_INPUT = starting(second_norm="second_norm")
+KEPT = starting(second_norm="second_norm", keeps_normed=True)
 UNNORMED = starting(mixer=None)
 UNNORMED_MIXER = replace(UNNORMED, feed_forward=None)
 CAPPED = replace(ATTENTION, scale=0.9, softcap=1.5, window=4)
 TANH = GatedMLPSpec(INNER, activation=Activation.GELU_TANH)
-BEHIND = replace(NORMS, post_mixer="behind", post_feed_forward="behind", zero_centred=True)
-SANDWICH = LayerSpec(CAPPED, TANH, BEHIND)
-POST = LayerSpec(ATTENTION, TANH, replace(BEHIND, mixer=None, feed_forward=None))
-HALF_POST = replace(EXPERTS, norms=replace(NORMS, mixer=None, post_mixer="behind"))
+POST_NORMS = replace(NORMS, post_mixer="post", post_feed_forward="post", zero_centred=True)
+SANDWICH = LayerSpec(CAPPED, TANH, POST_NORMS)
+POST = LayerSpec(ATTENTION, TANH, replace(POST_NORMS, mixer=None, feed_forward=None))
+HALF_POST = replace(EXPERTS, norms=replace(NORMS, mixer=None, post_mixer="post"))
 NORMED_VALUES = replace(WHOLE, mixer=replace(ATTENTION, value_norm=True, keys_as_values=True))
 LENT = replace(WHOLE, mixer=replace(ATTENTION, kv_source=0))
 KINDS = {
     "plain": Kind((WHOLE,) * 3, fused=(3,)),
     "one layer": Kind((WHOLE,), has_last=False, fused=(1,)),
-    "second input": Kind((BESIDE, WHOLE), fused=(2,)),
+    "second input": Kind((SECOND_INPUT, WHOLE), fused=(2,)),
     "second input, norm kept": Kind((KEPT,), fused=(1,)),
     "norm kept": Kind((starting(keeps_normed=True), WHOLE), has_last=False, fused=(2,)),
     "no first norm": Kind((UNNORMED, WHOLE), (OTHER, WIDTH), has_last=False, fused=(2,)),
@@ -163,18 +163,18 @@ KINDS = {
     "no feed-forward part": Kind((WHOLE, MIXER, WHOLE, MIXER), fused=(4,)),
     "no mixer": Kind((WHOLE, DENSE, DENSE, WHOLE), fused=(4,)),
     "dense first": Kind((DENSE, MIXER, DENSE), (OTHER, WIDTH), has_last=False, fused=(3,)),
-    "a half each": Kind((MIXER, DENSE, MIXER, DENSE), fused=(4,)),
+    "a sublayer each": Kind((MIXER, DENSE, MIXER, DENSE), fused=(4,)),
     "experts": Kind((EXPERTS, WHOLE, replace(EXPERTS, feed_forward=GROUPED)), fused=(3,)),
-    "norms behind": Kind((SANDWICH, WHOLE, SANDWICH), fused=(3,)),
-    "norms behind alone": Kind((POST,) * 2, has_last=False, fused=(2,)),
-    "one norm behind": Kind((HALF_POST, POST), (OTHER, WIDTH), fused=(2,)),
-    "made-up before a norm": Kind((replace(SQUARED, norms=BEHIND), SANDWICH), fused=(1,)),
+    "post-norms": Kind((SANDWICH, WHOLE, SANDWICH), fused=(3,)),
+    "post-norms alone": Kind((POST,) * 2, has_last=False, fused=(2,)),
+    "one post-norm": Kind((HALF_POST, POST), (OTHER, WIDTH), fused=(2,)),
+    "made-up before a norm": Kind((replace(SQUARED, norms=POST_NORMS), SANDWICH), fused=(1,)),
     "recurrent": Kind((RECURRENT, RECURRENT, GATED, RECURRENT), fused=(4,)),
     "cache of another": Kind((NORMED_VALUES, LENT, WHOLE, LENT), fused=(4,)),
     "latent rows": Kind((LOW_QUERIES, WHOLE_QUERIES, WHOLE), fused=(3,)),
     "made-up between": Kind((WHOLE, WHOLE, SQUARED, WHOLE), fused=(2, 1)),
     "made-up first": Kind((ONLY_SQUARED, SQUARED, WHOLE, MIXER), (OTHER, WIDTH), fused=(2,)),
-    "made-up last": Kind((BESIDE, DENSE, ONLY_SQUARED), has_last=False, fused=(2,)),
+    "made-up last": Kind((SECOND_INPUT, DENSE, ONLY_SQUARED), has_last=False, fused=(2,)),
     "made-up everywhere": Kind((SQUARED, ONLY_SQUARED)),
     "made-up by turns": Kind((ONLY_SQUARED, MIXER) * 2 + (DENSE, SQUARED, WHOLE), fused=(1, 2, 1)),
 }
@@ -218,7 +218,7 @@ class Drawn(ParameterSource):
         return [self._scaled(layer) for layer in layers]
 
     def _scaled(self, layer: Layer) -> Layer:
-        """The stream behind a sandwich is multiplied by a number."""
+        """The stream after a sandwich is multiplied by a number."""
         post_norm = layer.feed_forward_post_norm
         if post_norm is None:
             return layer
@@ -240,8 +240,8 @@ class Drawn(ParameterSource):
 def sources_of(kind: Kind, dtype: torch.dtype) -> list[Tensor]:
     """Views of a wider matrix: their rows have gaps between them."""
     rows = sum(REQUESTS.rows)
-    beside = kind.layers[0].norms.second_norm
-    widths = list(kind.entry) or [WIDTH] * (1 if beside is None else 2)
+    second_norm = kind.layers[0].norms.second_norm
+    widths = list(kind.entry) or [WIDTH] * (1 if second_norm is None else 2)
     whole = torch.randn(rows, sum(widths), generator=seeded(9)).to(dtype)
     return list(whole.split(widths, 1))
 
@@ -273,7 +273,7 @@ def states_of(spec: DeltaNetSpec, dtype: torch.dtype, seed: int) -> DeltaCache:
 
 
 def inputs_here() -> PassInputs:
-    """The first request has a draft row behind two known ones, the last one takes one in."""
+    """The first request has a draft row after two known ones, the last one takes one in."""
     rows, none = torch.tensor(REQUESTS.rows), torch.full((4,), -1)
     drafts = torch.tensor([1, 0, 0, 0])
     states = StateInputs(torch.arange(4), rows - drafts, drafts.flip(0), none, none)
@@ -386,29 +386,29 @@ def test_caches_may_change_between_passes() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    column, kind = cpu_backend(), Kind((BESIDE,))
+    column, kind = cpu_backend(), Kind((SECOND_INPUT,))
     inputs = inputs_here()
     caches = caches_of(kind, torch.float32)
-    beside, stream = sources_of(kind, torch.float32)
+    second, stream = sources_of(kind, torch.float32)
     stack = Drawn(torch.float32, column).stack(kind)
     for wrong in (
         [stream],
-        [stream, beside[:, :-1]],
-        [beside, stream, stream],
-        [beside[:-1], stream[:-1]],
+        [stream, second[:, :-1]],
+        [second, stream, stream],
+        [second[:-1], stream[:-1]],
     ):
         with pytest.raises(ValueError, match="sources"):
             stack(wrong, inputs, caches)
     with pytest.raises(TypeError, match="dtype"):
-        stack([beside.bfloat16(), stream], inputs, caches)
+        stack([second.bfloat16(), stream], inputs, caches)
     with pytest.raises(ValueError, match="cache"):
-        stack([beside, stream], inputs, [*caches, *caches])
+        stack([second, stream], inputs, [*caches, *caches])
     for wanted in (-1, 2):
         with pytest.raises(ValueError, match="wanted"):
-            stack([beside, stream], inputs, caches, [wanted])
+            stack([second, stream], inputs, caches, [wanted])
     for read in ([0, 0], [2, 1], [6], [-1]):
         with pytest.raises(ValueError, match="read"):
-            stack([beside, stream], inputs, caches, read=torch.tensor(read))
+            stack([second, stream], inputs, caches, read=torch.tensor(read))
 
 
 def test_weights_of_another_type_are_refused() -> None:

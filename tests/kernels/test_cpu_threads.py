@@ -38,15 +38,15 @@ def test_every_task_is_done_once(tasks: int) -> None:
     assert done(tasks) == Counter(range(tasks))
 
 
-def beside(call: Callable[[], Counter[int]]) -> Counter[int]:
+def in_thread(call: Callable[[], Counter[int]]) -> Counter[int]:
     """The result, or exception, of a call in a thread of its own."""
     with ThreadPoolExecutor(1) as other:
         return other.submit(call).result(timeout=60)
 
 
-def test_a_call_beside_another_does_its_tasks_alone() -> None:
+def test_a_call_during_another_does_its_tasks_alone() -> None:
     found: list[Counter[int]] = []
-    cpp.run_tasks(5, lambda _: found.append(beside(done)))
+    cpp.run_tasks(5, lambda _: found.append(in_thread(done)))
     assert found == [Counter(range(TASKS))] * 5
 
 
@@ -83,7 +83,7 @@ def test_an_exception_of_a_call_that_is_alone_is_its_own() -> None:
 
     def failing(_: int) -> None:
         with pytest.raises(KeyError, match="task 0"):
-            beside(lambda: cpp.run_tasks(2, fail))
+            in_thread(lambda: cpp.run_tasks(2, fail))
 
     cpp.run_tasks(5, failing)
     assert done() == Counter(range(TASKS))

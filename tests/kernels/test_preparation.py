@@ -154,7 +154,7 @@ def test_rows_are_packed_as_by_the_reference(
 
 
 def assert_packed(rows: PlacedRows, lengths: torch.Tensor, most: int, num_rows: int) -> None:
-    """Each request has its rows, one behind the other, and all rows have a request."""
+    """Each request has its rows, one after the other, and all rows have a request."""
     starts = rows.inputs.rows.query_start
     assert (int(starts[0]), int(starts[-1]), len(rows.token_ids)) == (0, num_rows, num_rows)
     own = starts.diff()

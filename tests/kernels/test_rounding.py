@@ -61,7 +61,7 @@ def test_int4_scales_fit_a_half_and_a_power_of_two_of_their_row(
 
 
 def test_zeros_and_clips_lower_the_error() -> None:
-    gauss, aside = numbers(64, 256), numbers(64, 256) + 1.0
+    gauss, shifted = numbers(64, 256), numbers(64, 256) + 1.0
 
     def error(whole: Tensor, group: int, asymmetric: bool) -> float:
         return float((ToInt4(group, asymmetric).round(whole).dequantised() - whole).norm())
@@ -71,7 +71,7 @@ def test_zeros_and_clips_lower_the_error() -> None:
     textbook = float(((plain / scales).round().clamp(-8, 7) * scales - plain).norm())
     assert error(gauss, 128, False) < 0.9 * textbook
     assert error(gauss, 32, False) < error(gauss, 128, False)
-    assert error(aside, 128, True) < 0.8 * error(aside, 128, False)
+    assert error(shifted, 128, True) < 0.8 * error(shifted, 128, False)
 
 
 @pytest.mark.parametrize(("group", "asymmetric"), GROUPS)

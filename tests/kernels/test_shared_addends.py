@@ -20,10 +20,10 @@ NO_INPUTS: Any = None  # nothing is asked of them without adapters
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("has_post_norm", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_sum_is_that_of_the_ranks_in_their_order(
-    num_ranks: int, behind: bool, dtype: torch.dtype
+    num_ranks: int, has_post_norm: bool, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(num_ranks)
 
@@ -41,15 +41,15 @@ def test_the_sum_is_that_of_the_ranks_in_their_order(
 
     share = Share(0, num_ranks, reduce, stack=stack)
     x, residual, weight = draw(rows, inner), draw(rows, width), DenseMatrix(draw(width, inner))
-    norm, norm_behind = Norm(draw(width), 1e-6), Norm(draw(width), 1e-5)
+    norm, post_norm = Norm(draw(width), 1e-6), Norm(draw(width), 1e-5)
     ours = Linear(TRITON.pack(weight), None, share).apply(TRITON, x, NO_INPUTS)
     assert isinstance(ours, Tensor)
     assert ours.shape == (num_ranks, rows, width)
     theirs = Linear(weight, None, share).apply(REFERENCE, x, NO_INPUTS)
     assert isinstance(theirs, Tensor)
     assert theirs.shape == (rows, width)
-    if behind:
-        joined = PostNorm(norm_behind)
+    if has_post_norm:
+        joined = PostNorm(post_norm)
         found = TRITON.norm(PostNormAddend(ours, joined), residual, norm)
         expected = REFERENCE.norm(PostNormAddend(theirs, joined), residual, norm)
     else:

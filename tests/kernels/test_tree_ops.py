@@ -47,7 +47,7 @@ TREES = {
 }
 
 
-# (tree, window, rows behind the tree); 17 rows and more take another kernel.
+# (tree, window, rows after the tree); 17 rows and more take another kernel.
 CASES = [
     ("chain", None, 0),
     ("siblings", 40, 3),
@@ -107,7 +107,7 @@ def inputs_of(
     requests: Sequence[tuple[int, Sequence[int], Sequence[int]]], tables: Tensor, most: int
 ) -> PassInputs:
     """Rows from tokens `start` on at `positions` with `words`; `most` rows for each, of which those
-    behind mean nothing."""
+    after mean nothing."""
     positions, tokens, words, slots, contexts, roots = [], [], [], [], [], []
     for (start, where, own), table in zip(requests, tables.tolist(), strict=True):
         for row in range(most):

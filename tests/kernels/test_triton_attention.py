@@ -239,7 +239,7 @@ EDGES = Requests([127, 253, 0], [4, 4, 2])
 
 @pytest.mark.parametrize("narrow", [True, False])
 def test_a_window_ends_at_its_edge(narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a verification across the edges of blocks, tiles and splits; all is NaN behind the
+    """Rows of a verification across the edges of blocks, tiles and splits; all is NaN after the
     tiles that the oldest window begins in."""
     window, shape = 128, Shape(8, 1, 64, 16)
     monkeypatch.setattr(tuned, "NARROW_WINDOW", 256 if narrow else 0)
@@ -251,9 +251,9 @@ def test_a_window_ends_at_its_edge(narrow: bool, monkeypatch: pytest.MonkeyPatch
     expected, _ = truth(given)
     for request, computed in enumerate(EDGES.computed):
         oldest = max(computed - window + 1, 0) // TILE * TILE
-        behind = inputs.paging.block_tables[request, : oldest // shape.block_size]
+        unseen = inputs.paging.block_tables[request, : oldest // shape.block_size]
         for pages in cache:
-            pages[behind.long()] = torch.nan
+            pages[unseen.long()] = torch.nan
     # Tables have room for long contexts, whose splits no row sees.
     wider = torch.nn.functional.pad(inputs.paging.block_tables, (0, 200), value=1 << 30)
     hinted = changed(inputs, max_rows=4, block_tables=wider)
@@ -333,7 +333,7 @@ def test_hints_change_nothing() -> None:
 def test_padding_costs_nothing(
     multiprocessors: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows behind a request's last one, and requests without a context, as a graph has them."""
+    """Rows after a request's last one, and requests without a context, as a graph has them."""
     monkeypatch.setattr(tuned, "MULTIPROCESSORS", multiprocessors)
     monkeypatch.setattr(tuned, "NARROW_WINDOW", 0)
     shape, requests = Shape(4, 2, 16, 16), Requests([20, 140], [2, 1])

@@ -94,9 +94,9 @@ def mixture(
     chosen, rounding = ROUTINGS[routing], FORMATS[form]
     experts = chosen.num_experts
     corrected = chosen.scores is Scores.SIGMOID
-    beside = None
+    shared_expert = None
     if shared:
-        beside = SharedExpert(
+        shared_expert = SharedExpert(
             (weight(2 * shared, width, rounding, dtype, 7), None),
             (weight(width, shared, rounding, dtype, 8), randn(width, seed=18, dtype=dtype)),
             randn(1, width, seed=9, dtype=dtype) / width**0.5,
@@ -115,7 +115,7 @@ def mixture(
         down=weight(width * experts, inner, rounding, dtype, 16),
         down_bias=randn(experts, width, seed=17, dtype=dtype) if biased else None,
         clamp=clamp,
-        shared=beside,
+        shared=shared_expert,
         activation=Activation.GELU_TANH if gained else Activation.SILU,
     )
 

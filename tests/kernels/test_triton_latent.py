@@ -78,7 +78,7 @@ def test_scaled_queries() -> None:
 
 @pytest.mark.parametrize("most_rows", [5, 20])
 def test_rows_of_trees(most_rows: int) -> None:
-    """Rows see their ancestors, and are stored behind each other; those of a chunk do, too."""
+    """Rows see their ancestors, and are stored one after the other; those of a chunk do, too."""
     layer = drawn(SHAPES[0], Requests([130, 4], [5, most_rows]))
     tokens = layer.inputs.rows.positions  # none of them is deeper in its tree than that
     starts = torch.tensor([130, 4])
@@ -110,7 +110,7 @@ def test_padding() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES[2:] if ON_GPU else SHAPES[:1], ids=str)
 def test_bits_of_a_row_are_its_own(shape: LatentShape) -> None:
-    """Alone, in a batch, and with any number of rows behind it."""
+    """Alone, in a batch, and with any number of rows after it."""
     requests = Requests([300 if ON_GPU else 140, 17, 131, 5, 6], [4, 1, 3, 20, 16])
     layer = drawn(replace(shape, dtype=DTYPES[-1]), requests)
     whole = run(layer)[0]

@@ -154,7 +154,7 @@ if ON_GPU:
 def test_norm_linears(
     case: tuple[int, int, int, int], dtype: torch.dtype, column: Ops, biased: bool
 ) -> None:
-    """With and without a residual, behind a sum and behind parts of one."""
+    """With and without a residual, after a sum and after parts of one."""
     rows, width, depth, parts = case
     norm = Norm(1 + 0.3 * randn(depth, seed=4, dtype=dtype), 1e-3)
     weight = matrix(2 * width, depth, dtype)

@@ -289,7 +289,7 @@ def test_what_is_asked_for_wrongly_is_refused(adapted: Adapted, tiny_target: str
         llm.generate(prompts, PARAMS, [adapted.of(0)])
     llm.generate(prompts, PARAMS, adapted.of(0))
     other = LoRARequest("other", 1, adapted.requests[1].lora_path)
-    with pytest.raises(UsageError, match="lora_int_id 1 is that of 'style-0'"):
+    with pytest.raises(UsageError, match="lora_int_id 1 belongs to 'style-0'"):
         llm.generate(prompts, PARAMS, other)
     with pytest.raises(UsageError, match="there is an adapter 'style-0' already"):
         llm.generate(prompts, PARAMS, LoRARequest("style-0", 9, other.lora_path))

@@ -161,7 +161,7 @@ def test_speculation_costs_no_hits(
 
 
 def record_drafts(llm: LLM) -> dict[tuple[int, ...], list[int]]:
-    """What is drafted behind each text from here on."""
+    """What is drafted after each text from here on."""
     drafter, seen = llm.engine._step._drafter, {}
     propose = drafter.propose
 

@@ -44,7 +44,7 @@ class Models:
     def alone(self, name: str, count: int = K, **options: Any) -> LLM:
         return self.llm({**self.options[name], "num_speculative_tokens": count}, **options)
 
-    def behind(self, first: dict[str, Any], name: str, **options: Any) -> LLM:
+    def following(self, first: dict[str, Any], name: str, **options: Any) -> LLM:
         drafters = [first, self.options[name]]
         return self.llm({"drafters": drafters, "num_speculative_tokens": K}, **options)
 
@@ -108,12 +108,12 @@ LOOKUPS: dict[str, dict[str, Any]] = {
 def test_a_drafter_that_was_passed_over_guesses_as_though_it_had_not(
     padded: bool, name: str, first: str, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it guesses behind others' tokens is what it guesses behind a prompt of as many."""
+    """What it guesses after others' tokens is what it guesses after a prompt of as many."""
     plain = tokens(models.llm(None).generate(PROMPTS, GREEDY))
     if padded:
         use_padded_steps(monkeypatch)
     # Rows for a draft each and chunks beside it, so that some steps have no room for drafts.
-    llm = models.behind(LOOKUPS[first], name, max_num_batched_tokens=24, max_num_seqs=4)
+    llm = models.following(LOOKUPS[first], name, max_num_batched_tokens=24, max_num_seqs=4)
     members = combined(llm)
     seen, whole = watch(members._on_device[-1].drafter), watch(members)
     outputs = llm.generate(PROMPTS, GREEDY)
@@ -148,7 +148,7 @@ def test_where_nothing_matches_the_last_drafts_alone(
     first = {"method": "ngram", "min_match": 90, "prompt_lookup_max": 90}
     params = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True, seed=3)
     for own in (GREEDY, params):
-        together = models.behind(first, name).generate(PROMPTS, own)
+        together = models.following(first, name).generate(PROMPTS, own)
         alone = models.alone(name).generate(PROMPTS, own)
         assert tokens(together) == tokens(alone)
         for ours, theirs in zip(together, alone, strict=True):
@@ -168,7 +168,7 @@ def test_acceptance_behind_a_prefix_hit_equals_acceptance_without(
     lookup = {**LOOKUPS[first], "min_match": 3}
     if first == "suffix":
         lookup["suffix_decoding_max_cached_requests"] = 0
-    llm = models.behind(lookup, "eagle3")
+    llm = models.following(lookup, "eagle3")
     cold = llm.generate(PROMPTS[3], GREEDY)[0]
     warm = llm.generate(PROMPTS[3], GREEDY)[0]
     assert warm.metrics.num_cached_tokens == 48
@@ -187,7 +187,7 @@ def test_a_look_up_is_right_where_a_prefix_hit_leaves_one_token(
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias={7: 50.0})
     if padded:
         use_padded_steps(monkeypatch)
-    llm = models.behind(LOOKUPS[first], name)
+    llm = models.following(LOOKUPS[first], name)
     cold, warm = llm.generate(prompt, params)[0], llm.generate(prompt, params)[0]
     assert warm.metrics.num_cached_tokens == 32
     assert tokens([warm]) == tokens([cold]) == [[7] * 40]
@@ -196,7 +196,7 @@ def test_a_look_up_is_right_where_a_prefix_hit_leaves_one_token(
     other = {"prompt_token_ids": [*prompt["prompt_token_ids"], *[7] * 20, 5, 9]}
     again = llm.generate(other, GREEDY)[0]
     assert again.metrics.num_cached_tokens >= 48
-    fresh = models.behind(LOOKUPS[first], name).generate(other, GREEDY)[0]
+    fresh = models.following(LOOKUPS[first], name).generate(other, GREEDY)[0]
     assert tokens([again]) == tokens([fresh])
 
 
@@ -208,7 +208,7 @@ def test_drafting_goes_on_after_a_while_without(
     plain = tokens(models.llm(None).generate(PROMPTS, GREEDY))
     if padded:
         use_padded_steps(monkeypatch)
-    llm = models.behind(LOOKUPS["ngram"], name)
+    llm = models.following(LOOKUPS["ngram"], name)
     scheduler, planned = llm.engine.scheduler, llm.engine.scheduler._most_drafts
     calls = iter(range(10_000))
 
@@ -240,13 +240,13 @@ def test_a_drafter_that_can_make_up_for_it_is_left_out_of_exact_steps(models: Mo
     """Its passes cost something there; but prefixes do not wait for it for long."""
     repeated = {"prompt_token_ids": [1, 2, 3, 4] * 3}
     long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logit_bias={7: 50.0})
-    llm = models.behind(LOOKUPS["ngram"], "draft_model")
+    llm = models.following(LOOKUPS["ngram"], "draft_model")
     members = combined(llm)
     seen, whole = watch(members._on_device[-1].drafter), watch(members)
     llm.generate(repeated, long)
     assert len(seen) < len(whole) / 4
-    behind = [len(known) for known, guess in seen if len(guess) == 1]
-    assert behind, "it never read along"
+    reread = [len(known) for known, guess in seen if len(guess) == 1]
+    assert reread, "it never read along"
     again = llm.generate({"prompt_token_ids": [1, 2, 3, 4] * 3 + [7] * 90}, long)[0]
     assert again.metrics.num_cached_tokens >= 24
 

@@ -206,7 +206,7 @@ def test_lookups_pass_over_images(
         llm.generate(with_images(ids, [image] * ids.count(IMAGE)), params(False))
         assert all(IMAGE not in guess for guess in guesses)
         first.append(guesses[0])
-    # Behind "image 6" came 4, and behind 6 at last 8; n-grams begin behind the image.
+    # Behind "image 6" came 4, and after 6 at last 8; n-grams begin after the image.
     assert first == [[START], [8] if method == "suffix" else []]
 
 

@@ -69,10 +69,10 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 
 def expected(prompt: Any, number: int = MAX_TOKENS) -> list[int]:
-    behind = cycle(96).tolist()
+    after = cycle(96).tolist()
     token, answer = prompt["prompt_token_ids"][-1], []
     for _ in range(number):
-        token = behind[token]
+        token = after[token]
         answer.append(token)
     return answer
 
@@ -113,10 +113,10 @@ def test_the_last_token_of_a_chunked_prompt_may_have_drafts_behind_it(
     """The row before it is that of the chunk before."""
     if padded:
         use_padded_steps(monkeypatch)
-    behind = cycle(96).tolist()
-    last = next(token for token in range(96) if all(behind[token] % 5 != it for it in (0, 1)))
+    after = cycle(96).tolist()
+    last = next(token for token in range(96) if all(after[token] % 5 != it for it in (0, 1)))
     for length, at_once in ((24, False), (25, True), (26, False), (49, True)):
-        prompt = [*range(length - 2), behind.index(last), last]
+        prompt = [*range(length - 2), after.index(last), last]
         llm = toy.llm(method, max_num_batched_tokens=24)
         output = llm.generate([{"prompt_token_ids": prompt}], GREEDY)[0]
         assert tokens(output) == expected({"prompt_token_ids": prompt})

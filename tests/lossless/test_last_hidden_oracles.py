@@ -58,7 +58,7 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def hidden_states(tiny_target: str) -> Any:
-    """Token ids to the target's hidden states [T, H] behind its final norm."""
+    """Token ids to the target's hidden states [T, H] after its final norm."""
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(tiny_target, dtype=torch.float32)

@@ -525,7 +525,7 @@ def test_preemptions_and_chunks_change_no_greedy_text(drafter: str, make: Maker)
 
 
 def test_blocks_that_a_surplus_step_touched_are_good_prefixes(make: Maker) -> None:
-    """Acceptance behind a prefix hit, on blocks of requests that ended in mid-flight, equals
+    """Acceptance after a prefix hit, on blocks of requests that ended in mid-flight, equals
     acceptance without one."""
     llm, ahead = make.padded("draft_model")
     prompt = {"prompt_token_ids": list(range(1, 50))}

@@ -30,8 +30,8 @@ def write_draft(target: Path, folder: Path) -> Path:
     config |= {"num_hidden_layers": DRAFT_LAYERS, "num_kv_shared_layers": None}
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(target / "model.safetensors")
-    behind = tuple(f"model.layers.{layer}." for layer in range(DRAFT_LAYERS, count))
-    kept = {name: value for name, value in tensors.items() if not name.startswith(behind)}
+    left_out = tuple(f"model.layers.{layer}." for layer in range(DRAFT_LAYERS, count))
+    kept = {name: value for name, value in tensors.items() if not name.startswith(left_out)}
     size = config.get("hidden_size_per_layer_input")
     if size:
         of_layers = "model.embed_tokens_per_layer", "model.per_layer_model_projection"

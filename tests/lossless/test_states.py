@@ -159,7 +159,7 @@ def assert_same(found: Tensor, wanted: Tensor) -> None:
 
 @torch.inference_mode()
 def states_of(runner: ModelRunner, token_ids: Tensor) -> list[tuple[Tensor, Tensor] | None]:
-    """State and window of each layer behind a text that is read in one pass; None where a layer
+    """State and window of each layer after a text that is read in one pass; None where a layer
     has none."""
     count, device = len(token_ids), token_ids.device
     state = DeviceState(1, count, 8, device)

@@ -71,7 +71,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def allowed_behind(prefix: tuple[int, ...], grammars: Grammars) -> list[int]:
+def allowed_after(prefix: tuple[int, ...], grammars: Grammars) -> list[int]:
     """Empty where the output is complete."""
     guide = grammars.guide(WISH, frozenset({0}))
     for token in prefix:
@@ -94,7 +94,7 @@ def truth(models: dict[str, str]) -> Outputs:
 
     @cache
     def allowed(prefix: tuple[int, ...]) -> list[int]:
-        return allowed_behind(prefix, grammars)
+        return allowed_after(prefix, grammars)
 
     def every_prefix(prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if allowed(prefix):

@@ -97,9 +97,9 @@ def step(case: Case, state: SamplingState, last: Tensor, positions: Tensor) -> V
     layout = SampleRows.build(
         slots, positions, trees.token_ids, trees.num_nodes, slots > 0, num_rows=trees.num_rows
     )
-    behind = torch.stack(tokens, 1)[layout.request, layout.offset]
+    last = torch.stack(tokens, 1)[layout.request, layout.offset]
     uses = state.uses([0])
-    verdict = verify_trees(TARGET[behind], trees, state, uses)
+    verdict = verify_trees(TARGET[last], trees, state, uses)
     state.commit(slots, verdict.token_ids, verdict.num_tokens, uses)
     return verdict
 

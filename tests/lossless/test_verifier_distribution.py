@@ -84,7 +84,7 @@ class Case:
 
 
 def oracle(logits: Floats, params: SamplingParams, context: Sequence[int]) -> Floats:
-    """[V], what a token behind `context` (prompt and output) is sampled from."""
+    """[V], what a token after `context` (prompt and output) is sampled from."""
     logits = logits.copy()
     counts = Counter(context[len(PROMPT) :])
     for token in set(context):
@@ -111,9 +111,9 @@ def exact_conditionals(params: SamplingParams, length: int) -> list[Floats]:
     logits = TARGET.double().cpu().numpy()
     if not any(getattr(params, name) != neutral for name, neutral in NO_PENALTIES.items()):
         # Nothing but the last token counts.
-        behind = np.stack([oracle(row, params, PROMPT) for row in logits])
-        found = [behind[PROMPT[-1]], behind]
-        return found + [np.broadcast_to(behind, [VOCAB] * (n + 1)) for n in range(2, length + 1)]
+        by_last = np.stack([oracle(row, params, PROMPT) for row in logits])
+        found = [by_last[PROMPT[-1]], by_last]
+        return found + [np.broadcast_to(by_last, [VOCAB] * (n + 1)) for n in range(2, length + 1)]
     for n in range(length + 1):
         table = np.zeros([VOCAB] * (n + 1))
         for prefix in product(range(VOCAB), repeat=n):
@@ -133,7 +133,7 @@ class Emitted:
     Attributes:
         tokens: [M, LENGTH] int64, the first output tokens.
         first_step: [M] int64, how many tokens the first step gave.
-        after: [M, 1 + K + 1] int64: the tokens of the first step, and behind them the one that the
+        after: [M, 1 + K + 1] int64: the tokens of the first step, and after them the one that the
             second step began with.
         accepted: how many first draft tokens were accepted, of `drafted`.
     """
@@ -219,9 +219,9 @@ def step(case: Case, state: SamplingState, last: Tensor, positions: Tensor) -> v
         SOME_TOKENS if case.reduced and probs is not None else None,
         num_rows=None if case.uniform_rows else int(lengths.sum()) + NUM_REQUESTS,
     )
-    behind = torch.cat((last.unsqueeze(1), drafted), 1)[rows.request, rows.offset]
+    inputs = torch.cat((last.unsqueeze(1), drafted), 1)[rows.request, rows.offset]
     uses = state.uses([0])  # all requests are alike
-    verdict = verification.verify(TARGET[behind], rows, state, uses)
+    verdict = verification.verify(TARGET[inputs], rows, state, uses)
     state.commit(rows.slots, verdict.token_ids, verdict.num_tokens, uses)
     return verdict
 
@@ -318,7 +318,7 @@ def across_p_value(emitted: Emitted, conditionals: list[Floats]) -> float:
     """The first token of step 2 given all tokens of step 1, and given how many these are.
 
     Given its past, each token has an exact distribution, so that counts by (tokens in step 1, its
-    last token, the token behind it) have exact expectations, whatever step 1 did.
+    last token, the token after it) have exact expectations, whatever step 1 did.
     """
     statistic, freedom = 0.0, 0
     for count in emitted.first_step.unique().tolist():
@@ -522,7 +522,7 @@ def forget_the_drafted_prefix(monkeypatch: pytest.MonkeyPatch) -> Case:
 
 
 def forget_the_weight(monkeypatch: pytest.MonkeyPatch) -> Case:
-    """What follows the accepted prefix of a block is sampled as behind a refused token."""
+    """What follows the accepted prefix of a block is sampled as after a refused token."""
     judge = reference._accept_block
 
     def unweighted(*args: Any) -> tuple[Tensor, Tensor]:

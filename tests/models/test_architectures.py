@@ -57,8 +57,8 @@ CLASSES: dict[str, Any] = {
     )
 }
 OF_QWEN: Json = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-# What an architecture needs beside `TINY`.
-BESIDE: dict[str, Json] = {
+# What an architecture needs in addition to `TINY`.
+MORE_KEYS: dict[str, Json] = {
     "Glm4MoeForCausalLM": {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
@@ -211,7 +211,7 @@ def tiny(architecture: str, **changes: Any) -> Json:
     """A small config.json; a key changed to ... is left out."""
     model_type = CLASSES[architecture].config_class.model_type
     names = {"architectures": [architecture], "model_type": model_type}
-    content = {**TINY, **BESIDE.get(architecture, {}), **names, **changes}
+    content = {**TINY, **MORE_KEYS.get(architecture, {}), **names, **changes}
     return {key: value for key, value in content.items() if value is not ...}
 
 

@@ -63,7 +63,7 @@ def spec(count: int = COUNT, alternating: bool = False) -> ExpertsSpec:
     )
 
 
-def beside() -> dict[str, Tensor]:
+def unquantized() -> dict[str, Tensor]:
     """What no format quantises."""
     return {
         f"{LAYER}.post_attention_layernorm.weight": torch.ones(WIDTH),
@@ -84,7 +84,7 @@ def weights(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def write_singles(folder: Path, style: Format) -> tuple[Tensor, Tensor]:
     """Experts one by one -> (gate and up [E 2I, H], down [E H, I]) as they are meant."""
-    tensors, meant = beside(), dict[str, list[Tensor]](gate_up=[], down=[])
+    tensors, meant = unquantized(), dict[str, list[Tensor]](gate_up=[], down=[])
     gate_up, down = weights()
     for expert in range(COUNT):
         gate, up = gate_up[expert].chunk(2)
@@ -105,7 +105,7 @@ def write_singles(folder: Path, style: Format) -> tuple[Tensor, Tensor]:
 
 def write_fused(folder: Path) -> tuple[Tensor, Tensor]:
     """Experts as gpt-oss has them -> as `write_singles`."""
-    tensors, meant = beside(), list[Tensor]()
+    tensors, meant = unquantized(), list[Tensor]()
     for name, weight in zip(("gate_up_proj", "down_proj"), weights(), strict=True):
         count, rows, columns = weight.shape
         whole = weight
@@ -137,10 +137,10 @@ def read(
         Checkpoint(folder), stored, torch.float32, CPU, no_progress, kept, torch.float32, own
     )
     context = BuildContext(in_precision(source, None, REFERENCE), WIDTH, RopeTables(8, CPU), own)
-    half = of.build(context, LAYER, LayerNorms(1e-5))
+    sublayer = of.build(context, LAYER, LayerNorms(1e-5))
     source.finish()
-    assert isinstance(half._parts, ExpertsParts)
-    return half._parts
+    assert isinstance(sublayer._parts, ExpertsParts)
+    return sublayer._parts
 
 
 SINGLES: dict[str, tuple[Format, type]] = {

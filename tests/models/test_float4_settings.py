@@ -32,14 +32,14 @@ def load(folder: Path) -> Any:
     )
 
 
-def write_beside(folder: Path, **settings: Any) -> None:
+def write_settings(folder: Path, **settings: Any) -> None:
     """With hf_quant_config.json in place of a quantization_config."""
     edit_config(folder, quantization_config=None)
     content = {"producer": {"name": "modelopt"}, "quantization": settings}
     (folder / "hf_quant_config.json").write_text(json.dumps(content))
 
 
-BESIDE = {
+SETTINGS = {
     "quant_algo": "NVFP4",
     "kv_cache_quant_algo": "FP8",
     "group_size": 16,
@@ -49,11 +49,11 @@ BESIDE = {
 
 def test_settings_beside_config_json(tmp_path: Path) -> None:
     meant = write_quantized(tmp_path, modelopt())
-    write_beside(tmp_path, **BESIDE)
+    write_settings(tmp_path, **SETTINGS)
     weight = load(tmp_path).layers[0].mixer.output.weight
     assert isinstance(weight, Nvfp4Matrix)
     assert torch.equal(weight.dequantised(), meant["model.layers.0.self_attn.o_proj.weight"])
-    write_beside(tmp_path, **{**BESIDE, "quant_algo": "NVFP4_AWQ"})
+    write_settings(tmp_path, **{**SETTINGS, "quant_algo": "NVFP4_AWQ"})
     with pytest.raises(CheckpointError, match=r"hf_quant_config.json: \"quantization.quant_algo"):
         load(tmp_path)
     (tmp_path / "hf_quant_config.json").write_text("{")

@@ -17,7 +17,7 @@ from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.table import Ops
 from slipstream.layers.experts import ExpertNames, ExpertsSpec
 from slipstream.layers.layer import BuildContext, FeedForwardSpec, LayerSpec
-from slipstream.layers.layer_inputs import LayerInputHalfSpec, LayerInputs, LayerInputsSpec
+from slipstream.layers.layer_inputs import LayerInputs, LayerInputsSpec, LayerInputSublayerSpec
 from slipstream.layers.mlp import GatedMLPSpec
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parallel_experts import ParallelExpertsSpec
@@ -38,7 +38,7 @@ EXPERTS = ExpertsSpec(
     gained=True,
     names=ExpertNames(router="router.proj", experts="experts"),
 )
-BESIDE = ParallelExpertsSpec(
+PARALLEL = ParallelExpertsSpec(
     dense=DENSE,
     experts=EXPERTS,
     experts_norm="pre_feedforward_layernorm_2",
@@ -53,14 +53,14 @@ EXPERT_KEYS = {
     "moe_intermediate_size": 16,
 }
 KINDS: dict[str, tuple[FeedForwardSpec, str, dict[str, Any]]] = {
-    "experts": (BESIDE, AFTER, EXPERT_KEYS),
+    "experts": (PARALLEL, AFTER, EXPERT_KEYS),
     "input": (
-        LayerInputHalfSpec(DENSE, 1, SIZE, AFTER),
+        LayerInputSublayerSpec(DENSE, 1, SIZE, AFTER),
         "post_per_layer_input_norm",
         {"hidden_size_per_layer_input": SIZE},
     ),
     "both": (
-        LayerInputHalfSpec(BESIDE, 1, SIZE, AFTER),
+        LayerInputSublayerSpec(PARALLEL, 1, SIZE, AFTER),
         "post_per_layer_input_norm",
         {"hidden_size_per_layer_input": SIZE, **EXPERT_KEYS},
     ),

@@ -111,7 +111,7 @@ def spread(model: torch.nn.Module, generator: torch.Generator) -> None:
         if name.endswith(("_a_layernorm.weight", "q_norm.weight", "k_norm.weight")):
             parameter.uniform_(1.0 - offset, 3.0 - offset, generator=generator)
         elif name.endswith("norm.weight"):
-            # Behind halves they outweigh embeddings, which are multiplied by the root of the width.
+            # Post-norms outweigh embeddings, which are multiplied by the root of the width.
             gain = 9.0 if scaled and ".post_" in name else 1.0
             parameter.uniform_(0.5 * gain - offset, 1.5 * gain - offset, generator=generator)
         elif name.endswith("A_log"):  # states that know some dozens of tokens, or a few
@@ -288,7 +288,7 @@ def test_greedy_text_equals_that_of_transformers(checkpoint: Path) -> None:
 
 
 def assert_greedy(model: Any, prompt: list[int], text: list[int]) -> None:
-    """Every token of `text` is what the model finds most probable behind the tokens before it.
+    """Every token of `text` is what the model finds most probable after the tokens before it.
 
     So, token by token, the text is the one that the model writes; one pass shows it.
     """

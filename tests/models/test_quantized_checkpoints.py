@@ -229,7 +229,7 @@ def test_matrices_that_are_stored_in_several_ways_become_whole(
     assert isinstance(found["1.qkv"][0], Int4Matrix)
     for weight, parts in found.values():
         assert torch.equal(weight.dequantised(), torch.cat([meant[part] for part in parts]))
-    assert "0.self_attn.q_proj.weight and the matrices beside it are stored in sev" in caplog.text
+    assert "0.self_attn.q_proj.weight and the matrices stacked with it are stored in" in caplog.text
 
 
 def test_a_quantised_head(tmp_path: Path) -> None:

@@ -147,10 +147,10 @@ def test_experts_of_a_layer_are_one_tensor() -> None:
 
     def parts_of(layer: int, shape: DecoderConfig = config) -> ExpertsParts:
         source = in_precision(TwinSource(torch.float32, CPU, 0, config), None, REFERENCE)
-        half = Decoder(REFERENCE, source, shape, 16).layers[layer].feed_forward
-        assert half is not None
-        assert isinstance(half.parts, ExpertsParts)
-        return half.parts
+        sublayer = Decoder(REFERENCE, source, shape, 16).layers[layer].feed_forward
+        assert sublayer is not None
+        assert isinstance(sublayer.parts, ExpertsParts)
+        return sublayer.parts
 
     first, again = parts_of(0), parts_of(0, short)
     for one, other in ((first.gate_up, again.gate_up), (first.down, again.down)):

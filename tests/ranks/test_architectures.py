@@ -14,7 +14,7 @@ from tests.models.test_quantized_experts import fused_mxfp4
 from tests.ranks.conftest import Opener
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-# Each adds a kind of half that ranks share in a way of its own; scripts/test --all runs all.
+# Each adds a kind of sublayer that ranks share in a way of its own; scripts/test --all runs all.
 USUAL = {"Qwen3_5Moe", "GptOss", "Olmo2", "DeepseekV3", "Gemma4", "Phi3"}
 
 

@@ -424,7 +424,7 @@ def test_every_kind_of_layer_is_beside_shared_experts(
     drafter = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}
     llm = apart(ranked, target, drafter, **NARROW)
     assert tokens(llm.generate(prompts, REQUESTS)) == expected
-    assert tokens(llm.generate(prompts, REQUESTS)) == expected  # behind prefixes
+    assert tokens(llm.generate(prompts, REQUESTS)) == expected  # after prefixes
 
 
 def test_experts_in_four_bits(tmp_path: Path, ranked: Opener) -> None:

@@ -1,4 +1,4 @@
-"""Two ranks give the text of one process behind images, which the first one reads for both."""
+"""Two ranks give the text of one process after images, which the first one reads for both."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def test_the_text_is_that_of_one_process(
     expected = texts(ranked(model, tensor_parallel_size=1, **SIZES))
     llm = ranked(model, given, **SIZES, **room)
     assert texts(llm) == expected
-    assert texts(llm) == expected  # behind prefixes of the first time
+    assert texts(llm) == expected  # after prefixes of the first time
     assert (llm.engine.scheduler.num_preemptions > 0) == ("num_kv_blocks" in room)
 
 
@@ -58,7 +58,7 @@ def test_ranks_that_share_experts_alone_see_images(
     drafter = {"method": "ngram", "num_speculative_tokens": 3}
     llm = ranked(model, drafter, enable_expert_parallel=True, **SIZES, **apart)
     assert texts(llm) == expected
-    assert texts(llm) == expected  # behind prefixes of the first time
+    assert texts(llm) == expected  # after prefixes of the first time
 
 
 def texts(llm: LLM) -> list[list[int]]:

@@ -125,7 +125,7 @@ def test_certificates_are_checked_before_anything_is_loaded(tmp_path: Path) -> N
     certificate, key = make_certificate(tmp_path)
     encrypted = options(ssl_certfile=certificate, ssl_keyfile=key)
     assert tls_options(encrypted)
-    assert not tls_options(encrypted.behind_front("a"))  # the front alone is reached from outside
+    assert not tls_options(encrypted.for_replica("a"))  # the front alone is reached from outside
     other = tmp_path / "other"
     other.mkdir()
     for wrong in (certificate, tmp_path / "none.pem", make_certificate(other)[1], None):

@@ -61,7 +61,7 @@ def test_capacity_counts_held_and_available_blocks() -> None:
     assert not blocks.grow("a", 9)
 
 
-def test_rewind_gives_back_the_blocks_behind() -> None:
+def test_rewind_gives_back_the_blocks_after_it() -> None:
     blocks = manager()
     blocks.admit("a")
     blocks.grow("a", 16)
@@ -143,9 +143,9 @@ def test_each_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
     child = blocks._pool.index.child
 
-    def spy(parent: bytes, token_ids: list[int], beside: bytes) -> bytes:
+    def spy(parent: bytes, token_ids: list[int], extra: bytes) -> bytes:
         hashed.extend(token_ids)
-        return child(parent, token_ids, beside)
+        return child(parent, token_ids, extra)
 
     monkeypatch.setattr(blocks._pool.index, "child", spy)
     tokens = list(range(14))

@@ -327,7 +327,7 @@ class World:
             self.seen["resumed"] += 1
 
     def take_in(self, share: Share) -> None:
-        """The states of a request go on to behind its known tokens."""
+        """The states of a request go on to after its known tokens."""
         slot, before = share.slot, share.slot.taken_in
         slot.taken_in = slot.computed + share.item.num_new_tokens
         edge = (slot.taken_in + self.rereads) // self.block_size
@@ -422,7 +422,7 @@ class World:
             assert request.num_output_tokens + item.num_draft_tokens < request.max_tokens
 
     def check_ahead(self, last: Batch, batch: Batch) -> None:
-        """The step behind `last`, whose results the host does not know."""
+        """The step after `last`, whose results the host does not know."""
         assert batch.num_tokens <= self.limits.max_num_batched_tokens
         assert not batch.preempted
         in_flight = {item.request: item for item in last.requests}
@@ -490,7 +490,7 @@ class World:
 
 
 def limits(
-    seqs: int, rows: int, drafts: int, drafter_len: int = MAX_LEN, behind_prompt: bool = False
+    seqs: int, rows: int, drafts: int, drafter_len: int = MAX_LEN, after_prompt: bool = False
 ) -> StepLimits:
     return StepLimits(
         max_num_seqs=seqs,
@@ -498,7 +498,7 @@ def limits(
         max_model_len=MAX_LEN,
         drafter_max_model_len=drafter_len,
         num_speculative_tokens=drafts,
-        drafts_at_prefill=behind_prompt,
+        drafts_at_prefill=after_prompt,
         cache_identity="drafter",
         by_priority=True,
     )
@@ -512,7 +512,7 @@ worlds = st.builds(
         rows=st.integers(1, 24),
         drafts=st.integers(0, 5),
         drafter_len=st.sampled_from([MAX_LEN, MAX_LEN, 12]),
-        behind_prompt=st.booleans(),
+        after_prompt=st.booleans(),
     ),
     num_blocks=st.integers(6, 24),
     block_size=st.sampled_from([1, 2, 3, 4]),
@@ -561,7 +561,7 @@ def test_every_request_ends_with_the_plain_output(
 @pytest.mark.parametrize("window", [0, 3])
 def test_the_simulation_meets_what_it_is_there_for(pipelined: bool, window: int) -> None:
     """Preemptions, hits, shared blocks and evictions all occur in a tight cache."""
-    world = World(limits(4, 16, 3, behind_prompt=True), 12, 2, True, pipelined, window, spare=8)
+    world = World(limits(4, 16, 3, after_prompt=True), 12, 2, True, pipelined, window, spare=8)
     rng = Random(0)
     for number in range(12):
         world.add([1] * (number % 5) + [number % 2], 12, 3, 0, False)

@@ -365,9 +365,9 @@ def test_usual_steps_are_learnt_from_now_and_then_and_others_soon() -> None:
     assert sum(due(1.02, 80)) == 10
     assert not any(due(8.0, 1) + due(1.0, 6)), "a single one is no change"
     due(1.0, 73)
-    disturbed, behind = due(8.0, 2), due(1.0, 6)
+    disturbed, later = due(8.0, 2), due(1.0, 6)
     assert not any(disturbed)
-    assert all(behind)
+    assert all(later)
     due(1.0, 80)
     assert sum(due(1.3, 40)) > 10
 

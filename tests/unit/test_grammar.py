@@ -45,7 +45,7 @@ def guide_of(grammars: Grammars, *ends: int, **wish: Any) -> GrammarGuide:
 
 
 def allowed(grammars: Grammars, guide: GrammarGuide, tokens: list[int]) -> list[set[str]]:
-    """What may come next, and behind each of the tokens; the end as ""."""
+    """What may come next, and after each of the tokens; the end as ""."""
     masks = grammars.masks(len(tokens) + 1)
     assert masks.shape[1] == 3
     grammars.fill(masks, [(guide, 0, tokens)])
@@ -126,7 +126,7 @@ def test_a_guess_is_taken_as_far_as_it_is_allowed(grammars: Grammars) -> None:
     path = guide.follow(ids("ab1"), 3, certain=True)
     assert (path.token_ids, path.forced, path.kept) == (ids("ab1"), [False] * 3, 3)
     assert guide.follow(ids("abcab"), 5, certain=True).token_ids == ids("ab")
-    # One that was sampled stays, to be refused, but nothing behind it.
+    # One that was sampled stays, to be refused, but nothing after it.
     path = guide.follow(ids("abcab"), 5, certain=False)
     assert (path.token_ids, path.kept) == (ids("abc"), 3)
     assert allowed(grammars, guide, []) == [{"a", "b", "ab"}]  # nothing has moved

@@ -24,7 +24,7 @@ WORDS = -(-VOCAB_SIZE // 32)
 ON_GPU = torch.cuda.is_available()
 
 
-def allowed_behind(tokens: Sequence[int]) -> list[int]:
+def allowed_after(tokens: Sequence[int]) -> list[int]:
     """Token t is followed by tokens of the other parity; a multiple of 5 by one token only."""
     if not tokens:
         return list(range(1, 40))
@@ -48,7 +48,7 @@ class RuleGuide:
         return Advance.COMPLETE if len(self.tokens) == LENGTH else Advance.OPEN
 
     def enter(self, token: int) -> bool:
-        allowed = token in allowed_behind(self.tokens)
+        allowed = token in allowed_after(self.tokens)
         if allowed:
             self.tokens.append(token)
         return allowed
@@ -60,7 +60,7 @@ class RuleGuide:
         path, kept, own = GuidedDraft([], [], 0), 0, True
         while len(path.token_ids) < room:
             place = len(path.token_ids)
-            only = allowed_behind([*self.tokens, *path.token_ids])
+            only = allowed_after([*self.tokens, *path.token_ids])
             if len(only) > 1 and not (own and place < len(guess)):
                 break
             token = only[0] if len(only) == 1 else guess[place]
@@ -94,10 +94,10 @@ class Rules:
         for guide, first, tokens in wanted:
             for place in range(len(tokens) + 1):
                 text = [*guide.tokens, *tokens[:place]]
-                if any(t not in allowed_behind(text[:i]) for i, t in enumerate(text)):
+                if any(t not in allowed_after(text[:i]) for i, t in enumerate(text)):
                     break
                 bits = torch.zeros(WORDS * 32, dtype=torch.int64)
-                bits[allowed_behind(text)] = 1
+                bits[allowed_after(text)] = 1
                 words = (bits.view(WORDS, 32) << torch.arange(32)).sum(1)
                 masks[first + place] = words.to(torch.int32)
 
@@ -202,7 +202,7 @@ def test_drafts_follow_the_rules(
         assert sample.finish_reason == ("length" if place == 2 else "stop")
         if place != 2:
             for index, token in enumerate(sample.token_ids):
-                assert token in allowed_behind(sample.token_ids[:index])
+                assert token in allowed_after(sample.token_ids[:index])
     if exact is not None:
         assert texts(outputs) == texts(exact)
     if sampling == "greedy" or drafter == "tree":  # sampled as in plain decoding

@@ -59,7 +59,7 @@ def make_batch(
     for slot, request in zip(slots, requests, strict=True):
         state.admit({slot: request})
     longest = max(map(len, drafts))
-    # Garbage behind a short draft must not count.
+    # Garbage after a short draft must not count.
     padded = [[*draft, *[VOCAB - 1] * (longest - len(draft))] for draft in drafts]
     rows = SampleRows.build(
         torch.tensor(slots),
@@ -80,7 +80,7 @@ def processed(logits: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:
 
 
 def processed_row(logits: list[float], request: Request, draft: Sequence[int]) -> list[float]:
-    """What `process` should make of the row behind `draft`."""
+    """What `process` should make of the row after `draft`."""
     params = request.params
     output = [*request.output_token_ids, *draft]
     counts = Counter(output)

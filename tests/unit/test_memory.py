@@ -317,8 +317,8 @@ def test_models_are_weighed_before_anything_is_loaded(
     monkeypatch.setattr(sizing, "require_weights", refuse)
     with pytest.raises(UsageError, match="too large"):
         LLM(tiny_target, skip_tokenizer_init=True, speculative_config={"model": tiny_draft})
-    (draft, beside), (target, nothing) = weighed
-    assert beside == target > draft > 0
+    (draft, pending), (target, nothing) = weighed
+    assert pending == target > draft > 0
     assert nothing == 0
 
 

@@ -232,7 +232,7 @@ def test_trimmed_plans_draft_all_places_and_verify_what_was_chosen() -> None:
 
 
 def test_what_a_drafter_says_counts_for_a_request_alone() -> None:
-    """A request whose tokens are refused comes behind others whose tokens were accepted."""
+    """A request whose tokens are refused comes after others whose tokens were accepted."""
     costs = Costs(fixed=1.0, row=0.004, draft_pass=0.05)
     server = Server(adaptive(costs, PACKED), costs, PACKED, K, tells=True)
     server.add(always(0.85))

@@ -742,7 +742,7 @@ def test_a_step_is_planned_behind_one_whose_results_are_not_known() -> None:
     assert plan(ahead) == {"a": (6, 1, 3), "b": (5, 1, 1)}  # at least
     assert ahead.is_decode
     assert ahead.preempted == ()
-    # a may have 10 tokens by then, and three drafts behind them; b 7 and one.
+    # a may have 10 tokens by then, and three drafts after them; b 7 and one.
     assert [len(item.block_table) for item in ahead.requests] == [4, 2]
     commit(engine, batch, {"a": [9, 9, 9, 9], "b": [8]})
     commit(engine, ahead, {"a": [5, 5], "b": [6, 6]})

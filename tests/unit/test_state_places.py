@@ -18,7 +18,7 @@ def places(num_places: int = 8, interval: int = 4, rereads: int = 0) -> StatePla
 
 
 def begin(states: StatePlaces, name: str, num_tokens: int, shared: int = 0) -> int:
-    """How many blocks the request is resumed behind."""
+    """How many blocks the request is resumed after."""
     found = states.longest_prefix(CHAIN[: (num_tokens - 1) // SIZE])
     states.admit(name, CHAIN[:found], num_tokens, max(found, shared))
     return found
@@ -68,7 +68,7 @@ def test_a_pass_keeps_its_last_edge_alone() -> None:
 def test_a_token_that_is_computed_again_is_not_in_the_checkpoint() -> None:
     states = places(rereads=1)
     begin(states, "a", 40)
-    assert go_on(states, "a", 6) != NO_PLACE  # behind token 3
+    assert go_on(states, "a", 6) != NO_PLACE  # after token 3
     assert states.plan("a", 7) != NO_PLACE  # the 7th is the last of two blocks but for one token
     states.commit("a", 7)
     states.index("a", CHAIN[:1])
@@ -120,7 +120,7 @@ def test_a_step_under_way_never_writes_a_checkpoint_that_is_there() -> None:
     states = places()
     begin(states, "a", 6)
     kept = go_on(states, "a", 6)
-    states.plan("a", 7)  # with 3 drafts, behind which another step is planned
+    states.plan("a", 7)  # with 3 drafts, after which another step is planned
     ahead = states.plan("a", 11, num_before=7)
     assert ahead not in (NO_PLACE, kept)
     states.commit("a", 7)
@@ -147,7 +147,7 @@ def test_a_prompt_is_cut_where_others_part_from_it() -> None:
 
 
 def test_small_caches_meet_all_of_it() -> None:
-    """Checkpoints are resumed behind preemptions and in pipelines too; see `World`."""
+    """Checkpoints are resumed after preemptions and in pipelines too; see `World`."""
     world = World(limits(4, 16, 3), 12, 2, True, pipelined=True, places=8, interval=2, rereads=1)
     rng = Random(0)
     for number in range(12):

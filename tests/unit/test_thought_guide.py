@@ -1,4 +1,4 @@
-"""What thoughts and the grammars behind them allow, along drafts and step by step."""
+"""What thoughts and the grammars after them allow, along drafts and step by step."""
 
 import random
 from pathlib import Path
@@ -50,11 +50,11 @@ ALL = set(range(7))
 def test_what_is_allowed_where(grammars: Grammars) -> None:
     free, due = ALL - {END}, {CLOSE}
     first = {A, B, AB}
-    behind = [first | {SPACE}, first | {SPACE}, first, {A, B}, {A}]
+    following = [first | {SPACE}, first | {SPACE}, first, {A, B}, {A}]
     tokens = [B, SPACE, CLOSE, SPACE, SPACE, A, B]
-    assert allowed(grammars, guide_of(grammars, True, 2), tokens) == [free, free, due, *behind]
+    assert allowed(grammars, guide_of(grammars, True, 2), tokens) == [free, free, due, *following]
     found = allowed(grammars, guide_of(grammars, False, 0), [OPEN, CLOSE, A])
-    assert found == [first | {OPEN}, due, behind[0], {A, B}]
+    assert found == [first | {OPEN}, due, following[0], {A, B}]
     # Without a grammar anything may follow, and a thought may end the output.
     found = allowed(grammars, guide_of(grammars, False, 1, None), [SPACE] * 3 + [OPEN, A, CLOSE, A])
     assert found == [ALL] * 5 + [due, ALL, ALL]

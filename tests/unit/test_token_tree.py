@@ -92,7 +92,7 @@ def test_what_makes_no_tree_is_refused(keys: dict[str, Any], message: str) -> No
 # How trees grow, from a table of probabilities in place of a head
 
 
-def logits_behind(path: tuple[int, ...], seed: int) -> Tensor:
+def logits_after(path: tuple[int, ...], seed: int) -> Tensor:
     """[V], any numbers that belong to the tokens of a path."""
     generator = torch.Generator().manual_seed(hash((seed, path)) % (1 << 40))
     return torch.randn(VOCAB, generator=generator) * 2
@@ -108,7 +108,7 @@ def grow(
     frontier: list[list[tuple[int, ...]]] = [[()] for _ in requests]
     while True:
         logits = torch.stack([
-            torch.stack([logits_behind(path, request) for path in paths[request]])
+            torch.stack([logits_after(path, request) for path in paths[request]])
             for request in requests
         ])  # fmt: skip
         best = logits.log_softmax(-1).topk(growth.reach)
@@ -168,7 +168,7 @@ def test_a_static_tree_takes_the_named_ranks(width: int) -> None:
         found = paths_of(nodes, tokens, request, width)
         for ranks, path in zip(tree.paths, found, strict=False):
             for place, rank in enumerate(ranks):
-                order = logits_behind(path[:place], request).argsort(descending=True)
+                order = logits_after(path[:place], request).argsort(descending=True)
                 assert path[place] == int(order[rank])
 
 
@@ -179,7 +179,7 @@ def likeliest(request: int, tree: DynamicTree, count: int, levels: int) -> set[t
     for _ in range(levels):
         found = []
         for score, path in frontier:
-            chances = logits_behind(path, request).log_softmax(-1)
+            chances = logits_after(path, request).log_softmax(-1)
             for token in chances.topk(tree.top_k).indices.tolist():
                 found.append((score + float(chances[token]), (*path, token)))
         candidates.extend(found)

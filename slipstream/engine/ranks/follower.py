@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the leader has ended
         os._exit(0)
     except BaseException as error:
-        with suppress(OSError):  # a full disk behind stderr must not keep the leader from knowing
+        with suppress(OSError):  # a stderr on a full disk must not keep the leader from knowing
             if not isinstance(error, SlipstreamError | CollectiveError):
                 traceback.print_exc()
         with suppress(OSError):

@@ -23,7 +23,7 @@ _COUNTERS = (
     *("status", "slot", "num_computed", "num_cached_tokens", "num_steps", "num_preemptions"),
     *("drafter_computed", "steps_in_flight"),
 )
-_GIVEN = (
+_FIELDS = (
     *("request_id", "token_ids", "params", "seed", "stop_token_ids", "max_tokens"),
     *("num_speculative_tokens", "arrival", "bad_words", "guide", "verification", "priority"),
     *("spans", "adapter"),
@@ -51,7 +51,7 @@ class Writer:
     """Writes messages as differences, for readers that have read all earlier messages."""
 
     def __init__(self) -> None:
-        self._num_told: dict[str, int] = {}  # number of tokens sent, by request id
+        self._num_sent: dict[str, int] = {}  # number of tokens sent, by request id
         self._tables: dict[int, tuple[list[int], list[int]]] = {}  # by slot
 
     def write(self, message: Any) -> bytes:
@@ -67,21 +67,21 @@ class Writer:
 
     def begin_anew(self) -> None:
         """Write the next requests and tables in full, since requests may have lost tokens."""
-        self._num_told.clear()
+        self._num_sent.clear()
         self._tables.clear()
 
     def _request(self, request: Request) -> tuple[Callable[..., Request], tuple[Any, ...]]:
         name, counters = request.request_id, [getattr(request, it) for it in _COUNTERS]
-        told = self._num_told.get(name)
+        num_sent = self._num_sent.get(name)
         if request.finished:
-            self._num_told.pop(name, None)
+            self._num_sent.pop(name, None)
         else:
-            self._num_told[name] = request.num_tokens
-        if told is not None:
-            return _grown, (name, request.token_ids[told:], counters)
-        given = {it: getattr(request, it) for it in _GIVEN}
-        given["guide"] = None if request.guide is None else GuideElsewhere()
-        return _made, (given, request.num_prompt_tokens, counters)
+            self._num_sent[name] = request.num_tokens
+        if num_sent is not None:
+            return _extended_request, (name, request.token_ids[num_sent:], counters)
+        fields = {it: getattr(request, it) for it in _FIELDS}
+        fields["guide"] = None if request.guide is None else GuideElsewhere()
+        return _new_request, (fields, request.num_prompt_tokens, counters)
 
     def _scheduled(
         self, item: ScheduledRequest
@@ -92,12 +92,12 @@ class Writer:
         self._tables[slot] = new
         kept = [num_equal(*pair) for pair in zip(old, new, strict=True)]
         gained = [table[count:] for table, count in zip(new, kept, strict=True)]
-        rest = {
+        fields = {
             name: value
             for name, value in vars(item).items()
             if name not in ("block_table", "window_table")
         }
-        return _planned, (rest, slot, kept, gained)
+        return _scheduled_request, (fields, slot, kept, gained)
 
 
 class Reader:
@@ -120,13 +120,15 @@ class Reader:
     def read(self, message: bytes) -> Any:
         return _Unpickler(BytesIO(message), self).load()
 
-    def made(self, given: dict[str, Any], num_prompt_tokens: int, counters: list[Any]) -> Request:
-        request = Request(**given)
+    def new_request(
+        self, fields: dict[str, Any], num_prompt_tokens: int, counters: list[Any]
+    ) -> Request:
+        request = Request(**fields)
         request.num_prompt_tokens = num_prompt_tokens
         self._requests[request.request_id] = request
         return self._with(request, counters)
 
-    def grown(self, name: str, token_ids: list[int], counters: list[Any]) -> Request:
+    def extended_request(self, name: str, token_ids: list[int], counters: list[Any]) -> Request:
         request = self._requests[name]
         request.token_ids.extend(token_ids)
         if request.guide is not None and not isinstance(request.guide, GuideElsewhere):
@@ -141,22 +143,22 @@ class Reader:
             for token in request.output_token_ids:
                 request.guide.advance(token)
 
-    def planned(
+    def scheduled_request(
         self,
-        rest: dict[str, Any],
+        fields: dict[str, Any],
         slot: int,
         kept: Sequence[int],
         gained: Sequence[list[int]],
     ) -> ScheduledRequest:
-        if rest["rank"] == self._rank and isinstance(rest["request"].guide, GuideElsewhere):
-            self._begin_to_walk(rest["request"])
+        if fields["rank"] == self._rank and isinstance(fields["request"].guide, GuideElsewhere):
+            self._begin_to_walk(fields["request"])
         old = self._tables.get(slot, [[], []])
         # New lists, since an earlier step may still use the old ones.
         tables = [
             [*table[:count], *more] for table, count, more in zip(old, kept, gained, strict=True)
         ]
         self._tables[slot] = tables
-        return ScheduledRequest(**rest, block_table=tables[0], window_table=tables[1])
+        return ScheduledRequest(**fields, block_table=tables[0], window_table=tables[1])
 
     def _with(self, request: Request, counters: list[Any]) -> Request:
         for name, value in zip(_COUNTERS, counters, strict=True):
@@ -171,7 +173,11 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, file: BytesIO, reader: Reader) -> None:
         super().__init__(file)
-        self._named = {"_made": reader.made, "_grown": reader.grown, "_planned": reader.planned}
+        self._named = {
+            "_new_request": reader.new_request,
+            "_extended_request": reader.extended_request,
+            "_scheduled_request": reader.scheduled_request,
+        }
 
     def find_class(self, module: str, name: str) -> Any:
         if module == __name__ and name in self._named:
@@ -186,13 +192,13 @@ def _without_factors(
     return NamedAdapter, (adapter.name, adapter.serial, None, adapter.adapts_drafts)
 
 
-def _made(*_: Any) -> Request:
+def _new_request(*_: Any) -> Request:
     raise AssertionError("a reader makes it")
 
 
-def _grown(*_: Any) -> Request:
+def _extended_request(*_: Any) -> Request:
     raise AssertionError("a reader has it")
 
 
-def _planned(*_: Any) -> ScheduledRequest:
+def _scheduled_request(*_: Any) -> ScheduledRequest:
     raise AssertionError("a reader makes it")

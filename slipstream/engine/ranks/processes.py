@@ -139,8 +139,8 @@ class Followers:
         """Raise RanksLostError if a rank was lost."""
         if self.loss:
             reasons = (process.last_words() for process in self.processes)
-            told = "; ".join(dict.fromkeys(it for it in (self.loss, *reasons) if it))
-            raise RanksLostError(f"{told}; the engine has ended: start it again")
+            reason = "; ".join(dict.fromkeys(it for it in (self.loss, *reasons) if it))
+            raise RanksLostError(f"{reason}; the engine has ended: start it again")
 
     def send(self, written: bytes) -> None:
         """Send a message to all followers; does nothing once a rank was lost."""

@@ -64,8 +64,8 @@ class Ranks:
         return make()
 
     def walk(self, make: MakeGuide) -> None:
-        """Have the requests that a follower is told of come with guides of its own, which it
-        advances; does nothing on the leader."""
+        """On a follower, make a guide for each request that the leader sends, and advance it; does
+        nothing on the leader."""
 
     def lost(self, error: Exception) -> RanksLostError:
         """The error to raise after an exchange failed with `error`, since a rank was lost."""
@@ -86,7 +86,7 @@ class Ranks:
             self._collectives.reset_before_end(graphs)
 
     def watch(self, call: Callable[[str], None]) -> None:
-        """Have `call` called with the reason, from another thread, when a rank is lost."""
+        """Register `call`: another thread calls it with the reason when a rank is lost."""
 
     def close(self) -> None:
         """End the followers."""

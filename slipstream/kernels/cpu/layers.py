@@ -58,11 +58,11 @@ class FusedStack:
             self._stack.set_entry(norms, *_product(parts.entry.product))
         for layer in layers:
             self._stack.add_layer()
-            for half, post_norm in layer.halves:
-                _add(self._stack, half)
+            for sublayer, post_norm in layer.sublayers:
+                _add(self._stack, sublayer)
                 if post_norm is not None:
                     factor = None if post_norm.factor is None else float(post_norm.factor)
-                    self._stack.set_behind(_norm(post_norm.norm), factor)
+                    self._stack.set_post_norm(_norm(post_norm.norm), factor)
         if parts.last is not None and num_layers == len(parts.layers):
             self._stack.set_last(_norm(parts.last))
         self._caches: Sequence[Cache] | None = None
@@ -102,83 +102,83 @@ def _tensors(cache: Cache) -> tuple[Tensor, ...]:
     return tensors_of(cache) if isinstance(cache, DeltaCache) else cache
 
 
-def _add(stack: cpp.Stack, half: object) -> None:
-    """Add one half of a layer; see "A layer kind" in docs/architecture.md for a new one."""
-    match half:
+def _add(stack: cpp.Stack, sublayer: object) -> None:
+    """Add one sublayer; see "A layer kind" in docs/architecture.md for a new one."""
+    match sublayer:
         case AttentionParts():
             stack.add_attention(
-                _norm(half.norm),
-                _norm(half.second_norm),
-                half.keeps_normed,
-                layer_of(half.heads),
-                _product(half.qkv),
-                _product(half.output),
-                half.value_norm is not None,
-                half.reads_only,
+                _norm(sublayer.norm),
+                _norm(sublayer.second_norm),
+                sublayer.keeps_normed,
+                layer_of(sublayer.heads),
+                _product(sublayer.qkv),
+                _product(sublayer.output),
+                sublayer.value_norm is not None,
+                sublayer.reads_only,
             )
-            _adapt(stack, half.adapters)
+            _adapt(stack, sublayer.adapters)
         case DeltaNetParts():
             stack.add_delta_net(
-                _norm(half.norm),
-                delta_layer_of(half.heads),
-                _product(half.inputs),
-                None if half.gates is None else _product(half.gates),
-                _product(half.output),
+                _norm(sublayer.norm),
+                delta_layer_of(sublayer.heads),
+                _product(sublayer.inputs),
+                None if sublayer.gates is None else _product(sublayer.gates),
+                _product(sublayer.output),
             )
         case LatentParts():
             stack.add_latent(
-                _norm(half.norm),
-                latent_layer_of(half.heads),
-                _product(half.first),
-                _norm(half.query_norm),
-                None if half.queries is None else _product(half.queries),
-                _product(half.output),
+                _norm(sublayer.norm),
+                latent_layer_of(sublayer.heads),
+                _product(sublayer.first),
+                _norm(sublayer.query_norm),
+                None if sublayer.queries is None else _product(sublayer.queries),
+                _product(sublayer.output),
             )
         case GatedMLPParts():
-            products = _product(half.gate_up), _product(half.down)
-            stack.add_gated_mlp(_norm(half.norm), *products, half.activation.value)
-            _adapt(stack, half.adapters)
+            products = _product(sublayer.gate_up), _product(sublayer.down)
+            stack.add_gated_mlp(_norm(sublayer.norm), *products, sublayer.activation.value)
+            _adapt(stack, sublayer.adapters)
         case ExpertsParts():
-            stack.add_experts(_norm(half.norm), mixture_of(half))
+            stack.add_experts(_norm(sublayer.norm), mixture_of(sublayer))
         case _:
-            raise AssertionError(f"{type(half).__name__} is not fused")
+            raise AssertionError(f"{type(sublayer).__name__} is not fused")
 
 
 def _adapt(stack: cpp.Stack, adapters: Adapters) -> None:
     stack.set_adapters(*(None if it is None else low_rank_of(it) for it in adapters))
 
 
-def _runs(half: object, begins: bool) -> bool:
-    """Whether C++ can run this half.
+def _runs(sublayer: object, begins: bool) -> bool:
+    """Whether C++ can run this sublayer.
 
     Args:
-        begins: whether it is the first half of the stack.
+        begins: whether it is the first sublayer of the stack.
     """
-    match half:
+    match sublayer:
         case AttentionParts():
-            fits = serves(half.heads) and (begins or not half.needs_sources)
-            fits = fits and half.joint_norms is None and half.query_scales is None
-            fits = fits and (half.heads.norms is not None or half.feeds_attention)
-            fits = fits and (half.norm is None or half.norm.bias is None)
+            fits = serves(sublayer.heads) and (begins or not sublayer.needs_sources)
+            fits = fits and sublayer.joint_norms is None and sublayer.query_scales is None
+            fits = fits and (sublayer.heads.norms is not None or sublayer.feeds_attention)
+            fits = fits and (sublayer.norm is None or sublayer.norm.bias is None)
         case DeltaNetParts():
             fits = True
         case LatentParts():
-            fits = serves_latent(half.heads)
+            fits = serves_latent(sublayer.heads)
         case GatedMLPParts():
             fits = True
         case ExpertsParts():
-            return serves_experts(half)
+            return serves_experts(sublayer)
         case _:
             return False
-    return fits and all(handle_of(weight) is not None for weight, _ in half.products)
+    return fits and all(handle_of(weight) is not None for weight, _ in sublayer.products)
 
 
 def _any_norm(parts: StackParts, num_layers: int) -> Norm | None:
     """A norm of the stream, from these layers or after the last one."""
-    halves = [pair for layer in parts.layers[:num_layers] for pair in layer.halves]
+    sublayers = [pair for layer in parts.layers[:num_layers] for pair in layer.sublayers]
     kinds = AttentionParts | DeltaNetParts | LatentParts | GatedMLPParts | ExpertsParts
-    norms = [half.norm for half, _ in halves if isinstance(half, kinds)]
-    norms += [post_norm.norm for _, post_norm in halves if post_norm is not None]
+    norms = [it.norm for it, _ in sublayers if isinstance(it, kinds)]
+    norms += [post_norm.norm for _, post_norm in sublayers if post_norm is not None]
     norms += [parts.last] if num_layers == len(parts.layers) else []
     return next((norm for norm in norms if norm is not None), None)
 
@@ -199,8 +199,8 @@ def fuse(parts: StackParts) -> FusedOp | None:
         return None
     count, begins = 0, True
     for layer in parts.layers:
-        halves = [half for half, _ in layer.halves]
-        if not all(_runs(half, begins and half is halves[0]) for half in halves):
+        sublayers = [sublayer for sublayer, _ in layer.sublayers]
+        if not all(_runs(it, begins and it is sublayers[0]) for it in sublayers):
             break
         count, begins = count + 1, False
     # A norm has the width of the stream and its dtype.

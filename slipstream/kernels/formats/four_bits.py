@@ -54,7 +54,7 @@ class FourBitMatrix(Weight):
         return self._each_in_columns(lambda tensor, size: pad(tensor, (0, more // size)))
 
     def _each_in_columns(self, change: Callable[[Tensor, int], Tensor]) -> Self:
-        """`change` gets each tensor that has columns, and how many of K one of them stands for."""
+        """`change` gets each tensor with columns, and how many of the K columns each represents."""
 
         def changed(tensor: Tensor) -> Tensor:
             size = 2 if tensor is self.values else self.group

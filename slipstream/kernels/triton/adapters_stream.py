@@ -381,7 +381,7 @@ def add_expanded(
         )
     for index in range(1, chunks):
         slot = _slots(adapters, index * chunk, m0, rows, count, padded, warps)
-        behind = _factors(
+        more_factors = _factors(
             up, adapters, index * chunk, block, rows, width, high, span, gated, rank, padded, chunk,
             warps,
         )  # fmt: skip
@@ -391,7 +391,7 @@ def add_expanded(
                 tile.dtype,
             )  # fmt: skip
             sums = _add_part(
-                sums, tile, behind, slot, value, part, block, width, ends, gated, chunk, parts,
-                warps,
+                sums, tile, more_factors, slot, value, part, block, width, ends, gated, chunk,
+                parts, warps,
             )  # fmt: skip
     return sums

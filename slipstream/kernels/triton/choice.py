@@ -45,12 +45,12 @@ def choose(logits: Tensor, router: Router, tile: int, shared: bool = False) -> C
     block = triton.next_power_of_2(experts)
     choices = torch.empty(rows, places, dtype=torch.int32, device=device)
     weights = torch.empty(rows, places, dtype=torch.float32, device=device)
-    beside = NOT_SHARED if not shared else WEIGHED if width > experts else SHARED
+    sharing = NOT_SHARED if not shared else WEIGHED if width > experts else SHARED
     choose_kernel[(rows,)](
         logits, router.correction, router.gains, choices, weights, logits.stride(0), parts=parts,
         experts=experts, chosen=routing.num_chosen, kind=_KINDS[routing.scores],
         normalised=routing.normalised, scale=routing.scale, groups=routing.num_groups,
-        kept=routing.kept_groups, shared=beside.value, block=block,
+        kept=routing.kept_groups, shared=sharing.value, block=block,
         num_warps=1, **launch.options(device),
     )  # fmt: skip
     if rows <= UNSORTED_ROWS:

@@ -25,7 +25,7 @@ def _at(address, of: tl.constexpr):
 
 @triton.jit
 def _packets(bits, epoch):
-    """int16 or int32 [block], and the epoch in as many bits beside each -> int32 or int64."""
+    """int16 or int32 [block], with the epoch in as many bits added to each -> int32 or int64."""
     half: tl.constexpr = bits.dtype.primitive_bitwidth
     packet: tl.constexpr = tl.int32 if half == 16 else tl.int64
     return (bits.to(packet) << half) | (epoch.to(packet) & ((1 << half) - 1))
@@ -71,7 +71,7 @@ def send(bits, row, column, inside, width, channel, rank: tl.constexpr, size: tl
     for distance in tl.static_range(1, size):
         inbox = channel[(rank + distance) % size]
         tl.store(_at(inbox, value.dtype) + place, value, mask=inside)
-    tl.debug_barrier()  # all have read the epoch, and nothing is written behind the waits
+    tl.debug_barrier()  # all have read the epoch, and nothing is written after the waits
     return epoch
 
 
@@ -86,7 +86,7 @@ def receive(
 
 
 # Where ranks share the columns of a sum, a row of the memory has places for two rows: shares that
-# the other ranks have sent to the owner of theirs, by source, and behind them the whole sum.
+# the other ranks have sent to the owner of theirs, by source, then the whole sum.
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def send_sum(
     for distance in tl.static_range(size):
         inbox = channel[(rank + distance) % size]
         tl.store(_at(inbox, value.dtype) + place, value, mask=inside)
-    tl.debug_barrier()  # nothing is written behind the waits
+    tl.debug_barrier()  # nothing is written after the waits
 
 
 @triton.jit

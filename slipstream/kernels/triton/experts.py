@@ -33,9 +33,9 @@ class Experts:
         values = made.values if isinstance(made, UnreducedSum) else made
         few = values.shape[-2] <= FEW_ROWS or self._linears.invariant
         joins = few and shared is not None and _is_expert(parts, shared)
-        beside = shared if joins else None
+        joined = shared if joins else None
         if few and parts.norm.bias is None:
-            gate = None if beside is None else beside.gate
+            gate = None if joined is None else joined.gate
             rows, total, logits = normed_logits(addend, residual, parts.norm, router, gate)
         else:
             rows, total = normed_rows(addend, residual, parts.norm)
@@ -47,18 +47,18 @@ class Experts:
         gate_up, down = operand(parts.gate_up), operand(parts.down)
         mean = len(x) * routing.num_chosen / routing.num_experts
         tile = grouped.tile_rows(len(x), mean, gate_up, down)
-        choice = choose(logits, router, tile, beside is not None)
+        choice = choose(logits, router, tile, joined is not None)
         active = grouped.multiply(
             _rows(x, gate_up), gate_up, parts.gate_up_bias, choice, x.dtype,
             routing.num_experts, gated=parts.activation, clamp=parts.clamp,
-            shared=None if beside is None else operand(beside.gate_up[0]),
+            shared=None if joined is None else operand(joined.gate_up[0]),
         )  # fmt: skip
         outputs = grouped.multiply(
             _rows(active, down), down, parts.down_bias, choice, torch.float32,
             routing.num_experts, scatters=True, splitting=few,
-            shared=None if beside is None else operand(beside.down[0]),
+            shared=None if joined is None else operand(joined.down[0]),
         )  # fmt: skip
-        if shared is beside:
+        if shared is joined:
             return outputs, total  # the next norm adds them up
         assert shared is not None
         return self._with_shared(outputs, x, shared), total

@@ -5,7 +5,7 @@
 Weights are stored in the order of the tensor cores' operands (`fragments.py`), so that a thread
 dequantizes its part from 16 contiguous bytes, in registers, without going through shared memory
 again. TMA loads them into a ring buffer of `stages` tiles, and gathered rows of x and scales are
-loaded beside them. A sum over k is one chain of steps for any number of rows.
+loaded with them. A sum over k is one chain of steps for any number of rows.
 
 For few pairs, the second product loads its first weights before it waits for its rows. As in
 `grouped_kernels.py`, the first product starts it only after its own wait.
@@ -45,24 +45,24 @@ WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def _fetch_weights(
-    weight, ring, barrier, slot, group, beside, chunk, of_group, chunks: gl.constexpr,
+    weight, ring, barrier, slot, group, up_offset, chunk, of_group, chunks: gl.constexpr,
     more: gl.constexpr, wanted,
 ):  # fmt: skip
-    """Load both halves of a tile of weights, 32 rows each; the second is `beside` groups further.
+    """Load both halves of a tile of weights, 32 rows each; the second `up_offset` groups later.
 
     The barrier also expects `more` bytes, of x."""
     mbarrier.expect(barrier, 2048 * chunks + more, wanted)
     place = ring.index(slot)
     per_row: gl.constexpr = 8 * chunks
     first = (group * of_group + chunk) * 8
-    second = ((group + beside) * of_group + chunk) * 8
+    second = ((group + up_offset) * of_group + chunk) * 8
     _fetch(weight, [first, 0], barrier, place.slice(0, per_row), wanted)
     _fetch(weight, [second, 0], barrier, place.slice(per_row, per_row), wanted)
 
 
 @gluon.jit
 def _fetch_rest(
-    x_tiles, barrier, place0, x_rows, there, scales, ring_x, ring_scales, slot, group, beside,
+    x_tiles, barrier, place0, x_rows, there, scales, ring_x, ring_scales, slot, group, up_offset,
     chunk, end, of_group, chunks: gl.constexpr, words: gl.constexpr, span: gl.constexpr, wanted,
 ):  # fmt: skip
     """Load rows of x, and scales, of the columns from `chunk` on; zeros from column `end` on."""
@@ -83,7 +83,7 @@ def _fetch_rest(
         half = word // (count // 2)
         at = word % (count // 2)
         entry = chunk // span + at // of_entry
-        first = ((group + half * beside) * (of_group // span) + chunk // span).to(gl.int64)
+        first = ((group + half * up_offset) * (of_group // span) + chunk // span).to(gl.int64)
         known = (entry * span < of_group) & wanted
         _fetch_by_thread(ring_scales.index(slot), scales + first * of_entry + at, mask=known)
     async_copy.commit_group()
@@ -210,14 +210,14 @@ def _sum(
     chunks: gl.constexpr = ring_x.shape[2] // columns
     of_x: gl.constexpr = 0 if x_tiles is None else 2 * columns * count * chunks
     group = (base + tile * (32 if gated else 64)) // 32
-    beside = width // 32 if gated else 1
+    up_offset = width // 32 if gated else 1
     first = gl.program_id(2) * part
     last_column = gl.minimum(first + part, depth)
     steps = (last_column - first + columns * chunks - 1) // (columns * chunks)
     first, of_group = first // columns, (depth + columns * span - 1) // (columns * span) * span
     for slot in gl.static_range(stages - 1):
         _fetch_weights(
-            weight, ring, full.index(slot), slot, group, beside, first + slot * chunks, of_group,
+            weight, ring, full.index(slot), slot, group, up_offset, first + slot * chunks, of_group,
             chunks, of_x, slot < steps,
         )  # fmt: skip
     if late:
@@ -231,7 +231,7 @@ def _sum(
     for slot in gl.static_range(stages - 1):
         _fetch_rest(
             x_tiles, full.index(slot), place0, x_rows, there, scales, ring_x, ring_scales, slot,
-            group, beside, first + slot * chunks, last_column, of_group, chunks, words, span,
+            group, up_offset, first + slot * chunks, last_column, of_group, chunks, words, span,
             slot < steps,
         )  # fmt: skip
     sums_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -252,12 +252,12 @@ def _sum(
             pair_scales = chunk_pairs(raw_scales, chunks)
         chunk, wanted = first + (step + stages - 1) * chunks, step + stages - 1 < steps
         _fetch_weights(
-            weight, ring, full.index(last), last, group, beside, chunk, of_group, chunks, of_x,
+            weight, ring, full.index(last), last, group, up_offset, chunk, of_group, chunks, of_x,
             wanted,
         )  # fmt: skip
         _fetch_rest(
             x_tiles, full.index(last), place0, x_rows, there, scales, ring_x, ring_scales, last,
-            group, beside, chunk, last_column, of_group, chunks, words, span, wanted,
+            group, up_offset, chunk, last_column, of_group, chunks, words, span, wanted,
         )  # fmt: skip
         codes = chunk_pairs(raw, chunks)
         tile_x = ring_x.index(now)

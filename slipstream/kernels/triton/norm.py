@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.inboxes import Channel
-from slipstream.kernels.norm import Addend, HalfOutput, Norm, PostNorm, PostNormAddend, UnreducedSum
+from slipstream.kernels.norm import (
+    Addend,
+    Norm,
+    PostNorm,
+    PostNormAddend,
+    SublayerOutput,
+    UnreducedSum,
+)
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.exchange import (
     count,
@@ -112,7 +119,7 @@ def _row_by_shares(
         part = summed_row(addend, theirs, part_stride, there, parts).to(dtype)
         part = part.to(bits, bitcast=True)
         send_share(part, row, own, there, share, epoch, channel, distance, rank, ranks)
-    tl.debug_barrier()  # nothing is written behind the waits
+    tl.debug_barrier()  # nothing is written after the waits
     mine = summed_row(addend, at + rank * share + own, part_stride, there, parts).to(dtype)
     before = None
     if residual is not None:
@@ -281,7 +288,7 @@ class ResidualSum:
         return ResidualSum(values, channel, post_norm, residual, total)
 
 
-def _dtype(addend: HalfOutput, residual: Tensor | None, norm: Norm | None) -> torch.dtype:
+def _dtype(addend: SublayerOutput, residual: Tensor | None, norm: Norm | None) -> torch.dtype:
     """The dtype of the sum."""
     if norm is not None:
         return norm.weight.dtype

@@ -178,7 +178,7 @@ def _kept_mass(
 
 @triton.jit
 def _bounds(group_largest, there, groups, largest, total, inverse, top_k, top_p, min_p, vocab_size):
-    """(logit, weight) that no kept token lies below, from the maxima of groups alone."""
+    """Lower bounds of the (logit, weight) of kept tokens, from only the maxima of groups."""
     lowest_logit, lowest_weight = tl.full((), float("-inf"), tl.float32), min_p
     key = key_of(group_largest)
     one = there.to(tl.int64)

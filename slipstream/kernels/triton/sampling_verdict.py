@@ -210,9 +210,9 @@ def accept_kernel(
             positions, width, chunks, block_k, block_s,
         )  # fmt: skip
     here = column == count
-    behind = tl.where(here, choice, -1).to(tl.int64)
+    after_draft = tl.where(here, choice, -1).to(tl.int64)
     token_ids += request * width + column
-    tl.store(token_ids, tl.where(column < count, drafted, behind), mask=column < width)
+    tl.store(token_ids, tl.where(column < count, drafted, after_draft), mask=column < width)
     tl.store(num_tokens + request, (count + 1).to(tl.int64))
     tl.store(num_accepted + request, count.to(tl.int64))
     if sampled:

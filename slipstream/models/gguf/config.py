@@ -150,7 +150,7 @@ def _rope_scaling(reader: ConfigReader, container: Container, positions: int) ->
         return {**stretch, **{key: value for key, value in given.items() if value is not None}}
     if freqs is not None:
         if kind != "none" or factor not in (0.0, 1.0):
-            raise reader.error("rope.scaling.type", f"is {kind!r} beside {_ROPE_FREQS}")
+            raise reader.error("rope.scaling.type", f"is {kind!r} together with {_ROPE_FREQS}")
         return _from_factors(freqs, reader, positions)
     if kind in ("none", "linear"):
         return None if factor in (0.0, 1.0) else {"rope_type": "linear", "factor": factor}

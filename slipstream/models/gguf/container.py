@@ -83,9 +83,9 @@ def read_container(path: Path) -> Container:
     container = _read(first)
     count = container.metadata.get("split.count", 0)
     if count not in (0, 1) if not others else count != 1 + len(others):
-        told = f"one of {count} parts" if count else "a whole file"
+        kind = f"one of {count} parts" if count else "a whole file"
         raise CheckpointError(
-            f"{first} is {told} by its header, and something else by its name; give it, and all "
+            f"{first} is {kind} by its header, and something else by its name; give it, and all "
             "parts of it, the names that they were published with (...-00001-of-00003.gguf)"
         )
     tensors = dict(container.tensors)
@@ -202,7 +202,7 @@ def _check_layout(
             relation = "overlaps" if tensor.offset < position else "leaves a gap after"
             raise CheckpointError(
                 f"tensor {tensor.name} in {file} starts at byte {tensor.offset} and {relation} "
-                f"{previous}, behind which byte {position} is next; {DAMAGED}"
+                f"{previous}, after which byte {position} is next; {DAMAGED}"
             )
         end, previous = tensor.offset + tensor.nbytes, f"tensor {tensor.name}"
         if end > size:

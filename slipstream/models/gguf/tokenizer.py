@@ -350,9 +350,9 @@ def _add_ends(backend: "tokenizers.Tokenizer", container: Container, kind: str) 
     }
     ids = {role: token_id(container, role) for role, is_asked in asked.items() if is_asked}
     named = [(texts(container)[it], it) for it in ids.values() if it is not None]
-    before = [f"{name}:0" for name, it in named if it == ids.get("bos")]
-    behind = [f"{name}:0" for name, it in named if "eos" in ids and it == ids["eos"]]
+    leading = [f"{name}:0" for name, it in named if it == ids.get("bos")]
+    trailing = [f"{name}:0" for name, it in named if "eos" in ids and it == ids["eos"]]
     if named:
         backend.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A:0", *behind], special_tokens=named
+            single=[*leading, "$A:0", *trailing], special_tokens=named
         )

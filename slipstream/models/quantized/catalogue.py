@@ -26,7 +26,7 @@ FORMATS: Final = {
 }
 QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json; the second is an old name of the first."""
-_BESIDE = "hf_quant_config.json"  # older exports of ModelOpt have the settings only there
+_SETTINGS_FILE = "hf_quant_config.json"  # older exports of ModelOpt have the settings only there
 
 
 _FOR_HEADS = (
@@ -61,10 +61,11 @@ def read_quantization(
     """
     found = [key for key in QUANTIZATION_KEYS if config.get(key)]
     if not found:
-        beside = Path(file).with_name(_BESIDE)
-        if not beside.is_file():
+        settings_file = Path(file).with_name(_SETTINGS_FILE)
+        if not settings_file.is_file():
             return None
-        return _read({**read_json_object(beside), "quant_method": "modelopt"}, beside, "")
+        settings = {**read_json_object(settings_file), "quant_method": "modelopt"}
+        return _read(settings, settings_file, "")
     key, settings = found[0], config[found[0]]
     if not isinstance(settings, Mapping):
         raise CheckpointError(f'{file}: "{key}" must be an object, not {settings!r}')
@@ -77,9 +78,9 @@ def require_format(checkpoint: Checkpoint, name: str) -> None:
     """Raise UsageError unless the checkpoint has the quantised format `name`, which may also be a
     name of one of vLLM's kernels for it."""
     settings = next((checkpoint.config.get(key) for key in QUANTIZATION_KEYS), None)
-    beside = checkpoint.config_file.with_name(_BESIDE).is_file()
+    has_settings_file = checkpoint.config_file.with_name(_SETTINGS_FILE).is_file()
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-    stored = FORMATS.get(str(method)) or (_MODELOPT if beside else None)
+    stored = FORMATS.get(str(method)) or (_MODELOPT if has_settings_file else None)
     if stored != FORMATS[name.removesuffix("_marlin")]:
         raise UsageError(
             f"quantization={name} is how some checkpoints are stored, but {checkpoint.path.name} "

@@ -195,7 +195,7 @@ def _read_activations(group: ConfigReader, format: str, is_float: bool) -> bool:
     if format == _PACKED or floats != is_float or bits != 8:
         raise group.error(
             "input_activations",
-            f"ask for {bits} bits beside weights in {format}, which is not supported",
+            f"ask for {bits} bits with weights in {format}, which is not supported",
         )
     inputs.expect("symmetric", True)
     dynamic = inputs.take("dynamic", bool, False)

@@ -52,7 +52,7 @@ def require_powers(module: StoredModule, scales: str, powers: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Nvfp4Form(StoredForm):
-    """NVFP4 beside `weight_scale`.
+    """NVFP4 in addition to `weight_scale`.
 
     Attributes:
         values, whole: name endings of the values and of the global scale.

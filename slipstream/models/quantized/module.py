@@ -29,7 +29,7 @@ class StackAllocator:
         self.device = device
         self._count = count
         self._tensors: dict[str, Tensor] = {}
-        self._given: dict[str, int] = {}
+        self._num_placed: dict[str, int] = {}
 
     def place(self, ending: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for the next module's tensor with this name ending."""
@@ -38,9 +38,9 @@ class StackAllocator:
         whole = self._tensors.get(ending)
         if whole is None or whole.dtype != dtype:
             whole = torch.empty((self._count, *shape), dtype=dtype, device=self.device)
-            self._tensors[ending], self._given[ending] = whole, 0
-        index = self._given[ending]
-        self._given[ending] = index + 1
+            self._tensors[ending], self._num_placed[ending] = whole, 0
+        index = self._num_placed[ending]
+        self._num_placed[ending] = index + 1
         return whole[index]
 
 
@@ -51,7 +51,7 @@ class StoredModule:
         name: the module's name in the checkpoint.
         path: the checkpoint's directory.
         entries: the module's tensors by the endings of their names.
-        taken: called with (tensor name, entry) for each tensor that is read.
+        on_read: called with (tensor name, entry) for each tensor that is read.
         allocator: memory that tensors are read into.
         separator: text between the module's name and an ending.
     """
@@ -61,13 +61,13 @@ class StoredModule:
         name: str,
         path: Path,
         entries: Mapping[str, TensorEntry],
-        taken: Callable[[str, TensorEntry], None],
+        on_read: Callable[[str, TensorEntry], None],
         allocator: StackAllocator,
         separator: str = ".",
     ) -> None:
         self.name = name
         self._separator = separator
-        self._path, self._entries, self._taken = path, entries, taken
+        self._path, self._entries, self._on_read = path, entries, on_read
         self._allocator = allocator
 
     def __contains__(self, ending: str) -> bool:
@@ -99,7 +99,7 @@ class StoredModule:
         else:
             tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._allocator.device)
         read_into(entry, tensor, raw=True)
-        self._taken(self.full_name(ending), entry)
+        self._on_read(self.full_name(ending), entry)
         return tensor
 
     def take_interleaved(
@@ -122,7 +122,7 @@ class StoredModule:
         for index in range(count):
             read_into(entry.row_range(index, index + 1), some, raw=True)
             tensor[index].copy_(some.view(rows // turns, turns, *rest).transpose(0, 1))
-        self._taken(self.full_name(ending), entry)
+        self._on_read(self.full_name(ending), entry)
         return tensor.flatten(0, 2)
 
     def _entry(
@@ -169,7 +169,7 @@ class StoredModule:
         """Ignore tensors, if present, that do not affect the matrix."""
         for ending in endings:
             if ending in self._entries:
-                self._taken(self.full_name(ending), self._entries[ending])
+                self._on_read(self.full_name(ending), self._entries[ending])
 
     def require_groups(self, columns: int, group: int) -> None:
         """Raise CheckpointError unless `columns` is a multiple of `group`."""

@@ -96,19 +96,19 @@ class QuantizedSource(CheckpointSource):
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
         """See `CheckpointSource`. Some exporters give every quantised module a bias of zeros."""
-        beside = [
+        unneeded = [
             name
             for name in self._unused
             if name.endswith(_OF_CACHES)
             or (name.removesuffix(_BIAS) in self._modules and self._is_zero(name))
         ]
-        super().finish((*ignored, *beside))
+        super().finish((*ignored, *unneeded))
 
     def _joined(self, weights: Sequence[Weight], parts: Sequence[Part]) -> Weight:
         joined = stacked(weights)
         if joined is None:
             logger.info(
-                "%s and the matrices beside it are stored in several ways and become %s",
+                "%s and the matrices stacked with it are stored in several ways and become %s",
                 parts[0].name,
                 self._whole_dtype,
             )

@@ -113,13 +113,13 @@ class HarmonyParser(TokenParser):
         self._header = Header()
         self._part: Part | None = None  # of the open message; None in a header
         self._reader = self._new_reader()
-        self._said: set[Part] = set()  # whose next message begins a new line
+        self._begun_parts: set[Part] = set()  # whose next message begins a new line
         self._has_text = False  # the open message
         self._functions: Collection[str] | None = None
         for token in _open_message(reading.prompt, tokens.start):
             self._take(token)
         self._events.clear()
-        self._said.clear()
+        self._begun_parts.clear()
         self._stops = MarkFinder(reading.stop)
         self._functions = reading.functions
 
@@ -179,13 +179,13 @@ class HarmonyParser(TokenParser):
             self._events.append(CallEnded())
         self._flush_stops()
         if self._part is not None and self._has_text:
-            self._said.add(self._part)
+            self._begun_parts.add(self._part)
         self._part, self._header, self._reader = None, Header(), self._new_reader()
 
     def _write(self, text: str) -> None:
         if not text:
             return
-        if not self._has_text and self._part in self._said and self._part is not Part.CALL:
+        if not self._has_text and self._part in self._begun_parts and self._part is not Part.CALL:
             text = "\n" + text
         self._has_text = True
         if self._part is Part.CALL:
@@ -200,7 +200,7 @@ class HarmonyParser(TokenParser):
 
 
 def _open_message(prompt: Sequence[int], start: int) -> Sequence[int]:
-    """The tokens of the prompt's last message, behind its start token."""
+    """The tokens of the prompt's last message, after its start token."""
     for place in range(len(prompt) - 1, -1, -1):
         if prompt[place] == start:
             return prompt[place + 1 :]
@@ -214,7 +214,7 @@ _FREE = ["body: TEXT"]
 class Harmony:
     """The harmony `OutputFormat`, in which calls are messages to functions.
 
-    Grammars begin behind the assistant's role. They leave reasoning unconstrained, and constrain
+    Grammars begin after the assistant's role. They leave reasoning unconstrained, and constrain
     the text of the last message.
     """
 
@@ -253,13 +253,13 @@ class Harmony:
         if constraints.content is None:
             return StructuredOutput(grammar=constraints.calls)
         # A message in the channel commentary would put text before the structured content.
-        answers = _answers(self.tokens, constraints.functions, asides='"analysis"', final=True)
+        answers = _answers(self.tokens, constraints.functions, channels='"analysis"', final=True)
         return replace(constraints.content, frame="\n".join(answers))
 
     def remember(self, message: dict[str, Any], reasoning: str) -> str:
         content = message.get("content")
         if content and message.get("tool_calls"):
-            # Templates of gpt-oss treat content beside calls as reasoning, and refuse both.
+            # Templates of gpt-oss treat content next to calls as reasoning, and refuse both.
             if not isinstance(content, str):
                 content = "\n".join(part["text"] for part in content)
             reasoning, message["content"] = f"{reasoning}\n{content}", None
@@ -278,32 +278,33 @@ class HarmonyCalls:
         return long_id()
 
     def only_calls(self, functions: Schemas, tokenizer: Tokenizer, several: bool) -> str:
-        return "\n".join(_answers(self.tokens, functions, _ANY_ASIDE, final=False))
+        return "\n".join(_answers(self.tokens, functions, _INNER_CHANNELS, final=False))
 
     def calls_in_text(self, functions: Schemas, tokenizer: Tokenizer) -> str:
-        return "\n".join([*_answers(self.tokens, functions, _ANY_ASIDE, final=True), *_FREE])
+        return "\n".join([*_answers(self.tokens, functions, _INNER_CHANNELS, final=True), *_FREE])
 
 
-_ANY_ASIDE = '("analysis" | "commentary")'
+_INNER_CHANNELS = '("analysis" | "commentary")'
 
 
-def _answers(tokens: HarmonyTokens, functions: Schemas, asides: str, final: bool) -> list[str]:
-    """Lark rules: asides, then a call or the final message, whose text is the rule `body`."""
+def _answers(tokens: HarmonyTokens, functions: Schemas, channels: str, final: bool) -> list[str]:
+    """Lark rules: messages in `channels`, then a call or the final message with the text `body`."""
     channel, message = f"<[{tokens.channel}]>", f"<[{tokens.message}]>"
+    end = f'<[{tokens.end}]> <[{tokens.start}]> "assistant"'
     calls = [f"call_{index}" for index in range(len(functions))]
     rules = [
-        f"start: aside* ({' | '.join([*(['final'] if final else []), *calls])})",
-        f'aside: {channel} {asides} {message} TEXT <[{tokens.end}]> <[{tokens.start}]> "assistant"',
+        f"start: inner* ({' | '.join([*(['final'] if final else []), *calls])})",
+        f"inner: {channel} {channels} {message} TEXT {end}",
         "TEXT: /(.|\\n)*/",
     ]
     if final:
         rules.append(f'final: {channel} "final" {message} body')
     for call, (name, schema) in zip(calls, functions.items(), strict=True):
         recipient = f"to=functions.{name}"
-        behind_channel = f"{channel} {json.dumps(f'commentary {recipient} ')}"
-        behind_role = f'{json.dumps(f" {recipient}")} {channel} "commentary "'
+        after_channel = f"{channel} {json.dumps(f'commentary {recipient} ')}"
+        after_role = f'{json.dumps(f" {recipient}")} {channel} "commentary "'
         rules.append(
-            f"{call}: ({behind_channel} | {behind_role}) <[{tokens.constrain}]> "
+            f"{call}: ({after_channel} | {after_role}) <[{tokens.constrain}]> "
             f'"json" {message} {json_value(schema or ANY_ARGUMENTS)}'
         )
     return rules

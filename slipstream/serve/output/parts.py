@@ -29,7 +29,7 @@ class ParsedOutput:
     Attributes:
         events: new events.
         parts: one for each token that was read; None if the format does not mark parts.
-        stop: the stop string that ended the content, if any; tokens behind it were not read.
+        stop: the stop string that ended the content, if any; tokens after it were not read.
     """
 
     events: Sequence[AnswerEvent]

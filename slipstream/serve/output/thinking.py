@@ -26,7 +26,7 @@ _BREAK = "\n"
 
 
 class Place(Enum):
-    """The parser's state: before the thought, within it, or behind it."""
+    """The parser's state: before the thought, within it, or after it."""
 
     START = "start"
     THOUGHT = "thought"
@@ -61,7 +61,7 @@ class ThinkingParser(TokenParser):
         self._thinks = place is Place.THOUGHT
         self._place = Place.CONTENT if place is Place.CONTENT else Place.START
         self._texts, self._calls = texts, reading.calls
-        self._in_call = self._by_call = False  # by: between its marks, or behind it
+        self._in_call = self._by_call = False  # by: between its marks, or after it
         self._reader = self._new_reader()
         self._held = ""  # at the start: what may begin a mark; in a thought: line breaks
         self._at_edge = True  # of a text: line breaks are not part of it
@@ -291,7 +291,7 @@ class Thinking:
 
 
 def _frame(opening: str, closing: str, begun: bool) -> str:
-    """A frame of `StructuredOutput` for marks that are texts: the rule `body` begins behind the
+    """A frame of `StructuredOutput` for marks that are texts: the rule `body` begins after the
     thought."""
     gap = '("\\n" | "\\n\\n")?'
     first, last = (re.escape(mark).replace("/", "\\/") for mark in (opening, closing))

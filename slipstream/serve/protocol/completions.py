@@ -37,7 +37,7 @@ class CompletionRequest(SamplingFields):
         echo: begin with the prompt; with `max_tokens` 0 nothing is generated.
         logprobs: number of alternatives per token.
         max_tokens: default 16.
-        behind: what stands behind the text that is to be filled in.
+        suffix: the text after the one that is to be filled in.
     """
 
     prompt: Prompts
@@ -45,7 +45,7 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     max_tokens: Count | None = None
-    behind: str | None = Field(default=None, alias="suffix")
+    suffix: str | None = None
     response_format: ResponseFormat | None = None
 
 

@@ -88,9 +88,9 @@ class ResponsesAnswer(Answer[Increments]):
         return self._completed()
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        aside = self._service.aside
+        workers = self._service.workers
         try:
-            begun = await aside(self._response, "in_progress")
+            begun = await workers(self._response, "in_progress")
             yield self._lifecycle("created", begun) + self._lifecycle("in_progress", begun)
             async with aclosing(self._updates()) as updates:
                 async for place, update in updates:
@@ -100,12 +100,12 @@ class ResponsesAnswer(Answer[Increments]):
                         yield self._encode(events)
             status = self._status()
             yield self._encode(self._writer.finish(status))
-            yield self._lifecycle(status, await aside(self._completed))
+            yield self._lifecycle(status, await workers(self._completed))
         except Exception as error:
-            told = stream_error(error)
-            internal = told.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            api_error = stream_error(error)
+            internal = api_error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
             code = "server_error" if internal else "invalid_prompt"
-            failure = {"code": code, "message": told.message}
+            failure = {"code": code, "message": api_error.message}
             yield self._lifecycle("failed", self._response("failed", error=failure))
 
     def _write(self) -> list[Event]:
@@ -113,8 +113,8 @@ class ResponsesAnswer(Answer[Increments]):
         events = []
         for increment in self._increments.taken():
             if self._body.return_speculation:
-                told = self._increments.reader.speculation(increment.delta, increment.parts)
-                self._tokens += told["tokens"]
+                speculation = self._increments.reader.speculation(increment.delta, increment.parts)
+                self._tokens += speculation["tokens"]
             events += self._writer.write(increment)
         return events
 
@@ -180,7 +180,7 @@ class ResponsesAnswer(Answer[Increments]):
     def _response_usage(self) -> dict[str, Any]:
         usage = self._usage()
         cached = usage.prompt_tokens_details
-        told = {
+        counts = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": cached.cached_tokens if cached else 0,
@@ -192,7 +192,7 @@ class ResponsesAnswer(Answer[Increments]):
             },
             "total_tokens": usage.total_tokens,
         }
-        return told if usage.speculation is None else {**told, "speculation": usage.speculation}
+        return counts if usage.speculation is None else {**counts, "speculation": usage.speculation}
 
     def _encode(self, events: Sequence[Event]) -> bytes:
         """Encode events for the stream."""

@@ -79,7 +79,7 @@ class ResponsesEndpoints:
         run, before = service.pool_for(body.input), None
         if earlier is not None:
             before = earlier.messages
-            run = service.beside_images if earlier.has_images else run
+            run = service.image_workers if earlier.has_images else run
         messages, chat_body, chat = await run(self._prepare, body, before)
         reader = chat.reader(service, chat_body)
         store = None if body.store is False else self._store

@@ -71,14 +71,14 @@ class OutputWriter:
             done = "response.function_call_arguments.done"
             events = [self._event(done, arguments=text)]
         else:
-            told = {}
+            fields = {}
             if item["type"] == "message":
                 self._take_logprobs()
-                told["logprobs"] = self._logprobs
+                fields["logprobs"] = self._logprobs
             part = _part(item["type"], text, self._logprobs)
             item["content"] = [part]
             events = [
-                self._event(f"response.{part['type']}.done", content_index=0, text=text, **told),
+                self._event(f"response.{part['type']}.done", content_index=0, text=text, **fields),
                 self._event("response.content_part.done", content_index=0, part=part),
             ]
         item["status"] = status
@@ -98,9 +98,9 @@ class OutputWriter:
             events.append(self._event(added, content_index=0, part=_part(kind, "", [])))
         self._texts.append(text)
         if text:
-            told = {"logprobs": self._take_logprobs()} if kind == "message" else {}
+            fields = {"logprobs": self._take_logprobs()} if kind == "message" else {}
             type = f"response.{_TEXTS[kind][1]}.delta"
-            events.append(self._event(type, content_index=0, delta=text, **told))
+            events.append(self._event(type, content_index=0, delta=text, **fields))
         return events
 
     def _open(self, prefix: str, fields: Mapping[str, Any]) -> list[Event]:
@@ -109,9 +109,9 @@ class OutputWriter:
 
     def _take_logprobs(self) -> list[Any]:
         """Take the logprobs that were not sent yet; they belong to the open message."""
-        told, self._new_logprobs = self._new_logprobs, []
-        self._logprobs += told
-        return told
+        taken, self._new_logprobs = self._new_logprobs, []
+        self._logprobs += taken
+        return taken
 
     def _event(self, type: str, **fields: Any) -> Event:
         """An event about the open item."""

@@ -94,8 +94,8 @@ class Literals:
         body = [f"/({_in_slashes(limit)}){end}/" for limit in limits]
         if token is None:
             body.append(f"~/(?s:.*){found}(?s:.+)/")
-        behind = "" if token is None else f" <[{token}]>"
-        return f"{rule}: {name}{behind}\n{name}: {' & '.join(body)}"
+        end_token = "" if token is None else f" <[{token}]>"
+        return f"{rule}: {name}{end_token}\n{name}: {' & '.join(body)}"
 
     def _special(self, text: str) -> int | None:
         token = self._tokenizer.token_to_id(text)

@@ -44,8 +44,8 @@ GLM45: Final = _format(
     "<arg_value>",
 )
 
-# <tool_call><function=NAME>, <parameter=KEY>VALUE</parameter>, and closing tags. Another family has
-# tags of another name around the rest.
+# <tool_call><function=NAME>, <parameter=KEY>VALUE</parameter>, and closing tags. One family has
+# another name in place of tool_call.
 QWEN3_CODER: Final = _format(
     "qwen3_coder",
     Tags(

@@ -43,7 +43,7 @@ class LiteralScanner:
         self._num_quotes = 0  # at the end of the text so far, in a string
 
     def scan(self, text: str) -> int:
-        """The index behind the literal's text in further text."""
+        """The index after the literal's end in further text."""
         for place, letter in enumerate(text):
             if self._opening and letter == self._quote[0]:
                 self._quote += letter
@@ -141,8 +141,8 @@ class PythonicParser:
 
     def finish(self) -> Sequence[ToolEvent]:
         began_no_call = self._read == self._read_start
-        behind = self._read == self._read_end and self._held.strip() not in ("", END)
-        return [Content(self._held)] if self._held and (began_no_call or behind) else []
+        after_end = self._read == self._read_end and self._held.strip() not in ("", END)
+        return [Content(self._held)] if self._held and (began_no_call or after_end) else []
 
     def _read_start(self, text: str) -> str:
         self._held += text
@@ -260,13 +260,13 @@ def _listed(rule: str, needed: Sequence[bool], rules: list[str]) -> str:
     others = [f"{rule}_{index}" for index, it in enumerate(needed) if not it]
     if first:
         return ' ", " '.join(first) + "".join(f' (", " {it})?' for it in others)
-    behind = [f"{rule}_behind_{index}" for index in range(len(others))]
+    rest = [f"{rule}_after_{index}" for index in range(len(others))]
     choices = []
     for index, other in enumerate(others):
-        more = f" {behind[index + 1]}" if index + 1 < len(others) else ""
+        more = f" {rest[index + 1]}" if index + 1 < len(others) else ""
         choices.append(other + more)
         if index:
-            rules.append(f'{behind[index]}: (", " {other})?{more}')
+            rules.append(f'{rest[index]}: (", " {other})?{more}')
     return f"({' | '.join(choices)})?" if choices else ""
 
 

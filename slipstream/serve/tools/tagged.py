@@ -18,7 +18,7 @@ from slipstream.serve.tools.typed_arguments import as_json, types_of
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 _STRING = frozenset({"string"})
-_MOST_WITHIN = 32  # tags in an argument's JSON: each has it read again
+_MOST_WITHIN = 32  # tags in an argument's JSON, which is read again after each
 _NAME = re.compile(r"([a-zA-Z0-9_.-]{0,64})\s*")
 
 

@@ -42,34 +42,35 @@ def write_with_tools(
     plain = _as_text(messages)
     if not tools:
         return write(plain)
-    told = _INSTRUCTIONS.replace("TOOLS", "\n".join(_json(tool) for tool in tools))
+    instructions = _INSTRUCTIONS.replace("TOOLS", "\n".join(_json(tool) for tool in tools))
     try:
-        text = write(_with_system(plain, told))
-        if told in text:
+        text = write(_with_system(plain, instructions))
+        if instructions in text:
             return text
     except UsageError:
         pass
-    text = write(_with_first_user(plain, told))
-    if told not in text:
+    text = write(_with_first_user(plain, instructions))
+    if instructions not in text:
         raise UsageError(
-            "the chat template of this model knows no tools, and leaves out the message that tells "
-            "them; leave tools out, or give the model a template that knows them"
+            "the chat template of this model does not support tools, and drops the message that "
+            "describes them; leave tools out, or use a chat template that supports them"
         )
     return text
 
 
-def _with_system(messages: Messages, told: str) -> Messages:
+def _with_system(messages: Messages, instructions: str) -> Messages:
     first, *others = messages
     if first["role"] != "system":
-        return [{"role": "system", "content": told}, *messages]
-    return [{**first, "content": _joined(first["content"], f"\n\n{told}")}, *others]
+        return [{"role": "system", "content": instructions}, *messages]
+    return [{**first, "content": _joined(first["content"], f"\n\n{instructions}")}, *others]
 
 
-def _with_first_user(messages: Messages, told: str) -> Messages:
+def _with_first_user(messages: Messages, instructions: str) -> Messages:
     found = [*messages]
     for place, message in enumerate(found):
         if message["role"] == "user":
-            found[place] = {**message, "content": _joined(f"{told}\n\n", message["content"])}
+            content = _joined(f"{instructions}\n\n", message["content"])
+            found[place] = {**message, "content": content}
             break
     return found
 

@@ -60,7 +60,7 @@ class CombinationConfig:
 
 
 def read_options(options: Options) -> CombinationConfig:
-    """Each drafter takes the options that it has alone; those that look up also `min_match`."""
+    """Each drafter takes its own options; those that look up matches also `min_match`."""
     listed = options.take("drafters")
     if not isinstance(listed, list | tuple) or len(listed) < 2:
         raise UsageError(
@@ -76,7 +76,7 @@ def read_options(options: Options) -> CombinationConfig:
     if whole is not None and most > whole:
         raise UsageError(
             f"speculative_config: one of drafters is to guess {most} tokens and all together "
-            f"{whole}; raise the num_speculative_tokens beside drafters, or lower the one inside"
+            f"{whole}; raise the num_speculative_tokens next to drafters, or lower the one inside"
         )
     most = whole or most
     counts = (*(member.given or most for member in members[:-1]), of_last)
@@ -98,13 +98,13 @@ def _read_member(given: Any, index: int, is_last: bool) -> Choice:
     if choice.adaptive:
         raise UsageError(
             "speculative_config: num_speculative_tokens is chosen for all drafters together; give "
-            f'"{AUTO}" beside drafters'
+            f'"{AUTO}" next to drafters'
         )
     options.finish(f"{choice.name} (number {index + 1} of drafters)")
     return choice
 
 
-def _fill_min_match(options: Options, has_others_behind: bool) -> None:
+def _fill_min_match(options: Options, has_followers: bool) -> None:
     """Set the shortest match: `min_match` is one key for all drafters that look up, with another
     default if other drafters follow."""
     name = options.peek("method") or options.peek("model")
@@ -119,7 +119,7 @@ def _fill_min_match(options: Options, has_others_behind: bool) -> None:
         )
     longest = options.peek(longest_key)
     default = min(DEFAULT_MIN_MATCH, longest) if isinstance(longest, int) else DEFAULT_MIN_MATCH
-    if asked is not None or has_others_behind:
+    if asked is not None or has_followers:
         options.fill(shortest_key, default if asked is None else asked)
 
 
@@ -131,7 +131,7 @@ def load(config: CombinationConfig, target: TargetModel) -> LoadedDrafter:
         if not member.limits.is_lookup:
             raise UsageError(
                 f"speculative_config: {name} has a guess for every request, so that the drafters "
-                "behind it are never asked; put it last"
+                "after it are never asked; put it last"
             )
     on_device = [member.limits.on_device for member in loaded]
     if on_device != sorted(on_device):
@@ -258,8 +258,8 @@ class CombinedDrafter(Drafter):
             wanted = torch.minimum(wanted, (member.limits.max_model_len - known).clamp_min(0))
         reads_along: Tensor | int = 0 if member.limits.is_lookup else 1
         if reads_along and batch.exact and self._leaves_out:
-            behind = known - member.drafter.cached_tokens(batch.slots)
-            reads_along = (behind > MOST_BEHIND).to(torch.int64)
+            missing = known - member.drafter.cached_tokens(batch.slots)
+            reads_along = (missing > MOST_BEHIND).to(torch.int64)
         wanted = torch.where(taken, wanted.clamp_max(reads_along), wanted)
         return batch.asking_for(wanted, min(batch.width, member.count))
 

@@ -20,7 +20,7 @@ from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.layers.attention import Attention
-from slipstream.layers.layer import HalfInput
+from slipstream.layers.layer import SublayerInput
 from slipstream.layers.linear import column_linear
 from slipstream.layers.norm import rms_norm
 from slipstream.layers.parameters import Part
@@ -170,7 +170,7 @@ def read_block_config(
         from_anchor: the default of `DFlashConfig.from_anchor`.
         free_windows: whether sliding windows are not causal within a block by default.
     """
-    _refuse_beside(checkpoint)
+    _refuse_extra_weights(checkpoint)
     reader = head_reader(checkpoint)
     keys = BlockKeys(reader)
     for key, type_read in _NOT_READ.items():
@@ -217,7 +217,7 @@ def read_block_config(
 _SHIFTED = ("sample_from_anchor", "shift_label")
 
 
-def _refuse_beside(checkpoint: HeadCheckpoint) -> None:
+def _refuse_extra_weights(checkpoint: HeadCheckpoint) -> None:
     """Raise CheckpointError if there is a file of weights that is not supported."""
     file = checkpoint.path / "mask_embedding.pt"
     if file.exists():
@@ -236,10 +236,10 @@ def _entered_layers(keys: BlockKeys) -> tuple[int, ...] | None:
     for key, ids in ((_LAYERS, outputs), (_ENTERED, entered)):
         if ids and (not all(type(index) is int for index in ids) or len(set(ids)) < len(ids)):
             raise reader.error(key, f"must be a list of layer numbers, each once, not {ids}")
-    behind = [index + 1 for index in outputs or ()]
-    if behind and entered and behind != entered:
+    following = [index + 1 for index in outputs or ()]
+    if following and entered and following != entered:
         raise reader.error(_ENTERED, f"and {_LAYERS} (plus one) differ; remove one of them")
-    return tuple(entered or behind) or None
+    return tuple(entered or following) or None
 
 
 def _causal_flag(keys: BlockKeys, free_windows: bool | None) -> bool | None:
@@ -288,7 +288,7 @@ class DFlashNetwork(HeadNetwork):
         `caches` must already hold the context. The draft blocks' keys and values are written to
         the slots of `inputs`, and are valid during this pass only.
         """
-        stream = HalfInput(self.embedded(token_ids))
+        stream = SublayerInput(self.embedded(token_ids))
         for layer, cache, causal in zip(self._layers, caches, self._causal, strict=True):
             own = replace(inputs, sees=replace(inputs.sees, causal=causal))
             stream, _ = layer.apply(self._ops, stream, own, cache)

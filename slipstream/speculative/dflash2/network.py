@@ -1,6 +1,6 @@
-"""DFlash2: DFlash with convolutions around each half of a layer, and a selector of candidates.
+"""DFlash2: DFlash with convolutions around each sublayer of a layer, and a selector of candidates.
 
-    half of a layer: h = norm(x);  x += conv_1(half(conv_0(h)))
+    sublayer of a layer: h = norm(x);  x += conv_1(sublayer(conv_0(h)))
     conv_s(y)_r = sum over t of (base_s[t] + delta_s,t(h_r)) * y_(r - t), over rows of r's block
     candidates of position i: the k most probable tokens c by u_i = logits of row i
     score_i(c) = u_i(c) + sum of P[previous token] * (W h_i) * S[c]
@@ -122,10 +122,10 @@ def _read_own(keys: BlockKeys) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class BlockConvolutions:
-    """The two convolutions around one half of a layer.
+    """The two convolutions around one sublayer of a layer.
 
     Attributes:
-        base: [2, taps, H], the kernels of the convolutions before and after the half.
+        base: [2, taps, H], the kernels of the convolutions before and after the sublayer.
         deltas: H -> 2 * taps * groups, a row's addends to both kernels.
     """
 
@@ -180,13 +180,13 @@ class DFlash2Network(DFlashNetwork):
         layers, vocab_size = config.layers, config.layers.vocab_size
         self._convolutions = [
             [
-                BlockConvolutions.read(source, f"model.layers.{index}.{half}_conv", config)
-                for half in ("attention", "mlp")
+                BlockConvolutions.read(source, f"model.layers.{index}.{sublayer}_conv", config)
+                for sublayer in ("attention", "mlp")
             ]
             for index in range(layers.num_layers)
         ]
         name = "candidate_selector"
-        self._before, self._after = (
+        self._predecessors, self._successors = (
             source.table([Part(f"{name}.{book}_codebook", vocab_size)], config.rank).values
             for book in ("predecessor", "successor")
         )
@@ -220,7 +220,7 @@ class DFlash2Network(DFlashNetwork):
     def _entered(
         self, stream: Tensor, norm: Norm, around: BlockConvolutions, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The kernels of the convolution after a half, and the half's input [T, H]."""
+        """The kernels of the convolution after a sublayer, and the sublayer's input [T, H]."""
         normed = self._ops.norm(stream, None, norm)[0]
         entering, leaving = around.kernels(self._ops, normed)
         return leaving, convolve(normed, entering, offsets)
@@ -248,13 +248,13 @@ class DFlash2Network(DFlashNetwork):
         read = self._ops.joined_linear(
             [(hidden.flatten(0, 1).contiguous(), None)], *self._projection.product
         )
-        after = self._after[candidates]  # [R K, k, rank]
+        after = self._successors[candidates]  # [R K, k, rank]
         best, candidates, read, after = (
             values.view(*shape, *values.shape[1:]) for values in (best, candidates, read, after)
         )
 
         def place(index: int, last: Tensor) -> tuple[Tensor, None]:
-            pairs = (self._before[last] * read[:, index]).unsqueeze(1) * after[:, index]
+            pairs = (self._predecessors[last] * read[:, index]).unsqueeze(1) * after[:, index]
             scores = best[:, index] + pairs.float().sum(-1)
             alone = scores.new_full((len(last), logits.shape[-1]), -torch.inf)
             column, is_own = columns.places(candidates[:, index], alone)

@@ -63,7 +63,7 @@ class ContextDrafter(Drafter):
 
     def prepare(self, batch: Batch) -> None:
         """Compute missing tokens of requests that miss more than a round can compute itself."""
-        behind: list[int] = []
+        lagging: list[int] = []
         left = self._state.max_model_len if self._joins_late else 1  # missing after a prompt
         for item in batch.requests:
             slot = item.request.slot
@@ -75,16 +75,16 @@ class ContextDrafter(Drafter):
                 self._missing[slot] = left
             elif item.request.guide is not None:
                 if self._is_behind_grammar(item):
-                    behind.append(slot)
+                    lagging.append(slot)
             elif not item.num_draft_tokens:
                 self._missing[slot] += 1
             else:
                 if self._missing[slot] > self._most_missing:
-                    behind.append(slot)
+                    lagging.append(slot)
                 self._missing[slot] = self._left_by or item.num_draft_tokens + 1
         # The first pass of an exact round may have any number of rows.
-        if behind and self._resources.captured:
-            self._catch_up(behind, self._most_missing)
+        if lagging and self._resources.captured:
+            self._catch_up(lagging, self._most_missing)
 
     def _is_behind_grammar(self, item: ScheduledRequest) -> bool:
         """Whether a request with a grammar misses more than a round can compute. The grammar may

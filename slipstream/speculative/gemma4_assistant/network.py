@@ -11,7 +11,7 @@ and only the tokens of the clusters with the likeliest centroids get logits.
 The first row of a draft reads the target's hidden state of the last computed token and the newest
 token; each further row reads the assistant's own hidden state and the draft token before it. All
 rows have the position of the newest token and attend to the target's cache, but not to each other.
-So the assistant has no cache of its own, and rejected drafts leave nothing behind.
+So the assistant has no cache of its own, and rejected drafts leave nothing to undo.
 """
 
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ from slipstream.models.catalogue import decoder_config
 from slipstream.models.config_keys import read_switched_windows
 from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.modules_beside import OWN_DRAFTER_KEYS
+from slipstream.models.own_drafter import OWN_DRAFTER_KEYS
 from slipstream.models.quantized.catalogue import refuse_quantized
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from slipstream.models.modules_beside import own_drafter_tensors
+from slipstream.models.own_drafter import own_drafter_tensors
 from slipstream.speculative.method import CheckpointSigns, Method
 
 

@@ -15,7 +15,7 @@ from slipstream.layers.norm import LayerNorms
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.modules_beside import OWN_DRAFTER_KEYS, appended_layers, own_drafter_tensors
+from slipstream.models.own_drafter import OWN_DRAFTER_KEYS, appended_layers, own_drafter_tensors
 from slipstream.models.quantized.catalogue import read_quantization
 from slipstream.models.quantized.module import StoredQuantization
 from slipstream.models.safetensors_file import TensorEntry

@@ -5,7 +5,7 @@ is the target's hidden states of `pard2_target_layers`, concatenated. The layers
 into what transformers calls hidden_states: i is the residual stream that enters layer i, and the
 last one, n or -1, what leaves the final norm. `target_proj` lies in warp_model.bin.
 
-The projected feature of every computed token is stored by slot, beside the drafter's keys and
+The projected feature of every computed token is stored by slot, next to the drafter's keys and
 values. So the features of cached tokens are also available after a prefix cache hit and after steps
 without drafts.
 """
@@ -136,7 +136,7 @@ def _read(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
     if not file.is_file():
         raise CheckpointError(
             f"{checkpoint.path} has no {WEIGHTS}, which holds the projection of the target's "
-            "features; download it beside the model"
+            "features; download it to the model's directory"
         )
     stored = read_pickled(file)
     for name, tensor in tensors.items():

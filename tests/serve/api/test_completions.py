@@ -33,7 +33,7 @@ def streamed(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> dict
             whole[-1] = chunk.usage
         for piece in chunk.choices:
             own = whole[piece.index]
-            assert own["finish_reason"] is None, "nothing comes behind the end"
+            assert own["finish_reason"] is None, "nothing comes after the end"
             own["text"] += piece.text
             own["finish_reason"] = piece.finish_reason
             own["stop_reason"] = piece.stop_reason

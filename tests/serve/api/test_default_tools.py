@@ -75,7 +75,7 @@ def test_tools_stand_in_the_system_message() -> None:
         text = write_with_tools(write, HISTORY, [WEATHER])
         assert text.startswith("[user]# Tools")
         assert "\n\nWhat time is it?[assistant]" in text
-    with pytest.raises(UsageError, match="leaves out the message"):
+    with pytest.raises(UsageError, match="drops the message"):
         write_with_tools(lambda _: "nothing", HISTORY, [WEATHER])
 
 

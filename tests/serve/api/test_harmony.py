@@ -42,7 +42,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def script(live: Live, text: str) -> dict[str, str]:
-    """The field that makes the model write this, which ends behind it."""
+    """The field that makes the model write this, which ends after it."""
     words = []
     for word in re.split(r"(<\|\w+\|>)", text):
         token = live.model.tokenizer.token_to_id(word) if word.startswith("<|") else None
@@ -224,7 +224,7 @@ def test_effort_and_history_reach_the_template(client: openai.OpenAI, live: Live
         "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>sunny" in text
     )
     assert text.endswith("<|start|>assistant")
-    # What stood before the call goes with the thoughts, and both are gone behind a final message.
+    # What stood before the call goes with the thoughts, and both are gone after a final message.
     history[1] = {**history[1], "content": [{"type": "text", "text": "Let me see."}]}
     assert f"{THINK}Hm.\nLet me see.<|end|>" in rendered(live, client, history, tools=[WEATHER])
     history += [{"role": "assistant", "content": "Sunny.", "reasoning": "Good."}, *MESSAGES]
@@ -295,11 +295,11 @@ def test_grammars_of_calls_and_final_messages(live: Live) -> None:
     assert framed is not None
     early = f"{THINK}a {{b}}\n{NEXT}"
     told = f"<|channel|>commentary<|message|>Wait.{NEXT}"
-    behind_role = " to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>"
+    after_role = " to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>"
     for text, where in (
         (f"{CALL}{rome}", (only, amid, framed)),
         (f"{early}{early}{CALL}{rome}", (only, amid, framed)),
-        (f"{early}{behind_role}{rome}", (only, amid, framed)),
+        (f"{early}{after_role}{rome}", (only, amid, framed)),
         (f"{early}{told}{CALL}{rome}", (only, amid)),
         (f"{CALL.replace('get_weather', 'now')}{{}}", (only, amid, framed)),
         (f"{CALL.replace('get_weather', 'never')}{{}}", ()),

@@ -79,7 +79,7 @@ def read(
             f"{THINK}a{NEXT}{TELL}Let me see.{NEXT}{THINK}b{NEXT}{CALL}" + '{"x": 1}<|call|>',
             ("a\nb", "Let me see.", ['now{"x": 1}']),
         ),
-        # The recipient stands behind the role; no type; no arguments; several calls.
+        # The recipient stands after the role; no type; no arguments; several calls.
         (" to=functions.now<|channel|>commentary<|message|>{}<|call|>", ("", "", ["now{}"])),
         (f"{CALL}<|call|>", ("", "", ["now{}"])),
         (

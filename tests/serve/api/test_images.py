@@ -225,17 +225,17 @@ def test_what_was_read_is_kept_in_bounded_memory(
 def test_images_that_are_no_longer_kept_leave_no_objects(
     live: Live, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many objects live behind 30 images and 30 others as behind the first."""
+    """As many objects live after 30 images and 30 others as after the first."""
     monkeypatch.setattr(live.engine.images, "_cache_bytes", 1)
     kinds = (SpanEmbeddings, torch.Tensor, Image.Image, Request, EncodedPrompt)
 
-    def alive_behind(seed: int) -> Counter[type]:
+    def alive_after(seed: int) -> Counter[type]:
         for image in images(30, seed):
             ask(client, message({"url": url_of(image)}, "w5"))
         gc.collect()
         return Counter(type(it) for it in gc.get_objects() if type(it) in kinds)
 
-    assert alive_behind(20) == alive_behind(21)
+    assert alive_after(20) == alive_after(21)
 
 
 def test_a_client_that_leaves_while_its_image_is_read_leaves_nothing(

@@ -295,7 +295,7 @@ def test_arguments_become_the_input(pieces: tuple[str, ...], read: dict[str, Any
     writer, nothing = BlockWriter(told), Delta(0, "", [], None, [], None, None)
     while not writer.ended:
         writer.collect(nothing)
-    writer.collect(nothing)  # behind the end nothing is read
+    writer.collect(nothing)  # after the end nothing is read
     call = {"type": "tool_use", "id": "id", "name": "f", "input": read}
     assert writer.whole() == [call, {"type": "text", "text": "a"}]
     assert writer.stop_reason == "tool_use"

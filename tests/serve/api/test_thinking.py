@@ -42,7 +42,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def script(text: str) -> dict[str, str]:
-    """The field that makes the model write this, which ends behind it."""
+    """The field that makes the model write this, which ends after it."""
     tokens = {mark: f"<[{token}]>" for token, mark in MARKS.items()}
     words = [tokens.get(it) or json.dumps(it) for it in re.split(r"(</?\w+>)", text) if it]
     return {"guided_grammar": "start: " + " ".join(words)}

@@ -1,4 +1,5 @@
-// The kinds of halves that a stack of decoder layers runs: what each makes of normed rows.
+// The kinds of sublayers in a stack of decoder layers. A sublayer is a mixer (attention, delta net)
+// or a feed-forward part, with its norm.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@
 
 namespace slipstream {
 
-// Numbers that a row has in each buffer while a half runs; `wide` and `narrow` are its own.
+// Numbers per row in each buffer while a sublayer runs; what `wide` and `narrow` hold is up to it.
 struct Widths {
     int64_t normed = 0, wide = 0, narrow = 0;
 
@@ -25,13 +26,13 @@ struct Widths {
     }
 };
 
-// Buffers of one pass, each of so many rows; `addend` and `stream` are as wide as the stream.
+// Buffers of one pass, with one row per token; `addend` and `stream` are as wide as the stream.
 struct Buffers {
     char *normed, *wide, *narrow, *addend, *stream;
 };
 
-// What halves need to know of a pass, and names of its parts for a profiler. A feed-forward half may
-// compute some of its rows only: `count` of them, which have these adapters.
+// What sublayers need to know of a pass, and labels for a profiler. The last sublayer may compute
+// only `count` of the rows; `adapters` are those of these rows.
 struct PassView {
     bool is_bf16;
     const AttentionRows& rows;
@@ -68,42 +69,42 @@ inline void take(Product& product, const LowRankFactors* adapters) {
     product.adapters = adapters;
 }
 
-// A half of a layer: `normed` rows to `addend` rows. Pointers lead to objects that Python keeps
-// alive with the stack.
-class Half {
+// Computes `addend` rows from `normed` rows. Pointers lead to objects that Python keeps alive with
+// the stack.
+class Sublayer {
   public:
-    // `beside` is the norm of a second input, only where the stream begins.
-    Half(const NormWeight& norm, const NormWeight& beside, bool keeps_normed)
-        : norm(norm), beside(beside), keeps_normed(keeps_normed) {}
-    virtual ~Half() = default;
+    // `second_norm`: of a second input, which only the first sublayer of a stack may have.
+    Sublayer(const NormWeight& norm, const NormWeight& second_norm, bool keeps_normed)
+        : norm(norm), second_norm(second_norm), keeps_normed(keeps_normed) {}
+    virtual ~Sublayer() = default;
 
     virtual Widths widths() const = 0;
     virtual int64_t stream_width() const = 0;
-    // The sizes of its attention, whose cache it is given; null for a half without one.
+    // The sizes of its attention, which reads a KV cache; null for a sublayer without attention.
     virtual const AttentionShape* cached() const { return nullptr; }
-    // The sizes of its gated delta net; null for a half without one.
+    // The sizes of its gated delta net; null for a sublayer without one.
     virtual const DeltaShape* recurrent() const { return nullptr; }
-    // Of such a half, until others come.
+    // Sets the states of a gated delta net, which are used until the next call.
     virtual void take_states(const DeltaCacheView&) {}
-    // Of its first and its last product; null where rows add nothing. Once, before it runs.
+    // Sets the adapters of its first and its last product; null: none. Called once, before `run`.
     virtual void take_adapters(const LowRankFactors* first, const LowRankFactors* last) {
-        require(!first && !last, "this kind of half has no adapters");
+        require(!first && !last, "this kind of sublayer has no adapters");
     }
     virtual void run(const PassView& pass, const CacheView* cache) const = 0;
 
-    const NormWeight norm, beside;
+    const NormWeight norm, second_norm;
     const bool keeps_normed;
-    // How the addend joins the stream: (stream + its norm) * factor.
-    NormWeight behind{};
+    // stream = (stream + post_norm(addend)) * factor
+    NormWeight post_norm{};
     float factor = 1.0f;
 };
 
-class AttentionHalf final : public Half {
+class AttentionSublayer final : public Sublayer {
   public:
-    AttentionHalf(const NormWeight& norm, const NormWeight& beside, bool keeps_normed,
-                  const AttentionShape& shape, const Product& qkv, const Product& output)
-        : Half(norm, beside, keeps_normed), shape_(shape), qkv_(qkv), output_(output) {
-        require(qkv.columns() == stream_width() + beside.columns &&
+    AttentionSublayer(const NormWeight& norm, const NormWeight& second_norm, bool keeps_normed,
+                      const AttentionShape& shape, const Product& qkv, const Product& output)
+        : Sublayer(norm, second_norm, keeps_normed), shape_(shape), qkv_(qkv), output_(output) {
+        require(qkv.columns() == stream_width() + second_norm.columns &&
                     qkv.rows() == shape.columns() && output.columns() == shape.query_columns(),
                 "the matrices of an attention layer do not fit each other");
     }
@@ -142,12 +143,13 @@ class AttentionHalf final : public Half {
     Product qkv_, output_;
 };
 
-class DeltaNetHalf final : public Half {
+class DeltaNetSublayer final : public Sublayer {
   public:
-    // Without `gates`, `inputs` makes them as well.
-    DeltaNetHalf(const NormWeight& norm, const DeltaShape& shape, const Product& inputs,
-                 const Product& gates, const Product& output)
-        : Half(norm, {}, false), shape_(shape), inputs_(inputs), gates_(gates), output_(output) {
+    // Without `gates`, the rows of `inputs` include those of the gates.
+    DeltaNetSublayer(const NormWeight& norm, const DeltaShape& shape, const Product& inputs,
+                     const Product& gates, const Product& output)
+        : Sublayer(norm, {}, false), shape_(shape), inputs_(inputs), gates_(gates),
+          output_(output) {
         const int64_t values = shape.num_value_heads * shape.value_dim;
         const int64_t rows = inputs.rows() + (gates.weight ? gates.rows() : 0);
         require(inputs.columns() == stream_width() && output.columns() == values &&
@@ -198,12 +200,12 @@ class DeltaNetHalf final : public Half {
     DeltaCacheView cache_{};
 };
 
-class LatentHalf final : public Half {
+class LatentSublayer final : public Sublayer {
   public:
-    // Without `queries`, `first` makes them itself.
-    LatentHalf(const NormWeight& norm, const Latent& layer, const Product& first,
-               const NormWeight& query_norm, const Product& queries, const Product& output)
-        : Half(norm, {}, false), layer_(layer), first_(first), query_norm_(query_norm),
+    // Without `queries`, `first` computes the queries as well.
+    LatentSublayer(const NormWeight& norm, const Latent& layer, const Product& first,
+                   const NormWeight& query_norm, const Product& queries, const Product& output)
+        : Sublayer(norm, {}, false), layer_(layer), first_(first), query_norm_(query_norm),
           queries_(queries), output_(output) {
         const LatentShape& shape = layer.shape();
         const int64_t rows = int64_t{shape.num_heads} * shape.query_dim();
@@ -235,10 +237,10 @@ class LatentHalf final : public Half {
         call.query_stride = call.latent_stride = first_.rows();
         if (queries_.weight) {
             char* normed = buffers.wide + pass.num_rows() * first_.rows() * bytes;
-            char* made = normed + pass.num_rows() * queries_.columns() * bytes;
+            char* queries = normed + pass.num_rows() * queries_.columns() * bytes;
             norm_queries(pass, normed);
-            multiply(queries_, normed, pass, made);
-            call.queries = made;
+            multiply(queries_, normed, pass, queries);
+            call.queries = queries;
             call.query_stride = queries_.rows();
         }
         {
@@ -268,11 +270,11 @@ class LatentHalf final : public Half {
     const Product queries_, output_;
 };
 
-class GatedMlpHalf final : public Half {
+class GatedMlpSublayer final : public Sublayer {
   public:
-    GatedMlpHalf(const NormWeight& norm, const Product& gate_up, const Product& down,
-                 Activation activation)
-        : Half(norm, {}, false), gate_up_(gate_up), down_(down), activation_(activation) {
+    GatedMlpSublayer(const NormWeight& norm, const Product& gate_up, const Product& down,
+                     Activation activation)
+        : Sublayer(norm, {}, false), gate_up_(gate_up), down_(down), activation_(activation) {
         require(gate_up.columns() == down.rows() && gate_up.rows() == 2 * down.columns(),
                 "the matrices of a feed-forward layer do not fit each other");
     }
@@ -309,10 +311,10 @@ class GatedMlpHalf final : public Half {
     const Activation activation_;
 };
 
-class ExpertsHalf final : public Half {
+class ExpertsSublayer final : public Sublayer {
   public:
-    ExpertsHalf(const NormWeight& norm, const Experts& experts)
-        : Half(norm, {}, false), experts_(experts) {}
+    ExpertsSublayer(const NormWeight& norm, const Experts& experts)
+        : Sublayer(norm, {}, false), experts_(experts) {}
 
     Widths widths() const override { return {experts_.width(), 0, 0}; }
     int64_t stream_width() const override { return experts_.width(); }
