@@ -44,7 +44,9 @@ def store_rows(rows: Tensor, slots: Tensor, pages: Tensor) -> None:
     if bool((slots < 0).any()):
         written = slots >= 0
         slots, rows = slots[written], rows[written]
-    pages[slots // pages.shape[1], slots % pages.shape[1]] = rows.to(pages.dtype)
+    places = slots // pages.shape[1], slots % pages.shape[1]
+    # A view that is made here, since gradients may go through it.
+    pages.view_as(pages).index_put_(places, rows.to(pages.dtype))
 
 
 def _rounded(rows: Tensor, pages: torch.dtype) -> Tensor:
