@@ -227,8 +227,9 @@ void commit(const Tables& tables, const Array& slots_in, const Array& new_in,
     }
 }
 
-// `pages` [num_pages, blocks, block_size, heads, numbers], of any type and strides. A node never stands before
-// its new place, and its old one is read before anything is written there, as the ways rise.
+// `pages` [num_pages, blocks, block_size, heads, numbers], of any type and strides. A node never
+// stands before its new place, and its old one is read before anything is written there, as the
+// ways rise.
 void keep_path(const Tables& tables, const Array& slots_in, const Array& roots_in,
                const Array& path_in, const Array& counts_in, const Array& pages_in,
                bool windowed) {

@@ -56,9 +56,9 @@ class KVPool:
 
     Attributes:
         pages: [2 * layers, num_blocks, block_size, num_kv_heads, stored_dim], with strides as
-            `Kernels.splits_heads` says. Pages are not
-            cleared, since no slot is read before it is written. If layers with a window have their
-            own blocks, there are `num_window_blocks` and the null block instead.
+            `Kernels.splits_heads` says. Pages are not cleared, since no slot is read before it is
+            written. If layers with a window have their own blocks, there are `num_window_blocks`
+            and the null block instead.
         layers: (keys, values) of each layer, views of `pages`.
     """
 

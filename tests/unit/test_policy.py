@@ -299,3 +299,10 @@ def test_probes_cost_little_and_go_on(form: str, size: int) -> None:
     assert taken < 1.5 * PROBE_SHARE * plain * len(counts)
     for first in range(0, len(counts) - 400, 200):
         assert any(any(it) for it in counts[first : first + 400])
+
+
+@pytest.mark.parametrize(("chance", "timed"), [(0.6, True), (1.0, False)])
+def test_plain_steps_are_timed_unless_drafts_are_far_better(chance: float, timed: bool) -> None:
+    server = serve(adaptive(MIDDLE, EXACT), MIDDLE, EXACT, [always(chance)] * 2, 1000)
+    plain = [not any(counts) for counts in server.counts[100:]]
+    assert sum(plain) in ((3, 6) if timed else (0,))
