@@ -120,6 +120,10 @@ class TestTriton:
             (64, (48, 96), 600, 20, 5),
             (33, (100,), 1100, 40, 3),
             (2, (30, 70), 40, 130, 2),  # a slot has several chunks
+            (7, (40, 56, 72), 128, 16, 3),  # of whole groups, with tiles of several parts
+            (33, (104,), 1152, 48, 3),
+            (64, (48, 96), 640, 32, 12),
+            (2, (32, 168), 64, 144, 2),
         ],
         ids=str,
     )
@@ -158,7 +162,8 @@ class TestTriton:
         moved = product(x[:1], Adapted(made, torch.zeros_like(slots[:1])))
         assert torch.equal(moved[0], found[0])
 
-    def test_the_ops_of_a_layer_apply_them(self) -> None:
+    @pytest.mark.parametrize("columns, width, rank", [(24, 40, 4), (128, 96, 16)])
+    def test_the_ops_of_a_layer_apply_them(self, columns: int, width: int, rank: int) -> None:
         pytest.importorskip("triton", reason="it is there for Linux only")
         from slipstream.kernels.formats.dense import DenseMatrix
         from slipstream.kernels.norm import Activation
@@ -167,10 +172,10 @@ class TestTriton:
         from slipstream.kernels.triton import TRITON
 
         dtype = torch.float16
-        x, residual = rows_of(6, 24, 5, dtype), rows_of(6, 24, 6, dtype)
-        weight = DenseMatrix(rows_of(40, 24, 7, dtype) / 5)
-        norm = Norm(torch.ones(24, dtype=dtype, device=DEVICE), 1e-5)
-        adapted = Adapted(factors((20, 40), 24, 4, dtype), adapters_of(6))
+        x, residual = rows_of(6, columns, 5, dtype), rows_of(6, columns, 6, dtype)
+        weight = DenseMatrix(rows_of(width, columns, 7, dtype) / columns**0.5)
+        norm = Norm(torch.ones(columns, dtype=dtype, device=DEVICE), 1e-5)
+        adapted = Adapted(factors((width // 2, width), columns, rank, dtype), adapters_of(6))
         given = x, residual, norm, weight, None
         for ops in ("norm_linear", "norm_gated_linear"):
             own = (Activation.SILU, adapted) if "gated" in ops else (adapted,)
