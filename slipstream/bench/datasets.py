@@ -3,6 +3,7 @@
 import gzip
 import importlib
 import json
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,7 +61,9 @@ def _text(file: Path) -> str:
         if file.suffix == ".gz":
             data = gzip.decompress(data)
         return data.decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UsageError(f"cannot read the prompts in {file}: {error.strerror or error}") from None
+    except (EOFError, UnicodeDecodeError, zlib.error) as error:
         raise UsageError(f"cannot read the prompts in {file}: {error}") from None
 
 

@@ -91,10 +91,12 @@ class CheckpointFacts:
 
     @property
     def _architecture(self) -> str | None:
-        names = self.checkpoint.config.get("architectures")
+        from slipstream.models.config_reader import architecture_names
+
+        names = architecture_names(self.checkpoint.config)
         if self.config is not None and (self.head is None or not names):
             return self.config.architecture
-        return str(names[0]) if names else None
+        return names[0] if names else None
 
     @property
     def _trained_tokens(self) -> int | None:

@@ -21,6 +21,8 @@ from slipstream.layers.parameters import (
     require_positive,
 )
 
+_MOST_EXPERTS = 1 << 16  # a sanity limit: the parts of all experts are listed before they are read
+
 
 @dataclass(frozen=True)
 class ExpertNames:
@@ -94,6 +96,10 @@ class ExpertsSpec:
             require_positive(swiglu_limit=self.clamp.limit, swiglu_alpha=self.clamp.alpha)
         if self.shared_size is not None:
             require_positive(shared_expert_intermediate_size=self.shared_size)
+        if routing.num_experts > _MOST_EXPERTS:
+            raise InvalidSizesError(
+                f'"num_experts" is {routing.num_experts}, but at most {_MOST_EXPERTS} work'
+            )
         in_group, rest = divmod(routing.num_experts, routing.num_groups)
         if rest or (routing.num_groups > 1 and in_group < 2):
             raise InvalidSizesError(

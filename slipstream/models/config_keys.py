@@ -214,7 +214,7 @@ def read_layer_types(
     if names is None:
         return None
     for name in names:
-        if name not in types:
+        if not isinstance(name, str) or name not in types:
             raise reader.error(
                 "layer_types", f"holds {name!r}, but only {', '.join(types)} are supported"
             )

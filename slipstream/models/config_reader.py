@@ -2,11 +2,12 @@
 user's overrides into a config."""
 
 import json
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-from slipstream.core.errors import CheckpointError
+from slipstream.core.errors import CheckpointError, UsageError
 
 T = TypeVar("T")
 
@@ -170,12 +171,17 @@ class ConfigReader:
 
     def _typed(self, key: str, value: object, kind: type[T]) -> T:
         # JSON writes 10000.0 as 10000 too, and true is an int in Python but not in JSON.
+        if type(value) is int and kind in (int, float) and abs(value) > _LARGEST[kind]:
+            raise self.error(key, f"must be {_KINDS[kind]} of ordinary size, not {_shown(value)}")
         if kind is float and type(value) is int:
             return cast(T, float(value))
         if (isinstance(value, bool) and kind is not bool) or not isinstance(value, kind):
             raise self.error(key, f"must be {_KINDS[kind]}, not {_shown(value)}")
         return value
 
+
+# JSON's integers have no bound; sizes and their products would overflow.
+_LARGEST: Final[dict[type, float]] = {int: 2**31 - 1, float: sys.float_info.max}
 
 _KINDS: Final[dict[type, str]] = {
     bool: "true or false",
@@ -197,6 +203,12 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def architecture_names(config: Mapping[str, Any]) -> list[str]:
+    """The names in `architectures`; none if it is missing or not a list."""
+    names = config.get("architectures")
+    return list(map(str, names)) if isinstance(names, list) else []
+
+
 _OLD, _NEW = "rope_scaling", "rope_parameters"
 _ROPE_KINDS = {"rope_type", "type"}
 _OF_EVERY_KIND = ("rope_theta", "partial_rotary_factor")
@@ -208,11 +220,18 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     RoPE parameters may be given under either key, and replace those under the key that the config
     has. If they name a RoPE type, the config's own parameters are dropped, except those that all
     types have.
+
+    Raises:
+        UsageError: the given RoPE parameters are not an object.
     """
     result, given = dict(config), dict(overrides)
+    for key in (_OLD, _NEW):
+        if not isinstance(given.get(key) or {}, Mapping):
+            raise UsageError(f"hf_overrides: {key} must be an object, not {_shown(given[key])}")
     rope = {**(given.pop(_OLD, None) or {}), **(given.pop(_NEW, None) or {})}
     name = _NEW if _NEW in config else _OLD
-    inner: Mapping[str, Any] = config.get(name) or {}
+    found = config.get(name)
+    inner: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
     if "rope_theta" in inner and "rope_theta" in given:
         rope.setdefault("rope_theta", given.pop("rope_theta"))
     if rope:

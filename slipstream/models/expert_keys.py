@@ -114,7 +114,7 @@ def _read_dense_layers(reader: ConfigReader, num_layers: int, num_dense: int) ->
     types = reader.take("mlp_layer_types", list, [])
     if not types:
         return [layer < first for layer in range(num_layers)]
-    if len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+    if len(types) != num_layers or any(kind not in ("dense", "sparse") for kind in types):
         raise reader.error(
             "mlp_layer_types", f'must be "dense" or "sparse" for {num_layers} layers'
         )

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from slipstream.core.errors import CheckpointError
 from slipstream.kernels.experts import Routing
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import ToFloat8
@@ -36,6 +37,7 @@ logger = logging.getLogger("slipstream")
 # (name, columns) of a matrix -> its quantisation method, or None
 FormOf = Callable[[str, int], Rounding | None]
 
+_MOST_NUMBERS = 1 << 60  # of a matrix: torch counts bytes in 64 bits
 NOWHERE = torch.device("meta")  # the device of tensors with shapes but no data
 
 
@@ -273,6 +275,11 @@ class Shapes:
 
 def _unfilled(parts: Sequence[Part], columns: int) -> DenseMatrix:
     rows = sum(part.rows for part in parts)
+    if rows * columns > _MOST_NUMBERS:
+        raise CheckpointError(
+            f"{parts[0].name} is part of a matrix of {rows} x {columns} numbers; correct the sizes "
+            "in config.json"
+        )
     return DenseMatrix(torch.empty((rows, columns), device=NOWHERE))
 
 

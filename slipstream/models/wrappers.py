@@ -7,6 +7,8 @@ prefix. Tensors of towers and projectors are ignored here.
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from slipstream.models.config_reader import architecture_names
+
 _INNER = "text_config"
 _WRAPPED = "ForConditionalGeneration"
 # Keys of the outer config that override `text_config`; `_OF_EITHER` only fill in missing ones.
@@ -27,8 +29,8 @@ _NOT_LANGUAGE: Final = (
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's config: taken from `text_config`, or `config` itself without one."""
-    inner, names = config.get(_INNER), config.get("architectures")
-    wraps = isinstance(names, list) and len(names) == 1 and str(names[0]).endswith(_WRAPPED)
+    inner, names = config.get(_INNER), architecture_names(config)
+    wraps = len(names) == 1 and names[0].endswith(_WRAPPED)
     if not wraps or not isinstance(inner, Mapping):
         return config
     whole = {key: config[key] for key in (*_OF_THE_WHOLE, _TIED) if key in config}

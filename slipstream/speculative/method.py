@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.models.config_reader import architecture_names
+
 
 @dataclass(frozen=True)
 class CheckpointSigns:
@@ -24,7 +26,7 @@ class CheckpointSigns:
 
     @property
     def architectures(self) -> frozenset[str]:
-        return frozenset(map(str, self.config.get("architectures") or ()))
+        return frozenset(architecture_names(self.config))
 
     def has_tensors(self, prefix: str) -> bool:
         return any(name.startswith(prefix) for name in self.names)

@@ -174,6 +174,14 @@ def test_broken_parquet_and_missing_files_are_refused(tmp_path: Path) -> None:
         read_dataset("mt-bench", None)
 
 
+def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
+    data = gzip.compress(b"x" * 99)
+    for broken in (b"zip", data[:20], data[:10] + b"\xff" + data[11:]):  # no block is of kind 3
+        (tmp_path / "p.jsonl.gz").write_bytes(broken)
+        with pytest.raises(UsageError, match="cannot read the prompts"):
+            read_dataset("custom", tmp_path / "p.jsonl.gz")
+
+
 def test_random_prompts_have_the_lengths_asked_and_are_drawn_by_seed() -> None:
     shape = RandomShape(input_tokens=10, output_tokens=20, spread=0.5, prefix=3)
     prompts = draw_random(40, shape, 7, Letters(), as_text=False)

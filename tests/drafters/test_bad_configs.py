@@ -112,6 +112,7 @@ CONFIGS: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
         "vocabulary": ({"vocab_size": 99}, "vocabulary of 99 tokens and the target has 96"),
         "width": ({"hidden_size": 64}, "reads features of 64 numbers and the target's have 48"),
         "unknown key": ({"spin": 3}, '"spin" is unknown'),
+        "kind that is no text": ({"model_type": ["x"], "spin": 3}, '"spin" is unknown'),
         "shape": ({"intermediate_size": 72}, r"has shape \[80, 48\]"),
     },
     "gemma4_assistant": {

@@ -53,6 +53,7 @@ CASES: list[tuple[dict[str, Any], set[str], str]] = [
         {*BASE, "model.layers.2.eh_proj.weight"},
         "draft_model",
     ),
+    ({**QWEN, "architectures": 7}, BASE, "draft_model"),  # refused where the config is read
 ]
 
 

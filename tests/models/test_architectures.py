@@ -24,6 +24,7 @@ from slipstream.models.catalogue import ARCHITECTURES, read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
+from slipstream.models.precision import layer_matrices
 from tests.models.delta_cases import HYBRID
 from tests.models.gemma_cases import GEMMA
 from tests.models.latent_cases import LATENT
@@ -444,6 +445,7 @@ def test_other_maths_are_refused_by_name(architecture: str, key: str, value: Any
         ("MixtralForCausalLM", "num_local_experts", {"num_local_experts": ...}),
         ("MixtralForCausalLM", "num_experts_per_tok", {"num_experts_per_tok": 7}),
         ("MixtralForCausalLM", "norm_topk_prob", {"norm_topk_prob": True}),
+        ("Glm4MoeForCausalLM", "mlp_layer_types", {"mlp_layer_types": [[]] * 3}),
         ("MixtralForCausalLM", "shared_expert_gate", {"shared_expert_gate": True}),
         ("Qwen2ForCausalLM", "mlp_bias", {"mlp_bias": True}),
         (
@@ -538,6 +540,9 @@ def test_sizes_are_needed_and_sane(architecture: str, key: str) -> None:
             "names GPT2LMHeadModel; supported are .*Glm4Moe.*, GptOss.*, MiMo.*, Qwen2.*, Qwen3",
         ),
         ({"architectures": [["x"]]}, '"architectures"'),
+        ({"architectures": 7}, '"architectures" must be a list, not 7'),
+        ({"layer_types": [{}] * 3}, '"layer_types" holds {}, but only'),
+        ({"rms_norm_eps": 10**400}, '"rms_norm_eps" must be a number of ordinary size, not 1000'),
     ],
 )
 def test_contradictions(changes: Json, message: str) -> None:
@@ -565,6 +570,21 @@ def test_a_config_of_absurdly_many_layers_or_positions_is_refused_at_once(
 ) -> None:
     with pytest.raises(CheckpointError, match=f'"{key}" is 1000000000, but at most {most} work'):
         read_decoder_config(tiny("LlamaForCausalLM", **{key: 1_000_000_000}))
+
+
+def test_a_config_of_absurdly_many_experts_is_refused_at_once() -> None:
+    with pytest.raises(
+        CheckpointError, match='"num_experts" is 1000000000, but at most 65536 work'
+    ):
+        read_decoder_config(tiny("MixtralForCausalLM", num_local_experts=1_000_000_000))
+
+
+def test_matrices_with_more_bytes_than_torch_counts_are_refused() -> None:
+    config = read_decoder_config(
+        tiny("LlamaForCausalLM", num_attention_heads=10**9, head_dim=10**9)
+    )
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight is part of .* x 24 numbers"):
+        list(layer_matrices(config, torch.float32, None))
 
 
 # Checkpoints

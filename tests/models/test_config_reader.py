@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.core.errors import CheckpointError
-from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader
+from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.models.config_reader import HARMLESS_KEYS, ConfigReader, overridden
 
 
 def reader(**config: Any) -> ConfigReader:
@@ -35,6 +35,8 @@ def test_an_integer_is_a_number_too() -> None:
         (1.0, int, "an integer"),
         (True, int, "an integer"),
         (True, float, "a number"),
+        (10**400, float, "a number of ordinary size"),
+        (2**31, int, "an integer of ordinary size"),
         ("1", int, "an integer"),
         (1, bool, "true or false"),
         (1, str, "a text"),
@@ -119,3 +121,11 @@ def test_any_value_can_be_taken() -> None:
     assert config.take_any("key") is True
     assert config.take_any("other") is None
     config.finish()
+
+
+@pytest.mark.parametrize("value", [3, "x", [1]])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rope_parameters_that_are_no_object(key: str, value: Any) -> None:
+    assert overridden({key: value}, {"rope_theta": 2.0}) == {key: value, "rope_theta": 2.0}
+    with pytest.raises(UsageError, match=f"hf_overrides: {key} must be an object, not "):
+        overridden({}, {key: value})

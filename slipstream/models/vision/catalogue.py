@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.config_reader import architecture_names
 from slipstream.models.vision.gemma3 import Gemma3Family
 from slipstream.models.vision.gemma4 import Gemma4Family
 from slipstream.models.vision.qwen3_vl import Qwen3VLFamily, qwen3_5_family
@@ -21,7 +22,8 @@ VISION: Final = "vision_config"
 def image_family(checkpoint: Checkpoint) -> ImageFamily | None:
     """The image family of a checkpoint; None if the model has no supported image input."""
     config = checkpoint.whole_config
-    family = _FAMILIES.get(str((config.get("architectures") or [None])[0]))
+    names = architecture_names(config)
+    family = _FAMILIES.get(names[0]) if names else None
     if family is None or not isinstance(config.get(VISION), dict):
         return None
     return family(checkpoint)

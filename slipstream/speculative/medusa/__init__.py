@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from slipstream.models.config_reader import architecture_names
 from slipstream.speculative.method import Method
 
 # Names of tensors; `checkpoint.py` has the canonical ones.
@@ -22,8 +23,8 @@ def own_head(index: int) -> str:
 
 def names_medusa(config: Mapping[str, Any], tensor_names: Collection[str]) -> bool:
     """Whether a checkpoint holds Medusa heads."""
-    architectures = config.get("architectures") or []
-    if config.get("model_type") == "medusa" or any("Medusa" in str(it) for it in architectures):
+    architectures = architecture_names(config)
+    if config.get("model_type") == "medusa" or any("Medusa" in it for it in architectures):
         return True
     if "medusa_num_heads" in config or "medusa_num_layers" in config:
         return True

@@ -1,7 +1,9 @@
 """`mtp`: multi-token prediction modules, trained with the target, mostly in its checkpoint."""
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
+from slipstream.models.config_reader import architecture_names
 from slipstream.models.own_drafter import own_drafter_tensors
 from slipstream.speculative.method import CheckpointSigns, Method
 
@@ -12,12 +14,10 @@ def holds_language_model(names: Collection[str]) -> bool:
     return any(name.removeprefix("model.").startswith("layers.") for name in rest)
 
 
-def is_module_config(config: Mapping[str, object]) -> bool:
+def is_module_config(config: Mapping[str, Any]) -> bool:
     """Whether a config.json describes MTP modules only, as engines and trainers write it."""
-    architectures = config.get("architectures")
-    names = architectures if isinstance(architectures, list) else []
     return str(config.get("model_type")).endswith("_mtp") or any(
-        str(name).endswith(("MTP", "MTPModel", "MTPDraftModel")) for name in names
+        name.endswith(("MTP", "MTPModel", "MTPDraftModel")) for name in architecture_names(config)
     )
 
 

@@ -307,9 +307,10 @@ def _require_known(checkpoint: MtpCheckpoint) -> None:
         for kind, marks in _OTHER_LAYERS.items()
         if any(mark in name for name in checkpoint.tensor_names for mark in marks)
     ]
-    if inner.get("model_type") in WITH_EXPERTS:
+    model_type = str(inner.get("model_type"))
+    if model_type in WITH_EXPERTS:
         what = [kind for kind in what if kind != _EXPERTS]
-    if inner.get("model_type") in _WITH_LATENT:
+    if model_type in _WITH_LATENT:
         what = [kind for kind in what if kind != _LATENT]
     if checkpoint.quantization is not None:
         what = [kind for kind in what if kind != _QUANTISED]
