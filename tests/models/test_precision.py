@@ -376,7 +376,13 @@ def test_matrices_that_no_group_divides_are_rounded_to_int8(
     assert "model.layers.0.mlp.down_proj.weight has 80 columns" in caplog.text
 
 
-@pytest.mark.parametrize("quantization", INTEGERS)
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        *("int8", "int8-dynamic", "int4-g128-asym"),
+        *(pytest.param(it, marks=pytest.mark.full) for it in ("int4", "int4-g128", "int4-asym")),
+    ],
+)
 def test_greedy_output_of_integers_is_the_same_with_a_drafter(
     twins: tuple[str, str], quantization: str
 ) -> None:
