@@ -1,5 +1,6 @@
 """Shared by all tests."""
 
+import atexit
 import functools
 import gc
 import os
@@ -71,14 +72,9 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.enable()
-        gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # else libraries complain that theirs were never freed
         gc.set_threshold(20_000, 20, 20)  # steps make many objects, and few circles
-
-
-def pytest_sessionfinish() -> None:
-    """Else libraries complain that theirs were never freed."""
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """The sizes of the KV cache and of other memory, and the log of derived values."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from slipstream.cache.spec import CacheLayout
 from slipstream.cache.window_blocks import most_blocks_held
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
-from slipstream.models.loading import MemoryCheck
+from slipstream.models.loading import MemoryCheck, RoundedBytes
 from slipstream.runner.memory import (
     DeviceMemory,
     Item,
@@ -50,7 +50,7 @@ class WeightRoom:
     def __init__(self, device: torch.device, reasons: Reasons) -> None:
         self._device, self._reasons = device, reasons
 
-    def check(self, name: str, size: int, rounded: Mapping[str, int], pending: int = 0) -> None:
+    def check(self, name: str, size: int, rounded: RoundedBytes | None, pending: int = 0) -> None:
         """A `MemoryCheck`, which also notes the size in `Reasons`."""
         require_weights(device_memory(self._device), name, size, rounded, pending)
         self._reasons.add(f"weights of {name}", gigabytes(size), "as they are multiplied by")
@@ -58,7 +58,7 @@ class WeightRoom:
     def with_pending(self, pending: int) -> MemoryCheck:
         """The check for a model after which another of `pending` bytes will be loaded."""
 
-        def check(name: str, size: int, rounded: Mapping[str, int]) -> None:
+        def check(name: str, size: int, rounded: RoundedBytes | None) -> None:
             self.check(name, size, rounded, pending)
 
         return check

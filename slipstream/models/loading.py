@@ -59,9 +59,11 @@ KEPT_FORMATS: Final[frozenset[type[Weight]]] = frozenset(
 
 # (name, size, unit) -> a context manager; call its value with each amount that has been loaded.
 ProgressBar = Callable[[str, int, str], AbstractContextManager[Progress]]
-# (model name, bytes of its weights, bytes with each value of `quantization`): called before weights
-# are allocated; raises UsageError if they do not fit. The mapping is empty for quantised weights.
-MemoryCheck = Callable[[str, int, Mapping[str, int]], None]
+# The bytes of a model's weights with a value of `quantization`.
+RoundedBytes = Callable[[str], int]
+# (model name, bytes of its weights, bytes once quantised): called before weights are allocated;
+# raises UsageError if they do not fit. The last is None for weights that are quantised already.
+MemoryCheck = Callable[[str, int, RoundedBytes | None], None]
 # (model name, the checkpoint's quantization): raises an error if the format cannot be used.
 StoredCheck = Callable[[str, StoredQuantization], None]
 
@@ -75,7 +77,7 @@ def no_progress_bar(name: str, size: int, unit: str) -> AbstractContextManager[P
     return nullcontext(no_progress)
 
 
-def no_memory_check(name: str, size: int, rounded: Mapping[str, int]) -> None:
+def no_memory_check(name: str, size: int, rounded: RoundedBytes | None) -> None:
     """Check nothing."""
 
 
@@ -147,9 +149,10 @@ def load_decoder(
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
     if stored is not None:
         options.stored_check(checkpoint.path.name, stored)
-    size, rounded = decoder_bytes(checkpoint, config, options), {}
+    size = decoder_bytes(checkpoint, config, options)
+    rounded: RoundedBytes | None = None
     if options.quantization is None and stored is None:
-        rounded = {name: weight_bytes(config, options.dtype, name) for name in PRECISIONS}
+        rounded = partial(weight_bytes, config, options.dtype)
     # Replicated parameters (norms, biases) are small enough to ignore.
     options.memory_check(checkpoint.path.name, _rank_bytes(config, options, size), rounded)
     if stored is not None:

@@ -1,6 +1,6 @@
 """Available memory, the memory that steps need, and the resulting size of the KV cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -216,12 +216,16 @@ def no_room_error(
 
 
 def require_weights(
-    memory: DeviceMemory, name: str, size: int, rounded: Mapping[str, int], pending: int = 0
+    memory: DeviceMemory,
+    name: str,
+    size: int,
+    rounded: Callable[[str], int] | None,
+    pending: int = 0,
 ) -> None:
     """Raise UsageError if a model's weights are larger than the free memory.
 
     Args:
-        rounded: the weights' bytes by `quantization` method; empty if they are quantised already.
+        rounded: gives the bytes with a value of `quantization`; None: they are quantised already.
         pending: bytes of another model that will be loaded afterwards.
     """
     needed = size + pending
@@ -230,7 +234,7 @@ def require_weights(
     for_target = f" and {gigabytes(pending)} for the target" if pending else ""
     ways = ["a smaller model"]
     for quantization in ("fp8" if memory.is_gpu else "int8", "int4"):
-        taken = rounded.get(quantization)
+        taken = None if rounded is None else rounded(quantization)
         if taken is not None and taken + pending <= memory.free:
             ways.insert(0, f"quantization={quantization}, which takes {gigabytes(taken)}")
             break

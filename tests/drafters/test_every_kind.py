@@ -1,7 +1,7 @@
 """What holds for a drafter of any kind: prefix hits, pauses, preemption, lengths, many requests.
 
 An ordinary run tries a fifth of the cases of each kind, so that every case is tried with several
-kinds; the rest is for `scripts/test --all`.
+kinds; the rest is for `scripts/test --all`, and so are kinds that keep the blocks of another one.
 """
 
 from dataclasses import replace
@@ -18,6 +18,8 @@ from tests.drafters.recording import assert_drafts_are, record_drafts
 from tests.padded_steps import use_padded_steps
 from tests.stopping_policy import use_stopping_policy
 
+# They extend dflash, pard and mtp: what a request leaves in a cache is kept by the same code.
+EXTENDED = ("dflash2", "dspark", "pard2", "mtp_modules")
 TO_THE_END = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 
@@ -34,7 +36,9 @@ def kinds(tiny_target: str, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return Made()
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(
+    params=[pytest.param(it, marks=pytest.mark.full) if it in EXTENDED else it for it in KINDS]
+)
 def kind(request: pytest.FixtureRequest, kinds: dict[str, Kind]) -> Kind:
     return kinds[request.param]
 

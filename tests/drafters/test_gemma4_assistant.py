@@ -55,8 +55,15 @@ def test_drafts_are_the_oracles(
     check(tiny_target, folder, monkeypatch)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("kinds", [(SLIDING, FULL, SLIDING, FULL), (SLIDING,)])
+@pytest.mark.parametrize(
+    ("kinds", "padded"),
+    [
+        ((SLIDING, FULL, SLIDING, FULL), True),
+        ((SLIDING,), False),
+        pytest.param((SLIDING, FULL, SLIDING, FULL), False, marks=pytest.mark.full),
+        pytest.param((SLIDING,), True, marks=pytest.mark.full),
+    ],
+)
 def test_layers_read_the_last_layer_like_them(
     kinds: tuple[str, ...], padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "venv"
 
 
+@pytest.mark.full  # six processes
 @pytest.mark.usefixtures("_known_bandwidth")
 def test_peers_are_measured_beside_us(
     twins: tuple[Path, Path], stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

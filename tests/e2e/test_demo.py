@@ -51,7 +51,13 @@ def plain() -> dict[str, list[RequestOutput]]:
     }
 
 
-@pytest.mark.parametrize("drafter", ACCEPTANCE_LENGTHS)
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param(it, marks=pytest.mark.full) if it in ("demo/p-eagle", "demo/pard") else it
+        for it in ACCEPTANCE_LENGTHS
+    ],
+)
 def test_greedy_text_is_the_plain_text(drafter: str, plain: dict[str, list[RequestOutput]]) -> None:
     llm = make(drafter, "float32")
     outputs = llm.generate(prompts(8), GREEDY)

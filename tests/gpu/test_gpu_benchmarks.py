@@ -51,15 +51,22 @@ def test_only_near_ties_may_differ_and_only_where_that_is_allowed(
     assert row.failed is failed
 
 
-@pytest.mark.parametrize("mode", ["greedy", pytest.param("coupled", marks=pytest.mark.full)])
-def test_all_pairs_are_compared(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line = f"--device cpu --tiny --depths 3 --length 8 --cpu --mode {mode}"
+@pytest.mark.parametrize(
+    ("pairs", "mode"),
+    [
+        ("demo", "greedy"),
+        pytest.param("demo,twin,moe", "greedy", marks=pytest.mark.full),
+        pytest.param("demo,twin,moe", "coupled", marks=pytest.mark.full),
+    ],
+)
+def test_all_pairs_are_compared(pairs: str, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"--device cpu --tiny --depths 3 --length 8 --cpu --pairs {pairs} --mode {mode}"
     assert gpu_lossless.main(line.split()) == 0
-    out = capsys.readouterr().out
-    assert "30 runs, 0 failed; differences: 0 near ties, 0 others" in out
+    out, count = capsys.readouterr().out, len(pairs.split(","))
+    assert f"{10 * count} runs, 0 failed; differences: 0 near ties, 0 others" in out
     assert "+0.00% apart" in out
     strict = [row for row in out.splitlines() if row.endswith("ok, same")]
-    assert len(strict) == 3 * 5 + 3 * 2  # with batch_invariant all, else drafts in equal batches
+    assert len(strict) == count * (5 + 2)  # with batch_invariant all, else drafts in equal batches
 
 
 def test_a_prompt_is_timed(capsys: pytest.CaptureFixture[str]) -> None:

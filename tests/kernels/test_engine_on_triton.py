@@ -65,7 +65,13 @@ def generate(target: str, drafter: str, k: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("method", "k"), [("p-eagle", 8), ("dflash", 7), ("eagle3", 3), ("eagle", 3)]
+    ("method", "k"),
+    [
+        ("p-eagle", 8),
+        ("eagle3", 3),
+        pytest.param("dflash", 7, marks=pytest.mark.full),
+        pytest.param("eagle", 3, marks=pytest.mark.full),
+    ],
 )
 def test_one_sampled_request(
     method: str, k: int, tiny_target: str, tiny_heads: dict[str, str]

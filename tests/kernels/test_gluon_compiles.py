@@ -18,8 +18,9 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program can have on an H200
     ("which", "count"),
     [
         ("ways", 5),
-        ("attention", 1),
-        *(pytest.param(*it, marks=pytest.mark.full) for it in (("more", 4), ("tiles", 6))),
+        pytest.param("attention", 1, marks=pytest.mark.full),
+        pytest.param("more", 4, marks=pytest.mark.full),
+        pytest.param("tiles", 6, marks=pytest.mark.full),
     ],
 )
 def test_kernels_without_an_interpreter_compile(which: str, count: int, tmp_path: Path) -> None:

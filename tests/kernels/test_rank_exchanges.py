@@ -47,7 +47,8 @@ def _run(rank: int, memory: list[Tensor], work: Callable[[Inboxes], Any], result
 
 def _on_ranks(size: int, work: Callable[[Inboxes], Any]) -> list[Any]:
     """What each rank's process makes of its inboxes, in their order."""
-    context = get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imported once, not by each rank
     memory = [torch.zeros(ROOM, dtype=torch.uint8).share_memory_() for _ in range(size)]
     results: Any = context.Queue()
     ranks = [

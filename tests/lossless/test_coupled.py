@@ -173,7 +173,9 @@ def plain() -> Callable[[int], list[list[list[int]]]]:
 
 
 @needs_cpp
-@pytest.mark.parametrize("name", ["draft", "subset", "eagle3"])
+@pytest.mark.parametrize(
+    "name", ["draft", pytest.param("subset", marks=pytest.mark.full), "eagle3"]
+)
 def test_in_bfloat16(name: str, plain: Callable[[int], Any]) -> None:
     """In batches and in chunks; some requests are preempted."""
     llm = demo(

@@ -164,7 +164,10 @@ def size_of(weight: Weight) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    ["gptq", "awq", "packed-asym", "int", "fp8", "gptq-ordered", "packed-mxfp4", "modelopt-nvfp4"],
+    [
+        *("gptq", "awq", "packed-asym", "fp8", "packed-mxfp4", "modelopt-nvfp4"),
+        *(pytest.param(it, marks=pytest.mark.full) for it in ("int", "gptq-ordered")),
+    ],
 )
 def test_output_is_that_of_the_unquantised_numbers_and_lossless(name: str, tmp_path: Path) -> None:
     style, _, _ = FORMATS[name]

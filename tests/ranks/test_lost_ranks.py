@@ -72,7 +72,8 @@ def is_zombie(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("number", "how"),
     [
-        (signal.SIGKILL, "ended with exit code -9"),
+        # Ranks that share experts lose one like this in an ordinary run, and so does a server.
+        pytest.param(signal.SIGKILL, "ended with exit code -9", marks=pytest.mark.full),
         (signal.SIGSTOP, "was stopped by a signal for 2 s"),
     ],
 )

@@ -289,19 +289,20 @@ def test_weights_of_a_published_model() -> None:
 def test_weights_that_do_not_fit(
     needed: int, rounded: int | None, pending: int, expected: str
 ) -> None:
-    sizes = {} if rounded is None else {"fp8": rounded * GB, "int8": 0}
-    require_weights(H200, "M", needed * GB, sizes, pending * GB)
+    size = (rounded or 0) * GB
+    taken = None if rounded is None else {"fp8": size, "int8": 0, "int4": size}.__getitem__
+    require_weights(H200, "M", needed * GB, taken, pending * GB)
     with pytest.raises(UsageError, match=expected):
-        require_weights(SMALL, "M", needed * GB, sizes, pending * GB)
+        require_weights(SMALL, "M", needed * GB, taken, pending * GB)
 
 
 def test_a_cpu_is_told_of_integers_when_weights_do_not_fit() -> None:
     memory = DeviceMemory(free=6 * GB, total=8 * GB, is_gpu=False)
-    sizes = {"fp8": 5 * GB, "int8": 5 * GB, "int4": 3 * GB}
+    taken = {"fp8": 5 * GB, "int8": 5 * GB, "int4": 3 * GB}.__getitem__
     with pytest.raises(UsageError, match=r"fit: quantization=int8, which takes 5\.0 GB, a small"):
-        require_weights(memory, "M", 10 * GB, sizes)
+        require_weights(memory, "M", 10 * GB, taken)
     with pytest.raises(UsageError, match=r"fit: quantization=int4, which takes 3\.0 GB, a small"):
-        require_weights(memory, "M", 10 * GB, sizes, pending=2 * GB)
+        require_weights(memory, "M", 10 * GB, taken, pending=2 * GB)
 
 
 def test_models_are_weighed_before_anything_is_loaded(

@@ -419,8 +419,11 @@ HOWS = [((), False), ((), True), ((0.5, 0.2), False)]
 
 @pytest.mark.parametrize(
     ("rates", "fp64", "vocab_size"),  # two ways to search for thresholds
-    [(*HOWS[0], 40_000), (*HOWS[1], VOCAB), (*HOWS[2], VOCAB)],
-    ids=["lossless", "fp64", "synthetic"],
+    [
+        pytest.param(*HOWS[0], 40_000, id="lossless"),
+        pytest.param(*HOWS[1], VOCAB, id="fp64", marks=pytest.mark.full),
+        pytest.param(*HOWS[2], VOCAB, id="synthetic"),
+    ],
 )
 def test_nothing_waits_for_the_device(
     monkeypatch: pytest.MonkeyPatch, vocab_size: int, rates: tuple[float, ...], fp64: bool

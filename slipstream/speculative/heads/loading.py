@@ -161,7 +161,7 @@ def load_head(
     else:
         options.stored_check(checkpoint.path.name, stored)
         size = tensor_bytes(checkpoint.entries, stored, options)
-    options.memory_check(checkpoint.path.name, size, {})
+    options.memory_check(checkpoint.path.name, size, None)
     name = f"loading {checkpoint.path.name}"
     with options.progress_bar(name, checkpoint.size_bytes, "bytes") as progress:
         if stored is None:
