@@ -20,11 +20,10 @@ from slipstream.core.request import Request
 
 MEMORY = 0.1  # weight of the latest result in a request's averages: half is forgotten in 7 results
 TRAFFIC_MEMORY = 0.02
-_FEW_RESULTS = 1 / TRAFFIC_MEMORY  # with as many or more, that is the weight of a result
 _NOISE = MEMORY / (2 - MEMORY)  # variance of such an average over that of a result
 UNKNOWN = 0.75  # initial chance: optimistic, so that drafting is tried
 PRIOR_TRIALS = 2  # number of results that the initial value counts as
-_BIN_MEMORY = 0.01
+_BIN_MEMORY, _MANY_IN_BIN = 0.01, 100  # with as many results or more, that is the weight of one
 _LUCK = 0.25  # about two standard deviations of the factor of an average request
 _LATEST = 0.3
 _FEWEST_DRAWN, _DRAWN_PLACES = 4, 3
@@ -183,7 +182,9 @@ class Acceptance:
     def rates(self, factor: float) -> tuple[float, ...]:
         """The chance by confidence, for a request with this factor: entry i of n is for confidences
         of at least i / n."""
-        return tuple(min(1.0, rate * factor) for rate in self._by_confidence)
+        if factor == 1.0:
+            return tuple(self._by_confidence)
+        return tuple([min(1.0, rate * factor) for rate in self._by_confidence])
 
     def observe(self, report: StepReport) -> list[tuple[int, int]]:
         """Learn from the results of a step; of a large batch, from some requests in turn.
@@ -193,26 +194,24 @@ class Acceptance:
             tokens.
         """
         self.num_steps += 1
-        items, gains, histories = report.batch.requests, report.committed, self._histories
+        items, gains, live = report.batch.requests, report.committed, report.live
         # Odd, so that a batch in which two kinds of requests alternate is sampled evenly.
         stride = 1 + 2 * -(-(len(items) - _MOST_JUDGED) // (2 * _MOST_JUDGED))
         if self.num_steps <= self.all_until:
             stride = 1
-        examined = (
-            self.num_steps // _EXAMINED % len(items) if self.num_steps % _EXAMINED == 0 else -1
-        )
+        turn, rest = divmod(self.num_steps, _EXAMINED)
+        examined = -1 if rest else turn % len(items)
         probes: list[tuple[int, int]] = []
-        looked_at = accepted = 0
-        for index in range(self.num_steps % stride, len(items), stride):
+        looked_at = range(self.num_steps % stride, len(items), stride)
+        accepted = 0
+        for index in looked_at:
             item, gain = items[index], gains[index]
-            ended_early = item.stops is not None or item.trim is not None
-            if (gain.num_draft_tokens or ended_early) and report.live[index]:
+            if (gain.num_draft_tokens or item.stops or item.trim) and live[index]:
                 self._learn(item, gain, probes, index == examined)
-            looked_at += 1
             accepted += gain.num_accepted
             if item.request.finished:
-                histories.pop(item.request.request_id, None)
-        self.latest += _LATEST * (accepted / looked_at - self.latest)
+                self._histories.pop(item.request.request_id, None)
+        self.latest += _LATEST * (accepted / len(looked_at) - self.latest)
         return probes
 
     def _learn(
@@ -222,7 +221,7 @@ class Acceptance:
         if history is None or history.request is not item.request:
             return
         drafted = gain.num_draft_tokens if gain.num_positions is None else gain.num_positions
-        accepted, chances = gain.num_accepted, history.chances
+        accepted = gain.num_accepted
         judged = min(accepted + 1, drafted, self._places)
         prior = PRIOR_TRIALS if self._num_results[0] < _MANY else _KNOWN_TRIALS
         if history.probed and drafted >= history.probed:
@@ -230,56 +229,65 @@ class Acceptance:
             if accepted >= history.probed:
                 history.num_results = PRIOR_TRIALS - prior  # the request has changed: learn faster
             history.probed = 0
-        weight = max(MEMORY, 1 / (history.num_results + prior))
+        trials = history.num_results + prior
+        weight = 1 / trials if trials * MEMORY < 1 else MEMORY
         if gain.confidences:
-            self._learn_confidences(history, gain, judged)
+            self._learn_confidences(history, gain, judged, examined)
             weight /= 2  # confidences tell as much
         elif examined:
             for place in range(judged):
-                self.reliability.add(chances[place], place < accepted)
-        if judged == accepted and _was_stopped(item, gain):  # the next token was not drafted
-            chances[accepted] -= _STOPPED * weight * chances[accepted]
+                self.reliability.add(history.chances[place], place < accepted)
+        if item.stops and judged == accepted and _was_stopped(item, gain):
+            # The next token was not drafted.
+            history.chances[accepted] -= _STOPPED * weight * history.chances[accepted]
         history.num_results += 1
-        for place in range(min(accepted, judged)):
-            chances[place] += weight * (1 - chances[place])
-        if judged > accepted:
-            chances[accepted] -= weight * chances[accepted]
-        self._learn_traffic(accepted, judged)
+        self._learn_verdicts(history.chances, weight, accepted, judged)
 
-    def _learn_traffic(self, accepted: int, judged: int) -> None:
-        chances, counts = self._chances, self._num_results
+    def _learn_verdicts(self, own: list[float], weight: float, accepted: int, judged: int) -> None:
+        """Learn from the verdicts on the first `judged` tokens: the request's own chances with this
+        weight, and those of the traffic."""
+        traffic, counts = self._chances, self._num_results
         for place in range(judged):
-            counts[place] = count = counts[place] + 1
-            weight = TRAFFIC_MEMORY
-            if count < _FEW_RESULTS:
-                weight = max(weight, 1 / (count + PRIOR_TRIALS))
-            chances[place] += weight * ((place < accepted) - chances[place])
+            verdict = 1.0 if place < accepted else 0.0
+            own[place] += weight * (verdict - own[place])
+            usual_weight = TRAFFIC_MEMORY
+            if counts[place] < _MANY:  # beyond that their number does not matter
+                counts[place] += 1
+                usual_weight = max(usual_weight, 1 / (counts[place] + PRIOR_TRIALS))
+            traffic[place] += usual_weight * (verdict - traffic[place])
 
-    def _learn_confidences(self, history: History, gain: Committed, judged: int) -> None:
+    def _learn_confidences(
+        self, history: History, gain: Committed, judged: int, examined: bool
+    ) -> None:
         self.has_confidences = True
-        table, counts = self._by_confidence, self._results_by_bin
-        rounded, chances = history.rounded_factor, history.chances
+        table, counts, chances = self._by_confidence, self._results_by_bin, history.chances
+        rounded, factor = history.rounded_factor, history.factor
         self._recent.append((gain.confidences, rounded))
         # The average for a confidence is less noisy than the result of one token, and is known for
         # tokens after a rejected one, too.
-        soon = max(MEMORY, 1 / (max(0, history.num_results) + PRIOR_TRIALS))
-        factor, accepted, most = history.factor, gain.num_accepted, NUM_BINS - 1
+        trials = max(0, history.num_results) + PRIOR_TRIALS
+        weight = 1 / trials if trials * MEMORY < 1 else MEMORY
+        accepted, most = gain.num_accepted, NUM_BINS - 1
         for place, confidence in enumerate(gain.confidences[: self._places]):
             index = int(confidence * NUM_BINS) if confidence < 1.0 else most
             by_table = table[index]
             chance = by_table * rounded
-            chances[place] += soon * ((chance if chance < 1.0 else 1.0) - chances[place])
+            chances[place] += weight * ((chance if chance < 1.0 else 1.0) - chances[place])
             if place >= judged:
                 continue
-            taken, predicted = place < accepted, by_table * factor
+            verdict = 1.0 if place < accepted else 0.0
+            predicted = by_table * factor
             if predicted > 1.0:
                 predicted = 1.0
-            self.reliability.add(predicted, taken)
-            counts[index] = count = counts[index] + 1
-            weight = 1 / (count + PRIOR_TRIALS)
-            table[index] += (weight if weight > _BIN_MEMORY else _BIN_MEMORY) * (taken - by_table)
+            if examined:
+                self.reliability.add(predicted, place < accepted)
+            bin_weight = _BIN_MEMORY
+            if counts[index] < _MANY_IN_BIN:
+                counts[index] += 1
+                bin_weight = max(bin_weight, 1 / (counts[index] + PRIOR_TRIALS))
+            table[index] = by_table + bin_weight * (verdict - by_table)
             # Move the factor so that the table is right for this request on average.
-            factor += MEMORY * (taken - predicted)
+            factor += MEMORY * (verdict - predicted)
             if not 0.0 <= factor <= _MOST_FACTOR:
                 factor = 0.0 if factor < 0.0 else _MOST_FACTOR
         history.factor = factor

@@ -7,7 +7,9 @@ second. Survival falls along a chain, so the tokens taken are a prefix of every 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
+from math import inf
+from operator import add, truediv
 from typing import Protocol
 
 import numpy as np
@@ -17,9 +19,11 @@ from slipstream.core.batch import StepReport
 from slipstream.core.step_form import StepForm
 
 LEAST_SURVIVAL = 0.02  # tokens with less are never drafted
+_ALL = 16  # costs of steps with up to so many units are all computed, and others interpolated
 _FEW = 8  # up to this many requests, plain Python is faster than numpy
 
-Gains = NDArray[np.float64]
+Floats = NDArray[np.float64]
+Gains = Sequence[Sequence[float]] | Floats
 
 
 class StepCosts(Protocol):
@@ -53,28 +57,41 @@ class CostTable:
         self.exact, self.least = form.ends_chains, costs.host_seconds(requests)
         self._targets: dict[int, Sequence[float]] = {}
         self._added: dict[int, list[float]] = {}
+        self._padded: dict[int, float] = {}
+        self._flat: dict[int, bool] = {}
+        self._alone: list[float] = []
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a step without drafts."""
+        return max(self.least, self.targets(0, 0)[0])
 
     def is_flat(self, width: int) -> bool:
         """Whether a step of this width costs the same for any number of draft tokens."""
-        requests, form, most = self._requests, self._form, width * self._unit
-        return form.rows(requests, most, 0) == form.rows(requests, most, requests * most)
+        found = self._flat.get(width)
+        if found is None:
+            requests, form, most = self._requests, self._form, width * self._unit
+            found = form.rows(requests, most, 0) == form.rows(requests, most, requests * most)
+            self._flat[width] = found
+        return found
 
     def targets(self, units: int, width: int) -> Sequence[float]:
         """Seconds of steps that verify 0, 1, .. at least `units` units, without drafting them."""
         key = 0 if self.exact else width
         found = self._targets.get(key, ())
+        if len(found) > units:
+            return found
         requests, unit, form = self._requests, self._unit, self._form
 
         def seconds(count: int) -> float:
             rows = form.rows(requests, width * unit, count * unit)
             return self._costs.target_seconds(requests, rows, self._context)
 
-        if len(found) <= units:
-            if self.exact:
-                found = _sampled(seconds, max(units, 2 * len(found)))
-            else:
-                found = [*found, *map(seconds, range(len(found), units + 1))]
-            self._targets[key] = found
+        if self.exact:
+            found = _sampled(seconds, max(units, 2 * len(found), _ALL))
+        else:
+            found = [*found, *map(seconds, range(len(found), units + 1))]
+        self._targets[key] = found
         return found
 
     def added(self, place: int) -> Sequence[float]:
@@ -90,9 +107,26 @@ class CostTable:
             found = self._added[place] = [0.0, *(now - last for last, now in pairwise(passes))]
         return found
 
+    def alone(self, most: int, widths: Sequence[int]) -> Sequence[float]:
+        """Seconds of steps of a single request that drafts 0, 1, .. `most` units; infinite for
+        numbers that steps cannot have."""
+        if not self._alone:
+            drafting, self._alone = 0.0, [self.plain]
+            for place in range(1, most + 1):
+                drafting += self.added(place)[1]
+                fits = self.exact or place in widths
+                spent = self.targets(place, place)[place] if fits else inf
+                spent += drafting + self.padded_drafting(place)
+                self._alone.append(max(self.least, spent))
+        return self._alone
+
     def padded_drafting(self, width: int) -> float:
         """Seconds of drafting in a padded step of this width; 0 where steps are not padded."""
-        return 0.0 if self.exact else self._drafting(self._requests, width)
+        found = self._padded.get(width)
+        if found is None:
+            found = 0.0 if self.exact else self._drafting(self._requests, width)
+            self._padded[width] = found
+        return found
 
     def _pass(self, drafting: int, place: int) -> float:
         return self._drafting(drafting, place) - self._drafting(drafting, place - 1)
@@ -116,9 +150,11 @@ def _line(values: Sequence[float]) -> list[float]:
 
 
 def _sampled(function: Callable[[int], float], most: int) -> list[float]:
-    """The values for 0 to `most`. Of large numbers about every sixteenth is computed and the others
+    """The values for 0 to `most`. Above `_ALL` about every sixteenth is computed and the others
     are interpolated, which is as precise as costs are known."""
-    at = [*range(min(most, 16) + 1)]
+    at = [*range(min(most, _ALL) + 1)]
+    if len(at) > most:
+        return [function(it) for it in at]
     while at[-1] < most:
         at.append(min(most, at[-1] * 17 // 16))
     found: list[float] = np.interp(range(most + 1), at, [function(it) for it in at]).tolist()
@@ -157,12 +193,13 @@ def choose(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
             rising; for a chain the survival of each token; 0 where a request may not draft.
         widths: the widths that a step may have, rising from 0.
     """
-    requests, plain = len(gains), max(table.least, table.targets(0, 0)[0])
+    requests = len(gains)
     if requests == 1:
-        return _choose_alone(gains[0].tolist(), widths, table)
-    if table.exact and requests <= _FEW:
-        return _choose_for_few(gains.tolist(), widths, table)
-    flat = gains.T.ravel()  # by place, then by request
+        return _choose_alone(gains[0], widths, table)
+    if requests <= _FEW:
+        return _choose_for_few(gains, widths, table)
+    plain = table.plain
+    flat = np.array(gains).T.ravel()  # by place, then by request
     order = np.argsort(-flat, kind="stable")  # of equal gains the nearer place, earlier request
     order = order[: np.count_nonzero(flat > LEAST_SURVIVAL)]
     ranked, places = flat[order], order // requests + 1
@@ -190,47 +227,47 @@ def choose(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
     return Choice(width, counts, least, float(gained[row, last]), float(spent[row, last]))
 
 
-def _choose_for_few(
-    gains: Sequence[Sequence[float]], widths: Sequence[int], table: CostTable
-) -> Choice:
-    """`choose` for few requests and exact steps; plain Python takes a fifth of numpy's time."""
-    ranked = sorted(
-        (-gain, place, request)
-        for request, row in enumerate(gains)
-        for place, gain in enumerate(row, 1)
-        if gain > LEAST_SURVIVAL
-    )
-    requests, most = len(gains), max([place for _, place, _ in ranked], default=0)
-    targets, added = table.targets(len(ranked), 0), [table.added(it + 1) for it in range(most)]
-    best, chosen = Choice(0, [0] * requests, 1.0, requests, targets[0]), (0, 0)
-    tokens, seconds, least, speed = best.tokens, best.seconds, best.least, best.speed
-    for narrower, width in pairwise(widths):
-        if narrower >= most:
+def _choose_for_few(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
+    """`choose` for few requests; plain Python takes a fifth of numpy's time."""
+    requests = len(gains)
+    flat = [gain for column in zip(*gains, strict=True) for gain in column]
+    order = [index for index, gain in enumerate(flat) if gain > LEAST_SURVIVAL]
+    longest = 1 + order[-1] // requests if order else 0
+    order.sort(key=flat.__getitem__, reverse=True)
+    # What drafting each unit adds, by its number among the taken ones at its place.
+    passes = [islice(table.added(place), 1, None) for place in range(1, longest + 1)]
+    added = {index: next(passes[index // requests]) for index in order}
+    tokens, seconds, chosen, width = float(requests), table.plain, order[:0], 0
+    speed = tokens / seconds
+    for narrower, wider in pairwise(widths):
+        if narrower >= longest:
             break
-        gained, drafting, taken, at = float(requests), 0.0, 0, [0] * width
-        for loss, place, _ in ranked:
-            if place > width:
-                continue
-            at[place - 1] += 1
-            taken += 1
-            gained -= loss
-            drafting += added[place - 1][at[place - 1]]
-            spent = targets[taken] + drafting
-            if gained > speed * spent:
-                tokens, seconds, least, speed = gained, spent, -loss, gained / spent
-                chosen = width, taken
-    if not chosen[0]:
-        return best
+        within = [index for index in order if index < wider * requests]
+        gained = list(accumulate(map(flat.__getitem__, within), initial=float(requests)))
+        targets = table.targets(len(within), wider)
+        drafting = accumulate(map(added.__getitem__, within), initial=table.padded_drafting(wider))
+        spent = list(map(add, targets, drafting))
+        if table.least:
+            spent = [max(table.least, it) for it in spent]
+        speeds = list(map(truediv, gained, spent))
+        # What fits into a narrower step is left to that.
+        first = next(at for at, index in enumerate(within, 1) if index >= narrower * requests)
+        best = max(speeds[first:])
+        if best > speed:
+            taken = speeds.index(best, first)
+            tokens, seconds, speed = gained[taken], spent[taken], best
+            chosen, width = within[:taken], wider
     counts = [0] * requests
-    within = [request for _, place, request in ranked if place <= chosen[0]]
-    for request in within[: chosen[1]]:
-        counts[request] += 1
-    return Choice(max(counts), counts, least, tokens, seconds)
+    for index in chosen:
+        counts[index % requests] += 1
+    if table.exact:
+        width = max(counts)
+    return Choice(width, counts, flat[chosen[-1]] if chosen else 1.0, tokens, seconds)
 
 
 def _seconds(
     within: NDArray[np.bool_], places: NDArray[np.int64], widths: Sequence[int], table: CostTable
-) -> Gains:
+) -> Floats:
     """[widths, units] seconds of steps that draft the units up to each that are within a width."""
     taken = np.cumsum(within, 1)
     if not table.exact:
@@ -250,16 +287,13 @@ def _seconds(
 
 def _choose_alone(gains: Sequence[float], widths: Sequence[int], table: CostTable) -> Choice:
     """The choice for a single request."""
-    tokens, drafting = 1.0, 0.0
-    best = Choice(0, [0], 1.0, tokens, max(table.least, table.targets(0, 0)[0]))
+    seconds = table.alone(len(gains), widths)
+    tokens = most = 1.0
+    speed, width = tokens / seconds[0], 0
     for place, gain in enumerate(gains, 1):
         if gain <= LEAST_SURVIVAL:
             break
         tokens += gain
-        drafting += table.added(place)[1]
-        if table.exact or place in widths:
-            seconds = table.targets(place, place)[place] + drafting + table.padded_drafting(place)
-            seconds = max(table.least, seconds)
-            if tokens / seconds > best.speed:
-                best = Choice(place, [place], gain, tokens, seconds)
-    return best
+        if tokens / seconds[place] > speed:
+            speed, width, most = tokens / seconds[place], place, tokens
+    return Choice(width, [width], gains[width - 1] if width else 1.0, most, seconds[width])
