@@ -84,7 +84,7 @@ class Reliability:
         default_factory=lambda: [[0.0, 0.0, 0.0] for _ in range(NUM_BINS)]
     )
 
-    def add(self, predicted: float, accepted: bool) -> None:
+    def add(self, predicted: float, accepted: float) -> None:
         sums = self._sums[int(predicted * NUM_BINS) if predicted < 1.0 else NUM_BINS - 1]
         sums[0] += predicted
         sums[1] += accepted
@@ -223,6 +223,7 @@ class Acceptance:
         drafted = gain.num_draft_tokens if gain.num_positions is None else gain.num_positions
         accepted = gain.num_accepted
         judged = min(accepted + 1, drafted, self._places)
+        verdicts = [1.0] * accepted if accepted >= judged else [*[1.0] * accepted, 0.0]
         prior = PRIOR_TRIALS if self._num_results[0] < _MANY else _KNOWN_TRIALS
         if history.probed and drafted >= history.probed:
             probes.append((history.probed, accepted))
@@ -232,60 +233,63 @@ class Acceptance:
         trials = history.num_results + prior
         weight = 1 / trials if trials * MEMORY < 1 else MEMORY
         if gain.confidences:
-            self._learn_confidences(history, gain, judged, examined)
+            self._learn_confidences(history, gain.confidences, verdicts, examined)
             weight /= 2  # confidences tell as much
         elif examined:
-            for place in range(judged):
-                self.reliability.add(history.chances[place], place < accepted)
+            for chance, verdict in zip(history.chances, verdicts, strict=False):
+                self.reliability.add(chance, verdict)
         if item.stops and judged == accepted and _was_stopped(item, gain):
             # The next token was not drafted.
             history.chances[accepted] -= _STOPPED * weight * history.chances[accepted]
         history.num_results += 1
-        self._learn_verdicts(history.chances, weight, accepted, judged)
+        self._learn_verdicts(history.chances, weight, verdicts)
 
-    def _learn_verdicts(self, own: list[float], weight: float, accepted: int, judged: int) -> None:
-        """Learn from the verdicts on the first `judged` tokens: the request's own chances with this
-        weight, and those of the traffic."""
+    def _learn_verdicts(
+        self, own: list[float], own_weight: float, verdicts: Sequence[float]
+    ) -> None:
+        """Learn whether tokens were accepted (1 or 0), for the request and for the traffic."""
         traffic, counts = self._chances, self._num_results
-        for place in range(judged):
-            verdict = 1.0 if place < accepted else 0.0
-            own[place] += weight * (verdict - own[place])
-            usual_weight = TRAFFIC_MEMORY
+        for place, verdict in enumerate(verdicts):
+            own[place] += own_weight * (verdict - own[place])
+            weight = TRAFFIC_MEMORY
             if counts[place] < _MANY:  # beyond that their number does not matter
                 counts[place] += 1
-                usual_weight = max(usual_weight, 1 / (counts[place] + PRIOR_TRIALS))
-            traffic[place] += usual_weight * (verdict - traffic[place])
+                weight = max(weight, 1 / (counts[place] + PRIOR_TRIALS))
+            traffic[place] += weight * (verdict - traffic[place])
 
     def _learn_confidences(
-        self, history: History, gain: Committed, judged: int, examined: bool
+        self,
+        history: History,
+        confidences: Sequence[float],
+        verdicts: Sequence[float],
+        examined: bool,
     ) -> None:
         self.has_confidences = True
         table, counts, chances = self._by_confidence, self._results_by_bin, history.chances
         rounded, factor = history.rounded_factor, history.factor
-        self._recent.append((gain.confidences, rounded))
+        self._recent.append((confidences, rounded))
         # The average for a confidence is less noisy than the result of one token, and is known for
         # tokens after a rejected one, too.
         trials = max(0, history.num_results) + PRIOR_TRIALS
-        weight = 1 / trials if trials * MEMORY < 1 else MEMORY
-        accepted, most = gain.num_accepted, NUM_BINS - 1
-        for place, confidence in enumerate(gain.confidences[: self._places]):
-            index = int(confidence * NUM_BINS) if confidence < 1.0 else most
+        own_weight = 1 / trials if trials * MEMORY < 1 else MEMORY
+        judged, last = len(verdicts), NUM_BINS - 1
+        for place, confidence in enumerate(confidences[: self._places]):
+            index = int(confidence * NUM_BINS) if confidence < 1.0 else last
             by_table = table[index]
             chance = by_table * rounded
-            chances[place] += weight * ((chance if chance < 1.0 else 1.0) - chances[place])
+            chances[place] += own_weight * ((chance if chance < 1.0 else 1.0) - chances[place])
             if place >= judged:
                 continue
-            verdict = 1.0 if place < accepted else 0.0
-            predicted = by_table * factor
+            verdict, predicted = verdicts[place], by_table * factor
             if predicted > 1.0:
                 predicted = 1.0
             if examined:
-                self.reliability.add(predicted, place < accepted)
-            bin_weight = _BIN_MEMORY
+                self.reliability.add(predicted, verdict)
+            weight = _BIN_MEMORY
             if counts[index] < _MANY_IN_BIN:
                 counts[index] += 1
-                bin_weight = max(bin_weight, 1 / (counts[index] + PRIOR_TRIALS))
-            table[index] = by_table + bin_weight * (verdict - by_table)
+                weight = max(weight, 1 / (counts[index] + PRIOR_TRIALS))
+            table[index] = by_table + weight * (verdict - by_table)
             # Move the factor so that the table is right for this request on average.
             factor += MEMORY * (verdict - predicted)
             if not 0.0 <= factor <= _MOST_FACTOR:

@@ -57,7 +57,7 @@ class CostTable:
         self.exact, self.least = form.ends_chains, costs.host_seconds(requests)
         self._targets: dict[int, Sequence[float]] = {}
         self._added: dict[int, list[float]] = {}
-        self._padded: dict[int, float] = {}
+        self._drafted: dict[int, Sequence[float]] = {}
         self._flat: dict[int, bool] = {}
         self._alone: list[float] = []
 
@@ -83,14 +83,17 @@ class CostTable:
             return found
         requests, unit, form = self._requests, self._unit, self._form
 
-        def seconds(count: int) -> float:
-            rows = form.rows(requests, width * unit, count * unit)
+        def rows(count: int) -> int:
+            return form.rows(requests, width * unit, count * unit)
+
+        def seconds(rows: int) -> float:
             return self._costs.target_seconds(requests, rows, self._context)
 
         if self.exact:
-            found = _sampled(seconds, max(units, 2 * len(found), _ALL))
+            most = max(units, 2 * len(found), _ALL)
+            found = _sampled(lambda count: seconds(rows(count)), most)
         else:
-            found = [*found, *map(seconds, range(len(found), units + 1))]
+            found = _stepped(rows, seconds, 0, requests * width)
         self._targets[key] = found
         return found
 
@@ -101,7 +104,8 @@ class CostTable:
         if found is None:
             passes = [0.0] * (self._requests + 1)
             if self.exact:
-                passes = _sampled(lambda count: self._pass(count, place), self._requests)
+                columns = zip(self._drafts(place), self._drafts(place - 1), strict=True)
+                passes = [now - before for now, before in columns]
                 if self._requests <= _FEW:
                     passes[1:] = _line(passes[1:])
             found = self._added[place] = [0.0, *(now - last for last, now in pairwise(passes))]
@@ -111,25 +115,37 @@ class CostTable:
         """Seconds of steps of a single request that drafts 0, 1, .. `most` units; infinite for
         numbers that steps cannot have."""
         if not self._alone:
-            drafting, self._alone = 0.0, [self.plain]
+            self._alone = [self.plain]
             for place in range(1, most + 1):
-                drafting += self.added(place)[1]
                 fits = self.exact or place in widths
                 spent = self.targets(place, place)[place] if fits else inf
-                spent += drafting + self.padded_drafting(place)
-                self._alone.append(max(self.least, spent))
+                self._alone.append(max(self.least, spent + self._drafts(place)[-1]))
         return self._alone
+
+    def margins(self, width: int) -> tuple[float, float]:
+        """The seconds that one more row of a single request takes, near this width, and one more
+        pass of the drafter, on average up to this width, as a single one may be far off."""
+        low, high, most = max(0, width - 1), width + 1, max(2, width)
+        targets = self.targets(high, width)
+        drafting = self._drafts(most)[-1] - self._drafts(1)[-1]
+        return (targets[high] - targets[low]) / (high - low), drafting / (most - 1)
 
     def padded_drafting(self, width: int) -> float:
         """Seconds of drafting in a padded step of this width; 0 where steps are not padded."""
-        found = self._padded.get(width)
-        if found is None:
-            found = 0.0 if self.exact else self._drafting(self._requests, width)
-            self._padded[width] = found
-        return found
+        return 0.0 if self.exact else self._drafts(width)[-1]
 
-    def _pass(self, drafting: int, place: int) -> float:
-        return self._drafting(drafting, place) - self._drafting(drafting, place - 1)
+    def _drafts(self, width: int) -> Sequence[float]:
+        """Seconds of drafting `width` units for 0, 1, .. all requests; in padded steps only for
+        all."""
+        found = self._drafted.get(width)
+        if found is None:
+            requests = self._requests
+            if self.exact:
+                found = _sampled(lambda count: self._drafting(count, width), requests)
+            else:
+                found = [self._drafting(requests, width)]
+            self._drafted[width] = found
+        return found
 
     def _drafting(self, drafting: int, width: int) -> float:
         """Seconds of drafting `width` units for `drafting` of the requests."""
@@ -159,6 +175,17 @@ def _sampled(function: Callable[[int], float], most: int) -> list[float]:
         at.append(min(most, at[-1] * 17 // 16))
     found: list[float] = np.interp(range(most + 1), at, [function(it) for it in at]).tolist()
     return found
+
+
+def _stepped(
+    rows: Callable[[int], int], seconds: Callable[[int], float], first: int, last: int
+) -> list[float]:
+    """The seconds for `first` to `last`, by their numbers of rows, which rise in few steps."""
+    low, high = rows(first), rows(last)
+    if low == high:
+        return [seconds(low)] * (last - first + 1)
+    middle = (first + last) // 2
+    return _stepped(rows, seconds, first, middle) + _stepped(rows, seconds, middle + 1, last)
 
 
 @dataclass(frozen=True)

@@ -240,13 +240,9 @@ class AdaptivePolicy:
     def _thresholds(self, table: CostTable) -> tuple[float, float]:
         """The least survival with which one more token of a single chain is worth its draft pass
         and its row, and with which it is worth its row alone: their costs, measured in tokens."""
-        choice, width = self._choice, self._choice.width
-        low, high = max(0, width - 1), width + 1
-        targets = table.targets(high, width)
-        row = (targets[high] - targets[low]) / (high - low)
-        places = range(2, max(2, width) + 1)  # averaged, as a single one may be far off
-        further = sum([table.added(it)[1] for it in places]) / len(places)
-        return _bounded(choice.speed * (row + further)), _bounded(choice.speed * row)
+        speed = self._choice.speed
+        row, further = table.margins(self._choice.width)
+        return _bounded(speed * (row + further)), _bounded(speed * row)
 
     def _table(self, requests: int, context: int) -> CostTable:
         """The costs for a number of requests and, rounded, the sum of their lengths."""
