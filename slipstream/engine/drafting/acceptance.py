@@ -47,7 +47,6 @@ class History:
         probed: the position that a probe tries, until its result arrives; 0: none.
     """
 
-    request: Request
     chances: list[float]
     num_results: int = 0
     probed_at: int = -1
@@ -105,7 +104,7 @@ class Acceptance:
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self._histories: dict[str, History] = {}
+        self._histories: dict[Request, History] = {}
         self._chances = [UNKNOWN] * places
         self._num_results = [0] * places
         # At first a confidence is taken for the chance itself.
@@ -129,17 +128,16 @@ class Acceptance:
 
     def of(self, request: Request) -> History:
         """The history of a request; a new one if there is none."""
-        found = self._histories.get(request.request_id)
-        if found is None or found.request is not request:
-            found = History(request, list(self._chances))
-            self._histories[request.request_id] = found
+        found = self._histories.get(request)
+        if found is None:
+            found = self._histories[request] = History(list(self._chances))
         return found
 
     def drop_finished(self, num_live: int) -> None:
         """Drop histories of finished requests once they are more than half of all."""
         if len(self._histories) > 2 * num_live + 8:
             self._histories = {
-                name: it for name, it in self._histories.items() if not it.request.finished
+                request: it for request, it in self._histories.items() if not request.finished
             }
 
     def chances_of(self, histories: Sequence[History]) -> list[Sequence[float]]:
@@ -184,7 +182,8 @@ class Acceptance:
         of at least i / n."""
         if factor == 1.0:
             return tuple(self._by_confidence)
-        return tuple([min(1.0, rate * factor) for rate in self._by_confidence])
+        rates = [rate * factor for rate in self._by_confidence]
+        return tuple([rate if rate < 1.0 else 1.0 for rate in rates])
 
     def observe(self, report: StepReport) -> list[tuple[int, int]]:
         """Learn from the results of a step; of a large batch, from some requests in turn.
@@ -206,24 +205,26 @@ class Acceptance:
         accepted = 0
         for index in looked_at:
             item, gain = items[index], gains[index]
-            if (gain.num_draft_tokens or item.stops or item.trim) and live[index]:
-                self._learn(item, gain, probes, index == examined)
             accepted += gain.num_accepted
-            if item.request.finished:
-                self._histories.pop(item.request.request_id, None)
+            if not live[index]:
+                self._histories.pop(item.request, None)
+            elif gain.num_draft_tokens or item.stops or item.trim:
+                self._learn(item, gain, probes, index == examined)
         self.latest += _LATEST * (accepted / len(looked_at) - self.latest)
         return probes
 
     def _learn(
         self, item: ScheduledRequest, gain: Committed, probes: list[tuple[int, int]], examined: bool
     ) -> None:
-        history = self._histories.get(item.request.request_id)
-        if history is None or history.request is not item.request:
+        history = self._histories.get(item.request)
+        if history is None:
             return
         drafted = gain.num_draft_tokens if gain.num_positions is None else gain.num_positions
         accepted = gain.num_accepted
         judged = min(accepted + 1, drafted, self._places)
-        verdicts = [1.0] * accepted if accepted >= judged else [*[1.0] * accepted, 0.0]
+        verdicts = [1.0] * judged
+        if accepted < judged:
+            verdicts[accepted] = 0.0
         prior = PRIOR_TRIALS if self._num_results[0] < _MANY else _KNOWN_TRIALS
         if history.probed and drafted >= history.probed:
             probes.append((history.probed, accepted))
