@@ -146,16 +146,14 @@ class Acceptance:
         more than noise does, they are taken to be equal."""
         if len(histories) < _FEWEST_DRAWN:
             return [self._shrunk_to_traffic(it.chances) for it in histories]
-        drawn = [list(it.chances) for it in histories]
-        for place in range(min(_DRAWN_PLACES, self._places)):
-            column = [row[place] for row in drawn]
+        columns: list[Sequence[float]] = [*zip(*[it.chances for it in histories], strict=True)]
+        for place, column in enumerate(columns[:_DRAWN_PLACES]):
             mean = sum(column) / len(column)
-            spread = sum([(it - mean) ** 2 for it in column]) / len(column)
+            spread = sum([(it - mean) * (it - mean) for it in column]) / len(column)
             noise = mean * (1 - mean) * _NOISE
             share = noise / spread if spread > noise else 1.0
-            for row in drawn:
-                row[place] += share * (mean - row[place])
-        return list[Sequence[float]](drawn)
+            columns[place] = [it + share * (mean - it) for it in column]
+        return [*zip(*columns, strict=True)]
 
     def _shrunk_to_traffic(self, chances: Sequence[float]) -> Sequence[float]:
         """The chances of one request, shrunk towards those of the traffic; equal to them if they

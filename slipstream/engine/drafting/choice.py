@@ -56,6 +56,7 @@ class CostTable:
         self._requests, self._context = requests, context
         self.exact, self.least = form.ends_chains, costs.host_seconds(requests)
         self._targets: dict[int, Sequence[float]] = {}
+        self._arrays: dict[int, Floats] = {}
         self._added: dict[int, list[float]] = {}
         self._drafted: dict[int, Sequence[float]] = {}
         self._flat: dict[int, bool] = {}
@@ -95,6 +96,14 @@ class CostTable:
         else:
             found = _stepped(rows, seconds, 0, requests * width)
         self._targets[key] = found
+        return found
+
+    def array(self, units: int, width: int) -> Floats:
+        """`targets` as an array."""
+        targets = self.targets(units, width)
+        found = self._arrays.get(width)
+        if found is None or len(found) < len(targets):
+            found = self._arrays[width] = np.array(targets)
         return found
 
     def added(self, place: int) -> Sequence[float]:
@@ -300,7 +309,7 @@ def _seconds(
     if not table.exact:
         most = taken[:, -1].tolist()
         parts = [
-            np.array(table.targets(count, width))[row] + table.padded_drafting(width)
+            table.array(count, width)[row] + table.padded_drafting(width)
             for width, count, row in zip(widths, most, taken, strict=True)
         ]
         return np.array(parts)
@@ -308,8 +317,7 @@ def _seconds(
     numbers = np.bincount(places).tolist()
     added = [table.added(place)[1 : number + 1] for place, number in enumerate(numbers) if number]
     passes[np.argsort(places, kind="stable")] = list(chain.from_iterable(added))
-    targets = np.array(table.targets(len(places), 0))
-    return targets[taken] + np.cumsum(within * passes, 1)
+    return table.array(len(places), 0)[taken] + np.cumsum(within * passes, 1)
 
 
 def _choose_alone(gains: Sequence[float], widths: Sequence[int], table: CostTable) -> Choice:

@@ -90,7 +90,7 @@ class AdaptivePolicy:
         # The plans that follow from it, for these requests; `_left` calls of `plan` use them.
         self._requests: list[Request] = []
         self._plans: list[DraftPlan] = []
-        self._by_id: dict[str, DraftPlan] = {}
+        self._known: dict[Request, DraftPlan] = {}  # filled when requests change
         self._longest = self._left = self._age = 0
         self._expected = 0.0  # accepted tokens of a request in a step
         # Plans that name just a number of tokens.
@@ -150,18 +150,17 @@ class AdaptivePolicy:
         if self._left <= 0 or size <= 8:
             self._choose(requests, candidates)
             return
-        if not self._by_id:
-            names = [request.request_id for request in self._requests]
-            self._by_id = dict(zip(names, self._plans, strict=True))
-        known = self._by_id
-        new = [it for it in candidates if it.request.request_id not in known]
+        if not self._known:
+            self._known = dict(zip(self._requests, self._plans, strict=True))
+        known = self._known
+        new = [it for it in candidates if it.request not in known]
         changed = max(len(new), chosen_for - size)
         if 8 * changed >= max(size, chosen_for):
             self._choose(requests, candidates)
             return
         for it in new:
-            known[it.request.request_id] = self._plan_for_new(it)
-        self._plans = [known[request.request_id] for request in requests]
+            known[it.request] = self._plan_for_new(it)
+        self._plans = list(map(known.__getitem__, requests))
         self._requests = requests
 
     def _plan_for_new(self, candidate: Candidate) -> DraftPlan:
@@ -185,7 +184,7 @@ class AdaptivePolicy:
         trims = trims and not table.is_flat(self._most)
         found = acceptance.recent_chances(size) if trims else acceptance.chances_of(histories)
         choice = self._choice = choose(self._gains(found, bounds), self._choices, table)
-        self._requests, self._by_id = requests, {}
+        self._requests, self._known = requests, {}
         self._expected = choice.tokens / size - 1
         self._left = min(4 + min(2 * size - 2, _MOST_UNCHANGED), 1 + acceptance.num_steps // 4)
         if table.is_flat(choice.width):  # then no draft token within it costs anything
