@@ -12,6 +12,7 @@ request has a factor on it.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate, islice
 from operator import mul
 
@@ -168,8 +169,9 @@ class Acceptance:
         """The chances by position of the latest `number` chains, from their confidences, and after
         their ends from the traffic. They show how chances are spread over the requests and
         positions of a step, not which request has which."""
+        rates, last = cache(self.rates), NUM_BINS - 1
         chains = [
-            [self._chance_of(confidence, factor) for confidence in confidences]
+            [rates(factor)[min(last, int(it * NUM_BINS))] for it in confidences]
             for confidences, factor in list(self._recent)[-number:]
         ]
         repeated = (chains * (1 + number // len(chains)))[:number]
@@ -294,10 +296,6 @@ class Acceptance:
             if not 0.0 <= factor <= _MOST_FACTOR:
                 factor = 0.0 if factor < 0.0 else _MOST_FACTOR
         history.factor = factor
-
-    def _chance_of(self, confidence: float, factor: float) -> float:
-        index = min(NUM_BINS - 1, int(confidence * NUM_BINS))
-        return min(1.0, self._by_confidence[index] * factor)
 
 
 def _was_stopped(item: ScheduledRequest, gain: Committed) -> bool:

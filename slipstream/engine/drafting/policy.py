@@ -19,6 +19,7 @@ these more often than the target does.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 from math import log2
 from operator import attrgetter, mul
@@ -229,11 +230,17 @@ class AdaptivePolicy:
         """Plans for captured steps: all requests draft the step's full width, and the device
         verifies as many tokens as were chosen, those that are most likely to survive."""
         width, size = self._choice.width, len(bounds)
-        rates = tuple(round(it, 2) for it in self.acceptance.rates(1.0))
+        rates = tuple([round(it, 2) for it in self.acceptance.rates(1.0)])
         rows = sum(self._choice.counts)
+
+        @cache
+        def plan(count: int, num_rows: int, factor: int) -> DraftPlan:
+            return DraftPlan(count, trim=Trim(num_rows, factor, rates))
+
+        factors = [round(it.rounded_factor * FACTOR_PARTS) for it in histories]
         return [
-            _trimmed(min(width, bound), (rows + place) // size, history, rates)
-            for place, (history, bound) in enumerate(zip(histories, bounds, strict=True))
+            plan(min(width, bound), (rows + place) // size, factor)
+            for place, (factor, bound) in enumerate(zip(factors, bounds, strict=True))
         ]
 
     def _thresholds(self, table: CostTable) -> tuple[float, float]:
@@ -259,11 +266,6 @@ class AdaptivePolicy:
 
 def _cut(plan: DraftPlan, most: int) -> DraftPlan:
     return plan if plan.num_tokens <= most else replace(plan, num_tokens=most)
-
-
-def _trimmed(count: int, num_rows: int, history: History, rates: tuple[float, ...]) -> DraftPlan:
-    factor = round(history.rounded_factor * FACTOR_PARTS)
-    return DraftPlan(count, trim=Trim(num_rows, factor, rates))
 
 
 def _bounded(least: float) -> float:
