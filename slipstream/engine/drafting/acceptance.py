@@ -78,7 +78,8 @@ class Bin:
 
 @dataclass(eq=False)
 class Reliability:
-    """How well chances are predicted: all verified tokens, in bins by predicted chance."""
+    """How well chances are predicted: verified tokens of one request in every eighth step, in bins
+    by predicted chance."""
 
     _sums: list[list[float]] = field(
         default_factory=lambda: [[0.0, 0.0, 0.0] for _ in range(NUM_BINS)]

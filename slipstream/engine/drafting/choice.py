@@ -19,7 +19,7 @@ from slipstream.core.batch import StepReport
 from slipstream.core.step_form import StepForm
 
 LEAST_SURVIVAL = 0.02  # tokens with less are never drafted
-_ALL = 16  # costs of steps with up to so many units are all computed, and others interpolated
+_ALL = 16  # costs for up to so many units or requests are all computed, and others interpolated
 _FEW = 8  # up to this many requests, plain Python is faster than numpy
 
 Floats = NDArray[np.float64]
