@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from slipstream.core.batch import DraftPlan, StepReport
 from slipstream.core.request import Request
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A request that may draft in the step that is being planned.
+class Candidate(NamedTuple):
+    """A request that may draft in the step that is being planned; a tuple, since one is made for
+    every request in every step.
 
     Attributes:
         most: maximum number of draft tokens, by the request's and the model's maximum lengths.

@@ -102,6 +102,24 @@ def test_the_choice_is_as_good_as_the_best_of_all(shape: str, form: str) -> None
     assert drafted_at_all  # else nothing was compared
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_few_requests_get_the_choice_that_many_would(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = random.Random(4)
+    for size in range(2, 9):
+        chances = [[noise.random() for _ in range(K)] for _ in range(size)]
+        gains = np.array([survivals(it, K) for it in chances])
+        found = []
+        for few in (8, 1):  # plain Python, then numpy
+            monkeypatch.setattr("slipstream.engine.drafting.choice._FEW", few)
+            table = CostTable(MIDDLE, FORMS[form], size, 100 * size)
+            found.append(choose(gains, WIDTHS, table))
+        assert list(found[0].counts) == list(found[1].counts)
+        assert found[0].width == found[1].width
+        assert found[0].seconds == pytest.approx(found[1].seconds)
+
+
 class Bumpy(Costs):
     """What a pass for four takes is known too high, and for three too low."""
 

@@ -12,6 +12,7 @@ request has a factor on it.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate, islice
 from operator import mul
 
@@ -20,11 +21,10 @@ from slipstream.core.request import Request
 
 MEMORY = 0.1  # weight of the latest result in a request's averages: half is forgotten in 7 results
 TRAFFIC_MEMORY = 0.02
-_FEW_RESULTS = 1 / TRAFFIC_MEMORY  # with as many or more, that is the weight of a result
 _NOISE = MEMORY / (2 - MEMORY)  # variance of such an average over that of a result
 UNKNOWN = 0.75  # initial chance: optimistic, so that drafting is tried
 PRIOR_TRIALS = 2  # number of results that the initial value counts as
-_BIN_MEMORY = 0.01
+_BIN_MEMORY, _MANY_IN_BIN = 0.01, 100  # with as many results or more, that is the weight of one
 _LUCK = 0.25  # about two standard deviations of the factor of an average request
 _LATEST = 0.3
 _FEWEST_DRAWN, _DRAWN_PLACES = 4, 3
@@ -48,7 +48,6 @@ class History:
         probed: the position that a probe tries, until its result arrives; 0: none.
     """
 
-    request: Request
     chances: list[float]
     num_results: int = 0
     probed_at: int = -1
@@ -79,13 +78,14 @@ class Bin:
 
 @dataclass(eq=False)
 class Reliability:
-    """How well chances are predicted: all verified tokens, in bins by predicted chance."""
+    """How well chances are predicted: verified tokens of one request in every eighth step, in bins
+    by predicted chance."""
 
     _sums: list[list[float]] = field(
         default_factory=lambda: [[0.0, 0.0, 0.0] for _ in range(NUM_BINS)]
     )
 
-    def add(self, predicted: float, accepted: bool) -> None:
+    def add(self, predicted: float, accepted: float) -> None:
         sums = self._sums[int(predicted * NUM_BINS) if predicted < 1.0 else NUM_BINS - 1]
         sums[0] += predicted
         sums[1] += accepted
@@ -106,7 +106,7 @@ class Acceptance:
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self._histories: dict[str, History] = {}
+        self._histories: dict[Request, History] = {}
         self._chances = [UNKNOWN] * places
         self._num_results = [0] * places
         # At first a confidence is taken for the chance itself.
@@ -130,17 +130,16 @@ class Acceptance:
 
     def of(self, request: Request) -> History:
         """The history of a request; a new one if there is none."""
-        found = self._histories.get(request.request_id)
-        if found is None or found.request is not request:
-            found = History(request, list(self._chances))
-            self._histories[request.request_id] = found
+        found = self._histories.get(request)
+        if found is None:
+            found = self._histories[request] = History(list(self._chances))
         return found
 
     def drop_finished(self, num_live: int) -> None:
         """Drop histories of finished requests once they are more than half of all."""
         if len(self._histories) > 2 * num_live + 8:
             self._histories = {
-                name: it for name, it in self._histories.items() if not it.request.finished
+                request: it for request, it in self._histories.items() if not request.finished
             }
 
     def chances_of(self, histories: Sequence[History]) -> list[Sequence[float]]:
@@ -149,16 +148,14 @@ class Acceptance:
         more than noise does, they are taken to be equal."""
         if len(histories) < _FEWEST_DRAWN:
             return [self._shrunk_to_traffic(it.chances) for it in histories]
-        drawn = [list(it.chances) for it in histories]
-        for place in range(min(_DRAWN_PLACES, self._places)):
-            column = [row[place] for row in drawn]
+        columns: list[Sequence[float]] = [*zip(*[it.chances for it in histories], strict=True)]
+        for place, column in enumerate(columns[:_DRAWN_PLACES]):
             mean = sum(column) / len(column)
-            spread = sum([(it - mean) ** 2 for it in column]) / len(column)
+            spread = sum([(it - mean) * (it - mean) for it in column]) / len(column)
             noise = mean * (1 - mean) * _NOISE
             share = noise / spread if spread > noise else 1.0
-            for row in drawn:
-                row[place] += share * (mean - row[place])
-        return list[Sequence[float]](drawn)
+            columns[place] = [it + share * (mean - it) for it in column]
+        return [*zip(*columns, strict=True)]
 
     def _shrunk_to_traffic(self, chances: Sequence[float]) -> Sequence[float]:
         """The chances of one request, shrunk towards those of the traffic; equal to them if they
@@ -173,8 +170,9 @@ class Acceptance:
         """The chances by position of the latest `number` chains, from their confidences, and after
         their ends from the traffic. They show how chances are spread over the requests and
         positions of a step, not which request has which."""
+        rates, last = cache(self.rates), NUM_BINS - 1
         chains = [
-            [self._chance_of(confidence, factor) for confidence in confidences]
+            [rates(factor)[min(last, int(it * NUM_BINS))] for it in confidences]
             for confidences, factor in list(self._recent)[-number:]
         ]
         repeated = (chains * (1 + number // len(chains)))[:number]
@@ -183,7 +181,10 @@ class Acceptance:
     def rates(self, factor: float) -> tuple[float, ...]:
         """The chance by confidence, for a request with this factor: entry i of n is for confidences
         of at least i / n."""
-        return tuple(min(1.0, rate * factor) for rate in self._by_confidence)
+        if factor == 1.0:
+            return tuple(self._by_confidence)
+        rates = [rate * factor for rate in self._by_confidence]
+        return tuple([rate if rate < 1.0 else 1.0 for rate in rates])
 
     def observe(self, report: StepReport) -> list[tuple[int, int]]:
         """Learn from the results of a step; of a large batch, from some requests in turn.
@@ -193,100 +194,109 @@ class Acceptance:
             tokens.
         """
         self.num_steps += 1
-        items, gains, histories = report.batch.requests, report.committed, self._histories
+        items, gains, live = report.batch.requests, report.committed, report.live
         # Odd, so that a batch in which two kinds of requests alternate is sampled evenly.
         stride = 1 + 2 * -(-(len(items) - _MOST_JUDGED) // (2 * _MOST_JUDGED))
         if self.num_steps <= self.all_until:
             stride = 1
-        examined = (
-            self.num_steps // _EXAMINED % len(items) if self.num_steps % _EXAMINED == 0 else -1
-        )
+        turn, rest = divmod(self.num_steps, _EXAMINED)
+        examined = -1 if rest else turn % len(items)
         probes: list[tuple[int, int]] = []
-        looked_at = accepted = 0
-        for index in range(self.num_steps % stride, len(items), stride):
+        looked_at = range(self.num_steps % stride, len(items), stride)
+        accepted = 0
+        for index in looked_at:
             item, gain = items[index], gains[index]
-            ended_early = item.stops is not None or item.trim is not None
-            if (gain.num_draft_tokens or ended_early) and report.live[index]:
-                self._learn(item, gain, probes, index == examined)
-            looked_at += 1
             accepted += gain.num_accepted
-            if item.request.finished:
-                histories.pop(item.request.request_id, None)
-        self.latest += _LATEST * (accepted / looked_at - self.latest)
+            if not live[index]:
+                self._histories.pop(item.request, None)
+            elif gain.num_draft_tokens or item.stops or item.trim:
+                self._learn(item, gain, probes, index == examined)
+        self.latest += _LATEST * (accepted / len(looked_at) - self.latest)
         return probes
 
     def _learn(
         self, item: ScheduledRequest, gain: Committed, probes: list[tuple[int, int]], examined: bool
     ) -> None:
-        history = self._histories.get(item.request.request_id)
-        if history is None or history.request is not item.request:
+        history = self._histories.get(item.request)
+        if history is None:
             return
         drafted = gain.num_draft_tokens if gain.num_positions is None else gain.num_positions
-        accepted, chances = gain.num_accepted, history.chances
+        accepted = gain.num_accepted
         judged = min(accepted + 1, drafted, self._places)
+        verdicts = [1.0] * judged
+        if accepted < judged:
+            verdicts[accepted] = 0.0
         prior = PRIOR_TRIALS if self._num_results[0] < _MANY else _KNOWN_TRIALS
         if history.probed and drafted >= history.probed:
             probes.append((history.probed, accepted))
             if accepted >= history.probed:
                 history.num_results = PRIOR_TRIALS - prior  # the request has changed: learn faster
             history.probed = 0
-        weight = max(MEMORY, 1 / (history.num_results + prior))
+        trials = history.num_results + prior
+        weight = 1 / trials if trials * MEMORY < 1 else MEMORY
         if gain.confidences:
-            self._learn_confidences(history, gain, judged)
+            self._learn_confidences(history, gain.confidences, verdicts, examined)
             weight /= 2  # confidences tell as much
         elif examined:
-            for place in range(judged):
-                self.reliability.add(chances[place], place < accepted)
-        if judged == accepted and _was_stopped(item, gain):  # the next token was not drafted
-            chances[accepted] -= _STOPPED * weight * chances[accepted]
+            for chance, verdict in zip(history.chances, verdicts, strict=False):
+                self.reliability.add(chance, verdict)
+        if item.stops and judged == accepted and _was_stopped(item, gain):
+            # The next token was not drafted.
+            history.chances[accepted] -= _STOPPED * weight * history.chances[accepted]
         history.num_results += 1
-        for place in range(min(accepted, judged)):
-            chances[place] += weight * (1 - chances[place])
-        if judged > accepted:
-            chances[accepted] -= weight * chances[accepted]
-        self._learn_traffic(accepted, judged)
+        self._learn_verdicts(history.chances, weight, verdicts)
 
-    def _learn_traffic(self, accepted: int, judged: int) -> None:
-        chances, counts = self._chances, self._num_results
-        for place in range(judged):
-            counts[place] = count = counts[place] + 1
+    def _learn_verdicts(
+        self, own: list[float], own_weight: float, verdicts: Sequence[float]
+    ) -> None:
+        """Learn whether tokens were accepted (1 or 0), for the request and for the traffic."""
+        traffic, counts = self._chances, self._num_results
+        for place, verdict in enumerate(verdicts):
+            own[place] += own_weight * (verdict - own[place])
             weight = TRAFFIC_MEMORY
-            if count < _FEW_RESULTS:
-                weight = max(weight, 1 / (count + PRIOR_TRIALS))
-            chances[place] += weight * ((place < accepted) - chances[place])
+            if counts[place] < _MANY:  # beyond that their number does not matter
+                counts[place] += 1
+                weight = max(weight, 1 / (counts[place] + PRIOR_TRIALS))
+            traffic[place] += weight * (verdict - traffic[place])
 
-    def _learn_confidences(self, history: History, gain: Committed, judged: int) -> None:
+    def _learn_confidences(
+        self,
+        history: History,
+        confidences: Sequence[float],
+        verdicts: Sequence[float],
+        examined: bool,
+    ) -> None:
         self.has_confidences = True
-        table, counts = self._by_confidence, self._results_by_bin
-        rounded, chances = history.rounded_factor, history.chances
-        self._recent.append((gain.confidences, rounded))
+        table, counts, chances = self._by_confidence, self._results_by_bin, history.chances
+        rounded, factor = history.rounded_factor, history.factor
+        self._recent.append((confidences, rounded))
         # The average for a confidence is less noisy than the result of one token, and is known for
         # tokens after a rejected one, too.
-        soon = max(MEMORY, 1 / (max(0, history.num_results) + PRIOR_TRIALS))
-        factor, accepted, most = history.factor, gain.num_accepted, NUM_BINS - 1
-        for place, confidence in enumerate(gain.confidences[: self._places]):
-            index = int(confidence * NUM_BINS) if confidence < 1.0 else most
+        trials = max(0, history.num_results) + PRIOR_TRIALS
+        own_weight = 1 / trials if trials * MEMORY < 1 else MEMORY
+        judged, last = len(verdicts), NUM_BINS - 1
+        for place, confidence in enumerate(confidences[: self._places]):
+            index = int(confidence * NUM_BINS) if confidence < 1.0 else last
             by_table = table[index]
             chance = by_table * rounded
-            chances[place] += soon * ((chance if chance < 1.0 else 1.0) - chances[place])
+            chances[place] += own_weight * ((chance if chance < 1.0 else 1.0) - chances[place])
             if place >= judged:
                 continue
-            taken, predicted = place < accepted, by_table * factor
+            verdict, predicted = verdicts[place], by_table * factor
             if predicted > 1.0:
                 predicted = 1.0
-            self.reliability.add(predicted, taken)
-            counts[index] = count = counts[index] + 1
-            weight = 1 / (count + PRIOR_TRIALS)
-            table[index] += (weight if weight > _BIN_MEMORY else _BIN_MEMORY) * (taken - by_table)
+            if examined:
+                self.reliability.add(predicted, verdict)
+            weight = _BIN_MEMORY
+            if counts[index] < _MANY_IN_BIN:
+                counts[index] += 1
+                weight = max(weight, 1 / (counts[index] + PRIOR_TRIALS))
+            table[index] = by_table + weight * (verdict - by_table)
             # Move the factor so that the table is right for this request on average.
-            factor += MEMORY * (taken - predicted)
+            factor += MEMORY * (verdict - predicted)
             if not 0.0 <= factor <= _MOST_FACTOR:
                 factor = 0.0 if factor < 0.0 else _MOST_FACTOR
         history.factor = factor
-
-    def _chance_of(self, confidence: float, factor: float) -> float:
-        index = min(NUM_BINS - 1, int(confidence * NUM_BINS))
-        return min(1.0, self._by_confidence[index] * factor)
 
 
 def _was_stopped(item: ScheduledRequest, gain: Committed) -> bool:

@@ -7,7 +7,9 @@ second. Survival falls along a chain, so the tokens taken are a prefix of every 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
+from math import inf
+from operator import add, truediv
 from typing import Protocol
 
 import numpy as np
@@ -17,9 +19,11 @@ from slipstream.core.batch import StepReport
 from slipstream.core.step_form import StepForm
 
 LEAST_SURVIVAL = 0.02  # tokens with less are never drafted
+_ALL = 16  # costs for up to so many units or requests are all computed, and others interpolated
 _FEW = 8  # up to this many requests, plain Python is faster than numpy
 
-Gains = NDArray[np.float64]
+Floats = NDArray[np.float64]
+Gains = Sequence[Sequence[float]] | Floats
 
 
 class StepCosts(Protocol):
@@ -52,29 +56,54 @@ class CostTable:
         self._requests, self._context = requests, context
         self.exact, self.least = form.ends_chains, costs.host_seconds(requests)
         self._targets: dict[int, Sequence[float]] = {}
+        self._arrays: dict[int, Floats] = {}
         self._added: dict[int, list[float]] = {}
+        self._drafted: dict[int, Sequence[float]] = {}
+        self._flat: dict[int, bool] = {}
+        self._alone: list[float] = []
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a step without drafts."""
+        return max(self.least, self.targets(0, 0)[0])
 
     def is_flat(self, width: int) -> bool:
         """Whether a step of this width costs the same for any number of draft tokens."""
-        requests, form, most = self._requests, self._form, width * self._unit
-        return form.rows(requests, most, 0) == form.rows(requests, most, requests * most)
+        found = self._flat.get(width)
+        if found is None:
+            requests, form, most = self._requests, self._form, width * self._unit
+            found = form.rows(requests, most, 0) == form.rows(requests, most, requests * most)
+            self._flat[width] = found
+        return found
 
     def targets(self, units: int, width: int) -> Sequence[float]:
         """Seconds of steps that verify 0, 1, .. at least `units` units, without drafting them."""
         key = 0 if self.exact else width
         found = self._targets.get(key, ())
+        if len(found) > units:
+            return found
         requests, unit, form = self._requests, self._unit, self._form
 
-        def seconds(count: int) -> float:
-            rows = form.rows(requests, width * unit, count * unit)
+        def rows(count: int) -> int:
+            return form.rows(requests, width * unit, count * unit)
+
+        def seconds(rows: int) -> float:
             return self._costs.target_seconds(requests, rows, self._context)
 
-        if len(found) <= units:
-            if self.exact:
-                found = _sampled(seconds, max(units, 2 * len(found)))
-            else:
-                found = [*found, *map(seconds, range(len(found), units + 1))]
-            self._targets[key] = found
+        if self.exact:
+            most = max(units, 2 * len(found), _ALL)
+            found = _sampled(lambda count: seconds(rows(count)), most)
+        else:
+            found = _stepped(rows, seconds, 0, requests * width)
+        self._targets[key] = found
+        return found
+
+    def array(self, units: int, width: int) -> Floats:
+        """`targets` as an array."""
+        targets = self.targets(units, width)
+        found = self._arrays.get(width)
+        if found is None or len(found) < len(targets):
+            found = self._arrays[width] = np.array(targets)
         return found
 
     def added(self, place: int) -> Sequence[float]:
@@ -84,18 +113,48 @@ class CostTable:
         if found is None:
             passes = [0.0] * (self._requests + 1)
             if self.exact:
-                passes = _sampled(lambda count: self._pass(count, place), self._requests)
+                columns = zip(self._drafts(place), self._drafts(place - 1), strict=True)
+                passes = [now - before for now, before in columns]
                 if self._requests <= _FEW:
                     passes[1:] = _line(passes[1:])
             found = self._added[place] = [0.0, *(now - last for last, now in pairwise(passes))]
         return found
 
+    def alone(self, most: int, widths: Sequence[int]) -> Sequence[float]:
+        """Seconds of steps of a single request that drafts 0, 1, .. `most` units; infinite for
+        numbers that steps cannot have."""
+        if not self._alone:
+            self._alone = [self.plain]
+            for place in range(1, most + 1):
+                fits = self.exact or place in widths
+                spent = self.targets(place, place)[place] if fits else inf
+                self._alone.append(max(self.least, spent + self._drafts(place)[-1]))
+        return self._alone
+
+    def margins(self, width: int) -> tuple[float, float]:
+        """The seconds that one more row of a single request takes, near this width, and one more
+        pass of the drafter, on average up to this width, as a single one may be far off."""
+        low, high, most = max(0, width - 1), width + 1, max(2, width)
+        targets = self.targets(high, width)
+        drafting = self._drafts(most)[-1] - self._drafts(1)[-1]
+        return (targets[high] - targets[low]) / (high - low), drafting / (most - 1)
+
     def padded_drafting(self, width: int) -> float:
         """Seconds of drafting in a padded step of this width; 0 where steps are not padded."""
-        return 0.0 if self.exact else self._drafting(self._requests, width)
+        return 0.0 if self.exact else self._drafts(width)[-1]
 
-    def _pass(self, drafting: int, place: int) -> float:
-        return self._drafting(drafting, place) - self._drafting(drafting, place - 1)
+    def _drafts(self, width: int) -> Sequence[float]:
+        """Seconds of drafting `width` units for 0, 1, .. all requests; in padded steps only for
+        all."""
+        found = self._drafted.get(width)
+        if found is None:
+            requests = self._requests
+            if self.exact:
+                found = _sampled(lambda count: self._drafting(count, width), requests)
+            else:
+                found = [self._drafting(requests, width)]
+            self._drafted[width] = found
+        return found
 
     def _drafting(self, drafting: int, width: int) -> float:
         """Seconds of drafting `width` units for `drafting` of the requests."""
@@ -116,13 +175,26 @@ def _line(values: Sequence[float]) -> list[float]:
 
 
 def _sampled(function: Callable[[int], float], most: int) -> list[float]:
-    """The values for 0 to `most`. Of large numbers about every sixteenth is computed and the others
+    """The values for 0 to `most`. Above `_ALL` about every sixteenth is computed and the others
     are interpolated, which is as precise as costs are known."""
-    at = [*range(min(most, 16) + 1)]
+    at = [*range(min(most, _ALL) + 1)]
+    if len(at) > most:
+        return [function(it) for it in at]
     while at[-1] < most:
         at.append(min(most, at[-1] * 17 // 16))
     found: list[float] = np.interp(range(most + 1), at, [function(it) for it in at]).tolist()
     return found
+
+
+def _stepped(
+    rows: Callable[[int], int], seconds: Callable[[int], float], first: int, last: int
+) -> list[float]:
+    """The seconds for `first` to `last`, by their numbers of rows, which rise in few steps."""
+    low, high = rows(first), rows(last)
+    if low == high:
+        return [seconds(low)] * (last - first + 1)
+    middle = (first + last) // 2
+    return _stepped(rows, seconds, first, middle) + _stepped(rows, seconds, middle + 1, last)
 
 
 @dataclass(frozen=True)
@@ -157,12 +229,13 @@ def choose(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
             rising; for a chain the survival of each token; 0 where a request may not draft.
         widths: the widths that a step may have, rising from 0.
     """
-    requests, plain = len(gains), max(table.least, table.targets(0, 0)[0])
+    requests = len(gains)
     if requests == 1:
-        return _choose_alone(gains[0].tolist(), widths, table)
-    if table.exact and requests <= _FEW:
-        return _choose_for_few(gains.tolist(), widths, table)
-    flat = gains.T.ravel()  # by place, then by request
+        return _choose_alone(gains[0], widths, table)
+    if requests <= _FEW:
+        return _choose_for_few(gains, widths, table)
+    plain = table.plain
+    flat = np.array(gains).T.ravel()  # by place, then by request
     order = np.argsort(-flat, kind="stable")  # of equal gains the nearer place, earlier request
     order = order[: np.count_nonzero(flat > LEAST_SURVIVAL)]
     ranked, places = flat[order], order // requests + 1
@@ -190,53 +263,53 @@ def choose(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
     return Choice(width, counts, least, float(gained[row, last]), float(spent[row, last]))
 
 
-def _choose_for_few(
-    gains: Sequence[Sequence[float]], widths: Sequence[int], table: CostTable
-) -> Choice:
-    """`choose` for few requests and exact steps; plain Python takes a fifth of numpy's time."""
-    ranked = sorted(
-        (-gain, place, request)
-        for request, row in enumerate(gains)
-        for place, gain in enumerate(row, 1)
-        if gain > LEAST_SURVIVAL
-    )
-    requests, most = len(gains), max([place for _, place, _ in ranked], default=0)
-    targets, added = table.targets(len(ranked), 0), [table.added(it + 1) for it in range(most)]
-    best, chosen = Choice(0, [0] * requests, 1.0, requests, targets[0]), (0, 0)
-    tokens, seconds, least, speed = best.tokens, best.seconds, best.least, best.speed
-    for narrower, width in pairwise(widths):
-        if narrower >= most:
+def _choose_for_few(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
+    """`choose` for few requests; plain Python takes a fifth of numpy's time."""
+    requests = len(gains)
+    flat = [gain for column in zip(*gains, strict=True) for gain in column]
+    order = [index for index, gain in enumerate(flat) if gain > LEAST_SURVIVAL]
+    longest = 1 + order[-1] // requests if order else 0
+    order.sort(key=flat.__getitem__, reverse=True)
+    # What drafting each unit adds, by its number among the taken ones at its place.
+    passes = [islice(table.added(place), 1, None) for place in range(1, longest + 1)]
+    added = {index: next(passes[index // requests]) for index in order}
+    tokens, seconds, chosen, width = float(requests), table.plain, order[:0], 0
+    speed = tokens / seconds
+    for narrower, wider in pairwise(widths):
+        if narrower >= longest:
             break
-        gained, drafting, taken, at = float(requests), 0.0, 0, [0] * width
-        for loss, place, _ in ranked:
-            if place > width:
-                continue
-            at[place - 1] += 1
-            taken += 1
-            gained -= loss
-            drafting += added[place - 1][at[place - 1]]
-            spent = targets[taken] + drafting
-            if gained > speed * spent:
-                tokens, seconds, least, speed = gained, spent, -loss, gained / spent
-                chosen = width, taken
-    if not chosen[0]:
-        return best
+        within = [index for index in order if index < wider * requests]
+        gained = list(accumulate(map(flat.__getitem__, within), initial=float(requests)))
+        targets = table.targets(len(within), wider)
+        drafting = accumulate(map(added.__getitem__, within), initial=table.padded_drafting(wider))
+        spent = list(map(add, targets, drafting))
+        if table.least:
+            spent = [max(table.least, it) for it in spent]
+        speeds = list(map(truediv, gained, spent))
+        # What fits into a narrower step is left to that.
+        first = next(at for at, index in enumerate(within, 1) if index >= narrower * requests)
+        best = max(speeds[first:])
+        if best > speed:
+            taken = speeds.index(best, first)
+            tokens, seconds, speed = gained[taken], spent[taken], best
+            chosen, width = within[:taken], wider
     counts = [0] * requests
-    within = [request for _, place, request in ranked if place <= chosen[0]]
-    for request in within[: chosen[1]]:
-        counts[request] += 1
-    return Choice(max(counts), counts, least, tokens, seconds)
+    for index in chosen:
+        counts[index % requests] += 1
+    if table.exact:
+        width = max(counts)
+    return Choice(width, counts, flat[chosen[-1]] if chosen else 1.0, tokens, seconds)
 
 
 def _seconds(
     within: NDArray[np.bool_], places: NDArray[np.int64], widths: Sequence[int], table: CostTable
-) -> Gains:
+) -> Floats:
     """[widths, units] seconds of steps that draft the units up to each that are within a width."""
     taken = np.cumsum(within, 1)
     if not table.exact:
         most = taken[:, -1].tolist()
         parts = [
-            np.array(table.targets(count, width))[row] + table.padded_drafting(width)
+            table.array(count, width)[row] + table.padded_drafting(width)
             for width, count, row in zip(widths, most, taken, strict=True)
         ]
         return np.array(parts)
@@ -244,22 +317,18 @@ def _seconds(
     numbers = np.bincount(places).tolist()
     added = [table.added(place)[1 : number + 1] for place, number in enumerate(numbers) if number]
     passes[np.argsort(places, kind="stable")] = list(chain.from_iterable(added))
-    targets = np.array(table.targets(len(places), 0))
-    return targets[taken] + np.cumsum(within * passes, 1)
+    return table.array(len(places), 0)[taken] + np.cumsum(within * passes, 1)
 
 
 def _choose_alone(gains: Sequence[float], widths: Sequence[int], table: CostTable) -> Choice:
     """The choice for a single request."""
-    tokens, drafting = 1.0, 0.0
-    best = Choice(0, [0], 1.0, tokens, max(table.least, table.targets(0, 0)[0]))
+    seconds = table.alone(len(gains), widths)
+    tokens = most = 1.0
+    speed, width = tokens / seconds[0], 0
     for place, gain in enumerate(gains, 1):
         if gain <= LEAST_SURVIVAL:
             break
         tokens += gain
-        drafting += table.added(place)[1]
-        if table.exact or place in widths:
-            seconds = table.targets(place, place)[place] + drafting + table.padded_drafting(place)
-            seconds = max(table.least, seconds)
-            if tokens / seconds > best.speed:
-                best = Choice(place, [place], gain, tokens, seconds)
-    return best
+        if tokens / seconds[place] > speed:
+            speed, width, most = tokens / seconds[place], place, tokens
+    return Choice(width, [width], gains[width - 1] if width else 1.0, most, seconds[width])

@@ -146,10 +146,13 @@ class CostModel:
         more = self._slopes["attention"].value * (rows / requests - 1)
         return self._slopes["context"].value + more
 
-    def _request_seconds(self, step: Point) -> float:
+    def _request_seconds(self, requests: int, rows: int, context: int) -> float:
         """Seconds of the target's pass that do not follow from its rows alone."""
-        per_token = self._per_token(step.requests, step.rows)
-        return self._slopes["requests"].value * step.requests + per_token * step.context
+        per_token = self._per_token(requests, rows)
+        return self._slopes["requests"].value * requests + per_token * context
+
+    def _of_requests(self, point: Point) -> float:
+        return self._request_seconds(point.requests, point.rows, point.context)
 
     def _pad(self, requests: int) -> int:
         return requests if self._padded is None else self._padded(requests)
@@ -165,7 +168,7 @@ class CostModel:
         """
         if self._is_restored:
             taken = [
-                point.target / max(LEAST, self._rows(point.rows) + self._request_seconds(point))
+                point.target / max(LEAST, self._rows(point.rows) + self._of_requests(point))
                 for point in points
             ]
             self._slowness.set(median(taken))
@@ -176,7 +179,7 @@ class CostModel:
         self._fit_slopes(points, short)
         for point in sorted(short.values(), key=lambda it: it.width):
             requests, context = point.requests, point.context
-            self._rows.knot(point.rows).set(max(LEAST, point.target - self._request_seconds(point)))
+            self._rows.knot(point.rows).set(max(LEAST, point.target - self._of_requests(point)))
             if point.host:
                 self._host.knot(requests).set(point.host)
             rest = _host_gap(point.rest, point.draft + point.target, point.host)
@@ -255,7 +258,7 @@ class CostModel:
     def _learn_target(self, requests: int, rows: int, context: int, seconds: float) -> float:
         """Learn from the target's pass; returns the machine's slowness."""
         slopes, knot = self._slopes, self._rows.knot(rows)
-        of_requests = self._request_seconds(Point(requests, 0, rows, context, 0.0, 0.0))
+        of_requests = self._request_seconds(requests, rows, context)
         if knot.is_settled:
             self._slowness.update(seconds / max(LEAST, knot.value + of_requests))
         seconds /= self._slowness.value
@@ -305,11 +308,12 @@ class CostModel:
 
     def _passes(self, counts: Sequence[int]) -> float:
         """Seconds of drafting if so many requests draft at each position."""
-        return sum([self._pass(count, place) for place, count in enumerate(counts, 1)])
-
-    def _pass(self, requests: int, place: int) -> float:
-        """Seconds that the draft token at a position adds for this number of requests."""
-        return self._drafting(requests, place) - self._drafting(requests, place - 1)
+        seconds = 0.0
+        for place, (count, following) in enumerate(pairwise((*counts, 0)), 1):
+            if following < count:  # between such positions what is added cancels out
+                seconds += self._drafting(count, place)
+                seconds -= self._drafting(following, place) if following else 0.0
+        return seconds
 
     def _update(self, knot: Knot, value: float, seconds: float) -> float:
         """Update a knot by its value in a step of `seconds`, if all other terms are right; returns

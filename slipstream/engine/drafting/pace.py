@@ -1,5 +1,6 @@
 """Chooses the steps that costs are learnt from: few while times are stable, to save time."""
 
+from functools import lru_cache
 from math import log2
 
 from slipstream.core.batch import StepReport
@@ -29,8 +30,7 @@ class Pace:
 
     def is_due(self, report: StepReport) -> bool:
         """Whether to learn from this step; called once for every step."""
-        requests, rows, times = len(report.batch.requests), report.num_rows, report.times
-        kind, seconds = (int(4 * log2(requests + 1)), int(8 * log2(rows + 1))), times.target
+        kind, seconds = _kind(len(report.batch.requests), report.num_rows), report.times.target
         self._num_steps += 1
         known = self._kinds.get(kind)
         if known is None or self._num_steps - known[3] > _LONG_AGO:
@@ -49,3 +49,8 @@ class Pace:
             known[0] = _BURST
         known[2] = changed
         return False
+
+
+@lru_cache(4096)
+def _kind(requests: int, rows: int) -> tuple[int, int]:
+    return int(4 * log2(requests + 1)), int(8 * log2(rows + 1))

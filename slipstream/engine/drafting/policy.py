@@ -19,11 +19,11 @@ these more often than the target does.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import accumulate
 from math import log2
-from operator import attrgetter
+from operator import attrgetter, mul
 from typing import Protocol
-
-import numpy as np
 
 from slipstream.core.batch import FACTOR_PARTS, ChainStops, DraftPlan, StepReport, Trim
 from slipstream.core.request import Request
@@ -91,8 +91,11 @@ class AdaptivePolicy:
         # The plans that follow from it, for these requests; `_left` calls of `plan` use them.
         self._requests: list[Request] = []
         self._plans: list[DraftPlan] = []
-        self._by_id: dict[str, DraftPlan] = {}
+        self._known: dict[Request, DraftPlan] = {}  # filled when requests change
         self._longest = self._left = self._age = 0
+        self._expected = 0.0  # accepted tokens of a request in a step
+        # Plans that name just a number of tokens.
+        self._simple = tuple(map(DraftPlan, range(self._most + 1)))
         self._pace = Pace()
         self._probes = Probes(
             self.acceptance, self._most, self._unit, self._choices, form.ends_chains
@@ -123,7 +126,7 @@ class AdaptivePolicy:
             self._choose(requests, candidates)
         plans = self._plans
         if self._probes.plain_is_due(self._longest > 0):
-            return [DraftPlan(0)] * len(plans)
+            return [self._simple[0]] * len(plans)
         if self._probes.is_due():
             plans = self._probes.plans(candidates, plans)
         if min(map(_MOST, candidates)) < self._longest:
@@ -133,10 +136,9 @@ class AdaptivePolicy:
     def observe(self, report: StepReport) -> None:
         if self._pace.is_due(report):
             self._costs.observe(report)
-        acceptance, choice = self.acceptance, self._choice
-        results = acceptance.observe(report)
-        expected = choice.tokens / len(choice.counts) - 1 if choice.counts else 0.0
-        if abs(acceptance.latest - expected) > _SURPRISE * (0.5 + expected):
+        results = self.acceptance.observe(report)
+        off = abs(self.acceptance.latest - self._expected)
+        if off > _SURPRISE * (0.5 + self._expected):
             self._left = min(self._left, 3)
         if self._probes.take_in(results):  # a probe succeeded: choose anew soon
             self._left = min(self._left, len(self._requests) // 4)
@@ -145,15 +147,21 @@ class AdaptivePolicy:
 
     def _replan(self, requests: list[Request], candidates: Sequence[Candidate]) -> None:
         """Plan for a set of requests that differs from that of the last choice."""
-        size, known, chosen_for = len(requests), self._by_id, len(self._choice.counts)
-        new = [it for it in candidates if it.request.request_id not in known]
+        size, chosen_for = len(requests), len(self._choice.counts)
+        if self._left <= 0 or size <= 8:
+            self._choose(requests, candidates)
+            return
+        if not self._known:
+            self._known = dict(zip(self._requests, self._plans, strict=True))
+        known = self._known
+        new = [it for it in candidates if it.request not in known]
         changed = max(len(new), chosen_for - size)
-        if self._left <= 0 or 8 * changed >= max(size, chosen_for) or size <= 8:
+        if 8 * changed >= max(size, chosen_for):
             self._choose(requests, candidates)
             return
         for it in new:
-            known[it.request.request_id] = self._plan_for_new(it)
-        self._plans = [known[request.request_id] for request in requests]
+            known[it.request] = self._plan_for_new(it)
+        self._plans = list(map(known.__getitem__, requests))
         self._requests = requests
 
     def _plan_for_new(self, candidate: Candidate) -> DraftPlan:
@@ -170,38 +178,37 @@ class AdaptivePolicy:
     def _choose(self, requests: list[Request], candidates: Sequence[Candidate]) -> None:
         acceptance, size = self.acceptance, len(requests)
         acceptance.drop_finished(size)
-        histories = [acceptance.of(request) for request in requests]
+        histories = list(map(acceptance.of, requests))
         bounds = [min(it.most, it.request.num_speculative_tokens, self._most) for it in candidates]
         table = self._table(size, sum([request.num_tokens for request in requests]))
         trims = acceptance.has_confidences and not (self._form.ends_chains or self._unit > 1)
         trims = trims and not table.is_flat(self._most)
         found = acceptance.recent_chances(size) if trims else acceptance.chances_of(histories)
         choice = self._choice = choose(self._gains(found, bounds), self._choices, table)
-        self._requests = requests
+        self._requests, self._known = requests, {}
+        self._expected = choice.tokens / size - 1
         self._left = min(4 + min(2 * size - 2, _MOST_UNCHANGED), 1 + acceptance.num_steps // 4)
         if table.is_flat(choice.width):  # then no draft token within it costs anything
             most = choice.width * self._unit
-            self._plans = [DraftPlan(min(most, bound)) for bound in bounds]
+            self._plans = [self._simple[min(most, bound)] for bound in bounds]
         elif trims:
             self._plans = self._trimmed_plans(histories, bounds)
         elif self._unit > 1:
             pairs_taken = zip(bounds, choice.counts, strict=True)
-            self._plans = [DraftPlan(bound * taken) for bound, taken in pairs_taken]
+            self._plans = [self._simple[bound * taken] for bound, taken in pairs_taken]
         else:
             self._plans = self._exact_plans(histories, bounds, table)
         self._longest = max([plan.num_tokens for plan in self._plans])
-        self._by_id = {
-            request.request_id: plan for request, plan in zip(requests, self._plans, strict=True)
-        }
         self._probes.follow(choice, self._plans, bounds, table)
 
     def _gains(self, chances: Sequence[Sequence[float]], bounds: Sequence[int]) -> Gains:
         """[requests, units] expected accepted tokens of each unit."""
-        gains = np.cumprod(np.array(chances), 1)
+        gains = [[*accumulate(row, mul)] for row in chances]
         if self._unit > 1:
-            gains = gains.sum(1, keepdims=True)
-        if min(bounds) < gains.shape[1]:
-            gains[np.arange(1, gains.shape[1] + 1) > np.array(bounds)[:, None]] = 0.0
+            gains = [[sum(row)] for row in gains]
+        for row, bound in zip(gains, bounds, strict=True):
+            if bound < len(row):
+                row[bound:] = [0.0] * (len(row) - bound)
         return gains
 
     def _exact_plans(
@@ -213,7 +220,7 @@ class AdaptivePolicy:
         as planned: a draft pass for the few that go on costs nearly as much as one for all."""
         choice = self._choice
         if len(bounds) > 1 or not self.acceptance.has_confidences or not choice.width:
-            return [DraftPlan(count) for count in choice.counts]
+            return list(map(self._simple.__getitem__, choice.counts))
         rates = self.acceptance.rates(histories[0].rounded_factor)
         return [DraftPlan(bounds[0], ChainStops(rates, *self._thresholds(table)))]
 
@@ -223,23 +230,25 @@ class AdaptivePolicy:
         """Plans for captured steps: all requests draft the step's full width, and the device
         verifies as many tokens as were chosen, those that are most likely to survive."""
         width, size = self._choice.width, len(bounds)
-        rates = tuple(round(it, 2) for it in self.acceptance.rates(1.0))
+        rates = tuple([round(it, 2) for it in self.acceptance.rates(1.0)])
         rows = sum(self._choice.counts)
+
+        @cache
+        def plan(count: int, num_rows: int, factor: int) -> DraftPlan:
+            return DraftPlan(count, trim=Trim(num_rows, factor, rates))
+
+        factors = [round(it.rounded_factor * FACTOR_PARTS) for it in histories]
         return [
-            _trimmed(min(width, bound), (rows + place) // size, history, rates)
-            for place, (history, bound) in enumerate(zip(histories, bounds, strict=True))
+            plan(min(width, bound), (rows + place) // size, factor)
+            for place, (factor, bound) in enumerate(zip(factors, bounds, strict=True))
         ]
 
     def _thresholds(self, table: CostTable) -> tuple[float, float]:
         """The least survival with which one more token of a single chain is worth its draft pass
         and its row, and with which it is worth its row alone: their costs, measured in tokens."""
-        choice, width = self._choice, self._choice.width
-        low, high = max(0, width - 1), width + 1
-        targets = table.targets(high, width)
-        row = (targets[high] - targets[low]) / (high - low)
-        places = range(2, max(2, width) + 1)  # averaged, as a single one may be far off
-        further = sum([sum(table.added(it)[:2]) for it in places]) / len(places)
-        return _bounded(choice.speed * (row + further)), _bounded(choice.speed * row)
+        speed = self._choice.speed
+        row, further = table.margins(self._choice.width)
+        return _bounded(speed * (row + further)), _bounded(speed * row)
 
     def _table(self, requests: int, context: int) -> CostTable:
         """The costs for a number of requests and, rounded, the sum of their lengths."""
@@ -257,11 +266,6 @@ class AdaptivePolicy:
 
 def _cut(plan: DraftPlan, most: int) -> DraftPlan:
     return plan if plan.num_tokens <= most else replace(plan, num_tokens=most)
-
-
-def _trimmed(count: int, num_rows: int, history: History, rates: tuple[float, ...]) -> DraftPlan:
-    factor = round(history.rounded_factor * FACTOR_PARTS)
-    return DraftPlan(count, trim=Trim(num_rows, factor, rates))
 
 
 def _bounded(least: float) -> float:

@@ -56,6 +56,7 @@ class Probes:
         self._acceptance, self._most, self._unit = acceptance, most, unit
         self._widths, self._exact = widths, exact
         self.next, self._choice = Probe(), Choice(0, (), 1.0, 1.0, 1.0)
+        self._room = 0
         self._ledger = 0.0  # seconds
         self._rests = 0  # plans until the next probe is allowed
         self._with_drafts = 0  # plans since the latest plain one
@@ -101,13 +102,11 @@ class Probes:
     ) -> None:
         """After a new choice, find what to probe beyond it, and its cost."""
         self._choice = choice
-        plain = max(table.least, table.targets(0, 0)[0])
-        self._is_far_better = choice.speed * plain > _FAR_BETTER * len(bounds)
-        short = [
-            plan.num_tokens // self._unit
-            for plan, bound in zip(plans, bounds, strict=True)
-            if self._is_short(plan, bound)
-        ]
+        self._is_far_better = choice.speed * table.plain > _FAR_BETTER * len(bounds)
+        # The most that a request may draft without a change for the others.
+        self._room = self._most if self._exact else choice.width * self._unit
+        pairs = zip(plans, bounds, strict=True)
+        short = [plan.num_tokens // self._unit for plan, it in pairs if self._is_short(plan, it)]
         if short:
             self.next = self._for_some(short, table)
         elif not self._exact and max(bounds) > choice.width * self._unit:
@@ -150,8 +149,8 @@ class Probes:
 
     def _is_short(self, plan: DraftPlan, bound: int) -> bool:
         """Whether a request could draft more without a change for the others."""
-        most = self._most if self._exact else self._choice.width * self._unit
-        return plan.num_tokens < min(bound, most) and plan.stops is None and plan.trim is None
+        count = plan.num_tokens
+        return count < bound and count < self._room and not (plan.stops or plan.trim)
 
     def plans(
         self, candidates: Sequence[Candidate], chosen: Sequence[DraftPlan]

@@ -92,13 +92,14 @@ class Table:
         self._rises = rises
 
     def __call__(self, place: int) -> float:
-        index, total = bisect_left(self.places, place), 0.0
-        later = [knot.value for knot in self._knots[index:]] if self._rises else []
-        if index < len(self.places) and self.places[index] == place:
-            return min(later) if later else self._knots[index].value
+        total = 0.0
         for index, weight in _around(self.places, place):
             total += weight * self._knots[index].value
-        return min((total, *later))
+        if self._rises:
+            for knot in self._knots[bisect_left(self.places, place) :]:
+                if knot.value < total:
+                    total = knot.value
+        return total
 
     def items(self) -> list[tuple[int, float]]:
         """The places of its knots and the values there."""
