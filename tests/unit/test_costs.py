@@ -211,6 +211,19 @@ def test_restored_costs_are_those_of_a_machine_that_is_slower_today() -> None:
         assert machine.error(model, *shape) < 0.05, shape
 
 
+def test_first_measurements_that_were_disturbed_do_not_decide_for_restored_costs() -> None:
+    machine, model = Machine(steep, chain, noise=0.0), CostModel()
+    model.restore(calibrated(machine).state())
+    points: list[Point] = []
+    for index, requests in enumerate((1, 2, 3, 4, 5, 6, 7, 8, 9)):
+        machine.slower = 2.0 if index > 1 else 6.0
+        points.append(measured(machine, requests, 0))
+        model.calibrate(plausible(points))
+    machine.slower = 2.0
+    for shape in ((16, 0), (16, 1), (8, 7)):
+        assert machine.error(model, *shape) < 0.25, shape
+
+
 def test_a_wrong_estimate_is_found_by_few_steps_behind_others() -> None:
     machine = Machine(steep, chain, noise=0.03)
     model = calibrated(machine)
@@ -534,11 +547,11 @@ def test_what_moved_is_kept_every_few_minutes(tmp_path: Path) -> None:
     assert loaded.seconds(1, 0, 1, 64) == pytest.approx(2.1, rel=0.02)
 
 
-def written(rows: str = "[[1, 1.0]]", slope: str = "0.0") -> str:
+def written(rows: str = "[[1, 1.0]]", slope: str = "0.0", slowness: str = "1") -> str:
     names = ("requests", "context", "attention", "draft_context")
     slopes = ", ".join(f'"{name}": {slope}' for name in names)
     tables = '"rest": [], "added_rest": [], "host": [], "drafting": []'
-    costs = f'{{"rows": {rows}, {tables}, "slopes": {{{slopes}}}, "slowness": 1}}'
+    costs = f'{{"rows": {rows}, {tables}, "slopes": {{{slopes}}}, "slowness": {slowness}}}'
     return f'{{"key": {{}}, "costs": {costs}}}'
 
 
@@ -553,6 +566,9 @@ def test_what_is_written_by_hand_is_read(tmp_path: Path) -> None:
     [
         *("", "[]", "{}", '{"key": {}, "costs": {}}', '{"key": {}, "costs": 3}', "\0"),
         *(written(slope="NaN"), written("[[1, Infinity]]"), written("[[1e999, 1.0]]")),
+        *(written(slope="-1"), written("[[-1, 1.0]]"), written('[[1, "nan"]]')),
+        *(written(slowness=it) for it in ("0", "-1", "1e300", "1e999")),
+        "[" * 100_000,
     ],
 )
 def test_a_broken_file_is_measured_over(content: str, tmp_path: Path) -> None:

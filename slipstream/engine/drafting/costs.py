@@ -31,7 +31,7 @@ from typing import Any
 
 from slipstream.core.batch import StepReport
 from slipstream.engine.drafting.step_costs import CostRow, Point
-from slipstream.engine.drafting.tables import GAIN, LEAST, Grid, Knot, Slope, Table
+from slipstream.engine.drafting.tables import GAIN, LEAST, Grid, Knot, Slope, Table, finite
 
 _MOST_ERROR = 0.3  # bound of the errors that slopes learn from, relative to the prediction
 _LEAST_SHARE = 0.1  # least share of an error that is attributed to a knot
@@ -40,6 +40,7 @@ _PLAIN_AGE = 64  # steps learnt from, for which a plain step tells the host's sh
 _START, _NUM_DRAFTS = attrgetter("start"), attrgetter("num_draft_tokens")
 _STOPS = attrgetter("stops")
 _TABLES = ("rows", "rest", "added_rest", "host")
+_MOST_SLOWNESS = 1e3  # that is restored
 
 
 class CostModel:
@@ -64,7 +65,7 @@ class CostModel:
         }
         self._slowness = Knot(1.0)
         self._slowness.set(1.0)
-        self._is_restored = False
+        self._restored: CostModel | None = None  # what was restored, before anything was learnt
         self._moved = 0.0
         self._targets: dict[tuple[int, int], tuple[float, float]] = {}
         self._drafts: dict[tuple[int, int], tuple[float, float]] = {}
@@ -154,6 +155,10 @@ class CostModel:
     def _of_requests(self, point: Point) -> float:
         return self._request_seconds(point.requests, point.rows, point.context)
 
+    def slowness_at(self, point: Point) -> float:
+        """How much longer the target's pass of a step took than it would at slowness 1."""
+        return point.target / max(LEAST, self._rows(point.rows) + self._of_requests(point))
+
     def _pad(self, requests: int) -> int:
         return requests if self._padded is None else self._padded(requests)
 
@@ -166,12 +171,8 @@ class CostModel:
         the points with the shortest contexts. If costs were restored, the points also tell the
         machine's slowness, so that they fit those that were not measured again.
         """
-        if self._is_restored:
-            taken = [
-                point.target / max(LEAST, self._rows(point.rows) + self._of_requests(point))
-                for point in points
-            ]
-            self._slowness.set(median(taken))
+        if self._restored is not None:
+            self._slowness.set(median(self._restored.slowness_at(point) for point in points))
             points = [point.divided(self._slowness.value) for point in points]
         short: dict[tuple[int, int], Point] = {}
         for point in sorted(points, key=lambda it: it.context, reverse=True):
@@ -337,13 +338,12 @@ class CostModel:
 
     def state(self) -> dict[str, Any]:
         """All that was learnt, as JSON data."""
-        drafting = zip(self._drafting.counts, self._drafting.tables, strict=True)
         return {
             "rows": self._rows.items(),
             "rest": self._rest.items(),
             "added_rest": self._added_rest.items(),
             "host": self._host.items(),
-            "drafting": [(count, table.items()) for count, table in drafting],
+            "drafting": self._drafting.items(),
             "slopes": {name: slope.value for name, slope in self._slopes.items()},
             "slowness": self._slowness.value,
         }
@@ -352,23 +352,25 @@ class CostModel:
         """Restore what `state` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: the data is not of that form.
+            KeyError, TypeError, ValueError, OverflowError: the data is not of that form.
         """
-        slopes = {name: float(state["slopes"][name]) for name in self._slopes}
-        slowness = float(state["slowness"])
+        restored = CostModel(self._padded)
+        restored._fill(state)
+        self._fill(state)
+        self._restored = restored
+
+    def _fill(self, state: Mapping[str, Any]) -> None:
+        slopes = {name: finite(state["slopes"][name], least=0.0) for name in self._slopes}
+        slowness = finite(state["slowness"], 1 / _MOST_SLOWNESS, _MOST_SLOWNESS)
         tables, drafting = {name: Table() for name in _TABLES}, Grid()
         for name, table in tables.items():
-            for place, value in state[name]:
-                table.knot(int(place)).set(float(value))
-        for count, items in state["drafting"]:
-            for width, value in items:
-                drafting.knot(int(count), int(width)).set(float(value))
+            table.restore(state[name])
+        drafting.restore(state["drafting"])
         self._rows, self._rest, self._added_rest, self._host = tables.values()
         self._drafting = drafting
         for name, value in slopes.items():
             self._slopes[name].set(value)
         self._slowness.set(slowness)
-        self._is_restored = True
         self._forget_predictions()
 
 

@@ -25,6 +25,8 @@ LENGTH = 512  # length of each request in `KeptCosts.rows`
 _SECONDS, _FEW_SECONDS = 2.0, 0.25  # time for measuring, without a file and with one
 _EVERY_SECONDS, _EVERY_STEPS = 180.0, 1024  # how often costs are checked for changes
 _MOVED = 0.1
+# What a file that cannot be read, or is not of the form that `CostModel.state` has, raises.
+_BROKEN = OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError
 
 
 class CostFile:
@@ -44,13 +46,13 @@ class CostFile:
         """Restore costs from the file; returns whether there was one."""
         try:
             text = self.path.read_text(encoding="utf-8")
-            found = json.loads(text, parse_constant=_refuse)
+            found = json.loads(text)
             if found["key"] == self._key:
                 costs.restore(found["costs"])
                 return True
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
+        except _BROKEN as error:
             logger.debug("%s cannot be used (%r): costs are measured anew", self.path, error)
         return False
 
@@ -116,11 +118,6 @@ class KeptCosts(CostModel):
     def _keep(self) -> None:
         self._file.save(self)
         self._kept, self._asked = self.rows, self._now()
-
-
-def _refuse(constant: str) -> float:
-    """Raise ValueError for NaN and infinity, from which predictions would never recover."""
-    raise ValueError(f"{constant} is no cost")
 
 
 def cache_folder() -> Path:

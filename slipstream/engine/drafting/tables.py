@@ -2,9 +2,10 @@
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
+_MOST = 1e6  # of what files hold, in seconds and in rows
 LEAST = 1e-7  # seconds, so that relative errors exist
 _NEAR = 1 / 24  # relative distance within which a knot stands for other places
 _RECENT = 11  # a knot follows the median of this many values
@@ -57,6 +58,17 @@ class Knot:
         return abs(gain * off) / before
 
 
+def finite(value: object, least: float = -_MOST, most: float = _MOST) -> float:
+    """A number from a file; raises ValueError if predictions would never recover from it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise ValueError(f"{value!r} is no cost")
+    return float(value)
+
+
+def _place(value: object) -> int:
+    return int(finite(value, least=0.0))
+
+
 def _around(places: Sequence[int], place: int) -> Sequence[tuple[int, float]]:
     """The indices of the rising `places` on both sides of a place, with the weights of linear
     interpolation. Behind the last one it extrapolates by the line through the last and the one at
@@ -105,6 +117,11 @@ class Table:
         """The places of its knots and the values there."""
         return [(place, self(place)) for place in self.places]
 
+    def restore(self, items: Iterable[tuple[object, object]]) -> None:
+        """Add what `items` returned; raises TypeError or ValueError for other data."""
+        for place, value in items:
+            self.knot(_place(place)).set(finite(value))
+
     def knot(self, place: int) -> Knot:
         """The knot for a place; a new one if none is near."""
         index = bisect_left(self.places, place)
@@ -128,6 +145,17 @@ class Grid:
         for index, weight in _around(self.counts, requests):
             total += weight * self.tables[index](width)
         return total
+
+    def items(self) -> list[tuple[int, list[tuple[int, float]]]]:
+        """The numbers of requests and the items of their tables."""
+        tables = zip(self.counts, self.tables, strict=True)
+        return [(count, table.items()) for count, table in tables]
+
+    def restore(self, items: Iterable[tuple[object, Iterable[tuple[object, object]]]]) -> None:
+        """Add what `items` returned; raises TypeError or ValueError for other data."""
+        for count, table in items:
+            for width, value in table:
+                self.knot(_place(count), _place(width)).set(finite(value))
 
     def knot(self, requests: int, width: int) -> Knot:
         """The knot for these; a new one if none is near."""
