@@ -162,7 +162,7 @@ class TestTriton:
         moved = product(x[:1], Adapted(made, torch.zeros_like(slots[:1])))
         assert torch.equal(moved[0], found[0])
 
-    @pytest.mark.parametrize("columns, width, rank", [(24, 40, 4), (128, 96, 16)])
+    @pytest.mark.parametrize(("columns", "width", "rank"), [(24, 40, 4), (128, 96, 16)])
     def test_the_ops_of_a_layer_apply_them(self, columns: int, width: int, rank: int) -> None:
         pytest.importorskip("triton", reason="it is there for Linux only")
         from slipstream.kernels.formats.dense import DenseMatrix
