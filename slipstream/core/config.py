@@ -66,7 +66,6 @@ class EngineConfig:
     max_model_len: int | None = flag(
         None,
         "Maximum tokens of a request, prompt and output together: 8192, 8k, 8K, auto. [derived]",
-        metavar="<number>",
         parse=parse_count,
         at_least=2,
     )
@@ -74,7 +73,6 @@ class EngineConfig:
     max_num_batched_tokens: int | None = flag(
         None,
         "Maximum tokens in one forward pass of the model. [by device]",
-        metavar="<number>",
         parse=parse_count,
         at_least=1,
     )
@@ -82,7 +80,6 @@ class EngineConfig:
         None,
         "Memory for the KV cache, the drafter's included: bytes, 512M, 4G, 4GiB. [derived]",
         also=("--kv-cache-memory-bytes",),
-        metavar="<bytes>",
         parse=parse_bytes,
         at_least=1,
     )
@@ -130,7 +127,6 @@ class EngineConfig:
     override_generation_config: Mapping[str, Any] | None = flag(
         None,
         "Default sampling parameters, which override --generation-config: '{\"temperature\": 0.6}'",
-        metavar="<json>",
         parse=parse_object,
     )
     tokenizer: str | None = flag(None, "Directory of a tokenizer to use instead of the model's.")
@@ -146,7 +142,6 @@ class EngineConfig:
     hf_overrides: Mapping[str, Any] | None = flag(
         None,
         "Values that override keys of config.json; objects are merged key by key.",
-        metavar="<json>",
         parse=parse_object,
     )
     download_dir: str | None = flag(
@@ -159,14 +154,12 @@ class EngineConfig:
         None,
         "Maximum number of images in a prompt: '{\"image\": 4}'; with 0 the vision tower is not "
         "loaded. [16]",
-        metavar="<json>",
         parse=parse_object,
     )
     mm_processor_kwargs: Mapping[str, Any] | None = flag(
         None,
         "Settings that override the model's image processor: "
         '\'{"size": {"longest_edge": 1000000, "shortest_edge": 65536}}\'',
-        metavar="<json>",
         parse=parse_object,
     )
     mm_processor_cache_gb: float = flag(
@@ -202,7 +195,6 @@ class EngineConfig:
     rope_scaling: Mapping[str, Any] | None = flag(
         None,
         "RoPE scaling, instead of config.json's rope_scaling.",
-        metavar="<json>",
         parse=parse_object,
         hidden=True,
     )
@@ -259,7 +251,6 @@ class EngineConfig:
         None,
         "Batch sizes, in requests, for which CUDA graphs are captured, besides --max-num-seqs: "
         "1,2,4,8. [derived]",
-        metavar="<numbers>",
         parse=parse_integers,
         hidden=True,
     )
@@ -326,7 +317,6 @@ class EngineConfig:
         None,
         "The keys mode, cudagraph_mode and cudagraph_capture_sizes, which also have flags.",
         also=("-cc",),
-        metavar="<json>",
         parse=parse_object,
         hidden=True,
     )

@@ -27,7 +27,7 @@ class Flag:
         panel: heading on the help page, for this field and the following ones.
         name: name of the flag, if it is not the field's name with hyphens.
         also: aliases of the flag.
-        metavar: placeholder for the value; by default its type.
+        metavar: placeholder for the value; by default it follows from `parse` or the type.
         parse: (flag, text) -> value; raises UsageError.
         stands_for_none: a value that means None.
         choices: the allowed values; empty: all.

@@ -35,7 +35,6 @@ class ServeLimits:
     max_body_bytes: int = flag(
         4 << 20,
         "Largest body of a request (413): bytes, 512K, 4M. [4M]",
-        metavar="<bytes>",
         parse=parse_bytes,
         at_least=1,
     )
@@ -50,14 +49,12 @@ class ServeLimits:
     max_stored_bytes: int = flag(
         64 << 20,
         "Most memory of the responses that are kept: bytes, 64M. [64M]",
-        metavar="<bytes>",
         parse=parse_bytes,
         at_least=1,
     )
     max_header_bytes: int = flag(
         32 << 10,
         "Largest headers of a request, its first line included (431). [32K]",
-        metavar="<bytes>",
         parse=parse_bytes,
         at_least=1,
     )

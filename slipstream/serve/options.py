@@ -21,7 +21,6 @@ class AnswerOptions:
         "Variables of the chat template for requests that do not set them, such as "
         "'{\"enable_thinking\": false}'.",
         panel="Answers",
-        metavar="<json>",
         parse=parse_object,
     )
     chat_template_content_format: str = flag(
@@ -108,7 +107,6 @@ class LogOptions:
     log_config_file: Path | None = flag(
         None,
         "JSON for Python's logging.config.dictConfig, applied after the other flags.",
-        metavar="<file>",
         hidden=True,
     )
 
@@ -153,9 +151,7 @@ class ServerOptions:
         envvar="SLIPSTREAM_API_KEY",
     )
     uds: Path | None = flag(
-        None,
-        "Listen on a Unix domain socket at this path, in place of host and port.",
-        metavar="<file>",
+        None, "Listen on a Unix domain socket at this path, in place of host and port."
     )
     allowed_origins: tuple[str, ...] = flag(
         (),
@@ -180,17 +176,10 @@ class ServerOptions:
     allow_credentials: bool = flag(
         False, "Let pages of allowed origins send cookies and the like.", hidden=True
     )
-    ssl_certfile: Path | None = flag(
-        None, "Serve HTTPS with this certificate (PEM).", metavar="<file>"
-    )
-    ssl_keyfile: Path | None = flag(
-        None, "The certificate's key. [in the certificate's file]", metavar="<file>"
-    )
+    ssl_certfile: Path | None = flag(None, "Serve HTTPS with this certificate (PEM).")
+    ssl_keyfile: Path | None = flag(None, "The certificate's key. [in the certificate's file]")
     ssl_ca_certs: Path | None = flag(
-        None,
-        "Authorities that may have signed clients' certificates (PEM).",
-        metavar="<file>",
-        hidden=True,
+        None, "Authorities that may have signed clients' certificates (PEM).", hidden=True
     )
     ssl_cert_reqs: int = flag(
         0,
@@ -214,7 +203,6 @@ class ServerOptions:
     profiler_config: Mapping[str, Any] | None = flag(
         None,
         'A folder for traces as {"torch_profiler_dir": FOLDER}; clients may then profile.',
-        metavar="<json>",
         parse=parse_object,
         hidden=True,
     )
