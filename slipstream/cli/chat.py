@@ -19,11 +19,10 @@ from slipstream.cli.prompts import decode, read_template, stdin_is_piped
 from slipstream.cli.terminal import (
     QUIET_STYLE,
     interrupt_noted,
-    shows_live,
     stderr_console,
     stdout_console,
 )
-from slipstream.cli.views import LiveView, Meter, PlainView, Status, View
+from slipstream.cli.views import Meter, PlainView, Status, View, view_on
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag
@@ -213,12 +212,8 @@ class Session:
     def _ask(self, text: str) -> None:
         parser = self._conversation.parser
         try:
-            if shows_live(self._console):
-                with LiveView(self._console, self._llm.tokenizer, self._params, parser) as view:
-                    status = self._conversation.ask(text, view)
-            else:
-                with PlainView(self._params, parser) as view:
-                    status = self._conversation.ask(text, view)
+            with view_on(self._console, self._llm.tokenizer, self._params, parser) as view:
+                status = self._conversation.ask(text, view)
         except UsageError as error:
             say(f"{error}; the last message is dropped (/clear starts a new conversation)")
             return
