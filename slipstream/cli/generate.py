@@ -8,12 +8,12 @@ from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.flags import Given, RunFlags
 from slipstream.cli.json_report import report
 from slipstream.cli.open_llm import open_llm, tell_cut, with_defaults
-from slipstream.cli.prompts import gather_prompts, read_text
+from slipstream.cli.prompts import gather_prompts
 from slipstream.cli.terminal import QUIET_STYLE, shows_live, stderr_console, stdout_console
 from slipstream.cli.views import Meter, Status, View, view_on
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
-from slipstream.core.flags import flag, given_flags
+from slipstream.core.flags import flag, given_flags, read_text
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput

@@ -12,6 +12,7 @@ from pathlib import Path
 from slipstream.bench.datasets import read_dataset
 from slipstream.cli.drafter_flags import DEMO
 from slipstream.core.errors import UsageError
+from slipstream.core.flags import read_text
 
 
 def require_writable(flag: str, file: Path | None) -> None:
@@ -34,14 +35,6 @@ def make_folder(flag: str, folder: Path) -> None:
         raise UsageError(
             f"{flag} {folder} cannot be made a folder ({error.strerror}); name another"
         ) from None
-
-
-def read_text(flag: str, file: str) -> str:
-    """The UTF-8 text of a file; raises UsageError where it cannot be read."""
-    try:
-        return Path(file).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{flag} {file} cannot be read: {error}") from None
 
 
 def read_template(given: str) -> str:

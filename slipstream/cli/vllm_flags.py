@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from slipstream.cli.prompts import read_text
 from slipstream.cli.vllm_refused import ONE_GPU, READ_IN_PARTS, REFUSED
 from slipstream.core.errors import UsageError
-from slipstream.core.flags import parse_object
+from slipstream.core.flags import parse_object, read_text
 
 SHORT: Final = {
     "-ac": "--attention-config",

@@ -21,10 +21,6 @@ STORED_QUANTIZATIONS = (
     *("awq", "awq_marlin", "compressed-tensors", "gguf", "gptq", "gptq_marlin"),
     *("modelopt", "modelopt_fp4", "quark"),
 )
-_OBJECTS = (
-    *("hf_overrides", "rope_scaling", "override_generation_config", "compilation_config"),
-    *("limit_mm_per_prompt", "mm_processor_kwargs"),
-)
 DEFAULT_IMAGES = 16
 SpeculativeConfig = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
@@ -323,9 +319,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(type(self), vars(self))
-        for name in _OBJECTS:
-            if not isinstance(getattr(self, name), Mapping | None):
-                raise UsageError(f"{name} must be a mapping such as {{'key': 1}}, or None")
         self._take_compilation()
         self._take_rope()
         values.check_image_limits(self.limit_mm_per_prompt or {}, self.max_images)

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
@@ -139,6 +140,8 @@ def _refusal(found: Flag, kinds: tuple[Any, ...], value: Any) -> str | None:
     """A description of the allowed values; None if the value is allowed."""
     if bool in kinds and not isinstance(value, bool):
         return "true or false"
+    if found.parse is parse_object and not isinstance(value, Mapping):
+        return "a mapping such as {'key': 1}, or None"
     if found.choices is not None:
         words = ", ".join(str(it).lower() if bool in kinds else it for it in found.choices)
         several = "one of " if len(found.choices) > 1 else ""
@@ -151,6 +154,14 @@ def _refusal(found: Flag, kinds: tuple[Any, ...], value: Any) -> str | None:
     if isinstance(value, number) and not isinstance(value, bool) and found.admits(value):
         return None
     return f"{'an integer' if int in kinds else 'a number'} {found.bounds}"
+
+
+def read_text(name: str, file: str | Path) -> str:
+    """The UTF-8 text of the file that a flag names; raises UsageError where it cannot be read."""
+    try:
+        return Path(file).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{name} {file} cannot be read: {error}") from None
 
 
 def parse_bytes(name: str, text: str) -> int:

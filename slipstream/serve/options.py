@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.errors import UsageError
-from slipstream.core.flags import check_fields, flag, parse_object
+from slipstream.core.flags import check_fields, flag, parse_object, read_text
 from slipstream.serve.limits import ServeLimits
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -115,14 +115,10 @@ class LogOptions:
 
     def config(self) -> dict[str, Any] | None:
         """What `log_config_file` holds; UsageError if that is no JSON object."""
-        file = self.log_config_file
-        if file is None:
+        if self.log_config_file is None:
             return None
-        try:
-            text = file.read_text("utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--log-config-file {file} cannot be read: {error}") from None
-        return parse_object("--log-config-file", text)
+        name = "--log-config-file"
+        return parse_object(name, read_text(name, self.log_config_file))
 
 
 @dataclass(frozen=True, kw_only=True)
