@@ -1,7 +1,7 @@
 """The settings of training runs."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.core.errors import UsageError
@@ -250,10 +250,7 @@ class TrainSettings(DataSettings):
 
     def require_only(self, known: frozenset[str]) -> None:
         """Raise UsageError for options that are not `known`, which the recipe would ignore."""
-        given = {
-            option.name: getattr(self.options, option.name) for option in fields(DrafterOptions)
-        }
-        given |= {name: getattr(self, name) for name in LOSS_OPTIONS}
+        given = vars(self.options) | {name: getattr(self, name) for name in LOSS_OPTIONS}
         for name, value in given.items():
             if value is not None and name not in known:
                 flags = ", ".join(sorted(map(flag_name, known)))
