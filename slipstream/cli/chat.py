@@ -25,9 +25,10 @@ from slipstream.cli.terminal import (
 from slipstream.cli.views import Meter, PlainView, Status, View, view_on
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
-from slipstream.core.flags import flag
+from slipstream.core.flags import flag, like
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.serve.options import ServerOptions
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,11 +48,7 @@ class ChatFlags:
     """How the conversation begins."""
 
     system: str | None = flag(None, "The system prompt.")
-    chat_template: str | None = flag(
-        None,
-        "A chat template in place of the checkpoint's: a file, or the text of one.",
-        metavar="<file>",
-    )
+    chat_template: str | None = like(ServerOptions, "chat_template", None)
     image: str | None = flag(
         None, "An image file to send with the first message.", metavar="<file>"
     )

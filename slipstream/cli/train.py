@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="train",
     help="Train a drafter for a target.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
     rich_markup_mode=None,
     no_args_is_help=True,
 )
