@@ -124,6 +124,9 @@ class DrainGate:
     """Counts the requests in progress; once closed, it refuses new ones (503).
 
     Requests in progress may finish; /load, /metrics and /version are still answered.
+
+    Attributes:
+        closed: whether new requests are refused.
     """
 
     def __init__(
@@ -131,14 +134,9 @@ class DrainGate:
     ) -> None:
         self._app, self._still_open = app, frozenset(still_open)
         self._num_requests = 0
-        self._closed = False
+        self.closed = False
         self._empty = asyncio.Event()
         self._empty.set()
-
-    @property
-    def closed(self) -> bool:
-        """Whether new requests are refused."""
-        return self._closed
 
     @property
     def empty(self) -> bool:
@@ -147,13 +145,13 @@ class DrainGate:
 
     async def close(self) -> None:
         """Refuse new requests, and wait until none is in progress."""
-        self._closed = True
+        self.closed = True
         await self._empty.wait()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._still_open:
             await self._app(scope, receive, send)
-        elif self._closed:
+        elif self.closed:
             await as_api_error(DrainingError()).response(scope["path"])(scope, receive, send)
         else:
             self._num_requests += 1

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from time import monotonic
 
 from slipstream.core.sampling_params import SamplingParams
@@ -134,9 +133,8 @@ class ActivityLog(Observer):
 
 def _given_params(params: SamplingParams) -> str:
     """The sampling parameters that differ from the defaults, as text."""
-    given = {it.name: getattr(params, it.name) for it in fields(params)}
     defaults = vars(SamplingParams())
-    return ", ".join(f"{name} {it!r}" for name, it in given.items() if it != defaults[name])
+    return ", ".join(f"{name} {it!r}" for name, it in vars(params).items() if it != defaults[name])
 
 
 def _log_engine(engine: Engine, done: Mapping[str, int], seconds: float) -> None:
