@@ -81,6 +81,11 @@ def flag(default: T, text: str = "", **options: Any) -> T:
     return field(default=default, metadata={"flag": Flag(help=text, **options)})
 
 
+def rare_flag(default: T, text: str = "", **options: Any) -> T:
+    """A flag that is accepted, but not shown on the help page."""
+    return flag(default, text, hidden=True, **options)
+
+
 def like(config: type, name: str, default: T) -> T:
     """A dataclass field with the flag of a field of another dataclass."""
     (found,) = (it for it in fields(config) if it.name == name)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from slipstream.core.errors import counted
-from slipstream.core.flags import check_fields, flag, parse_bytes
+from slipstream.core.flags import check_fields, flag, parse_bytes, rare_flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +71,11 @@ class ServeLimits:
         60.0, "Seconds that a client may leave its answer unread before it is cut off.", above=0
     )
     keep_alive_timeout: float = flag(30.0, "Seconds that an idle connection stays open.", above=0)
-    stream_interval: int = flag(
+    stream_interval: int = rare_flag(
         1,
         "New tokens of a choice that an event of a stream waits for; the first and the last do "
         "not wait.",
         at_least=1,
-        hidden=True,
     )
 
     def __post_init__(self) -> None:
