@@ -71,7 +71,6 @@ def print_defaults(defaults: SamplingDefaults) -> None:
             "them out)",
             style=QUIET_STYLE,
             soft_wrap=True,
-            highlight=False,
         )
 
 

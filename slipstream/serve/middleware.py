@@ -11,6 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipstream.serve.errors import ApiError, as_api_error, is_messages
 from slipstream.serve.limits import DrainingError, ServeLimits
 
+_STILL_OPEN = ("/load", "/metrics", "/version")  # while the server drains
+
 
 class ApiKeyCheck:
     """Refuses requests without a valid key in `Authorization: Bearer KEY` (401).
@@ -129,10 +131,8 @@ class DrainGate:
         closed: whether new requests are refused.
     """
 
-    def __init__(
-        self, app: ASGIApp, still_open: Collection[str] = ("/load", "/metrics", "/version")
-    ) -> None:
-        self._app, self._still_open = app, frozenset(still_open)
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
         self._num_requests = 0
         self.closed = False
         self._empty = asyncio.Event()
@@ -149,7 +149,7 @@ class DrainGate:
         await self._empty.wait()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._still_open:
+        if scope["type"] != "http" or scope["path"] in _STILL_OPEN:
             await self._app(scope, receive, send)
         elif self.closed:
             await as_api_error(DrainingError()).response(scope["path"])(scope, receive, send)
