@@ -12,7 +12,6 @@ from slipstream.core.flags import (
     parse_bytes,
     parse_count,
     parse_integers,
-    parse_object,
     parse_words,
     rare_flag,
 )
@@ -121,7 +120,6 @@ class EngineConfig:
     override_generation_config: Mapping[str, Any] | None = flag(
         None,
         "Default sampling parameters, which override --generation-config: '{\"temperature\": 0.6}'",
-        parse=parse_object,
     )
     tokenizer: str | None = flag(None, "Directory of a tokenizer to use instead of the model's.")
     revision: str | None = flag(None, "Branch, tag or commit of a hub name.")
@@ -134,9 +132,7 @@ class EngineConfig:
         remedy="convert other weights to safetensors with transformers' save_pretrained",
     )
     hf_overrides: Mapping[str, Any] | None = flag(
-        None,
-        "Values that override keys of config.json; objects are merged key by key.",
-        parse=parse_object,
+        None, "Values that override keys of config.json; objects are merged key by key."
     )
     download_dir: str | None = flag(
         None, "Directory for downloads from the hub. [the hub's cache]", metavar="<folder>"
@@ -148,13 +144,11 @@ class EngineConfig:
         None,
         "Maximum number of images in a prompt: '{\"image\": 4}'; with 0 the vision tower is not "
         "loaded. [16]",
-        parse=parse_object,
     )
     mm_processor_kwargs: Mapping[str, Any] | None = flag(
         None,
         "Settings that override the model's image processor: "
         '\'{"size": {"longest_edge": 1000000, "shortest_edge": 65536}}\'',
-        parse=parse_object,
     )
     mm_processor_cache_gb: float = flag(
         1.0, "Host memory in GiB for the embeddings of recent images.", at_least=0
@@ -186,7 +180,7 @@ class EngineConfig:
         metavar="<folder>",
     )
     rope_scaling: Mapping[str, Any] | None = rare_flag(
-        None, "RoPE scaling, instead of config.json's rope_scaling.", parse=parse_object
+        None, "RoPE scaling, instead of config.json's rope_scaling."
     )
     rope_theta: float | None = rare_flag(
         None, "RoPE's base frequency, instead of config.json's rope_theta.", above=0
@@ -294,7 +288,6 @@ class EngineConfig:
         None,
         "The keys mode, cudagraph_mode and cudagraph_capture_sizes, which also have flags.",
         also=("-cc",),
-        parse=parse_object,
     )
 
     def __post_init__(self) -> None:

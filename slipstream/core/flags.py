@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin
@@ -93,9 +93,12 @@ def like(config: type, name: str, default: T) -> T:
 
 
 def flag_of(config_field: "Field[Any]") -> Flag | None:
-    """The flag of a field; None if it has none."""
+    """The flag of a field; None if it has none. Values of fields that are mappings are JSON."""
     found: Flag | None = config_field.metadata.get("flag")
-    return found
+    kinds = [get_origin(it) for it in kinds_of(config_field.type)]
+    if found is None or found.parse is not None or Mapping not in kinds:
+        return found
+    return replace(found, parse=parse_object)
 
 
 def spelled(config_field: "Field[Any]") -> str:

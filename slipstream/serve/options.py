@@ -21,7 +21,6 @@ class AnswerOptions:
         "Variables of the chat template for requests that do not set them, such as "
         "'{\"enable_thinking\": false}'.",
         panel="Answers",
-        parse=parse_object,
     )
     chat_template_content_format: str = rare_flag(
         "auto",
@@ -179,9 +178,7 @@ class ServerOptions:
         metavar="<folder>",
     )
     profiler_config: Mapping[str, Any] | None = rare_flag(
-        None,
-        'A folder for traces as {"torch_profiler_dir": FOLDER}; clients may then profile.',
-        parse=parse_object,
+        None, 'A folder for traces as {"torch_profiler_dir": FOLDER}; clients may then profile.'
     )
     disable_fastapi_docs: bool = rare_flag(
         False, "Do not serve /openapi.json; there are no documentation pages."
