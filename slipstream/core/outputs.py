@@ -112,11 +112,23 @@ class RequestMetrics:
 
     def snapshot(self) -> "RequestMetrics":
         """A copy that later steps do not change."""
-        taken = object.__new__(RequestMetrics)  # one for every request and step
-        taken.restore(self)
-        for name in _SUMS_BY_PLACE:
-            setattr(taken, name, [*getattr(self, name)])
-        return taken
+        # The constructor is the fastest way, and every step takes a copy of each request's.
+        return RequestMetrics(
+            self.num_drafts,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
+            [*self.num_accepted_tokens_per_pos],
+            self.num_steps,
+            self.num_cached_tokens,
+            self.num_preemptions,
+            self.arrival_time,
+            self.first_token_time,
+            self.finished_time,
+            [*self.num_steps_by_draft_tokens],
+            self.refused_drafting_seconds,
+            self.decode_seconds,
+            self.plain_seconds,
+        )
 
     def restore(self, earlier: "RequestMetrics") -> None:
         """Restore the values of a snapshot."""
