@@ -10,9 +10,14 @@ from typing import Any
 import typer
 
 from slipstream.cli.main import app
-from slipstream.cli.vllm_flags import DECLARED, ENTRIES, SHORT, NoEffect, Spelling, Unsupported
+from slipstream.cli.vllm_flags import ENTRIES, SHORT, NoEffect, Spelling, Unsupported
 
-PAGE = Path(__file__).parent.parent / "docs" / "from_vllm.md"
+_ROOT = Path(__file__).parent.parent
+PAGE = _ROOT / "docs" / "from_vllm.md"
+_LINES = (_ROOT / "tests" / "cli" / "vllm_flag_names.txt").read_text("utf-8").splitlines()
+_NAMES = dict.fromkeys(name for line in _LINES if line[:1] != "#" for name in line.split())
+DECLARED = tuple(f"--{name}" for name in _NAMES if f"--{name}" not in ENTRIES)
+"""vLLM's flags that `slipstream serve` has by the same name."""
 
 INTRODUCTION = """\
 # Coming from vLLM

@@ -95,13 +95,13 @@ class _Load:
         self._ask, self._prompts, self._due, self._advance = ask, prompts, due, advance
         self._places = asyncio.Semaphore(most_at_once or max(1, len(prompts)))
         self._done: dict[int, list[Record]] = {}
-        self._later: dict[str, BenchPrompt] = {}
-        self._under_way = self._most = 0
-        self._began = self._ended = perf_counter()
+        self._under_way = 0
+        now = perf_counter()
+        self._run = LoadRun(began=now, ended=now)
 
     async def run(self) -> None:
         """Send all requests within one task group, so that cancelling this cancels them."""
-        self._began = perf_counter()
+        self._run.began = perf_counter()
         async with asyncio.TaskGroup() as group:
             for index in range(len(self._prompts)):
                 due = await self._wait_until_due(index)
@@ -109,20 +109,15 @@ class _Load:
                 group.create_task(self._one(index, due))
 
     def result(self) -> LoadRun:
-        records = [record for index in sorted(self._done) for record in self._done[index]]
-        return LoadRun(
-            records=records,
-            later=self._later,
-            began=self._began,
-            ended=self._ended,
-            num_left=num_requests(self._prompts) - len(records),
-            most_at_once=self._most,
-        )
+        run = self._run
+        run.records = [record for index in sorted(self._done) for record in self._done[index]]
+        run.num_left = num_requests(self._prompts) - len(run.records)
+        return run
 
     async def _wait_until_due(self, index: int) -> float | None:
         if self._due is None:
             return None
-        due = self._began + self._due[index]
+        due = self._run.began + self._due[index]
         left = due - perf_counter()
         if left > 0:
             await asyncio.sleep(left)
@@ -130,7 +125,7 @@ class _Load:
 
     async def _one(self, index: int, due: float | None) -> None:
         self._under_way += 1
-        self._most = max(self._most, self._under_way)
+        self._run.most_at_once = max(self._run.most_at_once, self._under_way)
         prompt: BenchPrompt | None = self._prompts[index]
         failed = False
         try:
@@ -140,12 +135,12 @@ class _Load:
                 else:
                     record = await self._ask(prompt, due)
                 self._done.setdefault(index, []).append(record)
-                self._ended = perf_counter()
+                self._run.ended = perf_counter()
                 self._advance(record)
                 failed, due = failed or record.failed, None
                 prompt = prompt.after(record.text)
                 if prompt is not None:
-                    self._later[prompt.id] = prompt
+                    self._run.later[prompt.id] = prompt
         finally:
             self._under_way -= 1
             self._places.release()

@@ -42,7 +42,7 @@ class Server:
         (), "Header to send with every request (repeatable).", metavar="<name: value>"
     )
     extra_body: dict[str, Any] | None = flag(
-        None, "Fields to add to the body of every request.", metavar="<json>", parse=parse_object
+        None, "Fields to add to the body of every request.", parse=parse_object
     )
     tokenizer: str | None = flag(
         None,

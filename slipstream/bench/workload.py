@@ -94,9 +94,7 @@ class OfflineRun:
     @property
     def num_tokens(self) -> int:
         """Output tokens, including those of unfinished requests."""
-        return sum(
-            len(sample.token_ids) for output in self.latest.values() for sample in output.outputs
-        )
+        return sum(output.num_tokens for output in self.latest.values())
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -165,7 +163,7 @@ def run_offline(
             output.require_sound()
             number = int(output.request_id)
             before = run.latest.get(number)
-            tokens += _length(output) - (0 if before is None else _length(before))
+            tokens += output.num_tokens - (0 if before is None else before.num_tokens)
             run.latest[number] = output
             done += output.finished
             if clock.moved():
@@ -184,10 +182,6 @@ def warm_up(llm: "LLM") -> None:
     """Run every kind of step once, with a short prompt."""
     ids = [1 + index % 7 for index in range(24)]
     llm.generate([{"prompt_token_ids": ids}], SamplingParams(temperature=0, max_tokens=12))
-
-
-def _length(output: RequestOutput) -> int:
-    return sum(len(sample.token_ids) for sample in output.outputs)
 
 
 class _Clock:

@@ -36,7 +36,6 @@ class DatasetFlags:
         'JSON lines, JSON or parquet. For custom: objects with "prompt" or "messages", optionally '
         '"id" and "max_tokens".',
         also=("--prompts",),
-        metavar="<file>",
     )
     category: str | None = flag(
         None, "Only prompts of this category (mt-bench, spec-bench, custom)."
@@ -192,11 +191,7 @@ class OutputFlags:
     """The file of the figures."""
 
     output: Path | None = flag(
-        None,
-        "Write all figures as JSON.",
-        panel="Report",
-        also=("--output-json",),
-        metavar="<file>",
+        None, "Write all figures as JSON.", panel="Report", also=("--output-json",)
     )
 
     def check(self) -> None:
@@ -212,7 +207,6 @@ class ReportFlags(OutputFlags):
         None,
         "Draw a plot: png, svg, pdf or html (a report in one file); without an ending both a PNG "
         "and a report.",
-        metavar="<file>",
     )
 
     def files(self) -> tuple[Path, ...]:

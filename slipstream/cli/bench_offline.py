@@ -38,9 +38,7 @@ _WITHOUT_PREFIXES = EngineConfig(enable_prefix_caching=False)
 class ThroughputFlags(OutputFlags):
     """What `bench throughput` writes."""
 
-    save_texts: Path | None = flag(
-        None, "Write every answer, to be compared with others.", metavar="<file>"
-    )
+    save_texts: Path | None = flag(None, "Write every answer, to be compared with others.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,11 +38,10 @@ class ResultFlags:
     save_detailed: bool = flag(
         False, "Add the figures of every request to --output.", panel="Report"
     )
-    save_texts: Path | None = flag(None, "Write every answer.", metavar="<file>")
+    save_texts: Path | None = flag(None, "Write every answer.")
     compare_texts: Path | None = flag(
         None,
         "Compare every answer with a file of --save-texts, from here or from bench throughput.",
-        metavar="<file>",
     )
     save_result: bool = flag(False, "Write all figures as JSON, to a file named after the load.")
     result_dir: Path | None = flag(

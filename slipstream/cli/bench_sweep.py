@@ -78,10 +78,10 @@ def sweep(
     measured first and last at each batch size; speed-ups are relative to the first. Ctrl-C ends the
     sweep and reports what was measured so far.
     """
-    sweep_and_report(over, dataset, sampling, report, profile, engine, run)
+    _swept(over, dataset, sampling, report, profile, engine, run).finish()
 
 
-def sweep_and_report(
+def _swept(
     over: SweepFlags,
     dataset: DatasetFlags,
     sampling: BenchSamplingFlags,
@@ -89,13 +89,8 @@ def sweep_and_report(
     profile: ProfileFlags,
     engine: EngineConfig,
     run: RunFlags,
-    conclude: "Callable[[Sequence[Point], Sweep], str] | None" = None,
-) -> None:
-    """Measure and report; see `sweep`.
-
-    Args:
-        conclude: makes the text below the tables, if all cells were measured.
-    """
+) -> "_Cells":
+    """Measure and report; see `sweep`."""
     from slipstream.bench.sweep import Sweep
 
     refuse_num_seqs("--batch-sizes", engine.max_num_seqs)
@@ -113,23 +108,17 @@ def sweep_and_report(
         own = replace(engine, speculative_config=speculative_config, max_num_seqs=batch)
         return open_llm(own, run.verbose)[0]
 
-    cells = _Cells(plan, workload, profile, conclude)
+    cells = _Cells(plan, workload, profile)
     cells.measure(open_engine)
     cells.report(f"{engine.model}, {workload.title}", report.output, files)
+    return cells
 
 
 class _Cells:
     """A sweep and its results so far; a cell is one drafter, K and batch size."""
 
-    def __init__(
-        self,
-        plan: "Sweep",
-        workload: "Workload",
-        profile: ProfileFlags,
-        conclude: "Callable[[Sequence[Point], Sweep], str] | None",
-    ) -> None:
+    def __init__(self, plan: "Sweep", workload: "Workload", profile: ProfileFlags) -> None:
         self._plan, self._workload, self._profile = plan, workload, profile
-        self._conclude = conclude
         self._points: list[Point] = []
         self._failures: list[Failure] = []
         self._profiles: list[ReportTable] = []
@@ -147,7 +136,7 @@ class _Cells:
             self._stopped |= pressed()
 
     def report(self, title: str, output: Path | None, files: Sequence[Path]) -> None:
-        """Write and show the figures; raises typer.Exit unless everything was measured."""
+        """Write and show the figures, if there are any."""
         from slipstream.bench.report import draw_sweep, sweep_document, write_json
         from slipstream.bench.tables import failures_table, sweep_table
 
@@ -159,8 +148,17 @@ class _Cells:
             failures = [failures_table(self._failures)] if self._failures else []
             # Last, because writing to a closed pipe ends the command.
             show_report(title, [sweep_table(self._points), *failures, *self._profiles])
-            if self._conclude is not None and not self._stopped:
-                print(self._conclude(self._points, self._plan), flush=True)
+
+    def conclude(self, model: str) -> None:
+        """Print the advice on what to serve, unless the measurement was interrupted."""
+        from slipstream.bench.sweep import advise, paragraph
+
+        if self._points and not self._stopped:
+            found = [paragraph(it, model, self._plan.drafters) for it in advise(self._points)]
+            print("\n" + "\n".join(found), flush=True)
+
+    def finish(self) -> None:
+        """Raise typer.Exit unless everything was measured."""
         if self._stopped:
             say(f"interrupted after {len(self._points)} of {self._plan.num_points} cells")
             raise typer.Exit(INTERRUPTED)
@@ -308,12 +306,6 @@ def advise(
     that serves the best one. What is faster by less than two runs of plain decoding differ is not
     recommended.
     """
-
-    def conclude(points: "Sequence[Point]", plan: "Sweep") -> str:
-        from slipstream.bench.sweep import advise as advise_on
-        from slipstream.bench.sweep import paragraph
-
-        found = advise_on(points)
-        return "\n" + "\n".join(paragraph(it, engine.model, plan.drafters) for it in found)
-
-    sweep_and_report(over, dataset, sampling, report, ProfileFlags(), engine, run, conclude)
+    cells = _swept(over, dataset, sampling, report, ProfileFlags(), engine, run)
+    cells.conclude(engine.model)
+    cells.finish()

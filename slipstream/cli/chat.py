@@ -19,16 +19,16 @@ from slipstream.cli.prompts import decode, read_template, stdin_is_piped
 from slipstream.cli.terminal import (
     QUIET_STYLE,
     interrupt_noted,
-    shows_live,
     stderr_console,
     stdout_console,
 )
-from slipstream.cli.views import LiveView, Meter, PlainView, Status, View
+from slipstream.cli.views import Meter, PlainView, Status, View, view_on
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
-from slipstream.core.flags import flag
+from slipstream.core.flags import flag, like
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.serve.options import ServerOptions
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -48,11 +48,7 @@ class ChatFlags:
     """How the conversation begins."""
 
     system: str | None = flag(None, "The system prompt.")
-    chat_template: str | None = flag(
-        None,
-        "A chat template in place of the checkpoint's: a file, or the text of one.",
-        metavar="<file>",
-    )
+    chat_template: str | None = like(ServerOptions, "chat_template", None)
     image: str | None = flag(
         None, "An image file to send with the first message.", metavar="<file>"
     )
@@ -213,12 +209,8 @@ class Session:
     def _ask(self, text: str) -> None:
         parser = self._conversation.parser
         try:
-            if shows_live(self._console):
-                with LiveView(self._console, self._llm.tokenizer, self._params, parser) as view:
-                    status = self._conversation.ask(text, view)
-            else:
-                with PlainView(self._params, parser) as view:
-                    status = self._conversation.ask(text, view)
+            with view_on(self._console, self._llm.tokenizer, self._params, parser) as view:
+                status = self._conversation.ask(text, view)
         except UsageError as error:
             say(f"{error}; the last message is dropped (/clear starts a new conversation)")
             return

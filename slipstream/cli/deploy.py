@@ -27,7 +27,6 @@ class ClusterFlags:
         "Write a RayService for KubeRay to this file instead of serving; kubectl apply -f FILE "
         "makes it, and later replaces the replicas one by one.",
         panel="Kubernetes",
-        metavar="<file>",
     )
     image: str = flag(
         "slipstream:cpu", "Container image of the RayService; it needs the extra deploy."

@@ -17,14 +17,20 @@ from slipstream.cli.terminal import QUIET_STYLE, stderr_console, stdout_console
 from slipstream.core.errors import SlipstreamError, counted
 from slipstream.core.flags import flag
 
-# One package of each optional part; without it, the part is not available.
+# The optional parts: what each is for, and packages without which it is not available.
 _EXTRAS = {
-    "serve": ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"),
-    "deploy": ("ray", "jsonschema"),
-    "hub": ("huggingface_hub",),
-    "structured": ("llguidance",),
-    "train": ("matplotlib", "safetensors"),
-    "bench": ("aiohttp", "matplotlib", "pyarrow", "transformers"),
+    "serve": (
+        "slipstream serve",
+        ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"),
+    ),
+    "deploy": ("several replicas", ("ray", "jsonschema")),
+    "hub": ("models by their names on the hub", ("huggingface_hub",)),
+    "structured": ("JSON, regexes and grammars", ("llguidance",)),
+    "train": ("slipstream train", ("matplotlib", "safetensors")),
+    "bench": (
+        "slipstream bench serve, and data sets",
+        ("aiohttp", "matplotlib", "pyarrow", "transformers"),
+    ),
 }
 _NODES = Path("/sys/devices/system/node")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -105,7 +111,7 @@ def read_machine() -> MachineFacts:
         backend=kernel_backend(),
         missing={
             extra: lacking
-            for extra, names in _EXTRAS.items()
+            for extra, (_, names) in _EXTRAS.items()
             if (lacking := tuple(name for name in names if _version(name) is None))
         },
     )
@@ -164,14 +170,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-_PURPOSES = {
-    "serve": "slipstream serve",
-    "deploy": "several replicas",
-    "hub": "models by their names on the hub",
-    "structured": "JSON, regexes and grammars",
-    "train": "slipstream train",
-    "bench": "slipstream bench serve, and data sets",
-}
 CPU_BUILD = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
 
 
@@ -235,7 +233,9 @@ def advise(machine: MachineFacts) -> Iterator[str]:
         )
     for extra, packages in machine.missing.items():
         lacking = ", ".join(packages)
-        yield (f"{_PURPOSES[extra]}: lacks {lacking}. To get it: pip install 'slipstream[{extra}]'")
+        yield (
+            f"{_EXTRAS[extra][0]}: lacks {lacking}. To get it: pip install 'slipstream[{extra}]'"
+        )
 
 
 def _rows(machine: MachineFacts) -> dict[str, str]:

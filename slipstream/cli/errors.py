@@ -81,12 +81,9 @@ def _report(error: Exception, state: DebugState) -> int:
     if isinstance(error, _ParserError):
         say(_parser_message(error))
         return WRONG_USAGE
-    if isinstance(error, UsageError):
-        say(str(error))
-        return WRONG_USAGE
     if isinstance(error, SlipstreamError):
         say(str(error))
-        return FAILED
+        return WRONG_USAGE if isinstance(error, UsageError) else FAILED
     if isinstance(error, OSError):
         full = error.errno == errno.ENOSPC and error.filename is None
         remedy = "; free space where stdout is redirected to" if full else ""

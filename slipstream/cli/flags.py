@@ -10,6 +10,7 @@ A default instance of the dataclass sets the defaults of its options for that co
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 
@@ -18,11 +19,20 @@ from typer.core import TyperCommand
 
 from slipstream.cli.errors import DebugState
 from slipstream.cli.vllm_line import rewritten, unknown_flag
+from slipstream.core import flags
 from slipstream.core.flags import Flag, check_fields, flag, flag_of, kinds_of, spelled
 
 T = TypeVar("T")
 
 _LINE, _SETTLED = "slipstream.line", "slipstream.settled"
+# Placeholders of values by what reads them, where a flag names none.
+_METAVARS: Mapping[object, str] = {
+    Path: "<file>",
+    flags.parse_bytes: "<bytes>",
+    flags.parse_count: "<number>",
+    flags.parse_integers: "<numbers>",
+    flags.parse_object: "<json>",
+}
 
 
 def _note_debug(context: typer.Context, debug: bool) -> bool:
@@ -163,7 +173,7 @@ def _parameter(
     options: dict[str, Any] = {
         "help": found.help,
         "rich_help_panel": panel,
-        "metavar": found.metavar,
+        "metavar": found.metavar or _METAVARS.get(found.parse or kinds[0]),
         "hidden": found.hidden,
     }
     if found.parse is not None or get_origin(hint) is list:

@@ -3,24 +3,20 @@
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.flags import Given, RunFlags
 from slipstream.cli.json_report import report
 from slipstream.cli.open_llm import open_llm, tell_cut, with_defaults
-from slipstream.cli.prompts import gather_prompts, read_text
+from slipstream.cli.prompts import gather_prompts
 from slipstream.cli.terminal import QUIET_STYLE, shows_live, stderr_console, stdout_console
-from slipstream.cli.views import LiveView, Meter, PlainView, Status, View
+from slipstream.cli.views import Meter, Status, View, view_on
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
-from slipstream.core.flags import flag, given_flags
+from slipstream.core.flags import flag, given_flags, read_text
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.structured import StructuredOutput
-
-if TYPE_CHECKING:
-    from slipstream.engine.llm import LLM
 
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=128)
 
@@ -118,14 +114,13 @@ def generate(
         _require_sound(outputs)
         return
     console = stdout_console()
+    with view_on(console, llm.tokenizer, params) as view:
+        player = Player(prompts, params.n, view, Meter(llm))
+        player.play(llm.stream(prompts, params))
+    summary = player.status().summary()
     if shows_live(console):
-        with LiveView(console, llm.tokenizer, params) as view:
-            player = _play(llm, prompts, params, view)
-        console.print(f"\n{player.status().summary()}", style=QUIET_STYLE)
+        console.print(f"\n{summary}", style=QUIET_STYLE)
     else:
-        with PlainView(params) as view:
-            player = _play(llm, prompts, params, view)
-        summary = player.status().summary()
         stderr_console().print(summary, style=QUIET_STYLE, soft_wrap=True)
     tell_cut(llm, params, player.outputs)
     _require_sound(player.outputs)
@@ -134,13 +129,6 @@ def generate(
 def _require_sound(outputs: Iterable[RequestOutput]) -> None:
     for output in outputs:
         output.require_sound()
-
-
-def _play(llm: "LLM", prompts: list[str], params: SamplingParams, view: View) -> "Player":
-    """Run and show all prompts."""
-    player = Player(prompts, params.n, view, Meter(llm))
-    player.play(llm.stream(prompts, params))
-    return player
 
 
 class Player:
@@ -172,13 +160,7 @@ class Player:
 
     def status(self) -> Status:
         """Speed and acceptance over all samples so far."""
-        return self._meter.read(
-            sum(
-                len(sample.token_ids)
-                for output in self._latest.values()
-                for sample in output.outputs
-            )
-        )
+        return self._meter.read(sum(output.num_tokens for output in self.outputs))
 
     def _catch_up(self) -> None:
         """Show the current sample, and the next ones that have finished in the meantime."""

@@ -38,11 +38,10 @@ def report(
 
 
 def _request(output: RequestOutput) -> dict[str, Any]:
-    tokens = sum(len(sample.token_ids) for sample in output.outputs)
     document = {
         "prompt": output.prompt,
         **_sample(output.outputs[0]),
-        "metrics": _metrics(output.metrics, tokens),
+        "metrics": _metrics(output.metrics, output.num_tokens),
     }
     if output.prompt_logprobs is not None:
         document["prompt_logprobs"] = [

@@ -167,18 +167,16 @@ def announce(options: ServerOptions, sock: socket.socket, seconds: float) -> Non
     console = stderr_console()
     where = f"{url}/v1, a page to try it at {url}" if options.uds is None else str(options.uds)
     line = f"{name} is served at {where} (loaded in {seconds:.1f} s)"
-    console.print(line, soft_wrap=True, highlight=False)
+    console.print(line, soft_wrap=True)
     console.print(
         f"try: curl {through}{url}/v1/completions {key}-H 'Content-Type: application/json' -d "
         f'\'{{"model": "{name}", "prompt": "def main(", "temperature": 0}}\'',
         style=QUIET_STYLE,
         soft_wrap=True,
-        highlight=False,
     )
     if host and not host.startswith(_LOOPBACK) and not options.api_key:
         console.print(
             f"{host} is open to the network and no --api-key is set: anybody who reaches it may "
             "use it",
             soft_wrap=True,
-            highlight=False,
         )

@@ -25,6 +25,7 @@ from slipstream.core.sampling_params import SamplingDefaults, SamplingParams
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
     from slipstream.engine.resolve import Resolved
+    from slipstream.models.loading import ProgressBar
     from slipstream.models.parameter_sources import Progress as Report
 
 
@@ -34,8 +35,8 @@ def open_llm(config: EngineConfig, verbose: bool) -> tuple["LLM", float]:
     _log_to(console, verbose)
     llm_class = _import_llm()
     began = perf_counter()
-    with Bars(console) as bars:
-        llm = llm_class(config, progress_bar=bars.bar)
+    with loading_bars(console) as bar:
+        llm = llm_class(config, progress_bar=bar)
     seconds = perf_counter() - began
     if verbose:
         console.print(resolved_table(llm.engine.resolved))
@@ -70,7 +71,6 @@ def print_defaults(defaults: SamplingDefaults) -> None:
             "them out)",
             style=QUIET_STYLE,
             soft_wrap=True,
-            highlight=False,
         )
 
 
@@ -115,31 +115,19 @@ class AmountColumn(ProgressColumn):
         return Text(f"{task.completed:.0f}/{task.total or 0:.0f} {task.fields['unit']}")
 
 
-class Bars:
+@contextmanager
+def loading_bars(console: Console) -> Iterator["ProgressBar"]:
     """Progress bars of loading, which are removed at the end."""
+    columns = TextColumn("{task.description}"), BarColumn(), AmountColumn()
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
 
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            AmountColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        @contextmanager
+        def bar(name: str, size: int, unit: str) -> Iterator["Report"]:
+            task = progress.add_task(name, total=size, unit=unit)
+            yield lambda count: progress.advance(task, count)
 
-    def __enter__(self) -> "Bars":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    @contextmanager
-    def bar(self, name: str, size: int, unit: str) -> Iterator["Report"]:
-        """A bar of `size` units."""
-        task = self._progress.add_task(name, total=size, unit=unit)
-        yield lambda count: self._progress.advance(task, count)
+        yield bar
 
 
 def resolved_table(resolved: "Resolved") -> Table:

@@ -2,7 +2,6 @@
 folders. All are checked before anything is loaded or measured."""
 
 import io
-import json
 import os
 import stat
 import sys
@@ -10,8 +9,10 @@ from codecs import BOM_UTF8
 from collections.abc import Sequence
 from pathlib import Path
 
+from slipstream.bench.datasets import read_dataset
 from slipstream.cli.drafter_flags import DEMO
 from slipstream.core.errors import UsageError
+from slipstream.core.flags import read_text
 
 
 def require_writable(flag: str, file: Path | None) -> None:
@@ -36,14 +37,6 @@ def make_folder(flag: str, folder: Path) -> None:
         ) from None
 
 
-def read_text(flag: str, file: str) -> str:
-    """The UTF-8 text of a file; raises UsageError where it cannot be read."""
-    try:
-        return Path(file).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{flag} {file} cannot be read: {error}") from None
-
-
 def read_template(given: str) -> str:
     """The chat template of --chat-template, a file or a text; UsageError if it is not valid."""
     from jinja2 import TemplateSyntaxError
@@ -61,11 +54,10 @@ def read_template(given: str) -> str:
 
 
 _STDIN = "-"
-_BUILT_IN = Path(__file__).parents[1] / "demo" / "prompts" / "held_out.jsonl"
 
 
 def gather_prompts(texts: Sequence[str], files: Sequence[str], model: str) -> list[str]:
-    """The given prompts; else the piped one; else, for the demo, a built-in one.
+    """The given prompts; else the piped one; else, for the demo, a held-out one.
 
     Raises:
         UsageError: nothing was given, or it cannot be read.
@@ -77,10 +69,10 @@ def gather_prompts(texts: Sequence[str], files: Sequence[str], model: str) -> li
         return prompts
     if stdin_is_piped():
         return [read_prompt(_STDIN)]
-    built_in = _built_in_prompt() if model == DEMO else None
-    if built_in is None:
+    if model != DEMO:
         raise UsageError("there is no prompt; give --prompt TEXT or --prompt-file FILE, or pipe it")
-    return [built_in]
+    held_out = read_dataset(DEMO, file=None)
+    return [next(prompt.text for prompt in held_out if prompt.text is not None)]
 
 
 def read_prompt(file: str) -> str:
@@ -120,15 +112,3 @@ def stdin_is_piped() -> bool:
     except (AttributeError, OSError, ValueError, io.UnsupportedOperation):
         return isinstance(sys.stdin, io.TextIOBase)  # an object of another program; None is closed
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
-
-
-def _built_in_prompt() -> str | None:
-    """The first of the demo's held-out prompts that is a text."""
-    if not _BUILT_IN.is_file():
-        return None
-    with _BUILT_IN.open(encoding="utf-8") as lines:
-        for line in lines:
-            prompt = json.loads(line).get("prompt")
-            if isinstance(prompt, str):
-                return prompt
-    return None

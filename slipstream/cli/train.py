@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from slipstream.cli.errors import say
 from slipstream.cli.flags import add_commands
-from slipstream.cli.open_llm import Bars
+from slipstream.cli.open_llm import loading_bars
 from slipstream.cli.terminal import interrupt_noted, stderr_console, stdout_console
 from slipstream.train.settings import RECIPES, DataSettings, TrainSettings
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="train",
     help="Train a drafter for a target.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
     rich_markup_mode=None,
     no_args_is_help=True,
 )
@@ -35,8 +33,8 @@ def _command(kind: str) -> Callable[..., None]:
 
         console, line = stderr_console(), shlex.join(["slipstream", *sys.argv[1:]])
         try:
-            with Bars(console) as bars, _TrainingBar(kind) as watch:
-                trained = run_training(settings, line, watch, bars.bar, interrupt_noted)
+            with loading_bars(console) as bar, _TrainingBar(kind) as watch:
+                trained = run_training(settings, line, watch, bar, interrupt_noted)
         except RunStoppedError as stopped:
             say(f"{stopped}, which is kept; run the same command again to continue")
             raise KeyboardInterrupt from stopped
@@ -62,8 +60,8 @@ def data(*, settings: DataSettings) -> None:
     from slipstream.train.data import pack_data
 
     try:
-        with Bars(stderr_console()) as bars:
-            sequences = pack_data(settings, bars.bar)
+        with loading_bars(stderr_console()) as bar:
+            sequences = pack_data(settings, bar)
     except KeyboardInterrupt:
         say("interrupted; run the same command again to continue after the last saved answer")
         raise

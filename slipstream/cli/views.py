@@ -15,7 +15,7 @@ from rich.text import Text
 
 from slipstream.cli.page import Page, TokenColours
 from slipstream.cli.parsed_answer import NewParser, ParsedAnswer
-from slipstream.cli.terminal import QUIET_STYLE
+from slipstream.cli.terminal import QUIET_STYLE, shows_live
 from slipstream.core.errors import counted
 from slipstream.core.outputs import CompletionOutput, RequestMetrics
 from slipstream.core.sampling_params import SamplingParams
@@ -243,6 +243,18 @@ class LiveView:
         """Print above the live part; the terminal breaks long lines, so they can be copied."""
         if text is not None:
             self._console.print(text, soft_wrap=True)
+
+
+def view_on(
+    console: Console,
+    tokenizer: "Tokenizer",
+    params: SamplingParams,
+    parser: NewParser | None = None,
+) -> LiveView | PlainView:
+    """A view of texts on stdout: live on a terminal, else the text alone."""
+    if shows_live(console):
+        return LiveView(console, tokenizer, params, parser)
+    return PlainView(params, parser)
 
 
 def held_back(params: SamplingParams) -> int:

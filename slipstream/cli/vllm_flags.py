@@ -9,35 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from slipstream.cli.prompts import read_text
 from slipstream.cli.vllm_refused import ONE_GPU, READ_IN_PARTS, REFUSED
 from slipstream.core.errors import UsageError
-from slipstream.core.flags import parse_object
-
-_DECLARED: Final = """
-    allow-credentials allowed-headers allowed-local-media-path allowed-media-domains
-    allowed-methods allowed-origins api-key async-scheduling
-    attention-backend block-size chat-template chat-template-content-format compilation-config
-    config-format cudagraph-capture-sizes data-parallel-size default-chat-template-kwargs
-    disable-fastapi-docs disable-log-stats disable-uvicorn-access-log download-dir dtype
-    enable-chunked-prefill enable-expert-parallel enable-force-include-usage enable-log-outputs
-    enable-log-requests
-    enable-lora enable-prefix-caching enforce-eager generation-config gpu-memory-utilization
-    hf-config-path hf-overrides hf-token host kv-cache-dtype kv-cache-memory-bytes
-    limit-mm-per-prompt load-format log-config-file logprobs-mode lora-modules
-    max-cudagraph-capture-size max-log-len max-logprobs max-lora-rank max-loras max-model-len
-    mm-processor-cache-gb mm-processor-kwargs
-    max-num-batched-tokens max-num-seqs num-gpu-blocks-override optimization-level
-    override-generation-config port prefix-caching-hash-algo profiler-config quantization
-    reasoning-parser response-role return-tokens-as-token-ids revision root-path
-    safetensors-load-strategy scheduling-policy served-model-name skip-tokenizer-init spec-method
-    spec-model spec-tokens speculative-config ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers
-    ssl-keyfile stream-interval tensor-parallel-size tokenizer tokenizer-mode tokenizer-revision
-    tool-call-parser trust-remote-code trust-request-chat-template uds use-fp64-gumbel
-    uvicorn-log-level
-"""
-DECLARED: Final = tuple(f"--{name}" for name in _DECLARED.split())
-"""vLLM's flags that `slipstream serve` has by the same name."""
+from slipstream.core.flags import parse_object, read_text
 
 SHORT: Final = {
     "-ac": "--attention-config",

@@ -12,18 +12,14 @@ from slipstream.core.flags import (
     parse_bytes,
     parse_count,
     parse_integers,
-    parse_object,
     parse_words,
+    rare_flag,
 )
 
 # Formats that config.json declares: `quantization` must equal the checkpoint's format.
 STORED_QUANTIZATIONS = (
     *("awq", "awq_marlin", "compressed-tensors", "gguf", "gptq", "gptq_marlin"),
     *("modelopt", "modelopt_fp4", "quark"),
-)
-_OBJECTS = (
-    *("hf_overrides", "rope_scaling", "override_generation_config", "compilation_config"),
-    *("limit_mm_per_prompt", "mm_processor_kwargs"),
 )
 DEFAULT_IMAGES = 16
 SpeculativeConfig = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
@@ -66,7 +62,6 @@ class EngineConfig:
     max_model_len: int | None = flag(
         None,
         "Maximum tokens of a request, prompt and output together: 8192, 8k, 8K, auto. [derived]",
-        metavar="<number>",
         parse=parse_count,
         at_least=2,
     )
@@ -74,7 +69,6 @@ class EngineConfig:
     max_num_batched_tokens: int | None = flag(
         None,
         "Maximum tokens in one forward pass of the model. [by device]",
-        metavar="<number>",
         parse=parse_count,
         at_least=1,
     )
@@ -82,7 +76,6 @@ class EngineConfig:
         None,
         "Memory for the KV cache, the drafter's included: bytes, 512M, 4G, 4GiB. [derived]",
         also=("--kv-cache-memory-bytes",),
-        metavar="<bytes>",
         parse=parse_bytes,
         at_least=1,
     )
@@ -108,15 +101,12 @@ class EngineConfig:
     enable_lora: bool = flag(
         False, "Serve LoRA adapters, each for the requests that ask for it (docs/adapters.md)."
     )
-    max_loras: int = flag(
+    max_loras: int = rare_flag(
         4,
         "Number of adapter slots on the device: the most adapters that running requests may use.",
         at_least=1,
-        hidden=True,
     )
-    max_lora_rank: int = flag(
-        16, "Maximum rank of an adapter.", at_least=1, at_most=256, hidden=True
-    )
+    max_lora_rank: int = rare_flag(16, "Maximum rank of an adapter.", at_least=1, at_most=256)
     batch_invariant: bool = flag(
         False, "A request's results do not depend on the requests batched with it; slower."
     )
@@ -130,8 +120,6 @@ class EngineConfig:
     override_generation_config: Mapping[str, Any] | None = flag(
         None,
         "Default sampling parameters, which override --generation-config: '{\"temperature\": 0.6}'",
-        metavar="<json>",
-        parse=parse_object,
     )
     tokenizer: str | None = flag(None, "Directory of a tokenizer to use instead of the model's.")
     revision: str | None = flag(None, "Branch, tag or commit of a hub name.")
@@ -144,10 +132,7 @@ class EngineConfig:
         remedy="convert other weights to safetensors with transformers' save_pretrained",
     )
     hf_overrides: Mapping[str, Any] | None = flag(
-        None,
-        "Values that override keys of config.json; objects are merged key by key.",
-        metavar="<json>",
-        parse=parse_object,
+        None, "Values that override keys of config.json; objects are merged key by key."
     )
     download_dir: str | None = flag(
         None, "Directory for downloads from the hub. [the hub's cache]", metavar="<folder>"
@@ -159,15 +144,11 @@ class EngineConfig:
         None,
         "Maximum number of images in a prompt: '{\"image\": 4}'; with 0 the vision tower is not "
         "loaded. [16]",
-        metavar="<json>",
-        parse=parse_object,
     )
     mm_processor_kwargs: Mapping[str, Any] | None = flag(
         None,
         "Settings that override the model's image processor: "
         '\'{"size": {"longest_edge": 1000000, "shortest_edge": 65536}}\'',
-        metavar="<json>",
-        parse=parse_object,
     )
     mm_processor_cache_gb: float = flag(
         1.0, "Host memory in GiB for the embeddings of recent images.", at_least=0
@@ -190,44 +171,35 @@ class EngineConfig:
         also=("--num-gpu-blocks-override",),
         at_least=1,
     )
-    tokenizer_revision: str | None = flag(
-        None, "Branch, tag or commit of the tokenizer's hub name. [--revision]", hidden=True
+    tokenizer_revision: str | None = rare_flag(
+        None, "Branch, tag or commit of the tokenizer's hub name. [--revision]"
     )
-    hf_config_path: str | None = flag(
+    hf_config_path: str | None = rare_flag(
         None,
         "Directory or hub name of a config.json to use instead of the model's.",
         metavar="<folder>",
-        hidden=True,
     )
-    rope_scaling: Mapping[str, Any] | None = flag(
-        None,
-        "RoPE scaling, instead of config.json's rope_scaling.",
-        metavar="<json>",
-        parse=parse_object,
-        hidden=True,
+    rope_scaling: Mapping[str, Any] | None = rare_flag(
+        None, "RoPE scaling, instead of config.json's rope_scaling."
     )
-    rope_theta: float | None = flag(
-        None, "RoPE's base frequency, instead of config.json's rope_theta.", above=0, hidden=True
+    rope_theta: float | None = rare_flag(
+        None, "RoPE's base frequency, instead of config.json's rope_theta.", above=0
     )
     speculative_config: SpeculativeConfig = None
-    scheduling_policy: str = flag(
+    scheduling_policy: str = rare_flag(
         "fcfs",
         "fcfs: in order of arrival. priority: requests with a smaller `priority` go first; those "
         "with a large one may wait indefinitely.",
         choices=("fcfs", "priority"),
-        hidden=True,
     )
-    skip_tokenizer_init: bool = flag(
-        False, "Token ids in, token ids out: load no tokenizer.", hidden=True
-    )
-    logprobs_mode: str = flag(
+    skip_tokenizer_init: bool = rare_flag(False, "Token ids in, token ids out: load no tokenizer.")
+    logprobs_mode: str = rare_flag(
         "raw_logprobs",
         "raw_logprobs, or raw_logits to report logits instead.",
         choices=("raw_logprobs", "raw_logits"),
         remedy="log probabilities after temperature and penalties are not kept",
-        hidden=True,
     )
-    use_fp64_gumbel: bool = flag(False, "Compute the sampling noise in float64.", hidden=True)
+    use_fp64_gumbel: bool = rare_flag(False, "Compute the sampling noise in float64.")
     tensor_parallel_size: int = flag(
         1,
         "Number of GPUs over which the model is split, or of processes on a CPU.",
@@ -248,94 +220,78 @@ class EngineConfig:
         "engine; all other weights are replicated.",
         also=("-ep",),
     )
-    rank_check_interval: int | None = flag(
+    rank_check_interval: int | None = rare_flag(
         None,
         "Every how many steps the processes of --tensor-parallel-size compare their tokens and "
         "counters, to detect faults. [never]",
         at_least=1,
-        hidden=True,
     )
-    cudagraph_capture_sizes: tuple[int, ...] | None = flag(
+    cudagraph_capture_sizes: tuple[int, ...] | None = rare_flag(
         None,
         "Batch sizes, in requests, for which CUDA graphs are captured, besides --max-num-seqs: "
         "1,2,4,8. [derived]",
-        metavar="<numbers>",
         parse=parse_integers,
-        hidden=True,
     )
-    async_scheduling: bool | None = flag(
-        None, "Accepted for compatibility; --verbose tells its effect.", hidden=True
+    async_scheduling: bool | None = rare_flag(
+        None, "Accepted for compatibility; --verbose tells its effect."
     )
-    trust_remote_code: bool = flag(
-        False, "Accepted for compatibility; code in a checkpoint is never run.", hidden=True
+    trust_remote_code: bool = rare_flag(
+        False, "Accepted for compatibility; code in a checkpoint is never run."
     )
-    enable_chunked_prefill: bool | None = flag(
+    enable_chunked_prefill: bool | None = rare_flag(
         None,
         "Long prompts are always computed in chunks.",
         choices=(True,),
         remedy="raise max_num_batched_tokens to read longer prompts at once",
-        hidden=True,
     )
-    tokenizer_mode: str = flag(
+    tokenizer_mode: str = rare_flag(
         "auto",
         "auto or hf: tokenizer.json is always used.",
         choices=("auto", "hf"),
         remedy="make a tokenizer.json with transformers (save_pretrained), and leave this out",
-        hidden=True,
     )
-    config_format: str = flag(
+    config_format: str = rare_flag(
         "auto",
         "auto or hf: config.json is always read.",
         choices=("auto", "hf"),
         remedy="use the checkpoint in its Hugging Face form, which has a config.json",
-        hidden=True,
     )
-    safetensors_load_strategy: str | None = flag(
+    safetensors_load_strategy: str | None = rare_flag(
         None,
         "eager or prefetch: files are always read from their beginning to their end.",
         choices=("eager", "prefetch"),
         remedy="weights are never mapped from their files; leave this out",
-        hidden=True,
     )
-    prefix_caching_hash_algo: str = flag(
+    prefix_caching_hash_algo: str = rare_flag(
         "sha256",
         "sha256 or sha256_cbor: a cryptographic digest (BLAKE2b) always names blocks.",
         choices=("sha256", "sha256_cbor"),
         remedy="faster digests may collide; leave this out",
-        hidden=True,
     )
-    attention_backend: str | None = flag(
+    attention_backend: str | None = rare_flag(
         None,
         "TRITON_ATTN on a GPU, CPU_ATTN on a CPU: each device has one backend.",
         choices=("TRITON_ATTN", "CPU_ATTN"),
         remedy="leave this out to take the device's own",
-        hidden=True,
     )
-    max_cudagraph_capture_size: int | None = flag(
-        None, "At least --max-num-seqs, the largest captured batch.", at_least=1, hidden=True
+    max_cudagraph_capture_size: int | None = rare_flag(
+        None, "At least --max-num-seqs, the largest captured batch.", at_least=1
     )
-    optimization_level: int | None = flag(
+    optimization_level: int | None = rare_flag(
         None,
         "0 is --enforce-eager; 1, 2 and 3 change nothing: kernels are compiled beforehand.",
         also=("-O",),
         at_least=0,
         at_most=3,
-        hidden=True,
     )
-    compilation_config: Mapping[str, Any] | None = flag(
+    compilation_config: Mapping[str, Any] | None = rare_flag(
         None,
         "The keys mode, cudagraph_mode and cudagraph_capture_sizes, which also have flags.",
         also=("-cc",),
-        metavar="<json>",
-        parse=parse_object,
-        hidden=True,
     )
 
     def __post_init__(self) -> None:
         check_fields(type(self), vars(self))
-        for name in _OBJECTS:
-            if not isinstance(getattr(self, name), Mapping | None):
-                raise UsageError(f"{name} must be a mapping such as {{'key': 1}}, or None")
         self._take_compilation()
         self._take_rope()
         values.check_image_limits(self.limit_mm_per_prompt or {}, self.max_images)

@@ -4,7 +4,8 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
@@ -27,7 +28,7 @@ class Flag:
         panel: heading on the help page, for this field and the following ones.
         name: name of the flag, if it is not the field's name with hyphens.
         also: aliases of the flag.
-        metavar: placeholder for the value; by default its type.
+        metavar: placeholder for the value; by default it follows from `parse` or the type.
         parse: (flag, text) -> value; raises UsageError.
         stands_for_none: a value that means None.
         choices: the allowed values; empty: all.
@@ -80,6 +81,11 @@ def flag(default: T, text: str = "", **options: Any) -> T:
     return field(default=default, metadata={"flag": Flag(help=text, **options)})
 
 
+def rare_flag(default: T, text: str = "", **options: Any) -> T:
+    """A flag that is accepted, but not shown on the help page."""
+    return flag(default, text, hidden=True, **options)
+
+
 def like(config: type, name: str, default: T) -> T:
     """A dataclass field with the flag of a field of another dataclass."""
     (found,) = (it for it in fields(config) if it.name == name)
@@ -87,9 +93,12 @@ def like(config: type, name: str, default: T) -> T:
 
 
 def flag_of(config_field: "Field[Any]") -> Flag | None:
-    """The flag of a field; None if it has none."""
+    """The flag of a field; None if it has none. Values of fields that are mappings are JSON."""
     found: Flag | None = config_field.metadata.get("flag")
-    return found
+    kinds = [get_origin(it) for it in kinds_of(config_field.type)]
+    if found is None or found.parse is not None or Mapping not in kinds:
+        return found
+    return replace(found, parse=parse_object)
 
 
 def spelled(config_field: "Field[Any]") -> str:
@@ -139,6 +148,8 @@ def _refusal(found: Flag, kinds: tuple[Any, ...], value: Any) -> str | None:
     """A description of the allowed values; None if the value is allowed."""
     if bool in kinds and not isinstance(value, bool):
         return "true or false"
+    if found.parse is parse_object and not isinstance(value, Mapping):
+        return "a mapping such as {'key': 1}, or None"
     if found.choices is not None:
         words = ", ".join(str(it).lower() if bool in kinds else it for it in found.choices)
         several = "one of " if len(found.choices) > 1 else ""
@@ -151,6 +162,14 @@ def _refusal(found: Flag, kinds: tuple[Any, ...], value: Any) -> str | None:
     if isinstance(value, number) and not isinstance(value, bool) and found.admits(value):
         return None
     return f"{'an integer' if int in kinds else 'a number'} {found.bounds}"
+
+
+def read_text(name: str, file: str | Path) -> str:
+    """The UTF-8 text of the file that a flag names; raises UsageError where it cannot be read."""
+    try:
+        return Path(file).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{name} {file} cannot be read: {error}") from None
 
 
 def parse_bytes(name: str, text: str) -> int:

@@ -72,6 +72,13 @@ class RepetitionDetection:
 
 
 SEED_BITS = 64
+_LEAST = {"n": 1, "min_tokens": 0}
+_LEAST_IF_GIVEN = {
+    "max_tokens": 1,
+    "logprobs": 0,
+    "prompt_logprobs": 0,
+    "num_speculative_tokens": 0,
+}
 
 
 def _parse_bias(name: str, text: str) -> dict[int, float] | None:
@@ -196,30 +203,20 @@ class SamplingParams:
 
     def _check_counts(self) -> None:
         _require(
-            _is_int(self.n) and self.n >= 1, f"n must be an integer of at least 1, not {self.n!r}"
-        )
-        _require(
             _is_int(self.top_k) and self.top_k >= -1,
             f"top_k must be an integer of at least 1, or 0 or -1 for all, not {self.top_k!r}",
         )
-        _require(
-            _is_int(self.min_tokens) and self.min_tokens >= 0,
-            f"min_tokens must be an integer of at least 0, not {self.min_tokens!r}",
-        )
-        _require(
-            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
-            f"max_tokens must be an integer of at least 1, or None, not {self.max_tokens!r}",
-        )
+        for name, least in (_LEAST | _LEAST_IF_GIVEN).items():
+            value, optional = getattr(self, name), name in _LEAST_IF_GIVEN
+            _require(
+                (optional and value is None) or (_is_int(value) and value >= least),
+                f"{name} must be an integer of at least {least}{', or None' * optional}, "
+                f"not {value!r}",
+            )
         if self.max_tokens is not None:
             _require(
                 self.min_tokens <= self.max_tokens,
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
-            )
-        for name in ("logprobs", "prompt_logprobs", "num_speculative_tokens"):
-            value = getattr(self, name)
-            _require(
-                value is None or (_is_int(value) and value >= 0),
-                f"{name} must be an integer of at least 0, or None, not {value!r}",
             )
         _require(
             self.seed is None or (_is_int(self.seed) and -(1 << 63) <= self.seed < 1 << SEED_BITS),

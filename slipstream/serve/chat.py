@@ -324,7 +324,7 @@ def _params(body: ChatRequest, tools: ToolUse, service: ModelService) -> Samplin
         overrides["skip_special_tokens"] = False
     return sampling_params(
         body,
-        service.sampling_defaults,
+        service.engine.resolved.sampling_defaults,
         _max_tokens(body)[0],
         (body.top_logprobs or 0) if body.logprobs else None,
         **overrides,

@@ -223,7 +223,7 @@ def _params(service: ModelService, body: CompletionRequest) -> SamplingParams:
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = sampling_params(
         body,
-        service.sampling_defaults,
+        service.engine.resolved.sampling_defaults,
         max_tokens or 1,  # the engine generates at least one token, which is then left out
         body.logprobs,
         structured_output(body, body.response_format),

@@ -64,6 +64,10 @@ class EngineThread:
         engine: after `start`, only this thread may change its state.
         limits: the length of the waiting queue, the request timeout and the stream interval.
         observers: called on the engine's thread, for metrics and logs.
+
+    Attributes:
+        draining: whether new requests are refused because the server is shutting down.
+        num_open: number of submitted samples that have not ended.
     """
 
     def __init__(
@@ -87,10 +91,10 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: set[UpdateBuffer] = set()
         self._queued_work: set[Future[None]] = set()
-        self._open_samples = 0
+        self.num_open = 0
         self._ends: deque[float] = deque(maxlen=64)  # times at which recent requests ended
         self._nothing_open: asyncio.Event | None = None
-        self._draining = self._failed = False
+        self.draining = self._failed = False
 
     # ------------------------------------------------------------------ on the event loop
 
@@ -107,19 +111,9 @@ class EngineThread:
         return self._thread.is_alive() and not self._failed
 
     @property
-    def draining(self) -> bool:
-        """Whether new requests are refused because the server is shutting down."""
-        return self._draining
-
-    @property
-    def num_open(self) -> int:
-        """Number of submitted samples that have not ended."""
-        return self._open_samples
-
-    @property
     def num_waiting(self) -> int:
         """Lower bound on the number of samples that wait for a slot."""
-        return max(self._open_samples - self._places, self._num_waiting, 0)
+        return max(self.num_open - self._places, self._num_waiting, 0)
 
     async def submit(
         self,
@@ -150,7 +144,7 @@ class EngineThread:
         buffers = [UpdateBuffer(self._loop, params.n, interval) for _ in prompts]
         streams = [UpdateStream(buffer, self._abandon) for buffer in buffers]
         self._open.update(buffers)
-        self._open_samples += params.n * len(prompts)
+        self.num_open += params.n * len(prompts)
         self._set_open()
         for buffer, prompt in zip(buffers, prompts, strict=True):
             self._inbox.append(partial(self._add, request_id, prompt, params, deadline, buffer))
@@ -186,13 +180,13 @@ class EngineThread:
 
     async def drain(self) -> None:
         """Refuse new requests, and wait until all submitted ones have ended."""
-        self._draining = True
+        self.draining = True
         if self._nothing_open is not None:
             await self._nothing_open.wait()
 
     async def stop(self) -> None:
         """Abort all requests, and end the thread after its current step."""
-        self._draining = self._stopping = True
+        self.draining = self._stopping = True
         self._wake.set()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
@@ -202,7 +196,7 @@ class EngineThread:
         """Raise the error that `submit` would raise for a request of `num_samples` samples."""
         if self._failed or not self._thread.is_alive():
             raise EngineFailedError
-        if self._draining:
+        if self.draining:
             raise DrainingError
         most = self._places + self.limits.max_waiting
         if num_samples > most:
@@ -214,7 +208,7 @@ class EngineThread:
         # If the KV cache is short of blocks, requests wait although slots are free.
         kept = self._num_waiting
         too_many = kept > 0 and kept + num_samples > self.limits.max_waiting
-        if too_many or self._open_samples + num_samples > most:
+        if too_many or self.num_open + num_samples > most:
             waiting = self.num_waiting
             raise QueueFullError(waiting, self._retry_after(waiting))
 
@@ -235,7 +229,7 @@ class EngineThread:
             call()
             if buffer.closed and buffer in self._open:
                 self._open.discard(buffer)
-                self._open_samples -= buffer.num_samples
+                self.num_open -= buffer.num_samples
                 self._ends.append(monotonic())
         self._set_open()
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from slipstream.core.errors import counted
-from slipstream.core.flags import check_fields, flag, parse_bytes
+from slipstream.core.flags import check_fields, flag, parse_bytes, rare_flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,6 @@ class ServeLimits:
     max_body_bytes: int = flag(
         4 << 20,
         "Largest body of a request (413): bytes, 512K, 4M. [4M]",
-        metavar="<bytes>",
         parse=parse_bytes,
         at_least=1,
     )
@@ -50,14 +49,12 @@ class ServeLimits:
     max_stored_bytes: int = flag(
         64 << 20,
         "Most memory of the responses that are kept: bytes, 64M. [64M]",
-        metavar="<bytes>",
         parse=parse_bytes,
         at_least=1,
     )
     max_header_bytes: int = flag(
         32 << 10,
         "Largest headers of a request, its first line included (431). [32K]",
-        metavar="<bytes>",
         parse=parse_bytes,
         at_least=1,
     )
@@ -74,12 +71,11 @@ class ServeLimits:
         60.0, "Seconds that a client may leave its answer unread before it is cut off.", above=0
     )
     keep_alive_timeout: float = flag(30.0, "Seconds that an idle connection stays open.", above=0)
-    stream_interval: int = flag(
+    stream_interval: int = rare_flag(
         1,
         "New tokens of a choice that an event of a stream waits for; the first and the last do "
         "not wait.",
         at_least=1,
-        hidden=True,
     )
 
     def __post_init__(self) -> None:

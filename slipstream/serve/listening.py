@@ -16,10 +16,6 @@ from slipstream.serve.limits import ServeLimits
 from slipstream.serve.options import ServerOptions
 
 
-class HeaderLimitError(Exception):
-    """Stops the parsing of a request whose request line and headers are too large."""
-
-
 class BoundedConnection(HttpToolsProtocol):
     """A connection with limits on its headers, on the time they take, and on unread answers.
 
@@ -78,7 +74,7 @@ class BoundedConnection(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes:
             self._refusal = self._too_large()
-            raise HeaderLimitError
+            raise self._refusal  # it stops the parser
         super().on_headers_complete()
         self._stop_waiting()
 

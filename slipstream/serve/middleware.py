@@ -11,6 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipstream.serve.errors import ApiError, as_api_error, is_messages
 from slipstream.serve.limits import DrainingError, ServeLimits
 
+_STILL_OPEN = ("/load", "/metrics", "/version")  # while the server drains
+
 
 class ApiKeyCheck:
     """Refuses requests without a valid key in `Authorization: Bearer KEY` (401).
@@ -124,21 +126,17 @@ class DrainGate:
     """Counts the requests in progress; once closed, it refuses new ones (503).
 
     Requests in progress may finish; /load, /metrics and /version are still answered.
+
+    Attributes:
+        closed: whether new requests are refused.
     """
 
-    def __init__(
-        self, app: ASGIApp, still_open: Collection[str] = ("/load", "/metrics", "/version")
-    ) -> None:
-        self._app, self._still_open = app, frozenset(still_open)
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
         self._num_requests = 0
-        self._closed = False
+        self.closed = False
         self._empty = asyncio.Event()
         self._empty.set()
-
-    @property
-    def closed(self) -> bool:
-        """Whether new requests are refused."""
-        return self._closed
 
     @property
     def empty(self) -> bool:
@@ -147,13 +145,13 @@ class DrainGate:
 
     async def close(self) -> None:
         """Refuse new requests, and wait until none is in progress."""
-        self._closed = True
+        self.closed = True
         await self._empty.wait()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._still_open:
+        if scope["type"] != "http" or scope["path"] in _STILL_OPEN:
             await self._app(scope, receive, send)
-        elif self._closed:
+        elif self.closed:
             await as_api_error(DrainingError()).response(scope["path"])(scope, receive, send)
         else:
             self._num_requests += 1

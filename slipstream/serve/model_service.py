@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from slipstream.core.adapters import NamedAdapter
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CheckpointError, PromptTooLongError, counted
-from slipstream.core.sampling_params import SamplingDefaults, SamplingParams
+from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import EncodedPrompt, Prompt, PromptEncoder
 from slipstream.models.chat_template import ChatTemplate
@@ -105,11 +105,6 @@ class ModelService:
     def max_model_len(self) -> int:
         """Maximum number of tokens of a request, prompt and output."""
         return self.engine.resolved.limits.max_model_len
-
-    @property
-    def sampling_defaults(self) -> SamplingDefaults:
-        """Values of the sampling fields that a request does not set."""
-        return self.engine.resolved.sampling_defaults
 
     def require_name(self, name: str | None) -> None:
         """Raise ApiError (404) if no model or adapter has this name; None is allowed."""

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from time import monotonic
 
 from slipstream.core.sampling_params import SamplingParams
@@ -14,6 +13,7 @@ from slipstream.serve.options import LogOptions
 logger = logging.getLogger("slipstream.serve")
 
 _LONGEST_PARAMS = 1000  # characters
+_INTERVAL = 10.0  # seconds between two lines about the engine while it is busy
 
 
 class Observer:
@@ -40,17 +40,13 @@ class ActivityLog(Observer):
 
     Args:
         options: which lines are logged, and what they contain.
-        interval: seconds between two lines about the engine while it is busy.
         clock: a monotonic clock, in seconds.
     """
 
     def __init__(
-        self,
-        options: LogOptions | None = None,
-        interval: float = 10.0,
-        clock: Callable[[], float] = monotonic,
+        self, options: LogOptions | None = None, clock: Callable[[], float] = monotonic
     ) -> None:
-        self._options, self._interval, self._clock = options or LogOptions(), interval, clock
+        self._options, self._clock = options or LogOptions(), clock
         self._prompt_tokens = 0
         self._last_step = -math.inf
         self._start_time = -math.inf
@@ -111,10 +107,10 @@ class ActivityLog(Observer):
         now = self._clock()
         idle, self._last_step = now - self._last_step, now
         seconds = now - self._start_time
-        if idle <= self._interval and seconds < self._interval:
+        if idle <= _INTERVAL and seconds < _INTERVAL:
             return
         totals = self._totals(engine)
-        if idle <= self._interval:
+        if idle <= _INTERVAL:
             done = {name: total - self._start[name] for name, total in totals.items()}
             _log_engine(engine, done, seconds)
         self._start_time, self._start = now, totals
@@ -134,9 +130,8 @@ class ActivityLog(Observer):
 
 def _given_params(params: SamplingParams) -> str:
     """The sampling parameters that differ from the defaults, as text."""
-    given = {it.name: getattr(params, it.name) for it in fields(params)}
     defaults = vars(SamplingParams())
-    return ", ".join(f"{name} {it!r}" for name, it in given.items() if it != defaults[name])
+    return ", ".join(f"{name} {it!r}" for name, it in vars(params).items() if it != defaults[name])
 
 
 def _log_engine(engine: Engine, done: Mapping[str, int], seconds: float) -> None:

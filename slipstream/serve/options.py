@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.errors import UsageError
-from slipstream.core.flags import check_fields, flag, parse_object
+from slipstream.core.flags import check_fields, flag, parse_object, rare_flag, read_text
 from slipstream.serve.limits import ServeLimits
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -21,41 +21,33 @@ class AnswerOptions:
         "Variables of the chat template for requests that do not set them, such as "
         "'{\"enable_thinking\": false}'.",
         panel="Answers",
-        metavar="<json>",
-        parse=parse_object,
     )
-    chat_template_content_format: str = flag(
+    chat_template_content_format: str = rare_flag(
         "auto",
         "Form of a message's content in chat templates: string (also auto), or openai, a list "
         "of parts.",
         choices=("auto", "string", "openai"),
-        hidden=True,
     )
-    trust_request_chat_template: bool = flag(
-        False, "Let requests bring a chat template of their own.", hidden=True
+    trust_request_chat_template: bool = rare_flag(
+        False, "Let requests bring a chat template of their own."
     )
-    trust_request_lora: bool = flag(
-        False,
-        "Let requests load adapters from folders of this machine, and unload them.",
-        hidden=True,
+    trust_request_lora: bool = rare_flag(
+        False, "Let requests load adapters from folders of this machine, and unload them."
     )
-    response_role: str = flag(
-        "assistant", "Role of the messages that the server answers with.", hidden=True
+    response_role: str = rare_flag(
+        "assistant", "Role of the messages that the server answers with."
     )
-    max_logprobs: int = flag(
+    max_logprobs: int = rare_flag(
         20,
         "Maximum number of logprobs per token that a request may ask for, else 400.",
         at_least=0,
         at_most=1000,
-        hidden=True,
     )
-    return_tokens_as_token_ids: bool = flag(
-        False, "Write token_id:N in place of the texts of tokens in logprobs.", hidden=True
+    return_tokens_as_token_ids: bool = rare_flag(
+        False, "Write token_id:N in place of the texts of tokens in logprobs."
     )
-    enable_force_include_usage: bool = flag(
-        False,
-        "End every stream with its usage, even if the request does not ask for it.",
-        hidden=True,
+    enable_force_include_usage: bool = rare_flag(
+        False, "End every stream with its usage, even if the request does not ask for it."
     )
 
     def __post_init__(self) -> None:
@@ -80,36 +72,26 @@ class LogOptions:
         "for dashboards made for it.",
         choices=("slipstream", "vllm"),
     )
-    enable_log_requests: bool = flag(
+    enable_log_requests: bool = rare_flag(
         False,
         "Log the sampling parameters of each request as it comes; with --log-level debug its "
         "prompt, too.",
-        hidden=True,
     )
-    enable_log_outputs: bool = flag(False, "Log outputs, and not prompts.", hidden=True)
-    max_log_len: int | None = flag(
-        None,
-        "Maximum number of characters of a prompt or an output in the log.",
-        at_least=0,
-        hidden=True,
+    enable_log_outputs: bool = rare_flag(False, "Log outputs, and not prompts.")
+    max_log_len: int | None = rare_flag(
+        None, "Maximum number of characters of a prompt or an output in the log.", at_least=0
     )
-    disable_log_stats: bool = flag(
-        False, "Do not log a line about the engine every ten seconds.", hidden=True
+    disable_log_stats: bool = rare_flag(
+        False, "Do not log a line about the engine every ten seconds."
     )
-    uvicorn_log_level: str | None = flag(
+    uvicorn_log_level: str | None = rare_flag(
         None,
         "Level of uvicorn's own messages: as --log-level, or critical or trace. [--log-level]",
         choices=(*_LEVELS, "critical", "trace"),
-        hidden=True,
     )
-    disable_uvicorn_access_log: bool = flag(
-        False, "Do not log a line for each HTTP request.", hidden=True
-    )
-    log_config_file: Path | None = flag(
-        None,
-        "JSON for Python's logging.config.dictConfig, applied after the other flags.",
-        metavar="<file>",
-        hidden=True,
+    disable_uvicorn_access_log: bool = rare_flag(False, "Do not log a line for each HTTP request.")
+    log_config_file: Path | None = rare_flag(
+        None, "JSON for Python's logging.config.dictConfig, applied after the other flags."
     )
 
     def __post_init__(self) -> None:
@@ -117,14 +99,10 @@ class LogOptions:
 
     def config(self) -> dict[str, Any] | None:
         """What `log_config_file` holds; UsageError if that is no JSON object."""
-        file = self.log_config_file
-        if file is None:
+        if self.log_config_file is None:
             return None
-        try:
-            text = file.read_text("utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--log-config-file {file} cannot be read: {error}") from None
-        return parse_object("--log-config-file", text)
+        name = "--log-config-file"
+        return parse_object(name, read_text(name, self.log_config_file))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +131,7 @@ class ServerOptions:
         envvar="SLIPSTREAM_API_KEY",
     )
     uds: Path | None = flag(
-        None,
-        "Listen on a Unix domain socket at this path, in place of host and port.",
-        metavar="<file>",
+        None, "Listen on a Unix domain socket at this path, in place of host and port."
     )
     allowed_origins: tuple[str, ...] = flag(
         (),
@@ -164,43 +140,33 @@ class ServerOptions:
         metavar="<origin>",
         also=("--cors-origin",),
     )
-    allowed_methods: tuple[str, ...] = flag(
+    allowed_methods: tuple[str, ...] = rare_flag(
         (),
         "Methods that pages of allowed origins may use (repeatable, or a JSON list); * allows all. "
         "[GET, POST]",
         metavar="<method>",
-        hidden=True,
     )
-    allowed_headers: tuple[str, ...] = flag(
+    allowed_headers: tuple[str, ...] = rare_flag(
         (),
         "Headers that pages of allowed origins may send (repeatable, or a JSON list). [*]",
         metavar="<header>",
-        hidden=True,
     )
-    allow_credentials: bool = flag(
-        False, "Let pages of allowed origins send cookies and the like.", hidden=True
+    allow_credentials: bool = rare_flag(
+        False, "Let pages of allowed origins send cookies and the like."
     )
-    ssl_certfile: Path | None = flag(
-        None, "Serve HTTPS with this certificate (PEM).", metavar="<file>"
+    ssl_certfile: Path | None = flag(None, "Serve HTTPS with this certificate (PEM).")
+    ssl_keyfile: Path | None = flag(None, "The certificate's key. [in the certificate's file]")
+    ssl_ca_certs: Path | None = rare_flag(
+        None, "Authorities that may have signed clients' certificates (PEM)."
     )
-    ssl_keyfile: Path | None = flag(
-        None, "The certificate's key. [in the certificate's file]", metavar="<file>"
-    )
-    ssl_ca_certs: Path | None = flag(
-        None,
-        "Authorities that may have signed clients' certificates (PEM).",
-        metavar="<file>",
-        hidden=True,
-    )
-    ssl_cert_reqs: int = flag(
+    ssl_cert_reqs: int = rare_flag(
         0,
         "Clients' certificates: 0 does not ask for them, 1 accepts them, 2 requires them.",
         at_least=0,
         at_most=2,
-        hidden=True,
     )
-    ssl_ciphers: str | None = flag(
-        None, "Ciphers up to TLS 1.2, as OpenSSL writes them. [uvicorn's]", hidden=True
+    ssl_ciphers: str | None = rare_flag(
+        None, "Ciphers up to TLS 1.2, as OpenSSL writes them. [uvicorn's]"
     )
     root_path: str = flag(
         "", "Path under which a proxy offers this server, such as /models/a.", metavar="<path>"
@@ -211,15 +177,11 @@ class ServerOptions:
         "to this folder.",
         metavar="<folder>",
     )
-    profiler_config: Mapping[str, Any] | None = flag(
-        None,
-        'A folder for traces as {"torch_profiler_dir": FOLDER}; clients may then profile.',
-        metavar="<json>",
-        parse=parse_object,
-        hidden=True,
+    profiler_config: Mapping[str, Any] | None = rare_flag(
+        None, 'A folder for traces as {"torch_profiler_dir": FOLDER}; clients may then profile.'
     )
-    disable_fastapi_docs: bool = flag(
-        False, "Do not serve /openapi.json; there are no documentation pages.", hidden=True
+    disable_fastapi_docs: bool = rare_flag(
+        False, "Do not serve /openapi.json; there are no documentation pages."
     )
     allow_synthetic: bool = flag(
         False,

@@ -142,21 +142,6 @@ def guarded(
     return RequestIds(whole, metrics.count_answer), gate
 
 
-def _uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=connection_class(options.limits),
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=round(options.limits.keep_alive_timeout),
-        timeout_graceful_shutdown=_FLUSH_SECONDS,
-        backlog=_BACKLOG,
-        **tls_options(options),
-    )
-
-
 class DrainingServer(uvicorn.Server):
     """A uvicorn server that finishes running requests before it stops.
 
@@ -167,7 +152,19 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, options: ServerOptions, work: Work, gate: DrainGate) -> None:
         _allow_open_files(options.limits.max_connections + _SPARE_FILES)
-        super().__init__(_uvicorn_config(app, options))
+        config = uvicorn.Config(
+            app,
+            http=connection_class(options.limits),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=round(options.limits.keep_alive_timeout),
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+            backlog=_BACKLOG,
+            **tls_options(options),
+        )
+        super().__init__(config)
         self._work, self._gate, self._drain_timeout = work, gate, options.limits.drain_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []  # draining, then stopping

@@ -18,7 +18,7 @@ from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.train.batches import Batch
 from slipstream.train.dense import DenseContext
-from slipstream.train.losses import Agreement, agreement, distillation, top_accuracy
+from slipstream.train.losses import Agreement, agreement, distillation, is_top, weighted_mean
 from slipstream.train.recipe import BatchLoss, Config, Recipe
 from slipstream.train.target import TargetDistribution
 
@@ -72,7 +72,7 @@ class ChainRecipe(Recipe[Config]):
             share = self.decay**index
             total = total + share * loss
             weights += share
-            accuracy.append(top_accuracy(one.logits, one.target, one.weight))
+            accuracy.append(weighted_mean(is_top(one.logits, one.target), one.weight))
         return BatchLoss(total / weights, torch.stack(accuracy))
 
     def evaluate(self, batch: Batch) -> tuple[list[Agreement], Tensor]:

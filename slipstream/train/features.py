@@ -13,13 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from slipstream.core.errors import CheckpointError, UsageError
-from slipstream.train.files import read_metadata, read_slices, write_tensors
+from slipstream.core.errors import UsageError
+from slipstream.train.files import SOURCE, comes_from, read_slices, write_tensors
 from slipstream.train.sequences import Sequences
 from slipstream.train.target import Target, TargetStates
 
 _SHARD_BYTES = 256 << 20
-_SOURCE = "source"
 
 
 def count_that_fits(
@@ -67,8 +66,8 @@ class DiskFeatures:
             source = f"{part.digest} {target.path} {target.dtype} {list(stream_layers)}"
             if target.adapter is not None:
                 source += f" {target.adapter.resolve()}"
-            if not _holds(file, source):
-                write_tensors(file, self._capture(part, batch_size), {_SOURCE: source})
+            if not comes_from(file, source):
+                write_tensors(file, self._capture(part, batch_size), {SOURCE: source})
             self._shards.append(read_slices(file, self._names))
             progress(len(part))
 
@@ -99,11 +98,3 @@ class DiskFeatures:
 def _bytes_per_sequence(sequences: Sequences, target: Target, num_streams: int) -> int:
     numbers = sequences.length * target.config.hidden_size * (1 + num_streams)
     return numbers * target.dtype.itemsize
-
-
-def _holds(file: Path, source: str) -> bool:
-    """Whether a shard is whole and has this source."""
-    try:
-        return read_metadata(file).get(_SOURCE) == source
-    except CheckpointError:
-        return False

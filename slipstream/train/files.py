@@ -31,6 +31,8 @@ _TOKENIZER_FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
+SOURCE = "source"
+"""The key of metadata that identifies what a file was made from."""
 _ERROR_NUMBER = re.compile(r"(?:os error |code: )(\d+)")  # in messages of safetensors
 
 
@@ -84,6 +86,15 @@ def append_line(file: Path, line: str) -> None:
         raise _not_written(file, error, len(line.encode()) + 1) from error
 
 
+def read_lines(file: Path) -> Iterator[Any]:
+    """The values of a file of JSON lines, up to one that was cut short; none without a file."""
+    for line in file.read_text("utf-8").splitlines() if file.is_file() else ():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
+
+
 def read_tensors(file: Path, names: Sequence[str] | None = None) -> dict[str, Tensor]:
     """The tensors of a safetensors file, all or those with these names, on the CPU.
 
@@ -103,6 +114,14 @@ def read_metadata(file: Path) -> dict[str, str]:
     """The metadata of a safetensors file; raises CheckpointError for a damaged file."""
     with _opened(file) as opened:
         return opened.metadata() or {}
+
+
+def comes_from(file: Path, source: str) -> bool:
+    """Whether a safetensors file is whole and has this `source` in its metadata."""
+    try:
+        return read_metadata(file).get(SOURCE) == source
+    except CheckpointError:
+        return False
 
 
 def write_checkpoint(

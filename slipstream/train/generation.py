@@ -21,7 +21,7 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.train.files import append_line, write_text
+from slipstream.train.files import SOURCE, append_line, read_lines, write_text
 from slipstream.train.sequences import Document
 from slipstream.train.settings import DataSettings
 from slipstream.train.texts import Entry
@@ -55,7 +55,7 @@ def generate_answers(
     answers = list(_read_kept(file, source))[: len(prompts)]
     progress(len(answers))
     if len(answers) < len(prompts):
-        lines = [_header(source), *map(json.dumps, answers)]
+        lines = map(json.dumps, (_header(source), *answers))
         write_text(file, "".join(f"{line}\n" for line in lines))
         for answer in _answers(prompts, len(answers), settings):
             append_line(file, json.dumps(answer))  # kept even if the process is killed
@@ -154,18 +154,11 @@ def _answers(
 
 def _read_kept(file: Path, source: str) -> Iterator[list[int]]:
     """The answers of an interrupted run, without a line that was cut short."""
-    if not file.is_file():
-        return
-    lines = iter(file.read_text("utf-8").splitlines())
-    if next(lines, None) != _header(source):
-        return
-    for line in lines:
-        try:
-            yield json.loads(line)
-        except ValueError:
-            return
+    lines = read_lines(file)
+    if next(lines, None) == _header(source):
+        yield from lines
 
 
-def _header(source: str) -> str:
+def _header(source: str) -> dict[str, str]:
     """The first line of a file of answers."""
-    return json.dumps({"source": source})
+    return {SOURCE: source}

@@ -78,12 +78,6 @@ def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def top_accuracy(logits: Tensor, target: TargetDistribution, weight: Tensor) -> Tensor:
-    """Scalar, the share of rows whose top token is the target's."""
-    return weighted_mean(is_top(logits, target), weight)
-
-
-@torch.no_grad()
 def is_top(logits: Tensor, target: TargetDistribution) -> Tensor:
     """[N] float32, 1 where the drafter's top token is the target's."""
     return (_largest(logits) == target.top).float()
@@ -111,9 +105,8 @@ class Agreement:
 @torch.no_grad()
 def agreement(logits: Tensor, target: TargetDistribution) -> Agreement:
     """Args as in `distillation`."""
-    greedy = (logits.argmax(-1) == target.top).float()
     p = torch.exp(target.logits.float() - target.logsumexp.unsqueeze(-1))
-    return Agreement(greedy, torch.minimum(p, torch.softmax(logits, -1)).sum(-1))
+    return Agreement(is_top(logits, target), torch.minimum(p, torch.softmax(logits, -1)).sum(-1))
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.train.files import append_line, replacing, write_text
+from slipstream.train.files import append_line, read_lines, replacing, write_text
 
 logger = logging.getLogger("slipstream")
 
@@ -33,15 +33,7 @@ class MetricsLog:
 
     def all(self) -> list[Record]:
         """In order, without a last line that was cut short."""
-        if not self._file.is_file():
-            return []
-        records = []
-        for line in self._file.read_text("utf-8").splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                break
-        return records
+        return list(read_lines(self._file))
 
     def of_kind(self, kind: str) -> list[Record]:
         """The records of `training` or of `validation`."""

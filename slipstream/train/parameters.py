@@ -60,14 +60,7 @@ class Trainable:
     def matrix(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
         return DenseMatrix(self._collect(parts, self._tensors.matrix(parts, columns)))
 
-    def head(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
-        return self.matrix(parts, columns)
-
-    def table(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
-        return self.matrix(parts, columns)
-
-    def embedding(self, parts: Sequence[Part], columns: int) -> DenseMatrix:
-        return self.table(parts, columns)
+    head = table = embedding = matrix
 
     def alike(self, parts: Sequence[Part]) -> bool:
         return True

@@ -1,6 +1,6 @@
 """A run as it will be carried out, and the checks of its directory before anything costly."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -13,7 +13,7 @@ from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.train.metrics import ACCEPTANCE, LOSS
 from slipstream.train.metrics import FILE as METRICS
-from slipstream.train.settings import LOSS_OPTIONS, DataSettings, DrafterOptions, TrainSettings
+from slipstream.train.settings import LOSS_OPTIONS, DataSettings, TrainSettings
 
 WORK = "training"
 # Settings that change what is learned. Steps and minutes may change when a run is continued.
@@ -74,9 +74,7 @@ class RunPlan:
             "--dtype": str(self.dtype).removeprefix("torch."),
         }
         values |= {flag_name(name): getattr(settings, name) for name in _FIXED}
-        for option in fields(DrafterOptions):
-            values[flag_name(option.name)] = getattr(settings.options, option.name)
-        return values
+        return values | {flag_name(name): it for name, it in vars(settings.options).items()}
 
 
 def require_unused(out: Path) -> None:

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.core.errors import CheckpointError, UsageError, counted
+from slipstream.core.errors import UsageError, counted
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.train.files import read_metadata, read_tensors, write_tensors
+from slipstream.train.files import SOURCE, comes_from, read_tensors, write_tensors
 from slipstream.train.texts import Entry
 
-_IDS, _LEARNED, _SOURCE = "token_ids", "learned", "source"
+_IDS, _LEARNED = "token_ids", "learned"
 
 
 class Document(NamedTuple):
@@ -77,7 +77,7 @@ class Sequences:
             source: identifies the data that they were made from.
         """
         ids, learned = self.token_ids.contiguous(), self.learned.to(torch.uint8).contiguous()
-        write_tensors(file, {_IDS: ids, _LEARNED: learned}, {_SOURCE: source})
+        write_tensors(file, {_IDS: ids, _LEARNED: learned}, {SOURCE: source})
 
     @staticmethod
     def load(file: Path) -> "Sequences":
@@ -88,11 +88,7 @@ class Sequences:
     @staticmethod
     def made_from(file: Path, source: str) -> "Sequences | None":
         """Read a file if it is whole and was made from the same data."""
-        try:
-            same = read_metadata(file).get(_SOURCE) == source
-            return Sequences.load(file) if same else None
-        except CheckpointError:
-            return None
+        return Sequences.load(file) if comes_from(file, source) else None
 
 
 def encode(entries: Iterable[Entry], tokenizer: Tokenizer) -> Iterator[Document]:

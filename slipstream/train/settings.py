@@ -1,7 +1,7 @@
 """The settings of training runs."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.core.errors import UsageError
@@ -115,7 +115,9 @@ class DataSettings:
         REQUIRED, "The target: a local directory, a hub name, or a bundled demo.", argument=True
     )
     out: Path = flag(REQUIRED, "The file to write, such as chats.safetensors.")
-    lora: Path | None = flag(None, "Directory of a LoRA adapter that is applied to the target.")
+    lora: Path | None = flag(
+        None, "Directory of a LoRA adapter that is applied to the target.", metavar="<folder>"
+    )
     data: tuple[Path, ...] = flag(
         REQUIRED,
         "Texts, .jsonl files of texts, chats or prompts, directories of such files, or a file from "
@@ -187,6 +189,7 @@ class TrainSettings(DataSettings):
         REQUIRED,
         "Directory for the drafter. An interrupted run continues when it is started again with the "
         "same flags.",
+        metavar="<folder>",
     )
     steps: int | None = flag(None, "Optimizer steps.", panel="Training", at_least=1)
     minutes: float | None = flag(
@@ -247,10 +250,7 @@ class TrainSettings(DataSettings):
 
     def require_only(self, known: frozenset[str]) -> None:
         """Raise UsageError for options that are not `known`, which the recipe would ignore."""
-        given = {
-            option.name: getattr(self.options, option.name) for option in fields(DrafterOptions)
-        }
-        given |= {name: getattr(self, name) for name in LOSS_OPTIONS}
+        given = vars(self.options) | {name: getattr(self, name) for name in LOSS_OPTIONS}
         for name, value in given.items():
             if value is not None and name not in known:
                 flags = ", ".join(sorted(map(flag_name, known)))

@@ -63,6 +63,7 @@ def _summary(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.argmax(-1), logits.logsumexp(-1)
 
 
+@dataclass(eq=False)
 class Target:
     """The target, whose weights are frozen.
 
@@ -72,16 +73,11 @@ class Target:
         adapter: directory of the LoRA adapter that is applied to all rows, or None.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        config: DecoderConfig,
-        network: Decoder,
-        dtype: torch.dtype,
-        adapter: Path | None = None,
-    ) -> None:
-        self.path, self.config, self.network, self.dtype = path, config, network, dtype
-        self.adapter = adapter
+    path: Path
+    config: DecoderConfig
+    network: Decoder
+    dtype: torch.dtype
+    adapter: Path | None = None
 
     @property
     def device(self) -> torch.device:

@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +58,9 @@ class RunStoppedError(Exception):
         self.step = step
 
 
-@contextmanager
-def no_stop_requests() -> Iterator[Callable[[], bool]]:
+def no_stop_requests() -> AbstractContextManager[Callable[[], bool]]:
     """Only an exception stops the run."""
-    yield lambda: False
+    return nullcontext(lambda: False)
 
 
 class Trainer:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from scripts.from_vllm_page import PAGE, page, serve_options
-from slipstream.cli.vllm_flags import DECLARED, ENTRIES, SHORT, NoEffect, Unsupported, arguments_for
+from scripts.from_vllm_page import DECLARED, PAGE, page, serve_options
+from slipstream.cli.vllm_flags import ENTRIES, SHORT, NoEffect, Unsupported, arguments_for
 from slipstream.cli.vllm_line import rewritten, unknown_flag
 from slipstream.core.errors import UsageError
 from tests.cli.conftest import CommandLine

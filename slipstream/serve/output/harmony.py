@@ -40,8 +40,9 @@ class Header:
             until it begins.
     """
 
-    def __init__(self, channel: str | None = None) -> None:
-        self.role, self.channel = "", channel
+    def __init__(self) -> None:
+        self.role = ""
+        self.channel: str | None = None
 
     def begin_channel(self) -> None:
         self.channel = "" if self.channel is None else self.channel + " "

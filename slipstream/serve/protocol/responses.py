@@ -17,6 +17,7 @@ from slipstream.serve.protocol.chat import (
 from slipstream.serve.protocol.sampling import (
     MOST_LOGPROBS,
     JsonObjectFormat,
+    NamedSchema,
     SamplingFields,
     TextFormat,
 )
@@ -168,14 +169,11 @@ class ChosenFunctionTool(ChosenFunction):
     type: Literal["function"]
 
 
-class SchemaFormat(RequestBody):
+class SchemaFormat(NamedSchema):
     """JSON that follows a schema; it is followed whether `strict` is set or not."""
 
     type: Literal["json_schema"]
-    name: Annotated[str, Field(min_length=1)]
     schema_: JsonSchema = Field(alias="schema")
-    description: str | None = None
-    strict: bool | None = None
 
 
 class TextOptions(RequestBody):

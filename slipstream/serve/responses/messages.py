@@ -102,27 +102,30 @@ class Conversation:
         self.messages.append(message)
         self._answer = None
 
-    def _open(self, fits: bool) -> chat.AssistantMessage:
-        """The message that the assistant's next item is added to."""
-        if self._answer is None or not fits:
-            self._answer = chat.AssistantMessage(role="assistant", content="")
-            self.messages.append(self._answer)
-        return self._answer
+    def _open(self, called: bool = False) -> chat.AssistantMessage:
+        """The message that the assistant's next item is added to.
+
+        Args:
+            called: the item is a call, which may follow text and other calls.
+        """
+        answer = self._answer
+        if answer is None or (not called and (answer.content or answer.tool_calls)):
+            answer = self._answer = chat.AssistantMessage(role="assistant", content="")
+            self.messages.append(answer)
+        return answer
 
     def _thought(self, item: responses.ReasoningItem) -> None:
         texts = [part.text for part in item.content or item.summary or ()]
-        open = self._answer
-        answer = self._open(open is not None and not (open.content or open.tool_calls))
+        answer = self._open()
         if self._keeps_reasoning and texts:
             answer.reasoning = "\n".join([*filter(None, [answer.reasoning]), *texts])
 
     def _answered(self, item: responses.MessageItem) -> None:
-        open = self._answer
-        answer = self._open(open is not None and not (open.content or open.tool_calls))
+        answer = self._open()
         answer.content = _content(item.content, "")
 
     def _called(self, item: responses.FunctionCallItem) -> None:
-        answer = self._open(True)
+        answer = self._open(called=True)
         function = chat.CalledFunction(name=item.name, arguments=item.arguments)
         if answer.tool_calls is None:
             answer.tool_calls, answer.content = [], answer.content or None

@@ -11,17 +11,16 @@ _SPACE = " \t\r\n"
 
 
 class ValueScanner:
-    """Finds the end of one JSON value, without validating what is inside."""
+    """Finds the end of one JSON value, without validating what is inside.
+
+    Attributes:
+        in_string: whether the text so far ends within a string.
+    """
 
     def __init__(self) -> None:
         self.done = False
         self._depth = 0
-        self._in_string = self._escaped = self._begun = self._scalar = False
-
-    @property
-    def in_string(self) -> bool:
-        """Whether the text so far ends within a string."""
-        return self._in_string
+        self.in_string = self._escaped = self._begun = self._scalar = False
 
     def scan(self, text: str, start: int) -> int:
         """The index after the value's text, which begins at `start`."""
@@ -36,10 +35,10 @@ class ValueScanner:
         return len(text)
 
     def _take(self, letter: str) -> None:
-        if self._in_string:
+        if self.in_string:
             self._take_in_string(letter)
         elif letter == '"':
-            self._in_string = self._begun = True
+            self.in_string = self._begun = True
         elif letter in "{[":
             self._depth += 1
             self._begun = True
@@ -55,7 +54,7 @@ class ValueScanner:
         elif letter == "\\":
             self._escaped = True
         elif letter == '"':
-            self._in_string = False
+            self.in_string = False
             self.done = self._depth == 0
 
 
@@ -152,20 +151,19 @@ class CallReader:
 
     Args:
         names: of the known functions; None accepts any name.
+
+    Attributes:
+        raw: the text so far.
+        begun: whether `CallBegun` was returned.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        self.raw = ""  # the text so far
+        self.raw = ""
         self._names = names
         self._scanner = ObjectScanner()
         self._name = ""
         self._held = ""  # arguments before the name, or a string that holds the arguments
-        self._begun = self._refused = self._quoted = self._has_arguments = False
-
-    @property
-    def begun(self) -> bool:
-        """Whether `CallBegun` was returned."""
-        return self._begun
+        self.begun = self._refused = self._quoted = self._has_arguments = False
 
     @property
     def done(self) -> bool:
@@ -175,7 +173,7 @@ class CallReader:
     @property
     def failed(self) -> bool:
         """Whether the text is not a call."""
-        return self._refused or self._scanner.broken or (self.done and not self._begun)
+        return self._refused or self._scanner.broken or (self.done and not self.begun)
 
     @property
     def rest(self) -> str:
@@ -186,11 +184,11 @@ class CallReader:
         """The events that follow from further text."""
         self.raw += text
         for piece in self._scanner.feed(text):
-            if piece.key == "name" and not self._begun:
+            if piece.key == "name" and not self.begun:
                 yield from self._take_name(piece)
             elif piece.key in _ARGUMENTS:
                 yield from self._take_arguments(piece)
-        if self.done and self._begun:
+        if self.done and self.begun:
             if not self._has_arguments:
                 yield Arguments("{}")
             yield CallEnded()
@@ -204,7 +202,7 @@ class CallReader:
             self._names is None or name in self._names
         )
         if isinstance(name, str) and not self._refused:
-            self._begun = True
+            self.begun = True
             yield CallBegun(name)
             if self._held and not self._quoted:
                 yield Arguments(self._held)
@@ -221,7 +219,7 @@ class CallReader:
                 return
             inner = _loaded(self._held)
             text, self._held, self._quoted = str(inner), "", False
-        if self._begun:
+        if self.begun:
             if text:
                 yield Arguments(text)
         else:
