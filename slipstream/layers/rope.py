@@ -10,6 +10,8 @@ from torch.nn.functional import pad
 
 from slipstream.layers.parameters import InvalidSizesError, require_positive
 
+_MOST_TURNS = 1e9  # a sanity limit, within which wavelengths have logarithms
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -88,6 +90,12 @@ class RopeConfig:
         if self.kind == "yarn" and self.beta_fast < self.beta_slow:
             raise InvalidSizesError(
                 f'"beta_fast" ({self.beta_fast}) must not be below "beta_slow" ({self.beta_slow})'
+            )
+        least = 1 / _MOST_TURNS
+        if self.kind == "yarn" and (self.beta_slow < least or self.beta_fast > _MOST_TURNS):
+            raise InvalidSizesError(
+                f'"beta_slow" ({self.beta_slow}) and "beta_fast" ({self.beta_fast}) must be from '
+                f"{least:g} to {_MOST_TURNS:g}"
             )
 
     def rotary_dim(self, head_dim: int) -> int:

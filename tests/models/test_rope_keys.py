@@ -128,6 +128,8 @@ def test_older_spellings_of_longrope() -> None:
         ({"rope_type": "longrope"}, '"rope_parameters.short_factor" is missing'),
         ({**LONG, "long_factor": ["a"]}, 'long_factor" must be a list of numbers'),
         ({**LONG, "short_factor": [1.0, 0.0, 1.0, 1.0]}, "short_factor"),
+        (yarn(1e4, 64, factor=2.0, beta_fast=1e308), r"from 1e-09 to 1e\+09"),
+        (yarn(1e4, 64, factor=2.0, beta_slow=1e-320), r"from 1e-09 to 1e\+09"),
         ({"rope_type": "dynamic"}, '"rope_parameters.factor" is missing'),
         ({"rope_type": "dynamic", "factor": 2.0, "alpha": 9}, 'alpha" is unknown'),
         (
