@@ -121,9 +121,9 @@ class CostTable:
         return found
 
     def alone(self, most: int, widths: Sequence[int]) -> Sequence[float]:
-        """Seconds of steps of a single request that drafts 0, 1, .. `most` units; infinite for
-        numbers that steps cannot have."""
-        if not self._alone:
+        """Seconds of steps of a single request that drafts 0, 1, .. at least `most` units; infinite
+        for numbers that steps cannot have. The widths of a table's steps never change."""
+        if len(self._alone) <= most:
             self._alone = [self.plain]
             for place in range(1, most + 1):
                 fits = self.exact or place in widths
