@@ -385,6 +385,13 @@ def test_usual_steps_are_learnt_from_now_and_then_and_others_soon() -> None:
     assert sum(due(1.3, 40)) > 10
 
 
+def test_a_plain_step_right_after_drafts_is_not_learnt_from() -> None:
+    times, pace = StepTimes(0.0, 1.0, 0.0, 0.0), Pace()
+    for _ in range(4):
+        assert pace.is_due(report([2, 2], times))
+        assert [pace.is_due(report([0, 0], times)) for _ in range(3)] == [False, True, True]
+
+
 def test_steps_with_prompts_and_of_another_kind_do_not_count() -> None:
     slow = StepTimes(9.0, 9.0, 9.0, 9.0)
     machine = Machine(steep, chain)

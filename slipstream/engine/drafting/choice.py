@@ -19,6 +19,9 @@ from slipstream.core.batch import StepReport
 from slipstream.core.step_form import StepForm
 
 LEAST_SURVIVAL = 0.02  # tokens with less are never drafted
+# Drafting must promise to be so many times as fast as a plain step. Estimates are noisy, and the
+# best of many is rarely as good as it looks.
+LEAST_GAIN = 1.03
 _ALL = 16  # costs for up to so many units or requests are all computed, and others interpolated
 _FEW = 8  # up to this many requests, plain Python is faster than numpy
 
@@ -255,7 +258,7 @@ def choose(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
         reached = np.maximum.accumulate(within * places, 1)
         speeds[reached <= np.array([narrower for narrower, _ in pairs])[:, None]] = 0.0
     row, last = divmod(int(speeds.argmax()), len(order))
-    if speeds[row, last] <= requests / plain:
+    if speeds[row, last] <= LEAST_GAIN * requests / plain:
         return Choice(0, [0] * requests, 1.0, requests, plain)
     taken = order[: last + 1][within[row, : last + 1]]
     counts = np.bincount(taken % requests, minlength=requests).tolist()
@@ -274,7 +277,7 @@ def _choose_for_few(gains: Gains, widths: Sequence[int], table: CostTable) -> Ch
     passes = [islice(table.added(place), 1, None) for place in range(1, longest + 1)]
     added = {index: next(passes[index // requests]) for index in order}
     tokens, seconds, chosen, width = float(requests), table.plain, order[:0], 0
-    speed = tokens / seconds
+    speed = LEAST_GAIN * tokens / seconds
     for narrower, wider in pairwise(widths):
         if narrower >= longest:
             break
@@ -324,7 +327,7 @@ def _choose_alone(gains: Sequence[float], widths: Sequence[int], table: CostTabl
     """The choice for a single request."""
     seconds = table.alone(len(gains), widths)
     tokens = most = 1.0
-    speed, width = tokens / seconds[0], 0
+    speed, width = LEAST_GAIN * tokens / seconds[0], 0
     for place, gain in enumerate(gains, 1):
         if gain <= LEAST_SURVIVAL:
             break

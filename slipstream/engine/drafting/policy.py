@@ -140,7 +140,8 @@ class AdaptivePolicy:
         off = abs(self.acceptance.latest - self._expected)
         if off > _SURPRISE * (0.5 + self._expected):
             self._left = min(self._left, 3)
-        if self._probes.take_in(results):  # a probe succeeded: choose anew soon
+        seconds = report.times.device + report.times.rest
+        if self._probes.take_in(results, seconds):  # a probe succeeded: choose anew soon
             self._left = min(self._left, len(self._requests) // 4)
 
     # ------------------------------------------------------------------ the choice

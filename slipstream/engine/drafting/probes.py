@@ -1,6 +1,9 @@
 """Probes: steps that draft more than the latest choice, so that drafting is never off for good.
 
-Where all steps draft for long, a few plain ones come between them, so that their time is known.
+Where all steps draft, a few plain ones come between them now and then, so that their time is known:
+the less is lost by them, the more often. It decides whether drafting is worth it, and an estimate
+that only steps with drafts have moved may be far off. The first of them is slower than the others,
+since the target's weights have left the caches.
 
 Probes of more tokens have a budget of time. A small share of all time is added to it, and so is the
 time that accepted tokens of a probe saved. So they are rare where they fail, and frequent where
@@ -9,19 +12,21 @@ they pay.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from slipstream.core.batch import DraftPlan
 from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.drafting.acceptance import Acceptance
 from slipstream.engine.drafting.choice import Choice, CostTable
 
-PROBE_SHARE = 0.015  # share of all time that is added to the budget
+PROBE_SHARE = 0.01  # share of all time that is added to the budget
 _MOST_SAVED = 4  # the budget is enough for this many probes at most
 _LEAST_SECONDS = 0.002  # least cost of a probe, as a share of a step
 _RESULTS_IN = 3  # steps until the results of a probe arrive
-# Plans with drafts, after which plain steps are measured, and the number of these. They are left
-# out where plain steps would have to be so many times as fast to be better.
-_DRAFTING_FOR, _PLAIN_STEPS, _FAR_BETTER = 400, 3, 2.0
+# Share of all time that plain steps may lose, how many come at a time, and the fewest plans between
+# them. They are left out where plain steps would have to be so many times as fast to be better.
+_PLAIN_SHARE, _PLAIN_STEPS, _FEWEST_BETWEEN, _FAR_BETTER = 0.003, 3, 24, 2.0
+_MOST_SPENT = 4  # largest cost of a probe that is believed, in steps
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,8 @@ class Probes:
         self._room = 0
         self._ledger = 0.0  # seconds
         self._rests = 0  # plans until the next probe is allowed
-        self._with_drafts = 0  # plans since the latest plain one
-        self._is_far_better = False  # the choice, compared with plain steps
+        self._with_drafts = 0  # plans since the latest plain one; below 1 while these go on
+        self._lost = 0.0  # seconds that a plain step loses; infinite if the choice is far better
 
     def plain_is_due(self, drafts: bool) -> bool:
         """Whether this step is to be plain, to measure it; called once for every plan.
@@ -68,22 +73,29 @@ class Probes:
         Args:
             drafts: whether the plan drafts.
         """
-        if not drafts or self._is_far_better or self._with_drafts >= _DRAFTING_FOR + _PLAIN_STEPS:
+        if not drafts:
             self._with_drafts = 0
+            return False
         self._with_drafts += 1
-        return self._with_drafts > _DRAFTING_FOR
+        spare = _PLAIN_SHARE * self._with_drafts * self._choice.seconds
+        if self._with_drafts > _FEWEST_BETWEEN and spare >= _PLAIN_STEPS * self._lost:
+            self._with_drafts = 1 - _PLAIN_STEPS
+            return True
+        return self._with_drafts <= 0
 
     def is_due(self) -> bool:
         """Whether this step is to be a probe; called once for every plan."""
         self._rests -= 1
         return self._ledger >= self.next.seconds > 0 and self._rests <= 0
 
-    def take_in(self, results: Sequence[tuple[int, int]]) -> bool:
+    def take_in(self, results: Sequence[tuple[int, int]], seconds: float) -> bool:
         """Update the budget after a step.
 
         Args:
             results: for each probe in it, the position that it tried and the number of accepted
                 tokens.
+            seconds: the time of the step. A probe may take longer than estimated, since the drafter
+                first has to compute the tokens that it did not draft.
 
         Returns:
             Whether a token at a position that was tried was accepted.
@@ -93,6 +105,7 @@ class Probes:
         if results:
             saved = sum(max(0, accepted - place + 1) for place, accepted in results)
             taken = probe.seconds * min(1.0, len(results) / max(1, probe.requests))
+            taken = max(taken, min(seconds - choice.seconds, _MOST_SPENT * choice.seconds))
             self._ledger += saved / choice.speed - taken
         self._ledger = min(self._ledger, _MOST_SAVED * probe.seconds)
         return saved > 0
@@ -102,7 +115,10 @@ class Probes:
     ) -> None:
         """After a new choice, find what to probe beyond it, and its cost."""
         self._choice = choice
-        self._is_far_better = choice.speed * table.plain > _FAR_BETTER * len(bounds)
+        plain = table.plain
+        self._lost = plain - len(bounds) / choice.speed  # which has these tokens sooner
+        if _FAR_BETTER * self._lost > (_FAR_BETTER - 1) * plain:
+            self._lost = inf
         # The most that a request may draft without a change for the others.
         self._room = self._most if self._exact else choice.width * self._unit
         pairs = zip(plans, bounds, strict=True)
