@@ -48,8 +48,9 @@ class Costs:
     def draft_seconds(self, requests: int, width: int, context: int) -> float:
         return width * (self.draft_pass + self.draft_row * requests)
 
-    def report_seconds(self, report: StepReport) -> float:
-        return report.times.device + report.times.rest
+    def report_seconds(self, report: StepReport) -> tuple[float, float]:
+        requests = len(report.batch.requests)
+        return report.times.device + report.times.rest, self.target_seconds(requests, requests, 0)
 
     def host_seconds(self, requests: int) -> float:
         return 0.0

@@ -37,13 +37,11 @@ class StepEstimate:
         drafting = times.draft / drafted if drafted else 0.0
         if costs is None or not (report.padded or batch.is_decode):
             return cls(requests, drafting)
-        context = sum([item.start + 1 for item in batch.requests])
-        plain = costs.target_seconds(requests, requests, context)
-        plain = max(plain, costs.host_seconds(requests))
         # Whatever made this step slower than predicted, such as other load on the machine, would
         # have slowed a plain step down as well, and is not part of its prediction.
         took = times.device + times.rest
-        expected = max(plain, costs.report_seconds(report))  # nothing is known at first
+        expected, plain = costs.report_seconds(report)
+        expected = max(plain, expected)  # nothing is known at first
         return cls(requests, drafting, took, plain * took / expected)
 
     def count(self, metrics: RequestMetrics, gained: Committed, share: float = 1.0) -> None:

@@ -38,8 +38,8 @@ class StepCosts(Protocol):
     def target_seconds(self, requests: int, rows: int, context: int) -> float:
         """Time of a step without drafting, whose target pass has `rows` rows."""
 
-    def report_seconds(self, report: StepReport) -> float:
-        """Predicted time of a decode step that has been run."""
+    def report_seconds(self, report: StepReport) -> tuple[float, float]:
+        """Predicted time of a decode step that has been run, and of the same without drafts."""
 
     def host_seconds(self, requests: int) -> float:
         """Minimum time of a step that overlaps with the host's work; 0 if it does not."""

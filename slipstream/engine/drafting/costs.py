@@ -24,21 +24,19 @@ changes is taken to be h, so that plain steps and those with drafts are charged 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
-from operator import attrgetter
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
 from slipstream.core.batch import StepReport
 from slipstream.engine.drafting.step_costs import CostRow, Point
+from slipstream.engine.drafting.step_facts import context_of, drafting_counts, has_ended_early
 from slipstream.engine.drafting.tables import GAIN, LEAST, Grid, Knot, Slope, Table, finite
 
 _MOST_ERROR = 0.3  # bound of the errors that slopes learn from, relative to the prediction
 _LEAST_SHARE = 0.1  # least share of an error that is attributed to a knot
 _STALE = 0.005  # sum of relative changes after which cached predictions are dropped
 _PLAIN_AGE = 64  # steps learnt from, for which a plain step tells the host's share
-_START, _NUM_DRAFTS = attrgetter("start"), attrgetter("num_draft_tokens")
-_STOPS = attrgetter("stops")
 _TABLES = ("rows", "rest", "added_rest", "host")
 _MOST_SLOWNESS = 1e3  # that is restored
 
@@ -69,6 +67,7 @@ class CostModel:
         self._moved = 0.0
         self._targets: dict[tuple[int, int], tuple[float, float]] = {}
         self._drafts: dict[tuple[int, int], tuple[float, float]] = {}
+        self._chains: dict[tuple[int, tuple[int, ...]], tuple[float, float]] = {}
 
     # ------------------------------------------------------------------ predictions
 
@@ -85,17 +84,19 @@ class CostModel:
         device = drafting + self.target_seconds(requests, rows, context)
         return max(device, self.host_seconds(requests))
 
-    def report_seconds(self, report: StepReport) -> float:
-        """Predicted seconds of a decode step that has been run."""
-        requests, counts = self._pad(len(report.batch.requests)), self._counts(report)
-        context = _context(report)
-        seconds = self.target_seconds(requests, report.num_rows, context)
-        if counts:
-            slope = self._slopes["draft_context"].value * len(counts)
-            drafting = self._passes(counts) + self._added_rest(requests)
-            drafting += slope * context * counts[0] / requests
-            seconds += self._slowness.value * drafting
-        return max(LEAST, seconds, self.host_seconds(requests))
+    def report_seconds(self, report: StepReport) -> tuple[float, float]:
+        """Predicted seconds of a decode step that has been run, and of the same without drafts."""
+        requests, context = len(report.batch.requests), context_of(report)
+        counts = drafting_counts(report, self._padded)
+        least = max(LEAST, self.host_seconds(requests))
+        plain = max(least, self.target_seconds(requests, requests, context))
+        if not counts:
+            return plain, plain
+        found = self._chains.get((requests, counts))
+        if found is None:
+            found = self._chains[requests, counts] = self._chain(self._pad(requests), counts)
+        seconds = self._slowness.value * (found[0] + found[1] * context)
+        return max(least, seconds + self.target_seconds(requests, report.num_rows, context)), plain
 
     def host_seconds(self, requests: int) -> float:
         """Minimum seconds of a step that overlaps with the host's work; 0 if it does not."""
@@ -136,6 +137,11 @@ class CostModel:
         fixed = self._rows(rows) + self._rest(requests)
         fixed += self._slopes["requests"].value * requests
         return max(LEAST, fixed), self._per_token(requests, rows)
+
+    def _chain(self, requests: int, counts: Sequence[int]) -> tuple[float, float]:
+        """Seconds of drafting, and seconds per token of context; see `drafting_counts`."""
+        slope = self._slopes["draft_context"].value * len(counts) * counts[0] / requests
+        return self._passes(counts) + self._added_rest(requests), slope
 
     def _draft(self, requests: int, width: int) -> tuple[float, float]:
         requests = self._pad(requests)
@@ -230,31 +236,20 @@ class CostModel:
         if not (report.padded or batch.is_decode):  # captured steps always decode
             return
         requests = self._pad(len(batch.requests))
-        context = _context(report)
+        context = context_of(report)
         self._num_learnt += 1
         seconds = times.target + times.verify
         slowness = self._learn_target(requests, report.num_rows, context, seconds)
         draft, host = times.draft / slowness, times.host / slowness
         if host:
             self._update(self._host.knot(requests), host, host)
-        counts, ended_early = self._counts(report), _ended_early(report)
+        counts, ended_early = drafting_counts(report, self._padded), has_ended_early(report)
         rest = _host_gap(times.rest, times.device, times.host) / slowness
         self._learn_rest(requests, rest, draft, bool(counts) or ended_early)
         if counts and not ended_early:
             self._learn_drafting(requests, counts, context, draft)
         if self._moved > _STALE:
             self._forget_predictions()
-
-    def _counts(self, report: StepReport) -> Sequence[int]:
-        """How many requests drafted a token at each position, from the first."""
-        items = report.batch.requests
-        width = max(map(_NUM_DRAFTS, items))
-        if self._padded is not None:
-            return [self._padded(len(items))] * width
-        ending = [0] * (width + 1)
-        for drafted in map(_NUM_DRAFTS, report.committed):
-            ending[drafted] += 1
-        return [count for count in reversed(list(accumulate(reversed(ending[1:])))) if count]
 
     def _learn_target(self, requests: int, rows: int, context: int, seconds: float) -> float:
         """Learn from the target's pass; returns the machine's slowness."""
@@ -333,6 +328,7 @@ class CostModel:
         self._moved = 0.0
         self._targets.clear()
         self._drafts.clear()
+        self._chains.clear()
 
     # ------------------------------------------------------------------ saving and restoring
 
@@ -374,22 +370,6 @@ class CostModel:
         self._forget_predictions()
 
 
-def _context(report: StepReport) -> int:
-    """The lengths of all requests together."""
-    starts: list[int] = list(map(_START, report.batch.requests))
-    return sum(starts) + len(starts)
-
-
 def _host_gap(rest: float, device: float, host: float) -> float:
     """The rest of a step without the time for which a device that runs ahead waits for the host."""
     return max(0.0, rest - max(0.0, host - device))
-
-
-def _ended_early(report: StepReport) -> bool:
-    """Whether a chain ended before its plan, so that its number of passes is not known."""
-    if not any(map(_STOPS, report.batch.requests)):
-        return False
-    for item, gain in zip(report.batch.requests, report.committed, strict=True):
-        if item.stops is not None and gain.num_draft_tokens < item.num_draft_tokens:
-            return True
-    return False
