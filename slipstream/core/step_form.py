@@ -120,6 +120,8 @@ class StepLimits:
         cache_identity: see `DrafterLimits`; a part of the keys of the prefix index, so that blocks
             without the drafter's layers are never used as blocks with them.
         adaptive: K is "auto": the engine chooses the number of draft tokens, up to K.
+        drafts_at_once: one pass of the drafter yields all draft tokens of a request, so that chains
+            cannot end before they are drafted.
         tree_depth: depth of the token trees, which is the maximum number of accepted tokens; None
             if drafts are chains.
         by_priority: requests are served by priority; otherwise in order of arrival.
@@ -136,6 +138,7 @@ class StepLimits:
     by_priority: bool = False
     adaptive: bool = False
     cache_bounds_length: bool = False
+    drafts_at_once: bool = False
 
     @property
     def drafts_trees(self) -> bool:

@@ -241,7 +241,8 @@ def _costs(
     )
     requests = [count for count in (1, 2, 4, 8, 16, 32, 64, 128, 256) if count < most]
     padded = form.bucket if isinstance(form, CapturedForm) else None
-    return KeptCosts(padded, file, (*requests, most), captured_counts(resolved))
+    sizes, at_once = (*requests, most), resolved.limits.drafts_at_once
+    return KeptCosts(padded, file, sizes, captured_counts(resolved), at_once=at_once)
 
 
 def make_adapters(

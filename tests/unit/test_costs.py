@@ -26,6 +26,7 @@ from slipstream.engine.drafting.costs import CostModel
 from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
 from slipstream.engine.drafting.pace import Pace
 from slipstream.engine.drafting.step_costs import CostRow, Point, plausible
+from slipstream.engine.drafting.step_facts import drafting_counts
 from slipstream.engine.metrics import StepEstimate
 from slipstream.engine.step_results import Collected, Launched
 from slipstream.kernels.devices import Download
@@ -383,6 +384,19 @@ def test_usual_steps_are_learnt_from_now_and_then_and_others_soon() -> None:
     assert all(later)
     due(1.0, 80)
     assert sum(due(1.3, 40)) > 10
+
+
+def test_passes_that_draft_all_tokens_at_once_cost_what_was_planned() -> None:
+    times = StepTimes(3.0, 5.0, 0.0, 0.0)
+    step = report([4, 4], times)
+    cut = [replace(gain, num_draft_tokens=1) for gain in step.committed]
+    ended = replace(step, committed=cut, num_rows=4)
+    assert drafting_counts(ended, None, False) == (2,)
+    assert drafting_counts(ended, None, True) == (2, 2, 2, 2)
+    model = CostModel(at_once=True)
+    for _ in range(30):
+        model.observe(ended)
+    assert model.draft_seconds(2, 4, 200) == pytest.approx(3.0, rel=0.1)
 
 
 def test_a_plain_step_right_after_drafts_is_not_learnt_from() -> None:

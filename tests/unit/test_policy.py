@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby, product
 
 import numpy as np
@@ -250,6 +251,23 @@ def test_trimmed_plans_draft_all_places_and_verify_what_was_chosen() -> None:
     rows = sum(trim.num_rows for trim in trims if trim)
     assert rows == sum(policy._choice.counts)
     assert 0 < rows < 32 * width
+
+
+def test_chains_that_are_drafted_at_once_do_not_end_by_confidence() -> None:
+    for at_once in (False, True):
+        bounds = replace(limits(K), drafts_at_once=at_once)
+        policy = AdaptivePolicy(bounds, WIDTHS, MIDDLE, EXACT)
+        assert policy.reads_confidences is not at_once
+        server = Server(policy, MIDDLE, EXACT, K, tells=not at_once)
+        server.add(always(0.6))
+        server.run(200)
+        (plan,) = policy.plan([Candidate(server.requests[0], K)])
+        if at_once:
+            assert plan.stops is None
+            assert 0 < plan.num_tokens < K
+        else:
+            assert plan.stops is not None
+            assert plan.num_tokens == K
 
 
 def test_what_a_drafter_says_counts_for_a_request_alone() -> None:

@@ -47,10 +47,11 @@ class CostModel:
     Args:
         padded: the number of requests that a captured step of a given number is padded to; None:
             steps are not captured.
+        at_once: see `StepLimits.drafts_at_once`.
     """
 
-    def __init__(self, padded: Callable[[int], int] | None = None) -> None:
-        self._padded = padded
+    def __init__(self, padded: Callable[[int], int] | None = None, at_once: bool = False) -> None:
+        self._padded, self._at_once = padded, at_once
         self._rows, self._rest, self._drafting = Table(), Table(), Grid()  # f, h and d
         self._added_rest, self._host = Table(), Table()  # g and b
         self._num_learnt = 0
@@ -87,7 +88,7 @@ class CostModel:
     def report_seconds(self, report: StepReport) -> tuple[float, float]:
         """Predicted seconds of a decode step that has been run, and of the same without drafts."""
         requests, context = len(report.batch.requests), context_of(report)
-        counts = drafting_counts(report, self._padded)
+        counts = drafting_counts(report, self._padded, self._at_once)
         least = max(LEAST, self.host_seconds(requests))
         plain = max(least, self.target_seconds(requests, requests, context))
         if not counts:
@@ -243,7 +244,8 @@ class CostModel:
         draft, host = times.draft / slowness, times.host / slowness
         if host:
             self._update(self._host.knot(requests), host, host)
-        counts, ended_early = drafting_counts(report, self._padded), has_ended_early(report)
+        counts = drafting_counts(report, self._padded, self._at_once)
+        ended_early = not self._at_once and has_ended_early(report)
         rest = _host_gap(times.rest, times.device, times.host) / slowness
         self._learn_rest(requests, rest, draft, bool(counts) or ended_early)
         if counts and not ended_early:
@@ -350,7 +352,7 @@ class CostModel:
         Raises:
             KeyError, TypeError, ValueError, OverflowError: the data is not of that form.
         """
-        restored = CostModel(self._padded)
+        restored = CostModel(self._padded, self._at_once)
         restored._fill(state)
         self._fill(state)
         self._restored = restored

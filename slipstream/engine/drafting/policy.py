@@ -85,6 +85,10 @@ class AdaptivePolicy:
         if form.ends_chains and not limits.drafts_trees:
             self._choices = tuple(sorted({*_NARROW, *self._widths} & {*range(self._most + 1)}))
         self._costs, self._form = costs, form
+        # If all tokens come from one pass, nothing is saved by ending a chain, and the confidences
+        # of later tokens do not take the earlier ones into account.
+        by_one = not limits.drafts_at_once
+        self._reads_confidences = by_one if form.ends_chains else self._unit == 1
         self.acceptance = Acceptance(self._places)
         self._tables: dict[tuple[int, int], CostTable] = {}
         self._choice = Choice(0, (), 1.0, 1.0, 1.0)
@@ -107,7 +111,7 @@ class AdaptivePolicy:
 
     @property
     def reads_confidences(self) -> bool:
-        return self._form.ends_chains or self._unit == 1
+        return self._reads_confidences
 
     # ------------------------------------------------------------------ the interface
 
