@@ -13,7 +13,7 @@ from slipstream.core.request import Request
 from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
 from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
 from slipstream.engine.drafting.acceptance import Acceptance, survivals
-from slipstream.engine.drafting.choice import LEAST_GAIN, CostTable, Gains, choose
+from slipstream.engine.drafting.choice import CostTable, Gains, choose
 from slipstream.engine.drafting.policy import AdaptivePolicy
 from slipstream.engine.drafting.probes import PROBE_SHARE, Probes
 from tests.draft_traffic import Chance, Costs, Server, limits, report, request, seconds_of
@@ -98,8 +98,6 @@ def test_the_choice_is_as_good_as_the_best_of_all(shape: str, form: str) -> None
             return tokens / seconds_of(counts, costs, steps, widths)
 
         best = max(speed(counts) for counts in product(range(most + 1), repeat=running))
-        if not any(choice.counts):  # drafting must promise more than that
-            best /= LEAST_GAIN
         assert speed(choice.counts) >= 0.99 * best
         assert choice.speed == pytest.approx(speed(choice.counts))
         drafted_at_all += any(choice.counts)
@@ -134,7 +132,7 @@ class Bumpy(Costs):
 
 def test_errors_of_single_numbers_of_requests_do_not_decide_who_drafts() -> None:
     table = CostTable(Bumpy(fixed=1.0, row=0.05), EXACT, 4, 400)
-    choice = choose(np.array([[0.8], [0.79], [0.78], [0.77]]), (0, 1), table)
+    choice = choose(np.array([[0.7], [0.69], [0.68], [0.67]]), (0, 1), table)
     assert choice.counts == [1, 1, 1, 1]
 
 

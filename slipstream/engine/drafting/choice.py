@@ -19,9 +19,6 @@ from slipstream.core.batch import StepReport
 from slipstream.core.step_form import StepForm
 
 LEAST_SURVIVAL = 0.02  # tokens with less are never drafted
-# Drafting must promise to be so many times as fast as a plain step. Estimates are noisy, and the
-# best of many is rarely as good as it looks.
-LEAST_GAIN = 1.03
 _ALL = 16  # costs for up to so many units or requests are all computed, and others interpolated
 _FEW = 8  # up to this many requests, plain Python is faster than numpy
 
@@ -224,19 +221,22 @@ class Choice:
         return self.tokens / self.seconds
 
 
-def choose(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
+def choose(
+    gains: Gains, widths: Sequence[int], table: CostTable, least_gain: float = 1.0
+) -> Choice:
     """The choice with the most expected tokens per second.
 
     Args:
         gains: [requests, units] expected accepted tokens of each unit of each request, never
             rising; for a chain the survival of each token; 0 where a request may not draft.
         widths: the widths that a step may have, rising from 0.
+        least_gain: steps with drafts must be so many times as fast as plain ones.
     """
     requests = len(gains)
     if requests == 1:
-        return _choose_alone(gains[0], widths, table)
+        return _choose_alone(gains[0], widths, table, least_gain)
     if requests <= _FEW:
-        return _choose_for_few(gains, widths, table)
+        return _choose_for_few(gains, widths, table, least_gain)
     plain = table.plain
     flat = np.array(gains).T.ravel()  # by place, then by request
     order = np.argsort(-flat, kind="stable")  # of equal gains the nearer place, earlier request
@@ -258,7 +258,7 @@ def choose(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
         reached = np.maximum.accumulate(within * places, 1)
         speeds[reached <= np.array([narrower for narrower, _ in pairs])[:, None]] = 0.0
     row, last = divmod(int(speeds.argmax()), len(order))
-    if speeds[row, last] <= LEAST_GAIN * requests / plain:
+    if speeds[row, last] <= least_gain * requests / plain:
         return Choice(0, [0] * requests, 1.0, requests, plain)
     taken = order[: last + 1][within[row, : last + 1]]
     counts = np.bincount(taken % requests, minlength=requests).tolist()
@@ -266,7 +266,9 @@ def choose(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
     return Choice(width, counts, least, float(gained[row, last]), float(spent[row, last]))
 
 
-def _choose_for_few(gains: Gains, widths: Sequence[int], table: CostTable) -> Choice:
+def _choose_for_few(
+    gains: Gains, widths: Sequence[int], table: CostTable, least_gain: float
+) -> Choice:
     """`choose` for few requests; plain Python takes a fifth of numpy's time."""
     requests = len(gains)
     flat = [gain for column in zip(*gains, strict=True) for gain in column]
@@ -277,7 +279,7 @@ def _choose_for_few(gains: Gains, widths: Sequence[int], table: CostTable) -> Ch
     passes = [islice(table.added(place), 1, None) for place in range(1, longest + 1)]
     added = {index: next(passes[index // requests]) for index in order}
     tokens, seconds, chosen, width = float(requests), table.plain, order[:0], 0
-    speed = LEAST_GAIN * tokens / seconds
+    speed = least_gain * tokens / seconds
     for narrower, wider in pairwise(widths):
         if narrower >= longest:
             break
@@ -323,11 +325,13 @@ def _seconds(
     return table.array(len(places), 0)[taken] + np.cumsum(within * passes, 1)
 
 
-def _choose_alone(gains: Sequence[float], widths: Sequence[int], table: CostTable) -> Choice:
+def _choose_alone(
+    gains: Sequence[float], widths: Sequence[int], table: CostTable, least_gain: float
+) -> Choice:
     """The choice for a single request."""
     seconds = table.alone(len(gains), widths)
     tokens = most = 1.0
-    speed, width = LEAST_GAIN * tokens / seconds[0], 0
+    speed, width = least_gain * tokens / seconds[0], 0
     for place, gain in enumerate(gains, 1):
         if gain <= LEAST_SURVIVAL:
             break

@@ -35,6 +35,9 @@ from slipstream.engine.drafting.pace import Pace
 from slipstream.engine.drafting.probes import Probes
 
 _SURPRISE = 0.5  # relative error of the expected tokens that makes a new choice due soon
+# Drafting is begun if it seems to be so many times as fast as plain steps. Estimates are noisy, the
+# best of many is rarely as good as it looks, and each change back and forth costs a little.
+_LEAST_GAIN = 1.04
 _TABLE_AGE = 24  # plans after which tables of costs are made anew
 _MOST_UNCHANGED = 28  # a choice serves 4 plans and at most this many more
 _REQUEST, _MOST = attrgetter("request"), attrgetter("most")
@@ -189,7 +192,9 @@ class AdaptivePolicy:
         trims = acceptance.has_confidences and not (self._form.ends_chains or self._unit > 1)
         trims = trims and not table.is_flat(self._most)
         found = acceptance.recent_chances(size) if trims else acceptance.chances_of(histories)
-        choice = self._choice = choose(self._gains(found, bounds), self._choices, table)
+        least_gain = 1.0 if self._choice.width else _LEAST_GAIN
+        gains = self._gains(found, bounds)
+        choice = self._choice = choose(gains, self._choices, table, least_gain)
         self._requests, self._known = requests, {}
         self._expected = choice.tokens / size - 1
         self._left = min(4 + min(2 * size - 2, _MOST_UNCHANGED), 1 + acceptance.num_steps // 4)
