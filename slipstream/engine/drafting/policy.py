@@ -38,7 +38,7 @@ _SURPRISE = 0.5  # relative error of the expected tokens that makes a new choice
 # Drafting is begun if it seems to be so many times as fast as plain steps. Estimates are noisy, the
 # best of many is rarely as good as it looks, and each change back and forth costs a little.
 _LEAST_GAIN = 1.04
-_TABLE_AGE = 24  # plans after which tables of costs are made anew
+_TABLE_AGE = 48  # plans after which tables of costs are made anew
 _MOST_UNCHANGED = 28  # a choice serves 4 plans and at most this many more
 _REQUEST, _MOST = attrgetter("request"), attrgetter("most")
 _LEAST_TO_STOP, _MOST_TO_STOP = 0.02, 0.9
@@ -122,6 +122,7 @@ class AdaptivePolicy:
         if not candidates:
             return ()
         self._left -= 1
+        self._age += 1
         requests = list(map(_REQUEST, candidates))
         if requests != self._requests:
             if self._left > 0 and 4 * len(requests) <= len(self._requests):
@@ -262,7 +263,6 @@ class AdaptivePolicy:
 
     def _table(self, requests: int, context: int) -> CostTable:
         """The costs for a number of requests and, rounded, the sum of their lengths."""
-        self._age += 1
         if self._age >= _TABLE_AGE:
             self._age = 0
             self._tables.clear()

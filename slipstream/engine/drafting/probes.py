@@ -12,7 +12,6 @@ they pay.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 
 from slipstream.core.batch import DraftPlan
 from slipstream.engine.draft_policy import Candidate
@@ -23,9 +22,9 @@ PROBE_SHARE = 0.01  # share of all time that is added to the budget
 _MOST_SAVED = 4  # the budget is enough for this many probes at most
 _LEAST_SECONDS = 0.002  # least cost of a probe, as a share of a step
 _RESULTS_IN = 3  # steps until the results of a probe arrive
-# Share of all time that plain steps may lose, how many come at a time, and the fewest plans between
-# them. They are left out where plain steps would have to be so many times as fast to be better.
-_PLAIN_SHARE, _PLAIN_STEPS, _FEWEST_BETWEEN, _FAR_BETTER = 0.003, 3, 24, 2.0
+# Share of all time that plain steps may lose, how many come at a time, and the fewest and the most
+# plans between them.
+_PLAIN_SHARE, _PLAIN_STEPS, _FEWEST_BETWEEN, _MOST_BETWEEN = 0.003, 3, 24, 400
 _MOST_SPENT = 4  # largest cost of a probe that is believed, in steps
 
 
@@ -65,7 +64,7 @@ class Probes:
         self._ledger = 0.0  # seconds
         self._rests = 0  # plans until the next probe is allowed
         self._with_drafts = 0  # plans since the latest plain one; below 1 while these go on
-        self._lost = 0.0  # seconds that a plain step loses; infinite if the choice is far better
+        self._lost = 0.0  # seconds that a plain step loses
 
     def plain_is_due(self, drafts: bool) -> bool:
         """Whether this step is to be plain, to measure it; called once for every plan.
@@ -77,8 +76,8 @@ class Probes:
             self._with_drafts = 0
             return False
         self._with_drafts += 1
-        spare = _PLAIN_SHARE * self._with_drafts * self._choice.seconds
-        if self._with_drafts > _FEWEST_BETWEEN and spare >= _PLAIN_STEPS * self._lost:
+        worth = self._lost / self._choice.seconds * _PLAIN_STEPS / _PLAIN_SHARE
+        if self._with_drafts > min(max(worth, _FEWEST_BETWEEN), _MOST_BETWEEN):
             self._with_drafts = 1 - _PLAIN_STEPS
             return True
         return self._with_drafts <= 0
@@ -115,10 +114,7 @@ class Probes:
     ) -> None:
         """After a new choice, find what to probe beyond it, and its cost."""
         self._choice = choice
-        plain = table.plain
-        self._lost = plain - len(bounds) / choice.speed  # which has these tokens sooner
-        if _FAR_BETTER * self._lost > (_FAR_BETTER - 1) * plain:
-            self._lost = inf
+        self._lost = table.plain - len(bounds) / choice.speed  # which has these tokens sooner
         # The most that a request may draft without a change for the others.
         self._room = self._most if self._exact else choice.width * self._unit
         pairs = zip(plans, bounds, strict=True)

@@ -48,7 +48,7 @@ class Knot:
         """Add an observation; returns by how much the knot changed, relative to its old value."""
         self._recent.append(value)
         values = sorted(self._recent)
-        off = values[len(values) // 2] - self.value
+        off = values[(len(values) - 1) // 2] - self.value  # of two the lower: disturbances add
         before = max(abs(self.value), LEAST)
         if len(values) == 1:  # the first observation
             self.value += off
