@@ -11,11 +11,12 @@ from slipstream.core.flags import flag, given_flags, parse_object
 
 DEMO, DEMO_DRAFT = "demo", "demo/draft"
 _DEMO_TOKENS = 4
+AUTO = "auto"  # a number of draft tokens
 
 
 def _parse_count(flag_name: str, text: str) -> int | str:
     """A number of draft tokens, or `auto`."""
-    if text == "auto":
+    if text == AUTO:
         return text
     try:
         return int(text)
@@ -37,7 +38,8 @@ class DrafterFlags:
     )
     num_speculative_tokens: int | str | None = flag(
         None,
-        "Maximum draft tokens per step, or auto: as many as are worth it, step by step. [4]",
+        "Maximum draft tokens per step, or auto: as many as are worth it, step by step. [auto for "
+        "servers, else 4]",
         metavar="<int|auto>",
         parse=_parse_count,
         also=("-k", "--spec-tokens"),
@@ -61,12 +63,15 @@ class DrafterFlags:
     )
     no_speculation: bool = flag(False, "Decode without a drafter, for comparison.")
 
-    def apply(self, engine: EngineConfig) -> EngineConfig:
-        """The engine's options with this drafter."""
-        return replace(engine, speculative_config=self.config(engine.model))
+    def apply(self, engine: EngineConfig, usual: str | None = None) -> EngineConfig:
+        """The engine's options with this drafter; `usual`: see `config`."""
+        return replace(engine, speculative_config=self.config(engine.model, usual))
 
-    def config(self, model: str) -> dict[str, Any] | None:
+    def config(self, model: str, usual: str | None = None) -> dict[str, Any] | None:
         """The engine's `speculative_config`; None is plain decoding.
+
+        Args:
+            usual: the number of draft tokens if no flag has one; None: as the drafter proposes.
 
         Raises:
             UsageError: flags that contradict each other, or JSON that is no object.
@@ -84,6 +89,8 @@ class DrafterFlags:
             return None
         if self.num_speculative_tokens is not None:
             config["num_speculative_tokens"] = self.num_speculative_tokens
+        elif usual is not None and config:
+            config["num_speculative_tokens"] = usual
         elif config.get("model") == DEMO_DRAFT:
             config["num_speculative_tokens"] = _DEMO_TOKENS
         if self.drafter_quantization is not None:

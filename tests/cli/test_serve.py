@@ -18,7 +18,7 @@ from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
 from tests.cli.started import Started
 
-DEMO_DRAFT = {"model": "demo/draft", "num_speculative_tokens": 4}
+DEMO_DRAFT = {"model": "demo/draft", "num_speculative_tokens": "auto"}
 
 
 def test_nothing_given_is_the_demo_on_loopback(slipstream: CommandLine, started: Started) -> None:

@@ -17,7 +17,18 @@ KEY = "a-secret"
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """`slipstream serve`, without a model and with a key."""
-    command = [sys.executable, "-m", "slipstream", "serve", "--port", "0", "--api-key", KEY]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "serve",
+        "--port",
+        "0",
+        "--api-key",
+        KEY,
+        "-k",
+        "4",
+    ]
     command += ["--dtype", "float32"]  # in which nothing ties within rounding
     server = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"}
