@@ -48,9 +48,7 @@ class RequestIds:
             to a path that monitoring polls.
     """
 
-    def __init__(
-        self, app: ASGIApp, answered: Callable[[str, int], None] = lambda method, status: None
-    ) -> None:
+    def __init__(self, app: ASGIApp, answered: Callable[[str, int], None] | None = None) -> None:
         self._app, self._answered = app, answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +74,7 @@ class RequestIds:
             await self._app(scope, receive, send_with_id)
         finally:
             _log_answer(scope, status, perf_counter() - began, sent)
-            if scope["path"] not in _ROUTINE:
+            if self._answered is not None and scope["path"] not in _ROUTINE:
                 self._answered(scope["method"], status)
             _request_id.reset(token)
 
