@@ -3,13 +3,12 @@
 import json
 import logging
 import re
-import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from logging.config import dictConfig
 from math import isfinite
 from time import perf_counter
-from typing import Any, TextIO
+from typing import Any
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -154,13 +153,13 @@ class _AddRequestId(logging.Filter):
         return True
 
 
-def set_up_logs(options: LogOptions, stream: TextIO | None = None) -> None:
-    """Write the logs of the server and of uvicorn to a stream (by default standard error).
+def set_up_logs(options: LogOptions) -> None:
+    """Write the logs of the server and of uvicorn to standard error.
 
     Raises:
         UsageError: `log_config_file` cannot be applied.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if options.log_json else PlainFormatter())
     handler.addFilter(_AddRequestId())
     levels = {"slipstream": options.log_level}
