@@ -86,12 +86,10 @@ class PerRankBlocks(BlockManager):
         num_shared: int = 0,
         rank: int = 0,
     ) -> None:
-        blocks = self._ranks[rank]
-        self._on[request_id] = rank
+        self._on[request_id], blocks = rank, self._ranks[rank]
         blocks.admit(request_id, prefix_blocks, num_queried_tokens, num_tokens, num_shared)
-        if num_queried_tokens and self.enable_prefix_caching:
-            self.num_queried_tokens += num_queried_tokens
-            self.num_hit_tokens += len(prefix_blocks) * self.block_size
+        self.num_queried_tokens = sum(blocks.num_queried_tokens for blocks in self._ranks)
+        self.num_hit_tokens = sum(blocks.num_hit_tokens for blocks in self._ranks)
 
     # ------------------------------------------------------------------ a request is there
 
@@ -112,8 +110,7 @@ class PerRankBlocks(BlockManager):
     commit_states = _on_its_rank(BlockManager.commit_states)
 
     def free(self, request_id: str) -> None:
-        self._of(request_id).free(request_id)
-        del self._on[request_id]
+        self._ranks[self._on.pop(request_id)].free(request_id)
 
     @property
     def num_checkpoints(self) -> int:

@@ -126,7 +126,8 @@ class _Cells:
 
     def measure(self, open_engine: "Open") -> None:
         """Measure all cells, or until Ctrl-C; a second Ctrl-C interrupts at once."""
-        note(f"{counted(self._plan.num_points, 'cell')} to measure; the first tells how long")
+        cells, names = counted(self._plan.num_points, "cell"), ", ".join(self._plan.drafters)
+        note(f"{cells} to measure (plain, {names}); the first tells how long")
         self._began = perf_counter()
         with interrupt_noted() as pressed, progress_bar() as bar:
             try:

@@ -38,14 +38,13 @@ class DebugState:
 
 def run(app: typer.Typer, arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code; only SystemExit may escape."""
-    if sys.stdout is None:
-        say("stdout is closed, so there is nowhere to write; leave it open or redirect it")
-        return FAILED
     _survive_narrow_encodings()
     state = DebugState()
     try:
         result = app(list(arguments), prog_name="slipstream", standalone_mode=False, obj=state)
         code = result if isinstance(result, int) else 0
+        if not code:  # a help page, too, is nowhere
+            require_stdout()
     except Exception as error:
         code = _report(error, state)
     except KeyboardInterrupt:
@@ -53,8 +52,18 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
     return _flushed(code, state)
 
 
+def require_stdout() -> None:
+    """Raise SlipstreamError if stdout is closed."""
+    if sys.stdout is None:
+        raise SlipstreamError(
+            "stdout is closed, so there is nowhere to write; leave it open or redirect it"
+        )
+
+
 def _flushed(code: int, state: DebugState) -> int:
     """The exit code, after all output: where Python itself cannot write it, it leaves with 120."""
+    if sys.stdout is None:
+        return code
     try:
         sys.stdout.flush()
     except OSError as error:

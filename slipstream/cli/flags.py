@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
-from slipstream.cli.errors import DebugState
+from slipstream.cli.errors import DebugState, require_stdout
 from slipstream.cli.vllm_line import rewritten, unknown_flag
 from slipstream.core import flags
 from slipstream.core.flags import Flag, check_fields, flag, flag_of, kinds_of, spelled
@@ -83,6 +83,7 @@ def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
         del debug  # its callback did the work
         taken = {name: group.take(values) for name, group in groups.items()}
         given = {name: Given(context) for name in parameters.keys() - groups.keys()}
+        require_stdout()  # before the work, but behind errors of the flags
         return command(**taken, **given)
 
     call.__name__, call.__doc__ = command.__name__, command.__doc__

@@ -37,7 +37,7 @@ class _Sent:
     Attributes:
         keys: keys of prompts, least recently used first; an estimate of its cache's content.
         open: number of requests that are being answered.
-        total: number of requests so far, with an offset for replicas that joined later.
+        total: number of requests so far; a new replica starts with the lowest number.
     """
 
     keys: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -67,10 +67,6 @@ class Routing:
     def replicas(self) -> Collection[Replica]:
         """The running replicas."""
         return self._replicas.values()
-
-    def totals(self) -> dict[str, int]:
-        """Number of requests sent to each replica; a new replica starts with the lowest number."""
-        return {name: self._sent[name].total for name in self._replicas}
 
     def update(self, replicas: Iterable[Replica]) -> None:
         """Replace the list of running replicas."""

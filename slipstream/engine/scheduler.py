@@ -104,13 +104,6 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
 
-    def abort(self, request_id: str) -> Request | None:
-        """End an unfinished request; None when there is none of this id."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            self.finish(request, FinishReason.ABORT)
-        return request
-
     def set_aside(self, request: Request) -> None:
         """Take a waiting request out of the queue until `bring_back`."""
         self._waiting.remove(request)

@@ -230,8 +230,6 @@ def _addend(output: SublayerOutput, post_norm: PostNorm | None) -> Addend:
     return output if post_norm is None else PostNormAddend(output, post_norm)
 
 
-def build_layers(
-    specs: Sequence[LayerSpec], context: BuildContext, name: str = "model.layers.{}"
-) -> list[Layer]:
-    """Build all layers; `{}` in the name stands for the index of a layer."""
-    return [spec.build(context, name.format(index)) for index, spec in enumerate(specs)]
+def build_layers(specs: Sequence[LayerSpec], context: BuildContext) -> list[Layer]:
+    """Build all layers of a model."""
+    return [spec.build(context, f"model.layers.{index}") for index, spec in enumerate(specs)]

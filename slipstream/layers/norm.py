@@ -52,8 +52,9 @@ class LayerNorms:
         Args:
             heads, split: how its weight is split over ranks; see `Part`.
         """
-        part = Part(f"{name}.weight", width, split, heads=heads)
-        norm = _rms_norm(source, part, self.eps, self.zero_centred)
+        offset = 1.0 if self.zero_centred else 0.0
+        part = Part(f"{name}.weight", width, split, offset=offset, heads=heads)
+        norm = Norm(source.vector([part]), self.eps)
         if not self.layer_norms:
             return norm
         return replace(norm, bias=source.vector([Part(f"{name}.bias", width)]))
@@ -79,20 +80,9 @@ class LayerNorms:
         return PostNorm(norm, source.vector([Part(f"{layer}.{self.scalar}", 1)]))
 
 
-def rms_norm(
-    source: ParameterSource, name: str, width: int, eps: float, zero_centred: bool = False
-) -> Norm:
-    """Load the norm over `width` numbers whose weight is called `name`.
-
-    Args:
-        zero_centred: the checkpoint stores the weight minus 1.
-    """
-    return _rms_norm(source, Part(f"{name}.weight", width), eps, zero_centred)
-
-
-def _rms_norm(source: ParameterSource, part: Part, eps: float, zero_centred: bool) -> Norm:
-    offset = 1.0 if zero_centred else 0.0
-    return Norm(source.vector([replace(part, offset=offset)]), eps)
+def rms_norm(source: ParameterSource, name: str, width: int, eps: float) -> Norm:
+    """Load the norm over `width` numbers whose weight is called `name`."""
+    return Norm(source.vector([Part(f"{name}.weight", width)]), eps)
 
 
 @dataclass(frozen=True)

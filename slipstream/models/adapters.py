@@ -60,12 +60,10 @@ class Adapter:
     """An adapter in memory.
 
     Attributes:
-        rank: R of every module.
         factors: (A, scale * B) by module name in the base model's checkpoint, in the model's dtype.
         nbytes: size of all factors.
     """
 
-    rank: int
     factors: Factors
 
     @property
@@ -107,7 +105,7 @@ def read_adapter(
         factors[name] = _read(first, second, scale, dtype)
     if not factors:
         raise CheckpointError(f"{folder / WEIGHTS} holds no adapter of any module")
-    return Adapter(rank, factors)
+    return Adapter(factors)
 
 
 def adapter_rank(folder: Path) -> int:

@@ -120,7 +120,6 @@ class EngineThread:
         request_id: str,
         prompts: Sequence[EncodedPrompt],
         params: SamplingParams,
-        deadline: float | None = None,
         stream_interval: int | None = None,
     ) -> list[UpdateStream]:
         """Submit one engine request per prompt; returns a stream for each when all are accepted.
@@ -130,7 +129,6 @@ class EngineThread:
 
         Args:
             request_id: for the logs; need not be unique.
-            deadline: in seconds of `time.monotonic()`; by default `request_timeout` from now.
 
         Raises:
             UsageError: a request is invalid, or too large for this server.
@@ -138,8 +136,7 @@ class EngineThread:
         """
         self.check_room(params.n * len(prompts))
         assert self._loop is not None, "start comes first"
-        if deadline is None:
-            deadline = monotonic() + (self.limits.request_timeout or math.inf)
+        deadline = monotonic() + (self.limits.request_timeout or math.inf)
         interval = max(self.limits.stream_interval, stream_interval or 1)
         buffers = [UpdateBuffer(self._loop, params.n, interval) for _ in prompts]
         streams = [UpdateStream(buffer, self._abandon) for buffer in buffers]

@@ -1,6 +1,7 @@
 """Sockets, TLS, and HTTP connections with limits."""
 
 import asyncio
+import errno
 import socket
 import ssl
 from http import HTTPStatus
@@ -238,7 +239,7 @@ def listen(sock: socket.socket) -> None:
         sock.listen()
     except OSError as error:
         name = sock.getsockname()
-        shown = name if isinstance(name, str) else f"{name[0]}:{name[1]}"
+        shown = Path(name) if isinstance(name, str) else f"{name[0]}:{name[1]}"
         raise _cannot_listen(shown, error) from error
 
 
@@ -258,5 +259,8 @@ def _remove_dead(path: Path) -> None:
             path.unlink()
 
 
-def _cannot_listen(where: object, error: Exception) -> UsageError:
+def _cannot_listen(where: Path | str, error: Exception) -> UsageError:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        name = "--uds" if isinstance(where, Path) else "--port"
+        return UsageError(f"cannot listen on {where}: another program does; choose another {name}")
     return UsageError(f"cannot listen on {where} ({error}); choose another --host, --port or --uds")

@@ -3,13 +3,12 @@
 import json
 import logging
 import re
-import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from logging.config import dictConfig
 from math import isfinite
 from time import perf_counter
-from typing import Any, TextIO
+from typing import Any
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -48,9 +47,7 @@ class RequestIds:
             to a path that monitoring polls.
     """
 
-    def __init__(
-        self, app: ASGIApp, answered: Callable[[str, int], None] = lambda method, status: None
-    ) -> None:
+    def __init__(self, app: ASGIApp, answered: Callable[[str, int], None] | None = None) -> None:
         self._app, self._answered = app, answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +73,7 @@ class RequestIds:
             await self._app(scope, receive, send_with_id)
         finally:
             _log_answer(scope, status, perf_counter() - began, sent)
-            if scope["path"] not in _ROUTINE:
+            if self._answered is not None and scope["path"] not in _ROUTINE:
                 self._answered(scope["method"], status)
             _request_id.reset(token)
 
@@ -156,13 +153,13 @@ class _AddRequestId(logging.Filter):
         return True
 
 
-def set_up_logs(options: LogOptions, stream: TextIO | None = None) -> None:
-    """Write the logs of the server and of uvicorn to a stream (by default standard error).
+def set_up_logs(options: LogOptions) -> None:
+    """Write the logs of the server and of uvicorn to standard error.
 
     Raises:
         UsageError: `log_config_file` cannot be applied.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if options.log_json else PlainFormatter())
     handler.addFilter(_AddRequestId())
     levels = {"slipstream": options.log_level}

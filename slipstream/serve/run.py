@@ -100,10 +100,9 @@ def engine_server(
         require_defaults(service)
     if logger.isEnabledFor(logging.DEBUG):
         _log_tools(service)
+    made = create_app(service, metrics, pages)
     # Pages need no key: the playground asks its user for one.
-    app, gate = guarded(
-        create_app(service, metrics, pages), options, metrics, [page.path for page in pages]
-    )
+    app, gate = guarded(made, options, metrics.count_answer, [page.path for page in pages])
     if options.root_path:
         app = RootPath(app, options.root_path)
     share_arenas()
@@ -116,12 +115,13 @@ def engine_server(
 def guarded(
     app: ASGIApp,
     options: ServerOptions,
-    metrics: ServerMetrics | None = None,
+    answered: Callable[[str, int], None] | None = None,
     open_paths: Sequence[str] = (),
 ) -> tuple[ASGIApp, DrainGate]:
     """Wrap the application in its middleware; returns it with the gate that drains it.
 
     Args:
+        answered: see `RequestIds`.
         open_paths: paths that need no key, besides those that tell whether the server runs.
     """
     gate = DrainGate(app)
@@ -137,9 +137,7 @@ def guarded(
             allow_credentials=options.allow_credentials,
             expose_headers=["x-request-id", "retry-after"],
         )
-    if metrics is None:
-        return RequestIds(whole), gate
-    return RequestIds(whole, metrics.count_answer), gate
+    return RequestIds(whole, answered), gate
 
 
 class DrainingServer(uvicorn.Server):

@@ -35,7 +35,6 @@ class Report:
     step: int
     done: float
     loss: float = math.nan
-    learning_rate: float = math.nan
     tokens_per_second: float = math.nan
     acceptance: ChainAcceptance | None = None
     resumed: bool = False
@@ -190,7 +189,7 @@ class Trainer:
             seconds=round(seconds, 2),
         )
         speed = step * self.tokens_per_step / max(seconds, 1e-9)
-        self._on_report(Report(step, self._done, loss, rate, speed))
+        self._on_report(Report(step, self._done, loss, speed))
 
     def _precision(self) -> torch.autocast:
         dtype = self._plan.dtype

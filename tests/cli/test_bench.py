@@ -340,7 +340,7 @@ def test_advice_ends_with_what_to_serve(slipstream: CommandLine, prompts: Path) 
     )
     assert ran.code == 0, ran.err
     assert "ngram K=auto" in ran.err
-    assert "4 cells to measure; the first tells how long" in ran.err
+    assert "4 cells to measure (plain, ngram); the first tells how long" in ran.err
     assert len(re.findall(r"tokens/s; about \d+ s left\n", ran.err)) == 3  # not after the last
     *_, conclusion = ran.out.split("\n\n")
     assert conclusion.startswith("1 at once: plain decoding gives ")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.cli.errors import run
+from slipstream.cli.main import app
 from slipstream.core.errors import CheckpointError, RanksLostError
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.sampling_params import SamplingParams
@@ -310,6 +312,29 @@ def test_a_stderr_that_cannot_be_written_changes_nothing(
     ran = subprocess.run(["sh", "-c", line], stdout=subprocess.PIPE, check=False, timeout=120)
     assert (ran.returncode, ran.stdout) == (code, told.stdout)
     assert told.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        ("generate --oops", 2, "no such flag: --oops"),
+        ("generate --temperature -1", 2, "temperature must be 0"),
+        ("generate", 1, "stdout is closed"),
+        ("--version", 1, "stdout is closed"),
+    ],
+)
+def test_a_closed_stdout_hides_no_wrong_flag(
+    fake_llm: type[FakeLLM],
+    capfd: pytest.CaptureFixture[str],
+    command: str,
+    code: int,
+    says: str,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert run(app, command.split()) == code
+    assert capfd.readouterr().err.startswith(f"slipstream: {says}")
+    assert fake_llm.made == []
 
 
 def test_a_closed_stdin_is_an_empty_one() -> None:

@@ -176,9 +176,13 @@ def test_nothing_is_announced_before_all_is_loaded(
 
 def test_a_port_in_use(slipstream: CommandLine, started: Started) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        ran = slipstream("serve", "--port", str(taken.getsockname()[1]))
+        port = taken.getsockname()[1]
+        ran = slipstream("serve", "--port", str(port))
     assert ran.code == 2
-    assert "choose another --host, --port or --uds" in ran.err
+    assert ran.err == (
+        f"slipstream: cannot listen on 127.0.0.1:{port}: another program does; choose another "
+        "--port\n"
+    )
 
 
 def test_a_port_that_another_server_took_while_the_model_was_loaded(
@@ -194,7 +198,7 @@ def test_a_port_that_another_server_took_while_the_model_was_loaded(
         monkeypatch.setattr("slipstream.cli.serve.open_llm", load)
         ran = slipstream("serve", "--port", str(first.getsockname()[1]))
     assert ran.code == 2
-    assert "choose another --host, --port or --uds" in ran.err
+    assert "another program does; choose another --port" in ran.err
     assert started.calls == []
 
 

@@ -109,7 +109,7 @@ def test_factors_are_read_with_their_scale(
 ) -> None:
     write_adapter(tmp_path, tiny_target, targets=("q_proj", "v_proj"), **config)
     stored, found = load_file(tmp_path / WEIGHTS), read(tmp_path, slots)
-    assert (len(found.factors), found.rank) == (4, 4)
+    assert len(found.factors) == 4
     for name, (first, second) in found.factors.items():
         assert torch.equal(first, stored[f"base_model.model.{name}.lora_A.weight"])
         assert_close(second, stored[f"base_model.model.{name}.lora_B.weight"] * scale)

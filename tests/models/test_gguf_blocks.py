@@ -91,5 +91,4 @@ def test_rows_are_read_alike_however_many(kind: BlockType, monkeypatch: pytest.M
     whole = stored.numbers()
     monkeypatch.setattr("slipstream.models.gguf.blocks._SLICE", 2 * whole.shape[1])
     assert torch.equal(stored.numbers(), whole)
-    assert torch.equal(kind.dequantised(stored.raw, torch.bfloat16), whole.bfloat16())
     assert kind.columns(kind.row_bytes(whole.shape[1])) == whole.shape[1]

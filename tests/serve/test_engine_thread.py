@@ -4,8 +4,8 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import pairwise
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -96,9 +96,9 @@ def encoded(llm: LLM, text: str, params: SamplingParams) -> EncodedPrompt:
 
 
 async def submit(
-    thread: EngineThread, llm: LLM, params: SamplingParams, text: str = PROMPT, **options: Any
+    thread: EngineThread, llm: LLM, params: SamplingParams, text: str = PROMPT
 ) -> UpdateStream:
-    [stream] = await thread.submit("id", [encoded(llm, text, params)], params, **options)
+    [stream] = await thread.submit("id", [encoded(llm, text, params)], params)
     return stream
 
 
@@ -313,8 +313,10 @@ def test_deadlines_end_running_and_waiting_requests(llm: LLM) -> None:
 
     async def test() -> None:
         async with running(llm, notes, request_timeout=30.0) as thread:
-            soon = monotonic() + 0.2
-            streams = [await submit(thread, llm, LONG, deadline=soon) for _ in range(5)]
+            usual = thread.limits
+            thread.limits = replace(usual, request_timeout=0.2)
+            streams = [await submit(thread, llm, LONG) for _ in range(5)]
+            thread.limits = usual
             results = await asyncio.gather(*map(read, streams), return_exceptions=True)
             assert [type(result) for result in results] == [DeadlineExceededError] * 5
             await read(await submit(thread, llm, GREEDY))

@@ -14,11 +14,11 @@ import pytest
 from slipstream.core.errors import UsageError
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.serve.listening import bind, listen, tls_options
-from slipstream.serve.logs import set_up_logs
 from slipstream.serve.observers import ActivityLog
 from slipstream.serve.options import LogOptions, ServerOptions
 from slipstream.serve.run import guarded
 from tests.serve.test_front import make_certificate, needs_openssl
+from tests.serve.test_metrics import logs_to
 from tests.serve.test_middleware import echo, request
 
 
@@ -26,7 +26,7 @@ def test_the_socket_of_a_server_that_is_gone_is_taken_over(tmp_path: Path) -> No
     path = tmp_path / "s"
     with bind("", 0, path) as first:
         listen(first)
-        with pytest.raises(UsageError, match=f"cannot listen on {path}"):
+        with pytest.raises(UsageError, match=f"on {path}: another program does; .* --uds"):
             bind("", 0, path)
     assert path.is_socket()
     with bind("", 0, path) as second:
@@ -98,7 +98,7 @@ def submission(prompt: str) -> Any:
 @pytest.mark.parametrize("level", ["info", "debug"])
 def test_requests_are_logged_as_they_come(log: io.StringIO, level: str) -> None:
     options = LogOptions(enable_log_requests=True, max_log_len=4, log_level=level)
-    set_up_logs(options, log)
+    logs_to(log, options)
     ActivityLog(options).request_added("id", submission("some prompt"))
     (line,) = log.getvalue().splitlines()
     assert "begun: 2 prompt tokens; temperature 0.5, max_tokens 7" in line
@@ -109,12 +109,12 @@ def test_requests_are_logged_as_they_come(log: io.StringIO, level: str) -> None:
 
 
 def test_lines_can_be_left_out(log: io.StringIO) -> None:
-    set_up_logs(LogOptions(disable_uvicorn_access_log=True, uvicorn_log_level="critical"), log)
+    logs_to(log, LogOptions(disable_uvicorn_access_log=True, uvicorn_log_level="critical"))
     app, _ = guarded(echo, ServerOptions())
     request(app)
     logging.getLogger("uvicorn").error("x")
     assert log.getvalue() == ""
-    set_up_logs(LogOptions(), log)
+    logs_to(log, LogOptions())
     request(app)
     assert "POST /v1/completions 200" in log.getvalue()
     ActivityLog(LogOptions(disable_log_stats=True)).step_done(None)  # type: ignore[arg-type]
@@ -125,9 +125,9 @@ def test_a_file_configures_the_log(log: io.StringIO, tmp_path: Path) -> None:
     file.write_text(
         json.dumps({"version": 1, "incremental": True, "loggers": {"slipstream": {"level": 35}}})
     )
-    set_up_logs(LogOptions(log_config_file=file), log)
+    logs_to(log, LogOptions(log_config_file=file))
     assert logging.getLogger("slipstream").level == 35
     for text in ("{", "[]", '{"version": 2}'):
         file.write_text(text)
         with pytest.raises(UsageError, match="--log-config-file"):
-            set_up_logs(LogOptions(log_config_file=file), log)
+            logs_to(log, LogOptions(log_config_file=file))

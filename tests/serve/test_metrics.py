@@ -5,6 +5,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from itertools import count
 from pathlib import Path
 
@@ -37,6 +38,12 @@ def llm() -> LLM:
     )
 
 
+def logs_to(stream: io.StringIO, options: LogOptions) -> None:
+    """Set up the logs with a stream in the place of standard error."""
+    with redirect_stderr(stream):
+        set_up_logs(options)
+
+
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
     stream = io.StringIO()
@@ -44,7 +51,7 @@ def log() -> Iterator[io.StringIO]:
         name: (logging.getLogger(name).handlers[:], logging.getLogger(name).propagate)
         for name in NAMES
     }
-    set_up_logs(LogOptions(log_json=True), stream)
+    logs_to(stream, LogOptions(log_json=True))
     yield stream
     for name, (handlers, propagate) in before.items():
         own = logging.getLogger(name)
@@ -254,7 +261,7 @@ def test_nothing_logged_can_make_another_line() -> None:
 def test_a_request_is_one_line_of_the_log(
     log: io.StringIO, as_json: bool, hostile: dict[str, object]
 ) -> None:
-    set_up_logs(LogOptions(log_json=as_json), log)
+    logs_to(log, LogOptions(log_json=as_json))
     scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "client": None} | hostile
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -274,7 +281,7 @@ def test_a_request_is_one_line_of_the_log(
 
 
 def test_a_traceback_is_indented_behind_its_line(log: io.StringIO) -> None:
-    set_up_logs(LogOptions(), log)
+    logs_to(log, LogOptions())
     try:
         raise RuntimeError("broken\nforged")
     except RuntimeError:

@@ -77,7 +77,7 @@ def test_kinds_labels_and_buckets_are_those_of_vllm(families: dict[str, Metric])
 def test_answers_are_counted_by_their_class(tiny_target: str) -> None:
     llm = LLM(tiny_target, skip_tokenizer_init=True, num_kv_blocks=8)
     metrics = ServerMetrics(llm.engine, "tiny", as_vllm=True)
-    app, _ = guarded(answer, ServerOptions(), metrics)
+    app, _ = guarded(answer, ServerOptions(), metrics.count_answer)
     for method, path in (
         *(("GET", "/v1/models"), ("POST", "/503"), ("POST", "/404"), ("BREW", "/404")),
         *(("GET", "/health"), ("GET", "/metrics"), ("POST", "/418")),

@@ -236,7 +236,7 @@ class World:
     def leave(self, request: Request, stop_string: str | None) -> None:
         """End a request from outside: a stop string was found, or the user went away."""
         if stop_string is None:
-            assert self.scheduler.abort(request.request_id) is request
+            self.scheduler.finish(request, FinishReason.ABORT)
         else:
             self.scheduler.finish(request, FinishReason.STOP, stop_string)
         assert request.finished

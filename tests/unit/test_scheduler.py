@@ -52,6 +52,11 @@ def request(
     )
 
 
+def abort(engine: Scheduler, name: str) -> None:
+    found = next(it for it in (*engine.running, *engine.waiting) if it.request_id == name)
+    engine.finish(found, FinishReason.ABORT)
+
+
 def plan(batch: Batch) -> dict[str, tuple[int, int, int]]:
     """request id -> (start, new tokens, draft tokens), in batch order."""
     return {
@@ -143,7 +148,7 @@ def test_a_live_request_id_cannot_be_used_twice() -> None:
     engine.add(request("a", 4))
     with pytest.raises(UsageError, match="'a' is in use"):
         engine.add(request("a", 5))
-    engine.abort("a")
+    abort(engine, "a")
     engine.add(request("a", 5))
     engine.check_invariants()
 
@@ -189,7 +194,7 @@ def test_every_running_request_gets_a_token_before_any_gets_drafts() -> None:
         engine.add(request(name, 1))
     step(engine)
     assert step_plan(engine) == {name: (1, 1, 0) for name in "abcd"}
-    engine.abort("c")
+    abort(engine, "c")
     assert step_plan(engine) == {"a": (2, 1, 1), "b": (2, 1, 0), "d": (2, 1, 0)}
 
 
@@ -343,7 +348,7 @@ def test_requests_wait_for_slots_and_take_the_smallest_free_one() -> None:
         engine.add(each)
     step(engine)
     assert (ids(engine.running), ids(engine.waiting)) == (["a", "b"], ["c", "d"])
-    engine.abort("a")
+    abort(engine, "a")
     step(engine)
     assert [members[name].slot for name in "abc"] == [-1, 1, 0]
     assert ids(engine.waiting) == ["d"]
@@ -517,7 +522,7 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     engine.add(b)
     while not b.num_preemptions:
         step(engine)
-    engine.abort("a")
+    abort(engine, "a")
     batch = engine.schedule()
     (item,) = batch.requests
     assert item.start == 8
@@ -644,7 +649,7 @@ def test_requests_that_ended_since_schedule_are_skipped() -> None:
     for each in members:
         engine.add(each)
     batch = engine.schedule()
-    engine.abort("a")
+    abort(engine, "a")
     engine.finish(members[1], FinishReason.STOP, "stop string")
     commit(engine, batch)
     assert [len(each.output_token_ids) for each in members] == [0, 0, 1]
@@ -656,7 +661,7 @@ def test_a_new_request_may_take_the_id_of_one_that_ended_in_mid_step() -> None:
     engine = scheduler()
     engine.add(request("a", 4))
     batch = engine.schedule()
-    engine.abort("a")
+    abort(engine, "a")
     again = request("a", 6)
     engine.add(again)
     commit(engine, batch)
@@ -691,16 +696,6 @@ def test_finish_works_for_waiting_and_running_requests_and_only_once() -> None:
         assert (each.finish_reason, each.stop_reason) == (FinishReason.STOP, "x")
         engine.check_invariants()
     assert not engine.has_unfinished
-
-
-def test_abort_knows_only_unfinished_requests() -> None:
-    engine = scheduler()
-    a = request("a", 4)
-    engine.add(a)
-    assert engine.abort("b") is None
-    assert engine.abort("a") is a
-    assert engine.abort("a") is None
-    assert a.finish_reason is FinishReason.ABORT
 
 
 def test_an_idle_scheduler_plans_an_empty_step() -> None:
@@ -806,7 +801,7 @@ def test_prompts_that_end_with_their_first_token_leave_the_next_step_to_others()
     assert len(ahead.admitted) == 2
     commit(engine, batch)
     assert plan_ahead(engine, ahead) is None
-    engine.abort("c")
+    abort(engine, "c")
     commit(engine, ahead)
     assert [each.num_output_tokens for each in members] == [1, 1, 0, 1]
     assert engine.block_manager.num_available == engine.block_manager.num_blocks
@@ -892,7 +887,7 @@ def test_nothing_is_planned_where_blocks_lack_and_what_was_taken_comes_back() ->
     assert (a.steps_in_flight, b.steps_in_flight) == (1, 1)
     commit(engine, batch)
     assert [blocks_held(engine, name) for name in "ab"] == [3, 3]
-    engine.abort("b")
+    abort(engine, "b")
     batch = engine.schedule()
     assert plan(batch) == {"a": (8, 1, 3)}
     assert plan_ahead(engine, batch) == {"a": (9, 1, 3)}
@@ -1027,7 +1022,7 @@ def test_nothing_is_planned_behind_a_step_for_nobody() -> None:
     batch = decoding(engine, request("a", 6))
     ahead = engine.schedule_ahead(batch)
     assert ahead is not None
-    engine.abort("a")
+    abort(engine, "a")
     commit(engine, batch)
     assert plan_ahead(engine, ahead) is None
     commit(engine, ahead)

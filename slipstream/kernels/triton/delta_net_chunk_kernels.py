@@ -15,7 +15,7 @@ cores multiply numbers in the dtype of the rows.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.triton.delta_net_parts import moves_of
+from slipstream.kernels.triton.delta_net_row_kernels import moves_of
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
 

@@ -57,6 +57,28 @@ def _arrived(place, inside, epoch, channel, rank: tl.constexpr, size: tl.constex
 
 
 @triton.jit
+def _added_up(
+    mine, first, width, column, inside, epoch, channel, rank: tl.constexpr, size: tl.constexpr
+):
+    """The ranks' addends [block], the others' from row `first` + rank of the memory, added up in
+    float32 in the order of the ranks."""
+    bits: tl.constexpr = tl.int16 if mine.dtype.primitive_bitwidth == 16 else tl.int32
+    value = tl.zeros(column.shape, tl.float32)
+    for source in tl.static_range(size):
+        if source == rank:
+            part = mine
+        else:
+            place = (first + source) * width + column
+            part = _arrived(place, inside, epoch, channel, rank, size, bits)
+            part = part.to(mine.dtype, bitcast=True)
+        if source == 0:
+            value = part.to(tl.float32)
+        else:
+            value += part.to(tl.float32)
+    return value
+
+
+@triton.jit
 def epoch_of(row, channel, size: tl.constexpr):
     """The number of the row's exchange that begins."""
     return tl.load(_at(channel[size], tl.int32) + row)
@@ -102,13 +124,12 @@ def send_share(
 
 
 @triton.jit
-def receive_share(
-    row, column, inside, share, epoch, channel, source: tl.constexpr, rank: tl.constexpr,
-    size: tl.constexpr, bits: tl.constexpr,
-):  # fmt: skip
-    """Wait for what rank `source` adds to this rank's columns -> `bits` [block]."""
-    place = ((row * 2 + (epoch & 1)) * 2 * size + source) * share + column
-    return _arrived(place, inside, epoch, channel, rank, size, bits)
+def sum_of_shares(
+    mine, row, column, inside, share, epoch, channel, rank: tl.constexpr, size: tl.constexpr
+):
+    """The ranks' addends [block] of this rank's columns, added up in float32 in their order."""
+    first = (row * 2 + (epoch & 1)) * 2 * size
+    return _added_up(mine, first, share, column, inside, epoch, channel, rank, size)
 
 
 @triton.jit
@@ -147,17 +168,8 @@ def summed_over_ranks(
     """The ranks' rows [block], added up in float32 in the order of the ranks."""
     bits: tl.constexpr = tl.int16 if mine.dtype.primitive_bitwidth == 16 else tl.int32
     epoch = send(mine.to(bits, bitcast=True), row, column, inside, width, channel, rank, size)
-    value = tl.zeros(column.shape, tl.float32)
-    for source in tl.static_range(size):
-        if source == rank:
-            part = mine
-        else:
-            part = receive(row, column, inside, width, epoch, channel, source, rank, size, bits)
-            part = part.to(mine.dtype, bitcast=True)
-        if source == 0:
-            value = part.to(tl.float32)
-        else:
-            value += part.to(tl.float32)
+    first = (row * 2 + (epoch & 1)) * size
+    value = _added_up(mine, first, width, column, inside, epoch, channel, rank, size)
     count(row, epoch, channel, size)
     return value
 

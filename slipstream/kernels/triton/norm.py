@@ -25,10 +25,10 @@ from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.exchange import (
     count,
     epoch_of,
-    receive_share,
     receive_sum,
     send_share,
     send_sum,
+    sum_of_shares,
     summed_over_ranks,
 )
 from slipstream.kernels.triton.launch import empty_rows, launch_dependents, wait_for_inputs
@@ -124,17 +124,7 @@ def _row_by_shares(
     before = None
     if residual is not None:
         before = tl.load(residual + row * width + rank * share + own, mask=there, other=0.0)
-    value = tl.zeros(own.shape, tl.float32)
-    for source in tl.static_range(ranks):
-        if source == rank:
-            part = mine
-        else:
-            part = receive_share(row, own, there, share, epoch, channel, source, rank, ranks, bits)
-            part = part.to(dtype, bitcast=True)
-        if source == 0:
-            value = part.to(tl.float32)
-        else:
-            value += part.to(tl.float32)
+    value = sum_of_shares(mine, row, own, there, share, epoch, channel, rank, ranks)
     if post_weight is None:
         value = residual_row(value, None, None, 0.0, before, factor, total, width)
         made = value.to(dtype)

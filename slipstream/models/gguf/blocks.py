@@ -67,10 +67,10 @@ class BlockType:
         ends = (blocks[:, place + 1] & _HALF_EXPONENT for place in self.scales)
         return not any(bool((end == _HALF_EXPONENT).any()) for end in ends)
 
-    def dequantised(self, raw: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Dequantise raw [N, bytes of a row] uint8 -> [N, K] in `dtype`, rounded only once."""
+    def dequantised(self, raw: Tensor) -> Tensor:
+        """Dequantise raw [N, bytes of a row] uint8 -> [N, K] float32."""
         rows, row_bytes = raw.shape
-        out = torch.empty((rows, self.columns(row_bytes)), dtype=dtype, device=raw.device)
+        out = torch.empty((rows, self.columns(row_bytes)), dtype=torch.float32, device=raw.device)
         step = max(1, _SLICE // max(1, out.shape[1]))
         for start in range(0, rows, step):
             some = raw[start : start + step]
@@ -80,9 +80,9 @@ class BlockType:
         return out
 
 
-def _halves(blocks: Tensor, place: int, count: int = 1) -> Tensor:
-    """Read `count` float16 numbers of each block from byte `place` on, [B, count] float32."""
-    return blocks[:, place : place + 2 * count].contiguous().view(torch.float16).float()
+def _half(blocks: Tensor, place: int) -> Tensor:
+    """Read the float16 number of each block at byte `place`, [B, 1] float32."""
+    return blocks[:, place : place + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
@@ -97,25 +97,25 @@ def _fifth_bits(blocks: Tensor, place: int) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return (_nibbles(blocks[:, 2:]).float() - 8) * _halves(blocks, 0)
+    return (_nibbles(blocks[:, 2:]).float() - 8) * _half(blocks, 0)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 4:]).float() * _halves(blocks, 0) + _halves(blocks, 2)
+    return _nibbles(blocks[:, 4:]).float() * _half(blocks, 0) + _half(blocks, 2)
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
     values = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
-    return (values.float() - 16) * _halves(blocks, 0)
+    return (values.float() - 16) * _half(blocks, 0)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
     values = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
-    return values.float() * _halves(blocks, 0) + _halves(blocks, 2)
+    return values.float() * _half(blocks, 0) + _half(blocks, 2)
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _halves(blocks, 0)
+    return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks, 0)
 
 
 def k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ def k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 def _scaled_with_minima(blocks: Tensor, values: Tensor) -> Tensor:
     """Apply the scales and minima in the first 16 bytes of Q4_K or Q5_K to values [B, 8, 32]."""
     scales, minima = k_scales(blocks[:, 4:16])
-    scale, minimum = _halves(blocks, 0) * scales.float(), _halves(blocks, 2) * minima.float()
+    scale, minimum = _half(blocks, 0) * scales.float(), _half(blocks, 2) * minima.float()
     numbers = scale.unsqueeze(-1) * values.float() - minimum.unsqueeze(-1)
     return numbers.flatten(1)
 
@@ -152,7 +152,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(4, 1)
     upper = (blocks[:, 128:192].view(-1, 2, 1, 32) >> shifts) & 3
     values = (lower | (upper << 4)).float() - 32
-    scales = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
+    scales = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
     return (values.view(-1, 16, 16) * scales.unsqueeze(-1)).flatten(1)
 
 
