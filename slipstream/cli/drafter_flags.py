@@ -89,7 +89,7 @@ class DrafterFlags:
             return None
         if self.num_speculative_tokens is not None:
             config["num_speculative_tokens"] = self.num_speculative_tokens
-        elif usual is not None and config:
+        elif usual is not None and (config or Path(model).expanduser().is_dir()):
             config["num_speculative_tokens"] = usual
         elif config.get("model") == DEMO_DRAFT:
             config["num_speculative_tokens"] = _DEMO_TOKENS

@@ -32,6 +32,16 @@ def test_nothing_given_is_the_demo_on_loopback(slipstream: CommandLine, started:
     assert "Authorization" not in ran.err
 
 
+def test_a_drafter_that_names_its_target_drafts_what_pays(
+    slipstream: CommandLine, started: Started, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "eagle3"}')
+    ran = slipstream("serve", str(tmp_path), "--port", "0")
+    assert ran.code == 0, ran.err
+    ((config, _, _),) = started.calls
+    assert config.speculative_config == {"num_speculative_tokens": "auto"}
+
+
 def test_a_gguf_file_is_served_by_what_it_is_called(
     slipstream: CommandLine, started: Started
 ) -> None:

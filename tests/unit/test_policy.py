@@ -136,6 +136,20 @@ def test_errors_of_single_numbers_of_requests_do_not_decide_who_drafts() -> None
     assert choice.counts == [1, 1, 1, 1]
 
 
+class Falls(Costs):
+    """Fewer requests that draft seem to take longer than all of them."""
+
+    def draft_seconds(self, requests: int, width: int, context: int) -> float:
+        return float(requests == width == 1)
+
+
+@pytest.mark.parametrize(("size", "target"), [(2, 0.5), (9, 1.0)])
+def test_no_step_is_taken_to_last_no_time(size: int, target: float) -> None:
+    table = CostTable(Falls(fixed=target), EXACT, size, 100 * size)
+    choice = choose(np.array([[0.9, 0.9]] + [[0.9, 0.0]] * (size - 1)), (0, 1, 2), table)
+    assert 0 < choice.speed < np.inf
+
+
 def test_a_longer_chain_never_stands_behind_a_gap() -> None:
     table = CostTable(MIDDLE, EXACT, 3, 300)
     gains = np.array([[0.9, 0.9, 0.9], [0.9, 0.1, 0.0], [0.0, 0.0, 0.0]])
@@ -165,6 +179,19 @@ def test_bounds_are_honoured(form: str, size: int) -> None:
         for count, bound, room in zip(drafted, bounds, most, strict=True):
             assert 0 <= count <= min(bound, room)
         policy.observe(report(requests, [(count, 0) for count in drafted]))
+
+
+def test_a_request_with_more_drafts_than_all_before_it_is_bounded() -> None:
+    policy, requests = adaptive(Costs(), PADDED), [request(f"{it}", 3) for it in range(16)]
+    for _ in range(30):
+        plans = policy.plan(candidates(requests))
+        policy.observe(report(requests, [(it.num_tokens, it.num_tokens) for it in plans]))
+    policy.plan(candidates(requests[1:]))
+    requests.append(request("later", K))
+    assert policy.plan(candidates(requests[1:]))[-1].num_tokens == 4
+    asked = candidates(requests[1:])
+    asked[-1] = Candidate(requests[-1], 3)  # it comes near its end
+    assert policy.plan(asked)[-1].num_tokens == 3
 
 
 def test_what_is_known_of_requests_goes_with_them() -> None:

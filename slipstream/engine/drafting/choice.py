@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from slipstream.core.batch import StepReport
 from slipstream.core.step_form import StepForm
+from slipstream.engine.drafting.tables import LEAST
 
 LEAST_SURVIVAL = 0.02  # tokens with less are never drafted
 _ALL = 16  # costs for up to so many units or requests are all computed, and others interpolated
@@ -54,7 +55,7 @@ class CostTable:
     ) -> None:
         self._costs, self._form, self._unit = costs, form, unit
         self._requests, self._context = requests, context
-        self.exact, self.least = form.ends_chains, costs.host_seconds(requests)
+        self.exact, self.least = form.ends_chains, max(LEAST, costs.host_seconds(requests))
         self._targets: dict[int, Sequence[float]] = {}
         self._arrays: dict[int, Floats] = {}
         self._added: dict[int, list[float]] = {}
@@ -287,9 +288,8 @@ def _choose_for_few(
         gained = list(accumulate(map(flat.__getitem__, within), initial=float(requests)))
         targets = table.targets(len(within), wider)
         drafting = accumulate(map(added.__getitem__, within), initial=table.padded_drafting(wider))
-        spent = list(map(add, targets, drafting))
-        if table.least:
-            spent = [max(table.least, it) for it in spent]
+        least = table.least  # noisy costs of drafting may add up to less than nothing
+        spent = [max(least, it) for it in map(add, targets, drafting)]
         speeds = list(map(truediv, gained, spent))
         # What fits into a narrower step is left to that.
         first = next(at for at, index in enumerate(within, 1) if index >= narrower * requests)

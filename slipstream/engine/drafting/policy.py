@@ -169,7 +169,8 @@ class AdaptivePolicy:
             self._choose(requests, candidates)
             return
         for it in new:
-            known[it.request] = self._plan_for_new(it)
+            plan = known[it.request] = self._plan_for_new(it)
+            self._longest = max(self._longest, plan.num_tokens)
         self._plans = list(map(known.__getitem__, requests))
         self._requests = requests
 
