@@ -33,6 +33,7 @@ class FakeServer:
     url: str = ""
     key: str | None = None
     has_drafter: bool = True
+    adaptive: bool = False
     has_template: bool = False
     max_images: int = 0
     speedup: float | None = None
@@ -41,13 +42,14 @@ class FakeServer:
 
     def reset(self) -> None:
         self.key, self.has_drafter, self.num_gone, self.speedup = None, True, 0, None
-        self.has_template, self.max_images = False, 0
+        self.has_template, self.max_images, self.adaptive = False, 0, False
         self.bodies.clear()
 
     async def models(self, request: Request) -> Response:
         if (refusal := self._refusal(request)) is not None:
             return refusal
         drafter = {"method": "draft_model", "model": "demo/draft", "num_speculative_tokens": K}
+        drafter["adaptive"] = self.adaptive
         entry = {
             "id": "demo",
             "object": "model",

@@ -83,6 +83,15 @@ def test_what_is_asked_for_is_what_the_form_says(open_page: OpenPage, server: Fa
     }
 
 
+@pytest.mark.parametrize(("adaptive", "told"), [(False, "K = 4"), (True, "K ≤ 4")])
+def test_one_line_says_how_many_tokens_are_drafted(
+    open_page: OpenPage, server: FakeServer, adaptive: bool, told: str
+) -> None:
+    server.adaptive = adaptive
+    page = open_page()
+    page.wait_for_function(f"document.querySelector('#brief').textContent.endsWith('{told}')")
+
+
 def test_every_setting_is_sent(open_page: OpenPage, server: FakeServer) -> None:
     page = open_page()
     page.locator(".more").evaluate("box => { box.open = true }")

@@ -95,7 +95,7 @@ export class Settings {
     return [
       temperature === 0 ? "greedy" : `temperature ${temperature}`,
       `at most ${this._at("max_tokens").value || "?"} tokens`,
-      drafts === null ? "" : drafts ? `K = ${drafts}` : "no drafts",
+      drafts === null ? "" : drafts ? `K ${this.drafter?.adaptive ? "≤" : "="} ${drafts}` : "no drafts",
     ].filter(Boolean).join(" · ");
   }
 
