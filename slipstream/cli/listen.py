@@ -39,6 +39,7 @@ class ServingFlags:
             MissingPackagesError: what the server needs is not installed.
         """
         config, server = self.drafter.apply(self.engine, AUTO), self.server
+        config = replace(config, warm_up=config.warm_up is not False)
         _refuse_synthetic(config, server.allow_synthetic)
         try:
             import slipstream.serve.run  # noqa: F401  it imports all packages

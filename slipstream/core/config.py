@@ -232,6 +232,11 @@ class EngineConfig:
         "1,2,4,8. [derived]",
         parse=parse_integers,
     )
+    warm_up: bool | None = rare_flag(
+        None,
+        "Run steps of all kinds while loading, so that no request waits until kernels of a GPU are "
+        "compiled. [serve and deploy: yes; others: no]",
+    )
     async_scheduling: bool | None = rare_flag(
         None, "Accepted for compatibility; --verbose tells its effect."
     )

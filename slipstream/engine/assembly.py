@@ -30,6 +30,7 @@ from slipstream.engine.ranks.division import divide
 from slipstream.engine.ranks.ranks import Ranks
 from slipstream.engine.resolve import Resolved
 from slipstream.engine.scheduler import Scheduler
+from slipstream.engine.warm_up import warm_up
 from slipstream.kernels.registry import kernels_for
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.models.decoder import Decoder
@@ -98,6 +99,8 @@ def assemble(
         check_every=config.rank_check_interval,
     )
     capture_plain(graphs, step, not loaded_drafter.limits.on_device, progress_bar)
+    if config.warm_up and resolved.captures and ranks.leads:
+        warm_up(step, resolved, policy.widths, config.block_size, progress_bar)
     if resolved.adaptive and ranks.leads:
         costs.begin(partial(calibrate, costs, step, resolved, policy.widths, config.block_size))
     reader = LogprobReader(step.rate, tokenizer, config.logprobs_mode == "raw_logprobs")

@@ -1,6 +1,7 @@
 """The host's part of steps: loads requests, starts the device's part (`step.py`), reads results."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -128,6 +129,8 @@ class Launcher(Step):
         """Run a step that is not captured: on a CPU, or with prompt chunks, whose sizes vary.
         Drafting is replayed from a graph of its own, where there are graphs."""
         proposal = None
+        if graphs is not None:
+            packed = replace(packed, uses=graphs.widened(packed.uses))
         if graphs is not None and packed.width and packed.guesses is None:
             proposal = graphs.run("propose", self.propose, packed).first(len(batch.requests))
         outcome = self.run(packed.on(self._state.device), steering, proposal)

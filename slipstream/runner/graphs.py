@@ -229,6 +229,12 @@ class GraphRunner:
         if uses - APART not in LEAN:
             self._sampling.allocate_all()
 
+    def widened(self, uses: frozenset[Uses]) -> frozenset[Uses]:
+        """`uses`, with all rare features if there is one: for every combination of them there would
+        be kernels to compile and graphs to capture. Allocates the tensors that these read."""
+        self.expect(uses)
+        return uses if uses - APART in LEAN else FULL | uses & APART
+
     def capture_all(
         self,
         name: str,
@@ -261,13 +267,9 @@ class GraphRunner:
     def _key(self, name: str, packed: PackedBatch, packs: bool) -> _Key:
         num_requests = max(len(packed.slots), packed.least_requests)
         bucket, width = self._form.bucket(num_requests), self._form.width(packed.width)
-        uses, apart = packed.uses - APART, packed.uses & APART
+        uses = self.widened(packed.uses)
         if not width:
-            apart -= OF_DRAFTS
-        if uses not in LEAN:
-            uses = FULL
-            self._sampling.allocate_all()
-        uses |= apart
+            uses -= OF_DRAFTS
         if self._generation != self._sampling.generation:
             lean = {
                 key: it for key, it in self._graphs.items() if key.uses - {Uses.ADAPTER} in LEAN

@@ -26,15 +26,10 @@ PARAMS = [
 ]
 
 
-def build(target: str, drafter: dict[str, Any] | None) -> LLM:
+def build(target: str, drafter: dict[str, Any] | None, **changes: Any) -> LLM:
     config = drafter and {"num_speculative_tokens": K, **drafter}
-    return LLM(
-        target,
-        speculative_config=config,
-        skip_tokenizer_init=True,
-        num_kv_blocks=48,
-        max_num_seqs=6,
-    )
+    options = {"skip_tokenizer_init": True, "num_kv_blocks": 48, "max_num_seqs": 6, **changes}
+    return LLM(target, speculative_config=config, **options)
 
 
 def measure(llm: LLM, widths: tuple[int, ...] = (0, 1, K), **options: Any) -> CostModel:

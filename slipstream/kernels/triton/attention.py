@@ -40,6 +40,7 @@ except ImportError:  # Gluon is still an experiment of Triton's
     attention_stream_kernel = None
 
 SHORT_ROWS = 16
+LEAST_ROOM = 64  # requests; for fewer a kernel would be no faster, but compiled once more
 COMBINING = 1024  # programs of the combine kernel, about
 COMBINED_AT_ONCE = 16
 NARROW_WINDOW = 256  # tokens; up to here one program is faster than several and a combine kernel
@@ -261,7 +262,7 @@ def _chunks(
         query, *pages_of(cache), out, rows.query_start, paging.context_lens, paging.block_tables,
         rows.in_context, *tree_of(sees), sees.last_seen, layer.sinks, query.stride(0),
         paging.block_tables.stride(0), layer.scale, layer.softcap, layer.window, requests,
-        SHORT_ROWS, block_r=triton.next_power_of_2(requests), first_seen=sees.first_seen,
+        SHORT_ROWS, block_r=room_for(requests), first_seen=sees.first_seen,
         causal=sees.causal, **_built(layer, cache, tiles),
         **options(query.device),
     )  # fmt: skip
@@ -300,7 +301,7 @@ def _stream(
         rows.in_context, *tree_of(sees), sees.last_seen, layer.sinks, query.stride(0),
         paging.block_tables.stride(0), layer.scale, requests, SHORT_ROWS, kv_heads=layer.kv_heads,
         groups=layer.groups, block_size=block_size,
-        block_r=max(16, triton.next_power_of_2(requests)), num_warps=4, **options(query.device),
+        block_r=room_for(requests), num_warps=4, **options(query.device),
     )  # fmt: skip
 
 
@@ -310,6 +311,11 @@ def _described(pages: Tensor) -> "TensorDescriptor":
     sizes, strides = [blocks * block_size, kv_heads * head_dim], [kv_heads * head_dim, 1]
     box = [min(block_size, HALF.value), head_dim]
     return TensorDescriptor(pages, sizes, strides, box, SWIZZLED.value)
+
+
+def room_for(requests: int) -> int:
+    """The number of requests that a kernel over all of them is compiled for."""
+    return int(max(LEAST_ROOM, triton.next_power_of_2(requests)))
 
 
 def most_rows_of(source: Tensor, inputs: PassInputs) -> int:

@@ -88,7 +88,7 @@ def tile_of_program(query_start, requests, short_rows, groups, block_m, block_r:
     return tl.where(index < 0, -1, request), index - before
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def chunk_kernel(
     query, keys, values, key_scales, value_scales, out, query_start, context_lens, tables,
     positions, tokens, ancestors, tree_starts, last_seen, sinks, row_stride, table_stride, scale,

@@ -240,7 +240,7 @@ def _splits(context, rows, window):
     return first_split, split_of(tl.maximum(context, 1) - 1) + 1 - first_split
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_rows", "most_splits"])
 def short_kernel(
     qkv, keys, values, key_scales, value_scales, out, part, part_exponent, part_total, query_start,
     context_lens, tables, positions, places, slots, tokens, ancestors, tree_starts, last_seen,
@@ -323,7 +323,7 @@ def short_kernel(
         _write(exponent, total, one, two, out, place, head, row < rows, sinks, head_dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_rows", "most_splits"])
 def combine_kernel(
     part, part_exponent, part_total, out, query_start, context_lens, sinks, window, most_rows,
     most_splits, heads: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr,

@@ -18,6 +18,7 @@ from slipstream.kernels.triton.attention import (
     SHORT_ROWS,
     most_rows_of,
     most_splits_of,
+    room_for,
     short_lines,
     tree_of,
 )
@@ -133,7 +134,7 @@ def _chunks(
         rows.in_context, *tree_of(sees), paging.block_tables.stride(0), heads.scale, requests,
         SHORT_ROWS, heads=heads.num_heads, rank=heads.rank, rotary_dim=heads.rotary_dim,
         block_size=cache.shape[1], block_m=lines, block_n=tokens,
-        block_r=triton.next_power_of_2(requests), first_seen=sees.first_seen, causal=sees.causal,
+        block_r=room_for(requests), first_seen=sees.first_seen, causal=sees.causal,
         **_blocks(heads), num_warps=8, num_stages=1 if floats else 2, **options(absorbed.device),
     )  # fmt: skip
     by_head = out.view(count, heads.num_heads, heads.value_dim).transpose(0, 1)

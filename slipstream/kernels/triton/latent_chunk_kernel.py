@@ -57,7 +57,7 @@ def _fold(
     return largest, total, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def latent_chunk_kernel(
     absorbed, pages, out, query_start, context_lens, tables, positions, tokens, ancestors,
     tree_starts, table_stride, scale, requests, short_rows, heads: tl.constexpr,

@@ -84,7 +84,8 @@ def verify(
     requests, most_drafts = rows.draft_tokens.shape
     width = most_drafts + 1
     token_ids = torch.empty((requests, width), dtype=torch.int64, device=device)
-    num_tokens, num_accepted = torch.empty((2, requests), dtype=torch.int64, device=device)
+    num_tokens = torch.empty(requests, dtype=torch.int64, device=device)
+    num_accepted = torch.empty_like(num_tokens)
     if not requests:
         return token_ids, num_tokens, num_accepted
     rows = _dense_rows(rows)
@@ -219,7 +220,10 @@ def _scan(
     """Run the scan, and compute the thresholds if any row may have some."""
     num_rows, device, tiles = len(logits), logits.device, TILES
     chunks, groups = triton.cdiv(vocab_size, tiles.block), triton.cdiv(vocab_size, tiles.group)
-    largest, total = torch.empty((2, num_rows, chunks), dtype=torch.float32, device=device)
+    # Tensors of their own begin at aligned addresses. Parts of one would not always, and kernels
+    # are compiled once more for others.
+    largest = torch.empty((num_rows, chunks), dtype=torch.float32, device=device)
+    total = torch.empty_like(largest)
     choice = torch.empty((num_rows, chunks), dtype=torch.int32, device=device)
     mass = torch.empty_like(total) if with_mass else None
     source, processed = logits, None
@@ -250,8 +254,7 @@ def _scan(
         thresholds_kernel[(num_rows,)](
             source, group_largest, largest, total, selected, facts, request, offset, rows.slots,
             lengths, *numbers, source.stride(0), drafts + 1, vocab_size, groups, chunks,
-            by_top_k=needs.top_k, by_top_p=needs.top_p, by_min_p=needs.min_p, group=tiles.group,
-            tile=tiles.groups_at_once, block_g=triton.next_power_of_2(groups),
+            group=tiles.group, tile=tiles.groups_at_once, block_g=triton.next_power_of_2(groups),
             block_s=triton.next_power_of_2(chunks), num_warps=tiles.threshold_warps, **place,
         )  # fmt: skip
     return Scan(source, largest, choice, total, mass, facts, chunks)

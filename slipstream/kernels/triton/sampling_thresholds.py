@@ -205,9 +205,8 @@ def wanted_mass(mass, top_p):
 def thresholds_kernel(
     logits, group_largest, chunk_largest, chunk_sum, selected, result, request, offset, slots,
     num_draft_tokens, all_ints, all_floats, ints_stride, floats_stride, logits_stride, width,
-    vocab_size, groups, chunks, uniform_rows: tl.constexpr, by_top_k: tl.constexpr,
-    by_top_p: tl.constexpr, by_min_p: tl.constexpr, group: tl.constexpr, tile: tl.constexpr,
-    block_g: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
+    vocab_size, groups, chunks, uniform_rows: tl.constexpr, group: tl.constexpr,
+    tile: tl.constexpr, block_g: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Program (row). Writes result [N, 4] of sampled requests: the largest logit, the sum of the
     weights that are kept, and the logit and the weight that kept tokens do not lie below.
@@ -228,9 +227,9 @@ def thresholds_kernel(
     one = row + tl.zeros((1,), tl.int32)
     largests, totals = row_sums(chunk_largest, chunk_sum, one, chunks, inverse, block_s)
     largest, total = tl.sum(largests), tl.sum(totals)
-    top_k = tl.load(ints + TOP_K) if by_top_k else tl.full((), 0x7FFFFFFF, tl.int64)
-    top_p = tl.load(floats + TOP_P) if by_top_p else tl.full((), 1.0, tl.float32)
-    min_p = tl.load(floats + MIN_P) if by_min_p else tl.full((), 0.0, tl.float32)
+    top_k = tl.load(ints + TOP_K)
+    top_p = tl.load(floats + TOP_P)
+    min_p = tl.load(floats + MIN_P)
     lowest_logit, lowest_weight = tl.full((), float("-inf"), tl.float32), min_p
     if (top_k < vocab_size) | (top_p < 1.0) | (min_p > 0.0):
         number = tl.arange(0, block_g)[None, :]
