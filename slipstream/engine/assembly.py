@@ -99,10 +99,8 @@ def assemble(
         check_every=config.rank_check_interval,
     )
     capture_plain(graphs, step, not loaded_drafter.limits.on_device, progress_bar)
-    if config.warm_up and resolved.captures and ranks.leads:
-        warm_up(step, resolved, policy.widths, config.block_size, progress_bar)
-    if resolved.adaptive and ranks.leads:
-        costs.begin(partial(calibrate, costs, step, resolved, policy.widths, config.block_size))
+    if ranks.leads:
+        run_first_steps(step, resolved, config, costs, progress_bar)
     reader = LogprobReader(step.rate, tokenizer, config.logprobs_mode == "raw_logprobs")
     media = MediaReader(config.allowed_local_media_path, config.allowed_media_domains)
     services = tokenizer, grammars, costs, adapters, images, media, ranks
@@ -190,6 +188,21 @@ def capture_plain(
     if graphs is not None:
         with progress_bar("capturing steps", graphs.num_lean(), "graphs") as progress:
             graphs.capture_all("step", step.run, guessed, progress)
+
+
+def run_first_steps(
+    step: Launcher,
+    resolved: Resolved,
+    config: EngineConfig,
+    costs: KeptCosts,
+    progress_bar: ProgressBar,
+) -> None:
+    """Run steps of no request, to compile kernels and to measure costs."""
+    widths = captured_counts(resolved)
+    if config.warm_up and resolved.captures:
+        warm_up(step, resolved, widths, config.block_size, progress_bar)
+    if resolved.adaptive:
+        costs.begin(partial(calibrate, costs, step, resolved, widths, config.block_size))
 
 
 def draft_policy(resolved: Resolved, costs: KeptCosts, form: StepForm) -> DraftPolicy:

@@ -23,10 +23,12 @@ _ASKED = (  # each is computed by kernels of its own
 # Matmuls have other tiles for other numbers of rows; see `kernels/triton/matmul_tiles.py`. Below
 # these numbers a pass has as many rows as captured steps have.
 _ROWS = (
-    *(20, 28, 36, 44, 60, 70, 78, 90, 120, 133, 140, 155, 180, 230, 262, 270, 280, 300, 400, 600),
+    *(20, 28, 36, 44, 60, 70, 78, 90, 120, 133, 140, 155, 180),
+    *(230, 262, 270, 280, 300, 400, 500, 600),
 )
-_REQUESTS = (1, 4, 8, 32, 128)  # attention has other tiles for other numbers of requests
+_REQUESTS = (1, 2, 4, 8, 16, 32, 128)  # attention has other tiles for other numbers of requests
 _SHORT = 20  # rows of a prompt: more than drafts have
+_FEW = 2  # requests for which all numbers of draft tokens are tried
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,13 @@ def warm_up(
     Args:
         widths: numbers of draft tokens that steps can have, rising from 0.
     """
-    growth = 4 * (widths[-1] + 1)
+    growth = 1 + 2 * sum(width + 1 for width in widths)
     requests = ArtificialRequests(step, resolved, block_size, growth)
     kinds = list(_kinds(resolved, requests.longest - growth, widths[-1]))
     try:
         with progress_bar("running first steps", len(kinds), "kinds") as progress:
             for kind in kinds:
-                _run(kind, step, requests, (widths[-1], 0) if widths[-1] else (0,))
+                _run(kind, step, requests, widths)
                 progress(1)
     finally:
         requests.clear()
@@ -93,6 +95,8 @@ def _run(kind: _Kind, step: Launcher, requests: ArtificialRequests, widths: Sequ
     slots, other = range(kind.requests), kind.requests
     requests.admit(slots, kind.length, kind.params)
     requests.finish(step.launch(requests.with_prompts(requests.batch(()), slots)))
+    if kind.requests > _FEW:
+        widths = 0, widths[-1]
     for width in widths if kind.decodes else ():
         live = [*slots, other] if kind.joined else slots
         if kind.joined:
