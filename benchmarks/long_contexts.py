@@ -195,6 +195,7 @@ def measure(draft_window: int, given: argparse.Namespace) -> Iterator[Row]:
             device=given.device,
             dtype=given.dtype,
             skip_tokenizer_init=True,
+            warm_up=True,
         )
         window = f"draft window {draft_window}" if draft_window else "no draft window"
         print(f"\n{window}: ready in {perf_counter() - began:.1f} s\n{_HEADINGS}", flush=True)

@@ -78,6 +78,7 @@ def report(
     results: Sequence[tuple[int, int]],
     told: Sequence[tuple[float, ...]] = (),
     trims: Sequence[Trim | None] = (),
+    seconds: float = 0.0,
 ) -> StepReport:
     """The report of a step: for each request how many tokens were verified, and accepted, and what
     its drafter's confidences were."""
@@ -88,7 +89,7 @@ def report(
         count = max(drafted, len(known))
         items.append(ScheduledRequest(it, 0, 1, count, (), False, True, trim=trim))
         committed.append(Committed((1,) * (accepted + 1), drafted, accepted, 0, confidences=known))
-    times = StepTimes(0.0, 0.0, 0.0, 0.0)
+    times = StepTimes(0.0, seconds, 0.0, 0.0)
     return StepReport(Batch(tuple(items)), committed, [True] * len(items), times, False, 0)
 
 
@@ -137,11 +138,13 @@ class Server:
             while taken < count and self.noise.random() < rate:
                 taken += 1
             accepted.append(taken)
-        self.seconds += seconds_of(drafted, self.costs, self.form, self.policy.widths, width)
+        seconds = seconds_of(drafted, self.costs, self.form, self.policy.widths, width)
+        self.seconds += seconds
         self.tokens += sum(accepted) + len(accepted)
         results = list(zip(drafted, accepted, strict=True))
         trims = [plan.trim for plan in plans]
-        self.policy.observe(report(self.requests, results, told if self.tells else (), trims))
+        told = told if self.tells else []
+        self.policy.observe(report(self.requests, results, told, trims, seconds))
 
     def _verified(
         self, plans: Sequence[DraftPlan], width: int, told: Sequence[tuple[float, ...]]

@@ -140,3 +140,24 @@ def test_a_model_for_very_short_requests_is_not_measured(tiny_target: str) -> No
     costs = CostModel()
     assert not calibrate(costs, llm.engine._step, llm.engine.resolved, (0,), 16)
     assert costs.seconds(1, 0, 1, 8) > 0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiling_takes_nothing_from_the_budget(
+    padded: bool, tiny_target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where steps are captured, the first ones that admit some number of requests compile kernels."""
+    if padded:
+        use_padded_steps(monkeypatch)
+    llm, seconds = build(tiny_target, {"method": "ngram"}), [0.0]
+    measured: set[int] = set()
+    launch = Launcher.launch
+
+    def slow(step: Launcher, batch: Batch) -> Launched:
+        seconds[0] += 5.0 if batch.admitted else 0.01
+        measured.add(len(batch.requests))
+        return launch(step, batch)
+
+    monkeypatch.setattr(Launcher, "launch", slow)
+    measure(llm, (0, K), budget_seconds=4.0, now=lambda: seconds[0])
+    assert (6 in measured) == padded, "elsewhere nothing is compiled, and such time counts"

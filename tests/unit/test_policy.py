@@ -408,3 +408,25 @@ def test_a_cost_that_was_wrong_is_soon_forgotten() -> None:
     server = serve(adaptive(costs, PADDED), costs, PADDED, [always(0.1)] * 32, 200)
     assert any(any(counts) for counts in server.counts[10:40]), "drafts seem to be free"
     assert sum(any(counts) for counts in server.counts[120:]) < 8
+
+
+class Growing(Costs):
+    """Target passes take five times as long once contexts are long."""
+
+    contexts_are_long = False
+
+    def target_seconds(self, requests: int, rows: int, context: int) -> float:
+        seconds = super().target_seconds(requests, rows, context)
+        return seconds + 4 * self.fixed if self.contexts_are_long else seconds
+
+
+@pytest.mark.parametrize("size", [1, 8, 32])
+@pytest.mark.parametrize("form", FORMS)
+def test_costs_that_change_are_soon_chosen_by(form: str, size: int) -> None:
+    costs = Growing(fixed=1.0, row=0.01, draft_pass=0.8, draft_row=0.0)
+    policy = adaptive(costs, FORMS[form])
+    server = serve(policy, costs, FORMS[form], [always(0.45)] * size, 100)
+    assert sum(map(any, server.counts[60:])) < 20
+    object.__setattr__(costs, "contexts_are_long", True)
+    server.run(40)
+    assert sum(map(any, server.counts[108:])) > 26

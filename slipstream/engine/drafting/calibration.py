@@ -21,6 +21,7 @@ _REQUESTS = (1, 16, 4, 64, 2, 8, 32, 128, 256)  # the most important first
 _ROUNDS = 2  # repeated, since other load on the machine comes and goes
 _MOST_RUNS, _FEWEST_RUNS = 6, 2  # runs of a kind of step in a round; the first is not counted
 _ENOUGH_SECONDS = 0.02
+_SLOW = 0.2  # seconds of a step on a GPU that has compiled something
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ def calibrate(
     Args:
         costs: is calibrated by the measurements.
         widths: numbers of draft tokens that steps can have, rising from 0.
+        budget_seconds: without the time in which kernels are compiled.
         now: a clock, in seconds, which is used for the time limit only.
 
     Returns:
@@ -63,7 +65,7 @@ def calibrate(
         for shape in _ROUNDS * shapes(resolved, widths, measured.length, measured.longest):
             rows, context = shape.requests * (shape.width + 1), shape.requests * shape.length
             expected = costs.seconds(shape.requests, shape.width, rows, context) if points else 0.0
-            if now() + expected * (_FEWEST_RUNS + 1) > ends:
+            if now() - measured.compiling + expected * (_FEWEST_RUNS + 1) > ends:
                 continue
             point = measured.run(shape, points.get(replace(shape, width=0)))
             if point is not None:
@@ -93,12 +95,18 @@ def shapes(resolved: Resolved, widths: Sequence[int], length: int, longest: int)
 
 
 class _Measurements:
-    """Steps of artificial requests, and what they took."""
+    """Steps of artificial requests, and what they took.
+
+    Attributes:
+        compiling: seconds in which kernels were compiled. Requests are admitted in steps that are
+            not captured; where others are, the kernels of these may not be there yet.
+    """
 
     def __init__(
         self, step: Launcher, resolved: Resolved, block_size: int, now: Callable[[], float]
     ) -> None:
         self._step, self._now = step, now
+        self.compiling, self._may_compile = 0.0, resolved.captures
         limits = resolved.limits
         # The most tokens that a request gains in the runs of one kind of step.
         growth = (_MOST_RUNS + 3) * (limits.num_speculative_tokens + 1)
@@ -116,8 +124,12 @@ class _Measurements:
         requests, slots = self._requests, range(shape.requests)
         wrong = [slot for slot in slots if not requests.fits(slot, shape.length)]
         if wrong:  # they lack its length, or room for more tokens
+            began = self._now()
             requests.admit(wrong, shape.length)
             requests.finish(self._step.launch(requests.batch(wrong, admitted=True)))
+            seconds = self._now() - began
+            if self._may_compile and seconds > _SLOW:
+                self.compiling += seconds
         batch = requests.batch(slots, shape.width)
         points = [_point(shape, *pair) for pair in self._steps(batch, self._step.runs_ahead)]
         found = [point for point in points[1:] if point is not None]

@@ -62,11 +62,26 @@ class CostTable:
         self._drafted: dict[int, Sequence[float]] = {}
         self._flat: dict[int, bool] = {}
         self._alone: list[float] = []
+        self._known = self._now()
 
     @property
     def plain(self) -> float:
         """Seconds of a step without drafts."""
         return max(self.least, self.targets(0, 0)[0])
+
+    @property
+    def error(self) -> float:
+        """How far costs have moved since the table was made, relative to what they are now."""
+        pairs = zip(self._known, self._now(), strict=True)
+        return max([abs(known - now) / max(LEAST, now) for known, now in pairs])
+
+    def _now(self) -> tuple[float, float]:
+        """Seconds of target passes without drafts and with one for each request."""
+        requests, context = self._requests, self._context
+        few, many = (
+            self._costs.target_seconds(requests, rows, context) for rows in (requests, 2 * requests)
+        )
+        return few, many
 
     def is_flat(self, width: int) -> bool:
         """Whether a step of this width costs the same for any number of draft tokens."""

@@ -34,11 +34,13 @@ from slipstream.engine.drafting.choice import Choice, CostTable, Gains, StepCost
 from slipstream.engine.drafting.pace import Pace
 from slipstream.engine.drafting.probes import Probes
 
-_SURPRISE = 0.5  # relative error of the expected tokens that makes a new choice due soon
+_SURPRISE = 0.5  # relative error of expected tokens or seconds that makes a new choice due soon
 # Drafting is begun if it seems to be so many times as fast as plain steps. Estimates are noisy, the
 # best of many is rarely as good as it looks, and each change back and forth costs a little.
 _LEAST_GAIN = 1.04
-_TABLE_AGE = 48  # plans after which tables of costs are made anew
+# Tables of costs are made anew after so many plans, at once if they are off by more than this, and
+# after as many steps in turn that took much longer than expected.
+_TABLE_AGE, _OUTDATED, _MOST_SLOW = 48, 0.15, 4
 _MOST_UNCHANGED = 28  # a choice serves 4 plans and at most this many more
 _REQUEST, _MOST = attrgetter("request"), attrgetter("most")
 _LEAST_TO_STOP, _MOST_TO_STOP = 0.02, 0.9
@@ -99,7 +101,7 @@ class AdaptivePolicy:
         self._requests: list[Request] = []
         self._plans: list[DraftPlan] = []
         self._known: dict[Request, DraftPlan] = {}  # filled when requests change
-        self._longest = self._left = self._age = 0
+        self._longest = self._left = self._age = self._num_slow = 0
         self._expected = 0.0  # accepted tokens of a request in a step
         # Plans that name just a number of tokens.
         self._simple = tuple(map(DraftPlan, range(self._most + 1)))
@@ -146,9 +148,13 @@ class AdaptivePolicy:
             self._costs.observe(report)
         results = self.acceptance.observe(report)
         off = abs(self.acceptance.latest - self._expected)
-        if off > _SURPRISE * (0.5 + self._expected):
-            self._left = min(self._left, 3)
         seconds = report.times.device + report.times.rest
+        is_slow = seconds > (1 + _SURPRISE) * self._choice.seconds and report.batch.is_decode
+        self._num_slow = self._num_slow + 1 if is_slow else 0
+        if self._num_slow >= _MOST_SLOW:  # not just a probe: the tables are wrong
+            self._num_slow, self._age = 0, _TABLE_AGE
+        if is_slow or off > _SURPRISE * (0.5 + self._expected):
+            self._left = min(self._left, 3)
         if self._probes.take_in(results, seconds):  # a probe succeeded: choose anew soon
             self._left = min(self._left, len(self._requests) // 4)
 
@@ -269,7 +275,7 @@ class AdaptivePolicy:
             self._tables.clear()
         key = requests, round(4 * log2(context))
         found = self._tables.get(key)
-        if found is None:
+        if found is None or found.error > _OUTDATED:
             found = CostTable(self._costs, self._form, requests, context, self._unit)
             self._tables[key] = found
         return found
