@@ -98,8 +98,8 @@ class _Measurements:
     """Steps of artificial requests, and what they took.
 
     Attributes:
-        compiling: seconds in which kernels were compiled. Requests are admitted in steps that are
-            not captured; where others are, the kernels of these may not be there yet.
+        compiling: seconds in which kernels were compiled. Steps are captured before, but not those
+            that admit requests, and not the passes in which drafters catch up.
     """
 
     def __init__(
@@ -127,9 +127,7 @@ class _Measurements:
             began = self._now()
             requests.admit(wrong, shape.length)
             requests.finish(self._step.launch(requests.batch(wrong, admitted=True)))
-            seconds = self._now() - began
-            if self._may_compile and seconds > _SLOW:
-                self.compiling += seconds
+            self._note_compiling(began)
         batch = requests.batch(slots, shape.width)
         points = [_point(shape, *pair) for pair in self._steps(batch, self._step.runs_ahead)]
         found = [point for point in points[1:] if point is not None]
@@ -156,9 +154,16 @@ class _Measurements:
                 ahead = self._step.launch(batch)
             context = sum(map(self._requests.known, batch.requests))
             results.append((self._requests.finish(launched), context))
+            if len(results) == 1:
+                self._note_compiling(began)
         if ahead is not None:
             self._requests.finish(ahead)
         return results
+
+    def _note_compiling(self, began: float) -> None:
+        """Take in the time of a first step of a kind, which ends now."""
+        if self._may_compile and (seconds := self._now() - began) > _SLOW:
+            self.compiling += seconds
 
     def clear(self) -> None:
         """Free all that the device and the drafter hold of the requests."""
