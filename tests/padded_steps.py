@@ -20,7 +20,7 @@ T = TypeVar("T")
 class DirectRecorder:
     """Takes the place of `runner.graphs.Recorder`."""
 
-    def __init__(self, device: torch.device, alone: bool = True) -> None:
+    def __init__(self, device: torch.device) -> None:
         """There is no device to capture on."""
         self.graphs: list[object] = []
 

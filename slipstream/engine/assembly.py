@@ -176,7 +176,7 @@ def graph_runner(
     """The runner of captured steps; None if steps are not captured."""
     if not isinstance(form, CapturedForm):
         return None
-    recorder = Recorder(resolved.device, alone=ranks.share.size == 1)
+    recorder = Recorder(resolved.device)
     ranks.reset_before_end(recorder.graphs)
     return GraphRunner(state, sampling, form, recorder, _of_drafts(resolved), adapted)
 

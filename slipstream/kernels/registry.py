@@ -11,7 +11,6 @@ import importlib
 import logging
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -108,17 +107,6 @@ def sampling_over(columns: Columns, device: torch.device, fp64_noise: bool) -> S
 
     ops = kernels_for(device, fp64_noise=fp64_noise).sampling
     return ops if columns.gather is None else reference.with_columns(columns, ops)
-
-
-def compiling_together(device: torch.device) -> AbstractContextManager[None]:
-    """Within it, kernels that are not compiled yet are not launched; at its end they are compiled,
-    in threads. For calls that are recorded and not run."""
-    if not runs_triton(device):
-        return nullcontext()
-    from slipstream.kernels.triton.compiling import compiling_together
-
-    together: AbstractContextManager[None] = compiling_together()
-    return together
 
 
 @functools.cache

@@ -3,11 +3,10 @@
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from threading import Lock
-from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import finalize
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from slipstream.core.step_form import CapturedForm
 from slipstream.kernels.devices import upload
-from slipstream.kernels.registry import compiling_together, kernels_for
+from slipstream.kernels.registry import kernels_for
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.sampling.state import SamplingState, Uses
@@ -38,7 +37,6 @@ FULL = frozenset(Uses) - {Uses.BAD_WORDS} - APART
 # Number of steps that could have had fewer rows before a graph for these is captured: by then they
 # have lost about as much time as capturing takes.
 WANTED_BEFORE_CAPTURE = 32
-LONG_CAPTURE = 2.0  # seconds; a capture that takes longer has compiled kernels
 # Held while a graph is captured: work of other threads on the GPU would break the capture.
 CAPTURING = Lock()
 
@@ -85,16 +83,12 @@ class _Captured(Generic[T]):
 class Recorder:
     """Captures calls in CUDA graphs that share one memory pool.
 
-    Args:
-        alone: no other rank takes part in the calls. What ranks exchange must run once before it is
-            captured.
-
     Attributes:
         graphs: the graphs that still exist; see `keep_until_reset`.
     """
 
-    def __init__(self, device: torch.device, alone: bool = True) -> None:
-        self._device, self._alone = device, alone
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.graphs = set[torch.cuda.CUDAGraph]()
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -109,22 +103,6 @@ class Recorder:
         """
         with CAPTURING:
             return self._captured(function, buffers)
-
-    def compile(self, functions: Iterable[Callable[[Between], Any]]) -> None:
-        """Compile the kernels of these calls together, without running anything: they are captured,
-        and their graphs dropped."""
-        if not self._alone:
-            return
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with CAPTURING, compiling_together(self._device), torch.cuda.stream(stream):
-            for function in functions:
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self._pool)
-                try:
-                    function(_nothing)
-                finally:
-                    graph.capture_end()
-                    graph.reset()
 
     def _captured(
         self, function: Callable[[Between], T], buffers: Between
@@ -265,15 +243,8 @@ class GraphRunner:
         progress: Callable[[int], None],
     ) -> None:
         """Capture the graphs for requests without rare features; the largest first, so that smaller
-        ones fit into its memory. If that had to compile kernels, those of the others are compiled
-        together."""
-        first, *rest = self._lean_keys(name, guessed)
-        began = perf_counter()
-        self._capture(first, function)
-        progress(1)
-        if perf_counter() - began > LONG_CAPTURE:
-            self._record.compile(self._call(key, function, None)[1] for key in rest)
-        for key in rest:
+        ones fit into its memory."""
+        for key in self._lean_keys(name, guessed):
             self._capture(key, function)
             progress(1)
 
@@ -333,15 +304,6 @@ class GraphRunner:
     def _capture(
         self, key: _Key, function: BatchFunction[T], host: HostPart | None = None
     ) -> _Captured[T]:
-        columns, call = self._call(key, function, host)
-        replay = self._record(call, _nothing if host is None else host.buffers)
-        captured = self._graphs[key] = _Captured(columns, replay)
-        return captured
-
-    def _call(
-        self, key: _Key, function: BatchFunction[T], host: HostPart | None
-    ) -> tuple[Tensor, Callable[[Between], T]]:
-        """A call of the function on padding, and the tensor of numbers that it reads."""
         nobody = PackedBatch([], [], [], [], key.width, key.uses, [] if key.guessed else None)
         columns = upload(self._padded(nobody.columns(key.width), key.bucket), self._state.device)
 
@@ -349,7 +311,9 @@ class GraphRunner:
             batch = DeviceBatch.over(columns, key.width, key.uses, False, key.rows)
             return function(batch) if host is None else function(batch, between)
 
-        return columns, call
+        replay = self._record(call, _nothing if host is None else host.buffers)
+        captured = self._graphs[key] = _Captured(columns, replay)
+        return captured
 
 
 def _nothing(tensors: Any) -> Any:
