@@ -1,5 +1,6 @@
 """Puts an engine together from loaded models."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -100,7 +101,7 @@ def assemble(
     )
     capture_plain(graphs, step, not loaded_drafter.limits.on_device, progress_bar)
     if ranks.leads:
-        run_first_steps(step, resolved, config, costs, progress_bar)
+        run_first_steps(step, resolved, config, costs, policy.widths, progress_bar)
     reader = LogprobReader(step.rate, tokenizer, config.logprobs_mode == "raw_logprobs")
     media = MediaReader(config.allowed_local_media_path, config.allowed_media_domains)
     services = tokenizer, grammars, costs, adapters, images, media, ranks
@@ -195,10 +196,14 @@ def run_first_steps(
     resolved: Resolved,
     config: EngineConfig,
     costs: KeptCosts,
+    widths: Sequence[int],
     progress_bar: ProgressBar,
 ) -> None:
-    """Run steps of no request, to compile kernels and to measure costs."""
-    widths = captured_counts(resolved)
+    """Run steps of no request, to compile kernels and to measure costs.
+
+    Args:
+        widths: numbers of draft tokens that steps can have, rising from 0.
+    """
     if config.warm_up and resolved.captures:
         warm_up(step, resolved, widths, config.block_size, progress_bar)
     if resolved.adaptive:
