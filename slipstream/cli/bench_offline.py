@@ -72,7 +72,7 @@ def throughput(
     output.check()
     profile.prepare()
     require_writable("--save-texts", output.save_texts)
-    config = drafter.apply(engine)
+    config = drafter.apply(engine).warmed_up()
     workload = read_workload(dataset, sampling, engine)
     llm = open_llm(config, run.verbose)[0]
     warm_up(llm)

@@ -106,7 +106,7 @@ def _swept(
 
     def open_engine(speculative_config: dict[str, Any] | None, batch: int) -> "LLM":
         own = replace(engine, speculative_config=speculative_config, max_num_seqs=batch)
-        return open_llm(own, run.verbose)[0]
+        return open_llm(own.warmed_up(), run.verbose)[0]
 
     cells = _Cells(plan, workload, profile)
     cells.measure(open_engine)

@@ -38,8 +38,7 @@ class ServingFlags:
             UsageError: flags that are not valid or contradict each other.
             MissingPackagesError: what the server needs is not installed.
         """
-        config, server = self.drafter.apply(self.engine, AUTO), self.server
-        config = replace(config, warm_up=config.warm_up is not False)
+        config, server = self.drafter.apply(self.engine, AUTO).warmed_up(), self.server
         _refuse_synthetic(config, server.allow_synthetic)
         try:
             import slipstream.serve.run  # noqa: F401  it imports all packages

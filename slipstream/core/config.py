@@ -1,7 +1,7 @@
 """The engine's options."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.core import config_values as values
@@ -235,7 +235,7 @@ class EngineConfig:
     warm_up: bool | None = rare_flag(
         None,
         "Run steps of all kinds while loading, so that no request waits until kernels of a GPU are "
-        "compiled. [serve and deploy: yes; others: no]",
+        "compiled. [serve, deploy, bench throughput, sweep and advise: yes; others: no]",
     )
     async_scheduling: bool | None = rare_flag(
         None, "Accepted for compatibility; --verbose tells its effect."
@@ -321,6 +321,10 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Number of processes of the engine."""
         return self.data_parallel_size if self.shares_experts else self.tensor_parallel_size
+
+    def warmed_up(self) -> "EngineConfig":
+        """The config for a command that warms up unless it is told not to."""
+        return replace(self, warm_up=self.warm_up is not False)
 
     @property
     def max_images(self) -> int:

@@ -25,11 +25,17 @@ def test_nothing_given_is_the_demo_on_loopback(slipstream: CommandLine, started:
     ran = slipstream("serve", "--port", "0")
     assert ran.code == 0, ran.err
     ((config, options, (_, port)),) = started.calls
-    assert config == EngineConfig(model="demo", speculative_config=DEMO_DRAFT)
+    assert config == EngineConfig(model="demo", speculative_config=DEMO_DRAFT, warm_up=True)
     assert options == ServerOptions(port=0, served_model_name=("demo",))
     assert f"http://127.0.0.1:{port}/v1" in ran.err
     assert "curl" in ran.err
     assert "Authorization" not in ran.err
+
+
+def test_a_server_need_not_warm_up(slipstream: CommandLine, started: Started) -> None:
+    assert slipstream("serve", "--port", "0", "--no-warm-up").code == 0
+    ((config, _, _),) = started.calls
+    assert config.warm_up is False
 
 
 def test_a_drafter_that_names_its_target_drafts_what_pays(
@@ -66,6 +72,7 @@ def test_every_flag_arrives(slipstream: CommandLine, started: Started, tmp_path:
     assert ran.code == 0, ran.err
     ((config, options, _),) = started.calls
     assert config == EngineConfig(
+        warm_up=True,
         model="some/model",
         max_num_seqs=5,
         speculative_config={"model": "d", "num_speculative_tokens": 2},
