@@ -252,6 +252,7 @@ def _costs(
     file = CostFile(
         {
             "version": import_module("slipstream").__version__,
+            "form": 2,  # files of the first form may lack the costs of contexts
             "model": [config.model, config.revision, config.load_format, repr(shape)],
             "drafter": [config.speculative_config, resolved.limits],
             "numbers": [resolved.dtype, resolved.cache_dtype, config.quantization],

@@ -161,3 +161,25 @@ def test_compiling_takes_nothing_from_the_budget(
     monkeypatch.setattr(Launcher, "launch", slow)
     measure(llm, (0, K), budget_seconds=4.0, now=lambda: seconds[0])
     assert (6 in measured) == padded, "elsewhere nothing is compiled, and such time counts"
+
+
+def test_contexts_are_measured_where_kept_costs_lack_them(
+    tiny_target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first start may have ended before them. Then the next one has as much time again."""
+    more = {"hf_overrides": {"max_position_embeddings": 4096}, "max_model_len": 4096}
+    llm, seconds, lengths = build(tiny_target, None, num_kv_blocks=300, **more), [0.0], set[int]()
+    engine, launch = llm.engine, Launcher.launch
+
+    def slow(step: Launcher, batch: Batch) -> Launched:
+        seconds[0] += 0.01
+        lengths.update(item.start for item in batch.requests)
+        return launch(step, batch)
+
+    monkeypatch.setattr(Launcher, "launch", slow)
+    costs = CostModel()
+    for is_known in (False, True):
+        assert costs.knows_contexts == is_known
+        calibrate(costs, engine._step, engine.resolved, (0,), 16, 0.05, lambda: seconds[0])
+        assert (max(lengths) < 1000) == is_known
+        lengths.clear()

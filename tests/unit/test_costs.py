@@ -544,6 +544,25 @@ def test_costs_are_kept_for_another_start(tmp_path: Path) -> None:
     assert {it.suffix for it in file.path.parent.iterdir()} == {".json"}
 
 
+def test_costs_of_contexts_count_as_known_only_if_they_were_measured(tmp_path: Path) -> None:
+    def started(measured: Sequence[Point]) -> KeptCosts:
+        costs = kept(CostFile({"model": "a"}, tmp_path))
+        costs.begin(lambda _: costs.calibrate(measured) if measured else None)
+        return costs
+
+    short = started(points())
+    for length in (64, 100_000):  # steps tell something, but tables take in what it is
+        for _ in range(40):
+            short.observe(report([0], StepTimes(0.0, 1.0 + length / 1e5, 0.0, 0.1), length))
+    assert not short.knows_contexts
+    short._keep()
+    again = started(())
+    assert again.target_seconds(1, 1, 0) == pytest.approx(short.target_seconds(1, 1, 0), rel=0.2)
+    assert not again.knows_contexts
+    assert started([*points(), replace(points()[0], context=4096, target=3.0)]).knows_contexts
+    assert started(()).knows_contexts
+
+
 def test_what_moved_is_kept_every_few_minutes(tmp_path: Path) -> None:
     file, now = CostFile({}, tmp_path), Clock()
     costs = kept(file, now)

@@ -59,10 +59,13 @@ def calibrate(
     points: dict[Shape, Point] = {}
     if measured.length < 2:  # max_model_len is too small for these requests
         return 0
+    kinds = shapes(resolved, widths, measured.length, measured.longest)
+    if not costs.knows_contexts and any(it.length > measured.length for it in kinds):
+        budget_seconds = max(budget_seconds, BUDGET_SECONDS)  # restored costs lack them
     try:
         measured.run(Shape(1, 0, measured.length), None)  # warms up, such as by compiling kernels
         ends = now() + budget_seconds
-        for shape in _ROUNDS * shapes(resolved, widths, measured.length, measured.longest):
+        for shape in _ROUNDS * kinds:
             rows, context = shape.requests * (shape.width + 1), shape.requests * shape.length
             expected = costs.seconds(shape.requests, shape.width, rows, context) if points else 0.0
             if now() - measured.compiling + expected * (_FEWEST_RUNS + 1) > ends:
@@ -84,10 +87,10 @@ def shapes(resolved: Resolved, widths: Sequence[int], length: int, longest: int)
     large, few = counts[min(1, len(counts) - 1)], min(8, limits.max_num_seqs)
     ends = tuple(dict.fromkeys((0, most, *widths[1:2])))
     found = [Shape(count, width, length) for count in (1, large) for width in ends[:2]]
-    found += [Shape(count, width, length) for width in ends[2:] for count in (1, large)]
     if longest >= 4 * length:
         found += [Shape(count, width, longest) for count in (1, few) for width in ends[:2]]
         found += [Shape(few, width, length) for width in ends[:2]]
+    found += [Shape(count, width, length) for width in ends[2:] for count in (1, large)]
     found += [Shape(1, width, length) for width in widths]
     found += [Shape(count, width, length) for count in counts for width in ends]
     most_rows = limits.max_num_batched_tokens

@@ -99,6 +99,11 @@ class CostModel:
         seconds = self._slowness.value * (found[0] + found[1] * context)
         return max(least, seconds + self.target_seconds(requests, report.num_rows, context)), plain
 
+    @property
+    def knows_contexts(self) -> bool:
+        """Whether it was measured how much longer steps take after long contexts."""
+        return self._slopes["context"].is_measured
+
     def host_seconds(self, requests: int) -> float:
         """Minimum seconds of a step that overlaps with the host's work; 0 if it does not."""
         return self._slowness.value * max(0.0, self._host(self._pad(requests)))
@@ -342,7 +347,10 @@ class CostModel:
             "added_rest": self._added_rest.items(),
             "host": self._host.items(),
             "drafting": self._drafting.items(),
-            "slopes": {name: slope.value for name, slope in self._slopes.items()},
+            "slopes": {
+                name: slope.value if slope.is_measured else None
+                for name, slope in self._slopes.items()
+            },
             "slowness": self._slowness.value,
         }
 
@@ -358,7 +366,10 @@ class CostModel:
         self._restored = restored
 
     def _fill(self, state: Mapping[str, Any]) -> None:
-        slopes = {name: finite(state["slopes"][name], least=0.0) for name in self._slopes}
+        given = {name: state["slopes"][name] for name in self._slopes}
+        slopes = {
+            name: finite(value, least=0.0) for name, value in given.items() if value is not None
+        }
         slowness = finite(state["slowness"], 1 / _MOST_SLOWNESS, _MOST_SLOWNESS)
         tables, drafting = {name: Table() for name in _TABLES}, Grid()
         for name, table in tables.items():

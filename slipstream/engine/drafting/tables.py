@@ -180,6 +180,8 @@ class Slope:
 
     def __init__(self, least_spread: float) -> None:
         self.value, self._least_spread = 0.0, least_spread
+        # Whether it was measured. If not it may be anything: tables take in what steps share.
+        self.is_measured = False
         self._least, self._most = 0.0, inf
         self._mean = self._variance = 0.0
         self._count = 0
@@ -187,7 +189,7 @@ class Slope:
     def set(self, value: float) -> None:
         """Set it to a value that was measured in pairs of steps. It stays within a factor of four,
         since a machine that becomes slower while contexts grow seems to have a larger one."""
-        self.value = value
+        self.value, self.is_measured = value, True
         if value > 0:
             self._least, self._most = value / 4, 4 * value
 
