@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import write_qwen3
+from tests.drafters.fits import remembered
 from tests.drafters.oracles import Read, Reader, Target, load, plain_layer, rms, rotate
 from tests.models.parity_cases import Case
 
@@ -341,6 +342,7 @@ class Assistant:
         )
 
 
+@remembered
 def _fitted_table(folder: Path, target: str | Path) -> Tensor:
     """The lm_head whose logits for the first draft token are nearest to the target's."""
     model = oracle_of(target)
