@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import write_qwen3
+from tests.drafters.fits import remembered
 from tests.drafters.oracles import Read, Reader, Target, load, plain_layer, rms, rotate
 from tests.models.parity_cases import Case
 
@@ -257,15 +258,16 @@ class Assistant:
         file = Path(folder) / "generation_config.json"
         if file.exists():
             self.suppressed = json.loads(file.read_text())["suppress_tokens"]
+        self._cached: tuple[list[int], dict[str, tuple[Tensor, Tensor]]] = [], {}
 
     def hidden(self, ids: Sequence[int], token: int, hidden: Tensor) -> Tensor:
         """[H], after the final norm, of the row of `token`, whatever it is, after ids[:-1]."""
-        weights, streams = self.weights, self.target(ids[:-1])[0]
+        weights = self.weights
         embedded = self.target.embedding[token] * self.config["backbone_hidden_size"] ** 0.5
         x = weights.linear("pre_projection", torch.cat((embedded, hidden)))
         for index, kind in enumerate(self.config["layer_types"]):
             name = f"layers.{index}"
-            mixed = self._attention(index, self._norm(f"{name}.input", x), streams, kind, len(ids))
+            mixed = self._attention(index, self._norm(f"{name}.input", x), ids, kind)
             x = x + self._norm(f"{name}.post_attention", mixed)
             normed = self._norm(f"{name}.pre_feedforward", x)
             gate, up = (
@@ -311,11 +313,19 @@ class Assistant:
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return rms(x, self.eps) * self.weights[f"{name}_layernorm.weight"]
 
-    def _attention(
-        self, index: int, x: Tensor, streams: Sequence[Tensor], kind: str, known: int
-    ) -> Tensor:
+    def _cache(self, ids: Sequence[int], kind: str) -> tuple[Tensor, Tensor]:
+        """The target's after ids[:-1], which every layer of a kind and every draft reads."""
+        if self._cached[0] != list(ids):
+            self._cached = list(ids), {}
+        found = self._cached[1]
+        if kind not in found:
+            found[kind] = self.target.cache(self.target(ids[:-1])[0], kind)
+        return found[kind]
+
+    def _attention(self, index: int, x: Tensor, ids: Sequence[int], kind: str) -> Tensor:
         name, head_dim = f"layers.{index}.self_attn", _head_dim(self.config, index)
-        key, value = self.target.cache(streams, kind)
+        known = len(ids)
+        key, value = self._cache(ids, kind)
         if kind == SLIDING:  # it and so many before it, of which it has no key of its own
             seen = max(0, known - self.config["sliding_window"])
             key, value = key[seen:], value[seen:]
@@ -332,6 +342,7 @@ class Assistant:
         )
 
 
+@remembered
 def _fitted_table(folder: Path, target: str | Path) -> Tensor:
     """The lm_head whose logits for the first draft token are nearest to the target's."""
     model = oracle_of(target)

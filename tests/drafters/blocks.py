@@ -5,7 +5,7 @@ The oracle reads whole texts anew for every draft, and shares nothing with the e
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.drafters.fits import remembered
 from tests.drafters.oracles import Target, load, mlp, rms
 
 MASK, INNER = 90, 64
@@ -293,7 +294,7 @@ class Blocks:
             query = self.weights.norm(f"{name}.q_norm", query, self.eps)
             key = self.weights.norm(f"{name}.k_norm", key, self.eps)
         places = torch.arange(len(rows))
-        query, key = self._turned(query, places[before:]), self._turned(key, places)
+        query, key = self._turned(query, before), self._turned(key, 0)
         groups = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) / head_dim**0.5
@@ -307,14 +308,18 @@ class Blocks:
         mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value.transpose(0, 1)
         return self.weights.linear(f"{name}.o_proj", mixed.transpose(0, 1).flatten(1))
 
-    def _turned(self, x: Tensor, places: Tensor) -> Tensor:
+    def _turned(self, x: Tensor, first: int) -> Tensor:
         half = x.shape[-1] // 2
-        speeds = self.config["rope_theta"] ** -(torch.arange(half).float() / half)
-        angles = torch.outer(places.float(), speeds).unsqueeze(1)
-        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
-            torch.ones_like(angles), angles
-        )
+        turns = _turns(self.config["rope_theta"], half, first, first + len(x))
+        turned = torch.complex(x[..., :half], x[..., half:]) * turns
         return torch.cat((turned.real, turned.imag), -1)
+
+
+@cache
+def _turns(theta: float, half: int, first: int, end: int) -> Tensor:
+    speeds = theta ** -(torch.arange(half).float() / half)
+    angles = torch.outer(torch.arange(first, end).float(), speeds).unsqueeze(1)
+    return torch.polar(torch.ones_like(angles), angles)
 
 
 class Sparks(Blocks):
@@ -380,6 +385,7 @@ class Blocks2(Blocks):
         return tokens, scores
 
 
+@remembered
 def _fitted_head(folder: Path, target: str | Path) -> Tensor:
     """The lm_head whose logits for the first draft token are nearest to the target's."""
     model = Target(target)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.drafters.fits import remembered
 from tests.drafters.oracles import MASK, Eagle1, Eagle3, PEagle, Target
 
 INNER = 64
@@ -265,6 +266,7 @@ def _fit_texts(vocab: int) -> list[list[int]]:
     return texts.tolist()
 
 
+@remembered
 def _fitted_head(folder: Path, target: str | Path) -> Tensor:
     """The lm_head whose logits are nearest to the target's."""
     model = Target(target)
@@ -281,6 +283,7 @@ def _fitted_head(folder: Path, target: str | Path) -> Tensor:
     return _ridge(torch.cat(inputs), torch.cat(wanted))
 
 
+@remembered
 def _fitted_parallel_head(folder: Path, target: str | Path) -> Tensor:
     """The lm_head whose logits are nearest to the target's, over the rows of all depths."""
     model = Target(target)
@@ -298,6 +301,7 @@ def _fitted_parallel_head(folder: Path, target: str | Path) -> Tensor:
     return _ridge(torch.cat(inputs), torch.cat(wanted))
 
 
+@remembered
 def _fitted_fc(folder: Path, target: str | Path) -> Tensor:
     """The fc that is nearest to the next feature."""
     model = Target(target)

@@ -8,6 +8,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,20 @@ def rotate(x: Tensor, head_dim: int, config: Config) -> Tensor:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta: float = rope.get("rope_theta") or config.get("rope_theta", 10000.0)
     size = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-    frequencies, weight = theta ** -(torch.arange(0, size, 2).float() / size), 1.0
-    if rope.get("rope_type") == "yarn":
-        frequencies, weight = yarn(frequencies, theta, rope)
-    angles = torch.outer(torch.arange(len(x)).float(), frequencies).unsqueeze(1)
+    cos, sin = turns(len(x), size, theta, json.dumps(rope))
     one, two = x[..., :size].chunk(2, -1)
-    cos, sin = angles.cos() * weight, angles.sin() * weight
     return torch.cat((one * cos - two * sin, two * cos + one * sin, x[..., size:]), -1)
+
+
+@cache
+def turns(rows: int, size: int, theta: float, rope: str) -> tuple[Tensor, Tensor]:
+    """[rows, 1, size / 2] each: cosines and sines, which all heads of all layers ask for."""
+    settings = json.loads(rope)
+    frequencies, weight = theta ** -(torch.arange(0, size, 2).float() / size), 1.0
+    if settings.get("rope_type") == "yarn":
+        frequencies, weight = yarn(frequencies, theta, settings)
+    angles = torch.outer(torch.arange(rows).float(), frequencies).unsqueeze(1)
+    return angles.cos() * weight, angles.sin() * weight
 
 
 def yarn(frequencies: Tensor, theta: float, rope: Config) -> tuple[Tensor, float]:

@@ -23,18 +23,12 @@ def interpreted_kernels_are_checked() -> Iterator[None]:
         if "triton" in sys.modules and not torch.cuda.is_available():
             from tests.kernels.checked_memory import memory_is_checked
             from tests.kernels.interpreter import (
-                check_overflow_at_once,
                 floats_are_rounded_to_nearest,
-                list_builtins_once,
-                patch_for_whole_launches,
                 products_are_wide,
-                remember_shapes,
+                quicken,
             )
 
-            list_builtins_once()
-            patch_for_whole_launches()
-            remember_shapes()
-            check_overflow_at_once()
+            quicken()
             stack.enter_context(memory_is_checked())
             stack.enter_context(floats_are_rounded_to_nearest())
             stack.enter_context(products_are_wide())

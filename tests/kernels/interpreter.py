@@ -54,11 +54,22 @@ def floats_are_rounded_to_nearest() -> Iterator[None]:
 
 
 @cache
+def quicken() -> None:
+    """Leave out most of what the interpreter does beside a kernel's work."""
+    _list_builtins_once()
+    _patch_for_whole_launches()
+    _remember_shapes()
+    _compare_types_at_once()
+    _pass_operands_that_fit()
+    _check_overflow_at_once()
+
+
+@cache
 def _builtins(package: Any) -> list[str]:
     return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
 
 
-def list_builtins_once() -> None:
+def _list_builtins_once() -> None:
     """At every call the interpreter goes through all names of the language, a third of its time, to
     replace those of built-in functions. Which names those are does not change."""
 
@@ -66,13 +77,24 @@ def list_builtins_once() -> None:
         for name in _builtins(package):
             member = getattr(package, name)
             if tl.core.is_builtin(member):
-                interpreter._patch_attr(package, name, member, *rest)
+                rest[-1].set_attr(package, name, _direct(member))
 
     interpreter._patch_builtin = patch
 
 
 @cache
-def patch_for_whole_launches() -> None:
+def _direct(member: Any) -> Any:
+    """A built-in function that knows its semantics, without two wrappers that copy arguments."""
+    fn = member.__wrapped__ if member.__code__ is tl.core.builtin(len).__code__ else member
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return fn(*args, **kwargs)
+
+    return called
+
+
+def _patch_for_whole_launches() -> None:
     """Each function that a kernel calls patches the language again, though the launch has done so;
     and each array's type is looked up in a table that is built for it."""
     patch, numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
@@ -95,8 +117,7 @@ def patch_for_whole_launches() -> None:
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, numpy_type_of
 
 
-@cache
-def remember_shapes() -> None:
+def _remember_shapes() -> None:
     """Each result has a type and a shape that are built anew, half of the interpreter's time, and
     there are few of them: tensors of one shape share them."""
     core = tl.core
@@ -126,8 +147,9 @@ def remember_shapes() -> None:
         self.numel, self.shape = known or of_tensors(tuple(type.shape) if type.is_block() else ())
 
     def same(self: Any, other: Any) -> Any:
-        if type(other) is core.tuple:
-            return core.constexpr(other is self or self.values == other.values)
+        if type(other) in (core.tuple, list):  # shapes: of types, and as they are worked out
+            values = other if type(other) is list else other.values
+            return core.constexpr(values is self.values or self.values == values)
         return equal(self, other)
 
     for kind, name, member in (
@@ -138,8 +160,76 @@ def remember_shapes() -> None:
         setattr(kind, name, member)
 
 
-@cache
-def check_overflow_at_once() -> None:
+def _compare_types_at_once() -> None:
+    """Types are compared by their names, and taken out of constants that they are not: nearly all
+    are one object. What type two of them give does not change."""
+    core = tl.core
+    unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__
+    promote = TritonSemantic.computation_type_impl
+    promoted: dict[Any, Any] = {}
+    whole = (core.tensor, core.dtype, int, bool, float, str, type(None))
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        return value if kind in whole else unwrap(value)
+
+    def same(self: Any, other: Any) -> bool:
+        return self is other or bool(equal(self, other))
+
+    def promoted_type(self: Any, one: Any, one_scalar: bool, two: Any, *rest: bool) -> Any:
+        key = one.name, one_scalar, two.name, *rest
+        if key not in promoted:
+            promoted[key] = promote(self, one, one_scalar, two, *rest)
+        return promoted[key]
+
+    core._unwrap_if_constexpr = unwrapped
+    core.dtype.__eq__ = same
+    TritonSemantic.computation_type_impl = promoted_type
+
+
+def _pass_operands_that_fit() -> None:
+    """Most operands are tensors of one type, and of one shape or scalars."""
+    match = TritonSemantic.binary_op_type_checking_impl
+    broadcast = TritonSemantic.broadcast_impl_value
+    numbers, blocks = tl.core.dtype, tl.core.block_type
+
+    def matched(self: Any, lhs: Any, rhs: Any, *rules: Any, **named: Any) -> Any:
+        like = type(lhs) is type(rhs) is tl.core.tensor and lhs.dtype is rhs.dtype
+        divides = named.get("div_or_mod") or len(rules) > 3  # floats of 16 bits become wider
+        if like and type(lhs.dtype) is numbers and not divides:
+            return self.broadcast_impl_value(lhs, rhs)
+        return match(self, lhs, rhs, *rules, **named)
+
+    def fitted(self: Any, lhs: Any, rhs: Any) -> Any:
+        if type(lhs.type) is type(rhs.type) is blocks:
+            left, right = lhs.type.shape.values, rhs.type.shape.values
+            if left == right:
+                return lhs, rhs
+            if len(left) == len(right) and all(map(_fits, left, right)):
+                shape = [b if a == 1 else a for a, b in zip(left, right, strict=True)]
+                return _spread(self, lhs, shape), _spread(self, rhs, shape)
+        elif type(lhs.type) is type(rhs.type) is numbers:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    TritonSemantic.binary_op_type_checking_impl = matched
+    TritonSemantic.broadcast_impl_value = fitted
+
+
+def _fits(size: int, other: int) -> bool:
+    return size == other or 1 in (size, other)
+
+
+def _spread(semantic: Any, block: Any, shape: list[int]) -> Any:
+    if block.type.shape.values == shape:
+        return block
+    handle = semantic.builder.create_broadcast(block.handle, shape)
+    return semantic.make_tensor(handle, tl.core.block_type(block.type.scalar, shape))
+
+
+def _check_overflow_at_once() -> None:
     """The interpreter works out whether 32-bit numbers overflow in the language itself, a fifth of
     its time, and tells nobody. NumPy does it here: signed numbers are sizes and places."""
     of = {"add": np.add, "sub": np.subtract, "mul": np.multiply}

@@ -15,12 +15,7 @@ from slipstream.kernels.table import Norm, PostNorm, PostNormAddend
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton.exchange import gather
 from tests.kernels.device import INTERPRETED, ON_GPU
-from tests.kernels.interpreter import (
-    check_overflow_at_once,
-    list_builtins_once,
-    patch_for_whole_launches,
-    remember_shapes,
-)
+from tests.kernels.interpreter import quicken
 
 pytestmark = [*INTERPRETED, pytest.mark.skipif(ON_GPU, reason="the ranks would share a GPU")]
 ROOM = 16 << 20
@@ -35,10 +30,7 @@ def _inboxes(rank: int, memory: list[Tensor]) -> Inboxes:
 
 
 def _run(rank: int, memory: list[Tensor], work: Callable[[Inboxes], Any], results: Any) -> None:
-    list_builtins_once()
-    patch_for_whole_launches()
-    remember_shapes()
-    check_overflow_at_once()
+    quicken()
     try:
         results.put((rank, work(_inboxes(rank, memory))))
     except Exception as error:

@@ -186,9 +186,7 @@ def test_fused_ops_go_the_same_way(
     if column == "triton":
         from tests.kernels import interpreter
 
-        interpreter.list_builtins_once()
-        interpreter.patch_for_whole_launches()
-        interpreter.remember_shapes()
+        interpreter.quicken()
         monkeypatch.setattr(fused, "TILES", fused.Tiles(block=32, group=16))
     found = verify_trees(logits, trees, make_state(fused.SAMPLING), uses)
     for ours, theirs in zip(
