@@ -30,12 +30,11 @@ class Workload:
     @property
     def title(self) -> str:
         """In words."""
-        own = any(prompt.max_tokens is not None for prompt in self.prompts)
-        tokens = (
-            "output lengths of the data set"
-            if own
-            else f"{counted(self.params.max_tokens or 0, 'token')} each"
-        )
+        tokens = f"{counted(self.params.max_tokens or 0, 'token')} each"
+        if any(prompt.max_tokens is not None for prompt in self.prompts):
+            tokens = "output lengths of the data set"
+        elif not self.params.ignore_eos:
+            tokens = f"up to {tokens}"
         return (
             f"{counted(len(self.prompts), 'prompt')}, {tokens}, "
             f"temperature {self.params.temperature:g}"

@@ -273,12 +273,14 @@ def _numbers(flag: str, text: str, least: int) -> list[int]:
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UsageError(f"{flag} must be a list such as 1,2,4 or 1-8, not {text!r}")
-        end = int((last or first)[:_DIGITS])
-        start = min(int(first[:_DIGITS]), _LARGEST + 1)
-        numbers.extend(range(start, min(end, _LARGEST + 1) + 1))
-    if not numbers or min(numbers) < least or max(numbers) > _LARGEST:
+        found = range(0)
+        if first.isdecimal() and (last.isdecimal() or not dash):
+            end = min(int((last or first)[:_DIGITS]), _LARGEST + 1)
+            found = range(min(int(first[:_DIGITS]), _LARGEST + 1), end + 1)
+        if not found:
+            raise UsageError(f"{flag} must be a list such as 1,2,4 or 1-8, not {text[:80]!r}")
+        numbers.extend(found)
+    if min(numbers) < least or max(numbers) > _LARGEST:
         raise UsageError(f"{flag} must be numbers from {least} to {_LARGEST}, not {text[:80]!r}")
     return list(dict.fromkeys(numbers))
 

@@ -162,7 +162,7 @@ class ConfigReader:
             raise self.error(
                 key,
                 f"is unknown (value {_shown(value)}) and might change what the model computes; if "
-                f"it does not, remove it from the file",
+                f"it does not, remove it from the file (or from hf_overrides)",
             )
 
     def error(self, key: str, what: str) -> CheckpointError:

@@ -61,7 +61,7 @@ class AnswerReader:
             delta, over = _cut(delta, parsed), True
         self.num_reasoning_tokens += sum(part is Part.REASONING for part in parsed.parts or ())
         events = [*parsed.events, *(self._parser.finish() if over else ())]
-        if self._tools.single:
+        if self._tools.single and not self._tools.only_calls:  # else its grammar ends the answer
             events = self._up_to_first_call(events)
         if self._tools.only_calls:  # of a call that is cut short, a mark may be left
             events = [event for event in events if not isinstance(event, Content)]
@@ -77,7 +77,7 @@ class AnswerReader:
 
     def finish_reason(self, delta: Delta) -> str | None:
         """The finish reason in the protocol's terms; None if the answer goes on."""
-        cut_off = self._in_call or delta.finish_reason == "length"
+        cut_off = self._in_call or (delta.finish_reason == "length" and not self._tools.single)
         if self.ended and self.num_calls and not cut_off:
             return "tool_calls"
         return delta.finish_reason

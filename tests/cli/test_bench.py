@@ -41,7 +41,7 @@ def test_all_drafters_are_measured_at_every_k(
     )
     assert ran.code == 0, ran.err
     document = json.loads(figures.read_text())
-    assert document["title"] == "demo, 3 prompts, 12 tokens each, temperature 0"
+    assert document["title"] == "demo, 3 prompts, up to 12 tokens each, temperature 0"
     points = document["points"]
     assert [(point["drafter"], point["k"]) for point in points] == [
         *(("plain", 0), ("demo/draft", 1), ("demo/draft", 3), ("own", 1), ("own", 3)),
@@ -82,6 +82,7 @@ def test_all_drafters_are_measured_at_every_k(
     ("arguments", "says"),
     [
         (("-k", "1,x"), "-k must be a list such as 1,2,4 or 1-8, not '1,x'"),
+        (("-k", "4,3-1"), "-k must be a list such as 1,2,4 or 1-8, not '4,3-1'"),
         (("-k", "0-2"), "-k must be numbers from 1 to"),
         (("-k", f"1-1{'0' * 5000}"), "-k must be numbers from 1 to"),
         (("-k", "4,100000"), "-k must be numbers from 1 to"),

@@ -75,7 +75,7 @@ def test_unknown_keys_are_named() -> None:
     config.take("known", int)
     with pytest.raises(
         CheckpointError,
-        match=r'"logit_scale" is unknown \(value 0\.1\) and might change .* remove it',
+        match=r'"logit_scale" is unknown \(value 0\.1\) and might change .* from hf_overr',
     ):
         config.finish()
 

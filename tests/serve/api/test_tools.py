@@ -109,6 +109,21 @@ def test_several_answers_have_calls_of_their_own(client: openai.OpenAI) -> None:
     assert len({call.id for call in calls}) == 3
 
 
+def test_drafts_do_not_change_where_a_forced_call_ends(client: openai.OpenAI, live: Live) -> None:
+    """The tokens end with the marks behind it, at whichever token a step ends."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    fields = {"tools": [WEATHER], "tool_choice": named, "n": 2, "return_token_ids": True}
+    plain, drafted = (
+        create(client, speculative={"num_speculative_tokens": k}, **fields) for k in (0, 4)
+    )
+    tokens = [choice.token_ids for choice in plain.choices]
+    assert [choice.token_ids for choice in drafted.choices] == tokens
+    assert plain.usage.completion_tokens == drafted.usage.completion_tokens == sum(map(len, tokens))
+    assert live.model.tokenizer.decode(tokens[0]).endswith(("</tool_call>", "]"))
+    unmarked = create(client, **{**fields, "max_completion_tokens": len(tokens[0]) - 1})
+    assert {choice.finish_reason for choice in unmarked.choices} == {"tool_calls"}
+
+
 def test_tools_stand_in_the_prompt_unless_none_may_be_called(client: openai.OpenAI) -> None:
     plain = short(client).usage.prompt_tokens
     assert short(client, tools=[WEATHER]).usage.prompt_tokens > plain + 20
