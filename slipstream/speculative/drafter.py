@@ -179,7 +179,7 @@ class Drafter:
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """Draft at most `num_draft_tokens` tokens for each request of the batch, whose `width` is
-        1 or more."""
+        1 or more. Known tokens in `DeviceState` are int32, those of a draft int64."""
         raise NotImplementedError
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
