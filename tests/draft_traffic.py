@@ -79,6 +79,7 @@ def report(
     told: Sequence[tuple[float, ...]] = (),
     trims: Sequence[Trim | None] = (),
     seconds: float = 0.0,
+    padded: bool = False,
 ) -> StepReport:
     """The report of a step: for each request how many tokens were verified, and accepted, and what
     its drafter's confidences were."""
@@ -90,7 +91,7 @@ def report(
         items.append(ScheduledRequest(it, 0, 1, count, (), False, True, trim=trim))
         committed.append(Committed((1,) * (accepted + 1), drafted, accepted, 0, confidences=known))
     times = StepTimes(0.0, seconds, 0.0, 0.0)
-    return StepReport(Batch(tuple(items)), committed, [True] * len(items), times, False, 0)
+    return StepReport(Batch(tuple(items)), committed, [True] * len(items), times, padded, 0)
 
 
 @dataclass(eq=False)
@@ -144,7 +145,8 @@ class Server:
         results = list(zip(drafted, accepted, strict=True))
         trims = [plan.trim for plan in plans]
         told = told if self.tells else []
-        self.policy.observe(report(self.requests, results, told, trims, seconds))
+        padded = not self.form.ends_chains
+        self.policy.observe(report(self.requests, results, told, trims, seconds, padded))
 
     def _verified(
         self, plans: Sequence[DraftPlan], width: int, told: Sequence[tuple[float, ...]]

@@ -38,8 +38,9 @@ _SURPRISE = 0.5  # relative error of expected tokens or seconds that makes a new
 # Drafting is begun if it seems to be so many times as fast as plain steps. Estimates are noisy, the
 # best of many is rarely as good as it looks, and each change back and forth costs a little.
 _LEAST_GAIN = 1.04
-# Tables of costs are made anew after so many plans, at once if they are off by more than this, and
-# after as many steps in turn that took much longer than expected.
+# Tables of costs are made anew after so many plans. Captured steps hardly vary: for these, also at
+# once if a table is off by more than this, and after as many steps in turn that took much longer
+# than expected. Elsewhere that would follow noise.
 _TABLE_AGE, _OUTDATED, _MOST_SLOW = 48, 0.15, 4
 _MOST_UNCHANGED = 28  # a choice serves 4 plans and at most this many more
 _REQUEST, _MOST = attrgetter("request"), attrgetter("most")
@@ -149,7 +150,7 @@ class AdaptivePolicy:
         results = self.acceptance.observe(report)
         off = abs(self.acceptance.latest - self._expected)
         seconds = report.times.device + report.times.rest
-        is_slow = seconds > (1 + _SURPRISE) * self._choice.seconds and report.batch.is_decode
+        is_slow = seconds > (1 + _SURPRISE) * self._choice.seconds and report.padded
         self._num_slow = self._num_slow + 1 if is_slow else 0
         if self._num_slow >= _MOST_SLOW:  # not just a probe: the tables are wrong
             self._num_slow, self._age = 0, _TABLE_AGE
@@ -275,7 +276,7 @@ class AdaptivePolicy:
             self._tables.clear()
         key = requests, round(4 * log2(context))
         found = self._tables.get(key)
-        if found is None or found.error > _OUTDATED:
+        if found is None or (not self._form.ends_chains and found.error > _OUTDATED):
             found = CostTable(self._costs, self._form, requests, context, self._unit)
             self._tables[key] = found
         return found
