@@ -55,6 +55,18 @@ def outputs(llm: LLM) -> list[Any]:
     return seen
 
 
+def config_of(drafter: str, draft: str, heads: dict[str, str]) -> dict[str, Any] | None:
+    """The `speculative_config` of a drafter, by a name or by its method."""
+    configs: dict[str, dict[str, Any] | None] = {
+        "none": None,
+        "draft": {"model": draft},
+        "windowed": {"model": draft, "draft_window": 32},
+        "eagle3": {"model": heads["eagle3"]},
+        "both": {"drafters": [{"method": "suffix"}, {"model": draft}]},
+    }
+    return configs.get(drafter, {"method": drafter})
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("drafter", ["none", "draft", "ngram", "suffix", "eagle3", "both"])
 def test_nothing_is_left_behind(
@@ -67,12 +79,7 @@ def test_nothing_is_left_behind(
 ) -> None:
     if padded:
         use_padded_steps(monkeypatch)
-    config = {
-        "none": None,
-        "draft": {"model": tiny_draft},
-        "eagle3": {"model": tiny_heads["eagle3"]},
-        "both": {"drafters": [{"method": "suffix"}, {"model": tiny_draft}]},
-    }.get(drafter, {"method": drafter})
+    config = config_of(drafter, tiny_draft, tiny_heads)
     expected = outputs(build(tiny_target, config))
     llm = build(tiny_target, config)
     widths = (0, K) if drafter != "none" else (0,)

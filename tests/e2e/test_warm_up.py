@@ -9,7 +9,7 @@ from slipstream.engine.launcher import Launcher
 from slipstream.engine.step_results import Launched
 from slipstream.engine.warm_up import warm_up
 from tests.drafters.assistants import write_sliding_target
-from tests.e2e.test_calibration import K, build, outputs
+from tests.e2e.test_calibration import K, build, config_of, outputs
 from tests.padded_steps import use_padded_steps
 
 
@@ -52,12 +52,7 @@ def test_nothing_is_left_behind(
     monkeypatch: pytest.MonkeyPatch,
     launched: list[Batch],
 ) -> None:
-    config: dict[str, Any] | None = {
-        "none": None,
-        "draft": {"model": tiny_draft},
-        "windowed": {"model": tiny_draft, "draft_window": 32},
-        "eagle3": {"model": tiny_heads["eagle3"]},
-    }.get(drafter, {"method": drafter})
+    config = config_of(drafter, tiny_draft, tiny_heads)
     if padded:
         use_padded_steps(monkeypatch)
     assert_nothing_is_left(tiny_target, config, True if padded else None)

@@ -430,3 +430,40 @@ def test_costs_that_change_are_soon_chosen_by(form: str, size: int) -> None:
     object.__setattr__(costs, "contexts_are_long", True)
     server.run(40)
     assert sum(map(any, server.counts[108:])) > 26
+
+
+# Tables of costs are made anew every 48 plans anyway; changes come at several points between.
+BEGINNINGS = range(97, 145, 8)
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_costs_that_fall_are_soon_chosen_by(beginning: int) -> None:
+    """No step takes longer than expected, but plain steps would be faster."""
+    costs = Growing(fixed=1.0, row=0.01, draft_pass=0.8, draft_row=0.0)
+    object.__setattr__(costs, "contexts_are_long", True)
+    server = serve(adaptive(costs, PADDED), costs, PADDED, [always(0.45)] * 8, beginning)
+    assert sum(map(any, server.counts[60:])) > 30
+    object.__setattr__(costs, "contexts_are_long", False)
+    server.run(60)
+    assert sum(map(any, server.counts[beginning + 20 :])) < 6
+
+
+class WideIsSlow(Costs):
+    """Passes over more than two rows a request begin to take ten times as long."""
+
+    has_begun = False
+
+    def target_seconds(self, requests: int, rows: int, context: int) -> float:
+        seconds = super().target_seconds(requests, rows, context)
+        return 10 * seconds if self.has_begun and rows > 2 * requests else seconds
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_steps_that_take_longer_than_known_are_soon_given_up(beginning: int) -> None:
+    """Though the costs of few rows stay as they were."""
+    costs = WideIsSlow(fixed=1.0, row=0.001, draft_pass=0.05, draft_row=0.0)
+    server = serve(adaptive(costs, PADDED), costs, PADDED, [always(0.9)] * 8, beginning)
+    assert all(max(counts) > 1 for counts in server.counts[60:] if any(counts))
+    object.__setattr__(costs, "has_begun", True)
+    server.run(40)
+    assert sum(max(counts) > 1 for counts in server.counts[beginning + 12 :]) < 6
