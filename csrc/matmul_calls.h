@@ -49,14 +49,14 @@ class Calls {
     void for_parts(Work&& work) const {
         int64_t tasks = 0;
         for (int64_t i = 0; i < count_; ++i) {
-            const int64_t count = rows_[i].lines.count, most = lines_per_task(i);
+            const int64_t count = rows_[i].num_lines(), most = lines_per_task(i);
             ends_[i] = tasks += calls_[i].weight->num_blocks() * ((count + most - 1) / most);
         }
         parallel_for(tasks, [&](int64_t task) {
             const int64_t i = holder(task), blocks = calls_[i].weight->num_blocks();
             const int64_t most = lines_per_task(i);
             task -= start(i);
-            const int64_t first = task / blocks * most, left = rows_[i].lines.count - first;
+            const int64_t first = task / blocks * most, left = rows_[i].num_lines() - first;
             ProductUnit unit;
             work(Part{calls_[i], rows_[i], task % blocks, first, left < most ? left : most}, unit);
         });
@@ -76,9 +76,7 @@ class Calls {
     int64_t lines_per_task(int64_t index) const {
         constexpr int64_t resident_bytes = 768 << 10;  // stay in the second cache as blocks pass
         constexpr int64_t unit = 96;  // of 32 lines, and of rows of 1, 2 or 3 lines
-        const auto& lines = rows_[index].lines;
-        const int64_t line_bytes = lines.columns * int64_t{sizeof(*lines.values)};
-        const int64_t most = resident_bytes / line_bytes / unit * unit;
+        const int64_t most = resident_bytes / rows_[index].line_bytes() / unit * unit;
         return most < unit ? unit : most;
     }
 

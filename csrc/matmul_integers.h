@@ -3,7 +3,7 @@
 
 #include "matmul.h"
 #include "matmul_quads.h"
-#include "matmul_rows.h"
+#include "matmul_rounded.h"
 #include "simd.h"
 
 namespace slipstream::SLIPSTREAM_LEVEL {

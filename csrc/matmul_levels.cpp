@@ -8,6 +8,7 @@
 #if defined(__AMX_BF16__)
 #include "matmul_groups_tiles.h"
 #include "matmul_tiles.h"
+#include "matmul_whole_tiles.h"
 #else
 #include "matmul_dot.h"
 #endif
@@ -70,10 +71,12 @@ void run_groups(const Calls<RoundedRows>& calls) {
         const int64_t row = part.first / rows.row_lines, num_rows = part.count / rows.row_lines;
         const GroupedBlock<storage> block(*part.call.weight, part.block);
         auto* values = static_cast<float*>(
-            scratch(Scratch::values, num_rows * block_rows * sizeof(float)));
+            scratch(Scratch::values, (num_rows + spare_lines) * block_rows * sizeof(float)));
         // Sums are exact, so the way to them does not show in the result.
 #if defined(__AMX_BF16__)
-        if (rows.lines.count > most_direct_lines)
+        if (rows.is_whole)
+            WholeTiles<storage>(block, rows.whole, unit).multiply(row, num_rows, values);
+        else if (rows.lines.count > most_direct_lines)
             GroupedTiles<storage, digits>(block, rows, unit).multiply(row, num_rows, values);
         else
 #endif

@@ -46,6 +46,32 @@ class ProductUnit {
         }
     }
 
+    // Tiles 0-3 hold sums, 4 and 5 lines, 6 and 7 parts of the weight. Narrow products have all
+    // sums of the same lines; wide ones those of 5 in 2 and 3.
+    void configure(int upper, int lower, int depth_bytes) {
+        if (rows_[0] == upper && rows_[1] == lower && depth_bytes_ == depth_bytes) return;
+        rows_[0] = upper;
+        rows_[1] = lower;
+        depth_bytes_ = depth_bytes;
+        struct alignas(64) Config {
+            uint8_t palette, start_row, reserved[14];
+            uint16_t row_bytes[16];
+            uint8_t rows[16];
+        } config = {};
+        config.palette = 1;
+        const auto weight_rows = static_cast<uint8_t>(depth_bytes / 4);
+        const auto first = static_cast<uint8_t>(upper), second = static_cast<uint8_t>(lower);
+        const uint8_t rows[8] = {first, first, second, second, first, second, weight_rows, weight_rows};
+        for (int tile = 0; tile < 8; ++tile) {
+            const bool is_line = tile == 4 || tile == 5;
+            config.row_bytes[tile] = static_cast<uint16_t>(is_line ? depth_bytes : 64);
+            config.rows[tile] = rows[tile];
+        }
+        // gcc 12 believes that the instruction reads 8 bytes of its 64, and drops the other stores.
+        __asm__ volatile("" : : "r"(&config) : "memory");
+        _tile_loadconfig(&config);
+    }
+
   private:
     // Prefetches the next part of a weight while this one is multiplied, a little in every step.
     class Ahead {
@@ -152,32 +178,6 @@ class ProductUnit {
         if (!has_lower) return;
         _tile_loadd(2, sums + 16 * block_rows, row_bytes);
         _tile_loadd(3, sums + 16 * block_rows + 16, row_bytes);
-    }
-
-    // Tiles 0-3 hold sums, 4 and 5 lines, 6 and 7 parts of the weight. Narrow products have all
-    // sums of the same lines; wide ones those of 5 in 2 and 3.
-    void configure(int upper, int lower, int depth_bytes) {
-        if (rows_[0] == upper && rows_[1] == lower && depth_bytes_ == depth_bytes) return;
-        rows_[0] = upper;
-        rows_[1] = lower;
-        depth_bytes_ = depth_bytes;
-        struct alignas(64) Config {
-            uint8_t palette, start_row, reserved[14];
-            uint16_t row_bytes[16];
-            uint8_t rows[16];
-        } config = {};
-        config.palette = 1;
-        const auto weight_rows = static_cast<uint8_t>(depth_bytes / 4);
-        const auto first = static_cast<uint8_t>(upper), second = static_cast<uint8_t>(lower);
-        const uint8_t rows[8] = {first, first, second, second, first, second, weight_rows, weight_rows};
-        for (int tile = 0; tile < 8; ++tile) {
-            const bool is_line = tile == 4 || tile == 5;
-            config.row_bytes[tile] = static_cast<uint16_t>(is_line ? depth_bytes : 64);
-            config.rows[tile] = rows[tile];
-        }
-        // gcc 12 believes that the instruction reads 8 bytes of its 64, and drops the other stores.
-        __asm__ volatile("" : : "r"(&config) : "memory");
-        _tile_loadconfig(&config);
     }
 
     int rows_[2] = {0, 0}, depth_bytes_ = 0;
