@@ -96,7 +96,7 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
 def test_levels_but_the_lowest_agree_on_integers() -> None:
     # Sums are exact; only what is done with them may be rounded in one step or two.
     before = cpp.level()
-    x = torch.randn(5, 640).bfloat16()
+    x = torch.randn(40, 640).bfloat16()
     for form in FORMS[1:]:
         whole = weight(form, 192, 640, torch.bfloat16)
         assert whole is not None
@@ -124,6 +124,23 @@ def test_a_group_may_be_a_whole_row(level: str, columns: int, has_zeros: bool) -
     for rows in (x[:1], x):
         found = product(rows, matmul.pack(whole))
         assert torch.allclose(found.double(), expected[: len(rows)], rtol=1e-4)
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("byte", [0x00, 0xFF])
+def test_the_largest_sums_of_small_groups_are_exact_for_many_rows(
+    level: str, byte: int, has_zeros: bool
+) -> None:
+    halves = torch.full((65, 128), byte, dtype=torch.uint8)
+    zeros = torch.full((65, 8), 15 - byte % 16, dtype=torch.uint8) if has_zeros else None
+    packed = matmul.pack(Int4Matrix(halves, torch.full((65, 8), 0.01), zeros, 32))
+    # Few numbers have more steps of a row's scale than 127 / 64; the small ones make sums odd.
+    x = torch.full((40, 256), 127 / 64).bfloat16()
+    x[1::2] = -x[1::2]
+    x[2::5, ::3] = 2.0**-7
+    together = product(x, packed)
+    for row in range(40):
+        assert torch.equal(product(x[row : row + 1], packed)[0], together[row]), row
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
