@@ -361,6 +361,25 @@ def test_padding_costs_nothing(
         assert_same(ours, theirs)
 
 
+def test_chunks_take_no_memory_for_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a prompt of 8,192 rows within a context of 131,072 tokens would take 19 GB."""
+    monkeypatch.setattr(tuned, "MULTIPROCESSORS", 40)
+    shape, requests = Shape(4, 2, 16, 16), Requests([140, 0], [1, 100])
+    given = case(shape, requests, torch.float32)
+    sizes, empty = [], torch.empty
+
+    def watched(*shape: Any, **options: Any) -> Tensor:
+        made = empty(*shape, **options)
+        sizes.append(made.shape)
+        return made
+
+    monkeypatch.setattr(torch, "empty", watched)
+    attend(*given)
+    monkeypatch.undo()
+    assert any(len(size) == 5 and size[:3] == (2, SHORT_ROWS, 4) for size in sizes)
+    assert not any(len(size) > 3 and size[0] == 101 for size in sizes)
+
+
 def test_rows_that_are_not_stored_see_the_cache() -> None:
     """A token may be computed anew without being written: slot -1."""
     shape, requests = Shape(4, 2, 16, 16), Requests([40], [1])

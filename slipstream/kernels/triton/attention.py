@@ -219,7 +219,7 @@ def _short(
         lanes = 1
     part = part_exponent = part_total = None
     if lanes > 1:
-        sizes = (len(source), layer.heads, splits)
+        sizes = (requests, most_rows, layer.heads, splits)  # no rows of chunks, which are many
         part = torch.empty((*sizes, layer.head_dim), dtype=torch.float32, device=source.device)
         part_exponent, part_total = part.new_empty((2, *sizes))
     window = layer.window

@@ -253,9 +253,10 @@ def short_kernel(
 ):  # fmt: skip
     """Programs (KV head and tile, request, lane): each lane reduces its share of a tile's splits.
 
-    Partial sums go to part [T, Hq, most_splits, head_dim], part_exponent and part_total; without
-    them one lane writes `out`. With `cos_sin`, `qkv` is not rotated: a program rotates and stores
-    the new tokens of its splits before it reads them (tiles of a request store the same values).
+    Partial sums go to part [requests, most_rows, Hq, most_splits, head_dim], part_exponent and
+    part_total; without them one lane writes `out`. With `cos_sin`, `qkv` is not rotated: a program
+    rotates and stores the new tokens of its splits before it reads them (tiles of a request store
+    the same values).
     """
     launch_dependents(pdl)
     if not early:
@@ -312,7 +313,8 @@ def short_kernel(
         tl.debug_barrier()  # other threads of this program read the stored tokens next
     words = ancestors if ancestors is None else ancestors + first
     tree_start = 0 if ancestors is None else tl.load(tree_starts + request).to(tl.int32)
-    place = (first + row).to(tl.int64) * kv_heads * groups + head
+    line = first + row if part is None else request * most_rows + row
+    place = line.to(tl.int64) * kv_heads * groups + head
     exponent, total, one, two = _fold_splits(
         one, two, keys, values, key_scales, value_scales, table, begin, end, begins, ends, row,
         rows, words, tree_start, scale, softcap, window, part, part_exponent, part_total, place *
@@ -347,7 +349,7 @@ def combine_kernel(
     column = tl.arange(0, block_d)
     for own in range(tl.program_id(0), lines, tl.num_programs(0)):
         line = first.to(tl.int64) * heads + own
-        place = line * most_splits
+        place = ((request * most_rows).to(tl.int64) * heads + own) * most_splits
         exponent = tl.full((), float("-inf"), tl.float32)
         for start in range(0, splits, block_s):
             split = start + tl.arange(0, block_s)
