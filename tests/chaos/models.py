@@ -30,11 +30,11 @@ from tests.draft_traffic import learn_costs_while_running
 from tests.drafters.assistants import FULL, SLIDING, write_assistant, write_sliding_target
 from tests.drafters.blocks import write_dflash
 from tests.drafters.heads import write_eagle3
+from tests.grammar_models import PIECES
 from tests.hybrid_checkpoints import add_module, write_hybrid
 from tests.lossless.test_experts import write_heads
 from tests.lossless.test_greedy import speculative_config
 from tests.lossless.test_small_families import write_draft
-from tests.lossless.test_structured import PIECES
 from tests.lossless.test_trees import TREES
 from tests.mixture_checkpoints import write_mixture
 from tests.models.gemma_cases import GEMMA

@@ -50,6 +50,7 @@ def url() -> Iterator[str]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "slipstream", "serve", "demo", "--port", str(port), *EXACT]
+    line += ["-k", "4"]  # by default the server's timing decides how many tokens it drafts
     server = subprocess.Popen(line, env=environment, stderr=subprocess.DEVNULL)
     try:
         yield f"http://127.0.0.1:{port}"

@@ -11,7 +11,8 @@ import pytest
 from slipstream import LLM, RequestOutput, SamplingParams, StructuredOutput
 from slipstream.speculative.catalogue import METHODS
 from tests import fake_drafters
-from tests.lossless.test_greedy import make_prompts, remember, speculative_config
+from tests.grammar_models import PIECES, drafter_of, make_llm
+from tests.lossless.test_greedy import make_prompts, remember
 from tests.lossless.test_padded import check_empty
 from tests.padded_steps import use_steps
 from tests.pairwise import Case
@@ -19,11 +20,6 @@ from tests.tokenizers import write_byte_tokenizer
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
-
-LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
-MARKS = [*'0123456789{}[]":,.-_ \\/()+*=<>!?', "\n"]
-LONGER = ['":', '",', "{\n", "ab", "na", "nam", "name", "tr", "tru", "true", "co", "col", ": "]
-PIECES = [*LETTERS, *MARKS, *LONGER]
 
 PERSON = {
     "type": "object",
@@ -131,28 +127,6 @@ def greedy(case: Case) -> list[SamplingParams]:
     return [
         own if own.structured else replace(own, ignore_eos=True, max_tokens=30) for own in params
     ]
-
-
-def drafter_of(case: Case, target: str, draft: str, heads: dict[str, str]) -> dict[str, Any]:
-    if case["drafter"] != "tree":
-        return speculative_config(case, target, draft, heads)
-    paths = "[(0,), (1,), (0, 0), (1, 0)]" if case["k"] == 4 else "[(0,)]"
-    return {"model": heads["eagle3"], "speculative_token_tree": paths}
-
-
-def make_llm(
-    target: str, words: str, config: dict[str, Any] | None, case: Case | None = None
-) -> LLM:
-    return LLM(
-        target,
-        tokenizer=words,
-        speculative_config=config,
-        max_num_seqs=6,
-        max_num_batched_tokens=case["rows"] if case else 512,
-        num_kv_blocks=case["blocks"] if case else 400,
-        block_size=8,
-        max_model_len=256,
-    )
 
 
 def facts(outputs: Sequence[RequestOutput]) -> list[Any]:

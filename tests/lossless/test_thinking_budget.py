@@ -10,8 +10,8 @@ from slipstream import LLM, SamplingParams, StructuredOutput
 from slipstream.core.structured import Thought
 from slipstream.speculative.catalogue import METHODS
 from tests import fake_drafters
+from tests.grammar_models import PIECES, drafter_of, make_llm
 from tests.lossless.test_greedy import make_prompts, remember, tokens
-from tests.lossless.test_structured import PIECES, drafter_of, make_llm
 from tests.tokenizers import write_byte_tokenizer
 
 BUDGETS = [0, 1, 3, 8]

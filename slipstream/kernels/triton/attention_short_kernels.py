@@ -254,9 +254,7 @@ def short_kernel(
     """Programs (KV head and tile, request, lane): each lane reduces its share of a tile's splits.
 
     Partial sums go to part [requests, most_rows, Hq, most_splits, head_dim], part_exponent and
-    part_total; without them one lane writes `out`. With `cos_sin`, `qkv` is not rotated: a program
-    rotates and stores the new tokens of its splits before it reads them (tiles of a request store
-    the same values).
+    part_total, if given, else to `out`. With `cos_sin`, a lane rotates and stores new tokens first.
     """
     launch_dependents(pdl)
     if not early:
