@@ -64,6 +64,12 @@ struct Pass {
         return queries + kv_head * plan.num_lines * padded_dim;
     }
 
+    // What is read after a split of a tile, by this task or by the next.
+    Upcoming after(const LineTile& tile, int64_t split, int64_t kv_head) const {
+        if (split + 1 < tile.num_splits) return {tile.first_split + split + 1, kv_head};
+        return {kv_head + 1 < call.shape->num_kv_heads ? tile.first_split : -1, kv_head + 1};
+    }
+
     // A tile and KV head over its whole context.
     void run_tile(int64_t index) const {
         const LineTile& tile = plan.tiles[index / call.shape->num_kv_heads];
@@ -73,7 +79,7 @@ struct Pass {
         PartWork<Mode> work{call, plan, queries_of(kv_head), tile, kv_head, bench, unit};
         for (int64_t line = 0; line < tile.num_lines; ++line) forget(bench.line(line), padded_dim);
         for (int64_t split = 0; split < tile.num_splits; ++split)
-            work.run(tile.first_split + split,
+            work.run(tile.first_split + split, after(tile, split, kv_head),
                      [&](int64_t line, const PartOfLine& part, const float* values) {
                          fold(bench.line(line), part, values, padded_dim);
                      });
@@ -92,7 +98,7 @@ struct Pass {
         for (int64_t split = tile.num_splits * run / plan.runs; split < end; ++split) {
             for (int64_t line = 0; line < tile.num_lines; ++line)
                 kept.at(tile, kv_head, split, line)[padded_dim] = no_score;
-            work.run(tile.first_split + split,
+            work.run(tile.first_split + split, after(tile, split, kv_head),
                      [&](int64_t line, const PartOfLine& part, const float* values) {
                          float* to = kept.at(tile, kv_head, split, line);
                          std::memcpy(to, values, padded_dim * sizeof(float));

@@ -19,7 +19,7 @@ struct Bench {
     float *scores, *part, *state, *key_scales, *value_scales;
     float *largest, *sums;  // of `state`, by line
     Number* weights;
-    int64_t* offsets;
+    int64_t *offsets, *next_offsets;
 
     static constexpr int64_t weight_bytes = line_tokens * sizeof(Number);  // of a line
 
@@ -38,6 +38,7 @@ struct Bench {
             split_tokens * 4,
             split_tokens * 4,
             split_tokens * 8,
+            block_tokens * 8,
         };
         int64_t bytes = 0;
         for (const int64_t size : sizes) bytes += round_up(size, 64);
@@ -59,6 +60,7 @@ struct Bench {
         key_scales = reinterpret_cast<float*>(take());
         value_scales = reinterpret_cast<float*>(take());
         offsets = reinterpret_cast<int64_t*>(take());
+        next_offsets = reinterpret_cast<int64_t*>(take());
     }
 
     int64_t panel_stride() const { return padded_dim / (lanes * Mode::in_lane) * tile_bytes; }
@@ -68,24 +70,30 @@ struct Bench {
     }
 };
 
-// Where the tokens of a split are, in bytes after a head's first; -1 where there is none.
-inline void locate(const AttentionCall& call, int64_t request, int64_t split, int64_t* offsets) {
+// Where `count` tokens from `start` on are, in bytes after a head's first; -1 where there is none.
+inline void locate(const AttentionCall& call, int64_t request, int64_t start, int64_t count,
+                   int64_t* offsets) {
     const CacheView& cache = *call.cache;
-    const int64_t bytes = number_bytes(cache.type), context = context_of(call, request);
+    const int64_t bytes = number_bytes(cache.type), left = context_of(call, request) - start;
     const int32_t* table = call.rows->block_tables + request * call.rows->table_stride;
-    int64_t token = split * split_tokens;
-    int64_t index = token / cache.block_size, within = token % cache.block_size;
-    for (int64_t i = 0; i < split_tokens;) {
-        const int64_t block = token < context ? table[index] : -1;
-        const bool is_stored = block >= 0 && block < cache.num_blocks;
-        for (; within < cache.block_size && i < split_tokens; ++within, ++token, ++i)
-            offsets[i] = is_stored && token < context && token >= call.rows->first_seen
-                             ? (block * cache.block_stride + within * cache.token_stride) * bytes
-                             : -1;
-        within = 0;
-        ++index;
+    const int64_t stride = cache.token_stride * bytes, last = left < count ? left : count;
+    for (int64_t i = 0; i < count; ++i) offsets[i] = -1;
+    for (int64_t i = call.rows->first_seen > start ? call.rows->first_seen - start : 0; i < last;) {
+        const int64_t index = (start + i) / cache.block_size, block = table[index];
+        const int64_t begin = index * cache.block_size - start, end = begin + cache.block_size;
+        const int64_t at = block * cache.block_stride * bytes;
+        const int64_t stop = end < last ? end : last;
+        if (block >= 0 && block < cache.num_blocks)
+            for (int64_t token = i; token < stop; ++token)
+                offsets[token] = at + (token - begin) * stride;
+        i = stop;
     }
 }
+
+// What a task reads next: a split of the same tile for a KV head; none if the split is negative.
+struct Upcoming {
+    int64_t split, kv_head;
+};
 
 // Lines of a tile that are multiplied at once, and blocks of the split that they see any of.
 struct LineGroup {
@@ -133,23 +141,22 @@ struct PartWork {
 
     // All lines of the tile over one split; take(line, part, values) gets what came of each.
     template <typename Take>
-    void run(int64_t split, Take&& take) {
+    void run(int64_t split, const Upcoming& next, Take&& take) {
         const LineGroup whole = widest(split);
         if (whole.begin >= whole.end) return;
-        locate(call, tile.request, split, bench.offsets);
-        const int64_t head =
-            kv_head * call.cache->head_stride * number_bytes(call.cache->type);
-        const StoredTokens keys = stored(static_cast<const char*>(call.cache->keys) + head);
-        const StoredTokens values = stored(static_cast<const char*>(call.cache->values) + head);
+        locate(call, tile.request, split * split_tokens, split_tokens, bench.offsets);
+        const StoredTokens keys = stored(call.cache->keys, kv_head, bench.offsets);
+        const StoredTokens values = stored(call.cache->values, kv_head, bench.offsets);
         if (takes_stored_keys())
             score_stored(whole, keys, values);
         else if (bench.keeps_keys)
             for (int64_t t = whole.begin; t < whole.end; t += block_tokens)
                 pack_keys<Mode>(keys, t, whole.end, keys_at(t), bench.panel_stride());
         else
-            score_in_passing(whole, keys);
+            score_in_passing(whole, keys, values);
         pack_values<Mode>(values, whole.begin, whole.end, values_at(whole.begin),
                           bench.value_stride());
+        if (!bench.keeps_keys) prefetch_start(next);
         read_scales(keys, values, whole);
         for (int64_t first = 0; first < tile.num_lines; first += most_lines) {
             const LineGroup group = group_of(call, plan, tile, split, first);
@@ -168,8 +175,21 @@ struct PartWork {
         return group;
     }
 
-    StoredTokens stored(const char* base) const {
-        return {base, bench.offsets, call.cache->type, call.shape->head_dim};
+    StoredTokens stored(const void* cached, int64_t head, const int64_t* offsets) const {
+        const CacheView& cache = *call.cache;
+        return {static_cast<const char*>(cached) + head * cache.head_stride * number_bytes(cache.type),
+                offsets, cache.type, call.shape->head_dim};
+    }
+    // Fetches the first keys of what is read next: one that waits for its first bytes again and again
+    // has half of the memory's bandwidth.
+    void prefetch_start(const Upcoming& next) {
+        if (next.split < 0) return;
+        const LineGroup group = widest(next.split);
+        if (group.begin >= group.end) return;
+        locate(call, tile.request, next.split * split_tokens + group.begin, block_tokens,
+               bench.next_offsets);
+        const StoredTokens keys = stored(call.cache->keys, next.kv_head, bench.next_offsets);
+        for (int i = 0; i < block_tokens; ++i) keys.prefetch(i);
     }
     char* keys_at(int64_t token) const {
         return bench.keys + (bench.keeps_keys ? token / lanes * bench.panel_stride() : 0);
@@ -186,19 +206,20 @@ struct PartWork {
     }
 
     // Few queries are the right factor then, and scores are transposed instead of keys. Entries of
-    // tokens that are not stored are scored too, and masked later.
+    // tokens that are not stored are scored too, and masked later. What is read next is fetched
+    // meanwhile: the next block, and after the last the first values.
     void score_stored(const LineGroup& group, const StoredTokens& keys, const StoredTokens& values) {
         const int64_t tiles = bench.padded_dim / 32, stride = call.cache->token_stride * 2;
         turn_queries(tiles);
         for (int64_t t = group.begin; t < group.end; t += block_tokens) {
-            for (int i = 0; i < block_tokens; ++i) {
-                if (t + block_tokens < group.end) keys.prefetch(t + block_tokens + i);
-                else values.prefetch(group.begin + i);
-            }
-            const char* panels[4];
+            Panels panels, ahead;
             if (!find_panels(keys, t, stride, panels)) continue;
+            const int64_t next = t + block_tokens;
+            const bool is_last = next == group.end;
+            if (!find_panels(is_last ? values : keys, is_last ? group.begin : next, stride, ahead))
+                ahead = panels;
             alignas(64) float turned[4 * lanes * lanes];
-            unit.score_stored(panels, stride, bench.keys, tiles, turned);
+            unit.score_stored(panels, ahead, stride, bench.keys, tiles, turned);
             for (int panel = 0; panel < 4; ++panel) {
                 F16 square[lanes];
                 for (int i = 0; i < lanes; ++i) square[i] = load(turned + (panel * lanes + i) * lanes);
@@ -223,23 +244,27 @@ struct PartWork {
     }
 
     // Where the panels of the block of token `first` begin; one without tokens is taken for another.
-    bool find_panels(const StoredTokens& keys, int64_t first, int64_t stride,
-                     const char* (&panels)[4]) const {
+    bool find_panels(const StoredTokens& tokens, int64_t first, int64_t stride,
+                     Panels& panels) const {
         const char* any = nullptr;
         for (int panel = 0; panel < 4; ++panel) {
-            panels[panel] = nullptr;
-            for (int i = 0; i < lanes && !panels[panel]; ++i)
-                if (keys.offsets[first + panel * lanes + i] >= 0)
-                    panels[panel] = keys.at(first + panel * lanes + i) - i * stride;
-            if (panels[panel]) any = panels[panel];
+            const char*& at = panels.at[panel];
+            at = nullptr;
+            for (int i = 0; i < lanes && !at; ++i)
+                if (tokens.offsets[first + panel * lanes + i] >= 0)
+                    at = tokens.at(first + panel * lanes + i) - i * stride;
+            if (at) any = at;
         }
-        for (const char*& panel : panels)
-            if (!panel) panel = any;
+        for (const char*& at : panels.at)
+            if (!at) at = any;
         return any != nullptr;
     }
 
-    void score_in_passing(const LineGroup& group, const StoredTokens& keys) {
+    void score_in_passing(const LineGroup& group, const StoredTokens& keys,
+                          const StoredTokens& values) {
         for (int64_t t = group.begin; t < group.end; t += block_tokens) {
+            if (t + block_tokens == group.end)
+                for (int i = 0; i < block_tokens; ++i) values.prefetch(group.begin + i);
             pack_keys<Mode>(keys, t, group.end, keys_at(t), bench.panel_stride());
             score(group, t, t + block_tokens);
         }

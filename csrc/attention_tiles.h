@@ -5,6 +5,11 @@
 
 namespace slipstream::SLIPSTREAM_LEVEL {
 
+// Where four panels of 16 tokens begin.
+struct Panels {
+    const char* at[4];
+};
+
 #if defined(__AMX_BF16__)
 
 constexpr bool has_matrix_unit = true;
@@ -29,19 +34,26 @@ class AttentionUnit {
 
     // Scores of the tokens of four panels, whose keys lie `stride` bytes apart, by up to 16 queries
     // as right factors -> [panel][token][query]. The products and sums are those of `multiply`.
-    void score_stored(const char* const (&panels)[4], int64_t stride, const char* queries,
-                      int64_t tiles, float* out) {
+    // Meanwhile fetches as many bytes of the panels `ahead`, in the order of their addresses: in that
+    // of the tiles, memory would deliver them at half the speed.
+    void score_stored(const Panels& panels, const Panels& ahead, int64_t stride,
+                      const char* queries, int64_t tiles, float* out) {
         configure(16);
         zero_sums();
         for (int64_t tile = 0; tile < tiles; ++tile) {
-            _tile_loadd(6, queries + tile * tile_bytes, 64);
-            _tile_loadd(4, panels[0] + tile * 64, stride);
+            const int64_t next = tile * tile_bytes;
+            _tile_loadd(6, queries + next, 64);
+            _tile_loadd(4, panels.at[0] + tile * 64, stride);
+            fetch_tile(ahead.at[0] + next);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(5, panels[1] + tile * 64, stride);
+            _tile_loadd(5, panels.at[1] + tile * 64, stride);
+            fetch_tile(ahead.at[1] + next);
             _tile_dpbf16ps(1, 5, 6);
-            _tile_loadd(4, panels[2] + tile * 64, stride);
+            _tile_loadd(4, panels.at[2] + tile * 64, stride);
+            fetch_tile(ahead.at[2] + next);
             _tile_dpbf16ps(2, 4, 6);
-            _tile_loadd(5, panels[3] + tile * 64, stride);
+            _tile_loadd(5, panels.at[3] + tile * 64, stride);
+            fetch_tile(ahead.at[3] + next);
             _tile_dpbf16ps(3, 5, 6);
         }
         _tile_stored(0, out, 64);
@@ -51,6 +63,10 @@ class AttentionUnit {
     }
 
   private:
+    static inline __attribute__((always_inline)) void fetch_tile(const char* from) {
+        for (int at = 0; at < tile_bytes; at += 64) _mm_prefetch(from + at, _MM_HINT_T1);
+    }
+
     // Up to 16 lines.
     static void narrow(const Product& product) {
         for (int64_t panel = 0; panel < product.panels; panel += 4) {
@@ -149,7 +165,7 @@ class AttentionUnit {
     void multiply(const Product& product) {
         multiply_vectors<Mode>(product);
     }
-    void score_stored(const char* const (&)[4], int64_t, const char*, int64_t, float*) {}
+    void score_stored(const Panels&, const Panels&, int64_t, const char*, int64_t, float*) {}
 };
 
 #endif

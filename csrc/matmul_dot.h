@@ -117,7 +117,7 @@ class ProductUnit {
                     acc[r][p] = adds ? load(sums + r * block_rows + p * panel_rows) : start(sums);
             for (int64_t tile = 0; tile < num_tiles; ++tile) {
                 const Weight* w = weight + (tile * block_panels + panel) * panel_numbers;
-                if (asks_ahead) look_ahead<panels * 1024>(w);
+                if (asks_ahead) look_ahead<panels * 1024, panels == block_panels>(w);
                 multiply_tile(x + tile * depth, stride, depth, w, acc);
             }
 #pragma GCC unroll 8
