@@ -85,6 +85,8 @@ class LLM:
         prompts: Prompts,
         sampling_params: Params | None = None,
         lora_request: LoRARequests = None,
+        *,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Run prompts until they have ended; outputs come in the order of the prompts.
 
@@ -95,13 +97,15 @@ class LLM:
             sampling_params: one for all, or one per prompt; None:
                 `get_default_sampling_params()`.
             lora_request: the adapter of all prompts, or one per prompt; None: the model as it is.
+            use_tqdm: show a bar of the prompts that have ended, on stderr. The name is vLLM's; the
+                bar is drawn by rich.
 
         Raises:
             UsageError: a prompt or parameter is wrong; no prompt is run.
             CheckpointError: an adapter cannot be used.
         """
-        encoded = self._encoded(prompts, sampling_params, lora_request)
-        return _finished(self._run(*encoded, whole=True))
+        encoded, params = self._encoded(prompts, sampling_params, lora_request)
+        return _finished(self._run(encoded, params, whole=True), len(encoded), use_tqdm)
 
     def chat(
         self,
@@ -110,6 +114,7 @@ class LLM:
         chat_template: str | None = None,
         *,
         lora_request: LoRARequests = None,
+        use_tqdm: bool = False,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; messages are {"role": ..., "content": ...}.
@@ -119,13 +124,13 @@ class LLM:
 
         Args:
             chat_template: in place of the checkpoint's.
-            lora_request: as in `generate`.
+            lora_request, use_tqdm: as in `generate`.
             template_options: passed to the chat template.
         """
-        encoded = self._encoded_chats(
+        encoded, params = self._encoded_chats(
             messages, sampling_params, chat_template, template_options, lora_request
         )
-        return _finished(self._run(*encoded, whole=True))
+        return _finished(self._run(encoded, params, whole=True), len(encoded), use_tqdm)
 
     def stream(
         self,
@@ -357,6 +362,14 @@ def _per_prompt(params: Params, number: int) -> list[SamplingParams]:
     return listed
 
 
-def _finished(outputs: Iterator[RequestOutput]) -> list[RequestOutput]:
-    done = [output for output in outputs if output.finished]
-    return sorted(done, key=lambda output: int(output.request_id))
+def _finished(
+    outputs: Iterator[RequestOutput], number: int, shows_progress: bool
+) -> list[RequestOutput]:
+    """Outputs of `number` prompts, in their order."""
+    ended: Iterable[RequestOutput] = (output for output in outputs if output.finished)
+    if shows_progress:
+        from rich.console import Console
+        from rich.progress import track
+
+        ended = track(ended, "prompts", number, console=Console(stderr=True))
+    return sorted(ended, key=lambda output: int(output.request_id))

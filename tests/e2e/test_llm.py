@@ -102,6 +102,19 @@ def test_an_id_in_use_is_refused_and_its_request_goes_on(llm: LLM) -> None:
     assert engine.step() == []
 
 
+def test_a_bar_shows_how_many_prompts_have_ended(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = [tokens(output) for output in llm.generate([FIRST, SECOND], GREEDY)]
+    assert capsys.readouterr().err == ""
+    outputs = llm.generate([FIRST, SECOND], GREEDY, use_tqdm=True)
+    assert [tokens(output) for output in outputs] == expected
+    shown = capsys.readouterr()
+    assert "prompts" in shown.err
+    assert "100%" in shown.err
+    assert shown.out == ""
+
+
 def test_token_ids_may_be_of_any_integer_kind(llm: LLM) -> None:
     expected = tokens(llm.generate(FIRST, GREEDY)[0])
     for ids in (np.array([5, 9, 14]), torch.tensor([5, 9, 14]), (np.int64(5), 9, 14)):
