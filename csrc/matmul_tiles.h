@@ -34,9 +34,9 @@ class ProductUnit {
         // A weight that is multiplied from end to end comes from memory; groups were unpacked.
         const bool streams = num_tiles * lines.depth == lines.columns;
         Ahead ahead(streams ? tile_numbers * int64_t{sizeof(Weight)} : 0, 2 * ((count + 31) / 32));
-        for (int64_t done = 0; done < num_tiles; done += resident_tiles) {
-            const int64_t left = num_tiles - done;
-            const int64_t part = left < resident_tiles ? left : resident_tiles;
+        const int64_t most = count <= 32 ? 16 : resident_tiles(sizeof(Number));
+        for (int64_t done = 0; done < num_tiles; done += most) {
+            const int64_t left = num_tiles - done, part = left < most ? left : most;
             // The weights after this part, in this block or in the next.
             ahead.from(reinterpret_cast<const char*>(weight + (done + part) * tile_numbers));
             for (int half = 0; half < 2; ++half)
@@ -159,8 +159,9 @@ class ProductUnit {
     }
 
     static constexpr int row_bytes = block_rows * 4;
-    // Tiles of a block that stay in the first cache while many lines pass: 32 KiB of two panels.
-    static constexpr int64_t resident_tiles = 16;
+    // Tiles of a block, 2 KiB of two panels each, that stay in the first cache together with the
+    // lines' while these pass by 32. Up to 32 lines pass but once.
+    static constexpr int64_t resident_tiles(size_t number_bytes) { return number_bytes == 1 ? 8 : 4; }
     // The machine's own look-ahead is a tenth slower; further ahead than this it is as slow.
     static constexpr int prefetch_bytes = 1024;
 
