@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_mode.h"
+#include "tile_config.h"
 
 namespace slipstream::SLIPSTREAM_LEVEL {
 
@@ -137,19 +138,8 @@ class AttentionUnit {
     void configure(int rows) {
         if (rows == rows_) return;
         rows_ = rows;
-        struct alignas(64) Config {
-            uint8_t palette, start_row, reserved[14];
-            uint16_t row_bytes[16];
-            uint8_t rows[16];
-        } config = {};
-        config.palette = 1;
-        for (int tile = 0; tile < 8; ++tile) {
-            config.row_bytes[tile] = 64;
-            config.rows[tile] = static_cast<uint8_t>(tile < 6 ? rows : 16);
-        }
-        // gcc 12 believes that the instruction reads 8 bytes of its 64, and drops the other stores.
-        __asm__ volatile("" : : "r"(&config) : "memory");
-        _tile_loadconfig(&config);
+        const auto own = static_cast<uint8_t>(rows);
+        configure_tiles({own, own, own, own, own, own, 16, 16}, {64, 64, 64, 64, 64, 64, 64, 64});
     }
 
     int rows_ = 0;

@@ -57,18 +57,14 @@ class GroupedTiles {
         const int halves = rows_.lines.depth / shape.columns;
         const GroupPlace at = block_.at(group);
         look_ahead<block_rows * 4>(at.tail);
-        for (int64_t tile = 0; tile < block_.tiles; tile += halves)
-            for (int panel = 0; panel < block_panels; ++panel)
-                for (int half = 0; half < halves; ++half) {
-                    const char* from = at.tiles + (tile + half) * shape.block_bytes() +
-                                       panel * shape.panel_bytes();
-                    look_ahead<shape.panel_bytes()>(from);
-                    for (int pair = 0; pair < shape.columns / 8; ++pair, to += 128) {
-                        const auto [first, second] = pair_at<storage>(from, pair);
-                        _mm512_storeu_si512(to, first.v);
-                        _mm512_storeu_si512(to + 64, second.v);
-                    }
-                }
+        block_.for_tiles(at, halves, [&](const char* from) __attribute__((always_inline)) {
+            look_ahead<shape.panel_bytes()>(from);
+            for (int pair = 0; pair < shape.columns / 8; ++pair, to += 128) {
+                const auto [first, second] = pair_at<storage>(from, pair);
+                _mm512_storeu_si512(to, first.v);
+                _mm512_storeu_si512(to + 64, second.v);
+            }
+        });
     }
 
     // values += scale * (sums - zero * sum of x), or + minimum * sum of x.

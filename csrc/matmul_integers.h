@@ -124,6 +124,18 @@ struct GroupedBlock {
                 factors ? factors + group / factor_groups * parts * block_rows : nullptr};
     }
 
+    // Calls work(from) for the panels' tiles of a group in the order of a matrix unit whose tiles are
+    // `halves` of these deep.
+    template <typename Work>
+    inline __attribute__((always_inline)) void for_tiles(const GroupPlace& at, int halves,
+                                                         Work&& work) const {
+        for (int64_t tile = 0; tile < tiles; tile += halves)
+            for (int panel = 0; panel < block_panels; ++panel)
+                for (int half = 0; half < halves; ++half)
+                    work(at.tiles + (tile + half) * shape.block_bytes() +
+                         panel * shape.panel_bytes());
+    }
+
     // Of rows n .. n + 16.
     template <Zeros zeros>
     GroupScales scales(const GroupPlace& at, int n) const {

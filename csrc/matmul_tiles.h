@@ -5,6 +5,7 @@
 
 #include "matmul.h"
 #include "matmul_rows.h"
+#include "tile_config.h"
 
 namespace slipstream::SLIPSTREAM_LEVEL {
 
@@ -53,23 +54,11 @@ class ProductUnit {
         rows_[0] = upper;
         rows_[1] = lower;
         depth_bytes_ = depth_bytes;
-        struct alignas(64) Config {
-            uint8_t palette, start_row, reserved[14];
-            uint16_t row_bytes[16];
-            uint8_t rows[16];
-        } config = {};
-        config.palette = 1;
+        const auto lines = static_cast<uint16_t>(depth_bytes);
         const auto weight_rows = static_cast<uint8_t>(depth_bytes / 4);
         const auto first = static_cast<uint8_t>(upper), second = static_cast<uint8_t>(lower);
-        const uint8_t rows[8] = {first, first, second, second, first, second, weight_rows, weight_rows};
-        for (int tile = 0; tile < 8; ++tile) {
-            const bool is_line = tile == 4 || tile == 5;
-            config.row_bytes[tile] = static_cast<uint16_t>(is_line ? depth_bytes : 64);
-            config.rows[tile] = rows[tile];
-        }
-        // gcc 12 believes that the instruction reads 8 bytes of its 64, and drops the other stores.
-        __asm__ volatile("" : : "r"(&config) : "memory");
-        _tile_loadconfig(&config);
+        configure_tiles({first, first, second, second, first, second, weight_rows, weight_rows},
+                        {64, 64, 64, 64, lines, lines, 64, 64});
     }
 
   private:

@@ -105,15 +105,11 @@ class WholeTiles {
                 for (int panel = 0; panel < block_panels; ++panel)
                     copy_numbers<zeros.value>(at, panel, numbers + panel);
             });
-            for (int64_t tile = 0; tile < block_.tiles; tile += halves)
-                for (int panel = 0; panel < block_panels; ++panel)
-                    for (int half = 0; half < halves; ++half) {
-                        const char* from = at.tiles + (tile + half) * shape.block_bytes() +
-                                           panel * shape.panel_bytes();
-                        look_ahead<shape.panel_bytes()>(from);
-                        for (int pair = 0; pair < shape.columns / 8; ++pair, to += 128)
-                            put_pairs(from, pair, to);
-                    }
+            block_.for_tiles(at, halves, [&](const char* from) __attribute__((always_inline)) {
+                look_ahead<shape.panel_bytes()>(from);
+                for (int pair = 0; pair < shape.columns / 8; ++pair, to += 128)
+                    put_pairs(from, pair, to);
+            });
         }
     }
 
