@@ -108,6 +108,7 @@ class Row:
     """One line of the table; times in ms.
 
     Attributes:
+        spread: half of the difference between the slowest and the fastest `step`.
         split: draft, target, verify, rest, or empty.
         experts: distinct ones of a layer that a step's rows touched; None without experts.
     """
@@ -117,6 +118,7 @@ class Row:
     k: int
     al: float
     step: float
+    spread: float
     split: tuple[float, ...]
     limit: float
     tokens_per_s: float
@@ -124,7 +126,7 @@ class Row:
     states: int = 0
     plain_ratio: float | None = None
     bar: float | None = None
-    vllm: float | None = None
+    peer: float | None = None
 
 
 def _shown(geometry: str, quantization: str | None) -> str:
@@ -314,6 +316,7 @@ def measure_batch(
         k=setup.num_speculative_tokens,
         al=al,
         step=step,
+        spread=(max(steps) - min(steps)) / 2,
         split=_split(pairs),
         limit=limit_ms(setup, batch, experts, method.prompt + (method.short + method.long) / 2),
         tokens_per_s=batch * al / step * 1e3,
