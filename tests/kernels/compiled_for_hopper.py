@@ -24,7 +24,11 @@ from slipstream.kernels.triton.attention_stream_kernel import (
 from slipstream.kernels.triton.attention_stream_kernel import attention_stream_kernel
 from slipstream.kernels.triton.fragments import E2M1, INT4, INT4_ZEROS, INT8
 from slipstream.kernels.triton.grouped_stream_kernels import BYTES, HALVES, grouped_stream_kernel
-from slipstream.kernels.triton.matmul_stream_kernels import SWIZZLED, stream_kernel
+from slipstream.kernels.triton.matmul_stream_kernels import (
+    SWIZZLED,
+    SWIZZLED_BYTES,
+    stream_kernel,
+)
 from slipstream.kernels.triton.matmul_tiles import Stream
 from slipstream.kernels.triton.norm import _norm_kernel
 
@@ -32,7 +36,8 @@ H200 = GPUTarget("cuda", 90, 32)
 ALIGNED = [["tt.divisibility", 16]]
 DIVISIBLE = ("width", "row_stride", "depth", "part", "size", "pitch")
 NOT, SILU, GELU = 0, 1, 2  # as `activation.py` numbers them
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+E4M3 = torch.float8_e4m3fn
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", E4M3: "fp8e4nv"}
 
 
 def stream(
@@ -41,16 +46,19 @@ def stream(
     """`matmul.py`'s launch, with adapters of a rank."""
 
     def described(rows: int) -> str:
-        return f"tensordesc<{NAMES[dtype]}[{rows}, {tiles.depth}],{SWIZZLED.value}>"
+        order = SWIZZLED_BYTES if dtype == E4M3 else SWIZZLED
+        return f"tensordesc<{NAMES[dtype]}[{rows}, {tiles.depth}],{order.value}>"
 
     types: dict[str, str | None] = {
         "x": described(tiles.rows),
         "more_x": described(tiles.more) if tiles.more else None,
         "weight": described(tiles.high // 2 if gated else tiles.high),
-        "bias": f"*{NAMES[dtype]}" if biased else None,
+        "bias": "*bf16" if biased else None,
         "out": f"*{NAMES[out]}",
     }
     types |= dict.fromkeys(("rows", "width", "depth", "part"), "i32")
+    if dtype == E4M3:
+        types |= dict.fromkeys(("x_scales", "scales"), "*fp32")
     constants = {
         "gated": gated,
         "blocks": tiles.blocks,
@@ -204,6 +212,7 @@ def each_way(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
     return [
         stream(Stream(8, depth=256, stages=4), torch.float16, whole, gated=NOT, biased=True),
         stream(Stream(32, 8, stages=7), half, half, gated=SILU, biased=True, rank=16),
+        stream(Stream(8, 8, depth=256, stages=6), E4M3, half, gated=SILU, biased=True),
         grouped((8, 4, 4), words=2, gated=GELU, sorted_pairs=True, out=half),
         grouped((32, 2, 4), 1, NOT, sorted_pairs=False, out=whole, coding=INT4, span=2),
         grouped((64, 2, 4), 0, NOT, sorted_pairs=True, out=whole, coding=INT8),

@@ -45,6 +45,8 @@ class Linears:
         few = len(x) <= FEW_ROWS and x.dtype in (torch.bfloat16, torch.float16)
         if adapted is None or not few or self.invariant or is_packed(weight):
             return None
+        if operand(weight).scales is not None and matmul.is_hopper(x.device):
+            return None  # adapters multiply x before it is rounded, which that kernel does not have
         return Gain(_contiguous(x), adapted)
 
     def _linear(

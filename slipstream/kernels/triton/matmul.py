@@ -1,6 +1,6 @@
 """Launches the matmuls for few rows. There are two kernels:
 
-- `matmul_stream_kernels.py`: 16-bit matrices on Hopper, loaded by its copy engine (TMA);
+- `matmul_stream_kernels.py`: 16-bit matrices and e4m3 on Hopper, loaded by its copy engine (TMA);
 - `matmul_kernels.py`: everything else; it also serves many rows with batch-invariant results.
 """
 
@@ -36,7 +36,11 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from slipstream.kernels.triton.adapters_stream import GROUP
-    from slipstream.kernels.triton.matmul_stream_kernels import SWIZZLED, stream_kernel
+    from slipstream.kernels.triton.matmul_stream_kernels import (
+        SWIZZLED,
+        SWIZZLED_BYTES,
+        stream_kernel,
+    )
 except ImportError:  # Gluon is still an experiment of Triton's
     stream_kernel = None
 
@@ -50,21 +54,21 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def streams(x: Tensor, weight: Tensor) -> bool:
-    """Whether `stream_kernel` can compute x times weight: both bfloat16 or float16, on Hopper, with
-    weights whose rows the copy engine can read."""
+    """Whether `stream_kernel` can compute x times weight: both bfloat16, float16 or e4m3, on
+    Hopper, with weights whose rows the copy engine can read."""
     return (
         stream_kernel is not None
         and is_hopper(x.device)
         and x.dtype == weight.dtype
-        and weight.dtype in (torch.bfloat16, torch.float16)
-        and weight.shape[1] % NARROWEST == 0
+        and weight.dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+        and weight.shape[1] * weight.itemsize % (2 * NARROWEST) == 0
         and weight.data_ptr() % ALIGNMENT == 0
     )
 
 
 def stream_multiply(
-    x: Tensor,
-    weight: Tensor,
+    x: Rows,
+    weight: RowScaled,
     bias: Tensor | None,
     out: Tensor,
     tiles: Stream,
@@ -75,6 +79,7 @@ def stream_multiply(
     """Write the partial sums of x [T, K] times weight [N, K] ([2N, K] if `gated`) to
     out [splits, T, N]; each split adds up `part` columns, and the first has `low_rank`."""
     splits, rows, width = out.shape
+    values = weight.values
     own = tiles.blocks * tiles.high // (1 if gated is None else 2)
     grid = (max(1, triton.cdiv(rows - tiles.more, tiles.rows)), triton.cdiv(width, own), splits)
     gain = NOT_STREAMED
@@ -83,13 +88,14 @@ def stream_multiply(
         down = low_rank.adapted.factors.down.flatten(0, 1)
         gain["down"] = _described(down, GROUP.value, tiles.depth)
         grid = (1, cast(int, gain["makers"]) + grid[1] * splits, 1)
-    x = with_spare(_aligned(x), grid[0] * tiles.rows + tiles.more)
+    lines = with_spare(_aligned(x.values), grid[0] * tiles.rows + tiles.more)
     stream_kernel[grid](
-        _described(x, tiles.rows, tiles.depth),
-        _described(x, tiles.more, tiles.depth) if tiles.more else None,
-        _described(weight, tiles.high if gated is None else tiles.high // 2, tiles.depth),
-        bias, out, rows, width, weight.shape[1], part, gated=GATES[gated], blocks=tiles.blocks,
-        high=tiles.high, stages=tiles.stages, warps=tiles.warps, num_warps=tiles.warps,
+        _described(lines, tiles.rows, tiles.depth),
+        _described(lines, tiles.more, tiles.depth) if tiles.more else None, x.scales,
+        _described(values, tiles.high if gated is None else tiles.high // 2, tiles.depth),
+        weight.scales, bias, out, rows, width, values.shape[1], part, gated=GATES[gated],
+        blocks=tiles.blocks, high=tiles.high, stages=tiles.stages, warps=tiles.warps,
+        num_warps=tiles.warps,
         **gain, **launch.options(out.device),
     )  # fmt: skip
 
@@ -102,8 +108,9 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _described(matrix: Tensor, rows: int, columns: int) -> "TensorDescriptor":
+    order = SWIZZLED_BYTES if matrix.itemsize == 1 else SWIZZLED
     return TensorDescriptor(
-        matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], SWIZZLED.value
+        matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], order.value
     )
 
 
@@ -163,7 +170,7 @@ def multiply(
         dtype = dtype if splits == 1 else torch.float32
         out = torch.empty(parts, rows, width, dtype=dtype, device=values.device)
     if out.numel() and isinstance(tiles, Stream):
-        stream_multiply(x.values, values, bias, out, tiles, chosen.part, gated, low_rank)
+        stream_multiply(x, weight, bias, out, tiles, chosen.part, gated, low_rank)
     elif out.numel() and isinstance(tiles, Tiles):
         _launch(x, weight, bias, out, chosen, tiles, gated, low_rank)
     return out if splitting and out.dtype == torch.float32 else out[0]
@@ -175,7 +182,8 @@ def _plan(x: Tensor, weight: Tensor, splitting: bool, gated: bool, loose: bool) 
     if not rows or not streams(x, weight):
         return chosen
     if rows <= SPLIT_ROWS:
-        return few_rows(width, depth, rows, chosen)
+        return few_rows(width, depth, rows, chosen, weight.itemsize)
+    loose &= weight.itemsize > 1  # the library multiplies more rows in e4m3
     return (many_rows(width, depth, rows, splitting, gated) if loose else None) or chosen
 
 

@@ -6,6 +6,8 @@ A kernel in plain Triton loads its first tile only when its inputs are ready. Th
 shared memory with weights while the previous kernel still runs, so that afterwards it waits for x
 alone. That can be written in Gluon, Triton's lower level, which has no interpreter.
 
+Weights and x are both in 16 bits, or both in e4m3 with scales of their rows.
+
 Tiles of weights and of x go through a ring buffer of `stages` slots. Weights are the first operand
 of the tensor cores, in one block of `high` rows or in several that share the tile of x. A split's
 part of k is added up in one chain of steps, so sums have the bits of `matmul_kernels.py`.
@@ -36,6 +38,7 @@ from slipstream.kernels.triton.matmul_stream_parts import (
 )
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+SWIZZLED_BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 GELU_TANH = gl.constexpr(2)  # as in `activation.py`
 
 
@@ -78,12 +81,19 @@ def _weight_rows(layout: gl.constexpr, block, width, high: gl.constexpr, gated: 
 
 @gluon.jit
 def _store(
-    out, sums, bias, block, split, m0, rows, width, gated: gl.constexpr, warps: gl.constexpr
-):
-    """Store `sums` [high, rows of x] of a block, after bias and activation, transposed to `out`."""
+    out, sums, x_scales, scales, bias, block, split, m0, rows, width, gated: gl.constexpr,
+    warps: gl.constexpr,
+):  # fmt: skip
+    """Store `sums` [high, rows of x] of a block, after scales, bias and activation, transposed to
+    `out`."""
     high: gl.constexpr = sums.shape[0]
     count: gl.constexpr = sums.shape[1]
     half: gl.constexpr = high // 2
+    if scales is not None:
+        line = m0 + gl.arange(0, count, layout=gl.SliceLayout(0, sums.type.layout))
+        row = _weight_rows(gl.SliceLayout(1, sums.type.layout), block, width, high, gated)
+        sums *= gl.load(x_scales + line, mask=line < rows, other=0.0)[None, :]
+        sums *= gl.load(scales + row)[:, None]
     if bias is not None:
         row = _weight_rows(gl.SliceLayout(1, sums.type.layout), block, width, high, gated)
         added = gl.load(bias + row).to(gl.float32)
@@ -106,6 +116,11 @@ def _store(
     gl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
 
 
+@gluon.constexpr_function
+def _bytes_of(dtype):
+    return dtype.primitive_bitwidth // 8
+
+
 @gluon.jit
 def _run(
     begin, stop, steps, sums, slot, turn, last, x, more_x, weight, ring, ring_x, ring_y, full, tile,
@@ -114,7 +129,7 @@ def _run(
     """The steps [begin, stop) of all chains; each fills the slot of the step before it anew."""
     rows: gl.constexpr = x.block_shape[0] + (0 if more_x is None else more_x.block_shape[0])
     step_k: gl.constexpr = ring.shape[2]
-    size: gl.constexpr = (blocks * ring.shape[1] + rows) * step_k * 2
+    size: gl.constexpr = (blocks * ring.shape[1] + rows) * step_k * _bytes_of(ring.dtype)
     for step in range(begin, stop):
         mbarrier.wait(full.index(slot), turn)
         sums = _step(ring, slot, ring_x, ring_y, sums, blocks)
@@ -140,9 +155,9 @@ def _tiles(width, blocks: gl.constexpr, high: gl.constexpr, gated: gl.constexpr)
 
 @gluon.jit
 def _multiply(
-    x, more_x, weight, bias, out, tile, split, rows, width, depth, part, ring, ring_x, ring_y, full,
-    gated: gl.constexpr, blocks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
-    warps: gl.constexpr, inner, up, ends, adapters, counts, rank: gl.constexpr,
+    x, more_x, x_scales, weight, scales, bias, out, tile, split, rows, width, depth, part, ring,
+    ring_x, ring_y, full, gated: gl.constexpr, blocks: gl.constexpr, stages: gl.constexpr,
+    pdl: gl.constexpr, warps: gl.constexpr, inner, up, ends, adapters, counts, rank: gl.constexpr,
     padded: gl.constexpr, chunk: gl.constexpr, chunks: gl.constexpr, makers: gl.constexpr,
     shares: gl.constexpr, parts: gl.constexpr,
 ):  # fmt: skip
@@ -151,7 +166,8 @@ def _multiply(
     step_k: gl.constexpr = ring.shape[2]
     first_rows: gl.constexpr = x.block_shape[0]
     more_rows: gl.constexpr = 0 if more_x is None else more_x.block_shape[0]
-    size: gl.constexpr = (blocks * high + first_rows + more_rows) * step_k * 2
+    number: gl.constexpr = _bytes_of(ring.dtype)
+    size: gl.constexpr = (blocks * high + first_rows + more_rows) * step_k * number
     m0 = gl.program_id(0) * first_rows
     first = split * part
     end = gl.minimum(first + part, depth)
@@ -174,9 +190,9 @@ def _multiply(
         counts, adapters, ends, tile, m0, rows, split, width, high, gated, first_rows, more_rows,
         padded, parts, warps,
     )  # fmt: skip
-    sums = _zeros(blocks, high, first_rows, warps)
+    sums = _zeros(blocks, high, first_rows, warps, number)
     if more_rows:
-        sums += _zeros(blocks, high, more_rows, warps)
+        sums += _zeros(blocks, high, more_rows, warps, number)
     slot, turn, last = 0, 0, stages - 1
     # With adapters, `inner` is read while the last tiles are loaded.
     middle = steps
@@ -209,12 +225,12 @@ def _multiply(
                 block, line, rows, width, span, gated, inner, up, ends,
                 adapters, rank, padded, chunk, chunks, shares, parts, warps,
             )  # fmt: skip
-        _store(out, total, bias, block, split, line, rows, width, gated, warps)
+        _store(out, total, x_scales, scales, bias, block, split, line, rows, width, gated, warps)
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def stream_kernel(
-    x, more_x, weight, bias, out, rows, width, depth, part, gated: gl.constexpr,
+    x, more_x, x_scales, weight, scales, bias, out, rows, width, depth, part, gated: gl.constexpr,
     blocks: gl.constexpr, high: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
     warps: gl.constexpr, inner, up, ends, adapters, down, counts, share, rank: gl.constexpr,
     padded: gl.constexpr, chunk: gl.constexpr, chunks: gl.constexpr, makers: gl.constexpr,
@@ -224,7 +240,8 @@ def stream_kernel(
 
     x, more_x and weight are TMA descriptors: x of [rows, depth] in tiles; more_x, or None, of the
     same matrix, in smaller tiles for the rows after the last tile of x; weight of [width, depth],
-    or [2 * width, depth] if `gated`. bias [width] or None; out [splits, rows, width].
+    or [2 * width, depth] if `gated`. bias [width] or None; out [splits, rows, width]. Rows of x and
+    of weight in e4m3 have scales [rows] and [width] or [2 * width] float32, and no adapters.
 
     Arguments from `inner` on are for adapters (`adapters_stream.py`), or None. With adapters the
     programs are numbered (0, `makers`, then tiles of n, split by split), there are at most 64 rows,
@@ -233,8 +250,9 @@ def stream_kernel(
     launch_dependents(pdl)
     first_rows: gl.constexpr = x.block_shape[0]
     step_k: gl.constexpr = x.block_shape[1]
-    ring = gl.allocate_shared_memory(weight.dtype, [stages * blocks, high, step_k], SWIZZLED)
-    ring_x = gl.allocate_shared_memory(x.dtype, [stages, first_rows, step_k], SWIZZLED)
+    order: gl.constexpr = SWIZZLED_BYTES if _bytes_of(x.dtype) == 1 else SWIZZLED
+    ring = gl.allocate_shared_memory(weight.dtype, [stages * blocks, high, step_k], order)
+    ring_x = gl.allocate_shared_memory(x.dtype, [stages, first_rows, step_k], order)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(stages):
         mbarrier.init(full.index(slot), count=1)
@@ -243,7 +261,7 @@ def stream_kernel(
         ring_y = None
         if more_x is not None:
             ring_y = gl.allocate_shared_memory(
-                x.dtype, [stages, more_x.block_shape[0], step_k], SWIZZLED
+                x.dtype, [stages, more_x.block_shape[0], step_k], order
             )
         if tile < makers:
             make_inner(
@@ -254,22 +272,21 @@ def stream_kernel(
             tiles = _tiles(width, blocks, high, gated)
             tile -= makers
             _multiply(
-                x, more_x, weight, bias, out, tile % tiles, tile // tiles, rows, width, depth, part,
-                ring, ring_x, ring_y, full, gated, blocks, stages, pdl, warps, inner, up, ends,
-                adapters, counts, rank, padded, chunk, chunks, makers, shares, parts,
+                x, more_x, x_scales, weight, scales, bias, out, tile % tiles, tile // tiles, rows,
+                width, depth, part, ring, ring_x, ring_y, full, gated, blocks, stages, pdl, warps,
+                inner, up, ends, adapters, counts, rank, padded, chunk, chunks, makers, shares,
+                parts,
             )  # fmt: skip
     elif more_x is not None and gl.program_id(0) == gl.num_programs(0) - 1:
-        ring_y = gl.allocate_shared_memory(
-            x.dtype, [stages, more_x.block_shape[0], step_k], SWIZZLED
-        )
+        ring_y = gl.allocate_shared_memory(x.dtype, [stages, more_x.block_shape[0], step_k], order)
         _multiply(
-            x, more_x, weight, bias, out, tile, split, rows, width, depth, part, ring, ring_x,
-            ring_y, full, gated, blocks, stages, pdl, warps, inner, up, ends, adapters, counts,
-            rank, padded, chunk, chunks, makers, shares, parts,
+            x, more_x, x_scales, weight, scales, bias, out, tile, split, rows, width, depth, part,
+            ring, ring_x, ring_y, full, gated, blocks, stages, pdl, warps, inner, up, ends,
+            adapters, counts, rank, padded, chunk, chunks, makers, shares, parts,
         )  # fmt: skip
     else:
         _multiply(
-            x, None, weight, bias, out, tile, split, rows, width, depth, part, ring, ring_x, None,
-            full, gated, blocks, stages, pdl, warps, inner, up, ends, adapters, counts, rank,
-            padded, chunk, chunks, makers, shares, parts,
+            x, None, x_scales, weight, scales, bias, out, tile, split, rows, width, depth, part,
+            ring, ring_x, None, full, gated, blocks, stages, pdl, warps, inner, up, ends, adapters,
+            counts, rank, padded, chunk, chunks, makers, shares, parts,
         )  # fmt: skip

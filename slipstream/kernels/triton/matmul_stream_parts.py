@@ -40,9 +40,13 @@ def _fetch_rows(x, more_x, m0, k, barrier, ring_x, ring_y, slot, wanted):
 
 
 @gluon.jit
-def _zeros(count: gl.constexpr, high: gl.constexpr, width: gl.constexpr, warps: gl.constexpr):
+def _zeros(
+    count: gl.constexpr, high: gl.constexpr, width: gl.constexpr, warps: gl.constexpr,
+    size: gl.constexpr = 2,
+):  # fmt: skip
+    """`count` sums [high, width] of products of numbers of `size` bytes."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, width, 16]
+        version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, width, 32 // size]
     )
     sums = ()
     for _ in gl.static_range(count):
@@ -51,16 +55,35 @@ def _zeros(count: gl.constexpr, high: gl.constexpr, width: gl.constexpr, warps: 
 
 
 @gluon.jit
+def _zeros_like(sums):
+    layout: gl.constexpr = sums.type.layout
+    return gl.zeros(sums.shape, gl.float32, layout)
+
+
+@gluon.jit
 def _step(ring, slot, ring_x, ring_y, sums, blocks: gl.constexpr):
-    """Start the next step of every chain, and wait until the previous steps are done."""
+    """Start the next step of every chain, and wait until the previous steps are done.
+
+    The tensor cores keep only about 14 bits of a sum of e4m3, so each step of these has a sum of
+    its own, which is added in float32.
+    """
     chains: gl.constexpr = len(sums)
+    float8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
     begun = ()
     for chain in gl.static_range(chains):
         tile_x = ring_x.index(slot) if chain < blocks else ring_y.index(slot)
         weights = ring.index(slot * blocks + chain % blocks)
-        stepped = warpgroup_mma(weights, tile_x.permute((1, 0)), sums[chain], is_async=True)
+        start = _zeros_like(sums[chain]) if float8 else sums[chain]
+        stepped = warpgroup_mma(weights, tile_x.permute((1, 0)), start, is_async=True)
         begun += (stepped,)  # type: ignore[assignment]
-    return _settled(begun, chains)
+    if float8:
+        total = ()
+        done = _settled(begun, 0)
+        for chain in gl.static_range(chains):
+            total += (sums[chain] + done[chain],)  # type: ignore[assignment]
+    else:
+        total = _settled(begun, chains)
+    return total
 
 
 @gluon.jit

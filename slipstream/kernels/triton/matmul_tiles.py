@@ -176,8 +176,9 @@ GATED_MANY = 80
 GATED_MOST = range(289, 513)  # numbers of rows beyond `GATED_MANY` for which ours is faster
 
 
-def few_rows(width: int, depth: int, rows: int, chosen: Plan) -> Plan:
-    """`chosen` with tiles for `stream_kernel` instead, for up to 64 rows of x.
+def few_rows(width: int, depth: int, rows: int, chosen: Plan, itemsize: int = 2) -> Plan:
+    """`chosen` with tiles for `stream_kernel` instead, for up to 64 rows of x in numbers of
+    `itemsize` bytes.
 
     A multiprocessor runs one program that fills its shared memory, or several smaller ones, with
     which less time is lost when one ends and the next begins.
@@ -190,10 +191,12 @@ def few_rows(width: int, depth: int, rows: int, chosen: Plan) -> Plan:
         together = 1
     elif lines <= 16 and 2 < waves <= 3:
         together = TOGETHER.get((width, depth), 3)
-    deep = lines <= 32 and waves <= 2 and depth % 256 == chosen.part % 256 == 0
+    # The steps of a sum of e4m3 determine its bits, so they must not depend on the number of rows.
+    deep = lines <= 32 and waves <= 2 and depth % 256 == chosen.part % 256 == 0 and itemsize == 2
     columns = 256 if deep else STEP
     stages = _stages(64 + lines, columns, together)
-    return Plan(chosen.splits, chosen.part, Stream(height, more, depth=columns, stages=stages))
+    tiles = Stream(height, more, depth=columns * 2 // itemsize, stages=stages)
+    return Plan(chosen.splits, chosen.part, tiles)
 
 
 def cover(rows: int) -> tuple[int, int]:
