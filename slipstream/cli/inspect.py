@@ -155,7 +155,7 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
         **_expert_rows(facts["experts"]),
         "quantised": facts["quantization"],
         **_type_rows(facts["types"]),
-        "dtype": facts["dtype"],
+        "dtype": "; ".join(filter(None, (facts["dtype"], facts["dtype_note"]))) or None,
         **_shape_rows(facts),
         "kernels": facts["kernels"],
     }

@@ -8,7 +8,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.gguf.blocks import Q4_0, Q4_K
+from slipstream.models.gguf.blocks import F16, Q4_0, Q4_K
 from tests.cli.conftest import CommandLine
 from tests.gguf_checkpoints import as_gguf
 from tests.models.parity_cases import TIED, Case, shape
@@ -48,6 +48,20 @@ def test_a_file_is_described(models: list[Path], slipstream: CommandLine) -> Non
     fits = slipstream("inspect", str(models[1]), "--target", str(models[0])).out
     assert "fits" in fits
     assert "does not fit" not in fits
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in float16")
+def test_float16_is_told_to_become_bfloat16(
+    models: list[Path], tmp_path: Path, slipstream: CommandLine
+) -> None:
+    file = as_gguf(models[0].with_suffix(""), tmp_path / "half.gguf", F16)
+    facts = json.loads(slipstream("inspect", str(file), "--json").out)
+    assert facts["dtype"] == "float16"
+    assert facts["dtype_note"].startswith("bfloat16 by default: ")
+    assert facts["types"][0] | {"num_bytes": 0} == {
+        "type": "F16", "num_bytes": 0, "becomes": "bfloat16", "rounded": True
+    }  # fmt: skip
+    assert "float32 keeps every bit" in slipstream("inspect", str(file)).out
 
 
 def test_a_draft_model_in_gguf_changes_no_text(models: list[Path]) -> None:
