@@ -78,7 +78,10 @@ def _local(path: Path) -> Path:
     if path.is_dir():
         return model_in(path) or path
     if not is_gguf(path):
-        raise CheckpointError(f"{path} is a file; give the model directory that holds it")
+        raise CheckpointError(
+            f"{path} is not a GGUF file, by its first bytes; give one, or the model directory that "
+            "holds this file"
+        )
     return require_first(path)
 
 

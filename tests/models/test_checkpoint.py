@@ -88,7 +88,7 @@ def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_file_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="is a file; give the model directory"):
+    with pytest.raises(CheckpointError, match="is not a GGUF file, by its first bytes; give"):
         resolve_checkpoint(tmp_path / "config.json")
 
 

@@ -15,7 +15,7 @@ import torch
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.gguf.blocks import BLOCK_TYPES, OTHER_TYPES, BlockForm, BlockType
-from slipstream.models.gguf.files import split_paths
+from slipstream.models.gguf.files import MAGIC, split_paths
 from slipstream.models.gguf.header import DAMAGED, HeaderReader, Value
 from slipstream.models.safetensors_file import TensorEntry, require_content
 
@@ -113,7 +113,7 @@ def _read_as_it_is(file: Path, size: int, changed: int) -> Container:
     """Read the header of one file; size and time of its last change are the cache's key."""
     require_content(file)
     with HeaderReader(file, size) as header:
-        if header.take(4, "its first word") != b"GGUF":
+        if header.take(len(MAGIC), "its first word") != MAGIC:
             raise CheckpointError(f"{file} is no GGUF file, by its first bytes; {DAMAGED}")
         _require_version(file, header.integer("I", "its version"))
         num_tensors = header.count(_LEAST_TENSOR_BYTES, "tensors")
