@@ -23,6 +23,7 @@ _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 _ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 16
 _BIG_ENDIAN = 1 << 24  # a version is only this large if its byte order is swapped
+_PIECE = 1 << 16  # bytes that are read at once
 _KEPT = 8  # number of cached headers
 # Minimum for a tensor: the length of its name, number of dimensions, one size, type and offset.
 _LEAST_TENSOR_BYTES = 32
@@ -195,7 +196,8 @@ def _kind(where: str, number: int) -> BlockType:
 def _check_layout(
     file: Path, tensors: list[GgufTensor], start: int, size: int, alignment: int
 ) -> None:
-    """Raise CheckpointError unless tensors are contiguous, but for alignment, and fill the file."""
+    """Raise CheckpointError unless tensors are contiguous, but for alignment, and fill the file,
+    but for zeros at its end."""
     position, previous = start, "the header"
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         if tensor.offset != position:
@@ -211,10 +213,17 @@ def _check_layout(
                 f"{size}; {DAMAGED}"
             )
         position = _padded(end, alignment)
-    if size > position:
+    if size > position and not _ends_in_zeros(file, position):
         raise CheckpointError(
             f"{file} has {size - position} bytes after {previous}, its last part; {DAMAGED}"
         )
+
+
+def _ends_in_zeros(file: Path, position: int) -> bool:
+    """Whether all bytes from `position` on are zeros, with which some programs fill a page."""
+    with file.open("rb") as opened:
+        opened.seek(position)
+        return not any(any(piece) for piece in iter(lambda: opened.read(_PIECE), b""))
 
 
 _TABLE = "token_embd.weight"
