@@ -80,7 +80,13 @@ def read_container(path: Path) -> Container:
         CheckpointError: a header violates the format, a tensor type is not supported, or a part is
             missing.
     """
-    first, *others = split_paths(path)
+    first, *others = parts = split_paths(path)
+    missing = [part.name for part in parts if not part.exists()]
+    if others and missing:
+        raise CheckpointError(
+            f"{first.parent} lacks {missing[0]}; all {len(parts)} parts of a split file must lie "
+            "in one directory"
+        )
     container = _read(first)
     count = container.metadata.get("split.count", 0)
     if count not in (0, 1) if not others else count != 1 + len(others):
