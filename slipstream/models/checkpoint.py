@@ -69,6 +69,11 @@ def resolve_checkpoint(
         kind = "GGUF file" if is_gguf(path) else "model directory"
         raise CheckpointError(f"there is no {kind} {name!r}; check the path")
     if tagged is not None:
+        if tagged[1] is not None and "/" not in tagged[0]:
+            raise CheckpointError(
+                f"{name} is no name of the hub, and names of Ollama are not known here; give a "
+                "GGUF file, or a repository with its owner (owner/name-GGUF:Q4_K_M)"
+            )
         return fetch_model(*tagged, revision)
     return _download(name, revision, pickled)
 
