@@ -82,7 +82,9 @@ def _table(lines: dict[int, list["CostRow"]], cells: Sequence[Sequence[str]]) ->
 class InspectFlags:
     """What to look at."""
 
-    path: str = flag(REQUIRED, "A local directory, a hub name or a bundled demo.", argument=True)
+    path: str = flag(
+        REQUIRED, "A local directory, a GGUF file, a hub name or a bundled demo.", argument=True
+    )
     target: str | None = flag(None, "Check whether PATH can draft for this model.")
     json: bool = flag(False, "Print one JSON document.")
     costs: bool = flag(

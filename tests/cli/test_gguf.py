@@ -74,3 +74,7 @@ def test_a_draft_model_in_gguf_changes_no_text(models: list[Path]) -> None:
         texts.append([out.outputs[0].token_ids for out in llm.generate(prompts, params)])
     assert texts[0] == texts[1]
     assert [len(ids) for ids in texts[0]] == [24, 24]
+
+
+def test_the_help_of_inspect_names_gguf_files(slipstream: CommandLine) -> None:
+    assert "a GGUF file" in " ".join(slipstream("inspect", "--help").out.split())
