@@ -76,5 +76,26 @@ def test_a_draft_model_in_gguf_changes_no_text(models: list[Path]) -> None:
     assert [len(ids) for ids in texts[0]] == [24, 24]
 
 
+def test_the_models_of_a_folder_are_listed(
+    models: list[Path], tmp_path: Path, slipstream: CommandLine
+) -> None:
+    folder = models[0].parent
+    blob = tmp_path / "blobs" / "sha256-01"
+    blob.parent.mkdir()
+    blob.write_bytes(models[1].read_bytes())
+    (tmp_path / "notes.gguf.txt").write_text("none")
+    listed = json.loads(slipstream("list", str(tmp_path), "--json").out)
+    assert [it["name"] for it in listed] == [str(blob)]
+    listed = json.loads(slipstream("list", str(folder), "--json").out)
+    kinds = {it["name"]: it["kind"] for it in listed}
+    assert kinds[str(models[0])] == "LlamaForCausalLM, GGUF, Q4_K"
+    assert kinds[str(folder / "target")] == "LlamaForCausalLM"
+    assert kinds.keys() >= {str(models[1]), str(folder / "draft")}
+    assert "demo" not in kinds
+    assert "is not a directory" in slipstream("list", str(models[0])).err
+    ran = slipstream("list", str(tmp_path), "--download-dir", str(tmp_path))
+    assert (ran.code, "not both" in ran.err) == (2, True)
+
+
 def test_the_help_of_inspect_names_gguf_files(slipstream: CommandLine) -> None:
     assert "a GGUF file" in " ".join(slipstream("inspect", "--help").out.split())
