@@ -1,19 +1,20 @@
 """`slipstream list`: the models that are on this machine, and whether they can be served."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 import slipstream
 from slipstream.cli.checkpoint_facts import DRAFT_MODEL, CheckpointFacts
 from slipstream.cli.errors import say
 from slipstream.cli.terminal import stderr_console, stdout_console
-from slipstream.core.errors import CheckpointError, SlipstreamError
+from slipstream.core.errors import CheckpointError, SlipstreamError, UsageError
 from slipstream.core.flags import flag
 
 
@@ -21,6 +22,12 @@ from slipstream.core.flags import flag
 class ListFlags:
     """Where to look, and how to report."""
 
+    folder: Path | None = flag(
+        None,
+        "List the models anywhere in this directory instead, such as GGUF files.",
+        argument=True,
+        metavar="FOLDER",
+    )
     download_dir: str | None = flag(
         None, "The folder of downloaded models. [the hub's own cache]", metavar="<folder>"
     )
@@ -48,15 +55,21 @@ class CachedModel:
 def list_models(*, flags: ListFlags) -> None:
     """List the models on this machine.
 
-    They are the bundled ones, and those in the hub's cache.
+    They are the bundled ones, and those in the hub's cache; or those in FOLDER.
     """
+    if flags.folder is not None and flags.download_dir is not None:
+        raise UsageError("give a folder of models, or --download-dir, not both")
     with stderr_console().status("reading the headers of checkpoints"), _Kept() as kept:
-        places = [*_bundled(), *_downloaded(flags.download_dir)]
+        if flags.folder is None:
+            places = [*_bundled(), *_downloaded(flags.download_dir)]
+        else:
+            places = list(_in_folder(flags.folder))
         models = [kept.described(*place) for place in places]
     if flags.json:
         print(json.dumps([asdict(model) for model in models], ensure_ascii=False, indent=2))
         return
-    table = Table("model", "size", "kind", box=None, pad_edge=False)
+    name = Column("model", overflow="fold")  # a path that is cut could not be given as MODEL
+    table = Table(name, "size", "kind", box=None, pad_edge=False)
     for model in models:
         at = f"@{model.revision}" if model.revision else ""
         size = "" if model.num_bytes is None else f"{model.num_bytes / 1e6:,.0f} MB"
@@ -89,6 +102,21 @@ def _downloaded(folder: str | None) -> Iterator[Place]:
                 yield f"{repo.repo_id}:{split_stem(model)}", name, model
             if not models:
                 yield repo.repo_id, name, revision.snapshot_path
+
+
+def _in_folder(folder: Path) -> Iterator[Place]:
+    """The GGUF files and checkpoints in a directory, at any depth, by their paths."""
+    from slipstream.models.gguf.files import EXTENSION, is_gguf, models_among
+
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a directory; name one that holds models")
+    files = [it for it in folder.rglob("*") if it.is_file() and os.access(it, os.R_OK)]
+    found = {*models_among(files)}
+    found |= {it for it in files if it.suffix.lower() != EXTENSION and is_gguf(it)}  # Ollama's
+    found |= {it.parent for it in files if it.suffix == ".safetensors"} & {
+        it.parent for it in files if it.name == "config.json"
+    }
+    yield from ((str(it), None, it) for it in sorted(found))
 
 
 class _Kept:

@@ -149,7 +149,9 @@ class CheckpointFacts:
             name: known[name] if name in known else getattr(self.config, name, None)
             for name in (*_SIZES, "latent_size")
         }
-        return {"dtype": None if dtype is None else str(dtype).removeprefix("torch."), **sizes}
+        note = None if self.config is None else _dtype_note(self.config.dtype)
+        name = None if dtype is None else str(dtype).removeprefix("torch.")
+        return {"dtype": name, "dtype_note": note, **sizes}
 
     def _cache_sizes(self) -> dict[str, int | None]:
         """Cache sizes in bytes: per token and block in all layers, the part of a token that is kept
@@ -237,11 +239,21 @@ def read_facts(name: str) -> CheckpointFacts:
 def _types(checkpoint: "Checkpoint", config: "DecoderConfig | None") -> "Sequence[TypeBytes]":
     from slipstream.models.gguf.container import types_by_bytes
     from slipstream.models.gguf.files import is_gguf
-    from slipstream.runner.capability import kept_formats
+    from slipstream.runner.capability import default_dtype, kept_formats
 
     if config is None or not is_gguf(checkpoint.path):
         return ()
-    return types_by_bytes(checkpoint.container, config.dtype, kept_formats(_device()))
+    device = _device()
+    dtype, _ = default_dtype(device, config.dtype)
+    return types_by_bytes(checkpoint.container, dtype, kept_formats(device))
+
+
+def _dtype_note(stored: "torch.dtype") -> str | None:
+    """The dtype in which this machine computes by default, and why; None: it is `stored`."""
+    from slipstream.runner.capability import default_dtype
+
+    dtype, why = default_dtype(_device(), stored)
+    return f"{str(dtype).removeprefix('torch.')} by default: {why}" if why else None
 
 
 def kernel_backend() -> str:

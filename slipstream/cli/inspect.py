@@ -82,7 +82,9 @@ def _table(lines: dict[int, list["CostRow"]], cells: Sequence[Sequence[str]]) ->
 class InspectFlags:
     """What to look at."""
 
-    path: str = flag(REQUIRED, "A local directory, a hub name or a bundled demo.", argument=True)
+    path: str = flag(
+        REQUIRED, "A local directory, a GGUF file, a hub name or a bundled demo.", argument=True
+    )
     target: str | None = flag(None, "Check whether PATH can draft for this model.")
     json: bool = flag(False, "Print one JSON document.")
     costs: bool = flag(
@@ -155,7 +157,7 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
         **_expert_rows(facts["experts"]),
         "quantised": facts["quantization"],
         **_type_rows(facts["types"]),
-        "dtype": facts["dtype"],
+        "dtype": "; ".join(filter(None, (facts["dtype"], facts["dtype_note"]))) or None,
         **_shape_rows(facts),
         "kernels": facts["kernels"],
     }

@@ -151,8 +151,14 @@ def _refuse_synthetic(config: EngineConfig, allowed: bool) -> None:
         )
 
 
-def announce(options: ServerOptions, sock: socket.socket, seconds: float) -> None:
-    """Print the address and an example request."""
+def announce(
+    options: ServerOptions, sock: socket.socket, seconds: float, chats: bool = False
+) -> None:
+    """Print the address and an example request.
+
+    Args:
+        chats: the model is known to have a chat template.
+    """
     host, url, through = "", "http://localhost", ""
     if options.uds is None:
         host, port = sock.getsockname()[:2]
@@ -168,9 +174,12 @@ def announce(options: ServerOptions, sock: socket.socket, seconds: float) -> Non
     where = f"{url}/v1, a page to try it at {url}" if options.uds is None else str(options.uds)
     line = f"{name} is served at {where} (loaded in {seconds:.1f} s)"
     console.print(line, soft_wrap=True)
+    path, content = "completions", '"prompt": "def main(", "temperature": 0'
+    if chats:
+        path, content = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
     console.print(
-        f"try: curl {through}{url}/v1/completions {key}-H 'Content-Type: application/json' -d "
-        f'\'{{"model": "{name}", "prompt": "def main(", "temperature": 0}}\'',
+        f"try: curl {through}{url}/v1/{path} {key}-H 'Content-Type: application/json' -d "
+        f'\'{{"model": "{name}", {content}}}\'',
         style=QUIET_STYLE,
         soft_wrap=True,
     )

@@ -3,11 +3,13 @@
 The modules of the commands import the engine (and so torch) only when a command runs.
 """
 
+import shlex
 import sys
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from slipstream import __version__
 from slipstream.cli.bench_offline import latency, throughput
@@ -24,9 +26,22 @@ from slipstream.cli.inspect import inspect
 from slipstream.cli.serve import serve
 from slipstream.cli.terminal import drop_what_stderr_does_not_take, fill_closed_stdin
 from slipstream.cli.train import app as train_app
+from slipstream.core.errors import UsageError
+
+
+class Commands(TyperGroup):
+    """The commands; `run` of another program is told what it is called here."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] == "run":
+            meant = shlex.join(["slipstream", "chat", *args[1:]])
+            raise UsageError(f"no such command: run; did you mean {meant}?")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="slipstream",
+    cls=Commands,
     help="LLM inference built around speculative decoding: the same output, faster.",
     # Flags may have underscores, as on other engines' command lines. The parser applies this to
     # names of flags and commands alone, never to their values.

@@ -22,6 +22,7 @@ def serve(*, serving: ServingFlags, run: RunFlags, given: Given) -> None:
         plan = _plan(serving=serving, run=run)
         raise typer.Exit(run_locally(plan, lambda: parsed(_plan, given.line)))
     config, options = serving.checked()
+    from slipstream.models.chat_template import ChatTemplate
     from slipstream.serve.listening import bind
     from slipstream.serve.listening import listen as let_connect
     from slipstream.serve.memory import keep_few_matmuls
@@ -35,7 +36,9 @@ def serve(*, serving: ServingFlags, run: RunFlags, given: Given) -> None:
 
         def tell() -> None:
             let_connect(sock)  # before the address is printed
-            announce(options, sock, seconds)
+            template = options.chat_template
+            chats = not config.skip_tokenizer_init and ChatTemplate(llm.tokenizer, template).exists
+            announce(options, sock, seconds, chats)
             print_defaults(llm.engine.resolved.sampling_defaults)
 
         code = start_server(llm.engine, config, options, sock, page_routes(), tell)

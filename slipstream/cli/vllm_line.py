@@ -23,6 +23,7 @@ from slipstream.core.errors import UsageError
 
 _CONFIG = "--config"
 _JSON, _NUMBERS = "<json>", "<numbers>"  # metavars
+_MODEL_FLAGS = ("-m", "--model", "-hf", "-hfr", "--hf-repo")  # of other programs
 _ALIKE = 0.75  # of two words, one of which may be a misspelling of the other
 
 
@@ -53,9 +54,14 @@ def unknown_flag(name: str, declared: Iterable[str], command: str) -> UsageError
     """The error for a flag that a command does not have: the reason, or a similar flag.
 
     Args:
-        declared: the command's flags.
+        declared: the command's flags, and the names of its arguments.
         command: as its help is asked for.
     """
+    declared = [*declared]
+    if name in _MODEL_FLAGS and "model" in declared:
+        return UsageError(
+            f"no such flag: {name}; give the model's file or name as the argument: {command} MODEL"
+        )
     entry = ENTRIES.get(name)
     if isinstance(entry, Unsupported):
         return UsageError(f"{name} is not supported: {entry.why}")

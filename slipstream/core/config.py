@@ -49,7 +49,9 @@ class EngineConfig:
         argument=True,
     )
     dtype: str = flag(
-        "auto", "auto (the checkpoint's), bfloat16, float16 or float32.", panel="Engine"
+        "auto",
+        "auto (the checkpoint's; bfloat16 for float16 on a CPU), bfloat16, float16 or float32.",
+        panel="Engine",
     )
     device: str = flag("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))
     quantization: str | None = flag(

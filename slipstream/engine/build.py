@@ -122,7 +122,7 @@ def _load(
     config = _as_stored(config, checkpoint, device, reasons)
     require_precision(config, device)
     require_slots(config)
-    dtype = resolve_dtype(config, shape.dtype)
+    dtype = resolve_dtype(config, shape.dtype, device, reasons)
     room = WeightRoom(device, reasons)
     share, experts = ranks.share, WHOLE
     if config.shares_experts:

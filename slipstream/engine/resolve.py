@@ -1,5 +1,6 @@
 """Resolves the options of an engine to numbers, each with the reason for it."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,8 @@ from slipstream.models.loading import dtype_named
 from slipstream.models.quantized.module import StoredQuantization
 from slipstream.runner.capability import (
     default_batched_tokens,
+    default_dtype,
+    has_kernels,
     invariance_note,
     quantization_note,
     require_float8_cache,
@@ -30,6 +33,8 @@ from slipstream.runner.graphs import captures_graphs
 from slipstream.runner.memory import DeviceMemory, StepSizes, device_memory, uses_gpu_memory
 from slipstream.speculative.drafter import LoadedDrafter
 from slipstream.speculative.loading import Speculation
+
+logger = logging.getLogger("slipstream")
 
 _NOT_INVARIANT = (
     "batch_invariant does not hold for fp8 matrices: tensor cores round sums of e4m3 by the shape "
@@ -97,9 +102,22 @@ class Resolved:
         return f"auto (up to {most})" if self.adaptive else most
 
 
-def resolve_dtype(config: EngineConfig, checkpoint_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of parameters and cache."""
-    return checkpoint_dtype if config.dtype == "auto" else dtype_named(config.dtype)
+def resolve_dtype(
+    config: EngineConfig, stored: torch.dtype, device: torch.device, reasons: Reasons
+) -> torch.dtype:
+    """The dtype of parameters and cache, for a checkpoint in the dtype `stored`."""
+    if config.dtype == "auto":
+        dtype, why = default_dtype(device, stored)
+        if why:
+            reasons.add("dtype", str(dtype).removeprefix("torch."), why)
+        return dtype
+    dtype = dtype_named(config.dtype)
+    if not has_kernels(device, dtype):
+        logger.warning(
+            "dtype %s is slow on a CPU, which has no kernels for it; bfloat16 and float32 are fast",
+            config.dtype,
+        )
+    return dtype
 
 
 def resolve_cache_dtype(

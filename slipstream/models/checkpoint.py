@@ -69,6 +69,11 @@ def resolve_checkpoint(
         kind = "GGUF file" if is_gguf(path) else "model directory"
         raise CheckpointError(f"there is no {kind} {name!r}; check the path")
     if tagged is not None:
+        if tagged[1] is not None and "/" not in tagged[0]:
+            raise CheckpointError(
+                f"{name} is no name of the hub, and names of Ollama are not known here; give a "
+                "GGUF file, or a repository with its owner (owner/name-GGUF:Q4_K_M)"
+            )
         return fetch_model(*tagged, revision)
     return _download(name, revision, pickled)
 
@@ -78,7 +83,10 @@ def _local(path: Path) -> Path:
     if path.is_dir():
         return model_in(path) or path
     if not is_gguf(path):
-        raise CheckpointError(f"{path} is a file; give the model directory that holds it")
+        raise CheckpointError(
+            f"{path} is not a GGUF file, by its first bytes; give one, or the model directory that "
+            "holds this file"
+        )
     return require_first(path)
 
 

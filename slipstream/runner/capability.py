@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from slipstream.core.errors import UsageError
+from slipstream.kernels.devices import CPP_DTYPES
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
@@ -173,6 +174,22 @@ def default_batched_tokens(device: torch.device) -> tuple[int, str]:
     if device.type == "cuda":
         return 8192, "a GPU's default"
     return 2048, "a CPU's default: a longer step would hold up the other requests"
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device has kernels for activations of `dtype`; plain torch is slow on a CPU."""
+    return device.type == "cuda" or dtype in CPP_DTYPES
+
+
+def default_dtype(device: torch.device, stored: torch.dtype) -> tuple[torch.dtype, str]:
+    """The dtype for a checkpoint in `stored`, and the reason if it is another one."""
+    if has_kernels(device, stored):
+        return stored, ""
+    name = str(stored).removeprefix("torch.")
+    return torch.bfloat16, (
+        f"the checkpoint's {name} is slow on a CPU, which has no kernels for it; numbers are "
+        "rounded, --dtype float32 keeps every bit"
+    )
 
 
 def training_dtype(device: torch.device) -> torch.dtype:

@@ -29,6 +29,14 @@ from slipstream.serve.tokenize import TokenizeEndpoints
 
 _CLIENT_CLOSED = 499  # for the log only
 _GENERATION_ERRORS = (404, 415, 429, 500, 503, 504)
+# Paths of llama-server and Ollama, and what to use in their place.
+_COUNTERPARTS = {
+    "/completion": "/v1/completions",
+    "/props": "/v1/models",
+    "/api/chat": "/v1/chat/completions",
+    "/api/generate": "/v1/completions",
+    "/api/tags": "/v1/models",
+}
 
 
 def create_app(
@@ -199,7 +207,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def answer_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.scope["path"]
-        message = f"{request.method} {path}: {error.detail}; /openapi.json lists what there is"
+        remedy = "/openapi.json lists what there is"
+        if path in _COUNTERPARTS:
+            remedy = f"use {_COUNTERPARTS[path]}, of the OpenAI protocol"
+        message = f"{request.method} {path}: {error.detail}; {remedy}"
         return ApiError(error.status_code, message, headers=error.headers).response(path)
 
     async def answer_nobody(_: Request, __: Exception) -> Response:

@@ -52,6 +52,13 @@ def test_errors_are_one_sentence_and_an_exit_code(
     assert (ran.code, ran.out, ran.err) == (code, "", says)
 
 
+def test_run_is_called_chat_here(slipstream: CommandLine) -> None:
+    ran = slipstream("run", "a model.gguf", "-v")
+    says = "no such command: run; did you mean slipstream chat 'a model.gguf' -v?"
+    assert (ran.code, ran.out, ran.err) == (2, "", f"slipstream: {says}\n")
+    assert "No such command 'runs'" in slipstream("runs").err
+
+
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_an_error_starts_on_a_line_of_its_own(
     slipstream: CommandLine,

@@ -48,6 +48,7 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
         "quantization": None,
         "types": [],
         "dtype": "float32",
+        "dtype_note": None,
         "num_layers": 2,
         "hidden_size": 48,
         "intermediate_size": 80,

@@ -15,7 +15,7 @@ from slipstream.serve.limits import ServeLimits
 from slipstream.serve.listening import bind
 from slipstream.serve.options import LogOptions, ServerOptions
 from tests.cli.conftest import CommandLine
-from tests.cli.fake_llm import FakeLLM
+from tests.cli.fake_llm import ByteTokenizer, FakeLLM
 from tests.cli.started import Started
 
 DEMO_DRAFT = {"model": "demo/draft", "num_speculative_tokens": "auto"}
@@ -30,6 +30,20 @@ def test_nothing_given_is_the_demo_on_loopback(slipstream: CommandLine, started:
     assert f"http://127.0.0.1:{port}/v1" in ran.err
     assert "curl" in ran.err
     assert "Authorization" not in ran.err
+
+
+def test_the_example_is_a_chat_where_the_model_can_chat(
+    slipstream: CommandLine, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = slipstream("serve", "--port", "0")
+    assert "/v1/chat/completions -H" in ran.err
+    assert '"messages": [{"role": "user", "content": "Hello"}]}\'' in ran.err
+    monkeypatch.setattr(ByteTokenizer, "settings", {})
+    ran = slipstream("serve", "--port", "0")
+    assert "/v1/completions -H" in ran.err
+    assert '"prompt": "def main("' in ran.err
+    ran = slipstream("serve", "--port", "0", "--chat-template", "{{ messages[0].content }}")
+    assert "/v1/chat/completions -H" in ran.err
 
 
 def test_a_server_need_not_warm_up(slipstream: CommandLine, started: Started) -> None:

@@ -88,8 +88,14 @@ def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_file_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="is a file; give the model directory"):
+    with pytest.raises(CheckpointError, match="is not a GGUF file, by its first bytes; give"):
         resolve_checkpoint(tmp_path / "config.json")
+
+
+def test_a_name_of_ollama_is_not_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"names of Ollama are not known .* a GGUF file"):
+        resolve_checkpoint("llama3.2:1b")
 
 
 @pytest.mark.parametrize("name", ["/no/such/place", "./here", "../there", "a/b/c", "a b", ""])

@@ -17,8 +17,9 @@ from transformers.utils import logging as transformers_logging
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.kernels.formats.blocks import BlockMatrix
 from slipstream.models.catalogue import read_decoder_config
-from slipstream.models.checkpoint import Checkpoint, Replaced
+from slipstream.models.checkpoint import Checkpoint, Replaced, resolve_checkpoint
 from slipstream.models.gguf.blocks import BLOCK_TYPES, F32, MXFP4, Q4_0, Q4_K, Q8_0, BlockType
+from slipstream.models.gguf.files import split_stem
 from slipstream.models.loading import LoadOptions, decoder_bytes, load_decoder
 from slipstream.models.quantized.catalogue import read_quantization, require_format
 from slipstream.models.tokenizer import Tokenizer
@@ -175,6 +176,14 @@ def test_a_split_file(llama: Path, tmp_path: Path) -> None:
     stored = {name: floats(values) for name, values in tensors.items()}
     files = write_split(tmp_path, "model", metadata, stored, 3)
     assert torch.equal(logits_of(files[0]), logits_of(llama))
+
+
+def test_a_file_without_an_ending(llama: Path, tmp_path: Path) -> None:
+    named = as_gguf(llama, tmp_path / "model.gguf")
+    blob = named.rename(tmp_path / "sha256-0123.5")
+    assert resolve_checkpoint(blob) == blob
+    assert torch.equal(logits_of(blob), logits_of(llama))
+    assert split_stem(blob) == "sha256-0123.5"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.runner.capability import (
     choose_device,
     default_batched_tokens,
+    default_dtype,
     kept_formats,
     quantization_note,
     require_float8_cache,
@@ -44,6 +45,12 @@ def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> N
 def test_training_is_in_bfloat16_on_a_gpu_alone() -> None:
     assert training_dtype(CUDA) == torch.bfloat16
     assert training_dtype(torch.device("cpu")) == torch.float32
+
+
+def test_float16_stays_where_kernels_serve_it() -> None:
+    assert default_dtype(CUDA, torch.float16) == (torch.float16, "")
+    assert default_dtype(torch.device("cpu"), torch.float32) == (torch.float32, "")
+    assert default_dtype(torch.device("cpu"), torch.float16)[0] == torch.bfloat16
 
 
 def test_a_cpu_is_taken_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

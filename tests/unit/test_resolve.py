@@ -155,6 +155,23 @@ def test_the_rows_of_a_step_follow_the_device_and_the_requests(tiny_target: str)
     assert llm.engine.resolved.limits.max_num_batched_tokens == 100
 
 
+def test_float16_becomes_bfloat16_on_a_cpu_unless_it_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = str(write_qwen3(tmp_path / "target", dtype="float16"))
+    llm = make(target, device="cpu", num_kv_blocks=8)
+    assert llm.engine.resolved.dtype == torch.bfloat16
+    value, why = reason(llm, "dtype")
+    assert value == "bfloat16"
+    assert "float16 is slow on a CPU" in why
+    assert "--dtype float32 keeps every bit" in why
+    assert not caplog.records
+    llm = make(target, device="cpu", num_kv_blocks=8, dtype="half")
+    assert llm.engine.resolved.dtype == torch.float16
+    (warning,) = caplog.records
+    assert warning.getMessage().startswith("dtype half is slow on a CPU")
+
+
 def test_threads_follow_the_model_unless_they_are_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

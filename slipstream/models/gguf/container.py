@@ -15,7 +15,7 @@ import torch
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.gguf.blocks import BLOCK_TYPES, OTHER_TYPES, BlockForm, BlockType
-from slipstream.models.gguf.files import split_paths
+from slipstream.models.gguf.files import MAGIC, split_paths
 from slipstream.models.gguf.header import DAMAGED, HeaderReader, Value
 from slipstream.models.safetensors_file import TensorEntry, require_content
 
@@ -23,6 +23,7 @@ _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 _ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 16
 _BIG_ENDIAN = 1 << 24  # a version is only this large if its byte order is swapped
+_PIECE = 1 << 16  # bytes that are read at once
 _KEPT = 8  # number of cached headers
 # Minimum for a tensor: the length of its name, number of dimensions, one size, type and offset.
 _LEAST_TENSOR_BYTES = 32
@@ -79,7 +80,13 @@ def read_container(path: Path) -> Container:
         CheckpointError: a header violates the format, a tensor type is not supported, or a part is
             missing.
     """
-    first, *others = split_paths(path)
+    first, *others = parts = split_paths(path)
+    missing = [part.name for part in parts if not part.exists()]
+    if others and missing:
+        raise CheckpointError(
+            f"{first.parent} lacks {missing[0]}; all {len(parts)} parts of a split file must lie "
+            "in one directory"
+        )
     container = _read(first)
     count = container.metadata.get("split.count", 0)
     if count not in (0, 1) if not others else count != 1 + len(others):
@@ -113,7 +120,7 @@ def _read_as_it_is(file: Path, size: int, changed: int) -> Container:
     """Read the header of one file; size and time of its last change are the cache's key."""
     require_content(file)
     with HeaderReader(file, size) as header:
-        if header.take(4, "its first word") != b"GGUF":
+        if header.take(len(MAGIC), "its first word") != MAGIC:
             raise CheckpointError(f"{file} is no GGUF file, by its first bytes; {DAMAGED}")
         _require_version(file, header.integer("I", "its version"))
         num_tensors = header.count(_LEAST_TENSOR_BYTES, "tensors")
@@ -195,7 +202,8 @@ def _kind(where: str, number: int) -> BlockType:
 def _check_layout(
     file: Path, tensors: list[GgufTensor], start: int, size: int, alignment: int
 ) -> None:
-    """Raise CheckpointError unless tensors are contiguous, but for alignment, and fill the file."""
+    """Raise CheckpointError unless tensors are contiguous, but for alignment, and fill the file,
+    but for zeros at its end."""
     position, previous = start, "the header"
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         if tensor.offset != position:
@@ -211,10 +219,17 @@ def _check_layout(
                 f"{size}; {DAMAGED}"
             )
         position = _padded(end, alignment)
-    if size > position:
+    if size > position and not _ends_in_zeros(file, position):
         raise CheckpointError(
             f"{file} has {size - position} bytes after {previous}, its last part; {DAMAGED}"
         )
+
+
+def _ends_in_zeros(file: Path, position: int) -> bool:
+    """Whether all bytes from `position` on are zeros, with which some programs fill a page."""
+    with file.open("rb") as opened:
+        opened.seek(position)
+        return not any(any(piece) for piece in iter(lambda: opened.read(_PIECE), b""))
 
 
 _TABLE = "token_embd.weight"

@@ -8,6 +8,7 @@ from slipstream.core.errors import CheckpointError
 from slipstream.models.hub import download, list_files
 
 EXTENSION: Final = ".gguf"
+MAGIC: Final = b"GGUF"
 USUAL: Final = "Q4_K_M"
 """The tag of the file that is loaded from a repository if the name has no tag."""
 
@@ -29,7 +30,18 @@ def split_paths(path: Path) -> list[Path]:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path has the name of a GGUF file."""
+    """Whether a path has the name of a GGUF file, or is a file with its first bytes: Ollama stores
+    such files under names without an ending."""
+    if _has_ending(path) or not path.is_file():
+        return _has_ending(path)
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
+
+
+def _has_ending(path: Path) -> bool:
     return path.name.lower().endswith(EXTENSION)
 
 
@@ -58,7 +70,7 @@ def patterns(tag: str) -> list[str]:
 
 def models_among(files: list[Path], tag: str | None = None) -> list[Path]:
     """The models among files, with a tag or all; of a split model only the first part."""
-    found = [file for file in files if is_gguf(file) and _PROJECTOR not in file.name.lower()]
+    found = [file for file in files if _has_ending(file) and _PROJECTOR not in file.name.lower()]
     if tag is not None:
         found = [file for file in found if any(map(file.match, patterns(tag)))]
     return sorted({split_paths(file)[0] for file in found})
@@ -80,7 +92,7 @@ def model_in(folder: Path, tag: str | None = None) -> Path | None:
 
 def split_stem(path: Path) -> str:
     """A model's file name without extension and part number, which may be used as a tag."""
-    return _NUMBER.sub("", path.name[: -len(EXTENSION)])
+    return _NUMBER.sub("", path.name[: -len(EXTENSION)]) if _has_ending(path) else path.name
 
 
 def require_first(path: Path) -> Path:

@@ -50,7 +50,7 @@ class ToolFormat:
         marks: texts around its calls; a mark that is a special token must be kept in the text.
         parser: (schemas of the functions, special tokens that are not content) -> parser.
         shown_by: whether a model's template and vocabulary show that it writes this format.
-        only: Lark rules, including `start`, for one or more `call`.
+        only: Lark rules, including `start`, for one `call`, or up to `MOST_CALLS`.
         in_text: Lark rules for text (`TEXT`) in which each call is a `call`.
         calls: Lark rules for `call`, a call of one of the functions.
     """

@@ -8,6 +8,10 @@ from typing import Any, Final
 from slipstream.core.errors import UsageError
 from slipstream.models.tokenizer import Tokenizer
 
+MOST_CALLS: Final = 16
+"""Calls of an answer that may have nothing else: without a limit a small model repeats them until
+its context is full."""
+
 _OF_SCHEMAS: Final = ("properties", "$defs", "definitions")  # objects whose values are schemas
 _ALTERNATIVES: Final = ("anyOf", "oneOf", "allOf")
 _KINDS: Final[dict[str, type | tuple[type, ...]]] = {
@@ -17,6 +21,11 @@ _KINDS: Final[dict[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("minLength", "maxLength"), int),
     "type": (str, list),
 }
+
+
+def more_calls(call: str, several: bool) -> str:
+    """An expression for the calls after the first one of an answer; `call` has the separator."""
+    return f" ({call}){{0,{MOST_CALLS - 1}}}" if several else ""
 
 
 def require_well_formed(name: str, schema: Mapping[str, Any]) -> None:

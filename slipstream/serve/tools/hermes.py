@@ -7,7 +7,7 @@ from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.tools.call_format import ToolFormat
 from slipstream.serve.tools.call_reader import CallReader
-from slipstream.serve.tools.call_rules import Literals, json_calls
+from slipstream.serve.tools.call_rules import Literals, json_calls, more_calls
 from slipstream.serve.tools.events import Content, ContentWriter, MarkFinder, ToolEvent
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -71,7 +71,7 @@ def _shown_by(template: ChatTemplate, _: Tokenizer) -> bool:
 
 
 def _only(literal: Literals, several: bool) -> list[str]:
-    more = ' ("\\n" marked)*' if several else ""
+    more = more_calls('"\\n" marked', several)
     return [f"start: marked{more}", f'marked: {literal(BEGIN)} "\\n" call "\\n" {literal(END)}']
 
 

@@ -5,7 +5,7 @@ from typing import Final
 
 from slipstream.serve.tools.call_format import ToolFormat
 from slipstream.serve.tools.call_reader import CallReader
-from slipstream.serve.tools.call_rules import Literals, json_calls
+from slipstream.serve.tools.call_rules import Literals, json_calls, more_calls
 from slipstream.serve.tools.events import Content, ToolEvent
 
 TAG = "<|python_tag|>"  # optional first token; in the text only if special tokens are kept
@@ -73,7 +73,7 @@ class Llama3Parser:
 
 
 def _only(_: Literals, several: bool) -> list[str]:
-    return ['start: call ("; " call)*' if several else "start: call"]
+    return ["start: call" + more_calls('"; " call', several)]
 
 
 def _in_text(_: Literals) -> list[str]:

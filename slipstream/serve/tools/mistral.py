@@ -10,7 +10,13 @@ from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.tools.call_format import Schemas, ToolFormat
 from slipstream.serve.tools.call_reader import CallReader, ValueScanner
-from slipstream.serve.tools.call_rules import ANY_ARGUMENTS, Literals, json_calls, json_value
+from slipstream.serve.tools.call_rules import (
+    ANY_ARGUMENTS,
+    Literals,
+    json_calls,
+    json_value,
+    more_calls,
+)
 from slipstream.serve.tools.events import (
     Arguments,
     CallBegun,
@@ -129,8 +135,8 @@ def _shown_by(template: ChatTemplate, tokenizer: Tokenizer) -> bool:
 
 def _only(literal: Literals, several: bool) -> list[str]:
     if literal.knows(ARGS):
-        return ["start: marked+" if several else "start: marked", f"marked: {literal(BEGIN)} call"]
-    more = ' (", " call)*' if several else ""
+        return [f"start: marked{more_calls('marked', several)}", f"marked: {literal(BEGIN)} call"]
+    more = more_calls('", " call', several)
     return [f'start: {literal(BEGIN)} "[" call{more} "]"']
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from slipstream.serve.tools.call_format import Schemas, ToolFormat
-from slipstream.serve.tools.call_rules import Literals, json_value
+from slipstream.serve.tools.call_rules import Literals, json_value, more_calls
 from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, Content, ToolEvent
 from slipstream.serve.tools.typed_arguments import SeparateArguments, type_of_json
 
@@ -218,7 +218,7 @@ class PythonicParser:
 
 
 def _only(_: Literals, several: bool) -> list[str]:
-    more = ' (", " call)*' if several else ""
+    more = more_calls('", " call', several)
     return [f'start: "[" call{more} "]"']
 
 

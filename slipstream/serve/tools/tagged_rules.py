@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from slipstream.serve.tools.call_format import Schemas
-from slipstream.serve.tools.call_rules import Literals, json_value
+from slipstream.serve.tools.call_rules import Literals, json_value, more_calls
 from slipstream.serve.tools.tagged import BEGIN, END, Tags
 from slipstream.serve.tools.typed_arguments import NOTES, SeparateArguments, resolved, types_of
 
@@ -49,7 +49,7 @@ class TaggedRules:
         return (f"{self._gap} " if self.tags.newlines else "") + call + end
 
     def only(self, literal: Literals, several: bool) -> list[str]:
-        more = ' ("\\n" marked)*' if several else ""
+        more = more_calls('"\\n" marked', several)
         return [f"start: marked{more}", f"marked: {literal(BEGIN)} {self._marked(literal, 'call')}"]
 
     def in_text(self, literal: Literals) -> list[str]:

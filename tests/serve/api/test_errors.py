@@ -178,6 +178,15 @@ def test_paths_and_methods(live: Live) -> None:
         assert f"GET {path}:" in error_of(httpx.get(live.url + path), 404).message
     for path in ("/v1/responses/%2e%2e%2f", "/health/"):
         assert "/openapi.json" in error_of(httpx.get(live.url + path), 404).message
+    for path, other in (
+        ("/completion", "/v1/completions"),
+        ("/props", "/v1/models"),
+        ("/api/chat", "/v1/chat/completions"),
+        ("/api/generate", "/v1/completions"),
+        ("/api/tags", "/v1/models"),
+    ):
+        assert f"use {other}, of" in error_of(httpx.get(live.url + path), 404).message
+        assert f"use {other}, of" in error_of(httpx.post(live.url + path), 404).message
     answer = httpx.get(f"{live.url}/v1/completions")
     assert error_of(answer, 405).type == "invalid_request_error"
     assert answer.headers["allow"] == "POST"

@@ -14,7 +14,7 @@ from slipstream.core.structured import StructuredOutput
 from slipstream.engine.grammar import GrammarGuide, Grammars
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.tools.call_format import ToolFormat
-from slipstream.serve.tools.call_rules import require_well_formed
+from slipstream.serve.tools.call_rules import MOST_CALLS, require_well_formed
 from slipstream.serve.tools.formats import FORMATS
 from tests.serve.api.call_texts import SAID, Call
 from tests.serve.api.tool_models import write_tool_tokenizer
@@ -75,6 +75,14 @@ def test_nothing_but_calls(tokenizer: Tokenizer, name: str) -> None:
         f"Hello {said(format, NOW)}",
     ):
         assert not follows(tokenizer, many, text)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_number_of_calls_is_limited(tokenizer: Tokenizer, name: str) -> None:
+    format = FORMATS[name]
+    many = format.only_calls(FUNCTIONS, tokenizer, several=True)
+    assert follows(tokenizer, many, said(format, *[NOW] * MOST_CALLS))
+    assert not follows(tokenizer, many, said(format, *[NOW] * (MOST_CALLS + 1)))
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45"])
@@ -302,6 +310,8 @@ def test_the_newer_calls_of_mistral(tmp_path: Path) -> None:
     assert follows(newer, one, rome)
     assert not follows(newer, one, rome + now)
     assert follows(newer, many, now + rome)
+    assert follows(newer, many, now * MOST_CALLS)
+    assert not follows(newer, many, now * (MOST_CALLS + 1))
     assert follows(newer, amid, f"So. {now}{rome}")
     assert follows(newer, amid, "So.")
     for grammar in (many, amid):
