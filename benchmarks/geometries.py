@@ -269,6 +269,17 @@ GEOMETRIES = {
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, True),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, False),
+    # As its published checkpoint in FP8.
+    "qwen3-8b-fp8": {
+        **_qwen3(4096, 12288, 36, 32, False),
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head"],
+        },
+    },
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, False),
     "llama-3.2-1b": _llama(2048, 8192, 16, 64, True, 32.0),
     "llama-3.1-8b": _llama(4096, 14336, 32, 128, False, 8.0),
