@@ -22,7 +22,7 @@ from slipstream.kernels.triton.attention_stream_kernel import (
     SWIZZLED as SWIZZLED_PAGES,
 )
 from slipstream.kernels.triton.attention_stream_kernel import attention_stream_kernel
-from slipstream.kernels.triton.fragments import E2M1, INT4, INT4_ZEROS, INT8
+from slipstream.kernels.triton.fragments import E2M1, FLOAT8, INT4, INT4_ZEROS, INT8
 from slipstream.kernels.triton.grouped_stream_kernels import BYTES, HALVES, grouped_stream_kernel
 from slipstream.kernels.triton.matmul_stream_kernels import (
     SWIZZLED,
@@ -92,10 +92,10 @@ def grouped(
 ) -> Any:
     """`grouped.py`'s launch; tile: rows of x, chunks and stages. A few pairs are not sorted."""
     count, chunks, stages = tile
-    columns = 32 if coding == INT8 else 64
+    columns = 32 if coding in (INT8, FLOAT8) else 64
     described = f"tensordesc<u8[{8 * chunks}, 128],{BYTES.value}>"
     types: dict[str, str | None] = {"x": "*bf16", "weight": described}
-    types["scales"] = "*i32" if words else None
+    types["scales"] = "*fp32" if coding == FLOAT8 else "*i32" if words else None
     types |= {"bias": "*bf16", "out": f"*{NAMES[out]}", "lift_back": "fp32"}
     if words == 2 or coding == INT8:
         types["row_scales"] = "*fp32"
@@ -216,6 +216,7 @@ def each_way(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
         grouped((8, 4, 4), words=2, gated=GELU, sorted_pairs=True, out=half),
         grouped((32, 2, 4), 1, NOT, sorted_pairs=False, out=whole, coding=INT4, span=2),
         grouped((64, 2, 4), 0, NOT, sorted_pairs=True, out=whole, coding=INT8),
+        grouped((8, 4, 4), 0, SILU, sorted_pairs=False, out=half, coding=FLOAT8),
     ]
 
 

@@ -17,7 +17,7 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program can have on an H200
 @pytest.mark.parametrize(
     ("which", "count"),
     [
-        ("ways", 6),
+        ("ways", 7),
         pytest.param("attention", 1, marks=pytest.mark.full),
         pytest.param("more", 4, marks=pytest.mark.full),
         pytest.param("tiles", 6, marks=pytest.mark.full),

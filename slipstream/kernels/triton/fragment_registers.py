@@ -12,6 +12,7 @@ from slipstream.kernels.triton import fragments
 # Codings of numbers, see `Fragments.coding`.
 E2M1, INT4 = gl.constexpr(fragments.E2M1), gl.constexpr(fragments.INT4)
 INT4_ZEROS, INT8 = gl.constexpr(fragments.INT4_ZEROS), gl.constexpr(fragments.INT8)
+FLOAT8 = gl.constexpr(fragments.FLOAT8)
 
 # The eight e2m1 numbers of a word ($4) -> four words of two bfloat16, times their scales ($5, $9).
 # Exponent and mantissa are shifted to their places in a bfloat16, whose value is then 2 ** -126
@@ -41,6 +42,15 @@ _UNPACK_INT8 = gl.constexpr("""{
 .reg .b32 a, s, m; mov.b32 s, 0x7E807E80; mov.b32 m, 0xBF80BF80;
 and.b32 a, $2, 0x00FF00FF; fma.rn.bf16x2 $0, a, s, m;
 shr.u32 a, $2, 8; and.b32 a, a, 0x00FF00FF; fma.rn.bf16x2 $1, a, s, m;
+}""")
+# Sign, exponent and mantissa of e4m3 are shifted to their places in a bfloat16, whose value is then
+# 2 ** -120 times the number.
+_UNPACK_FLOAT8 = gl.constexpr("""{
+.reg .b32 a, w, s; mov.b32 s, 0x7B807B80; shl.b32 w, $2, 8;
+shr.u32 a, w, 4; and.b32 a, a, 0x07F007F0; and.b32 w, w, 0x80008000; or.b32 a, a, w;
+mul.rn.bf16x2 $0, a, s;
+shr.u32 a, $2, 4; and.b32 a, a, 0x07F007F0; and.b32 w, $2, 0x80008000; or.b32 a, a, w;
+mul.rn.bf16x2 $1, a, s;
 }""")
 # With zero points: (128 + integer) - (128 + zero point) is exact in bfloat16, and only the product
 # with the scale is rounded.
@@ -186,20 +196,21 @@ def dequantized(
     that adds to sums of `sums_layout`."""
     raw = gl.convert_layout(raw, _register_layout(), assert_trivial=True)
     taken: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
-    if coding == INT8:
+    if coding == INT8 or coding == FLOAT8:  # noqa: SIM109 - Gluon has no `in`
+        unpack: gl.constexpr = _UNPACK_INT8 if coding == INT8 else _UNPACK_FLOAT8
         both = gl.inline_asm_elementwise(
-            _UNPACK_INT8, "=r,=r,r", [raw], dtype=gl.bfloat16, is_pure=True, pack=4
+            unpack, "=r,=r,r", [raw], dtype=gl.bfloat16, is_pure=True, pack=4
         )
         both = gl.reshape(both, (2, 2, 2, 4, 2, 4, 2, 2, 2, 2))
         both = gl.permute(both, (0, 2, 6, 3, 4, 1, 7, 8, 5, 9))
         weights = gl.reshape(both, (64, 64))
     else:
         even, odd = _unpacked_scales(raw_scales, coding, words, shift, lift)
-        unpack: gl.constexpr = (
+        unpack4: gl.constexpr = (
             _UNPACK_E2M1 if coding == E2M1 else _UNPACK_INT4 if coding == INT4 else _UNPACK_ZEROS
         )
         low, high = gl.inline_asm_elementwise(
-            unpack, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [raw, even, odd],
+            unpack4, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [raw, even, odd],
             dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
         both = gl.reshape(gl.join(low, high), (2, 2, 2, 4, 2, 4, 2, 2, 2, 2, 2))

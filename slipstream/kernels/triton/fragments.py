@@ -7,8 +7,8 @@ and of the next 16, as in the first operand of `warpgroup_mma`. A word of 8-bit 
 columns. The bits in a word are arranged so that few shifts turn pairs of numbers into bfloat16.
 
 The fragments of a group of 32 rows are contiguous. So are their scales, in words of four bytes with
-the scales of 16 rows next to each other. If K is no multiple of a fragment's columns, or of the
-columns that share a scale, the rows are padded with zeros.
+the scales of 16 rows next to each other; those of FLOAT8 are a plain matrix. If K is no multiple of
+a fragment's columns, or of the columns that share a scale, the rows are padded with zeros.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.float4 import Float4Matrix
+from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
 from slipstream.kernels.formats.four_bits import FourBitMatrix
 from slipstream.kernels.formats.int4 import Int4Matrix
 from slipstream.kernels.formats.int8 import Int8Matrix
@@ -28,7 +30,7 @@ from slipstream.kernels.formats.weight import Weight
 
 COLUMNS, ROWS = 64, 32
 PAIR = 2 * COLUMNS  # the larger group of columns that can share a scale of INT4
-E2M1, INT4, INT4_ZEROS, INT8 = 0, 1, 2, 3  # values of `Fragments.coding`
+E2M1, INT4, INT4_ZEROS, INT8, FLOAT8 = 0, 1, 2, 3, 4  # values of `Fragments.coding`
 _SLICE = 1 << 26  # numbers that are rearranged at once
 # Half a word (16 bits) has the numbers of columns 0, 8, 16 and 24. For each of them: the position
 # of its highest bit, and that of its lower three bits.
@@ -51,15 +53,17 @@ class Fragments(Weight):
     - INT4_ZEROS: (4-bit integer - zero point) * scale, rounded to bfloat16. A scale is stored with
       128 + zero point, both in bfloat16.
     - INT8: 8-bit integer - 128.
+    - FLOAT8: e4m3; sums over 128 columns are multiplied by the scale of their block.
 
     The sums of the product are multiplied by `row_scales` if there are any, else by `lift_back`.
 
     Attributes:
         values: [N K bits / 1024, 128] uint8.
         scales: [entries, words, 16] int32; an entry is 32 rows by 64 columns, or by the columns of
-            a group if these are more; None for INT8.
+            a group if these are more; None for INT8. Of FLOAT8: [N / 32, K / 128] float32.
         row_scales: [N] float32.
-        group: columns that share a scale: 16 or 32 of E2M1, 32 or 128 of INT4, 0 for INT8.
+        group: columns that share a scale: 16 or 32 of E2M1, 32 or 128 of INT4, 128 of FLOAT8, 0
+            for INT8.
     """
 
     size: tuple[int, int]
@@ -78,7 +82,7 @@ class Fragments(Weight):
 
     @property
     def fragment_columns(self) -> int:
-        return COLUMNS // 2 if self.coding == INT8 else COLUMNS
+        return COLUMNS // 2 if self.coding in (INT8, FLOAT8) else COLUMNS
 
     @property
     def stored_columns(self) -> int:
@@ -92,14 +96,20 @@ class Fragments(Weight):
         return self.values.nbytes + sum(each.nbytes for each in others if each is not None)
 
     def select(self, index: Tensor) -> "Fragments":
-        """The rows `index`; the stored rows are padded to a multiple of 64 by the first of them."""
+        """The rows `index`; the stored rows are padded to a multiple of 64 by the first of them.
+
+        Raises:
+            UsageError: rows of FLOAT8 from different blocks would share one.
+        """
         count, fragments = len(index), self.stored_columns // self.fragment_columns
         index = torch.cat((index, index[:1].expand(-count % (2 * ROWS))))
         group, unit, lower, row = index // 32, index // 16 % 2, index // 8 % 2, index % 8
         values = self.values.view(-1, fragments, 2, 8, 4, 2, 8)
         values = values[group, :, unit, row, :, lower].view(-1, 2, 2, 8, fragments, 4, 8)
         scales = None
-        if self.scales is not None:
+        if self.coding == FLOAT8:
+            scales = self._block_scales(group)
+        elif self.scales is not None:
             scales = _scale_fragments(self._scales_by_row()[index], self.coding, self.group)
         return replace(
             self,
@@ -108,6 +118,17 @@ class Fragments(Weight):
             scales=scales,
             row_scales=None if self.row_scales is None else self.row_scales[index[:count]],
         )
+
+    def _block_scales(self, group: Tensor) -> Tensor:
+        """Scales of the rows whose groups of 32 are `group`; see `select`."""
+        assert self.scales is not None
+        whole = group.view(-1, ROWS)
+        if (whole != whole[:, :1]).any():
+            raise UsageError(
+                "rows of a matrix of FP8 blocks cannot be chosen one by one on this GPU; leave "
+                "draft_vocab_size out"
+            )
+        return self.scales[whole[:, 0]]
 
     def rows(self, start: int, stop: int | None = None) -> "Fragments":
         stop = self.size[0] if stop is None else stop
@@ -189,16 +210,36 @@ def from_int4(weight: Int4Matrix) -> Fragments:
 
 
 def from_int8(weight: Int8Matrix) -> Fragments:
-    rows, columns = weight.shape
-    out = torch.empty(rows * columns // 128, 128, dtype=torch.uint8, device=weight.values.device)
+    values = _byte_fragments(weight.values, 128)
+    return Fragments(weight.shape, INT8, values, None, weight.scales * _LIFT_BACK)
+
+
+def fits_blocks(weight: Float8BlockMatrix) -> bool:
+    return fits(weight) and weight.block_columns == PAIR and weight.shape[1] % PAIR == 0
+
+
+def from_float8_blocks(weight: Float8BlockMatrix) -> Fragments | None:
+    """None: a block has not whole groups of 32 rows."""
+    if weight.block_rows % ROWS:
+        return None
+    scales = weight.regrouped(ROWS).scales.contiguous()
+    values = _byte_fragments(weight.values, 0)
+    return Fragments(weight.shape, FLOAT8, values, scales, None, group=PAIR)
+
+
+def _byte_fragments(values: Tensor, changed: int) -> Tensor:
+    """values [N, K] of one byte -> fragments [N K / 128, 128] uint8, with bits flipped as
+    in `changed`."""
+    rows, columns = values.shape
+    out = torch.empty(rows * columns // 128, 128, dtype=torch.uint8, device=values.device)
     step = max(1, _SLICE // (columns * ROWS)) * ROWS
     for start in range(0, rows, step):
-        some = weight.values[start : start + step].view(torch.uint8) ^ 128
+        some = values[start : start + step].view(torch.uint8) ^ changed
         # group, unit, row 8, row 1, fragment, word, 8, thread, 1
         apart = some.view(-1, 2, 2, 8, columns // 32, 2, 2, 4, 2)
         ordered = apart.permute(0, 4, 1, 3, 7, 2, 5, 8, 6).reshape(-1, 128)
         out[start * columns // 128 :][: len(ordered)] = ordered
-    return Fragments(weight.shape, INT8, out, None, weight.scales * _LIFT_BACK)
+    return out
 
 
 def _zero_padded(weight: _FourBits) -> _FourBits:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.core.errors import UsageError
 from slipstream.kernels.experts import ClampedGate
+from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
 from slipstream.kernels.formats.int4 import Int4Matrix
 from slipstream.kernels.formats.int8 import Int8Matrix
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
@@ -18,8 +19,11 @@ from slipstream.kernels.norm import Activation
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.activation import GATES
 from slipstream.kernels.triton.fragments import (
+    FLOAT8,
     ROWS,
     fits,
+    fits_blocks,
+    from_float8_blocks,
     from_int4,
     from_int8,
     from_mxfp4,
@@ -80,6 +84,13 @@ def _(weight: Int8Matrix) -> Weight:
     return from_int8(weight) if _serves(weight.values) and fits(weight) else weight
 
 
+@_packed.register
+def _(weight: Float8BlockMatrix) -> Weight:
+    if not _serves(weight.values) or not fits_blocks(weight):
+        return weight
+    return from_float8_blocks(weight) or weight
+
+
 def _serves(values: Tensor) -> bool:
     return grouped_stream_kernel is not None and is_hopper(values.device)
 
@@ -119,7 +130,7 @@ def stream_multiply(
     tiles = triton.cdiv(width, own)
     busy = min(slots, experts * (1 - (1 - 1 / experts) ** pairs) + pairs / count)
     columns, words, span = parts.fragment_columns, 0, 1
-    if parts.scales is not None:
+    if parts.scales is not None and parts.coding != FLOAT8:
         words, span = parts.scales.shape[1], max(1, parts.group // columns)
     chunks, stages = _stream_tiles(count, columns, words, tiles * splits * busy)
     described = TensorDescriptor(

@@ -5,7 +5,8 @@
 Weights are stored in the order of the tensor cores' operands (`fragments.py`), so that a thread
 dequantizes its part from 16 contiguous bytes, in registers, without going through shared memory
 again. TMA loads them into a ring buffer of `stages` tiles, and gathered rows of x and scales are
-loaded with them. A sum over k is one chain of steps for any number of rows.
+loaded with them. A sum over k is one chain of steps for any number of rows; with FLOAT8 one for
+each block of 128 columns, whose sums are multiplied by their scales and added up.
 
 For few pairs, the second product loads its first weights before it waits for its rows. As in
 `grouped_kernels.py`, the first product starts it only after its own wait.
@@ -22,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from slipstream.kernels.triton.fragment_registers import (
+    FLOAT8,
     chunk_pairs,
     dequantized,
     raw_layout,
@@ -198,6 +200,35 @@ def _expert_tile(starts, ends, slot, experts: gl.constexpr, block: gl.constexpr)
 
 
 @gluon.jit
+def _product(
+    codes, pair_scales, tile_x, before, adds, lift, coding: gl.constexpr, columns: gl.constexpr,
+    words: gl.constexpr, shift: gl.constexpr, chunks: gl.constexpr,
+):  # fmt: skip
+    """The product of a tile of weights and one of x, plus `before` if it `adds`."""
+    layout: gl.constexpr = before.type.layout
+    taken = dequantized(codes[0], pair_scales[0], layout, coding, words, shift, lift)
+    rows = tile_x.slice(0, 2 * columns, dim=1).permute((1, 0))
+    begun = warpgroup_mma(taken, rows, before, use_acc=adds, is_async=True)
+    if chunks == 4:  # dequantize the rest while the tensor cores work
+        more = dequantized(codes[1], pair_scales[1], layout, coding, words, shift, lift)
+        rest = tile_x.slice(2 * columns, 2 * columns, dim=1).permute((1, 0))
+        begun = warpgroup_mma(more, rest, begun, is_async=True)
+        done, _, _ = warpgroup_mma_wait(0, deps=(begun, taken, more))
+    else:
+        done, _ = warpgroup_mma_wait(0, deps=(begun, taken))
+    return done
+
+
+@gluon.jit
+def _block_factor(scales, group, up_offset, column, depth, ends, layout: gl.constexpr):
+    """[64, 1]: the scales of a tile's rows for the block of a column; 0 unless the block `ends`."""
+    half = gl.arange(0, 64, layout=gl.SliceLayout(1, layout)) // 32
+    row = (group + half * up_offset).to(gl.int64)
+    factor = gl.load(scales + row * (depth // 128) + column // 128)
+    return gl.where(ends, factor, 0.0)[:, None]
+
+
+@gluon.jit
 def _sum(
     x, x_tiles, weight, scales, choices, pairs, ring, ring_x, ring_scales, full, row_stride, expert,
     base, tile, width, depth, place0, end, lift, part, chosen: gl.constexpr, gathers: gl.constexpr,
@@ -238,8 +269,14 @@ def _sum(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, count, 16]
     )
     sums = gl.zeros([64, count], gl.float32, sums_layout)
+    block_sums = sums
+    block: gl.constexpr = 128 // (columns * chunks)  # steps of a block of FLOAT8
     now, turn, last = 0, 0, stages - 1
     for step in range(steps):
+        factor = None
+        if coding == FLOAT8:
+            column, ends = (first + step * chunks) * columns, step % block == block - 1
+            factor = _block_factor(scales, group, up_offset, column, depth, ends, sums_layout)
         async_copy.wait_group(stages - 2)
         mbarrier.wait(full.index(now), turn)
         fence_async_shared()
@@ -261,17 +298,17 @@ def _sum(
         )  # fmt: skip
         codes = chunk_pairs(raw, chunks)
         tile_x = ring_x.index(now)
-        taken = dequantized(codes[0], pair_scales[0], sums_layout, coding, words, shift, lift)
-        begun = warpgroup_mma(
-            taken, tile_x.slice(0, 2 * columns, dim=1).permute((1, 0)), sums, is_async=True
+        before, adds = sums, True
+        if coding == FLOAT8:
+            before, adds = block_sums, step % block != 0
+        done = _product(
+            codes, pair_scales, tile_x, before, adds, lift, coding, columns, words, shift, chunks
         )
-        if chunks == 4:  # dequantize the rest while the tensor cores work
-            more = dequantized(codes[1], pair_scales[1], sums_layout, coding, words, shift, lift)
-            rest = tile_x.slice(2 * columns, 2 * columns, dim=1)
-            begun = warpgroup_mma(more, rest.permute((1, 0)), begun, is_async=True)
-            sums, _, _ = warpgroup_mma_wait(0, deps=(begun, taken, more))
+        if coding == FLOAT8:
+            block_sums = done
+            sums += done * factor
         else:
-            sums, _ = warpgroup_mma_wait(0, deps=(begun, taken))
+            sums = done
         last = now
         now += 1
         if now == stages:
