@@ -100,6 +100,7 @@ def numbers(output: Any) -> torch.Tensor:
         ({"lora_alpha": 8, "use_rslora": True}, 4.0),
         ({"target_modules": r".*\.(q|v)_proj"}, 1.0),
         ({"target_modules": "all-linear"}, 1.0),
+        ({"target_modules": "(.*)*x"}, 1.0),  # matching it would take for ever
         ({"init_lora_weights": "gaussian", "layers_to_transform": [0, 1]}, 1.0),
     ],
     ids=str,
@@ -151,6 +152,7 @@ def read_names(stored: dict[str, torch.Tensor]) -> set[str]:
         ({"lora_alpha": "8"}, '"lora_alpha" must be a number'),
         ({"target_modules": None}, '"target_modules" must be a list'),
         ({"target_modules": "("}, '"target_modules" is no regular expression'),
+        ({"target_modules": "(" * 9999}, '"target_modules" is no regular expression'),
         ({"target_modules": ["q_proj"]}, "which target_modules in adapter_config.json does not"),
         ({"novel_way": 1}, '"novel_way" is unknown'),
     ],
