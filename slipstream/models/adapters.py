@@ -93,7 +93,8 @@ def read_adapter(
     pairs = _paired(read_entries(folder / WEIGHTS), folder / WEIGHTS)
     factors: dict[str, tuple[Tensor, Tensor]] = {}
     for name, (first, second) in pairs.items():
-        if not _is_target(targets, name):
+        stored = first.name.removeprefix(_PREFIX).rpartition(".lora_")[0]
+        if not _is_target(targets, (name, stored)):
             raise CheckpointError(
                 f"{folder / WEIGHTS} holds {name}, which target_modules in {CONFIG} does not name"
             )
@@ -178,15 +179,15 @@ def _paired(
     return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
 
 
-def _is_target(targets: object, module: str) -> bool:
-    """Whether `target_modules` names a module of a checkpoint, by PEFT's rule.
+def _is_target(targets: object, names: Collection[str]) -> bool:
+    """Whether `target_modules` names a module, by PEFT's rule, under any of its names.
 
     A regular expression is not applied: it may take for ever, and the file's tensors decide anyway.
     """
     if isinstance(targets, str):
         return True
     assert isinstance(targets, Collection)
-    return any(module == it or module.endswith(f".{it}") for it in targets)
+    return any(name == it or name.endswith(f".{it}") for it in targets for name in names)
 
 
 def _not_adapted(module: str) -> str:

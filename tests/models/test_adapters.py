@@ -116,10 +116,16 @@ def test_factors_are_read_with_their_scale(
         assert_close(second, stored[f"base_model.model.{name}.lora_B.weight"] * scale)
 
 
+@pytest.mark.parametrize("inside", ["", "model.layers.", "model.language_model.layers."])
 def test_names_within_a_model_that_also_sees_are_found(
-    tiny_target: str, tmp_path: Path, slots: AdapterSlots
+    inside: str, tiny_target: str, tmp_path: Path, slots: AdapterSlots
 ) -> None:
-    write_adapter(tmp_path, tiny_target)
+    """Also in `target_modules`, where whole names are those within the model that sees."""
+    named = ALL
+    if inside:
+        own = (it.removeprefix("model.layers.") for it in slots.modules)
+        named = tuple(f"{inside}{it}" for it in own)
+    write_adapter(tmp_path, tiny_target, target_modules=named)
     stored = load_file(tmp_path / WEIGHTS)
     longer = {
         it.replace("model.layers", "model.language_model.layers"): stored[it] for it in stored
