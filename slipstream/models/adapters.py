@@ -23,6 +23,7 @@ from slipstream.models.wrappers import text_names
 
 MOST_RANK: Final = 256
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_LONGEST_PATH: Final = 200  # characters of a path in a message about it
 _PREFIX: Final = "base_model.model."
 _NAME: Final = re.compile(r"(.+)\.lora_(A|B)(?:\.default)?\.weight")
 
@@ -116,7 +117,14 @@ def adapter_rank(folder: Path) -> int:
 
 def _config_of(folder: Path) -> ConfigReader:
     for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
+        try:
+            is_there = (folder / name).is_file()
+        except OSError as error:  # the path is too long, or may not be read
+            raise CheckpointError(
+                f"cannot read {str(folder)[:_LONGEST_PATH]!r}: {error.strerror}; give the "
+                "directory of a LoRA adapter"
+            ) from error
+        if not is_there:
             raise CheckpointError(f"{folder} has no {name}; give the directory of a LoRA adapter")
     file = folder / CONFIG
     return ConfigReader(read_json_object(file), file, harmless=_HARMLESS)

@@ -236,6 +236,13 @@ def test_files_that_are_missing_or_broken_are_named(
         read(folder, slots)
 
 
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/x", "a" * 4000])
+def test_paths_that_cannot_be_followed_are_refused(path: str, tiny_target: str) -> None:
+    llm = LLM(tiny_target, enable_lora=True, **SIZES)
+    with pytest.raises(CheckpointError, match="LoRA adapter"):
+        llm.generate(PROMPT, PARAMS, LoRARequest("a", 1, path))
+
+
 def test_a_slot_holds_what_was_written_last(tiny_target: str, tmp_path: Path) -> None:
     found = network(tiny_target).adapters
     assert found is not None
