@@ -7,8 +7,10 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote, urljoin, urlsplit
@@ -105,7 +107,9 @@ class MediaReader:
         except UsageError:
             raise
         except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = str(error)[:_LONGEST_REASON]
+            late = monotonic() >= deadline
+            reason = f"it takes more than {SECONDS:g} seconds" if late else str(error)
+            reason = reason[:_LONGEST_REASON]
             raise UsageError(f"an image cannot be fetched: {reason}") from error
         raise UsageError("an image cannot be fetched: it is redirected too often")
 
@@ -129,44 +133,64 @@ class MediaReader:
             if answer.status != 200:
                 raise UsageError(f"an image cannot be fetched: {host} answers {answer.status}")
             content = bytearray()
-            while len(content) <= MOST_BYTES:
-                connection.wait()
-                if not (piece := answer.read1(1 << 16)):
-                    break
+            while len(content) <= MOST_BYTES and (piece := answer.read1(1 << 16)):
                 content += piece
+            connection.left()  # an answer that was cut off at the deadline may look complete
             return _bounded(bytes(content))
         finally:
-            connection.close()
+            connection.end()
 
 
 class _Pinned(http.client.HTTPConnection):
-    """A connection to the address that was checked, even if the name now resolves to another."""
+    """A connection to the address that was checked, even if the name now resolves to another.
+
+    It is shut down at the deadline, whatever it does then: the timeout of a socket begins anew with
+    every byte that arrives.
+    """
 
     def __init__(self, host: str, port: int, address: str, deadline: float, scheme: str) -> None:
         super().__init__(host, port)
         self._address, self._deadline, self._scheme = address, deadline, scheme
+        self._watched: tuple[Timer, socket.socket] | None = None
 
     def connect(self) -> None:
-        self.sock = socket.create_connection((self._address, self.port), self._left())
+        self.sock = socket.create_connection((self._address, self.port), self.left())
+        left = self.left()
+        # A duplicate, since `self.sock` is replaced by TLS and closed before the content is read.
+        twin = self.sock.dup()
+        timer = Timer(left, _shut_down, (twin,))
+        timer.daemon = True
+        timer.start()
+        self._watched = timer, twin
         if self._scheme == "https":
             context = ssl.create_default_context()
             self.sock = context.wrap_socket(self.sock, server_hostname=self.host)
 
-    def wait(self) -> None:
-        """Limit the next read to the time that is left."""
-        left = self._left()
-        if self.sock is not None:  # or everything has been read
-            self.sock.settimeout(left)
-
-    def _left(self) -> float:
+    def left(self) -> float:
+        """The seconds until the deadline; TimeoutError if it is over."""
         left = self._deadline - monotonic()
         if left <= 0:
-            raise TimeoutError(f"it takes more than {SECONDS:g} seconds")
+            raise TimeoutError
         return left
+
+    def end(self) -> None:
+        """Close the connection for good; `close` is also called when only the headers are read."""
+        self.close()
+        if self._watched is not None:
+            timer, twin = self._watched
+            timer.cancel()
+            timer.join()
+            twin.close()
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):  # the other side may have left
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def public_address(host: str, port: int) -> str:
     """The address of a host; UsageError if any of its addresses is not public."""
+    # It cannot be interrupted: a slow name server may hold its caller beyond the deadline.
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [ipaddress.ip_address(str(it[4][0]).partition("%")[0]) for it in found]
     for address in addresses:

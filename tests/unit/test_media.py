@@ -1,10 +1,12 @@
 """Images by URL: broken and hostile ones get one clear sentence, and nothing private is read."""
 
+import contextlib
 import gc
 import io
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -186,6 +188,46 @@ def test_a_server_that_takes_too_long_is_left(host: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(media, "SECONDS", -1.0)
     with pytest.raises(UsageError, match="seconds"):
         MediaReader(domains=("example.com",)).open(f"{host}/a.png")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "first"),
+    [
+        ("http", b"HTTP/1.1 200 OK\r\nX: "),
+        ("http", b"HTTP/1.1 200 OK\r\n\r\n"),
+        ("http", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"),
+        ("https", b"\x16\x03\x03\x3f\xff"),  # a long record of the handshake
+    ],
+    ids=["headers", "content", "chunks", "handshake"],
+)
+def test_a_server_that_sends_a_byte_at_a_time_is_left(
+    scheme: str, first: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte comes long before the limit, which is that of the whole request."""
+    monkeypatch.setattr(media, "SECONDS", 0.4)
+    monkeypatch.setattr(media, "public_address", lambda *_: "127.0.0.1")
+    is_left = threading.Event()
+
+    def drip(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(first)
+            for _ in range(200):
+                connection.sendall(b"0")
+                time.sleep(0.02)
+            return
+        is_left.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=drip, args=(listening,))
+        thread.start()
+        url = f"{scheme}://example.com:{listening.getsockname()[1]}/a.png"
+        try:
+            with pytest.raises(UsageError, match=r"fetched: it takes more than 0\.4 seconds"):
+                MediaReader(domains=("example.com",)).open(url)
+        finally:
+            thread.join()
+    assert is_left.is_set()
 
 
 def test_parts_of_messages_that_are_not_read_are_named() -> None:
