@@ -172,9 +172,7 @@ SUITES = {
     "latent": latent_bars,
     "states": state_bars,
 }
-HEADINGS = (
-    "batch  K    AL   step ms    +-   draft  target  verify    rest   limit  share  tokens/s"
-)
+HEADINGS = "batch  K    AL   step ms    +-   draft  target  verify    rest   limit  share  tokens/s"
 
 
 def show(row: Row) -> None:

@@ -6,11 +6,12 @@ import io
 import ipaddress
 import socket
 import ssl
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Timer
+from threading import Lock, Timer
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote, urljoin, urlsplit
@@ -35,6 +36,7 @@ _FORMATS: Final = {
 }
 _KINDS = ("text", "image", "image_pil", "image_url")
 _MOST_SCANS: Final = 100  # scans of a JPEG, usually about ten; each takes as long as a whole image
+_OPENING: Final = Lock()
 _RUNS: Final = (1, 2)  # compressed BMPs, which PIL would unpack in a Python loop
 _LONGEST_REASON: Final = 200  # characters of a library's message, which may repeat the whole URL
 # Not covered by Python's checks: IPv4 within IPv6, site-local, documentation, protocols.
@@ -217,16 +219,23 @@ def decode(content: bytes, kind: str | None = None, most_pixels: int = MOST_PIXE
             "images need packages that are not installed; install them "
             "(pip install 'slipstream[vision]'), or leave images out"
         ) from error
+    most_pixels = min(most_pixels, MOST_PIXELS)
     try:
-        with Image.open(io.BytesIO(content), formats=list(_FORMATS)) as image:
+        # PIL's own limit is above ours. Entering this in two threads at once could keep the filter.
+        with _OPENING, warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            opened = Image.open(io.BytesIO(content), formats=list(_FORMATS))
+        with opened as image:
             # MPO: several images in one file.
             found = "JPEG" if image.format == "MPO" else image.format or ""
             if kind is not None and kind not in _FORMATS[found]:
                 raise UsageError(f"an image that is said to be {kind[:50]} is {image.format}")
-            _require_quick(image, content, min(most_pixels, MOST_PIXELS))
+            _require_quick(image, content, most_pixels)
             return as_rgb(_upright(image))
     except (UsageError, MemoryError):
         raise
+    except Image.DecompressionBombError as error:
+        raise _too_many("far too many", most_pixels) from error
     except Exception as error:  # broken files may raise anything
         raise UsageError(
             f"an image cannot be read: it is broken, or not one of {', '.join(_FORMATS)}"
@@ -237,10 +246,7 @@ def _require_quick(image: "Image", content: bytes, most_pixels: int) -> None:
     """Before decoding, raise UsageError if an image would take too much time or memory."""
     width, height = image.size
     if width * height > most_pixels:
-        raise UsageError(
-            f"an image has {width} x {height} pixels, but at most {most_pixels:,} are read, and "
-            f"{MOST_PIXELS_TOGETHER:,} of all images of a prompt"
-        )
+        raise _too_many(f"{width} x {height}", most_pixels)
     if content.count(b"\xff\xda") > _MOST_SCANS and image.format in ("JPEG", "MPO"):
         raise UsageError(
             f"an image is a JPEG of more than {_MOST_SCANS} scans, which would take too long; "
@@ -248,6 +254,13 @@ def _require_quick(image: "Image", content: bytes, most_pixels: int) -> None:
         )
     if image.format == "BMP" and image.info.get("compression") in _RUNS:
         raise UsageError("an image is a compressed BMP, which is not read; store it as PNG")
+
+
+def _too_many(count: str, most: int) -> UsageError:
+    return UsageError(
+        f"an image has {count} pixels: at most {most:,} are read, and {MOST_PIXELS_TOGETHER:,} of "
+        "all images of a prompt; send a smaller one"
+    )
 
 
 def _upright(image: "Image") -> "Image":

@@ -19,7 +19,7 @@ from PIL import Image
 from slipstream.core.errors import UsageError
 from slipstream.engine import media
 from slipstream.engine.media import MediaReader, decode, public_address, take_images
-from tests.image_corpus import NOISE, NUMBERS, PRIVATE_NAMES, Case, corpus, stored, url_of
+from tests.image_corpus import NOISE, NUMBERS, PRIVATE_NAMES, Case, corpus, png, stored, url_of
 
 KNOWN = ("allowed.example", *PRIVATE_NAMES, *(it.strip("[]") for it in NUMBERS))
 
@@ -74,6 +74,16 @@ def test_hostile_images_are_refused_in_a_sentence_and_odd_ones_read_right(tmp_pa
             mistake(reader, case)
     gc.collect()
     assert resident() - before < 32 << 20
+
+
+@pytest.mark.parametrize(
+    ("side", "told"),
+    [(6_400, "6400 x 6400"), (10_000, "10000 x 10000"), (60_000, "far too many")],
+)
+def test_too_many_pixels_are_told_with_the_limit(side: int, told: str) -> None:
+    """Also above the numbers at which PIL warns and then refuses by itself."""
+    with pytest.raises(UsageError, match=f"has {told} pixels: at most 40,000,000 are read"):
+        decode(png(side, side))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "GIF", "WEBP", "JPEG"])
