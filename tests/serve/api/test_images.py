@@ -120,7 +120,6 @@ def test_text_beside_images_is_as_ever(client: openai.OpenAI) -> None:
             [{"role": "assistant", "content": message({"url": "data:"})[0]["content"]}],
             "messages of the user",
         ),
-        (message({"url": url_of(images(1)[0].resize((900, 2)))}), "900 x 2 pixels"),
     ],
 )
 def test_what_cannot_be_read_is_a_clear_400(
@@ -128,6 +127,14 @@ def test_what_cannot_be_read_is_a_clear_400(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=said):
         ask(client, messages)
+
+
+def test_an_image_of_an_absurd_shape_is_told_with_its_part(client: openai.OpenAI) -> None:
+    thin = {"url": url_of(images(1)[0].resize((900, 2)))}
+    told = r"messages\[0\].content\[1\]: an image of 900 x 2 pixels cannot be read"
+    with pytest.raises(openai.BadRequestError, match=told) as error:
+        ask(client, message("w3", thin, "w4"))
+    assert error.value.param == "messages"
 
 
 def test_truncation_that_could_cut_an_image_is_refused(client: openai.OpenAI) -> None:
