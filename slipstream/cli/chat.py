@@ -73,7 +73,10 @@ def chat(
         _require_template(engine)
     llm, _ = open_llm(drafter.apply(engine), run.verbose)
     sampling = with_defaults(llm, sampling, given)
-    image = None if flags.image is None else open_image(Path(flags.image))
+    image = None
+    if flags.image is not None:
+        llm.engine.images.require(1)
+        image = open_image(Path(flags.image))
     conversation = Conversation(llm, sampling, flags.system, template, image)
     is_terminal = sys.stdin is None or sys.stdin.isatty()  # /dev/null is not
     if stdin_is_piped() or not is_terminal:

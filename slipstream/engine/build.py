@@ -151,7 +151,7 @@ def _load(
         checkpoint.path, shape.vocab_size, drafter_options, config.max_num_seqs, checkpoint.replaced
     )
     speculation = load_drafter(config.drafter_options, target)
-    family = choose_family(config, checkpoint, reasons)
+    family = choose_family(config, checkpoint, options.max_positions, reasons)
     if family is not None:
         config, shape, options = _adapt_to_images(config, shape, options, family)
     network = load_decoder(checkpoint, options, shape)

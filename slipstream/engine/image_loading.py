@@ -1,5 +1,8 @@
 """Decides whether an engine reads images, and makes its image reader."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.engine.images import ImageReader, TowerReader
@@ -34,9 +37,16 @@ def require_images(config: EngineConfig, checkpoint: Checkpoint) -> None:
 
 
 def choose_family(
-    config: EngineConfig, checkpoint: Checkpoint, reasons: Reasons
+    config: EngineConfig, checkpoint: Checkpoint, max_tokens: int, reasons: Reasons
 ) -> ImageFamily | None:
-    """The model's image family; None if images are not read, with the reason in `reasons`."""
+    """The model's image family; None if images are not read, with the reason in `reasons`.
+
+    Args:
+        max_tokens: maximum number of tokens of a prompt.
+
+    Raises:
+        UsageError: options of images do not fit the model.
+    """
     family = image_family(checkpoint)
     if family is None:
         if VISION in checkpoint.whole_config:
@@ -51,10 +61,19 @@ def choose_family(
     elif not family.has_tower:
         reasons.add(_NAME, 0, "the checkpoint has no tensors that read images")
     else:
+        if config.mm_processor_kwargs:
+            _require_options(config.mm_processor_kwargs, family, max_tokens)
         _require_rows(config, family)
         reasons.add(_NAME, config.max_images, "most of a prompt (limit_mm_per_prompt)")
         return family
     return None
+
+
+def _require_options(options: Mapping[str, Any], family: ImageFamily, max_tokens: int) -> None:
+    try:
+        family.require_options(options, max_tokens)
+    except ValueError as error:
+        raise UsageError(f"mm_processor_kwargs: {error}") from error
 
 
 def _require_rows(config: EngineConfig, family: ImageFamily) -> None:
@@ -76,10 +95,7 @@ def least_rows(config: EngineConfig, family: ImageFamily) -> int:
 
 
 def _most_whole(config: EngineConfig, family: ImageFamily) -> int:
-    try:
-        return family.most_whole(config.mm_processor_kwargs or {})
-    except ValueError as error:
-        raise UsageError(f"mm_processor_kwargs: {error}") from error
+    return family.most_whole(config.mm_processor_kwargs or {})
 
 
 def image_reader(

@@ -45,6 +45,9 @@ class ImageReader:
         if count:
             raise UsageError(self._why)
 
+    def require_readable(self, image: "Image") -> None:
+        """Raise UsageError if the model does not read images of this size."""
+
     def written(self, text: str) -> str:
         """Add to a text the tokens that the model expects around images."""
         return text
@@ -130,6 +133,9 @@ class TowerReader(ImageReader):
                 f"the prompt has {count} images, but at most {self.most} are read; leave some "
                 f'out, or raise limit_mm_per_prompt to {{"image": {count}}}'
             )
+
+    def require_readable(self, image: "Image") -> None:
+        self._grid(image, {})
 
     def written(self, text: str) -> str:
         return text.replace(self._marker, self._written) if self._written else text

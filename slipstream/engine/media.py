@@ -6,9 +6,12 @@ import io
 import ipaddress
 import socket
 import ssl
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock, Timer
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote, urljoin, urlsplit
@@ -33,6 +36,7 @@ _FORMATS: Final = {
 }
 _KINDS = ("text", "image", "image_pil", "image_url")
 _MOST_SCANS: Final = 100  # scans of a JPEG, usually about ten; each takes as long as a whole image
+_OPENING: Final = Lock()
 _RUNS: Final = (1, 2)  # compressed BMPs, which PIL would unpack in a Python loop
 _LONGEST_REASON: Final = 200  # characters of a library's message, which may repeat the whole URL
 # Not covered by Python's checks: IPv4 within IPv6, site-local, documentation, protocols.
@@ -105,7 +109,9 @@ class MediaReader:
         except UsageError:
             raise
         except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = str(error)[:_LONGEST_REASON]
+            late = monotonic() >= deadline
+            reason = f"it takes more than {SECONDS:g} seconds" if late else str(error)
+            reason = reason[:_LONGEST_REASON]
             raise UsageError(f"an image cannot be fetched: {reason}") from error
         raise UsageError("an image cannot be fetched: it is redirected too often")
 
@@ -129,44 +135,64 @@ class MediaReader:
             if answer.status != 200:
                 raise UsageError(f"an image cannot be fetched: {host} answers {answer.status}")
             content = bytearray()
-            while len(content) <= MOST_BYTES:
-                connection.wait()
-                if not (piece := answer.read1(1 << 16)):
-                    break
+            while len(content) <= MOST_BYTES and (piece := answer.read1(1 << 16)):
                 content += piece
+            connection.left()  # an answer that was cut off at the deadline may look complete
             return _bounded(bytes(content))
         finally:
-            connection.close()
+            connection.end()
 
 
 class _Pinned(http.client.HTTPConnection):
-    """A connection to the address that was checked, even if the name now resolves to another."""
+    """A connection to the address that was checked, even if the name now resolves to another.
+
+    It is shut down at the deadline, whatever it does then: the timeout of a socket begins anew with
+    every byte that arrives.
+    """
 
     def __init__(self, host: str, port: int, address: str, deadline: float, scheme: str) -> None:
         super().__init__(host, port)
         self._address, self._deadline, self._scheme = address, deadline, scheme
+        self._watched: tuple[Timer, socket.socket] | None = None
 
     def connect(self) -> None:
-        self.sock = socket.create_connection((self._address, self.port), self._left())
+        self.sock = socket.create_connection((self._address, self.port), self.left())
+        left = self.left()
+        # A duplicate, since `self.sock` is replaced by TLS and closed before the content is read.
+        twin = self.sock.dup()
+        timer = Timer(left, _shut_down, (twin,))
+        timer.daemon = True
+        timer.start()
+        self._watched = timer, twin
         if self._scheme == "https":
             context = ssl.create_default_context()
             self.sock = context.wrap_socket(self.sock, server_hostname=self.host)
 
-    def wait(self) -> None:
-        """Limit the next read to the time that is left."""
-        left = self._left()
-        if self.sock is not None:  # or everything has been read
-            self.sock.settimeout(left)
-
-    def _left(self) -> float:
+    def left(self) -> float:
+        """The seconds until the deadline; TimeoutError if it is over."""
         left = self._deadline - monotonic()
         if left <= 0:
-            raise TimeoutError(f"it takes more than {SECONDS:g} seconds")
+            raise TimeoutError
         return left
+
+    def end(self) -> None:
+        """Close the connection for good; `close` is also called when only the headers are read."""
+        self.close()
+        if self._watched is not None:
+            timer, twin = self._watched
+            timer.cancel()
+            timer.join()
+            twin.close()
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):  # the other side may have left
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def public_address(host: str, port: int) -> str:
     """The address of a host; UsageError if any of its addresses is not public."""
+    # It cannot be interrupted: a slow name server may hold its caller beyond the deadline.
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [ipaddress.ip_address(str(it[4][0]).partition("%")[0]) for it in found]
     for address in addresses:
@@ -193,16 +219,23 @@ def decode(content: bytes, kind: str | None = None, most_pixels: int = MOST_PIXE
             "images need packages that are not installed; install them "
             "(pip install 'slipstream[vision]'), or leave images out"
         ) from error
+    most_pixels = min(most_pixels, MOST_PIXELS)
     try:
-        with Image.open(io.BytesIO(content), formats=list(_FORMATS)) as image:
+        # PIL's own limit is above ours. Entering this in two threads at once could keep the filter.
+        with _OPENING, warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            opened = Image.open(io.BytesIO(content), formats=list(_FORMATS))
+        with opened as image:
             # MPO: several images in one file.
             found = "JPEG" if image.format == "MPO" else image.format or ""
             if kind is not None and kind not in _FORMATS[found]:
                 raise UsageError(f"an image that is said to be {kind[:50]} is {image.format}")
-            _require_quick(image, content, min(most_pixels, MOST_PIXELS))
+            _require_quick(image, content, most_pixels)
             return as_rgb(_upright(image))
     except (UsageError, MemoryError):
         raise
+    except Image.DecompressionBombError as error:
+        raise _too_many("far too many", most_pixels) from error
     except Exception as error:  # broken files may raise anything
         raise UsageError(
             f"an image cannot be read: it is broken, or not one of {', '.join(_FORMATS)}"
@@ -213,10 +246,7 @@ def _require_quick(image: "Image", content: bytes, most_pixels: int) -> None:
     """Before decoding, raise UsageError if an image would take too much time or memory."""
     width, height = image.size
     if width * height > most_pixels:
-        raise UsageError(
-            f"an image has {width} x {height} pixels, but at most {most_pixels:,} are read, and "
-            f"{MOST_PIXELS_TOGETHER:,} of all images of a prompt"
-        )
+        raise _too_many(f"{width} x {height}", most_pixels)
     if content.count(b"\xff\xda") > _MOST_SCANS and image.format in ("JPEG", "MPO"):
         raise UsageError(
             f"an image is a JPEG of more than {_MOST_SCANS} scans, which would take too long; "
@@ -224,6 +254,13 @@ def _require_quick(image: "Image", content: bytes, most_pixels: int) -> None:
         )
     if image.format == "BMP" and image.info.get("compression") in _RUNS:
         raise UsageError("an image is a compressed BMP, which is not read; store it as PNG")
+
+
+def _too_many(count: str, most: int) -> UsageError:
+    return UsageError(
+        f"an image has {count} pixels: at most {most:,} are read, and {MOST_PIXELS_TOGETHER:,} of "
+        "all images of a prompt; send a smaller one"
+    )
 
 
 def _upright(image: "Image") -> "Image":

@@ -23,6 +23,7 @@ from slipstream.models.wrappers import text_names
 
 MOST_RANK: Final = 256
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_LONGEST_PATH: Final = 200  # characters of a path in a message about it
 _PREFIX: Final = "base_model.model."
 _NAME: Final = re.compile(r"(.+)\.lora_(A|B)(?:\.default)?\.weight")
 
@@ -93,7 +94,8 @@ def read_adapter(
     pairs = _paired(read_entries(folder / WEIGHTS), folder / WEIGHTS)
     factors: dict[str, tuple[Tensor, Tensor]] = {}
     for name, (first, second) in pairs.items():
-        if not _is_target(targets, name):
+        stored = first.name.removeprefix(_PREFIX).rpartition(".lora_")[0]
+        if not _is_target(targets, (name, stored)):
             raise CheckpointError(
                 f"{folder / WEIGHTS} holds {name}, which target_modules in {CONFIG} does not name"
             )
@@ -115,7 +117,14 @@ def adapter_rank(folder: Path) -> int:
 
 def _config_of(folder: Path) -> ConfigReader:
     for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
+        try:
+            is_there = (folder / name).is_file()
+        except OSError as error:  # the path is too long, or may not be read
+            raise CheckpointError(
+                f"cannot read {str(folder)[:_LONGEST_PATH]!r}: {error.strerror}; give the "
+                "directory of a LoRA adapter"
+            ) from error
+        if not is_there:
             raise CheckpointError(f"{folder} has no {name}; give the directory of a LoRA adapter")
     file = folder / CONFIG
     return ConfigReader(read_json_object(file), file, harmless=_HARMLESS)
@@ -148,7 +157,7 @@ def _read_config(folder: Path) -> tuple[int, float, object]:
     if isinstance(targets, str) and targets != "all-linear":
         try:
             re.compile(targets)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise reader.error("target_modules", f"is no regular expression: {error}") from None
     elif not isinstance(targets, str | list):
         raise reader.error("target_modules", "must be a list of names or a regular expression")
@@ -178,14 +187,15 @@ def _paired(
     return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
 
 
-def _is_target(targets: object, module: str) -> bool:
-    """Whether `target_modules` names a module of a checkpoint, by PEFT's rule."""
-    if targets == "all-linear":
-        return True
+def _is_target(targets: object, names: Collection[str]) -> bool:
+    """Whether `target_modules` names a module, by PEFT's rule, under any of its names.
+
+    A regular expression is not applied: it may take for ever, and the file's tensors decide anyway.
+    """
     if isinstance(targets, str):
-        return re.fullmatch(targets, module) is not None
+        return True
     assert isinstance(targets, Collection)
-    return any(module == it or module.endswith(f".{it}") for it in targets)
+    return any(name == it or name.endswith(f".{it}") for it in targets for name in names)
 
 
 def _not_adapted(module: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.models.adapters import Adapter, read_adapter
 from slipstream.runner.graphs import CAPTURING
@@ -73,4 +73,11 @@ class AdapterLoader:
 
 
 def _read(path: str, slots: AdapterSlots) -> Adapter:
-    return read_adapter(Path(path).expanduser(), slots.modules, slots.rank, slots.dtype)
+    try:
+        folder = Path(path).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path!r} begins with the home directory of a user who does not exist; give the whole "
+            "path of a LoRA adapter"
+        ) from error
+    return read_adapter(folder, slots.modules, slots.rank, slots.dtype)

@@ -36,6 +36,7 @@ def read_images(service: ModelService, messages: Sequence[Message]) -> list["Ima
         where = part.where or place
         try:
             images.append(service.engine.media.open(part.image_url.url, left))
+            service.engine.images.require_readable(images[-1])
         except UsageError as error:
             raise bad_request(f"{where}: {error}", "messages") from error
         left -= images[-1].width * images[-1].height

@@ -63,6 +63,16 @@ def test_each_line_of_a_pipe_is_a_message(slipstream: CommandLine, fake_llm: typ
     assert ran.err.count("tokens/s") == 2
 
 
+def test_a_model_without_images_says_so_before_one_is_read(
+    slipstream: CommandLine, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    ran = slipstream("chat", "demo", "--image", str(tmp_path / "broken.png"), stdin=b"hello\n")
+    assert (ran.code, ran.out) == (2, "")
+    assert "this model reads text only; leave images out" in ran.err
+    assert "broken" not in ran.err
+
+
 def test_a_status_counts_its_own_answer_only(
     slipstream: CommandLine, fake_llm: type[FakeLLM]
 ) -> None:

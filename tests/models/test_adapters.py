@@ -100,6 +100,7 @@ def numbers(output: Any) -> torch.Tensor:
         ({"lora_alpha": 8, "use_rslora": True}, 4.0),
         ({"target_modules": r".*\.(q|v)_proj"}, 1.0),
         ({"target_modules": "all-linear"}, 1.0),
+        ({"target_modules": "(.*)*x"}, 1.0),  # matching it would take for ever
         ({"init_lora_weights": "gaussian", "layers_to_transform": [0, 1]}, 1.0),
     ],
     ids=str,
@@ -115,10 +116,16 @@ def test_factors_are_read_with_their_scale(
         assert_close(second, stored[f"base_model.model.{name}.lora_B.weight"] * scale)
 
 
+@pytest.mark.parametrize("inside", ["", "model.layers.", "model.language_model.layers."])
 def test_names_within_a_model_that_also_sees_are_found(
-    tiny_target: str, tmp_path: Path, slots: AdapterSlots
+    inside: str, tiny_target: str, tmp_path: Path, slots: AdapterSlots
 ) -> None:
-    write_adapter(tmp_path, tiny_target)
+    """Also in `target_modules`, where whole names are those within the model that sees."""
+    named = ALL
+    if inside:
+        own = (it.removeprefix("model.layers.") for it in slots.modules)
+        named = tuple(f"{inside}{it}" for it in own)
+    write_adapter(tmp_path, tiny_target, target_modules=named)
     stored = load_file(tmp_path / WEIGHTS)
     longer = {
         it.replace("model.layers", "model.language_model.layers"): stored[it] for it in stored
@@ -151,6 +158,7 @@ def read_names(stored: dict[str, torch.Tensor]) -> set[str]:
         ({"lora_alpha": "8"}, '"lora_alpha" must be a number'),
         ({"target_modules": None}, '"target_modules" must be a list'),
         ({"target_modules": "("}, '"target_modules" is no regular expression'),
+        ({"target_modules": "(" * 9999}, '"target_modules" is no regular expression'),
         ({"target_modules": ["q_proj"]}, "which target_modules in adapter_config.json does not"),
         ({"novel_way": 1}, '"novel_way" is unknown'),
     ],
@@ -226,6 +234,13 @@ def test_files_that_are_missing_or_broken_are_named(
     (folder / WEIGHTS).write_bytes(whole)
     with pytest.raises(CheckpointError, match="is not valid JSON"):
         read(folder, slots)
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/x", "a" * 4000])
+def test_paths_that_cannot_be_followed_are_refused(path: str, tiny_target: str) -> None:
+    llm = LLM(tiny_target, enable_lora=True, **SIZES)
+    with pytest.raises(CheckpointError, match="LoRA adapter"):
+        llm.generate(PROMPT, PARAMS, LoRARequest("a", 1, path))
 
 
 def test_a_slot_holds_what_was_written_last(tiny_target: str, tmp_path: Path) -> None:

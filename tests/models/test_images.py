@@ -136,6 +136,33 @@ def test_images_of_absurd_shapes_and_options_are_refused(sized_llm: LLM) -> None
         sized_llm.generate(given, GREEDY)
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"foo": 1}, "options of the image processor are size .*, not {'foo': 1}"),
+        ({"size": 5}, "options of the image processor are size .*, not {'size': 5}"),
+        ({"min_pixels": "9"}, "options of the image processor are"),
+        ({"min_pixels": -1}, "must be from 1 to longest_edge .*, but they are -1 and"),
+        ({"min_pixels": 10**15}, "must be from 1 to longest_edge"),
+        (
+            {"min_pixels": 10**12, "max_pixels": 10**15},
+            r"an image has \d+ tokens or more, but max_model_len is \d+; lower it",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_options_of_the_processor_are_told_at_the_start(
+    options: dict[str, Any], told: str, sized: Path
+) -> None:
+    with pytest.raises(UsageError, match=rf"^mm_processor_kwargs: .*{told}"):
+        make(sized, mm_processor_kwargs=options)
+
+
+def test_wrong_options_are_told_at_the_start_by_every_family(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"^mm_processor_kwargs: .*foo"):
+        make(folder, mm_processor_kwargs={"foo": 1})
+
+
 def test_options_of_the_processor_change_what_is_seen(sized: Path, sized_llm: LLM) -> None:
     size = {"size": {"shortest_edge": 64, "longest_edge": 512}}
     given: Any = with_images(prompt(1), images(1))

@@ -1,10 +1,12 @@
 """Images by URL: broken and hostile ones get one clear sentence, and nothing private is read."""
 
+import contextlib
 import gc
 import io
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -17,7 +19,7 @@ from PIL import Image
 from slipstream.core.errors import UsageError
 from slipstream.engine import media
 from slipstream.engine.media import MediaReader, decode, public_address, take_images
-from tests.image_corpus import NOISE, NUMBERS, PRIVATE_NAMES, Case, corpus, stored, url_of
+from tests.image_corpus import NOISE, NUMBERS, PRIVATE_NAMES, Case, corpus, png, stored, url_of
 
 KNOWN = ("allowed.example", *PRIVATE_NAMES, *(it.strip("[]") for it in NUMBERS))
 
@@ -72,6 +74,16 @@ def test_hostile_images_are_refused_in_a_sentence_and_odd_ones_read_right(tmp_pa
             mistake(reader, case)
     gc.collect()
     assert resident() - before < 32 << 20
+
+
+@pytest.mark.parametrize(
+    ("side", "told"),
+    [(6_400, "6400 x 6400"), (10_000, "10000 x 10000"), (60_000, "far too many")],
+)
+def test_too_many_pixels_are_told_with_the_limit(side: int, told: str) -> None:
+    """Also above the numbers at which PIL warns and then refuses by itself."""
+    with pytest.raises(UsageError, match=f"has {told} pixels: at most 40,000,000 are read"):
+        decode(png(side, side))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "GIF", "WEBP", "JPEG"])
@@ -186,6 +198,46 @@ def test_a_server_that_takes_too_long_is_left(host: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(media, "SECONDS", -1.0)
     with pytest.raises(UsageError, match="seconds"):
         MediaReader(domains=("example.com",)).open(f"{host}/a.png")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "first"),
+    [
+        ("http", b"HTTP/1.1 200 OK\r\nX: "),
+        ("http", b"HTTP/1.1 200 OK\r\n\r\n"),
+        ("http", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"),
+        ("https", b"\x16\x03\x03\x3f\xff"),  # a long record of the handshake
+    ],
+    ids=["headers", "content", "chunks", "handshake"],
+)
+def test_a_server_that_sends_a_byte_at_a_time_is_left(
+    scheme: str, first: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte comes long before the limit, which is that of the whole request."""
+    monkeypatch.setattr(media, "SECONDS", 0.4)
+    monkeypatch.setattr(media, "public_address", lambda *_: "127.0.0.1")
+    is_left = threading.Event()
+
+    def drip(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(first)
+            for _ in range(200):
+                connection.sendall(b"0")
+                time.sleep(0.02)
+            return
+        is_left.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=drip, args=(listening,))
+        thread.start()
+        url = f"{scheme}://example.com:{listening.getsockname()[1]}/a.png"
+        try:
+            with pytest.raises(UsageError, match=r"fetched: it takes more than 0\.4 seconds"):
+                MediaReader(domains=("example.com",)).open(url)
+        finally:
+            thread.join()
+    assert is_left.is_set()
 
 
 def test_parts_of_messages_that_are_not_read_are_named() -> None:

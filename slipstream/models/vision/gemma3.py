@@ -43,6 +43,10 @@ class Gemma3Family(ImageFamily):
         _refuse(options)
         return self._num_tokens
 
+    def require_options(self, options: Mapping[str, Any], max_tokens: int) -> None:
+        """See `ImageFamily`."""
+        _refuse(options)
+
     def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
         return _Tower(self._checkpoint, self._num_tokens, dtype, device)
 

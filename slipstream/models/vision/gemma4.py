@@ -44,6 +44,10 @@ class Gemma4Family(ImageFamily):
     def most_whole(self, options: Mapping[str, Any]) -> int:
         return _budget(self._processor, options) if self._is_whole else 0
 
+    def require_options(self, options: Mapping[str, Any], max_tokens: int) -> None:
+        """See `ImageFamily`."""
+        _budget(self._processor, options)
+
     def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
         return _Tower(self._checkpoint, self._processor, dtype, device)
 

@@ -1,6 +1,7 @@
 """Images of Qwen3-VL and Qwen3.5: the number of patches grows with the image's size."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,8 +43,28 @@ class Qwen3VLFamily(ImageFamily):
         self._names = names
         self.num_added_layers = len(config["vision_config"].get(_LAYERS, deep)) if deep else 0
 
+    @cached_property
+    def _processor(self) -> Any:
+        vision = self._checkpoint.whole_config["vision_config"]
+        sizes = {
+            "patch_size": vision.get("patch_size", 16),
+            "temporal_patch_size": vision.get("temporal_patch_size", 2),
+            "merge_size": vision.get("spatial_merge_size", 2),
+        }
+        return image_processor(self._checkpoint, "Qwen2VLImageProcessorPil", sizes)
+
+    def require_options(self, options: Mapping[str, Any], max_tokens: int) -> None:
+        """See `ImageFamily`."""
+        least = _size(self._processor, options)["shortest_edge"]
+        side = self._processor.patch_size * self._processor.merge_size
+        if least // side**2 >= max_tokens:
+            raise ValueError(
+                f"with a shortest_edge (min_pixels) of {least} an image has {least // side**2} "
+                f"tokens or more, but max_model_len is {max_tokens}; lower it"
+            )
+
     def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
-        return _Tower(self._checkpoint, self._names, dtype, device)
+        return _Tower(self._checkpoint, self._names, self._processor, dtype, device)
 
 
 def qwen3_5_family(checkpoint: Checkpoint) -> Qwen3VLFamily:
@@ -57,51 +78,27 @@ class _Tower:
         self,
         checkpoint: Checkpoint,
         names: tuple[str, str],
+        processor: Any,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._processor = device, dtype, processor
         self._tower = tower_of(checkpoint, names, _PREFIXES, dtype, device)
-        config = self._tower.config
-        sizes = {
-            "patch_size": config.patch_size,
-            "temporal_patch_size": config.temporal_patch_size,
-            "merge_size": config.spatial_merge_size,
-        }
-        self._processor = image_processor(checkpoint, "Qwen2VLImageProcessorPil", sizes)
-        self._merge = config.spatial_merge_size
+        self._merge = self._tower.config.spatial_merge_size
 
     def grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
         """See `ImageTower`."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        size = self._size(options)
+        size = _size(self._processor, options)
         side = self._processor.patch_size * self._merge
         least, most = size["shortest_edge"], size["longest_edge"]
         rows, columns = smart_resize(height, width, side, least, most)
         return rows // side, columns // side
 
-    def _size(self, options: Mapping[str, Any]) -> dict[str, int]:
-        """The minimum and the maximum number of pixels of an image."""
-        known = self._processor.size
-        size = {name: known[name] for name in ("shortest_edge", "longest_edge")}
-        given = dict(options)
-        size.update(given.pop("size", None) or {})
-        for name, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
-            size[name] = given.pop(old, None) or size[name]
-        least, most, *others = size.values()
-        if given or others or not all(type(it) is int for it in (least, most)):
-            raise ValueError(
-                f"options of the image processor are size (shortest_edge and longest_edge, both in "
-                f"pixels of an image), min_pixels and max_pixels, not {dict(options)}"
-            )
-        if not 0 < least <= most:
-            raise ValueError(f"of {size} the first must be positive, and at most the other")
-        return size
-
     def encode(self, image: "Image", options: Mapping[str, Any]) -> SpanEmbeddings:
         """See `ImageTower`."""
-        size = self._size(options)
+        size = _size(self._processor, options)
         read = self._processor(images=[image], return_tensors="pt", size=size)
         pixels, grid = read["pixel_values"], read["image_grid_thw"]
         pixels = pixels.to(self._device, self._dtype)
@@ -109,3 +106,26 @@ class _Tower:
         rows, deep = found.pooler_output, getattr(found, "deepstack_features", None) or ()
         added = torch.stack(list(deep)) if len(deep) else rows.new_empty((0, *rows.shape))
         return SpanEmbeddings(rows, added)
+
+
+def _size(processor: Any, options: Mapping[str, Any]) -> dict[str, int]:
+    """The minimum and the maximum number of pixels of an image."""
+    size = {name: processor.size[name] for name in ("shortest_edge", "longest_edge")}
+    given = dict(options)
+    if isinstance(edges := given.get("size") or {}, Mapping):
+        size.update(edges)
+        given.pop("size", None)
+    for name, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+        size[name] = given.pop(old, None) or size[name]
+    least, most, *others = size.values()
+    if given or others or not all(type(it) is int for it in (least, most)):
+        raise ValueError(
+            f"options of the image processor are size (shortest_edge and longest_edge, both in "
+            f"pixels of an image), min_pixels and max_pixels, not {dict(options)}"
+        )
+    if not 0 < least <= most:
+        raise ValueError(
+            f"shortest_edge (min_pixels) must be from 1 to longest_edge (max_pixels), but they are "
+            f"{least} and {most}"
+        )
+    return size

@@ -90,6 +90,11 @@ class ImageFamily(ABC):
         return 0
 
     @abstractmethod
+    def require_options(self, options: Mapping[str, Any], max_tokens: int) -> None:
+        """Raise ValueError for an unknown option of the image processor, a wrong value, or one with
+        which no image fits into a prompt of `max_tokens`."""
+
+    @abstractmethod
     def load(self, dtype: torch.dtype, device: torch.device) -> "ImageTower":
         """Load the tower; CheckpointError if tensors are missing or do not fit."""
 

@@ -32,11 +32,11 @@ class ImageUrl(RequestBody):
     """The URL of an image: a data URL, or a file or web address that the server allows.
 
     Attributes:
-        detail: only "auto", since the server sets one detail for all images.
+        detail: a hint without effect, since the server sets one size for all images.
     """
 
     url: str
-    detail: Literal["auto"] | None = None
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class ImagePart(RequestBody):

@@ -44,7 +44,7 @@ class InputImage(RequestBody):
 
     type: Literal["input_image"]
     image_url: str
-    detail: Literal["auto"] | None = None
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class EarlierText(RequestBody):

@@ -101,7 +101,12 @@ def test_all_protocols_say_what_a_chat_says(live: Live, client: openai.OpenAI) -
     asked = message("w5 w6", {"url": one}, "w7", {"url": two}, "w8")
     expected = client.chat.completions.create(model="seeing", messages=asked, **GREEDY)
     num_tokens = expected.usage.prompt_tokens
-    parts = [shown(one, detail="auto"), {**TEXT, "text": "w7"}, shown(two), {**TEXT, "text": "w8"}]
+    parts = [
+        shown(one, detail="auto"),
+        {**TEXT, "text": "w7"},
+        shown(two, detail="low"),
+        {**TEXT, "text": "w8"},
+    ]
     whole = respond(client, [{"role": "user", "content": [{**TEXT, "text": "w5 w6"}, *parts]}])
     assert whole.output_text == expected.choices[0].message.content
     assert whole.usage.input_tokens == num_tokens
@@ -214,7 +219,7 @@ def test_tools_return_images(live: Live, client: openai.OpenAI) -> None:
 USER_PLACES: Any = [
     (shown(BROKEN), r"input\[0\]\.content\[1\]: an image cannot be read"),
     (shown("http://127.0.0.1/a.png"), r"input\[0\]\.content\[1\]: .*allowed-media-domains"),
-    (shown(BROKEN, detail="high"), r"input\[0\]\.content\[1\]\.detail"),
+    (shown(BROKEN, detail="fine"), r"input\[0\]\.content\[1\]\.detail"),
     (shown(BROKEN, file_id="file-1"), r"input\[0\]\.content\[1\]\.file_id .*keeps no files"),
     ({"type": "input_image", "file_id": "file-1"}, r"file_id .*keeps no files"),
     ({"type": "input_image"}, r"input\[0\]\.content\[1\]\.image_url is missing"),

@@ -99,6 +99,16 @@ def test_answers_are_those_of_llm_chat(
     assert text == answer.choices[0].message.content
 
 
+@pytest.mark.parametrize("detail", ["low", "high"])
+def test_detail_has_no_effect(detail: str, client: openai.OpenAI) -> None:
+    url = url_of(images(1)[0])
+    plain, hinted = (
+        ask(client, message({"url": url, **more}, "w5")) for more in ({}, {"detail": detail})
+    )
+    assert hinted.usage.prompt_tokens == plain.usage.prompt_tokens
+    assert hinted.choices[0].message.content == plain.choices[0].message.content
+
+
 def test_text_beside_images_is_as_ever(client: openai.OpenAI) -> None:
     texts = [{"role": "user", "content": "w5 w6"}], message("w5 w6")
     answers = [ask(client, messages).choices[0].message.content for messages in texts]
@@ -111,7 +121,7 @@ def test_text_beside_images_is_as_ever(client: openai.OpenAI) -> None:
         (message({"url": "data:image/png;base64,AAAA"}), r"messages\[0\].content\[0\]: .* broken"),
         (message({"url": "http://169.254.169.254/latest"}), "allowed-media-domains"),
         (message({"url": "file:///etc/passwd"}), "no such image"),
-        (message({"url": "data:image/png;base64,AAAA", "detail": "low"}), "detail"),
+        (message({"url": "data:image/png;base64,AAAA", "detail": "fine"}), "detail"),
         (message("<image> w3"), "1 placeholders"),
         (message("w3", *[{"url": "data:"}] * 17), "at most 16"),
         ([{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}], "video_url"),
@@ -120,7 +130,6 @@ def test_text_beside_images_is_as_ever(client: openai.OpenAI) -> None:
             [{"role": "assistant", "content": message({"url": "data:"})[0]["content"]}],
             "messages of the user",
         ),
-        (message({"url": url_of(images(1)[0].resize((900, 2)))}), "900 x 2 pixels"),
     ],
 )
 def test_what_cannot_be_read_is_a_clear_400(
@@ -128,6 +137,14 @@ def test_what_cannot_be_read_is_a_clear_400(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=said):
         ask(client, messages)
+
+
+def test_an_image_of_an_absurd_shape_is_told_with_its_part(client: openai.OpenAI) -> None:
+    thin = {"url": url_of(images(1)[0].resize((900, 2)))}
+    told = r"messages\[0\].content\[1\]: an image of 900 x 2 pixels cannot be read"
+    with pytest.raises(openai.BadRequestError, match=told) as error:
+        ask(client, message("w3", thin, "w4"))
+    assert error.value.param == "messages"
 
 
 def test_truncation_that_could_cut_an_image_is_refused(client: openai.OpenAI) -> None:
