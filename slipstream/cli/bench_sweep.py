@@ -139,7 +139,7 @@ class _Cells:
     def report(self, title: str, output: Path | None, files: Sequence[Path]) -> None:
         """Write and show the figures, if there are any."""
         from slipstream.bench.report import draw_sweep, sweep_document, write_json
-        from slipstream.bench.tables import failures_table, sweep_table
+        from slipstream.bench.tables import drafting_tables, failures_table, sweep_table
 
         if self._points:
             if output is not None:
@@ -148,7 +148,8 @@ class _Cells:
             draw_sweep(self._points, self._failures, title, about(), files)
             failures = [failures_table(self._failures)] if self._failures else []
             # Last, because writing to a closed pipe ends the command.
-            show_report(title, [sweep_table(self._points), *failures, *self._profiles])
+            tables = [sweep_table(self._points), *drafting_tables(self._points)]
+            show_report(title, [*tables, *failures, *self._profiles])
 
     def conclude(self, model: str) -> None:
         """Print the advice on what to serve, unless the measurement was interrupted."""

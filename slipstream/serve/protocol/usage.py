@@ -45,7 +45,9 @@ class SpeculationUsage(ResponseBody):
     """Statistics of speculation, summed over a request's samples.
 
     Attributes:
+        steps_by_draft_tokens: steps with output tokens by their number of draft tokens: 0, 1, ...
         estimated_speedup: over plain decoding; None if the costs of steps are unknown.
+        decode_seconds: time of the steps that `estimated_speedup` is about.
         refused_drafting_seconds: time spent on rejected draft tokens.
     """
 
@@ -54,8 +56,10 @@ class SpeculationUsage(ResponseBody):
     accepted_tokens: int
     accepted_per_position: list[int]
     steps: int
+    steps_by_draft_tokens: list[int]
     acceptance_length: float
     estimated_speedup: float | None = None
+    decode_seconds: float
     refused_drafting_seconds: float
 
 
