@@ -23,10 +23,11 @@ class SpeculativeOptions(RequestBody):
     """Speculation of one request.
 
     Attributes:
-        num_speculative_tokens: maximum number of draft tokens per step, 0 to the server's K.
+        num_speculative_tokens: maximum number of draft tokens per step, 0 to the server's K, which
+            it is if not given.
     """
 
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None = None
 
 
 class PromptTokensDetails(ResponseBody):
