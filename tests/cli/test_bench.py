@@ -86,6 +86,7 @@ def test_all_drafters_are_measured_at_every_k(
         (("-k", "0-2"), "-k must be numbers from 1 to"),
         (("-k", f"1-1{'0' * 5000}"), "-k must be numbers from 1 to"),
         (("-k", "4,100000"), "-k must be numbers from 1 to"),
+        (("-k", "4,2000"), "-k must be numbers from 1 to 1024, not '4,2000'"),
         (("--batch-sizes", ""), "--batch-sizes must be a list"),
         (("some/model",), "nothing to sweep; add --drafter"),
         (("--dataset", "mtbench"), "--dataset-name must be one of demo, custom, mt-bench"),
