@@ -18,6 +18,7 @@ from slipstream.bench.sweep import Failure, Point
 from slipstream.bench.tables import (
     METRIC_NAMES,
     ReportTable,
+    drafting_tables,
     failures_table,
     load_tables,
     sweep_table,
@@ -113,6 +114,7 @@ def draw_sweep(
                 as_svg(lambda: sweep_figure(points, None)),
                 "Acceptance length, TPOT, speed-up and median iteration against K",
             ),
+            *drafting_tables(points),
         ]
         if failures:
             parts.append(failures_table(failures))

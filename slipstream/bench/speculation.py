@@ -1,7 +1,7 @@
 """Acceptance during a load, summed from answers or from a server's counters."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -12,13 +12,15 @@ FROM_USAGE = "the usage of each answer"
 NOT_REPORTED = "not reported"
 
 _SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
-_POSITION = re.compile(r'\bposition="(\d+)"')
+_PLACE = re.compile(r'\b(?:position|k)="(\d+)"')
 # Names end in _total in the text format of newer client libraries.
 _PREFIXES = ("slipstream:", "slipstream_", "vllm:", "llamacpp:")
 _DRAFTS = "spec_decode_num_drafts"
 _DRAFT_TOKENS = "spec_decode_num_draft_tokens"
 _ACCEPTED = "spec_decode_num_accepted_tokens"
 _PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+_CHOSEN = "spec_decode_num_draft_tokens_chosen"
+_REFUSED = "spec_decode_refused_drafting_seconds"
 _IN_USAGE = ("drafts", "draft_tokens", "accepted_tokens", "steps")
 
 
@@ -42,6 +44,16 @@ class SpeculationCounts(RequestMetrics):
         """The share of steps without a draft; None where steps are unknown."""
         return None if not self.num_steps else max(0.0, 1.0 - self.num_drafts / self.num_steps)
 
+    @property
+    def steps_by_draft_tokens(self) -> list[int] | None:
+        """How many steps had 0, 1, ... draft tokens; None where the source does not report it."""
+        return self.num_steps_by_draft_tokens or None
+
+    @property
+    def seconds_refused(self) -> float | None:
+        """Time spent drafting refused tokens; None where the source does not report it."""
+        return self.refused_drafting_seconds if self.num_steps_by_draft_tokens else None
+
     def since(self, before: "SpeculationCounts") -> "SpeculationCounts":
         """The difference to an earlier reading."""
         gained = deepcopy(self)
@@ -50,7 +62,14 @@ class SpeculationCounts(RequestMetrics):
 
 
 def from_usage(records: Iterable[Record]) -> SpeculationCounts | None:
-    """Sum over the answers that report speculation; None where none does."""
+    """Sum over the answers that report speculation; None where none does.
+
+    The estimated speed-up of the load is the time that plain decoding would have taken for all
+    requests, divided by the time that they took. This is the mean of the requests' speed-ups,
+    weighted by their decoding time; unweighted, a request of a few tokens would count as much as a
+    long one. Requests without an estimate are in neither time. A step that several requests shared
+    counts for each of them, since each waited for it.
+    """
     usages = (record.usage.get("speculation") for record in records)
     reports = [usage for usage in usages if isinstance(usage, dict)]
     if not reports:
@@ -59,37 +78,43 @@ def from_usage(records: Iterable[Record]) -> SpeculationCounts | None:
     for one in reports:
         drafts, drafted, accepted, steps = (int(one.get(name) or 0) for name in _IN_USAGE)
         places = [*(one.get("accepted_per_position") or ())]
-        total.add(RequestMetrics(drafts, drafted, accepted, places, steps))
+        counts = RequestMetrics(drafts, drafted, accepted, places, steps)
+        counts.num_steps_by_draft_tokens = [*(one.get("steps_by_draft_tokens") or ())]
+        counts.refused_drafting_seconds = float(one.get("refused_drafting_seconds") or 0)
+        counts.decode_seconds = float(one.get("decode_seconds") or 0)
+        counts.plain_seconds = counts.decode_seconds * float(one.get("estimated_speedup") or 0)
+        total.add(counts)
     return total
 
 
 def from_metrics(text: str) -> SpeculationCounts | None:
-    """Read a page of Prometheus metrics; None where it has no counters of speculation."""
+    """Read a page of Prometheus metrics; None where it has no counters of speculation.
+
+    The estimated speed-up is not read: it is a gauge over everything since the server started.
+    """
     counters: dict[str, float] = {}
-    positions: dict[str, dict[int, float]] = {}
+    lists: dict[str, dict[int, float]] = {}
     for line in text.splitlines():
         found = _SAMPLE.match(line)
         if found is None:
             continue
         name = found["name"].removesuffix("_total")
         value = _number(found["value"])
-        place = _POSITION.search(found["labels"] or "")
+        place = _PLACE.search(found["labels"] or "")
         if place is None:
             counters[name] = counters.get(name, 0.0) + value
         else:
-            own = positions.setdefault(name, {})
+            own = lists.setdefault(name, {})
             own[int(place[1])] = own.get(int(place[1]), 0.0) + value
     for prefix in _PREFIXES:
         if prefix + _DRAFTS in counters:
-            per_position = positions.get(prefix + _PER_POSITION, {})
             return SpeculationCounts(
                 int(counters[prefix + _DRAFTS]),
                 int(counters.get(prefix + _DRAFT_TOKENS, 0)),
                 int(counters.get(prefix + _ACCEPTED, 0)),
-                [
-                    int(per_position.get(place, 0))
-                    for place in range(max(per_position, default=-1) + 1)
-                ],
+                _as_list(lists.get(prefix + _PER_POSITION, {})),
+                num_steps_by_draft_tokens=_as_list(lists.get(prefix + _CHOSEN, {})),
+                refused_drafting_seconds=counters.get(prefix + _REFUSED, 0.0),
                 source=f"the server's counters {prefix}{_DRAFTS} and others, before and after",
             )
     return None
@@ -101,6 +126,10 @@ def from_outputs(metrics: Iterable[RequestMetrics]) -> SpeculationCounts:
     for one in metrics:
         total.add(one)
     return total
+
+
+def _as_list(counts: Mapping[int, float]) -> list[int]:
+    return [int(counts.get(place, 0)) for place in range(max(counts, default=-1) + 1)]
 
 
 def _number(text: str) -> float:

@@ -107,6 +107,9 @@ def speculation_figures(counts: SpeculationCounts | None) -> dict[str, Any]:
         "spec_decode_per_position_acceptance_rates": counts.acceptance_per_position,
         "spec_decode_steps": counts.num_steps or None,
         "spec_decode_steps_without_drafts": counts.without_drafts,
+        "spec_decode_steps_by_draft_tokens": counts.steps_by_draft_tokens,
+        "spec_decode_estimated_speedup": counts.estimated_speedup,
+        "spec_decode_refused_drafting_seconds": counts.seconds_refused,
     }
 
 

@@ -46,6 +46,9 @@ class Point(Cell):
         acceptance_length: 1 + accepted draft tokens per draft.
         per_position: for each position i, the share of drafts whose i-th token was accepted.
         without_drafts: share of steps without a draft.
+        steps_by_draft_tokens: how many steps of requests had 0, 1, ... draft tokens.
+        estimated_speedup: over plain decoding, by the engine; None unless K is AUTO.
+        refused_drafting_seconds: time spent drafting tokens that were refused.
         tokens_per_second: output tokens over the wall time of the whole workload.
         iteration_ms: mean time of a step, prompt chunks included.
         median_iteration_ms: median time of a step.
@@ -64,6 +67,9 @@ class Point(Cell):
     tpot_ms: float | None
     shares: Mapping[str, float]
     times_plain: float = 1.0
+    steps_by_draft_tokens: tuple[int, ...] = ()
+    estimated_speedup: float | None = None
+    refused_drafting_seconds: float = 0.0
     partial: bool = False
 
 
@@ -203,6 +209,9 @@ def _point(cell: Cell, run: OfflineRun, plain: Point | None) -> Point:
         tpot_ms=fmean(tpots) if tpots else None,
         shares=run.shares,
         times_plain=1.0 if plain is None else rate / plain.tokens_per_second,
+        steps_by_draft_tokens=tuple(speculation.num_steps_by_draft_tokens),
+        estimated_speedup=speculation.estimated_speedup,
+        refused_drafting_seconds=speculation.refused_drafting_seconds,
         partial=run.stopped,
     )
 

@@ -79,7 +79,21 @@ def speculation_rows(counts: SpeculationCounts) -> list[tuple[str, str]]:
     ]
     if counts.without_drafts is not None:
         rows.append(("steps without drafts", f"{counts.without_drafts:.1%}"))
+    if counts.steps_by_draft_tokens is not None:
+        rows.append(("draft tokens per step", by_draft_tokens(counts.steps_by_draft_tokens)))
+        rows.append(("time of refused drafts", f"{counts.refused_drafting_seconds:.2f} s"))
+    if counts.estimated_speedup is not None:
+        rows.append(("estimated speed-up", f"{counts.estimated_speedup:.2f}x plain"))
     return rows
+
+
+def by_draft_tokens(steps: Sequence[int]) -> str:
+    """The mean number of draft tokens per step, and the shares of the most frequent numbers."""
+    whole = max(1, sum(steps))
+    mean = sum(number * count for number, count in enumerate(steps)) / whole
+    frequent = sorted(range(len(steps)), key=lambda number: -steps[number])[:_MANY]
+    shares = [f"{it}: {steps[it] / whole:.0%}" for it in sorted(frequent) if steps[it]]
+    return f"mean {mean:.1f} ({', '.join(shares)})"
 
 
 def by_position(shares: Sequence[float]) -> str:
@@ -106,6 +120,31 @@ def sweep_table(points: Sequence[Point]) -> ReportTable:
         "iter. is the median time of a step, draft the share of drafting in it; * and bold mark "
         "the most tokens per second at that batch size.",
     )
+
+
+def drafting_tables(points: Sequence[Point]) -> list[ReportTable]:
+    """How much the drafters of a sweep drafted, and what it cost; none for plain decoding alone."""
+    rows = [
+        (
+            *(point.drafter, str(point.k), str(point.batch)),
+            "-" if point.estimated_speedup is None else f"{point.estimated_speedup:.2f}",
+            f"{point.refused_drafting_seconds:.2f}",
+            by_draft_tokens(point.steps_by_draft_tokens),
+        )
+        for point in points
+        if point.k and point.steps_by_draft_tokens
+    ]
+    if not rows:
+        return []
+    return [
+        ReportTable(
+            "Draft tokens per step",
+            ("checkpoint", "K", "batch", "est. x plain", "refused s", "draft tokens per step"),
+            rows,
+            note="est. x plain is the engine's own estimate with K auto, refused s the time spent "
+            "drafting tokens that were refused.",
+        )
+    ]
 
 
 def failures_table(failures: Sequence[Failure]) -> ReportTable:

@@ -24,6 +24,7 @@ from slipstream.cli.flags import RunFlags
 from slipstream.cli.open_llm import open_llm
 from slipstream.cli.terminal import interrupt_noted
 from slipstream.core.config import EngineConfig
+from slipstream.core.config_values import MOST_DRAFTS
 from slipstream.core.errors import UsageError, counted
 from slipstream.core.flags import flag, like, parse_object
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 
-_LARGEST = 1 << 16  # largest number in a list
+_LARGEST = 1 << 16  # largest batch size
 _DIGITS = 9  # most digits of a number
 
 
@@ -99,7 +100,7 @@ def _swept(
     plan = Sweep(
         read_drafters(over.drafter, engine.model),
         _counts(over.num_speculative_tokens),
-        _numbers("--batch-sizes", over.batch_sizes, least=1),
+        _numbers("--batch-sizes", over.batch_sizes, _LARGEST),
     )
     workload = read_workload(dataset, sampling, engine)
     plan = _fit(plan, engine)
@@ -139,7 +140,7 @@ class _Cells:
     def report(self, title: str, output: Path | None, files: Sequence[Path]) -> None:
         """Write and show the figures, if there are any."""
         from slipstream.bench.report import draw_sweep, sweep_document, write_json
-        from slipstream.bench.tables import failures_table, sweep_table
+        from slipstream.bench.tables import drafting_tables, failures_table, sweep_table
 
         if self._points:
             if output is not None:
@@ -148,7 +149,8 @@ class _Cells:
             draw_sweep(self._points, self._failures, title, about(), files)
             failures = [failures_table(self._failures)] if self._failures else []
             # Last, because writing to a closed pipe ends the command.
-            show_report(title, [sweep_table(self._points), *failures, *self._profiles])
+            tables = [sweep_table(self._points), *drafting_tables(self._points)]
+            show_report(title, [*tables, *failures, *self._profiles])
 
     def conclude(self, model: str) -> None:
         """Print the advice on what to serve, unless the measurement was interrupted."""
@@ -265,23 +267,23 @@ def _counts(text: str) -> list[int | str]:
     parts = [part.strip() for part in text.split(",")]
     numbers = ",".join(part for part in parts if part != AUTO)
     auto: list[int | str] = [AUTO] * (AUTO in parts)
-    return auto if auto and not numbers else [*_numbers("-k", numbers, least=1), *auto]
+    return auto if auto and not numbers else [*_numbers("-k", numbers, MOST_DRAFTS), *auto]
 
 
-def _numbers(flag: str, text: str, least: int) -> list[int]:
-    """ "1,2,4" or "1-8", or both mixed."""
+def _numbers(flag: str, text: str, most: int) -> list[int]:
+    """ "1,2,4" or "1-8", or both mixed, each from 1 to `most`."""
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         found = range(0)
         if first.isdecimal() and (last.isdecimal() or not dash):
-            end = min(int((last or first)[:_DIGITS]), _LARGEST + 1)
-            found = range(min(int(first[:_DIGITS]), _LARGEST + 1), end + 1)
+            end = min(int((last or first)[:_DIGITS]), most + 1)
+            found = range(min(int(first[:_DIGITS]), most + 1), end + 1)
         if not found:
             raise UsageError(f"{flag} must be a list such as 1,2,4 or 1-8, not {text[:80]!r}")
         numbers.extend(found)
-    if min(numbers) < least or max(numbers) > _LARGEST:
-        raise UsageError(f"{flag} must be numbers from {least} to {_LARGEST}, not {text[:80]!r}")
+    if min(numbers) < 1 or max(numbers) > most:
+        raise UsageError(f"{flag} must be numbers from 1 to {most}, not {text[:80]!r}")
     return list(dict.fromkeys(numbers))
 
 

@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -15,25 +15,29 @@ from rich.text import Text
 
 from slipstream.cli.checkpoint_facts import BLOCK_SIZE, CheckpointFacts, read_facts
 from slipstream.cli.drafter_fit import Fit, check_fit
-from slipstream.cli.drafter_flags import DrafterFlags, is_method
+from slipstream.cli.drafter_flags import AUTO, DrafterFlags, is_method
 from slipstream.cli.errors import FAILED
 from slipstream.cli.open_llm import open_llm
 from slipstream.cli.terminal import QUIET_STYLE, stdout_console
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError, counted
-from slipstream.core.flags import REQUIRED, flag
+from slipstream.core.flags import REQUIRED, flag, given_flags
 
 if TYPE_CHECKING:
     from slipstream.engine.drafting.step_costs import CostRow
 
 
-def show_costs(model: str, drafter: str | None, as_json: bool) -> None:
+def show_costs(engine: EngineConfig, flags: DrafterFlags, as_json: bool) -> None:
     """Load the model and its drafter (ngram where there is none), and print what steps cost."""
-    flags = DrafterFlags(drafter=drafter)
-    options = dict(flags.config(model) or {"method": "ngram"}, num_speculative_tokens="auto")
-    config = EngineConfig(model=model, speculative_config=options, skip_tokenizer_init=True)
-    engine = open_llm(config, verbose=False)[0].engine
-    rows, name = engine.costs, str(options.get("model") or engine.resolved.method)
+    model = engine.model
+    if flags.no_speculation:
+        raise UsageError("--costs compares plain steps with drafts; leave out --no-speculation")
+    given = {"num_speculative_tokens": AUTO, **(flags.config(model, AUTO) or {"method": "ngram"})}
+    options = {**given, "num_speculative_tokens": AUTO}  # with a fixed number none are measured
+    config = replace(engine, speculative_config=options, skip_tokenizer_init=True)
+    loaded = open_llm(config, verbose=False)[0].engine
+    rows = _rows_up_to(given["num_speculative_tokens"], loaded.costs)
+    name = str(options.get("model") or loaded.resolved.method)
     lines = {count: list(line) for count, line in groupby(rows, key=lambda row: row.requests)}
     if as_json:
         document = [
@@ -51,6 +55,19 @@ def show_costs(model: str, drafter: str | None, as_json: bool) -> None:
     console = stdout_console()
     console.print(f"{model}, drafts of {name}", style="bold", soft_wrap=True)
     _show_costs(console, lines)
+
+
+def _rows_up_to(most: object, rows: "Sequence[CostRow]") -> "Sequence[CostRow]":
+    """The rows with at most so many draft tokens; all for AUTO."""
+    largest = max(row.drafts for row in rows)
+    if most == AUTO:
+        return rows
+    if not isinstance(most, int) or not 0 < most <= largest:
+        raise UsageError(
+            f"--costs tells the costs of 1 to {largest} draft tokens with this drafter, not of "
+            f"{most!r}; give -k one of these, or leave it out"
+        )
+    return [row for row in rows if row.drafts <= most]
 
 
 def _show_costs(console: Console, lines: dict[int, list["CostRow"]]) -> None:
@@ -90,29 +107,32 @@ class InspectFlags:
     costs: bool = flag(
         False, "Load the model, and tell what steps cost and which acceptance makes drafts pay."
     )
-    drafter: str | None = flag(
-        None, "With --costs, the drafter. [demo/draft for the demo, else ngram]"
-    )
 
 
-def inspect(*, flags: InspectFlags) -> None:
+def inspect(
+    *,
+    flags: InspectFlags,
+    drafter: DrafterFlags,
+    engine: Annotated[EngineConfig, {"model": EngineConfig.model}],
+) -> None:
     """Describe a checkpoint, or tell whether a drafter fits.
 
-    Weights are loaded only if --costs asks for times. With --target the exit code is 1
-    when it does not fit as a drafter.
+    Weights are loaded only if --costs asks for times: of the drafter (ngram where none is given,
+    demo/draft for the demo) and the engine that the other flags describe, for up to -k draft
+    tokens. With --target the exit code is 1 when it does not fit as a drafter.
     """
     path, target = flags.path, flags.target
     if flags.costs and target is not None:
         raise UsageError("give --costs for a model, or --target for a drafter, not both")
-    if flags.drafter is not None and not flags.costs:
-        raise UsageError("--drafter goes with --costs; add that, or leave it out")
+    for name in () if flags.costs else (*given_flags(drafter), *given_flags(engine)):
+        raise UsageError(f"{name} goes with --costs; add that, or leave it out")
     if is_method(path) and not Path(path).exists():
         raise UsageError(
             f"{path} is a drafting method without a checkpoint, so there is nothing to inspect; "
             "give a model or a drafter's checkpoint"
         )
     if flags.costs:
-        show_costs(path, flags.drafter, flags.json)
+        show_costs(replace(engine, model=path), drafter, flags.json)
         return
     facts = read_facts(path)
     fit = None if target is None else check_fit(facts, read_facts(target))

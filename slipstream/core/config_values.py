@@ -9,6 +9,7 @@ QUANTIZATIONS = tuple(
     "fp8 int8 int8-dynamic int4 int4-g128 int4-asym int4-g128-asym mxfp4 nvfp4".split()
 )
 _OTHER_NAMES = {"w8a8": "int8-dynamic"}
+MOST_DRAFTS = 1024  # draft tokens per step; far more than any drafter predicts correctly
 
 
 def captures_of(

@@ -126,6 +126,7 @@ _NAMES = {
 
 
 def _from_usage_error(message: str) -> ApiError:
+    message = message.replace("or None", "or null", 1)  # as JSON has it
     first, _, rest = message.partition(" ")
     if first in _NAMES:
         name, param = _NAMES[first]

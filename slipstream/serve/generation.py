@@ -127,7 +127,9 @@ def _speculation(metrics: Sequence[RequestMetrics]) -> SpeculationUsage:
         accepted_tokens=total.num_accepted_tokens,
         accepted_per_position=total.num_accepted_tokens_per_pos,
         steps=total.num_steps,
+        steps_by_draft_tokens=total.num_steps_by_draft_tokens,
         acceptance_length=total.acceptance_length,
         estimated_speedup=total.estimated_speedup,
+        decode_seconds=total.decode_seconds,
         refused_drafting_seconds=total.refused_drafting_seconds,
     )

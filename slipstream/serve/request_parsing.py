@@ -170,7 +170,12 @@ _UNION_MEMBERS = (
 )
 
 
+_SPECULATIVE, _NUM_DRAFTS = "speculative", "num_speculative_tokens"
+
+
 def _suggestion(name: str, kind: type[RequestBody]) -> str:
+    if name == _NUM_DRAFTS and _SPECULATIVE in kind.field_names():
+        return f'; write "{_SPECULATIVE}": {{"{_NUM_DRAFTS}": ...}}'
     if "." in name:
         return "; nothing is ignored here: leave it out"
     near = get_close_matches(name, kind.field_names(), n=1, cutoff=0.8)

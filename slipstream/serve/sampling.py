@@ -47,8 +47,9 @@ def sampling_params(
     if body.repetition_detection is not None:
         wanted = body.repetition_detection.model_dump(exclude_none=True)
         given["repetition_detection"] = RepetitionDetection(**wanted)
-    if body.speculative is not None:
-        given["num_speculative_tokens"] = body.speculative.num_speculative_tokens
+    drafts = None if body.speculative is None else body.speculative.num_speculative_tokens
+    if drafts is not None:
+        given["num_speculative_tokens"] = drafts
     if max_tokens is not None or "max_tokens" not in defaults.values:
         given["max_tokens"] = max_tokens
     given |= {"logprobs": logprobs, **overrides, "structured": structured}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Protocol, cast
 
+from slipstream.core.config_values import MOST_DRAFTS
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.sampling_params import Verification
 from slipstream.models.catalogue import read_decoder_config
@@ -30,7 +31,6 @@ from slipstream.speculative.trees.shapes import TREE_KEYS, TokenTree, read_tree,
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 AUTO = "auto"
-MOST_DRAFTS = 1024  # per step; far more than any drafter predicts correctly
 # The largest K if the engine chooses; the second for drafters that look up matches at no cost.
 MOST_CHOSEN, MOST_LOOKED_UP = 7, 12
 

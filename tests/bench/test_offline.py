@@ -16,7 +16,7 @@ from slipstream.bench.pictures import sweep_figure
 from slipstream.bench.profile import GROUPS, group_of, read_trace
 from slipstream.bench.report import PageChart, write_page
 from slipstream.bench.sweep import PLAIN, Point, best
-from slipstream.bench.tables import ReportTable, by_position, sweep_table
+from slipstream.bench.tables import ReportTable, by_position, drafting_tables, sweep_table
 from slipstream.bench.workload import Workload, run_offline
 from slipstream.core.errors import GenerationError
 from slipstream.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -138,6 +138,18 @@ def test_the_best_of_each_batch_size_stands_out() -> None:
     assert table.best == {1, 3}
     assert [row[6] for row in table.rows] == ["10.0 ", "30.0*", "20.0 ", "90.0*", "50.0 ", "88.0 "]
     assert table.rows[1][:6] == ["a", "1", "1", "2.00", "1.50", "-"]
+
+
+def test_a_sweep_tells_how_much_was_drafted() -> None:
+    drafted = replace(
+        point("a", 2, 1, 30),
+        steps_by_draft_tokens=(1, 0, 3),
+        estimated_speedup=1.5,
+        refused_drafting_seconds=0.25,
+    )
+    assert drafting_tables([point(PLAIN, 0, 1, 10)]) == []
+    (table,) = drafting_tables([point(PLAIN, 0, 1, 10), drafted])
+    assert table.rows == [("a", "2", "1", "1.50", "0.25", "mean 1.5 (0: 25%, 2: 75%)")]
 
 
 def test_plain_decoding_is_drawn_once() -> None:

@@ -10,6 +10,7 @@ from slipstream.bench.options import ITL_PER_TOKEN, SummaryOptions, read_goodput
 from slipstream.bench.record import CHUNKS, TOKENIZER, USAGE, Arrival, Record
 from slipstream.bench.speculation import SpeculationCounts, from_metrics, from_usage
 from slipstream.bench.summary import details, series, summarise, timeline
+from slipstream.bench.tables import by_draft_tokens, speculation_rows
 from slipstream.core.errors import UsageError
 
 
@@ -164,6 +165,9 @@ PAGE = """# HELP {p}spec_decode_num_drafts x
 {p}spec_decode_num_accepted_tokens{t}{{model_name="a b"}} 1.2e+01
 {p}spec_decode_num_accepted_tokens_per_pos{t}{{model_name="a",position="0"}} 8.0
 {p}spec_decode_num_accepted_tokens_per_pos{t}{{model_name="a",position="1"}} 4.0
+{p}spec_decode_num_draft_tokens_chosen{t}{{model_name="a",k="0"}} 2.0
+{p}spec_decode_num_draft_tokens_chosen{t}{{model_name="a",k="2"}} {d}.0
+{p}spec_decode_refused_drafting_seconds{t}{{model_name="a"}} {d}.5
 {p}request_success_total 3
 {p}gauge NaN
 """
@@ -183,6 +187,8 @@ def test_counters_of_servers_are_read(prefix: str, ending: str) -> None:
     gained = after.since(before)
     assert (gained.num_drafts, gained.num_draft_tokens, gained.num_accepted_tokens) == (6, 12, 0)
     assert f"{prefix}spec_decode_num_drafts" in gained.source
+    assert gained.steps_by_draft_tokens == [0, 0, 6]
+    assert gained.seconds_refused == 6
     assert from_metrics("process_cpu_seconds_total 3\n") is None
 
 
@@ -207,6 +213,39 @@ def test_answers_that_tell_are_summed() -> None:
     assert from_usage([FIRST]) is None
 
 
+def test_the_speed_up_of_a_load_is_weighted_by_time() -> None:
+    long = {"steps": 30, "drafts": 30, "steps_by_draft_tokens": [0, 10, 20]}
+    long |= {"estimated_speedup": 2.0, "decode_seconds": 3.0, "refused_drafting_seconds": 0.5}
+    short = {"steps": 2, "steps_by_draft_tokens": [2], "refused_drafting_seconds": 0.25}
+    unknown = {**short, "estimated_speedup": None, "decode_seconds": 0.0}
+    short |= {"estimated_speedup": 0.5, "decode_seconds": 1.0}
+    counts = from_usage([record(0.0, usage={"speculation": it}) for it in (long, short, unknown)])
+    summary = summarise(run(FIRST), counts, SummaryOptions())
+    assert summary["spec_decode_estimated_speedup"] == pytest.approx((2 * 3 + 0.5 * 1) / 4)
+    assert summary["spec_decode_refused_drafting_seconds"] == 1.0
+    assert summary["spec_decode_steps_by_draft_tokens"] == [4, 10, 20]
+    assert counts is not None
+    rows = dict(speculation_rows(counts))
+    assert rows["estimated speed-up"] == "1.62x plain"
+    assert rows["time of refused drafts"] == "1.00 s"
+    assert rows["draft tokens per step"] == "mean 1.5 (0: 12%, 1: 29%, 2: 59%)"
+
+
+def test_what_a_source_does_not_report_is_none() -> None:
+    counts = SpeculationCounts(3, 6, 2, [2], source="x")
+    summary = summarise(run(FIRST), counts, SummaryOptions())
+    for name in ("steps_by_draft_tokens", "estimated_speedup", "refused_drafting_seconds"):
+        assert summary[f"spec_decode_{name}"] is None
+    assert "draft tokens per step" not in dict(speculation_rows(counts))
+
+
 def test_nothing_drafted_is_an_acceptance_length_of_one() -> None:
     none = SpeculationCounts(num_steps=9, source="x")
     assert (none.acceptance_length, none.acceptance_rate, none.without_drafts) == (1.0, 0.0, 1.0)
+
+
+def test_of_many_numbers_of_draft_tokens_the_frequent_ones_are_shown() -> None:
+    shown = by_draft_tokens([0, *[1] * 20, 79])
+    assert shown.startswith("mean ")
+    assert shown.count("%") == 16
+    assert shown.endswith("21: 80%)")

@@ -86,6 +86,7 @@ def test_all_drafters_are_measured_at_every_k(
         (("-k", "0-2"), "-k must be numbers from 1 to"),
         (("-k", f"1-1{'0' * 5000}"), "-k must be numbers from 1 to"),
         (("-k", "4,100000"), "-k must be numbers from 1 to"),
+        (("-k", "4,2000"), "-k must be numbers from 1 to 1024, not '4,2000'"),
         (("--batch-sizes", ""), "--batch-sizes must be a list"),
         (("some/model",), "nothing to sweep; add --drafter"),
         (("--dataset", "mtbench"), "--dataset-name must be one of demo, custom, mt-bench"),
@@ -257,6 +258,10 @@ def test_throughput_tells_tokens_drafts_and_where_the_time_went(
     assert told["output_tokens_per_second"] == pytest.approx(rate)
     assert 1 <= told["spec_decode_acceptance_length"] <= 3
     assert len(told["spec_decode_per_position_acceptance_rates"]) == 2
+    assert len(told["spec_decode_steps_by_draft_tokens"]) == 3
+    assert told["spec_decode_refused_drafting_seconds"] > 0
+    assert told["spec_decode_estimated_speedup"] is None  # K is fixed
+    assert "draft tokens per step" in ran.out
     assert told["mean_tpot_ms"] > 0
     answers = json.loads(texts.read_text())
     assert [answer["id"] for answer in answers] == ["0", "a", "2", "0#2"]

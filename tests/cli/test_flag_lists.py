@@ -74,7 +74,7 @@ FLAGS = {
         {SERVE} --image --manifest --max-replicas --name --replica-cpus --replica-gpus --replicas
         --routing --target-queue-time --wait-timeout
     """,
-    "inspect": f"{COMMON} --costs --drafter --json --target",
+    "inspect": f"{COMMON} {ENGINE} {DRAFTER} --costs --json --target",
     "list": f"{COMMON} --download-dir --json",
     "doctor": f"{COMMON} --json",
     "bench serve": f"""

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks.geometries import write_config
+from slipstream.cli import inspect
+from slipstream.cli.open_llm import open_llm
+from slipstream.core.config import EngineConfig
 from tests.checkpoints import write_qwen3
 from tests.cli.conftest import CommandLine
 from tests.drafters.assistants import write_assistant, write_sliding_target
@@ -396,7 +399,56 @@ def test_tells_what_steps_cost(slipstream: CommandLine, tiny_target: str, tiny_d
     assert "acceptance rate from which drafting pays" in words
 
 
-@pytest.mark.parametrize("other", [("--target", "demo", "--costs"), ("--drafter", "ngram")])
+def test_costs_are_of_the_engine_that_the_flags_describe(
+    slipstream: CommandLine, tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[EngineConfig] = []
+
+    def opened(config: EngineConfig, verbose: bool) -> Any:
+        configs.append(config)
+        return open_llm(config, verbose)
+
+    monkeypatch.setattr(inspect, "open_llm", opened)
+    config = json.dumps({"model": tiny_draft, "num_speculative_tokens": 2})
+    line = ("inspect", tiny_target, "--costs", "--json", "--max-num-seqs", "2", "--dtype")
+    ran = slipstream(*line, "float32", "-q", "int8", "--speculative-config", config)
+    rows = json.loads(ran.out)["costs"]
+    assert [(row["requests"], row["drafts"]) for row in rows] == [
+        (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2),
+    ]  # fmt: skip
+    slipstream(*line, "float32", "--drafter", tiny_draft, "--drafter-quantization", "int8")
+    first, second = configs
+    assert (first.quantization, first.dtype, first.max_num_seqs) == ("int8", "float32", 2)
+    assert second.drafter_options == {
+        "model": tiny_draft, "quantization": "int8", "num_speculative_tokens": "auto",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("-k", "50"), "the costs of 1 to 7 draft tokens with this drafter, not of 50"),
+        (("--no-speculation",), "leave out --no-speculation"),
+    ],
+)
+def test_costs_that_are_not_measured(
+    slipstream: CommandLine, tiny_target: str, tiny_draft: str, flags: tuple[str, ...], says: str
+) -> None:
+    drafter = () if "--no-speculation" in flags else ("--drafter", tiny_draft)
+    ran = slipstream("inspect", tiny_target, "--costs", *drafter, *flags)
+    assert ran.code == 2
+    assert says in ran.err
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("--target", "demo", "--costs"),
+        ("--drafter", "ngram"),
+        ("--max-num-seqs", "2"),
+        ("-k", "3"),
+    ],
+)
 def test_costs_are_of_a_model(slipstream: CommandLine, other: tuple[str, ...]) -> None:
     ran = slipstream("inspect", "demo", *other)
     assert ran.code == 2

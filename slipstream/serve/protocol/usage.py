@@ -23,10 +23,11 @@ class SpeculativeOptions(RequestBody):
     """Speculation of one request.
 
     Attributes:
-        num_speculative_tokens: maximum number of draft tokens per step, 0 to the server's K.
+        num_speculative_tokens: maximum number of draft tokens per step, 0 to the server's K, which
+            it is if not given.
     """
 
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None = None
 
 
 class PromptTokensDetails(ResponseBody):
@@ -45,7 +46,9 @@ class SpeculationUsage(ResponseBody):
     """Statistics of speculation, summed over a request's samples.
 
     Attributes:
+        steps_by_draft_tokens: steps with output tokens by their number of draft tokens: 0, 1, ...
         estimated_speedup: over plain decoding; None if the costs of steps are unknown.
+        decode_seconds: time of the steps that `estimated_speedup` is about.
         refused_drafting_seconds: time spent on rejected draft tokens.
     """
 
@@ -54,8 +57,10 @@ class SpeculationUsage(ResponseBody):
     accepted_tokens: int
     accepted_per_position: list[int]
     steps: int
+    steps_by_draft_tokens: list[int]
     acceptance_length: float
     estimated_speedup: float | None = None
+    decode_seconds: float
     refused_drafting_seconds: float
 
 

@@ -126,6 +126,8 @@ def test_speculation_is_told(client: openai.OpenAI) -> None:
     assert answer.usage.speculation["drafts"] > 0
     plain = create(client, return_speculation=True, speculative={"num_speculative_tokens": 0})
     assert {token["kind"] for token in plain.choices[0].speculation["tokens"]} == {"plain"}
+    unset = create(client, return_speculation=True, speculative={"num_speculative_tokens": None})
+    assert unset.usage.speculation["drafts"] > 0
 
 
 def test_prompt_logprobs_stand_beside_the_choices(client: openai.OpenAI) -> None:

@@ -326,6 +326,10 @@ def test_where_tokens_came_from(client: openai.OpenAI, stream: bool) -> None:
     assert usage["steps"] < 24
     assert usage["acceptance_length"] == 1 + usage["accepted_tokens"] / usage["drafts"]
     assert usage["refused_drafting_seconds"] > 0
+    chosen = usage["steps_by_draft_tokens"]
+    assert sum(chosen) == usage["steps"]
+    assert sum(count for number, count in enumerate(chosen) if number) == usage["drafts"]
+    assert usage["decode_seconds"] == 0
     assert usage.get("estimated_speedup") is None  # K is fixed
 
 

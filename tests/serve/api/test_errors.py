@@ -105,6 +105,12 @@ def test_what_is_no_json_object(live: Live, content: bytes) -> None:
         ({"speculative": 3}, "speculative", "speculative"),
         ({"speculative": {"k": 3}}, "speculative", "unknown field speculative.k"),
         ({"speculative": {"num_speculative_tokens": 9}}, "speculative", "at most 4"),
+        ({"speculative": {"num_speculative_tokens": -1}}, "speculative", "at least 0, or null"),
+        (
+            {"num_speculative_tokens": 4},
+            "num_speculative_tokens",
+            'write "speculative": {"num_speculative_tokens": ...}',
+        ),
         ({"temprature": 1}, "temprature", "did you mean temperature?"),
         ({"use_beam_search": True}, "use_beam_search", "use_beam_search is not supported: the"),
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "not disaggregated"),
