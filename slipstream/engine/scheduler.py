@@ -84,8 +84,6 @@ class Scheduler:
                 f"request id {request.request_id!r} is in use by an unfinished request; "
                 "choose another"
             )
-        if request.max_tokens == 1:  # no draft fits, so its prompt need not be drafted from
-            request.num_speculative_tokens = 0
         self._requests[request.request_id] = request
         insort_right(self._waiting, request, key=order)
 

@@ -11,7 +11,6 @@ import pytest
 
 import slipstream
 from slipstream import LLM, RequestOutput, SamplingParams
-from slipstream.runner.model_runner import ModelRunner
 
 DEMO = Path(slipstream.__file__).parent / "demo"
 HELD_OUT = DEMO / "prompts" / "held_out.jsonl"
@@ -64,32 +63,6 @@ def test_greedy_text_is_the_plain_text(drafter: str, plain: dict[str, list[Reque
     outputs = llm.generate(prompts(8), GREEDY)
     assert [o.outputs[0].text for o in outputs] == [o.outputs[0].text for o in plain["float32"]]
     assert acceptance_length(llm) >= ACCEPTANCE_LENGTHS[drafter]
-
-
-def test_a_request_for_one_token_costs_the_drafter_nothing(
-    plain: dict[str, list[RequestOutput]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes, forward = 0, ModelRunner.forward
-
-    def counted(self: ModelRunner, *args: Any) -> Any:
-        nonlocal passes
-        passes += not self._of_target
-        return forward(self, *args)
-
-    monkeypatch.setattr(ModelRunner, "forward", counted)
-    lengths = []
-    for asks_first in (False, True):
-        llm, passes = make("demo/draft", "float32"), 0
-        if asks_first:
-            firsts = llm.generate(prompts(8), replace(GREEDY, max_tokens=1))
-            assert [it.outputs[0].token_ids for it in firsts] == [
-                it.outputs[0].token_ids[:1] for it in plain["float32"]
-            ]
-            assert passes == 0
-        llm.generate(prompts(8), GREEDY)
-        assert passes > 0
-        lengths.append(acceptance_length(llm))
-    assert lengths[0] == lengths[1]
 
 
 def test_what_ships_is_what_the_manifest_says() -> None:

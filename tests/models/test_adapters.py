@@ -121,7 +121,7 @@ def test_names_within_a_model_that_also_sees_are_found(
     inside: str, tiny_target: str, tmp_path: Path, slots: AdapterSlots
 ) -> None:
     """Also in `target_modules`, where whole names are those within the model that sees."""
-    named = ALL
+    named: tuple[str, ...] = ALL
     if inside:
         own = (it.removeprefix("model.layers.") for it in slots.modules)
         named = tuple(f"{inside}{it}" for it in own)

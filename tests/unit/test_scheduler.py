@@ -133,20 +133,6 @@ def test_max_model_len_bounds_what_a_request_may_need() -> None:
     step(engine)
 
 
-@pytest.mark.parametrize("at_prefill", [False, True])
-def test_a_request_for_one_token_is_one_without_drafts(at_prefill: bool) -> None:
-    engine = scheduler(drafts_at_prefill=at_prefill)
-    engine.add(request("a", [5] * 9, max_tokens=1))
-    assert not engine.limits.drafts(engine.waiting[0])
-    step(engine)
-    engine.add(request("b", [5] * 9))  # its drafter reads the prompt itself
-    engine.add(request("c", [5] * 9, drafts=0))
-    batch = engine.schedule()
-    assert [item.start for item in batch.requests] == [0, 8]
-    with pytest.raises(UsageError, match="at most 3 tokens a step"):
-        engine.add(request("d", 5, max_tokens=1, drafts=4))
-
-
 def test_more_drafts_than_the_engine_makes_are_refused() -> None:
     for limits, remedy in (
         ({}, "at most 3 tokens a step; .* a larger num_speculative_tokens"),
@@ -397,8 +383,8 @@ def test_admission_leaves_a_block_for_each_running_request() -> None:
 
 def test_a_prefix_hit_skips_the_cached_tokens() -> None:
     engine = scheduler()
-    engine.add(request("a", range(10)))
-    step(engine, {"a": [EOS]})
+    engine.add(request("a", range(10), max_tokens=1))
+    step(engine)
     b = request("b", [*range(8), 50, 51])
     engine.add(b)
     assert step_plan(engine) == {"b": (8, 2, 0)}
@@ -407,8 +393,8 @@ def test_a_prefix_hit_skips_the_cached_tokens() -> None:
 
 def test_a_hit_that_leaves_one_token_decodes_at_once() -> None:
     engine = scheduler()
-    engine.add(request("a", range(9)))
-    step(engine, {"a": [EOS]})
+    engine.add(request("a", range(9), max_tokens=1))
+    step(engine)
     engine.add(request("b", range(9)))
     assert step_plan(engine) == {"b": (8, 1, 3)}
 
@@ -417,8 +403,8 @@ def test_requests_with_and_without_drafts_share_no_blocks() -> None:
     engine = scheduler()
     engine.add(request("a", range(9), max_tokens=1, drafts=0))
     step(engine)
-    engine.add(request("b", range(9)))
-    assert step_plan(engine, {"b": [EOS]}) == {"b": (0, 9, 0)}
+    engine.add(request("b", range(9), max_tokens=1))
+    assert step_plan(engine) == {"b": (0, 9, 0)}
     engine.add(request("c", range(9), max_tokens=1, drafts=0))
     assert step_plan(engine) == {"c": (8, 1, 0)}
 
@@ -654,7 +640,7 @@ def test_a_finished_request_gives_everything_back_and_leaves_its_prefix() -> Non
     assert a.finished
     assert (engine.num_running, a.slot) == (0, -1)
     assert engine.block_manager.num_available == 5
-    assert len(engine.block_manager.match_prefix("", [ord("a")] * 9)) == 2
+    assert len(engine.block_manager.match_prefix("drafter", [ord("a")] * 9)) == 2
 
 
 def test_requests_that_ended_since_schedule_are_skipped() -> None:
@@ -861,8 +847,8 @@ def test_nothing_is_planned_where_a_window_lacks_blocks_for_the_next_chunk() -> 
 
 def test_what_is_planned_behind_an_admission_of_a_single_token() -> None:
     engine = scheduler()
-    engine.add(request("a", range(9)))
-    step(engine, {"a": [EOS]})
+    engine.add(request("a", range(9), max_tokens=1))
+    step(engine)
     engine.add(request("b", range(9)))
     batch = engine.schedule()
     assert plan(batch) == {"b": (8, 1, 3)}
