@@ -189,6 +189,13 @@ class Checkpoint:
         raise CheckpointError(self._why_no_weights())
 
     @property
+    def module_names(self) -> frozenset[str]:
+        """Names of all modules with tensors, those of towers too, as stored and without prefixes of
+        a multimodal model."""
+        names = self.entries.keys() | (() if self._is_gguf else self.all_entries.keys())
+        return frozenset(name.rpartition(".")[0] for name in names)
+
+    @property
     def has_weights(self) -> bool:
         """Whether there are weights; a config alone can be inspected."""
         return self._is_gguf or any((self.path / name).is_file() for name in (_SINGLE, _INDEX))

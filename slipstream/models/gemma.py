@@ -31,6 +31,7 @@ def gemma2(reader: ConfigReader, architecture: str) -> DecoderConfig:
     softcap = reader.take_optional("attn_logit_softcapping", float, 50.0)
     attention = replace(common.attention, scale=read_scale(reader), softcap=softcap)
     window = reader.take("sliding_window", int, 4096)
+    reader.expect("sliding_window_size", window)  # the 9B and 27B models have both keys
     slides = read_slides(reader, common.num_layers, 2)
     windows = [window if sliding else None for sliding in slides]
     return scaled(reader, common.decoder(attention, windows), 30.0)

@@ -27,6 +27,9 @@ def llama(reader: ConfigReader, architecture: str) -> DecoderConfig:
     """Llama: one key turns on the biases of all attention projections, another those of the MLP."""
     reader.expect("model_type", "llama")
     reader.expect("sliding_window", None)
+    reader.expect("is_llama_config", True)  # SmolLM2
+    reader.expect("rope_interleaved", False)
+    reader.expect("activation", "swiglu")  # Falcon 3, besides hidden_act
     common = read_common(reader, architecture, Defaults(max_position_embeddings=2048))
     if any(read_layer_types(reader, common.num_layers) or ()):
         raise reader.error("layer_types", f"has sliding_attention, which {architecture} has not")
@@ -124,6 +127,9 @@ def starcoder2(reader: ConfigReader, architecture: str) -> DecoderConfig:
     reader.expect("mlp_type", "default")
     reader.expect("norm_type", "layer_norm")
     reader.take("activation_function", str, "")  # an older key, which has no effect
+    for key in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
+        reader.take(key, bool, True)  # from the first StarCoder; the softmax is always in float32
+    reader.expect("scale_attn_weights", True)
     defaults = Defaults(
         max_position_embeddings=4096,
         num_kv_heads=2,
@@ -132,6 +138,7 @@ def starcoder2(reader: ConfigReader, architecture: str) -> DecoderConfig:
     )
     common = read_common(reader, architecture, defaults)
     norms = LayerNorms(reader.take("norm_epsilon", float, 1e-5), layer_norms=True)
+    reader.expect("layer_norm_epsilon", norms.eps)
     bias = reader.take("use_bias", bool, True)
     inner = common.feed_forward.intermediate_size
     feed_forward = PlainMLPSpec(inner, Activation.GELU_TANH, bias, up="c_fc", down="c_proj")

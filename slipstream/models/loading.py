@@ -168,8 +168,7 @@ def load_decoder(
     drafter_tensors = own_drafter_tensors(checkpoint.entries)  # only an MTP drafter reads them
     total = checkpoint.size_bytes - sum(checkpoint.entries[it].nbytes for it in drafter_tensors)
     if stored is not None:
-        modules = {tensor.rpartition(".")[0] for tensor in checkpoint.entries}
-        stored.require_modules(modules, checkpoint.path)
+        stored.require_modules(checkpoint.module_names, checkpoint.path)
     with options.progress_bar(name, total, "bytes") as progress:
         source = _open(checkpoint, stored, options, progress)
         network = _build(ops, config, source, options)

@@ -74,6 +74,10 @@ def qwen3_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
     Attention is as in Qwen3 with other defaults; a sliding window applies to all layers.
     """
     reader.expect("model_type", "qwen3_moe")
+    # Qwen3-Coder's files state what all models of this architecture have.
+    reader.expect("qkv_bias", False)
+    reader.expect("shared_expert_intermediate_size", 0)
+    reader.expect("use_qk_norm", True)
     defaults = Defaults(max_position_embeddings=32768, num_kv_heads=4)
     common = read_biases(reader, read_common(reader, architecture, defaults))
     switched_on = reader.take("use_sliding_window", bool, False)

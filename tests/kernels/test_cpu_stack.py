@@ -134,6 +134,7 @@ class Kind:
     layers: tuple[LayerSpec, ...]
     entry: tuple[int, ...] = ()  # widths of its sources
     has_last: bool = True
+    last_bias: bool = False
     fused: tuple[int, ...] = ()  # layers of each op in C++
 
 
@@ -147,6 +148,15 @@ POST_NORMS = replace(NORMS, post_mixer="post", post_feed_forward="post", zero_ce
 SANDWICH = LayerSpec(CAPPED, TANH, POST_NORMS)
 POST = LayerSpec(ATTENTION, TANH, replace(POST_NORMS, mixer=None, feed_forward=None))
 HALF_POST = replace(EXPERTS, norms=replace(NORMS, mixer=None, post_mixer="post"))
+LAYER_NORMS = replace(NORMS, layer_norms=True)
+UNNORMED_HEADS = replace(ATTENTION, qk_norm=False)
+LAYER_NORMED = LayerSpec(UNNORMED_HEADS, None, LAYER_NORMS)
+LAYER_NORMED_DELTA = LayerSpec(DELTA, None, LAYER_NORMS)
+LAYER_NORMED_DENSE = replace(DENSE, norms=LAYER_NORMS)
+LAYER_NORMED_EXPERTS = LayerSpec(None, CHOSEN, LAYER_NORMS)
+LAYER_POST_NORMED = replace(
+    DENSE, norms=replace(LAYER_NORMS, feed_forward=None, post_feed_forward="post")
+)
 NORMED_VALUES = replace(WHOLE, mixer=replace(ATTENTION, value_norm=True, keys_as_values=True))
 LENT = replace(WHOLE, mixer=replace(ATTENTION, kv_source=0))
 KINDS = {
@@ -172,6 +182,13 @@ KINDS = {
     "recurrent": Kind((RECURRENT, RECURRENT, GATED, RECURRENT), fused=(4,)),
     "cache of another": Kind((NORMED_VALUES, LENT, WHOLE, LENT), fused=(4,)),
     "latent rows": Kind((LOW_QUERIES, WHOLE_QUERIES, WHOLE), fused=(3,)),
+    "layer norms": Kind((WHOLE, LAYER_NORMED_DELTA, WHOLE, LAYER_NORMED, MIXER), fused=(1, 1, 1)),
+    "layer norms of feed-forward parts": Kind((WHOLE, LAYER_NORMED_DENSE, WHOLE), fused=(1, 1)),
+    "layer norms of experts": Kind((MIXER, LAYER_NORMED_EXPERTS, WHOLE), fused=(1, 1)),
+    "layer norms of heads": Kind((replace(LAYER_NORMED, mixer=ATTENTION), WHOLE), fused=(1,)),
+    "layer norms behind": Kind((WHOLE, LAYER_POST_NORMED, WHOLE), fused=(1, 1)),
+    "layer norm at the end": Kind((WHOLE,) * 3, last_bias=True, fused=(2,)),
+    "layer norm after a single layer": Kind((WHOLE,), (OTHER, WIDTH), last_bias=True),
     "made-up between": Kind((WHOLE, WHOLE, SQUARED, WHOLE), fused=(2, 1)),
     "made-up first": Kind((ONLY_SQUARED, SQUARED, WHOLE, MIXER), (OTHER, WIDTH), fused=(2,)),
     "made-up last": Kind((SECOND_INPUT, DENSE, ONLY_SQUARED), has_last=False, fused=(2,)),
@@ -228,6 +245,8 @@ class Drawn(ParameterSource):
     def stack(self, kind: Kind) -> Stack:
         layers = self.layers(kind.layers)
         last = self.norm() if kind.has_last else None
+        if last is not None and kind.last_bias:
+            last = replace(last, bias=self.vector([Part("bias", WIDTH)]))
         if not kind.entry:
             return Stack(self._ops, layers, last)
         norms: tuple[Norm | None, ...] = (self.norm(kind.entry[0]), None, self.norm())

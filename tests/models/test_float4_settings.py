@@ -43,7 +43,7 @@ SETTINGS = {
     "quant_algo": "NVFP4",
     "kv_cache_quant_algo": "FP8",
     "group_size": 16,
-    "exclude_modules": ["lm_head", "model.layers.*.mlp.gate"],
+    "exclude_modules": ["lm_head", "model.embed_tokens"],
 }
 
 
@@ -112,6 +112,7 @@ def load_of(folder: Path) -> dict[str, torch.Tensor]:
     ("settings", "key"),
     [
         ({"ignore": ["model.layers.7.mlp", "*.vision*"]}, "ignore"),
+        ({"ignore": ["lm_head", "model.layers.7.mlp"]}, "ignore"),
         (
             {
                 "quant_algo": "MIXED_PRECISION",
@@ -125,6 +126,46 @@ def test_lists_that_name_nothing(settings: dict[str, Any], key: str, tmp_path: P
     write_quantized(tmp_path, modelopt(**settings))
     with pytest.raises(CheckpointError, match=f"{key} of its quantization config names no module"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        packed_nvfp4(ignore=["lm_head", "re:.*vision.*"]),
+        quark(exclude=["lm_head", "re:.*vision.*"]),
+    ],
+    ids=["ignore", "exclude"],
+)
+def test_other_lists_that_name_nothing_are_warned_about(
+    style: Format, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_quantized(tmp_path, style)
+    load(tmp_path)
+    assert "names no module of the checkpoint (such as 're:.*vision.*')" in caplog.text
+
+
+@pytest.mark.parametrize("entries", [["lm_head"], ["lm_head", "*router*"], ["lm_head", "*mlp*"]])
+@pytest.mark.parametrize("make", [modelopt, packed_nvfp4])
+def test_lists_that_fit(
+    make: Any, entries: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Patterns of ModelOpt's recipes name what a model may lack."""
+    write_quantized(tmp_path, make(ignore=entries))
+    load(tmp_path)
+    assert ("names no module" in caplog.text) == (make is packed_nvfp4 and "*router*" in entries)
+
+
+def test_lists_may_name_a_tower(tmp_path: Path) -> None:
+    """Whose modules are not the language model's."""
+    from safetensors.torch import save_file
+
+    write_quantized(tmp_path, modelopt(ignore=["lm_head", "model.visual*"]))
+    whole = {
+        name.replace("model.", "model.language_model."): it
+        for name, it in load_of(tmp_path).items()
+    }
+    save_file({**whole, "model.visual.patch.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Whole models with experts in every packed format: the logits are those of the stored numbers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream.core.errors import CheckpointError
+from slipstream.layers.parameters import Share
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import LoadOptions, decoder_bytes, load_decoder
@@ -168,6 +171,55 @@ def test_fused_experts(gpt_oss: Path, tmp_path: Path) -> None:
     folder = copied(gpt_oss, tmp_path / "m")
     meant = fused_mxfp4(folder)
     assert_same_logits(folder, write_whole(tmp_path / "whole", folder, meant))
+
+
+def fused_anew(folder: Path) -> None:
+    """Stack quantised experts in place, as transformers does with those in FP8."""
+    tensors = load_file(folder / "model.safetensors")
+    experts: dict[str, dict[str, list[Tensor]]] = {}
+    for name in sorted(it for it in tensors if ".experts." in it):  # down, gate, up
+        module, expert, projection, ending = name.rsplit(".", 3)
+        fused = "down_proj" if projection == "down_proj" else "gate_up_proj"
+        stack = experts.setdefault(f"{module}.{fused}{ending.removeprefix('weight')}", {})
+        stack.setdefault(expert, []).append(tensors.pop(name))
+    for name, stack in experts.items():
+        rows = [torch.cat([torch.atleast_1d(it) for it in own]) for own in stack.values()]
+        tensors[name] = torch.stack(rows)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.usefixtures("plain_torch")
+@pytest.mark.parametrize("block", [128, 64])
+def test_fused_experts_in_blocks_of_fp8(block: int, tmp_path: Path) -> None:
+    """Gate and up have whole blocks, as in published sizes. Ranks have their shares of each."""
+    case = Case("Qwen3Moe", "fp8", {**shape(4, 2, 64, 24), **mixture(4, 2, 256)})
+    apart = write_checkpoint(case, tmp_path / "apart")
+    meant = quantised(apart, float8(block=block), lambda it: ".experts." in it, {})
+    folder = copied(apart, tmp_path / "fused")
+    fused_anew(folder)
+    assert_same_logits(folder, write_whole(tmp_path / "whole", apart, meant))
+    sizes, matrices = [], []
+    for path in (folder, apart):
+        checkpoint = Checkpoint(path)
+        options = LoadOptions(torch.float32, CPU, "auto", 64)
+        sizes.append(decoder_bytes(checkpoint, read_decoder_config(checkpoint), options))
+        for rank in range(2):
+            share = Share(rank, 2, reduce=lambda it: it, gather=lambda it: it)
+            decoder: Any = load_decoder(checkpoint, replace(options, share=share))
+            experts = decoder.layers[0].feed_forward._parts
+            matrices.append((experts.gate_up.dequantised(), experts.down.dequantised()))
+    assert sizes[0] == sizes[1]
+    for own, expected in zip(matrices[:2], matrices[2:], strict=True):
+        assert all(map(torch.equal, own, expected))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt", "modelopt-fp8", "mxfp4"])
+def test_other_fused_experts_are_refused(name: str, qwen3: Path, tmp_path: Path) -> None:
+    folder = copied(qwen3, tmp_path / "m")
+    quantised(folder, FORMATS[name], lambda it: "proj" in it, {})
+    fused_anew(folder)
+    with pytest.raises(CheckpointError, match=r"fused experts .* are not read; use a file with"):
+        load(folder)
 
 
 @pytest.mark.usefixtures("plain_torch")

@@ -39,8 +39,9 @@ def store(kv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Ten
 
 
 def serves(heads: Heads) -> bool:
-    """Whether the kernels support heads of this size."""
-    return heads.head_dim % 4 == 0 and heads.head_dim <= MOST_HEAD_DIM
+    """Whether the kernels support heads of this size and their norms, which have no bias there."""
+    fits = heads.head_dim % 4 == 0 and heads.head_dim <= MOST_HEAD_DIM
+    return fits and all(norm.bias is None for norm in heads.norms or ())
 
 
 def _dense_rows(x: Tensor) -> Tensor:

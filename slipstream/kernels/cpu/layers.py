@@ -31,6 +31,7 @@ from slipstream.kernels.table import (
     FusedOp,
     GatedMLPParts,
     LatentParts,
+    LayerParts,
     Norm,
     Product,
     StackParts,
@@ -159,7 +160,6 @@ def _runs(sublayer: object, begins: bool) -> bool:
             fits = serves(sublayer.heads) and (begins or not sublayer.needs_sources)
             fits = fits and sublayer.joint_norms is None and sublayer.query_scales is None
             fits = fits and (sublayer.heads.norms is not None or sublayer.feeds_attention)
-            fits = fits and (sublayer.norm is None or sublayer.norm.bias is None)
         case DeltaNetParts():
             fits = True
         case LatentParts():
@@ -183,8 +183,12 @@ def _any_norm(parts: StackParts, num_layers: int) -> Norm | None:
     return next((norm for norm in norms if norm is not None), None)
 
 
+def _are_rms(*norms: object) -> bool:
+    """Whether none of these is a layer norm, which a stack in C++ does not have."""
+    return all(not isinstance(norm, Norm) or norm.bias is None for norm in norms)
+
+
 def _norm(norm: Norm | None) -> tuple[Tensor, float] | None:
-    assert norm is None or norm.bias is None, "there are no layer norms in C++"
     return None if norm is None else (norm.weight, norm.eps)
 
 
@@ -195,13 +199,25 @@ def _product(product: Product) -> tuple[object, Tensor | None]:
 
 def fuse(parts: StackParts) -> FusedOp | None:
     """Fuse as many of the first layers as possible; None if there are none."""
-    if parts.entry is not None and handle_of(parts.entry.product[0]) is None:
+    entry = parts.entry
+    if entry is not None and (handle_of(entry.product[0]) is None or not _are_rms(*entry.norms)):
         return None
     count, begins = 0, True
-    for layer in parts.layers:
-        sublayers = [sublayer for sublayer, _ in layer.sublayers]
-        if not all(_runs(it, begins and it is sublayers[0]) for it in sublayers):
+    # The last layer takes the norm after it along.
+    for layer in parts.layers if _are_rms(parts.last) else parts.layers[:-1]:
+        if not _runs_layer(layer, begins):
             break
         count, begins = count + 1, False
     # A norm has the width of the stream and its dtype.
     return None if _any_norm(parts, count) is None else FusedStack(parts, count)
+
+
+def _runs_layer(layer: LayerParts, begins: bool) -> bool:
+    """Whether C++ can run this layer, which may be the first of the stack."""
+    sublayers = [sublayer for sublayer, _ in layer.sublayers]
+    post_norms = [post_norm.norm for _, post_norm in layer.sublayers if post_norm is not None]
+    return (
+        all(_runs(it, begins and it is sublayers[0]) for it in sublayers)
+        and all(_are_rms(*vars(it).values()) for it in sublayers)
+        and _are_rms(*post_norms)
+    )

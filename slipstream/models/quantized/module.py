@@ -247,7 +247,7 @@ class StoredQuantization(ABC):
     """
 
     name: str
-    unquantised: ModuleList
+    unquantised: ModuleList = NO_MODULES
     fused_endings: tuple[str, ...] = ()
     becomes_floats: bool = False
 
@@ -331,8 +331,12 @@ class StoredQuantization(ABC):
         return 1 if form is None else form.unit(columns)
 
     def require_modules(self, modules: Collection[str], path: Path) -> None:
-        """Raise CheckpointError if the settings do not match these module names at all."""
-        del modules, path
+        """Compare the settings with these module names.
+
+        By default a list that names none of them is only warned about: many are written for a
+        model with a vision tower. CheckpointError if the settings must match them and do not.
+        """
+        self.unquantised.warn_unless_named(modules, path)
 
 
 @dataclass(frozen=True)

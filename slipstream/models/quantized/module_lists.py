@@ -5,6 +5,7 @@ and `?`, or a regular expression after "re:". The prefixes `model.` and `languag
 optional.
 """
 
+import logging
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,9 +15,12 @@ from pathlib import Path
 from slipstream.core.errors import CheckpointError
 from slipstream.models.config_reader import ConfigReader
 
+logger = logging.getLogger("slipstream")
+
 _PREFIXES = ("model.", "language_model.")
 _EXPRESSION = "re:"
 _HEAD = "lm_head"  # in most lists, even if it is tied and not stored
+_ANYWHERE = "*"  # first in patterns of recipes for many models, such as *router*
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,29 @@ class ModuleList:
         return any(matches(entry, module) for entry in self.entries)
 
     def require_named(self, modules: Collection[str], path: Path) -> None:
-        """Raise CheckpointError if the list has entries but none matches any of these modules."""
-        if not self.entries or self.names(_HEAD) or any(map(self.names, modules)):
-            return
-        raise CheckpointError(
+        """Raise CheckpointError if the list names modules but none of these."""
+        own = [entry for entry in self._of_layers if not entry.startswith(_ANYWHERE)]
+        if own and self._is_about_none(modules):
+            raise CheckpointError(
+                f"{self._mismatch(path, own[0])}; it belongs to another model, or must be corrected"
+            )
+
+    def warn_unless_named(self, modules: Collection[str], path: Path) -> None:
+        """Warn if the list has entries, but none of them names one of these modules."""
+        if self._of_layers and self._is_about_none(modules):
+            logger.warning("%s", self._mismatch(path, self._of_layers[0]))
+
+    @property
+    def _of_layers(self) -> list[str]:
+        return [entry for entry in self.entries if not matches(entry, _HEAD)]
+
+    def _is_about_none(self, modules: Collection[str]) -> bool:
+        return not any(matches(entry, module) for entry in self._of_layers for module in modules)
+
+    def _mismatch(self, path: Path, entry: str) -> str:
+        return (
             f"{path}: {self.key} of its quantization config names no module of the checkpoint "
-            f"(its first entry is {self.entries[0]!r}); it belongs to another model, or must be "
-            "corrected"
+            f"(such as {entry!r})"
         )
 
 

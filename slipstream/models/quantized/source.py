@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -20,6 +21,8 @@ logger = logging.getLogger("slipstream")
 
 _WEIGHT, _BIAS = ".weight", ".bias"
 _VALUES = ("qweight", "weight_packed", "weight", "blocks")
+_FUSED_VALUES = ("gate_up_proj", "down_proj")  # of all experts, without an ending
+_SCALE = "weight_scale_inv"
 # Scales of an FP8 KV cache, which are not used.
 _OF_CACHES = (".k_scale", ".v_scale", ".kv_scale")
 
@@ -133,7 +136,9 @@ class QuantizedSource(CheckpointSource):
         """Read all experts of a layer from stacked tensors; None if the checkpoint has separate
         experts."""
         if fused.name in self._checkpoint.entries:
-            return DenseMatrix(self.matrix(parts, columns))
+            if not self._is_quantised(fused.name):
+                return DenseMatrix(self.matrix(parts, columns))
+            return self._as_kept(self._shared_out(self._sliced(fused, parts, columns), parts))
         names = {ending: f"{fused.name}_{ending}" for ending in self._stored.fused_endings}
         entries = {
             ending: self._checkpoint.entries[name]
@@ -148,6 +153,42 @@ class QuantizedSource(CheckpointSource):
         whole = self._stored.read_fused(module, fused.experts, rows, columns, turns)
         return self._as_kept(self._shared_out(whole, parts))
 
+    def _sliced(self, fused: FusedExperts, parts: Sequence[Part], columns: int) -> Weight:
+        """Read FP8 experts, which transformers stacks with their scales in another tensor."""
+        entries = self._checkpoint.entries
+        names = {"weight": fused.name, _SCALE: f"{fused.name}_{_SCALE.removeprefix('weight_')}"}
+        found = {ending: entries[name] for ending, name in names.items() if name in entries}
+        stacks = all(it.shape[:1] == (fused.experts,) for it in found.values())
+        plain = not (fused.alternating or fused.transposed)
+        if found["weight"].dtype != torch.float8_e4m3fn or not (
+            stacks and plain and _SCALE in found
+        ):
+            raise self._unread(fused)
+        rows = sum(part.rows for part in parts) // fused.experts
+        allocator = StackAllocator(fused.experts, self._device)
+        experts = []
+        for index in range(fused.experts):
+            own = {
+                ending: replace(entry.row_range(index, index + 1), shape=entry.shape[1:])
+                for ending, entry in found.items()
+            }
+            module = StoredModule(
+                fused.name,
+                self._checkpoint.path,
+                own,
+                lambda _, entry: self._progress(entry.nbytes),
+                allocator,
+            )
+            experts.append(self._stored.read(module, rows, columns))
+        self._unused.difference_update(names.values())
+        return self._joined(experts, parts)
+
+    def _unread(self, fused: FusedExperts) -> CheckpointError:
+        return CheckpointError(
+            f"{self._checkpoint.path}: fused experts ({fused.name}) in {self._stored.description} "
+            "are not read; use a file with one tensor per expert"
+        )
+
     def _is_quantised(self, name: str) -> bool:
         entry = self._checkpoint.entries.get(name)
         return entry is None or entry.dtype not in WEIGHT_DTYPES
@@ -158,6 +199,11 @@ class QuantizedSource(CheckpointSource):
         name = part.name.removesuffix(_WEIGHT)
         entries = self._by_module.get(name, {})
         if not entries:
+            if isinstance(part.fused, FusedExperts):
+                beginning = part.fused.name
+                stacks = (it for it in self._checkpoint.entries if it.startswith(beginning))
+                if any(not it.endswith("_bias") for it in stacks):
+                    raise self._unread(part.fused)
             also = "" if part.fused is None else f", nor {part.fused.name}"
             raise CheckpointError(
                 f"{self._checkpoint.path} has no tensor {part.name}, nor one of its quantised "
@@ -255,7 +301,7 @@ def stored_bytes(
         elif stored.kind(module) in kept:  # with its scales, most in float32, and zeros
             widened = "scale" in ending and entry.dtype.itemsize > 1
             total += count * torch.float32.itemsize if widened else entry.nbytes
-        elif ending in _VALUES:
+        elif ending in (*_VALUES, *_FUSED_VALUES):
             total += stored.count(module, entry.nbytes) * itemsize
     return total
 

@@ -26,8 +26,9 @@ from slipstream.serve.updates import Delta
 _MOST_CHARACTERS = 256
 _ROLES = ("assistant", "user", "system", "developer", "tool")
 _ROLE = re.compile(rf"\s*({'|'.join(_ROLES)}|functions\.[\w.-]{{0,64}})?")
-_REST = re.compile(r"\s*(t|to|to=\S{0,128})?\s*")
-_RECIPIENT = re.compile(r"(?:^|\s)to=(\S+)")
+_REST = re.compile(r"\s*(t|to|to=\s*\S{0,128})?\s*")
+# Models write `to= functions.name` now and then. Without the prefix, it may be the content's type.
+_RECIPIENT = re.compile(r"(?:^|\s)to=(?:\s+(?=functions\.))?(\S+)")
 _FUNCTION = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _PREFIX = "functions."
 
@@ -74,7 +75,7 @@ class Header:
         """The part that the message's text is, if it is not a call."""
         named = _ROLE.match(self.role)
         role = (named[1] if named else None) or "assistant"
-        channel = _RECIPIENT.sub(" ", self.channel or "").split()
+        channel = _RECIPIENT.sub(" ", self.channel or "").lower().split()
         if role != "assistant" or self._recipient() is not None or channel[:1] == ["analysis"]:
             return Part.REASONING
         return Part.CONTENT

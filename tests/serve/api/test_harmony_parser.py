@@ -87,6 +87,11 @@ def read(
             ("", "", ["now{}", "other[]"]),
         ),
         ("<|channel|>commentary to=now<|message|>{}<|call|>", ("", "", ["now{}"])),
+        # Spellings that models produce now and then.
+        ("<|channel|>commentary to= functions.now<|message|>{}<|call|>", ("", "", ["now{}"])),
+        (" to= functions.now<|channel|>commentary<|message|>{}<|call|>", ("", "", ["now{}"])),
+        ("<|channel|>commentary to= <|constrain|>json<|message|>{}<|call|>", ("", "{}", [])),
+        (f"<|channel|>Analysis<|message|>a{NEXT}{SAY}b", ("a", "b", [])),
         # What was cut off.
         (f"{THINK}Hm", ("Hm", "", [])),
         (f"{CALL}" + '{"x', ("", "", ['now{"x...'])),
