@@ -200,6 +200,14 @@ def _expert_tile(starts, ends, slot, experts: gl.constexpr, block: gl.constexpr)
 
 
 @gluon.jit
+def _scale_pairs(ring_scales, slot, chunks: gl.constexpr, words: gl.constexpr, span: gl.constexpr):
+    """The scales in a slot, as `chunk_pairs` returns them."""
+    raw = ring_scales.index(slot).load(scale_layout(chunks // span, words))
+    raw = gl.reshape(raw, (2, chunks // span, words, 2, 4, 2, 1, 1, 1))
+    return chunk_pairs(raw, chunks)
+
+
+@gluon.jit
 def _product(
     codes, pair_scales, tile_x, before, adds, lift, coding: gl.constexpr, columns: gl.constexpr,
     words: gl.constexpr, shift: gl.constexpr, chunks: gl.constexpr,
@@ -220,12 +228,36 @@ def _product(
 
 
 @gluon.jit
-def _block_factor(scales, group, up_offset, column, depth, ends, layout: gl.constexpr):
+def _block_factor(scales, group, up_offset, column, depth, ends, sums):
     """[64, 1]: the scales of a tile's rows for the block of a column; 0 unless the block `ends`."""
+    layout: gl.constexpr = sums.type.layout
     half = gl.arange(0, 64, layout=gl.SliceLayout(1, layout)) // 32
     row = (group + half * up_offset).to(gl.int64)
     factor = gl.load(scales + row * (depth // 128) + column // 128)
     return gl.where(ends, factor, 0.0)[:, None]
+
+
+@gluon.jit
+def _added(
+    sums, block_sums, codes, pair_scales, tile_x, scales, group, up_offset, chunk, step, depth,
+    lift, coding: gl.constexpr, columns: gl.constexpr, words: gl.constexpr, shift: gl.constexpr,
+    chunks: gl.constexpr,
+):  # fmt: skip
+    """`sums` and, for FLOAT8, the sums of the present block, with the products of a step."""
+    if coding == FLOAT8:
+        block: gl.constexpr = 128 // (columns * chunks)  # steps
+        ends = step % block == block - 1
+        factor = _block_factor(scales, group, up_offset, chunk * columns, depth, ends, sums)
+        block_sums = _product(
+            codes, pair_scales, tile_x, block_sums, step % block != 0, lift, coding, columns, words,
+            shift, chunks,
+        )  # fmt: skip
+        sums += block_sums * factor
+    else:
+        sums = _product(
+            codes, pair_scales, tile_x, sums, True, lift, coding, columns, words, shift, chunks
+        )
+    return sums, block_sums
 
 
 @gluon.jit
@@ -270,13 +302,8 @@ def _sum(
     )
     sums = gl.zeros([64, count], gl.float32, sums_layout)
     block_sums = sums
-    block: gl.constexpr = 128 // (columns * chunks)  # steps of a block of FLOAT8
     now, turn, last = 0, 0, stages - 1
     for step in range(steps):
-        factor = None
-        if coding == FLOAT8:
-            column, ends = (first + step * chunks) * columns, step % block == block - 1
-            factor = _block_factor(scales, group, up_offset, column, depth, ends, sums_layout)
         async_copy.wait_group(stages - 2)
         mbarrier.wait(full.index(now), turn)
         fence_async_shared()
@@ -284,9 +311,7 @@ def _sum(
         raw = gl.reshape(ring.index(now).load(raw_layout(chunks)), (2, chunks, 2, 4, 2, 4, 2, 2, 4))
         pair_scales = (None, None)
         if words:
-            raw_scales = ring_scales.index(now).load(scale_layout(chunks // span, words))
-            raw_scales = gl.reshape(raw_scales, (2, chunks // span, words, 2, 4, 2, 1, 1, 1))
-            pair_scales = chunk_pairs(raw_scales, chunks)
+            pair_scales = _scale_pairs(ring_scales, now, chunks, words, span)
         chunk, wanted = first + (step + stages - 1) * chunks, step + stages - 1 < steps
         _fetch_weights(
             weight, ring, full.index(last), last, group, up_offset, chunk, of_group, chunks, of_x,
@@ -298,17 +323,10 @@ def _sum(
         )  # fmt: skip
         codes = chunk_pairs(raw, chunks)
         tile_x = ring_x.index(now)
-        before, adds = sums, True
-        if coding == FLOAT8:
-            before, adds = block_sums, step % block != 0
-        done = _product(
-            codes, pair_scales, tile_x, before, adds, lift, coding, columns, words, shift, chunks
-        )
-        if coding == FLOAT8:
-            block_sums = done
-            sums += done * factor
-        else:
-            sums = done
+        sums, block_sums = _added(
+            sums, block_sums, codes, pair_scales, tile_x, scales, group, up_offset,
+            first + step * chunks, step, depth, lift, coding, columns, words, shift, chunks,
+        )  # fmt: skip
         last = now
         now += 1
         if now == stages:
