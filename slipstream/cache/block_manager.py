@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from slipstream.cache.block_pool import BlockPool
 from slipstream.cache.state_places import NO_PLACE, StatePlaces
 from slipstream.cache.window_blocks import WindowBlocks
+from slipstream.core.batch import LastCheckpoint
 from slipstream.core.spans import Span, extra_key
 
 
@@ -284,8 +285,14 @@ class BlockManager:
         if self._states is not None:
             self._states.index(request_id, table.digests)
 
-    def free(self, request_id: str) -> None:
-        """End a table. Its indexed blocks stay in the index until they are evicted."""
+    def free(self, request_id: str, slot: int = -1) -> None:
+        """End a table. Its indexed blocks stay in the index until they are evicted.
+
+        Args:
+            slot: the request's slot, which may be given to another one now.
+        """
+        if self._states is not None:
+            self._states.end(request_id, self._tables[request_id].digests, slot)
         # Tail first: a block is useful only together with those before it, so it should be
         # evicted before them.
         for block in reversed(self._tables.pop(request_id).blocks):
@@ -317,10 +324,14 @@ class BlockManager:
             return NO_PLACE
         return self._states.plan(request_id, most_tokens, num_before)
 
-    def commit_states(self, request_id: str, num_tokens: int) -> None:
+    def commit_states(self, request_id: str, num_tokens: int, num_accepted: int) -> None:
         """See `StatePlaces.commit`."""
         if self._states is not None:
-            self._states.commit(request_id, num_tokens)
+            self._states.commit(request_id, num_tokens, num_accepted)
+
+    def take_last_checkpoints(self) -> tuple[LastCheckpoint, ...]:
+        """See `StatePlaces.take_last`."""
+        return () if self._states is None else self._states.take_last()
 
     # ------------------------------------------------------------------ invariants
 

@@ -1,10 +1,12 @@
 """The blocks of data parallel ranks, each of which has its own cache and requests."""
 
 from collections.abc import Callable, Collection, Iterator, KeysView, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 from slipstream.cache.block_manager import BlockManager, LookUp
+from slipstream.core.batch import LastCheckpoint
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -109,8 +111,12 @@ class PerRankBlocks(BlockManager):
     plan_checkpoint = _on_its_rank(BlockManager.plan_checkpoint)
     commit_states = _on_its_rank(BlockManager.commit_states)
 
-    def free(self, request_id: str) -> None:
-        self._ranks[self._on.pop(request_id)].free(request_id)
+    def free(self, request_id: str, slot: int = -1) -> None:
+        self._ranks[self._on.pop(request_id)].free(request_id, slot)
+
+    def take_last_checkpoints(self) -> tuple[LastCheckpoint, ...]:
+        taken = [(rank, blocks.take_last_checkpoints()) for rank, blocks in enumerate(self._ranks)]
+        return tuple(replace(last, rank=rank) for rank, each in taken for last in each)
 
     @property
     def num_checkpoints(self) -> int:

@@ -2,7 +2,8 @@
 
 A state cannot drop a token, so it includes only committed tokens: accepted draft tokens are
 included by the pass after the one that verified them (`StateInputs`). Until then their rows are
-stored, as they are before the recurrence.
+stored, as they are before the recurrence. If no such pass follows, since the request has ended, a
+checkpoint may include them (`DeltaNet.save`).
 """
 
 from collections.abc import Sequence

@@ -200,6 +200,10 @@ class ModelCache:
         """Whether any layer has a state for each request."""
         return bool(self._states)
 
+    def places_of(self, checkpoints: Sequence[int]) -> list[int]:
+        """The places of checkpoints in the pools, where they follow those of the slots."""
+        return [self._sizes.num_slots + it for it in checkpoints]
+
     def begin(self, slots: Sequence[int], checkpoints: Sequence[int]) -> None:
         """See `StatePool.begin`; checkpoints are counted from 0."""
         places = [-1 if it < 0 else self._sizes.num_slots + it for it in checkpoints]

@@ -12,9 +12,15 @@ when it ends or is preempted. A new place is the least recently used one. When a
 on, its old place is reused for the next one, so a request has two places, however many planned
 steps do not reach an edge.
 
-A place whose checkpoint is in the index is never written. A step may have been launched before its
-request was known to have ended. This is safe: its place is freed with the request, and the next
-owner overwrites it later.
+A request may end when its states do not include its last accepted draft tokens yet (they *wait*).
+If an edge is among these, a last checkpoint is indexed there (`end`). It is written by the step in
+flight, if the request has one, which includes the tokens that wait; else the next step begins
+by writing it, where it `replays`. Steps run in order, so this precedes whatever reads the
+checkpoint.
+
+A place whose checkpoint is in the index is never written by a later step, unless the checkpoint is
+forgotten first. A step may have been launched before its request was known to have ended. This is
+safe: its place is freed with the request, and the next owner overwrites it later.
 """
 
 from collections import Counter, deque
@@ -22,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.cache.block_pool import BlockPool
+from slipstream.core.batch import LastCheckpoint
 
 NO_PLACE = -1
 # A prompt is cut for a checkpoint if this saves other requests at least this part of an interval.
@@ -34,6 +41,7 @@ class _Held:
 
     Attributes:
         num_included: tokens that its states include after the last committed step.
+        num_waiting: draft tokens that this step has accepted; the next one includes them.
         num_prompt: number of its tokens when it was admitted.
         branch: the edge where requests with the same beginning branch off; 0: none is known.
         kept_edge: the last edge whose checkpoint is kept.
@@ -51,6 +59,7 @@ class _Held:
     written: int = NO_PLACE
     written_edge: int = 0
     spare: int = NO_PLACE
+    num_waiting: int = 0
     planned: deque[int] = field(default_factory=deque)
 
     def places(self) -> list[int]:
@@ -68,19 +77,24 @@ class StatePlaces:
         interval: blocks between two checkpoints of a request that stay.
         rereads: 1: a request computes the last token of its prefix again, so a checkpoint covers
             one token less than the blocks before its edge; else 0.
+        replays: whether a step writes the last checkpoints of requests that had no step in flight
+            when they ended (`take_last`).
     """
 
-    def __init__(self, num_places: int, block_size: int, interval: int, rereads: int) -> None:
+    def __init__(
+        self, num_places: int, block_size: int, interval: int, rereads: int, replays: bool = True
+    ) -> None:
         assert interval > 0
         assert rereads in (0, 1)
         self.num_places, self._block_size = num_places, block_size
-        self._interval, self._rereads = interval, rereads
+        self._interval, self._rereads, self._replays = interval, rereads, replays
         self.reset()
 
     def reset(self) -> None:
         """Forget all checkpoints and requests."""
         self._pool = BlockPool(self.num_places)
         self._requests: dict[str, _Held] = {}
+        self._last: list[LastCheckpoint] = []
         self._staying: set[int] = set()  # checkpoints that do not move along with a request
 
     def forget_contents(self) -> None:
@@ -148,11 +162,12 @@ class StatePlaces:
         held.planned.append(place)
         return place
 
-    def commit(self, request_id: str, num_tokens: int) -> None:
-        """Commit the oldest planned step, after which the states include `num_tokens` tokens."""
+    def commit(self, request_id: str, num_tokens: int, num_accepted: int = 0) -> None:
+        """Commit the oldest planned step, after which the states include `num_tokens` tokens, and
+        `num_accepted` draft tokens wait."""
         held = self._requests[request_id]
         place, before = held.planned.popleft(), held.num_included
-        held.num_included = num_tokens
+        held.num_included, held.num_waiting = num_tokens, num_accepted
         if place != NO_PLACE:
             edge = self._edge(num_tokens, before)
             if edge:
@@ -182,6 +197,37 @@ class StatePlaces:
         if stays:
             self._keep_place(place)
         self._release_place(held, last)
+
+    def end(self, request_id: str, digests: Sequence[bytes], slot: int) -> None:
+        """Index a checkpoint at the last edge among the tokens that wait; `free` follows.
+
+        Args:
+            digests: those of the request's blocks in the prefix index.
+            slot: the request's slot.
+        """
+        held = self._requests[request_id]
+        in_flight = bool(held.planned)  # a step that includes what waits, and one token more
+        num_tokens = held.num_included + held.num_waiting + in_flight
+        edge = self._edge(num_tokens, held.num_included)
+        if not in_flight:
+            edge = min(edge, len(digests))
+        count = edge * self._block_size - self._rereads - held.num_included
+        if not held.num_waiting or count <= 0 or edge > len(digests) or held.written != NO_PLACE:
+            return
+        if not (in_flight or self._replays):
+            return
+        place = held.planned.popleft() if in_flight else self._take(held)
+        held.written, held.written_edge = place, edge
+        self.index(request_id, digests)
+        if place != NO_PLACE and held.latest == place and not in_flight:
+            # An earlier checkpoint that was to be written there has been forgotten.
+            self._last = [last for last in self._last if last.place != place]
+            self._last.append(LastCheckpoint(slot, count, place))
+
+    def take_last(self) -> tuple[LastCheckpoint, ...]:
+        """The checkpoints of requests that have ended which the next step has to write."""
+        taken, self._last = tuple(self._last), []
+        return taken
 
     def free(self, request_id: str) -> None:
         """End or preempt a request; its last checkpoint is kept until its place is needed."""

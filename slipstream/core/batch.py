@@ -113,11 +113,35 @@ class ScheduledRequest:
 
 
 @dataclass(frozen=True)
+class LastCheckpoint:
+    """A checkpoint of a request that has ended or was preempted, at an edge among its last accepted
+    draft tokens, which its states do not include yet.
+
+    Attributes:
+        slot: the slot that the request had.
+        count: how many of these tokens the checkpoint includes.
+        place: the place of the checkpoint.
+        rank: see `ScheduledRequest`.
+    """
+
+    slot: int
+    count: int
+    place: int
+    rank: int = 0
+
+
+@dataclass(frozen=True)
 class Batch:
-    """The requests of one step, in order."""
+    """The requests of one step, in order.
+
+    Attributes:
+        checkpoints: are written before anything else, since new requests may resume from them, and
+            get the slots.
+    """
 
     requests: tuple[ScheduledRequest, ...]
     preempted: tuple[Request, ...] = ()
+    checkpoints: tuple[LastCheckpoint, ...] = ()
 
     @property
     def admitted(self) -> list[ScheduledRequest]:

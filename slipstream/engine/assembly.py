@@ -145,7 +145,9 @@ def _manager_of_one(resolved: Resolved, sizes: CacheSizes, shares_prefixes: bool
         window = WindowBlocks(resolved.num_window_blocks, size, resolved.window)
     if shares_prefixes and sizes.num_checkpoints:
         interval = resolved.checkpoint_interval
-        states = StatePlaces(sizes.num_checkpoints, size, interval, sizes.rereads)
+        # On a GPU, launching the replays of all layers takes longer than reading the tokens again.
+        replays = not resolved.captures
+        states = StatePlaces(sizes.num_checkpoints, size, interval, sizes.rereads, replays)
     return BlockManager(resolved.num_blocks, size, shares_prefixes, window, states)
 
 

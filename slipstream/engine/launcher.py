@@ -95,6 +95,7 @@ class Launcher(Step):
         self._drafter.forget(batch.preempted)
         self._state.apply(batch)
         admitted = batch.admitted
+        self._runner.save_last(batch.checkpoints)
         self._runner.begin([it.request.slot for it in admitted], [it.resumed for it in admitted])
         guesses = self._drafter.prepare(batch)
         packed = self.division.agree(lambda: pack(batch, guesses, self._sampling, self._needs))

@@ -164,7 +164,9 @@ class Scheduler:
         shares.sort(key=lambda share: share.request.order)
         for share in shares:
             share.request.steps_in_flight += 1
-        return Batch(tuple(self._scheduled(share) for share in shares), tuple(preempted))
+        last = self.block_manager.take_last_checkpoints() if shares else ()  # else no step follows
+        items = tuple(self._scheduled(share) for share in shares)
+        return Batch(items, tuple(preempted), last)
 
     def _give_rows(self, shares: list[Share]) -> Budget:
         """Give rows to running requests, which have blocks for their known tokens."""
@@ -356,7 +358,7 @@ class Scheduler:
         # num_computed becomes num_tokens - 1, as the bonus or recovered token is not computed, but
         # less if a stop condition has cut the output among the accepted drafts.
         num_known = request.num_computed + item.num_new_tokens
-        self.block_manager.commit_states(request.request_id, num_known)
+        self.block_manager.commit_states(request.request_id, num_known, gain.num_accepted)
         request.num_computed = min(num_known + gain.num_accepted, request.num_tokens)
         request.num_steps += bool(gain.token_ids)
         request.drafter_computed = gain.drafter_computed
@@ -382,7 +384,7 @@ class Scheduler:
     # ------------------------------------------------------------------ common
 
     def _give_back(self, request: Request) -> None:
-        self.block_manager.free(request.request_id)
+        self.block_manager.free(request.request_id, request.slot)
         heapq.heappush(self._free_slots, request.slot)
         request.slot = -1
 

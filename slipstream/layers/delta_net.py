@@ -1,6 +1,8 @@
 """Gated delta nets as mixers (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -8,9 +10,10 @@ from torch import Tensor
 from slipstream.cache.recurrent import RecurrentSpec
 from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import UsageError
-from slipstream.kernels.delta_net import DeltaHeads
+from slipstream.kernels.delta_net import DeltaCache, DeltaHeads
+from slipstream.kernels.devices import upload
 from slipstream.kernels.norm import SublayerOutput
-from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces, StateInputs
 from slipstream.kernels.table import DeltaNetParts, Ops
 from slipstream.layers.layer import BuildContext, MatrixShape, SublayerInput
 from slipstream.layers.linear import column_linear, row_linear
@@ -125,6 +128,44 @@ class DeltaNetSpec:
         return DeltaNet(self, context, layer, norms)
 
 
+@dataclass(frozen=True, eq=False)
+class WaitingRows:
+    """Accepted draft rows of the last pass that are included in copies of states, the checkpoints.
+
+    Attributes:
+        slots, places: [R] int64, the places of the states and of the checkpoints.
+        owners, rows: [T] int64, the slot of each row, and its number among those of the slot.
+        inputs: a pass over these rows, with the states 0 to R - 1.
+    """
+
+    slots: Tensor
+    places: Tensor
+    owners: Tensor
+    rows: Tensor
+    inputs: PassInputs
+
+
+def waiting_rows(
+    slots: Sequence[int], counts: Sequence[int], places: Sequence[int], device: torch.device
+) -> WaitingRows:
+    """The first counts[r] rows that wait in each of these slots."""
+    pairs = list(zip(slots, counts, strict=True))
+    of_slots = [slot for slot, count in pairs for _ in range(count)]
+    numbers = [row for count in counts for row in range(count)]
+    owners, rows = upload([of_slots, numbers], device).unbind(0)
+    given = [[*slots], [*counts], [*places], [*range(len(slots))]]
+    slot, known, place, own = upload(given, device).unbind(0)
+    none, nowhere = torch.zeros_like(known), torch.full_like(known, -1)
+    start = upload([0, *accumulate(counts)], device)
+    tables = torch.zeros((len(slots), 1), dtype=torch.int32, device=device)
+    inputs = PassInputs(
+        RowPlaces(start, torch.zeros_like(rows), max_rows=max(counts)),
+        Paging(tables, known, torch.full_like(rows, -1)),
+        states=StateInputs(own, known, pending=none, save_at=nowhere, saved=none),
+    )
+    return WaitingRows(slot, place, owners, rows, inputs)
+
+
 class DeltaNet:
     """The mixer: input projections (stacked if possible), recurrence, output projection."""
 
@@ -186,6 +227,19 @@ class DeltaNet:
         mixed, z = rows[:, : heads.num_channels], rows[:, heads.num_channels : end]
         read = ops.delta_net(mixed, gates, z, heads, inputs, cache)
         return self.output.apply(ops, read, inputs), stream
+
+    def save(self, ops: Ops, waiting: WaitingRows, cache: DeltaCache) -> None:
+        """Write checkpoints, with the arithmetic of passes; states stay as they are."""
+        heads, count = self.heads, len(waiting.slots)
+        # The op writes the states that it begins with, so it is given copies. States are copied
+        # first: kernels may load them before the work right in front of them has ended.
+        states, windows = cache.states[waiting.slots], cache.windows[waiting.slots]
+        copies = DeltaCache(states, windows, cache.drafted[:count], cache.drafted_gates[:count])
+        mixed = cache.drafted[waiting.owners, waiting.rows]
+        gates = cache.drafted_gates[waiting.owners, waiting.rows]
+        z = mixed.new_zeros(len(mixed), heads.num_value_heads * heads.value_dim)
+        ops.delta_net(mixed, gates, z, heads, waiting.inputs, copies)  # outputs are not read
+        cache.states[waiting.places], cache.windows[waiting.places] = states, windows
 
 
 def _stacked(name: str, kinds: tuple[int, ...]) -> list[Part]:

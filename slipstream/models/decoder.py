@@ -10,6 +10,7 @@ from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Ops
 from slipstream.layers.adapters import AdapterSlots
+from slipstream.layers.delta_net import DeltaNet, WaitingRows
 from slipstream.layers.embedding import Embedding, LogitCurve, own_head, tied_head
 from slipstream.layers.expert_pool import ExpertPool
 from slipstream.layers.layer import BuildContext, build_layers
@@ -83,6 +84,17 @@ class Decoder:
         its own."""
         assert self.pool is not None, "there are other ranks"
         self.pool.assist(self._ops, num_rows)
+
+    def save_states(self, waiting: WaitingRows, caches: Sequence[LayerCache]) -> None:
+        """Write checkpoints of recurrent states that include rows which wait.
+
+        Args:
+            caches: one for each layer with a mixer.
+        """
+        mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
+        for mixer, cache in zip(mixers, caches, strict=True):
+            if isinstance(mixer, DeltaNet):
+                mixer.save(self._ops, waiting, cache)
 
     def renumber(self, token_ids: Tensor) -> None:
         """Give token i the embedding of token_ids[i], [n] int64."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from slipstream.cache.spec import ModelCache
+from slipstream.core.batch import LastCheckpoint
+from slipstream.layers.delta_net import waiting_rows
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.decoder import Decoder
 from slipstream.runner.device_state import DeviceState
@@ -133,6 +135,18 @@ class ModelRunner:
         """Initialise the recurrent states of new requests in these slots from checkpoints; -1 for a
         request that begins without a checkpoint."""
         self._cache.begin(slots, checkpoints)
+
+    def save_last(self, checkpoints: Sequence[LastCheckpoint]) -> None:
+        """Write checkpoints of ended requests, whose last pass was the last in their slots."""
+        if not checkpoints:
+            return
+        waiting = waiting_rows(
+            [it.slot for it in checkpoints],
+            [it.count for it in checkpoints],
+            self._cache.places_of([it.place for it in checkpoints]),
+            self._state.device,
+        )
+        self._network.save_states(waiting, self._cache.layers)
 
     def commit(self, slots: Tensor, num_accepted: Tensor) -> None:
         """Include the first num_accepted[r] draft rows of the last pass in states; [R] int64."""

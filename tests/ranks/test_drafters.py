@@ -13,12 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream import SamplingParams
+from slipstream import LLM, SamplingParams
+from slipstream.core.batch import Batch, LastCheckpoint
 from slipstream.core.errors import UsageError
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine import build, step_results
+from slipstream.engine.step_results import Launched
 from slipstream.runner.collectives import Collectives
 from tests.checkpoints import write_qwen3
+from tests.hybrid_checkpoints import write_hybrid
 from tests.last_hidden_checkpoints import medusa_for, write_medusa
 from tests.lossless.test_greedy import make_prompts, plain_tokens, speculative_config, tokens
 from tests.lossless.test_trees import TREES
@@ -259,3 +262,43 @@ def test_a_step_that_fails_is_undone_on_all_ranks(
             patch.setattr(owner, name, failing)
             assert tokens(llm.generate(prompts, GREEDY)) == expected
         assert next(calls) > 4
+
+
+def test_two_ranks_write_checkpoints_of_drafts_that_were_accepted_last(
+    tmp_path: Path, ranked: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank includes them in its share of the states, from which the next turn is resumed."""
+    target = str(write_hybrid(tmp_path / "target", "qwen3_next"))
+    drafter = {
+        "model": str(write_qwen3(tmp_path / "draft")),
+        "num_speculative_tokens": 7,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [0.95] * 7,
+    }
+    first = [{"prompt_token_ids": list(range(1, 12 + number))} for number in range(1, 9)]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    found = []
+    for size in (1, 2):
+        llm = ranked(target, drafter, tensor_parallel_size=size)
+        saved = record_last_checkpoints(llm, monkeypatch)
+        answers = tokens(llm.generate(first, params))
+        pairs = zip(first, answers, strict=True)
+        said = [[*prompt["prompt_token_ids"], *answer, 5] for prompt, answer in pairs]
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in said], params)
+        cached = [output.metrics.num_cached_tokens for output in outputs]
+        found.append((answers, tokens(outputs), cached))
+        assert len(saved) > 2
+    assert found[0] == found[1]
+
+
+def record_last_checkpoints(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[LastCheckpoint]:
+    """Those that steps write from here on."""
+    step, saved = llm.engine._step, list[LastCheckpoint]()
+    launch = step.launch
+
+    def recorded(batch: Batch) -> Launched:
+        saved.extend(batch.checkpoints)
+        return launch(batch)
+
+    monkeypatch.setattr(step, "launch", recorded)
+    return saved

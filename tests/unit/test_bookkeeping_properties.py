@@ -123,6 +123,7 @@ class World:
     target_kv: dict[int, Tokens] = field(default_factory=dict)
     drafter_kv: dict[int, Tokens] = field(default_factory=dict)
     slots: dict[int, Slot] = field(default_factory=dict)
+    last_shares: dict[int, Share] = field(default_factory=dict)  # by slot
     in_flight: Launched | None = None
     everyone: list[Request] = field(default_factory=list)
     cut_short: set[Request] = field(default_factory=set)
@@ -245,6 +246,7 @@ class World:
     # ------------------------------------------------------------------ the device
 
     def launch(self, batch: Batch, rng: Random) -> Launched:
+        self.save_last(batch)
         shares = []
         for item in batch.requests:
             request = item.request
@@ -254,6 +256,7 @@ class World:
                 self.resume(item, self.slots[request.slot])
             tables = tuple(item.block_table), tuple(item.window_table)
             shares.append(Share(item, self.slots[request.slot], *tables))
+            self.last_shares[request.slot] = shares[-1]
         known = [tuple(share.slot.tokens) for share in shares]
         guesses = [self.propose(share, rng) for share in shares]
         rows = [share.row_tokens(guess) for share, guess in zip(shares, guesses, strict=True)]
@@ -336,6 +339,16 @@ class World:
             self.checkpoints[share.item.saved] = share.key(slot.tokens, save_at - 1)
             self.seen["saved"] += 1
         self.seen["not saved"] += share.item.saved < 0 and save_at > before
+
+    def save_last(self, batch: Batch) -> None:
+        """Checkpoints of requests that have ended, some of whose accepted drafts wait."""
+        for last in batch.checkpoints:
+            share = self.last_shares[last.slot]
+            slot, end = share.slot, share.slot.taken_in + last.count
+            assert slot.taken_in < end <= slot.computed, "not so many rows wait"
+            assert (end + self.rereads) % self.block_size == 0, "not at an edge"
+            self.checkpoints[last.place] = share.key(slot.tokens, end - 1)
+            self.seen["saved last"] += 1
 
     def place(self, share: Share, position: int) -> int:
         block, offset = divmod(position, self.block_size)

@@ -1,9 +1,13 @@
 """Which checkpoints of states are kept, for how long, and what is found of them."""
 
+from collections import Counter
 from random import Random
+
+import pytest
 
 from slipstream.cache.prefix_index import PrefixIndex
 from slipstream.cache.state_places import NO_PLACE, StatePlaces
+from slipstream.core.batch import LastCheckpoint
 from tests.unit.test_bookkeeping_properties import World, limits
 
 SIZE = 4
@@ -159,3 +163,69 @@ def test_small_caches_meet_all_of_it() -> None:
     for name in ("resumed", "saved", "preempted", "ahead", "surplus"):
         assert world.seen[name], name
     assert world.seen["not saved"] < world.seen["saved"] / 8
+
+
+def test_the_next_step_writes_the_last_checkpoint_of_a_request_that_ended() -> None:
+    states = places()
+    begin(states, "a", 6)
+    go_on(states, "a", 6)
+    states.plan("a", 10)
+    states.commit("a", 7, num_accepted=3)  # of the 10 tokens, 3 wait
+    states.end("a", CHAIN[:2], slot=5)
+    states.free("a")
+    assert found(states) == [1, 2]
+    begin(states, "b", 9)
+    assert states.take_last() == (LastCheckpoint(slot=5, count=1, place=states.latest("b")),)
+    states.end("b", CHAIN[:2], slot=5)  # nothing waits
+    assert states.take_last() == ()
+
+
+def test_a_step_in_flight_writes_the_last_checkpoint_of_a_request_that_ended() -> None:
+    states = places()
+    begin(states, "a", 6)
+    go_on(states, "a", 6)
+    states.plan("a", 7)
+    ahead = states.plan("a", 11, num_before=7)
+    states.commit("a", 7, num_accepted=3)
+    states.end("a", CHAIN[:2], slot=5)
+    states.free("a")
+    assert states.take_last() == ()
+    assert found(states) == [1, 2]
+    begin(states, "b", 9)
+    assert states.latest("b") == ahead
+
+
+def test_a_step_in_flight_behind_the_end_of_a_text_leaves_no_checkpoint() -> None:
+    """Its edge is behind a stop condition, among tokens that were dropped."""
+    states = places()
+    begin(states, "a", 6)
+    go_on(states, "a", 6)
+    states.plan("a", 7)
+    states.plan("a", 15, num_before=7)
+    states.commit("a", 7, num_accepted=5)
+    states.end("a", CHAIN[:2], slot=5)
+    states.free("a")
+    assert states.take_last() == ()
+    assert found(states) == [1]
+
+
+@pytest.mark.parametrize("rereads", [0, 1])
+def test_states_of_checkpoints_that_are_written_last(rereads: int) -> None:
+    """Whoever resumes from them begins with the right states; see `World`."""
+    seen = Counter[str]()
+    for seed in range(20):
+        world = World(
+            *(limits(4, 16, 7), 40, 4, True, seed % 2 == 0),
+            places=20,
+            interval=2,
+            rereads=rereads,
+        )
+        rng = Random(seed)
+        for number in range(12):
+            world.add([1] * (number % 5) + [number % 2], 12, 7, 0, False)
+            world.step(rng, world.unfinished[:1] if number % 3 == 0 else ())
+        while world.unfinished:
+            world.step(rng)
+        seen += world.seen
+    assert seen["saved last"] > 4
+    assert seen["resumed"] > 10

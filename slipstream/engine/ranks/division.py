@@ -137,7 +137,9 @@ class DataParallelDivision(Division):
         return graphs
 
     def own(self, batch: Batch) -> Batch:
-        return replace(batch, requests=tuple(self._parts(batch)[self._rank]))
+        last = tuple(it for it in batch.checkpoints if it.rank == self._rank)
+        own = tuple(self._parts(batch)[self._rank])
+        return replace(batch, requests=own, checkpoints=last)
 
     def agree(self, make: Callable[[], T]) -> T:
         return make()
