@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slipstream import LLM, RequestOutput, SamplingParams
+from slipstream.cache.recurrent import RecurrentPool
 from slipstream.engine.step_results import Launched, StepResult
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.speculative.catalogue import METHODS
@@ -177,9 +178,13 @@ def checkpoints(llm: LLM, prompt: Any) -> dict[bytes, tuple[torch.Tensor, torch.
     llm.generate([prompt], GREEDY)  # its first step writes those that are still to be written
     runner, states = llm.engine._step._runner, llm.engine.scheduler.block_manager._states
     (pool,) = runner._cache._states
-    found = states._pool.index._block_of.items()
-    places = [(digest, *runner._cache.places_of([place])) for digest, place in found]
-    return {digest: (pool.states[:, place], pool.windows[:, place]) for digest, place in places}
+    assert states is not None
+    assert isinstance(pool, RecurrentPool)
+    found = states._pool.index._block_of
+    places = dict(zip(found, runner._cache.places_of([*found.values()]), strict=True))
+    return {
+        digest: (pool.states[:, place], pool.windows[:, place]) for digest, place in places.items()
+    }
 
 
 @pytest.mark.parametrize("k", [3, 7])

@@ -18,6 +18,7 @@ from slipstream.core.batch import Batch, LastCheckpoint
 from slipstream.core.errors import UsageError
 from slipstream.core.structured import StructuredOutput
 from slipstream.engine import build, step_results
+from slipstream.engine.prompts import TokensPrompt
 from slipstream.engine.step_results import Launched
 from slipstream.runner.collectives import Collectives
 from tests.checkpoints import write_qwen3
@@ -275,7 +276,7 @@ def test_two_ranks_write_checkpoints_of_drafts_that_were_accepted_last(
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_rates": [0.95] * 7,
     }
-    first = [{"prompt_token_ids": list(range(1, 12 + number))} for number in range(1, 9)]
+    first = [TokensPrompt(prompt_token_ids=list(range(1, 12 + it))) for it in range(1, 9)]
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     found = []
     for size in (1, 2):
@@ -284,7 +285,7 @@ def test_two_ranks_write_checkpoints_of_drafts_that_were_accepted_last(
         answers = tokens(llm.generate(first, params))
         pairs = zip(first, answers, strict=True)
         said = [[*prompt["prompt_token_ids"], *answer, 5] for prompt, answer in pairs]
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in said], params)
+        outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in said], params)
         cached = [output.metrics.num_cached_tokens for output in outputs]
         found.append((answers, tokens(outputs), cached))
         assert len(saved) > 2
