@@ -41,7 +41,10 @@ def test_escape_stops_a_stream_and_the_server_learns_of_it(
     assert page.locator("#run").inner_text().startswith("Run")
     assert page.locator("#notice").is_hidden()
     assert (page.locator("#announcer").text_content() or "").startswith("Stopped.")
-    page.wait_for_timeout(100)
+    for _ in range(100):
+        if server.num_gone:
+            break
+        page.wait_for_timeout(100)
     assert server.num_gone == 1
 
 
