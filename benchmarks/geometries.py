@@ -65,6 +65,14 @@ def _llama(
     }
 
 
+# Of most checkpoints that are published in FP8.
+_FP8_BLOCKS: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
 _GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -161,13 +169,7 @@ _GLM_4_5_AIR: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     # In bf16 it is larger than the memory of one H200.
-    "quantization_config": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head"],
-    },
+    "quantization_config": _FP8_BLOCKS,
 }
 _GLM_4_7_FLASH: dict[str, Any] = {
     "architectures": ["Glm4MoeLiteForCausalLM"],
@@ -272,13 +274,7 @@ GEOMETRIES = {
     # As its published checkpoint in FP8.
     "qwen3-8b-fp8": {
         **_qwen3(4096, 12288, 36, 32, False),
-        "quantization_config": {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
-            "modules_to_not_convert": ["lm_head"],
-        },
+        "quantization_config": _FP8_BLOCKS,
     },
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, False),
     "llama-3.2-1b": _llama(2048, 8192, 16, 64, True, 32.0),

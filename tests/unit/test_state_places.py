@@ -180,6 +180,18 @@ def test_the_next_step_writes_the_last_checkpoint_of_a_request_that_ended() -> N
     assert states.take_last() == ()
 
 
+def test_without_replays_only_a_step_in_flight_writes_a_last_checkpoint() -> None:
+    states = StatePlaces(8, SIZE, interval=4, rereads=0, replays=False)
+    begin(states, "a", 6)
+    go_on(states, "a", 6)
+    states.plan("a", 10)
+    states.commit("a", 7, num_accepted=3)
+    states.end("a", CHAIN[:2], slot=5)
+    states.free("a")
+    assert states.take_last() == ()
+    assert found(states) == [1]
+
+
 def test_a_step_in_flight_writes_the_last_checkpoint_of_a_request_that_ended() -> None:
     states = places()
     begin(states, "a", 6)
