@@ -53,6 +53,7 @@ class Setup:
     mask_token: int | None = None
     quantization: str | None = None
     drafter_quantization: str | None = None
+    drafter_cache_dtype: str | None = None
     dtype: str = "bfloat16"
     load_format: str = "dummy"
     draft_is_shared: bool = False
@@ -70,6 +71,7 @@ class Setup:
             draft_vocab_size=None,
             mask_token=None,
             drafter_quantization=None,
+            drafter_cache_dtype=None,
         )
 
     @property
@@ -81,6 +83,8 @@ class Setup:
         words.append(f"+ {_shown(self.draft, self.drafter_quantization)}")
         if self.draft_vocab_size is not None:
             words.append(f"over {self.draft_vocab_size} tokens")
+        if self.drafter_cache_dtype is not None:
+            words.append(f"with a cache in {self.drafter_cache_dtype}")
         if self.mask_token is not None:
             words.append("in parallel")
         return " ".join([*words, f"K={self.num_speculative_tokens}"])
@@ -241,6 +245,7 @@ def make_engine(setup: Setup, method: Method, folder: Path) -> LLM:
             "draft_vocab_size": setup.draft_vocab_size,
             "pard_token": setup.mask_token,
             "quantization": setup.drafter_quantization,
+            "kv_cache_dtype": setup.drafter_cache_dtype,
         }
         if setup.draft_is_shared:
             given["draft_tensor_parallel_size"] = setup.options["tensor_parallel_size"]

@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 _OF_ONE_SETUP = (
     *("target", "draft", "acceptance_length", "draft_vocab_size", "quantization"),
-    *("drafter_quantization", "context", "num_speculative_tokens"),
+    *("drafter_quantization", "drafter_kv_cache_dtype", "context", "num_speculative_tokens"),
 )
 
 
@@ -298,6 +298,7 @@ def _setup(given: argparse.Namespace, options: dict[str, Any]) -> Setup:
         draft_vocab_size=given.draft_vocab_size,
         quantization=given.quantization,
         drafter_quantization=given.drafter_quantization,
+        drafter_cache_dtype=given.drafter_kv_cache_dtype,
         dtype=given.dtype,
         load_format=given.load_format,
         context=given.context,
@@ -337,6 +338,7 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_argument("--drafter-quantization", choices=PRECISIONS)
     cli.add_argument("--dtype", default="bfloat16")
     cli.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], help="of the target's cache")
+    cli.add_argument("--drafter-kv-cache-dtype", choices=["fp8"], help="of the draft's cache")
     cli.add_argument("--context", type=int, help="max_model_len [what prompt and output need]")
     cli.add_argument("--load-format", choices=["dummy", "twin"], default="dummy")
     cli.add_argument("--repeat", type=int, default=3)

@@ -117,12 +117,10 @@ class CacheLayout:
     """The caches of the layers of one model, in order.
 
     Attributes:
-        dtype: dtype of the stored numbers.
         extra_bytes_per_token: bytes per token that a drafter stores besides its layers' caches.
     """
 
     specs: tuple[CacheSpec | SharedCache, ...]
-    dtype: torch.dtype
     extra_bytes_per_token: int = 0
 
     @property

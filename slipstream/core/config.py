@@ -84,7 +84,7 @@ class EngineConfig:
     kv_cache_dtype: str = flag(
         "auto",
         "auto: the model's dtype. int8 on CPUs, fp8 (e4m3) on GPUs: half the memory of bfloat16.",
-        choices=("auto", "int8", "fp8", "fp8_e4m3", "bfloat16", "float16", "float32"),
+        choices=values.CACHE_DTYPES,
         remedy="give int8 on CPUs or fp8 on GPUs, or leave it out",
     )
     gpu_memory_utilization: float | None = flag(

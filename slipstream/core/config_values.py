@@ -8,6 +8,7 @@ from slipstream.core.errors import UsageError
 QUANTIZATIONS = tuple(
     "fp8 int8 int8-dynamic int4 int4-g128 int4-asym int4-g128-asym mxfp4 nvfp4".split()
 )
+CACHE_DTYPES = tuple("auto int8 fp8 fp8_e4m3 bfloat16 float16 float32".split())
 _OTHER_NAMES = {"w8a8": "int8-dynamic"}
 MOST_DRAFTS = 1024  # draft tokens per step; far more than any drafter predicts correctly
 

@@ -13,7 +13,7 @@ from slipstream.core.errors import DraftTooLongError, UsageError
 from slipstream.core.sampling_params import SamplingDefaults, SamplingParams, Verification
 from slipstream.core.step_form import StepLimits
 from slipstream.engine.sizing import BlockBytes, Reasons, size_cache
-from slipstream.kernels.attention import FLOAT8_PAGES, INTEGER_PAGES
+from slipstream.kernels.attention import FLOAT8_PAGES
 from slipstream.layers.parameters import WHOLE, Share
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import dtype_named
@@ -24,9 +24,9 @@ from slipstream.runner.capability import (
     has_kernels,
     invariance_note,
     quantization_note,
-    require_float8_cache,
     require_quantization,
     require_stored,
+    resolve_cache_dtype,
     sums_float8,
 )
 from slipstream.runner.graphs import captures_graphs
@@ -120,31 +120,6 @@ def resolve_dtype(
     return dtype
 
 
-def resolve_cache_dtype(
-    config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> torch.dtype:
-    """The dtype of the target's keys and values, for a model that computes in `dtype`."""
-    asked = config.kv_cache_dtype
-    if asked == "auto":
-        return dtype
-    if asked == "int8":
-        if uses_gpu_memory(device):
-            raise UsageError(
-                "kv_cache_dtype=int8 is for CPUs so far: take fp8 on a GPU, or give device=cpu"
-            )
-        return INTEGER_PAGES
-    if asked in ("fp8", "fp8_e4m3"):
-        require_float8_cache(device, f"kv_cache_dtype={asked}")
-        return FLOAT8_PAGES
-    if dtype_named(asked) != dtype:
-        name = str(dtype).removeprefix("torch.")
-        raise UsageError(
-            f"kv_cache_dtype={asked} is not the model's dtype {name}: leave it out, give "
-            f"dtype={asked} for both, or take int8 (CPUs) or fp8 (GPUs)"
-        )
-    return dtype
-
-
 def require_precision(config: EngineConfig, device: torch.device) -> None:
     """Raise UsageError for a quantization that the device or batch_invariant does not support."""
     if config.quantization is not None:
@@ -198,7 +173,7 @@ def resolve(
     ranks: Share = WHOLE,
 ) -> Resolved:
     """Size the cache and fix the limits, equally on all ranks, which may share experts alone."""
-    cache_dtype = resolve_cache_dtype(config, dtype, device)
+    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype, device, "kv_cache_dtype")
     drafter, longest = speculation.drafter, resolve_model_len(config, shape)
     layouts = [shape.cache_layout(cache_dtype, share)]
     layouts += [] if drafter.layout is None else [drafter.layout]

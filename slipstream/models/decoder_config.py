@@ -188,9 +188,9 @@ class DecoderConfig:
         return tuple(mixer.window if isinstance(mixer, AttentionSpec) else None for mixer in mixers)
 
     def cache_layout(self, dtype: torch.dtype, share: Share = WHOLE) -> CacheLayout:
-        """The layout of this rank's KV cache and recurrent state, in this dtype."""
+        """The layout of this rank's KV cache, with pages of `dtype`, and recurrent state."""
         mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
-        return CacheLayout(tuple(mixer.cache(dtype, share) for mixer in mixers), dtype)
+        return CacheLayout(tuple(mixer.cache(dtype, share) for mixer in mixers))
 
     @property
     def unread_tensors(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from slipstream.core.errors import UsageError
+from slipstream.kernels.attention import FLOAT8_PAGES, INTEGER_PAGES
 from slipstream.kernels.devices import CPP_DTYPES
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix
@@ -17,7 +18,7 @@ from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.registry import runs_cpp
-from slipstream.models.loading import KEPT_FORMATS
+from slipstream.models.loading import KEPT_FORMATS, dtype_named
 from slipstream.models.quantized.module import StoredQuantization
 
 # Compute capability: the kernels need bf16 tensor cores, and e4m3 conversion in hardware.
@@ -89,14 +90,42 @@ def require_quantization(device: torch.device, option: str, quantization: str) -
         _require_float8(device, f"{option}={quantization}")
 
 
-def require_float8_cache(device: torch.device, option: str) -> None:
-    """Raise UsageError, which names `option`, if the device's attention cannot read e4m3 caches."""
-    if device.type == "cuda":
-        _require_float8(device, option)
-    elif runs_cpp(device):
+def resolve_cache_dtype(
+    asked: str, dtype: torch.dtype, device: torch.device, option: str
+) -> torch.dtype:
+    """The dtype of a model's keys and values, where it computes in `dtype`.
+
+    Args:
+        asked: one of `CACHE_DTYPES`.
+        option: its name in messages.
+
+    Raises:
+        UsageError: attention on this device reads no such cache.
+    """
+    if asked == "auto":
+        return dtype
+    if asked == "int8":
+        if device.type == "cuda":
+            raise UsageError(
+                f"{option}=int8 is for CPUs so far: take fp8 on a GPU, or give device=cpu"
+            )
+        return INTEGER_PAGES
+    if asked in ("fp8", "fp8_e4m3"):
+        if device.type == "cuda":
+            _require_float8(device, f"{option}={asked}")
+        elif runs_cpp(device):
+            raise UsageError(
+                f"{option}={asked} is for GPUs: take int8, which takes as many bytes, or leave it "
+                "out"
+            )
+        return FLOAT8_PAGES
+    if dtype_named(asked) != dtype:
+        name = str(dtype).removeprefix("torch.")
         raise UsageError(
-            f"{option} is for GPUs: take int8, which takes as many bytes, or leave it out"
+            f"{option}={asked} is not the model's dtype {name}: leave it out, give dtype={asked} "
+            "for both, or take int8 (CPUs) or fp8 (GPUs)"
         )
+    return dtype
 
 
 def _require_float8(device: torch.device, what: str) -> None:

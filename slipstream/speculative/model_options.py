@@ -2,15 +2,20 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+
+from slipstream.core.config_values import CACHE_DTYPES
 from slipstream.core.errors import UsageError
 from slipstream.layers.parameters import WHOLE
 from slipstream.models.loading import LoadOptions, dtype_named
+from slipstream.runner.capability import resolve_cache_dtype
 from slipstream.speculative.draft_vocabulary import DraftVocabularyConfig, read_draft_vocabulary
 from slipstream.speculative.options import Options, TargetModel
 
 # From this maximum length on, adaptive drafters get a window by default (docs/drafters.md).
 LONG_TEXT, LONG_TEXT_WINDOW = 8192, 1024
 _WHOLE_HEAD = "every rank runs the few layers of a head by itself; use 1"
+_CACHE_DTYPE = "kv_cache_dtype"
 _ONE_WAY = "this method has one way to draft; leave it out"
 
 
@@ -23,7 +28,7 @@ class ModelKeys:
             `parallel_drafting`; `remedy` completes the error message for the other value.
         mask_token, vocabulary, other_tokenizer: whether `pard_token`, `draft_vocab_size` and
             `use_heterogeneous_vocab` are supported.
-        window: whether `draft_window` is supported.
+        cache, window: whether `kv_cache_dtype` and `draft_window` are supported.
         in_target: without `model`, the head is read from the target's own checkpoint.
         splits: the network supports tensor parallelism.
         whole_target: it needs the whole target, and so cannot run with only a share of it.
@@ -34,6 +39,7 @@ class ModelKeys:
     mask_token: bool = False
     vocabulary: bool = False
     other_tokenizer: bool = False
+    cache: bool = False
     window: bool = False
     in_target: bool = False
     splits: bool = False
@@ -50,6 +56,7 @@ class ModelOptions:
         mask_token: `pard_token`; None: the checkpoint has it.
         vocabulary: the draft vocabulary; None: all tokens.
         maps_tokens: `use_heterogeneous_vocab`: its tokenizer may differ from the target's.
+        kv_cache_dtype: dtype of the network's keys and values; auto: the one in which it computes.
         draft_window: attention is limited to the last `draft_window` tokens and the first few;
             None: no limit, or the default for long texts if the engine is `adaptive`.
         adaptive: the engine chooses the number of draft tokens.
@@ -67,6 +74,7 @@ class ModelOptions:
     mask_token: int | None = None
     vocabulary: DraftVocabularyConfig | None = None
     maps_tokens: bool = False
+    kv_cache_dtype: str = "auto"
     draft_window: int | None = None
     adaptive: bool = False
     num_ranks: int | None = None
@@ -103,6 +111,11 @@ class ModelOptions:
                 f"no share of the drafter; give one that does ({', '.join(fitting)})"
             )
 
+    def pages_in(self, load: LoadOptions) -> torch.dtype:
+        """The dtype of its keys and values, if the network is loaded with `load`."""
+        option = f"speculative_config: {_CACHE_DTYPE}"
+        return resolve_cache_dtype(self.kv_cache_dtype, load.dtype, load.device, option)
+
     def load_options(self, target: TargetModel, usual_ranks: int = 1) -> LoadOptions:
         """The target's load options, except where the user has set others.
 
@@ -116,6 +129,16 @@ class ModelOptions:
             assert target.load.share.within is not None, "there are other ranks"
             share = target.load.share.within(num_ranks)
         return replace(target.load, dtype=dtype, quantization=self.quantization, share=share)
+
+
+def _read_cache_dtype(options: Options) -> str:
+    asked = options.take_str(_CACHE_DTYPE, "auto")
+    if asked not in CACHE_DTYPES:
+        raise UsageError(
+            f"speculative_config: {_CACHE_DTYPE} must be one of {', '.join(CACHE_DTYPES)}, not "
+            f"{asked!r}"
+        )
+    return asked
 
 
 def read_model_options(options: Options, method: str, keys: ModelKeys) -> ModelOptions:
@@ -146,6 +169,7 @@ def read_model_options(options: Options, method: str, keys: ModelKeys) -> ModelO
         mask_token=options.take_int("pard_token", None) if keys.mask_token else None,
         vocabulary=read_draft_vocabulary(options) if keys.vocabulary else None,
         maps_tokens=keys.other_tokenizer and options.take_bool("use_heterogeneous_vocab"),
+        kv_cache_dtype=_read_cache_dtype(options) if keys.cache else "auto",
         draft_window=options.take_positive("draft_window") if keys.window else None,
         num_ranks=num_ranks,
         whole_target=keys.whole_target,

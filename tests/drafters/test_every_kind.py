@@ -9,8 +9,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream import SamplingParams
+from slipstream.core.errors import UsageError
 from slipstream.engine.scheduler import Scheduler
 from tests.drafters.engines import GREEDY, PROMPT, SEEDED, K, check_drafts, forced, make, run
 from tests.drafters.kinds import KINDS, Kind
@@ -281,6 +283,26 @@ def test_drafters_in_integers_leave_the_output_as_it_is(
 ) -> None:
     """Widths of 48 and 80 have no groups of four bits: int8 takes their place."""
     llm = make(kind.target, {**kind.config, "quantization": quantization}, block_size=8)
+    output = run(llm, GREEDY)
+    assert tuple(output.outputs[0].token_ids) == plain(kind, answers, PROMPT)
+    assert output.metrics.num_drafts > 0
+
+
+EIGHT_BITS = "fp8" if torch.cuda.is_available() else "int8"
+
+
+def test_keys_and_values_of_eight_bits_change_no_text(
+    kind: Kind, answers: dict[Any, tuple[int, ...]]
+) -> None:
+    """Their rounding changes what is drafted, in blocks that are smaller."""
+    config = {**kind.config, "kv_cache_dtype": EIGHT_BITS}
+    whole = make(kind.target, kind.config).engine.resolved
+    if kind.shares or not whole.limits.cache_identity:
+        with pytest.raises(UsageError, match="unknown key kv_cache_dtype"):
+            make(kind.target, config)
+        return
+    llm = make(kind.target, config)
+    assert llm.engine.resolved.bytes_per_block < whole.bytes_per_block
     output = run(llm, GREEDY)
     assert tuple(output.outputs[0].token_ids) == plain(kind, answers, PROMPT)
     assert output.metrics.num_drafts > 0

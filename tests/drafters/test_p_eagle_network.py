@@ -47,7 +47,7 @@ class Request:
     """One request's blocks, and passes of a network over its rows."""
 
     def __init__(self, network: PEagleHead, folder: Path) -> None:
-        layout = read_p_eagle_config(HeadCheckpoint(folder)).layout(torch.float32)
+        layout = read_p_eagle_config(HeadCheckpoint(folder)).layout(torch.float32, torch.float32)
         sizes = CacheSizes(8, 8, 1, torch.device("cpu"))
         self.network, self.cache = network, ModelCache(layout, sizes)
         for pages in (pages for layer in self.cache.layers for pages in layer):

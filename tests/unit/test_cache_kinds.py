@@ -20,12 +20,12 @@ RECURRENT = RecurrentSpec((4, 3, 5), window=3, channels=20, gates=8, dtype=torch
 
 
 def test_bytes_are_those_of_all_layers() -> None:
-    layout = CacheLayout((SMALL, RECURRENT, SMALL, LARGE), torch.float32, extra_bytes_per_token=7)
+    layout = CacheLayout((SMALL, RECURRENT, SMALL, LARGE), extra_bytes_per_token=7)
     assert layout.bytes_per_token == 2 * (2 * 2 * 8 * 4) + 2 * 16 * 2 + 7
     assert layout.bytes_per_request == 4 * 3 * 5 * 4 + 3 * 20 * 2
     assert layout.state_bytes(5) == layout.bytes_per_request + 5 * (20 + 8) * 2
     assert not layout.blocks_resume
-    assert CacheLayout((SMALL, LARGE), torch.float32).blocks_resume
+    assert CacheLayout((SMALL, LARGE)).blocks_resume
 
 
 def test_an_int8_head_has_a_scale_behind_its_numbers() -> None:
@@ -38,14 +38,14 @@ def test_an_int8_head_has_a_scale_behind_its_numbers() -> None:
 def test_latent_layers_keep_one_row_a_token() -> None:
     spec = LatentSpec(18, torch.bfloat16)
     assert (spec.bytes_per_token, spec.bytes_per_request) == (36, 0)
-    cache = ModelCache(CacheLayout((spec, SMALL, spec), torch.bfloat16), SIZES)
+    cache = ModelCache(CacheLayout((spec, SMALL, spec)), SIZES)
     assert [cache.layers[index].shape for index in (0, 2)] == [(6, 4, 18)] * 2
     with pytest.raises(UsageError, match="8 bits is not for latent attention"):
         LatentSpec(18, torch.int8)
 
 
 def test_layers_keep_their_order_and_equal_ones_share_a_pool() -> None:
-    cache = ModelCache(CacheLayout((SMALL, LARGE, SMALL), torch.float32), SIZES)
+    cache = ModelCache(CacheLayout((SMALL, LARGE, SMALL)), SIZES)
     shapes = [tuple(keys.shape) for keys, _ in cache.layers]
     assert shapes == [(6, 4, 2, 8), (6, 4, 1, 16), (6, 4, 2, 8)]
     starts = {pages.data_ptr() for layer in cache.layers for pages in layer}
@@ -57,7 +57,7 @@ def test_layers_keep_their_order_and_equal_ones_share_a_pool() -> None:
 
 def test_layers_with_a_window_have_pages_of_their_own() -> None:
     windowed = replace(SMALL, window=6)
-    layout = CacheLayout((windowed, SMALL, windowed), torch.float32)
+    layout = CacheLayout((windowed, SMALL, windowed))
     assert (layout.windowed_bytes_per_token, layout.bytes_per_token) == (256, 384)
     assert (layout.window(7), layout.window(6)) == (6, None)
     shared = [keys.shape[0] for keys, _ in ModelCache(layout, SIZES).layers]
@@ -69,7 +69,7 @@ def test_layers_with_a_window_have_pages_of_their_own() -> None:
 
 
 def test_a_path_is_kept_by_the_table_of_each_layer() -> None:
-    layout = CacheLayout((SMALL, replace(SMALL, window=6)), torch.float32)
+    layout = CacheLayout((SMALL, replace(SMALL, window=6)))
     cache = ModelCache(layout, replace(SIZES, num_window_blocks=5))
     for keys, values in cache.layers:
         for pages in (keys, values):
@@ -91,7 +91,7 @@ def test_a_path_is_kept_by_the_table_of_each_layer() -> None:
 
 def test_states_have_places_for_slots_and_checkpoints() -> None:
     sizes = replace(SIZES, num_drafts=2, num_checkpoints=4)
-    cache = ModelCache(CacheLayout((SMALL, RECURRENT, RECURRENT), torch.float32), sizes)
+    cache = ModelCache(CacheLayout((SMALL, RECURRENT, RECURRENT)), sizes)
     for layer in cache.layers[1:]:
         assert layer.states.shape == (3 + 4, 4, 3, 5)
         assert layer.windows.shape == (3 + 4, 3, 20)
@@ -109,7 +109,7 @@ def test_states_have_places_for_slots_and_checkpoints() -> None:
 
 
 def test_accepted_rows_are_pending_until_their_request_goes_on() -> None:
-    cache = ModelCache(CacheLayout((SMALL, RECURRENT), torch.float32), replace(SIZES, num_drafts=5))
+    cache = ModelCache(CacheLayout((SMALL, RECURRENT)), replace(SIZES, num_drafts=5))
     assert cache.has_states
     known = torch.tensor([4, 1])
 
@@ -126,7 +126,7 @@ def test_accepted_rows_are_pending_until_their_request_goes_on() -> None:
     assert pending() == [5, 3]
     cache.begin([2], [-1])
     assert pending() == [0, 3]
-    paged = ModelCache(CacheLayout((SMALL,), torch.float32), SIZES)
+    paged = ModelCache(CacheLayout((SMALL,)), SIZES)
     assert paged.state_inputs(torch.tensor([2, 0]), known, known, None) is None
 
 
@@ -134,7 +134,7 @@ def test_accepted_rows_are_pending_until_their_request_goes_on() -> None:
 def test_the_last_edge_of_a_pass_is_saved(rereads: int, save_at: list[int]) -> None:
     """Behind 7, 9 and 8 tokens, with a place for the first and the last request."""
     sizes = replace(SIZES, num_checkpoints=5, rereads=rereads)
-    cache = ModelCache(CacheLayout((RECURRENT,), torch.float32), sizes)
+    cache = ModelCache(CacheLayout((RECURRENT,)), sizes)
     starts, known = torch.tensor([2, 8, 0]), torch.tensor([5, 1, 8])
     found = cache.state_inputs(torch.arange(3), starts, known, torch.tensor([4, -1, 0]))
     assert found is not None
@@ -148,12 +148,12 @@ def test_drafts_take_little_beside_the_state_of_a_request() -> None:
     spec = RecurrentSpec(
         (32, 128, 128), window=3, channels=channels, gates=64, dtype=torch.bfloat16
     )
-    layout = CacheLayout((spec,) * 24, torch.bfloat16)
+    layout = CacheLayout((spec,) * 24)
     assert layout.state_bytes(7) < 1.06 * layout.state_bytes(0)
 
 
 def test_a_path_is_kept_in_every_pool() -> None:
-    cache = ModelCache(CacheLayout((SMALL, LARGE), torch.float32), SIZES)
+    cache = ModelCache(CacheLayout((SMALL, LARGE)), SIZES)
     for number, (keys, values) in enumerate(cache.layers):
         slots = torch.arange(24, dtype=torch.float32).view(6, 4, 1, 1)
         keys.copy_((slots + 100 * number).expand(keys.shape))

@@ -153,7 +153,7 @@ MAMBA2 = RecurrentSpec(
 @pytest.mark.parametrize("memory", [CPU_MEMORY, H200], ids=["cpu", "gpu"])
 def test_a_model_of_states_alone_has_blocks_without_bytes(memory: DeviceMemory) -> None:
     """They count tokens, and half of the memory is for checkpoints."""
-    layout = CacheLayout((MAMBA2,) * 24, torch.bfloat16)
+    layout = CacheLayout((MAMBA2,) * 24)
     block = BlockBytes.of([layout], 16, STEP.max_model_len)
     assert (block.all, block.checkpoint) == (0, layout.bytes_per_request)
     reasons = Reasons()

@@ -98,7 +98,9 @@ def short_lines(lines: int) -> int:
     return int(min(32, max(16, triton.next_power_of_2(lines))))
 
 
-def short_tiles(lines: int, pairs: int, block_d: int, dtype: torch.dtype) -> tuple[Tiles, int]:
+def short_tiles(
+    lines: int, pairs: int, block_d: int, dtype: torch.dtype, eight_bits: bool = False
+) -> tuple[Tiles, int]:
     """(tiles of `lines` lines, number of programs for `pairs` pairs of a tile and a KV head).
 
     A line's bits depend only on `Tiles.tokens`, of which splits are multiples. With dependent
@@ -113,10 +115,12 @@ def short_tiles(lines: int, pairs: int, block_d: int, dtype: torch.dtype) -> tup
         return Tiles(lines, 64, 8, 2), 2 * MULTIPROCESSORS
     # For 32 lines one program a multiprocessor is enough; for 16, more and shorter ones are faster.
     if pairs * 3 <= MULTIPROCESSORS or (lines > 16 and pairs <= MULTIPROCESSORS):
-        return Tiles(lines, 64, 4, 5), MULTIPROCESSORS
+        # A page of 8 bits takes half the shared memory, and its conversion more time than loading.
+        return Tiles(lines, 64, 4, 5), MULTIPROCESSORS * (2 if eight_bits else 1)
     if pairs * 2 <= 3 * MULTIPROCESSORS:
         return Tiles(lines, 64, 4, 3, 168), 3 * MULTIPROCESSORS
-    return Tiles(lines, 64, 4, 4, 168), pairs
+    # Pages of 8 bits need more registers to convert than this limit leaves.
+    return Tiles(lines, 64, 4, 4, None if eight_bits else 168), pairs
 
 
 def chunk_tiles(block_d: int, dtype: torch.dtype) -> Tiles:
@@ -211,7 +215,8 @@ def _short(
     block_size, requests = cache[0].shape[1], len(paging.context_lens)
     lines = short_lines(most_rows * layer.groups)
     pairs = layer.kv_heads * triton.cdiv(most_rows * layer.groups, lines)
-    tiles, programs = short_tiles(lines, requests * pairs, layer.block_d, source.dtype)
+    eight_bits = cache[0].dtype == FLOAT8_PAGES
+    tiles, programs = short_tiles(lines, requests * pairs, layer.block_d, source.dtype, eight_bits)
     assert SMALLEST % tiles.tokens == 0, "tiles do not cross splits"
     splits = most_splits_of(inputs, block_size, layer.window, most_rows)
     lanes = max(1, min(splits, programs // (requests * pairs)))

@@ -13,6 +13,7 @@ no token leaves that row's sums unchanged, so they do not depend on the other ro
 import triton
 import triton.language as tl
 
+from slipstream.kernels.triton.attention_float8 import LEFT, LIFT, eight_bit_tile, even_and_odd
 from slipstream.kernels.triton.attention_parts import (
     LOG2_E,
     capped,
@@ -24,7 +25,6 @@ from slipstream.kernels.triton.attention_parts import (
     places_of,
     power_of_two,
     rotated,
-    scales_at,
     sight,
     split_of,
     split_of_lane,
@@ -58,14 +58,16 @@ def _new_tokens(
 
 
 @triton.jit
-def _store(pages, place, inside, first, second, head_dim: tl.constexpr):
-    """Store both halves of heads [L, C] at `place` [L]."""
+def _store(
+    pages, place, inside, first, second, head_dim: tl.constexpr, interleaved: tl.constexpr
+):  # fmt: skip
+    """Store both halves of heads [L, C], or their even and odd numbers, at `place` [L]."""
     half: tl.constexpr = head_dim // 2
     pair = tl.arange(0, first.shape[1])
-    target = pages + place[:, None] + pair[None, :]
     stored = inside[:, None] & (pair < half)[None, :]
+    target = pages + place[:, None] + pair[None, :] * (2 if interleaved else 1)
     tl.store(target, first, mask=stored)
-    tl.store(target + half, second, mask=stored)
+    tl.store(target + (1 if interleaved else half), second, mask=stored)
 
 
 @triton.jit
@@ -85,9 +87,9 @@ def _store_new(
 
 @triton.jit
 def _fold(
-    query_one, query_two, key_one, key_two, value_one, value_two, key_scale, exponent, total, one,
-    two, token, row_begins, row_ends, row, rows, ancestors, tree_start, scale, softcap, window,
-    first_seen: tl.constexpr,
+    query_one, query_two, key_one, key_two, value_one, value_two, key_scale, value_scale, exponent,
+    total, one, two, token, row_begins, row_ends, row, rows, ancestors, tree_start, scale, softcap,
+    window, first_seen: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of tokens by online softmax.
 
@@ -109,11 +111,14 @@ def _fold(
     base = finite(highest)
     negative = tl.zeros_like(score) - base[:, None]
     # An explicit fma: otherwise the compiler might fuse in one variant of the kernel only.
-    weight = tl.exp2(tl.fma(score, tl.zeros_like(score) + factor, negative)).to(value_one.dtype)
+    exact = tl.exp2(tl.fma(score, tl.zeros_like(score) + factor, negative))
+    weight = exact.to(value_one.dtype)
     kept = power_of_two(exponent - base)[:, None]
     # Tensor cores add in the same order for any number of warps; `tl.sum` would not.
     ones = tl.full((value_one.shape[0], SUM_COLUMNS), 1.0, value_one.dtype)
     total = tl.dot(weight, ones, total * kept, input_precision="ieee")
+    if value_scale is not None:
+        weight = (exact * value_scale[None, :]).to(value_one.dtype)
     one = tl.dot(weight, value_one, one * kept, input_precision="ieee")
     two = tl.dot(weight, value_two, two * kept, input_precision="ieee")
     return highest, total, one, two
@@ -134,15 +139,22 @@ def _fold_splits(
     query_one, query_two, keys, values, key_scales, value_scales, table, begin, end, row_begins,
     row_ends, row, rows, ancestors, tree_start, scale, softcap, window, part, part_exponent,
     part_total, place, split, first_seen: tl.constexpr, place_stride: tl.constexpr,
-    block_size: tl.constexpr, head_dim: tl.constexpr, block_n: tl.constexpr,
+    block_size: tl.constexpr, head_dim: tl.constexpr, block_n: tl.constexpr, hopper: tl.constexpr,
 ):  # fmt: skip
     """Reduce the tokens [begin, end), split by split from `split` on, and return their sums.
 
     If `part` is not None, the partial sums of each split are stored there instead, from index
-    `place` [block_m] on.
+    `place` [block_m] on. Sums are those of both halves of heads, or with `key_scales` of their even
+    and odd numbers.
     """
     block_m: tl.constexpr = query_one.shape[0]
     block_d: tl.constexpr = 2 * query_one.shape[1]
+    dtype: tl.constexpr = query_one.dtype
+    moved: tl.constexpr = hopper and key_scales is not None and dtype == tl.bfloat16
+    if key_scales is not None:
+        query_one, query_two = even_and_odd(query_one, query_two, head_dim)
+    if moved:
+        query_one, query_two = query_one * LIFT, query_two * LIFT
     exponent = tl.full((block_m,), float("-inf"), tl.float32)
     total = tl.zeros((block_m, SUM_COLUMNS), tl.float32)
     one = tl.zeros(query_one.shape, tl.float32)
@@ -153,23 +165,25 @@ def _fold_splits(
     for start in range(begin, end, block_n):
         token = start + tl.arange(0, block_n)
         places = places_of(entries, start, place_stride, block_size, block_n)
-        key_one, key_two = halves(keys, places, token < end, head_dim, block_d)
-        value_one, value_two = halves(values, places, token < end, head_dim, block_d)
+        if key_scales is None:
+            key_one, key_two = halves(keys, places, token < end, head_dim, block_d)
+            value_one, value_two = halves(values, places, token < end, head_dim, block_d)
+            key_scale = None
+            value_scale = None
+        else:
+            key_one, key_two, value_one, value_two, key_scale, value_scale = eight_bit_tile(
+                keys, values, key_scales, value_scales, places, token < end, dtype, hopper,
+                head_dim, block_d,
+            )  # fmt: skip
         entries = entries_of(table, start + block_n, end, block_size, block_n)
-        key_scale = None
-        if key_scales is not None:
-            key_scale = scales_at(key_scales, places, token < end)
-            by = scales_at(value_scales, places, token < end)[:, None]
-            dtype: tl.constexpr = query_one.dtype
-            key_one, key_two = key_one.to(dtype), key_two.to(dtype)
-            value_one = (value_one.to(tl.float32) * by).to(dtype)
-            value_two = (value_two.to(tl.float32) * by).to(dtype)
         exponent, total, one, two = _fold(
-            query_one, query_two, key_one, key_two, value_one, value_two, key_scale, exponent,
-            total, one, two, token, row_begins, row_ends, row, rows, ancestors, tree_start, scale,
-            softcap, window, first_seen,
+            query_one, query_two, key_one, key_two, value_one, value_two, key_scale, value_scale,
+            exponent, total, one, two, token, row_begins, row_ends, row, rows, ancestors,
+            tree_start, scale, softcap, window, first_seen,
         )  # fmt: skip
         if start + block_n >= tl.minimum(until, end):
+            if moved:
+                one, two = one * LEFT, two * LEFT
             if part is None:
                 sum_exponent, sum_total, sum_one, sum_two = _added(
                     sum_exponent, sum_total, sum_one, sum_two, exponent, total, one, two
@@ -177,7 +191,9 @@ def _fold_splits(
             else:
                 tl.store(part_exponent + place, exponent, mask=row < rows)
                 tl.store(part_total + place, tl.max(total, axis=1), mask=row < rows)
-                _store(part, place * head_dim, row < rows, one, two, head_dim)
+                _store(
+                    part, place * head_dim, row < rows, one, two, head_dim, key_scales is not None
+                )
                 place += 1
             exponent = tl.full((block_m,), float("-inf"), tl.float32)
             total = tl.zeros((block_m, SUM_COLUMNS), tl.float32)
@@ -222,7 +238,9 @@ def _with_sink(exponent, total, sink):
 
 
 @triton.jit
-def _write(exponent, total, one, two, out, place, head, inside, sinks, head_dim: tl.constexpr):
+def _write(
+    exponent, total, one, two, out, place, head, inside, sinks, head_dim: tl.constexpr, scales
+):  # fmt: skip
     kept = tl.full(total.shape, 1.0, tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)[:, None] * LOG2_E
@@ -230,7 +248,8 @@ def _write(exponent, total, one, two, out, place, head, inside, sinks, head_dim:
     total = tl.where(total == 0.0, 1.0, total)  # a row that sees no token: output 0
     one, two = one * kept / total, two * kept / total
     dtype: tl.constexpr = out.dtype.element_ty
-    _store(out, place * head_dim, inside, one.to(dtype), two.to(dtype), head_dim)
+    one, two = one.to(dtype), two.to(dtype)
+    _store(out, place * head_dim, inside, one, two, head_dim, scales is not None)
 
 
 @triton.jit
@@ -317,10 +336,10 @@ def short_kernel(
         one, two, keys, values, key_scales, value_scales, table, begin, end, begins, ends, row,
         rows, words, tree_start, scale, softcap, window, part, part_exponent, part_total, place *
         most_splits + split - first_split, split, first_seen, place_stride, block_size, head_dim,
-        block_n,
+        block_n, pdl,
     )  # fmt: skip
     if part is None:
-        _write(exponent, total, one, two, out, place, head, row < rows, sinks, head_dim)
+        _write(exponent, total, one, two, out, place, head, row < rows, sinks, head_dim, key_scales)
 
 
 @triton.jit(do_not_specialize=["most_rows", "most_splits"])

@@ -39,7 +39,7 @@ class DFlashDrafter(Drafter):
         self._drafting = head.sampling(resources)
         layout = head.layout
         assert layout is not None, "its layers have keys and values"
-        self._dtype = layout.dtype
+        self._dtype = head.dtype
         self._cache = ModelCache(layout, resources.cache_sizes)
 
     def propose(self, batch: DeviceBatch) -> Draft:
@@ -84,7 +84,7 @@ HEAD = HeadMethod(
     read=read_dflash_config,
     network=partial(load_network, DFlashNetwork),
     drafter=DFlashDrafter,
-    keys=ModelKeys(parallel=True, remedy="all tokens come from one pass; leave it out"),
+    keys=ModelKeys(parallel=True, remedy="all tokens come from one pass; leave it out", cache=True),
 )
 
 

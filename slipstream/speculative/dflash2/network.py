@@ -270,5 +270,7 @@ HEAD = HeadMethod(
     network=partial(load_network, DFlash2Network),
     drafter=BlockChainDrafter,
     checkpoint=DFlash2Checkpoint,
-    keys=ModelKeys(parallel=True, remedy="its layers run once for all tokens; leave it out"),
+    keys=ModelKeys(
+        parallel=True, remedy="its layers run once for all tokens; leave it out", cache=True
+    ),
 )

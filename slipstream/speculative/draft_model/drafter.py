@@ -128,10 +128,11 @@ class DraftNetwork:
         vocabulary = _vocabulary(config, target, num_legal, tokens)
         load = config.load_options(target, usual_ranks(checkpoint, shape, target, tokens))
         self.decoder, self.width = load_decoder(checkpoint, load, shape), shape.hidden_size
-        self.dtype, self.layout = load.dtype, shape.cache_layout(load.dtype, load.share)
+        pages = config.pages_in(load)
+        self.dtype, self.layout = load.dtype, shape.cache_layout(pages, load.share)
         self._window = _window(config, target, load, self.layout)
         self.identity = (
-            f"{method}:{checkpoint.path}:{load.dtype}:{config.quantization}:"
+            f"{method}:{checkpoint.path}:{load.dtype}:{pages}:{config.quantization}:"
             f"{'tli' if tokens else 'same'}:{mask_token}"
         )
         same = shape.vocab_size == target.vocab_size and load.share.size == target.load.share.size
@@ -212,6 +213,7 @@ def read_options(options: Options) -> ModelOptions:
         remedy="leave it out, or use method pard",
         vocabulary=True,
         other_tokenizer=True,
+        cache=True,
         window=True,
         splits=True,
     )

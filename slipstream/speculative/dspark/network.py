@@ -160,5 +160,7 @@ HEAD = HeadMethod(
     read=read_dspark_config,
     network=partial(load_network, DSparkNetwork),
     drafter=BlockChainDrafter,
-    keys=ModelKeys(parallel=True, remedy="its layers run once for all tokens; leave it out"),
+    keys=ModelKeys(
+        parallel=True, remedy="its layers run once for all tokens; leave it out", cache=True
+    ),
 )

@@ -74,5 +74,5 @@ HEAD = HeadMethod(
     network=partial(load_network, Eagle1Head),
     drafter=FeatureRowsDrafter,
     tree_drafter=TreeDrafter,
-    keys=ModelKeys(window=True),
+    keys=ModelKeys(cache=True, window=True),
 )

@@ -248,5 +248,5 @@ HEAD = HeadMethod(
     network=partial(load_network, Eagle3Head),
     drafter=FeatureRowsDrafter,
     tree_drafter=TreeDrafter,
-    keys=ModelKeys(window=True),
+    keys=ModelKeys(cache=True, window=True),
 )

@@ -94,7 +94,7 @@ class FeatureRowsDrafter(Drafter):
             size = max(head.window, self._most)
             self._window = ExcerptSizes(size, ahead, state.block_size, first_tokens=0)
         shape = (state.num_slots, self._most + 1, self._network.feature_size)
-        self._features = torch.zeros(shape, dtype=layout.dtype, device=state.device)
+        self._features = torch.zeros(shape, dtype=head.dtype, device=state.device)
         # On the host: an upper bound of the rows of a slot that wait when the next step begins.
         self._waiting = [0] * state.num_slots
 

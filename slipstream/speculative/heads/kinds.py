@@ -67,8 +67,13 @@ class HeadConfig:
         """The parts of the target's passes that the head needs."""
         return Needs()
 
-    def layout(self, dtype: torch.dtype) -> CacheLayout | None:
-        """The cache that the head adds to every block; None if it has none."""
+    def layout(self, pages: torch.dtype, dtype: torch.dtype) -> CacheLayout | None:
+        """The cache that the head adds to every block; None if it has none.
+
+        Args:
+            pages: dtype of keys and values.
+            dtype: dtype in which the head computes.
+        """
         return None
 
     def limits(self, options: ModelOptions, longest: int, identity: str) -> DrafterLimits:
@@ -139,8 +144,8 @@ class DecoderHeadConfig(HeadConfig):
     def needs(self, target: DecoderConfig) -> Needs:
         return Needs(features=True, hidden=True)
 
-    def layout(self, dtype: torch.dtype) -> CacheLayout:
-        return self.layers.cache_layout(dtype)
+    def layout(self, pages: torch.dtype, dtype: torch.dtype) -> CacheLayout:
+        return self.layers.cache_layout(pages)
 
     def limits(self, options: ModelOptions, longest: int, identity: str) -> DrafterLimits:
         """A head drafts up to the target's maximum length, whatever length it was trained with."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from slipstream.cache.spec import CacheLayout
@@ -50,6 +51,7 @@ class Head(Generic[C, N]):
 
     Attributes:
         greedy_only: it drafts the argmax, whatever a request's temperature.
+        dtype: dtype in which it computes.
         max_model_len: see `DrafterLimits`.
         window: the number of last tokens that it attends to; None: all.
     """
@@ -58,6 +60,7 @@ class Head(Generic[C, N]):
     network: N
     greedy_only: bool
     layout: CacheLayout | None
+    dtype: torch.dtype
     max_model_len: int | None
     target: DecoderConfig
     window: int | None = None
@@ -117,13 +120,17 @@ class HeadMethod(Generic[C, N]):
             )
         network = self.network(checkpoint, config, shape, load)
         window = options.window_within(load.max_positions)
-        identity = f"{self.name}:{checkpoint.path}:{load.dtype}:{options.quantization}:{window}"
+        pages = options.pages_in(load)
+        identity = (
+            f"{self.name}:{checkpoint.path}:{load.dtype}:{pages}:{options.quantization}:{window}"
+        )
         limits = config.limits(options, target.load.max_positions, identity)
         head = Head(
             config=config,
             network=network,
             greedy_only=options.greedy_only,
-            layout=config.layout(load.dtype),
+            layout=config.layout(pages, load.dtype),
+            dtype=load.dtype,
             max_model_len=limits.max_model_len,
             target=shape,
             window=window,

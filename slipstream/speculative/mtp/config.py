@@ -256,10 +256,10 @@ class MtpConfig(DecoderHeadConfig):
         chosen = choose_draft_vocabulary(options.vocabulary, target.path, target.vocab_size)
         return replace(self, drafted=tuple(chosen))
 
-    def layout(self, dtype: torch.dtype) -> CacheLayout:
+    def layout(self, pages: torch.dtype, dtype: torch.dtype) -> CacheLayout:
         """The KV cache, and the outputs of all modules but the last, which the next ones read."""
         extra = (len(self.modules) - 1) * self.layers.hidden_size * dtype.itemsize
-        return replace(super().layout(dtype), extra_bytes_per_token=extra)
+        return replace(super().layout(pages, dtype), extra_bytes_per_token=extra)
 
 
 def read_mtp_config(checkpoint: MtpCheckpoint) -> MtpConfig:

@@ -204,5 +204,5 @@ HEAD = HeadMethod(
     network=load_mtp,
     drafter=_build,
     checkpoint=MtpCheckpoint,
-    keys=ModelKeys(vocabulary=True, window=True, in_target=True),
+    keys=ModelKeys(vocabulary=True, cache=True, window=True, in_target=True),
 )

@@ -73,6 +73,7 @@ HEAD = HeadMethod(
         parallel=True,
         remedy="this head drafts all tokens at once; leave it out, or choose a head for a chain",
         mask_token=True,
+        cache=True,
         window=True,
     ),
 )

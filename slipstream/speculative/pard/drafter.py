@@ -45,6 +45,7 @@ def read_options(options: Options) -> ModelOptions:
         mask_token=True,
         vocabulary=True,
         other_tokenizer=True,
+        cache=True,
         window=True,
         splits=True,
     )
