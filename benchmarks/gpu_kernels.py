@@ -29,7 +29,7 @@ from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
 from slipstream.kernels.table import Heads, Norm
 from slipstream.kernels.triton import PARTS as TRITON_PARTS
 from slipstream.kernels.triton import attention as tuned
-from slipstream.kernels.triton.attention import Tiles
+from slipstream.kernels.triton.attention import AttentionTiles
 from slipstream.kernels.triton.rope import rotate_and_store
 from slipstream.layers.rope import RopeConfig, rope_table
 
@@ -262,23 +262,23 @@ def _sweep(pool: tuple[Tensor, Tensor]) -> list[Row]:
         (64, 8, 4, 128, 264), (64, 8, 3, 128, 264), (64, 4, 3, 168, 396), (64, 4, 4, 168, 1),
         (32, 4, 6, 168, 264), (128, 8, 2, None, 264),
     ):  # fmt: skip
-        tuned.short_tiles = _divided(Tiles(32, tokens, warps, stages, registers), programs)
+        tuned.short_tiles = _divided(AttentionTiles(32, tokens, warps, stages, registers), programs)
         rows += _tried(pool, short, f"{tokens} w{warps} s{stages} r{registers} p{programs}")
     for lines, tokens, warps, stages, registers in (
         (128, 64, 8, 2, 128), (128, 64, 8, 2, None), (128, 64, 8, 3, None), (128, 32, 8, 3, 128),
         (128, 128, 8, 2, None), (256, 64, 16, 2, None), (64, 64, 4, 2, 168),
     ):  # fmt: skip
         tuned.streams = lambda *_: False  # the kernel that has such tiles
-        tuned.chunk_tiles = _always(Tiles(lines, tokens, warps, stages, registers))
+        tuned.chunk_tiles = _always(AttentionTiles(lines, tokens, warps, stages, registers))
         rows += _tried(pool, chunks, f"{lines}x{tokens} w{warps} s{stages} r{registers}")
     return sorted(rows, key=lambda row: (row["op"].split(" | ")[0], row["us"]))
 
 
-def _always(tiles: Tiles) -> Callable[..., Tiles]:
+def _always(tiles: AttentionTiles) -> Callable[..., AttentionTiles]:
     return lambda *_: tiles
 
 
-def _divided(tiles: Tiles, programs: int) -> Callable[..., tuple[Tiles, int]]:
+def _divided(tiles: AttentionTiles, programs: int) -> Callable[..., tuple[AttentionTiles, int]]:
     return lambda lines, *_: (replace(tiles, lines=lines), programs)
 
 

@@ -115,15 +115,15 @@ def _sweep() -> Iterator[dict[str, Any]]:
     names = [f"{case.kind[:6]}/{case.requests}/{case.drafts}" for case in cases]
     print(f"{'tiles':24}" + "".join(f"{name:>12}" for name in names))
     for tiles in (
-        fused.Tiles(2048, 64, 64, 4, 4, 8),
-        fused.Tiles(2048, 64, 64, 4, 8, 16),
-        fused.Tiles(2048, 128, 32, 4, 4, 8),
-        fused.Tiles(2048, 128, 64, 4, 4, 16),
-        fused.Tiles(2048, 32, 64, 4, 4, 8),
-        fused.Tiles(2048, 64, 32, 4, 4, 4),
-        fused.Tiles(1024, 64, 64, 2, 2, 8),
-        fused.Tiles(4096, 64, 128, 4, 8, 16),
-        fused.Tiles(4096, 64, 64, 8, 4, 8),
+        fused.SamplingTiles(2048, 64, 64, 4, 4, 8),
+        fused.SamplingTiles(2048, 64, 64, 4, 8, 16),
+        fused.SamplingTiles(2048, 128, 32, 4, 4, 8),
+        fused.SamplingTiles(2048, 128, 64, 4, 4, 16),
+        fused.SamplingTiles(2048, 32, 64, 4, 4, 8),
+        fused.SamplingTiles(2048, 64, 32, 4, 4, 4),
+        fused.SamplingTiles(1024, 64, 64, 2, 2, 8),
+        fused.SamplingTiles(4096, 64, 128, 4, 8, 16),
+        fused.SamplingTiles(4096, 64, 64, 8, 4, 8),
     ):
         fused.TILES = tiles
         times = [graph_us(run, 10) for run in runs]

@@ -33,7 +33,7 @@ from slipstream.core.step_form import CapturedForm, ExactForm, StepLimits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy
 from slipstream.engine.drafting.costs import CostModel
 from slipstream.engine.drafting.policy import AdaptivePolicy
-from slipstream.engine.drafting.step_costs import Point
+from slipstream.engine.drafting.step_costs import MeasuredStep
 
 MOST_US = 20.0  # the bar
 MOST = 7  # draft tokens of a step
@@ -66,7 +66,7 @@ def new_policy(requests: int, captured: bool) -> DraftPolicy:
         for width in WIDTHS:
             rows = size * (width + 1)
             draft, target = _seconds(size, width, rows)
-            points.append(Point(size, width, rows, size * CONTEXT, draft, target))
+            points.append(MeasuredStep(size, width, rows, size * CONTEXT, draft, target))
     costs.calibrate(points)
     return AdaptivePolicy(limits, WIDTHS, costs, form)
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slipstream.models.gguf.blocks import F32, BlockType
+from slipstream.models.gguf.blocks import F32, GgufType
 from tests.gguf_files import Stored, floats, random_blocks, write_gguf
 
 _NAMES = {
@@ -41,7 +41,7 @@ _ARCHITECTURES = {
 _POST_NORMS = ("gpt_oss", "gemma3_text")  # whose norm behind attention has another name
 
 
-def as_gguf(folder: Path, file: Path, kind: BlockType = F32, **more: Any) -> Path:
+def as_gguf(folder: Path, file: Path, kind: GgufType = F32, **more: Any) -> Path:
     """The checkpoint of a directory as a GGUF file.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.gguf.blocks import F32, BlockType
+from slipstream.models.gguf.blocks import F32, GgufType
 
 ALIGNMENT = 32
 
@@ -22,7 +22,7 @@ class Stored:
         raw: [..., bytes of a row] uint8.
     """
 
-    kind: BlockType
+    kind: GgufType
     raw: Tensor
 
     @property
@@ -34,14 +34,14 @@ class Stored:
         return self.kind.dequantised(self.raw.flatten(0, -2)).view(self.shape)
 
 
-def floats(values: Tensor, kind: BlockType = F32) -> Stored:
+def floats(values: Tensor, kind: GgufType = F32) -> Stored:
     """A tensor of plain floats [...]."""
     assert kind.floats is not None
     return Stored(kind, values.to(kind.floats).contiguous().view(torch.uint8))
 
 
 def random_blocks(
-    kind: BlockType, shape: tuple[int, ...], generator: torch.Generator, scale: float = 0.01
+    kind: GgufType, shape: tuple[int, ...], generator: torch.Generator, scale: float = 0.01
 ) -> Stored:
     """Blocks whose bytes are random, but for their scales, which are finite and about `scale`."""
     if kind.floats is not None:

@@ -11,7 +11,7 @@ from slipstream.bench.datasets import BenchPrompt, TextEncoder
 from slipstream.bench.options import Server
 from slipstream.bench.protocol import (
     BrokenStreamError,
-    EventStream,
+    EventParser,
     RequestForm,
     ServerError,
     error_message,
@@ -94,7 +94,7 @@ class Client:
             await self._read(response, record)
 
     async def _read(self, response: aiohttp.ClientResponse, record: Record) -> None:
-        stream, texts, done = EventStream(), [], False
+        stream, texts, done = EventParser(), [], False
         try:
             async for data in response.content.iter_any():
                 now = perf_counter()

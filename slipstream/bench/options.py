@@ -116,7 +116,7 @@ class Server:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
+class TrafficOptions:
     """How many requests are sent, and when."""
 
     max_concurrency: int | None = flag(

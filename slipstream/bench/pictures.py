@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.sweep import AUTO, PLAIN, Point
+from slipstream.bench.sweep import AUTO, PLAIN, CellResult
 from slipstream.core.errors import UsageError
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -67,7 +67,7 @@ def as_svg(draw: Draw) -> str:
     return text[text.index("<svg") :].replace(_INK, "currentColor")
 
 
-def sweep_figure(points: Sequence[Point], title: str | None) -> Any:
+def sweep_figure(points: Sequence[CellResult], title: str | None) -> Any:
     """Draw a row of panels for each batch size, with a line for each drafter over K, and one for
     its first measurement of plain decoding."""
     batches = sorted({point.batch for point in points})
@@ -115,7 +115,7 @@ def _figure(size: tuple[float, float], title: str | None) -> Any:
     return figure
 
 
-def _against_k(axes: Any, points: Sequence[Point], names: Sequence[str], field: str) -> None:
+def _against_k(axes: Any, points: Sequence[CellResult], names: Sequence[str], field: str) -> None:
     for index, name in enumerate(names):
         known = [it for it in points if it.drafter == name and getattr(it, field) is not None]
         values = sorted((it.k, getattr(it, field)) for it in known if isinstance(it.k, int))

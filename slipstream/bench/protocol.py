@@ -78,7 +78,7 @@ class RequestForm:
         return {"messages": [{"role": "user", "content": prompt.text}]}
 
 
-class EventStream:
+class EventParser:
     """Splits a byte stream into server-sent events; chunks may be cut anywhere."""
 
     def __init__(self) -> None:

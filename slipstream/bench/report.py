@@ -14,7 +14,7 @@ from slipstream.bench.datasets import BenchPrompt
 from slipstream.bench.options import E2EL, ITL, TPOT, TTFT, SummaryOptions
 from slipstream.bench.pictures import PAGES, as_svg, load_figure, save, sweep_figure
 from slipstream.bench.summary import details, series, summarise, timeline
-from slipstream.bench.sweep import Failure, Point
+from slipstream.bench.sweep import CellResult, Failure
 from slipstream.bench.tables import (
     METRIC_NAMES,
     ReportTable,
@@ -85,7 +85,7 @@ def read_texts(file: Path) -> dict[str, str]:
 
 
 def sweep_document(
-    points: Sequence[Point], failures: Sequence[Failure], about: Mapping[str, Any]
+    points: Sequence[CellResult], failures: Sequence[Failure], about: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A sweep as JSON; `about` names what was measured, and where."""
     return {
@@ -96,7 +96,7 @@ def sweep_document(
 
 
 def draw_sweep(
-    points: Sequence[Point],
+    points: Sequence[CellResult],
     failures: Sequence[Failure],
     title: str,
     about: Mapping[str, str],

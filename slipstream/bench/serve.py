@@ -12,7 +12,7 @@ import aiohttp
 from slipstream.bench.client import Client, connection_error
 from slipstream.bench.datasets import BenchPrompt, TextEncoder
 from slipstream.bench.load import Ask, LoadRun, run_load
-from slipstream.bench.options import LoadOptions, Server
+from slipstream.bench.options import Server, TrafficOptions
 from slipstream.bench.protocol import RequestForm
 from slipstream.bench.record import Record
 from slipstream.bench.speculation import SpeculationCounts, from_metrics, from_usage
@@ -139,7 +139,7 @@ class ServePlan:
     server: Server
     form: RequestForm
     prompts: Sequence[BenchPrompt]
-    load: LoadOptions
+    load: TrafficOptions
     due: Sequence[float] | None = None
     encoder: TextEncoder | None = None
 

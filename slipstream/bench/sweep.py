@@ -39,7 +39,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point(Cell):
+class CellResult(Cell):
     """The results of a cell.
 
     Attributes:
@@ -142,14 +142,14 @@ class Sweep:
 
     def run(
         self, open_llm: Open, measure: Measure, stopped: Callable[[], bool]
-    ) -> Iterator[Point | Failure]:
+    ) -> Iterator[CellResult | Failure]:
         """Yield results as they are measured.
 
         Ratios are relative to the first plain point of the batch size. When `stopped` returns true,
         the current point is yielded as far as it was measured, and the sweep ends.
         """
         for batch in self.batches:
-            plain: Point | None = None
+            plain: CellResult | None = None
             for cell, config in self._cells(batch):
                 if stopped():
                     return
@@ -157,7 +157,7 @@ class Sweep:
                 gc.collect()  # frees the engine's memory for the next one
                 if result is None:
                     return
-                if plain is None and cell.drafter == PLAIN and isinstance(result, Point):
+                if plain is None and cell.drafter == PLAIN and isinstance(result, CellResult):
                     plain = result
                 yield result
 
@@ -169,7 +169,7 @@ class Sweep:
         yield Cell(PLAIN, 0, batch), None
 
 
-def best(points: Sequence[Point]) -> list[Point]:
+def best(points: Sequence[CellResult]) -> list[CellResult]:
     """For each batch size, the point with the most tokens per second, without partial ones."""
     whole = [point for point in points if not point.partial]
     batches = dict.fromkeys(point.batch for point in whole)
@@ -180,8 +180,12 @@ def best(points: Sequence[Point]) -> list[Point]:
 
 
 def _result(
-    cell: Cell, config: dict[str, Any] | None, open_llm: Open, measure: Measure, plain: Point | None
-) -> Point | Failure | None:
+    cell: Cell,
+    config: dict[str, Any] | None,
+    open_llm: Open,
+    measure: Measure,
+    plain: CellResult | None,
+) -> CellResult | Failure | None:
     """None where it was interrupted before the first token."""
     try:
         run = measure(open_llm(config, cell.batch), cell)
@@ -193,10 +197,10 @@ def _result(
     return _point(cell, run, plain) if run.num_tokens else None
 
 
-def _point(cell: Cell, run: OfflineRun, plain: Point | None) -> Point:
+def _point(cell: Cell, run: OfflineRun, plain: CellResult | None) -> CellResult:
     speculation, tpots = run.speculation, run.tpots_ms()
     rate = run.tokens_per_second
-    return Point(
+    return CellResult(
         cell.drafter,
         cell.k,
         cell.batch,
@@ -231,8 +235,8 @@ class Advice:
     """
 
     batch: int
-    best: Point
-    auto: Point | None
+    best: CellResult
+    auto: CellResult | None
     plain: float
     drift: float
 
@@ -242,7 +246,7 @@ class Advice:
         return self.best.tokens_per_second / self.plain
 
     @property
-    def choice(self) -> Point:
+    def choice(self) -> CellResult:
         """The K to serve with: auto, if it is as good as the best one within the drift."""
         auto = self.auto
         if auto is None or self.best.tokens_per_second > (1 + self.drift) * auto.tokens_per_second:
@@ -250,7 +254,7 @@ class Advice:
         return auto
 
 
-def advise(points: Sequence[Point]) -> list[Advice]:
+def advise(points: Sequence[CellResult]) -> list[Advice]:
     """Advice for each batch size with a plain point."""
     found = []
     for batch in sorted({point.batch for point in points}):
@@ -287,7 +291,7 @@ def paragraph(advice: Advice, model: str, drafters: Mapping[str, Mapping[str, An
     return f"{text}.\n    {command(choice, model, drafters)}"
 
 
-def command(point: Point, model: str, drafters: Mapping[str, Mapping[str, Any]]) -> str:
+def command(point: CellResult, model: str, drafters: Mapping[str, Mapping[str, Any]]) -> str:
     """A command line that serves a point of the sweep."""
     if point.drafter == PLAIN:
         return f"slipstream serve {shlex.quote(model)}"
@@ -295,9 +299,9 @@ def command(point: Point, model: str, drafters: Mapping[str, Mapping[str, Any]])
     return f"slipstream serve {shlex.quote(model)} --speculative-config {shlex.quote(config)}"
 
 
-def _title(point: Point) -> str:
+def _title(point: CellResult) -> str:
     return "plain decoding" if point.drafter == PLAIN else f"{point.drafter} with K = {point.k}"
 
 
-def _speed(point: Point) -> float:
+def _speed(point: CellResult) -> float:
     return point.tokens_per_second

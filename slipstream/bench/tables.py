@@ -9,7 +9,7 @@ from slipstream.bench.profile import GROUPS, Profile
 from slipstream.bench.record import CHUNKS, TOKENIZER, USAGE
 from slipstream.bench.speculation import NOT_REPORTED, SpeculationCounts
 from slipstream.bench.summary import percentile_name
-from slipstream.bench.sweep import Failure, Point, best
+from slipstream.bench.sweep import CellResult, Failure, best
 from slipstream.bench.workload import PARTS
 from slipstream.core.errors import counted
 
@@ -109,7 +109,7 @@ SWEEP_COLUMNS = (
 )
 
 
-def sweep_table(points: Sequence[Point]) -> ReportTable:
+def sweep_table(points: Sequence[CellResult]) -> ReportTable:
     """The results of a sweep; the fastest row of each batch size is bold."""
     winners = best(points)
     return ReportTable(
@@ -122,7 +122,7 @@ def sweep_table(points: Sequence[Point]) -> ReportTable:
     )
 
 
-def drafting_tables(points: Sequence[Point]) -> list[ReportTable]:
+def drafting_tables(points: Sequence[CellResult]) -> list[ReportTable]:
     """How much the drafters of a sweep drafted, and what it cost; none for plain decoding alone."""
     rows = [
         (
@@ -220,7 +220,7 @@ def _times(summary: Mapping[str, Any], options: SummaryOptions) -> ReportTable:
     return ReportTable("Times, ms", ("", *names), rows, note=" ".join(notes))
 
 
-def _sweep_row(point: Point, is_best: bool) -> list[str]:
+def _sweep_row(point: CellResult, is_best: bool) -> list[str]:
     return [
         point.drafter + (" (part)" if point.partial else ""),
         str(point.k),

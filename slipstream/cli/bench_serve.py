@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from slipstream.bench.options import CHAT, COMPLETIONS, LoadOptions, Server, SummaryOptions
+from slipstream.bench.options import CHAT, COMPLETIONS, Server, SummaryOptions, TrafficOptions
 from slipstream.cli.bench_flags import (
     BenchSamplingFlags,
     DatasetFlags,
@@ -63,7 +63,7 @@ class ResultFlags:
         make_folder("--result-dir", self._folder)
         require_writable("--result-filename", self._folder / (self.result_filename or "any.json"))
 
-    def file(self, model: str, load: LoadOptions, time: datetime) -> Path | None:
+    def file(self, model: str, load: TrafficOptions, time: datetime) -> Path | None:
         """The file to write; None without --save-result."""
         if not self.save_result:
             return None
@@ -82,7 +82,7 @@ class ResultFlags:
 def serve(
     *,
     server: Server,
-    load: LoadOptions,
+    load: TrafficOptions,
     dataset: DatasetFlags,
     sampling: BenchSamplingFlags,
     summary: SummaryOptions,
@@ -153,7 +153,7 @@ def _show(report: "LoadReport") -> None:
 
 
 def _plan(
-    server: Server, load: LoadOptions, dataset: DatasetFlags, sampling: BenchSamplingFlags
+    server: Server, load: TrafficOptions, dataset: DatasetFlags, sampling: BenchSamplingFlags
 ) -> "ServePlan":
     from slipstream.bench.load import arrival_times
     from slipstream.bench.protocol import RequestForm
@@ -218,7 +218,7 @@ def _describe_prompts(dataset: DatasetFlags, plan: "ServePlan") -> str:
     return f"{number} of {dataset.name}{again}{turns}, {length}, temperature {temperature:g}"
 
 
-def _describe_load(load: LoadOptions) -> str:
+def _describe_load(load: TrafficOptions) -> str:
     most = "all at once" if load.max_concurrency is None else f"{load.max_concurrency} at once"
     if load.request_rate == float("inf"):
         return f"closed loop, {most}"
@@ -226,14 +226,14 @@ def _describe_load(load: LoadOptions) -> str:
     return f"open loop, {load.request_rate:g} requests/s, burstiness {load.burstiness:g}{limit}"
 
 
-def _describe_drafter(speculative: Any, load: LoadOptions) -> str:
+def _describe_drafter(speculative: Any, load: TrafficOptions) -> str:
     name = speculative.get("model") or speculative.get("method") or "?"
     k = load.num_speculative_tokens
     count = speculative.get("num_speculative_tokens") if k is None else k
     return f"{name}, K = {f'auto, up to {count}' if speculative.get('adaptive') else count}"
 
 
-def _settings(server: Server, load: LoadOptions, dataset: DatasetFlags) -> dict[str, Any]:
+def _settings(server: Server, load: TrafficOptions, dataset: DatasetFlags) -> dict[str, Any]:
     rate = load.request_rate
     return {
         "tokenizer_id": server.tokenizer,

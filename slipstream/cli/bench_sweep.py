@@ -29,7 +29,7 @@ from slipstream.core.errors import UsageError, counted
 from slipstream.core.flags import flag, like, parse_object
 
 if TYPE_CHECKING:
-    from slipstream.bench.sweep import Cell, Failure, Open, Point, Sweep
+    from slipstream.bench.sweep import Cell, CellResult, Failure, Open, Sweep
     from slipstream.bench.tables import ReportTable
     from slipstream.bench.workload import OfflineRun, Workload
     from slipstream.engine.llm import LLM
@@ -120,7 +120,7 @@ class _Cells:
 
     def __init__(self, plan: "Sweep", workload: "Workload", profile: ProfileFlags) -> None:
         self._plan, self._workload, self._profile = plan, workload, profile
-        self._points: list[Point] = []
+        self._points: list[CellResult] = []
         self._failures: list[Failure] = []
         self._profiles: list[ReportTable] = []
         self._stopped, self._began = False, perf_counter()
@@ -193,7 +193,7 @@ class _Cells:
         """The number of the current cell, from 1."""
         return len(self._points) + len(self._failures) + 1
 
-    def _take(self, point: "Point | Failure") -> None:
+    def _take(self, point: "CellResult | Failure") -> None:
         from slipstream.bench.sweep import Failure
 
         number = f"{self._number}/{self._plan.num_points}"

@@ -15,7 +15,7 @@ from slipstream.cli.prompts import require_writable
 from slipstream.cli.terminal import stderr_console
 from slipstream.core.errors import UsageError, counted
 from slipstream.core.flags import flag, given_flags
-from slipstream.deploy.options import Plan, ReplicaOptions
+from slipstream.deploy.options import DeploymentPlan, ReplicaOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,9 @@ def deploy(
     raise typer.Exit(run_locally(plan, lambda: parsed(_plan, given.line)))
 
 
-def _plan(*, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFlags) -> Plan:
+def _plan(
+    *, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFlags
+) -> DeploymentPlan:
     """The plan of a command line; UsageError for flags that have no effect without another."""
     if cluster.manifest is None:
         for name in given_flags(cluster):
@@ -67,10 +69,10 @@ def _plan(*, serving: ServingFlags, replicas: ReplicaOptions, cluster: ClusterFl
     return plan_of(serving, replicas)
 
 
-def plan_of(serving: ServingFlags, replicas: ReplicaOptions) -> Plan:
+def plan_of(serving: ServingFlags, replicas: ReplicaOptions) -> DeploymentPlan:
     """The plan of replicas that are servers with these flags."""
     config, server = serving.checked()
-    return Plan(config=config, server=server, replicas=replicas)
+    return DeploymentPlan(config=config, server=server, replicas=replicas)
 
 
 def application(args: Mapping[str, Sequence[str]]) -> Any:
@@ -85,7 +87,7 @@ def application(args: Mapping[str, Sequence[str]]) -> Any:
     return build(replace(plan, local=False))
 
 
-def _write_manifest(plan: Plan, cluster: ClusterFlags, arguments: Sequence[str]) -> None:
+def _write_manifest(plan: DeploymentPlan, cluster: ClusterFlags, arguments: Sequence[str]) -> None:
     assert cluster.manifest is not None
     for name in given_flags(plan.server):
         if name in _ELSEWHERE:
@@ -121,7 +123,7 @@ def _missing(error: ModuleNotFoundError) -> MissingPackagesError:
     )
 
 
-def run_locally(plan: Plan, reread: Callable[[], Plan]) -> int:
+def run_locally(plan: DeploymentPlan, reread: Callable[[], DeploymentPlan]) -> int:
     """Serve with replicas on this machine until a signal; returns the exit code.
 
     Args:

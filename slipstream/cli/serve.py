@@ -8,7 +8,7 @@ from slipstream.cli.deploy import plan_of, run_locally
 from slipstream.cli.flags import Given, RunFlags, parsed
 from slipstream.cli.listen import ServingFlags, announce
 from slipstream.cli.open_llm import open_llm, print_defaults
-from slipstream.deploy.options import Plan, ReplicaOptions
+from slipstream.deploy.options import DeploymentPlan, ReplicaOptions
 
 
 def serve(*, serving: ServingFlags, run: RunFlags, given: Given) -> None:
@@ -49,7 +49,7 @@ def serve(*, serving: ServingFlags, run: RunFlags, given: Given) -> None:
     raise typer.Exit(code)
 
 
-def _plan(*, serving: ServingFlags, run: RunFlags) -> Plan:
+def _plan(*, serving: ServingFlags, run: RunFlags) -> DeploymentPlan:
     """The replicas of a command line."""
     plan = plan_of(serving, ReplicaOptions(replicas=serving.engine.data_parallel_size))
     return replace(plan, config=replace(plan.config, data_parallel_size=1))

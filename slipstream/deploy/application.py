@@ -5,7 +5,7 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from slipstream.deploy.options import Plan
+from slipstream.deploy.options import DeploymentPlan
 from slipstream.deploy.replica import EngineReplica
 
 NAME = "slipstream"
@@ -13,13 +13,13 @@ _DRAINING = 3600.0  # seconds, unless the server's own limits end requests earli
 _MARGIN = 15.0  # for shutting down after the last answer is complete
 
 
-def build(plan: Plan) -> Application:
+def build(plan: DeploymentPlan) -> Application:
     """Build the Ray Serve application of a plan."""
     made = serve.deployment(EngineReplica).options(name=NAME, **deployment_options(plan))
     return made.bind(plan)
 
 
-def deployment_options(plan: Plan) -> dict[str, Any]:
+def deployment_options(plan: DeploymentPlan) -> dict[str, Any]:
     """Ray Serve's options of the deployment, keyed as in Ray Serve's config files."""
     options, limits = plan.replicas, plan.server.limits
     cpus, gpus = options.replica_cpus, options.replica_gpus or 0

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from slipstream.deploy.merged_metrics import merged
 from slipstream.deploy.prompts import Prompt, read_prompt
 from slipstream.deploy.refusals import NoReplicaError, ReplicaLostError, require_done
-from slipstream.deploy.routing import Replica, Routing
-from slipstream.deploy.upstream import Answer, Headers, Upstream, UpstreamError
+from slipstream.deploy.routing import Replica, ReplicaRouting
+from slipstream.deploy.upstream import Headers, Upstream, UpstreamError, UpstreamResponse
 from slipstream.serve.errors import MESSAGES_PATH, as_api_error, is_messages
 from slipstream.serve.limits import RequestError, StoppedError
 from slipstream.serve.logs import current_request_id
@@ -101,7 +101,7 @@ class Front:
 
     Args:
         app: answers the paths of Ray Serve's proxy; None where there is no such proxy.
-        routing: a method of `Routing`.
+        routing: a method of `ReplicaRouting`.
         wait_timeout: seconds that a request waits while no replica can take it.
     """
 
@@ -109,11 +109,11 @@ class Front:
         self, app: ASGIApp | None = None, routing: str = "prefix", wait_timeout: float = 60.0
     ) -> None:
         self._app, self._wait_timeout = app, wait_timeout
-        self.routing, self.counts = Routing(routing), Counts()
+        self.routing, self.counts = ReplicaRouting(routing), Counts()
         self._upstreams: dict[str, Upstream] = {}
         self._suspects: dict[str, float] = {}  # until when
         self._changed = asyncio.Event()
-        self._open: set[Answer] = set()
+        self._open: set[UpstreamResponse] = set()
         self._stopped = False
 
     @property
@@ -223,7 +223,7 @@ class Front:
         upstream, prompt = self._upstreams[replica.id], request.prompt
         self.routing.begin(replica, prompt)
         self.counts.sent[replica.id] += 1
-        answer: Answer | None = None
+        answer: UpstreamResponse | None = None
         try:
             answer = await upstream.ask(
                 request.method, request.target, request.headers, request.body
@@ -307,7 +307,7 @@ class Front:
         return replica.id, answer.status, answer.headers, page
 
 
-async def _pass_on(answer: Answer, request: _Request) -> None:
+async def _pass_on(answer: UpstreamResponse, request: _Request) -> None:
     """Pass an answer to the client: a stream event by event, others when they are complete."""
     kinds = [value for name, value in answer.headers if name.lower() == b"content-type"]
     if not kinds or not kinds[0].startswith(b"text/event-stream"):

@@ -17,7 +17,7 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.deploy.application import NAME, build
 from slipstream.deploy.directory import DIRECTORY
 from slipstream.deploy.front import Front
-from slipstream.deploy.options import Plan
+from slipstream.deploy.options import DeploymentPlan
 from slipstream.runner.capability import choose_device
 from slipstream.runner.memory import uses_gpu_memory
 from slipstream.serve.logs import RequestIds, set_up_logs
@@ -41,7 +41,10 @@ class DeployError(SlipstreamError):
 
 
 def serve_locally(
-    plan: Plan, sock: socket.socket, reread: Callable[[], Plan], started: Callable[[], None]
+    plan: DeploymentPlan,
+    sock: socket.socket,
+    reread: Callable[[], DeploymentPlan],
+    started: Callable[[], None],
 ) -> int:
     """Serve by local replicas until a signal ends it; the exit code, as of `start_server`.
 
@@ -114,7 +117,7 @@ class _FrontWork:
 
 
 @contextmanager
-def _ray(plan: Plan) -> Iterator[None]:
+def _ray(plan: DeploymentPlan) -> Iterator[None]:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # It logs the address of its own proxy, which is not started.
@@ -134,7 +137,7 @@ def _ray(plan: Plan) -> Iterator[None]:
         ray.shutdown()
 
 
-def _fitted(plan: Plan) -> Plan:
+def _fitted(plan: DeploymentPlan) -> DeploymentPlan:
     """Add to the plan what this machine determines: GPUs, or a share of the cores."""
     options, config = plan.replicas, plan.config
     gpus = options.replica_gpus
@@ -148,7 +151,7 @@ def _fitted(plan: Plan) -> Plan:
     return replace(plan, config=config, replicas=replace(options, replica_gpus=gpus))
 
 
-def _deploy(plan: Plan) -> None:
+def _deploy(plan: DeploymentPlan) -> None:
     """Start these replicas in place of any others; raises DeployError if that fails."""
     try:
         handle = serve.run(build(plan), name=NAME, route_prefix="/")

@@ -10,7 +10,7 @@ import jsonschema
 import yaml
 
 from slipstream.core.errors import UsageError
-from slipstream.deploy.options import Plan
+from slipstream.deploy.options import DeploymentPlan
 from slipstream.deploy.proxy import environment
 
 # Fields that are used here, of KubeRay 1.4's definition (ray.io/v1).
@@ -20,7 +20,9 @@ _MEMORY = "2Gi"  # of the head, which runs no replica
 _PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 
 
-def ray_service(plan: Plan, arguments: Sequence[str], name: str, image: str, port: int) -> str:
+def ray_service(
+    plan: DeploymentPlan, arguments: Sequence[str], name: str, image: str, port: int
+) -> str:
     """The manifest in YAML; one worker for each replica.
 
     Args:

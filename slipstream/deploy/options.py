@@ -56,7 +56,7 @@ class ReplicaOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class DeploymentPlan:
     """The plan of a deployment, which is sent to every replica.
 
     Args:

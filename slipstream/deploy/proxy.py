@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slipstream.deploy.directory import DIRECTORY
 from slipstream.deploy.front import Front
-from slipstream.deploy.options import Plan
+from slipstream.deploy.options import DeploymentPlan
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.middleware import BodyLimits
 
@@ -20,7 +20,7 @@ CALLBACK: Final = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 SETTINGS: Final = "SLIPSTREAM_FRONT"
 
 
-def environment(plan: Plan) -> dict[str, str]:
+def environment(plan: DeploymentPlan) -> dict[str, str]:
     """The environment variables that a cluster's processes need for a plan."""
     settings = {
         "routing": plan.replicas.routing,

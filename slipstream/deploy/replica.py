@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 from uuid import uuid4
 
-from slipstream.deploy.options import Plan
+from slipstream.deploy.options import DeploymentPlan
 from slipstream.deploy.scaling import BUSY, QUEUE_TIME
 from slipstream.engine.samples import Submission
 from slipstream.serve.observers import Observer
@@ -56,7 +56,7 @@ class EngineReplica:
     Ray Serve calls the methods.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: DeploymentPlan) -> None:
         # Here, because Ray's other processes read this module, too.
         from slipstream.engine.llm import LLM
         from slipstream.serve.listening import bind, listen

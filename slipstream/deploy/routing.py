@@ -45,7 +45,7 @@ class _Sent:
     total: int = 0
 
 
-class Routing:
+class ReplicaRouting:
     """Chooses replicas.
 
     The replica that was sent the longest beginning of the prompt answers, unless it is much busier

@@ -23,7 +23,7 @@ class UpstreamError(Exception):
     """The server cannot be reached, or the connection was lost."""
 
 
-class Answer:
+class UpstreamResponse:
     """One connection, and the answer that is read from it.
 
     Attributes:
@@ -118,11 +118,11 @@ class Upstream:
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
-        self._idle: deque[Answer] = deque(maxlen=64)
+        self._idle: deque[UpstreamResponse] = deque(maxlen=64)
 
     async def ask(
         self, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes
-    ) -> Answer:
+    ) -> UpstreamResponse:
         """Send a request; returns the answer when its head is complete. Return it with `done`.
 
         Raises:
@@ -142,7 +142,7 @@ class Upstream:
                 # An idle connection may be closed just when it is used.
         return await self._send(await self._connect(), request)
 
-    def done(self, answer: Answer) -> None:
+    def done(self, answer: UpstreamResponse) -> None:
         """Reuse the connection of an answer that was read to its end, or close it."""
         answer.rest()
         if answer.reusable:
@@ -155,7 +155,7 @@ class Upstream:
         while self._idle:
             self._idle.pop().close()
 
-    async def _send(self, answer: Answer, request: bytes) -> Answer:
+    async def _send(self, answer: UpstreamResponse, request: bytes) -> UpstreamResponse:
         try:
             await answer.ask(request)
         except BaseException:
@@ -163,10 +163,10 @@ class Upstream:
             raise
         return answer
 
-    async def _connect(self) -> Answer:
+    async def _connect(self) -> UpstreamResponse:
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                return Answer(*await asyncio.open_connection(self._host, self._port))
+                return UpstreamResponse(*await asyncio.open_connection(self._host, self._port))
         except OSError as error:  # TimeoutError is one
             raise UpstreamError from error
 

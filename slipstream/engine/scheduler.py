@@ -15,7 +15,14 @@ from slipstream.engine.adapters import Adapters
 from slipstream.engine.admission import check_fits
 from slipstream.engine.draft_policy import Candidate, DraftPolicy, FixedPolicy
 from slipstream.engine.invariants import check_gain, check_places, check_queues, order
-from slipstream.engine.shares import Budget, Share, last_on_rank, room_for, scheduled, will_share
+from slipstream.engine.shares import (
+    Budget,
+    RequestShare,
+    last_on_rank,
+    room_for,
+    scheduled,
+    will_share,
+)
 from slipstream.engine.stop_conditions import NOT_FINITE, append_output
 
 
@@ -133,7 +140,7 @@ class Scheduler:
         """
         preempted = self._secure_known_tokens()
         while True:
-            shares = [Share.of(request) for request in self._running]
+            shares = [RequestShare.of(request) for request in self._running]
             budget = self._give_rows(shares)
             # A request that was just preempted must not come back at once, nor be overtaken.
             if not preempted:
@@ -150,7 +157,7 @@ class Scheduler:
         with `batch` are left out. If another one ends, what this step computes for it is discarded.
         """
         last = {it.request.request_id: it for it in batch.requests if not it.request.finished}
-        shares = [Share.of(it, last.get(it.request_id)) for it in self._running]
+        shares = [RequestShare.of(it, last.get(it.request_id)) for it in self._running]
         shares = [share for share in shares if share.may_run(self.limits)]
         if not all([self._secure(share) for share in shares]):
             return None
@@ -160,7 +167,7 @@ class Scheduler:
         self._admit_waiting(shares, budget, batch)
         return self._batch(shares) if shares else None
 
-    def _batch(self, shares: list[Share], preempted: Sequence[Request] = ()) -> Batch:
+    def _batch(self, shares: list[RequestShare], preempted: Sequence[Request] = ()) -> Batch:
         shares.sort(key=lambda share: share.request.order)
         for share in shares:
             share.request.steps_in_flight += 1
@@ -168,7 +175,7 @@ class Scheduler:
         items = tuple(self._scheduled(share) for share in shares)
         return Batch(items, tuple(preempted), last)
 
-    def _give_rows(self, shares: list[Share]) -> Budget:
+    def _give_rows(self, shares: list[RequestShare]) -> Budget:
         """Give rows to running requests, which have blocks for their known tokens."""
         budget = Budget(self.limits.max_num_batched_tokens)
         del shares[budget.left :]
@@ -187,14 +194,14 @@ class Scheduler:
         secured = 0
         while secured < len(self._running):
             request = self._running[secured]
-            if self._secure(Share.of(request)):
+            if self._secure(RequestShare.of(request)):
                 secured += 1
             else:
                 last = last_on_rank(self._running, request.request_id, self.block_manager)
                 preempted.append(self._preempt(last))  # it is not secured yet
         return preempted
 
-    def _secure(self, share: Share) -> bool:
+    def _secure(self, share: RequestShare) -> bool:
         """Get blocks for the known tokens of a running request; False if there are not enough."""
         most = min(share.most_known, self.limits.max_model_len)
         # One row of a prompt, for layers with a window; `_extend_chunks` gives more.
@@ -209,7 +216,7 @@ class Scheduler:
         insort_left(self._waiting, request, key=order)
         return request
 
-    def _give_drafts(self, shares: Sequence[Share], budget: Budget) -> None:
+    def _give_drafts(self, shares: Sequence[RequestShare], budget: Budget) -> None:
         """Give draft tokens to the requests that decode.
 
         While prompts wait for rows, drafts get at most half of the rows that are left: a long
@@ -226,7 +233,7 @@ class Scheduler:
             budget.take(share.num_draft_tokens)
         budget.lacks_blocks = drafts.lacks_blocks
 
-    def _extend_chunks(self, shares: list[Share], budget: Budget) -> None:
+    def _extend_chunks(self, shares: list[RequestShare], budget: Budget) -> None:
         """Give the remaining rows to prompts, and to tokens that a preemption has dropped."""
         for share in shares:
             if share.num_uncomputed:
@@ -234,7 +241,7 @@ class Scheduler:
                 self._draft_at_prompt_end(share, budget)
         shares[:] = [share for share in shares if share.num_new_tokens]
 
-    def _extend(self, share: Share, budget: Budget) -> None:
+    def _extend(self, share: RequestShare, budget: Budget) -> None:
         """Give a request as many further prompt rows as the budget and its blocks allow."""
         request, name = share.request, share.request.request_id
         done = share.start + share.num_new_tokens
@@ -252,7 +259,7 @@ class Scheduler:
         assert grown, "capacity promised the blocks"
 
     def _admit_waiting(
-        self, shares: list[Share], budget: Budget, in_flight: Batch | None = None
+        self, shares: list[RequestShare], budget: Budget, in_flight: Batch | None = None
     ) -> None:
         while self._free_slots and budget.left:
             request = self._adapters.next_ready(self._waiting, self._running)
@@ -262,7 +269,7 @@ class Scheduler:
                 return
             if not self._admit(request):
                 return
-            share = Share.of(request)
+            share = RequestShare.of(request)
             share.admitted = True
             self._extend(share, budget)
             if not share.num_new_tokens:
@@ -294,14 +301,14 @@ class Scheduler:
         request.slot = heapq.heappop(self._free_slots)
         return True
 
-    def _draft_at_prompt_end(self, share: Share, budget: Budget) -> None:
+    def _draft_at_prompt_end(self, share: RequestShare, budget: Budget) -> None:
         """Draft in the step that ends a prompt, if only its last token is left, or if the drafter
         can draft after a prompt that the target has not computed."""
         can = share.is_decoding or self.limits.drafts_at_prefill
         if can and not share.num_uncomputed:
             self._draft(share, budget, self._plans([share])[0])
 
-    def _draft(self, share: Share, budget: Budget, plan: DraftPlan) -> None:
+    def _draft(self, share: RequestShare, budget: Budget, plan: DraftPlan) -> None:
         """Let a request that reaches its last known token verify draft tokens after it, as many
         as rows and blocks allow."""
         name, known, longest = share.request.request_id, share.most_known, self.limits.max_model_len
@@ -314,7 +321,7 @@ class Scheduler:
             assert grown, "capacity promised the blocks"
             share.num_draft_tokens, share.plan = num_drafts, plan
 
-    def _plans(self, shares: Sequence[Share]) -> Sequence[DraftPlan]:
+    def _plans(self, shares: Sequence[RequestShare]) -> Sequence[DraftPlan]:
         """How much each of these requests drafts, as the policy decides."""
         most = [self._most_drafts(it.request, it.known - it.request.num_tokens) for it in shares]
         pairs = zip(shares, most, strict=True)
@@ -334,7 +341,7 @@ class Scheduler:
             limits.drafter_max_model_len - num_tokens,
         )
 
-    def _scheduled(self, share: Share) -> ScheduledRequest:
+    def _scheduled(self, share: RequestShare) -> ScheduledRequest:
         return scheduled(share, self.block_manager, self._adapters.slot_of(share.request))
 
     # ------------------------------------------------------------------ committing results

@@ -14,7 +14,7 @@ NO_DRAFT = DraftPlan(0)
 
 
 @dataclass(slots=True, eq=False)
-class Share:
+class RequestShare:
     """The share of one request in the step that is being planned.
 
     Attributes:
@@ -33,7 +33,7 @@ class Share:
     plan: DraftPlan = NO_DRAFT
 
     @classmethod
-    def of(cls, request: Request, last: ScheduledRequest | None = None) -> "Share":
+    def of(cls, request: Request, last: ScheduledRequest | None = None) -> "RequestShare":
         """An empty share that follows the request's share `last` of a step in flight."""
         start, known = request.num_computed, request.num_tokens
         if last is None:
@@ -79,7 +79,7 @@ class Budget:
         return taken
 
 
-def scheduled(share: Share, blocks: BlockManager, adapter: int) -> ScheduledRequest:
+def scheduled(share: RequestShare, blocks: BlockManager, adapter: int) -> ScheduledRequest:
     """The share as a `ScheduledRequest`."""
     request, in_flight = share.request, share.drafts_in_flight
     name, most = request.request_id, share.start + share.num_new_tokens + (in_flight or 0)

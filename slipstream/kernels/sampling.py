@@ -51,7 +51,7 @@ class SamplingSlots:
 
 
 @dataclass(frozen=True)
-class Needs:
+class SamplingNeeds:
     """The sampling features that at least one request of the batch needs."""
 
     sampling: bool = False
@@ -245,7 +245,7 @@ class VerifyOp(Protocol):
         logits: Tensor,
         rows: SampleRows,
         state: SamplingSlots,
-        needs: Needs,
+        needs: SamplingNeeds,
         rates: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -269,7 +269,7 @@ class DraftOp(Protocol):
         slots: Tensor,
         positions: Tensor,
         state: SamplingSlots,
-        needs: Needs,
+        needs: SamplingNeeds,
         num_legal_tokens: int,
         probs_out: Tensor | None,
         confidence_out: Tensor | None,
@@ -277,7 +277,7 @@ class DraftOp(Protocol):
     ) -> Tensor: ...
 
 
-class CommitOp(Protocol):
+class RecordOutputOp(Protocol):
     """Records the first num_tokens[r] of token_ids [R, K + 1] as output, and counts a step for each
     request that has some."""
 
@@ -297,5 +297,5 @@ class SamplingOps:
 
     verify: VerifyOp
     draft: DraftOp
-    commit: CommitOp
+    commit: RecordOutputOp
     draft_shares: DraftOp | None = None

@@ -159,7 +159,7 @@ class LayerParts:
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class InputProjection:
     """A projection of several concatenated sources to the residual stream.
 
     Attributes:
@@ -181,7 +181,7 @@ class StackParts:
 
     layers: Sequence[LayerParts]
     last: Norm | None
-    entry: Entry | None = None
+    entry: InputProjection | None = None
 
 
 class LinearOp(Protocol):

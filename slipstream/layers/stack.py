@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs, at_rows
-from slipstream.kernels.table import Entry, FusedOp, Norm, Ops, StackOp, StackParts
+from slipstream.kernels.table import FusedOp, InputProjection, Norm, Ops, StackOp, StackParts
 from slipstream.layers.layer import Layer, SublayerInput
 
 
@@ -52,7 +52,7 @@ class Stack:
         ops: Ops,
         layers: Sequence[Layer],
         last: Norm | None,
-        entry: Entry | None = None,
+        entry: InputProjection | None = None,
         num_apart: int = 0,
         windows: Sequence[int | None] = (),
     ) -> None:
@@ -157,7 +157,7 @@ class _SingleOps:
     ops: Ops
     layers: Sequence[Layer]
     last: Norm | None
-    entry: Entry | None
+    entry: InputProjection | None
 
     def __call__(
         self,

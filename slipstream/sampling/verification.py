@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.columns import ALL_COLUMNS, Peaks
-from slipstream.kernels.sampling import PADDING, Needs, SampleRows
+from slipstream.kernels.sampling import PADDING, SampleRows, SamplingNeeds
 from slipstream.sampling.logits import allow_next, ban_words
 from slipstream.sampling.state import SamplingState, Uses
 
@@ -130,9 +130,9 @@ def sample_draft(
 
 
 @cache
-def needs_of(uses: frozenset[Uses]) -> Needs:
+def needs_of(uses: frozenset[Uses]) -> SamplingNeeds:
     """The part of `uses` that sampling kernels take into account."""
-    return Needs(
+    return SamplingNeeds(
         sampling=Uses.SAMPLING in uses,
         top_k=Uses.TOP_K in uses,
         top_p=Uses.TOP_P in uses,

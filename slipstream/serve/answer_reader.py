@@ -7,11 +7,17 @@ from typing import Any
 
 from slipstream.serve.logprobs_format import chat_logprobs, read_tokens, speculation
 from slipstream.serve.model_service import ModelService
-from slipstream.serve.output.parts import AnswerParser, CallsInText, ParsedOutput, Part, Reading
+from slipstream.serve.output.parts import (
+    AnswerParser,
+    CallsInText,
+    OutputPart,
+    ParsedOutput,
+    Reading,
+)
 from slipstream.serve.protocol.chat import ChatRequest
 from slipstream.serve.token_texts import TokenReader
-from slipstream.serve.tools.choice import ToolUse
 from slipstream.serve.tools.events import AnswerEvent, CallBegun, CallEnded, Content, Reasoning
+from slipstream.serve.tools.tool_choice import ToolUse
 from slipstream.serve.updates import Delta
 
 
@@ -27,7 +33,7 @@ class Increment:
 
     events: Sequence[AnswerEvent]
     delta: Delta
-    parts: Sequence[Part] | None = None
+    parts: Sequence[OutputPart] | None = None
 
 
 class AnswerReader:
@@ -59,7 +65,9 @@ class AnswerReader:
         parsed = self._parser.feed(delta)
         if parsed.stop is not None:
             delta, over = _cut(delta, parsed), True
-        self.num_reasoning_tokens += sum(part is Part.REASONING for part in parsed.parts or ())
+        self.num_reasoning_tokens += sum(
+            part is OutputPart.REASONING for part in parsed.parts or ()
+        )
         events = [*parsed.events, *(self._parser.finish() if over else ())]
         if self._tools.single and not self._tools.only_calls:  # else its grammar ends the answer
             events = self._up_to_first_call(events)
@@ -88,16 +96,16 @@ class AnswerReader:
         return self._tools.format.call_id()
 
     def logprobs(
-        self, delta: Delta, parts: Sequence[Part] | None, num_top: int
+        self, delta: Delta, parts: Sequence[OutputPart] | None, num_top: int
     ) -> dict[str, Any] | None:
         """The logprobs of the content's tokens in the chat format; None if there are none."""
         tokens, rows = [*delta.token_ids], [*(delta.logprobs or ())]
         if parts is not None:
-            own = [part is Part.CONTENT for part in parts]
+            own = [part is OutputPart.CONTENT for part in parts]
             tokens, rows = [*compress(tokens, own)], [*compress(rows, own)]
         return chat_logprobs(self._names, tokens, rows, num_top) if rows else None
 
-    def speculation(self, delta: Delta, parts: Sequence[Part] | None) -> dict[str, Any]:
+    def speculation(self, delta: Delta, parts: Sequence[OutputPart] | None) -> dict[str, Any]:
         """The tokens of a delta with their origins; must be called in the order of the deltas."""
         described = speculation(delta, read_tokens(self._reader, delta.token_ids))
         for token, part in zip(described["tokens"], parts or (), strict=False):

@@ -16,15 +16,15 @@ from slipstream.serve.conversation_images import read_images
 from slipstream.serve.errors import bad_request
 from slipstream.serve.logprobs_format import TokenFields, prompt_logprobs
 from slipstream.serve.model_service import ModelService
-from slipstream.serve.output.parts import OutputConstraints, Part
+from slipstream.serve.output.parts import OutputConstraints, OutputPart
 from slipstream.serve.prompt_fields import placed, truncation
 from slipstream.serve.protocol.base import MOST_INT
 from slipstream.serve.protocol.chat import ChatRequest
 from slipstream.serve.protocol.usage import CompletionTokensDetails, Usage
 from slipstream.serve.sampling import logit_bias, sampling_params, structured_output
 from slipstream.serve.tools.call_format import Schemas, ToolFormat
-from slipstream.serve.tools.choice import ToolUse, choose_tools
 from slipstream.serve.tools.events import AnswerEvent, Arguments, CallBegun, Content, Reasoning
+from slipstream.serve.tools.tool_choice import ToolUse, choose_tools
 from slipstream.serve.updates import Delta, RequestUpdate, join_deltas
 
 
@@ -42,7 +42,7 @@ class ChatAnswerChoice:
         self._token_fields = TokenFields(body)
         self._echo = _last_answer(body) if body.echo else ""
         self._deltas: list[Delta] = []
-        self._parts: list[Part] = []
+        self._parts: list[OutputPart] = []
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
@@ -130,7 +130,7 @@ class ChatAnswerChoice:
             found.update(_reasoning(reasoning))
         return {**found, "tool_calls": list(calls.values())} if calls else found
 
-    def _rest(self, delta: Delta, parts: Sequence[Part] | None) -> dict[str, Any]:
+    def _rest(self, delta: Delta, parts: Sequence[OutputPart] | None) -> dict[str, Any]:
         """The fields of a choice besides its message or delta.
 
         Args:

@@ -69,7 +69,7 @@ class Speculation:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenDrafter:
     """A drafter that is chosen, but not loaded yet.
 
     Attributes:
@@ -113,7 +113,7 @@ class Choice:
             member.require_ranks(num_ranks, random)
 
 
-def choose(options: Options) -> Choice:
+def choose(options: Options) -> ChosenDrafter:
     """Take the method and its options; UsageError for an unknown method or value."""
     kind, num_tokens = _find(options)
     method = _method(options, kind)
@@ -124,7 +124,7 @@ def choose(options: Options) -> Choice:
         options.fill("num_speculative_tokens", min(most, num_tokens or most))
     config = _loader(method).read_options(options)
     proposed = getattr(config, "num_speculative_tokens", num_tokens)
-    return Choice(method, _num_speculative_tokens(options), proposed, config, adaptive)
+    return ChosenDrafter(method, _num_speculative_tokens(options), proposed, config, adaptive)
 
 
 def describe_head(kind: str, checkpoint: HeadCheckpoint) -> HeadConfig | None:
@@ -164,7 +164,9 @@ def load_drafter(config: Mapping[str, Any] | None, target: TargetModel) -> Specu
     return replace(asked, num_speculative_tokens=count, drafter=drafter)
 
 
-def _read(config: Mapping[str, Any] | None) -> tuple[Choice, TokenTree | None, Speculation] | None:
+def _read(
+    config: Mapping[str, Any] | None,
+) -> tuple[ChosenDrafter, TokenTree | None, Speculation] | None:
     """Read all keys of a `speculative_config`; the drafter is not loaded, and K is for "auto" the
     largest. None for plain decoding. Raises UsageError for an unknown key or value."""
     if config is None or dict(config) == {"num_speculative_tokens": 0}:

@@ -14,7 +14,7 @@ from slipstream.train.vocabulary import DraftVocabulary
 
 
 @dataclass(eq=False)
-class Batch:
+class TrainingBatch:
     """Some sequences on the device.
 
     Attributes:
@@ -106,21 +106,21 @@ class Batches:
     def tokens_per_batch(self) -> int:
         return self._size * self._source.sequences.length
 
-    def at(self, number: int) -> Batch:
+    def at(self, number: int) -> TrainingBatch:
         """Batch `number` of the run, whatever was read before; an epoch has only whole batches."""
         count = len(self._source.sequences)
         epoch, index = divmod(number, count // self._size)
         order = torch.randperm(count, generator=numbered_generator(self._seed, epoch))
         return self._batch(order[index * self._size : (index + 1) * self._size])
 
-    def in_order(self) -> Iterator[Batch]:
+    def in_order(self) -> Iterator[TrainingBatch]:
         """Every sequence once."""
         numbers = torch.arange(len(self._source.sequences))
         yield from map(self._batch, torch.split(numbers, self._size))
 
-    def _batch(self, index: Tensor) -> Batch:
+    def _batch(self, index: Tensor) -> TrainingBatch:
         chosen = self._source.sequences.at(index)
-        return Batch(
+        return TrainingBatch(
             chosen.token_ids.to(self._target.device, non_blocking=True).long(),
             chosen.learned.to(self._target.device, non_blocking=True),
             self._source.states(index),

@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.layers.embedding import LanguageModelHead
-from slipstream.train.batches import Batch
+from slipstream.train.batches import TrainingBatch
 from slipstream.train.dense import DenseContext
 from slipstream.train.losses import Agreement, agreement, distillation, is_top, weighted_mean
 from slipstream.train.recipe import BatchLoss, Config, Recipe
@@ -57,14 +57,16 @@ class ChainRecipe(Recipe[Config]):
     """Trains draft positions in order; the loss of position k has the weight decay^k."""
 
     @abstractmethod
-    def positions(self, batch: Batch) -> Iterable[DraftPosition]:
+    def positions(self, batch: TrainingBatch) -> Iterable[DraftPosition]:
         """The draft positions in order."""
 
-    def random_positions(self, batch: Batch, generator: torch.Generator) -> Iterable[DraftPosition]:
+    def random_positions(
+        self, batch: TrainingBatch, generator: torch.Generator
+    ) -> Iterable[DraftPosition]:
         """The draft positions to train; kinds that sample them override this."""
         return self.positions(batch)
 
-    def training_loss(self, batch: Batch, generator: torch.Generator) -> BatchLoss:
+    def training_loss(self, batch: TrainingBatch, generator: torch.Generator) -> BatchLoss:
         total = torch.zeros((), device=batch.token_ids.device)
         accuracy, weights = [], 0.0
         for index, one in enumerate(self.random_positions(batch, generator)):
@@ -75,7 +77,7 @@ class ChainRecipe(Recipe[Config]):
             accuracy.append(weighted_mean(is_top(one.logits, one.target), one.weight))
         return BatchLoss(total / weights, torch.stack(accuracy))
 
-    def evaluate(self, batch: Batch) -> tuple[list[Agreement], Tensor]:
+    def evaluate(self, batch: TrainingBatch) -> tuple[list[Agreement], Tensor]:
         """See `Recipe`; the weight of a draft is the product of its positions' weights."""
         found, weight = [], torch.ones((), device=batch.token_ids.device)
         for one in self.positions(batch):
@@ -85,7 +87,7 @@ class ChainRecipe(Recipe[Config]):
 
 
 def unroll(
-    network: ChainNetwork, num_layers: int, batch: Batch, count: int
+    network: ChainNetwork, num_layers: int, batch: TrainingBatch, count: int
 ) -> Iterator[DraftPosition]:
     """The first `count` positions of drafts after all tokens, with teacher forcing."""
     size, length = batch.shape

@@ -14,7 +14,7 @@ from slipstream.train.generation import generate_answers, require_enough
 from slipstream.train.plan import make_writable
 from slipstream.train.sequences import Sequences, encode, pack
 from slipstream.train.settings import DataSettings
-from slipstream.train.texts import Entry, read_entries
+from slipstream.train.texts import TextEntry, read_entries
 
 _LENGTH = 512
 _PACKED = ".safetensors"
@@ -64,7 +64,7 @@ class Data:
         self._settings, self._target = settings, target
         self._packed = _read_packed(settings, vocab_size)
         if self._packed is not None:
-            self._entries: list[Entry] = []
+            self._entries: list[TextEntry] = []
             self.length, self.source = self._packed.length, self._packed.digest
             return
         self._entries = read_entries(settings.data)
@@ -147,7 +147,9 @@ def _read_packed(settings: DataSettings, vocab_size: int) -> Sequences | None:
     return Sequences(token_ids, torch.cat([part.learned for part in parts]))
 
 
-def _source(settings: DataSettings, target: Checkpoint, length: int, entries: list[Entry]) -> str:
+def _source(
+    settings: DataSettings, target: Checkpoint, length: int, entries: list[TextEntry]
+) -> str:
     """Identifies the sequences and answers of these settings and data."""
     values: list[object] = [str(target.path), length, settings.generate]
     if settings.generate:

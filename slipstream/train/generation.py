@@ -24,14 +24,14 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.train.files import SOURCE, append_line, read_lines, write_text
 from slipstream.train.sequences import Document
 from slipstream.train.settings import DataSettings
-from slipstream.train.texts import Entry
+from slipstream.train.texts import TextEntry
 
 _QUEUED = 2048  # prompts that the engine is given together, so that few are waited for at the end
 _RUNNING = 64
 
 
 def generate_answers(
-    entries: Sequence[Entry],
+    entries: Sequence[TextEntry],
     settings: DataSettings,
     length: int,
     tokenizer: Tokenizer,
@@ -73,7 +73,7 @@ def generate_answers(
 
 
 def require_enough(
-    entries: Sequence[Entry], settings: DataSettings, length: int, tokenizer: Tokenizer
+    entries: Sequence[TextEntry], settings: DataSettings, length: int, tokenizer: Tokenizer
 ) -> None:
     """Raise UsageError, before anything is generated, if there can be only one sequence."""
     most = 0
@@ -87,7 +87,9 @@ def require_enough(
     )
 
 
-def _prompt(entry: Entry, settings: DataSettings, length: int, tokenizer: Tokenizer) -> list[int]:
+def _prompt(
+    entry: TextEntry, settings: DataSettings, length: int, tokenizer: Tokenizer
+) -> list[int]:
     if entry.messages:
         messages = entry.messages if entry.wants_answer else entry.messages[:-1]
         text = ChatTemplate(tokenizer).render(messages or entry.messages)

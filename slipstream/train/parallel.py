@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from slipstream.train.batches import Batch
+from slipstream.train.batches import TrainingBatch
 from slipstream.train.losses import Agreement, agreement, distillation, is_top, weighted_mean
 from slipstream.train.recipe import BatchLoss, Config, Recipe
 
@@ -93,10 +93,10 @@ class ParallelRecipe(Recipe[Config]):
     FIRST: ClassVar[int] = 0
 
     @abstractmethod
-    def logits(self, batch: Batch, rows: ParallelRows) -> Tensor:
+    def logits(self, batch: TrainingBatch, rows: ParallelRows) -> Tensor:
         """[B, Q, Vd]."""
 
-    def training_loss(self, batch: Batch, generator: torch.Generator) -> BatchLoss:
+    def training_loss(self, batch: TrainingBatch, generator: torch.Generator) -> BatchLoss:
         size, length = batch.shape
         count, rate = self.num_draft_tokens, self.plan.settings.drop_rate or _DROP_RATE
         rows = dropped_rows(self.FIRST, length, count, rate, generator)
@@ -110,7 +110,7 @@ class ParallelRecipe(Recipe[Config]):
         shares = [weighted_mean(equal, weight * (depth == position)) for position in range(count)]
         return BatchLoss(loss, torch.stack(shares))
 
-    def evaluate(self, batch: Batch) -> tuple[list[Agreement], Tensor]:
+    def evaluate(self, batch: TrainingBatch) -> tuple[list[Agreement], Tensor]:
         """Drafts after some of the tokens."""
         size, length = batch.shape
         count, device = self.num_draft_tokens, batch.token_ids.device

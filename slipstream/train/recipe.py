@@ -17,7 +17,7 @@ from slipstream.models.parameter_sources import TensorSource
 from slipstream.models.quantized.catalogue import QUANTIZATION_KEYS
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.loading import HeadContext
-from slipstream.train.batches import Batch
+from slipstream.train.batches import TrainingBatch
 from slipstream.train.dense import DENSE
 from slipstream.train.files import write_checkpoint
 from slipstream.train.losses import Agreement
@@ -108,11 +108,11 @@ class Recipe(ABC, Generic[Config]):
         return plan.settings.options.draft_vocab_size
 
     @abstractmethod
-    def training_loss(self, batch: Batch, generator: torch.Generator) -> BatchLoss:
+    def training_loss(self, batch: TrainingBatch, generator: torch.Generator) -> BatchLoss:
         """The loss of a batch. All random numbers are drawn from `generator`, on the host."""
 
     @abstractmethod
-    def evaluate(self, batch: Batch) -> tuple[list[Agreement], Tensor]:
+    def evaluate(self, batch: TrainingBatch) -> tuple[list[Agreement], Tensor]:
         """Draft after every token, without training.
 
         Returns:

@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.core.errors import UsageError
 from slipstream.speculative.dflash.network import DFlashConfig, DFlashNetwork, read_dflash_config
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.train.batches import Batch
+from slipstream.train.batches import TrainingBatch
 from slipstream.train.chain import ChainRecipe, DraftPosition
 from slipstream.train.dense import DenseContext
 from slipstream.train.plan import RunPlan
@@ -54,18 +54,20 @@ class DFlashRecipe(ChainRecipe[DFlashConfig]):
             raise UsageError(f"such a drafter does not fit this target: {'; '.join(problems)}")
         return config, planned
 
-    def positions(self, batch: Batch) -> Iterator[DraftPosition]:
+    def positions(self, batch: TrainingBatch) -> Iterator[DraftPosition]:
         length = batch.shape[1]
         step = max(1, length // _BLOCKS)
         return self.blocks(batch, torch.arange(1, length - self.num_draft_tokens, step))
 
-    def random_positions(self, batch: Batch, generator: torch.Generator) -> Iterator[DraftPosition]:
+    def random_positions(
+        self, batch: TrainingBatch, generator: torch.Generator
+    ) -> Iterator[DraftPosition]:
         count = batch.shape[1] - self.num_draft_tokens - 1
         blocks = max(_BLOCKS, batch.shape[1] // _BLOCKS)
         drawn = torch.randperm(count, generator=generator)[:blocks] + 1
         return self.blocks(batch, drawn.sort().values)
 
-    def blocks(self, batch: Batch, anchors: Tensor) -> Iterator[DraftPosition]:
+    def blocks(self, batch: TrainingBatch, anchors: Tensor) -> Iterator[DraftPosition]:
         """Slots 1, 2, ... of the blocks that start at tokens `anchors` [A] of each sequence."""
         size, length = batch.shape
         device, width = batch.token_ids.device, self.num_draft_tokens + 1

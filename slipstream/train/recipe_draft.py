@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.train.batches import Batch
+from slipstream.train.batches import TrainingBatch
 from slipstream.train.chain import ChainRecipe, DraftPosition
 from slipstream.train.language_model import LanguageModelRecipe
 from slipstream.train.losses import Agreement, agreement
@@ -22,16 +22,16 @@ class DraftRecipe(LanguageModelRecipe, ChainRecipe[DecoderConfig]):
     METHOD = "draft_model"
     NUM_DRAFT_TOKENS = 4
 
-    def logits(self, batch: Batch) -> Tensor:
+    def logits(self, batch: TrainingBatch) -> Tensor:
         """[B * S, V]."""
         positions = torch.arange(batch.shape[1], device=batch.token_ids.device)
         return self.next_logits(batch.token_ids, positions, None)
 
-    def positions(self, batch: Batch) -> Iterable[DraftPosition]:
+    def positions(self, batch: TrainingBatch) -> Iterable[DraftPosition]:
         """The first position; later ones are learned as the first ones of later drafts."""
         yield DraftPosition(self.logits(batch), batch.predictions, batch.weight.flatten())
 
-    def evaluate(self, batch: Batch) -> tuple[list[Agreement], Tensor]:
+    def evaluate(self, batch: TrainingBatch) -> tuple[list[Agreement], Tensor]:
         found = agreement(self.logits(batch), batch.predictions)
         weight = torch.ones_like(found.greedy)
         positions = []

@@ -15,7 +15,7 @@ from slipstream.core.errors import UsageError
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.speculative.eagle3.network import Eagle3Config, Eagle3Head, read_eagle3_config
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
-from slipstream.train.batches import Batch
+from slipstream.train.batches import TrainingBatch
 from slipstream.train.chain import ChainRecipe, DraftPosition, unroll
 from slipstream.train.parameters import Trainable
 from slipstream.train.plan import RunPlan
@@ -66,7 +66,7 @@ class Eagle3Recipe(ChainRecipe[Eagle3Config]):
             return None
         return options.draft_vocab_size or min(_DRAFT_VOCAB_SIZE, plan.shape.vocab_size)
 
-    def positions(self, batch: Batch) -> Iterator[DraftPosition]:
+    def positions(self, batch: TrainingBatch) -> Iterator[DraftPosition]:
         return unroll(self.network, self.num_layers, batch, self.num_draft_tokens)
 
     def published(self) -> dict[str, Tensor]:

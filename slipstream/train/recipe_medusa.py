@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.speculative.medusa.checkpoint import TOKEN_MAP, MedusaShape
 from slipstream.speculative.medusa.network import MedusaHeads
-from slipstream.train.batches import Batch
+from slipstream.train.batches import TrainingBatch
 from slipstream.train.chain import ChainRecipe, DraftPosition
 from slipstream.train.plan import RunPlan
 from slipstream.train.sequences import Sequences
@@ -66,7 +66,7 @@ class MedusaRecipe(ChainRecipe[None]):
             config["truncated_vocab_size"] = size
         return config, None
 
-    def positions(self, batch: Batch) -> Iterator[DraftPosition]:
+    def positions(self, batch: TrainingBatch) -> Iterator[DraftPosition]:
         """The predictions of each head after every token."""
         hidden = batch.states.hidden.flatten(0, 1)
         state = self.network.start(hidden, self.num_draft_tokens)

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.speculative.mtp.config import MtpCheckpoint, MtpConfig, read_mtp_config
 from slipstream.speculative.mtp.network import MtpHead
-from slipstream.train.batches import Batch
+from slipstream.train.batches import TrainingBatch
 from slipstream.train.chain import ChainRecipe, DraftPosition, unroll
 from slipstream.train.plan import RunPlan
 from slipstream.train.recipe import dense_config, planned_checkpoint
@@ -59,7 +59,7 @@ class MtpRecipe(ChainRecipe[MtpConfig]):
                 "a drafter of another kind for it, such as eagle3"
             ) from error
 
-    def positions(self, batch: Batch) -> Iterator[DraftPosition]:
+    def positions(self, batch: TrainingBatch) -> Iterator[DraftPosition]:
         return unroll(self.network, 1, batch, self.num_draft_tokens)
 
     def published(self) -> dict[str, Tensor]:

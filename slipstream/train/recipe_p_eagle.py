@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.speculative.heads.checkpoint import MASK_HIDDEN, HeadCheckpoint
 from slipstream.speculative.p_eagle.network import PEagleConfig, PEagleHead, read_p_eagle_config
-from slipstream.train.batches import Batch
+from slipstream.train.batches import TrainingBatch
 from slipstream.train.dense import DenseContext
 from slipstream.train.parallel import ParallelRecipe, ParallelRows
 from slipstream.train.plan import RunPlan
@@ -65,7 +65,7 @@ class PEagleRecipe(ParallelRecipe[PEagleConfig]):
     def draft_vocab_size(cls, plan: RunPlan) -> int | None:
         return Eagle3Recipe.draft_vocab_size(plan)
 
-    def logits(self, batch: Batch, rows: ParallelRows) -> Tensor:
+    def logits(self, batch: TrainingBatch, rows: ParallelRows) -> Tensor:
         size, is_mask = len(batch.token_ids), rows.depth > 0
         known = batch.token_ids.shape[1] - self.FIRST  # without waiting for the device to count
         before = rows.anchor[:known] - 1

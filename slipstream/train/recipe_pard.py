@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.train.batches import Batch
+from slipstream.train.batches import TrainingBatch
 from slipstream.train.language_model import SHAPE_OPTIONS, LanguageModelRecipe, initial_checkpoint
 from slipstream.train.parallel import ParallelRecipe, ParallelRows
 from slipstream.train.plan import RunPlan
@@ -41,7 +41,7 @@ class PardRecipe(LanguageModelRecipe, ParallelRecipe[DecoderConfig]):
     def mask_token(self) -> int:
         return int(self.config_json["pard_token"])
 
-    def logits(self, batch: Batch, rows: ParallelRows) -> Tensor:
+    def logits(self, batch: TrainingBatch, rows: ParallelRows) -> Tensor:
         ids = batch.token_ids[:, rows.anchor]
         ids = torch.where(rows.depth > 0, self.mask_token, ids)
         return self.next_logits(ids, rows.positions, rows.mask).view(*ids.shape, -1)

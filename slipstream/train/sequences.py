@@ -13,7 +13,7 @@ from slipstream.core.errors import UsageError, counted
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.train.files import SOURCE, comes_from, read_tensors, write_tensors
-from slipstream.train.texts import Entry
+from slipstream.train.texts import TextEntry
 
 _IDS, _LEARNED = "token_ids", "learned"
 
@@ -91,7 +91,7 @@ class Sequences:
         return Sequences.load(file) if comes_from(file, source) else None
 
 
-def encode(entries: Iterable[Entry], tokenizer: Tokenizer) -> Iterator[Document]:
+def encode(entries: Iterable[TextEntry], tokenizer: Tokenizer) -> Iterator[Document]:
     """Tokenize; in conversations only the assistant's messages are learned."""
     template = ChatTemplate(tokenizer)
     for entry in entries:
@@ -103,7 +103,7 @@ def encode(entries: Iterable[Entry], tokenizer: Tokenizer) -> Iterator[Document]
             yield Document(ids, [True] * len(ids))
 
 
-def _conversation(entry: Entry, tokenizer: Tokenizer, template: ChatTemplate) -> Document:
+def _conversation(entry: TextEntry, tokenizer: Tokenizer, template: ChatTemplate) -> Document:
     """The text that is added to the prompt before each learned message of the assistant."""
     ids: list[int] = []
     learned: list[bool] = []

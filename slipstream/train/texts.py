@@ -21,7 +21,7 @@ _FORMS = '{"text": ...}, {"messages": [...]} or {"prompt": ...}'
 
 
 @dataclass(frozen=True)
-class Entry:
+class TextEntry:
     """One document.
 
     Attributes:
@@ -42,7 +42,7 @@ class Entry:
         return self.is_prompt
 
 
-def read_entries(paths: Sequence[Path]) -> list[Entry]:
+def read_entries(paths: Sequence[Path]) -> list[TextEntry]:
     """All documents of these files and directories.
 
     Raises UsageError for missing or empty files, and for lines of another form.
@@ -65,7 +65,7 @@ def _files(path: Path) -> Iterator[Path]:
         raise UsageError(f"there is no file or directory {path} to train on; check --data")
 
 
-def _entries(file: Path) -> Iterator[Entry]:
+def _entries(file: Path) -> Iterator[TextEntry]:
     try:
         content = file.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -79,10 +79,10 @@ def _entries(file: Path) -> Iterator[Entry]:
             if line.strip():
                 yield _from_line(line, f"{file}, line {number}")
     elif content.strip():
-        yield Entry(content)
+        yield TextEntry(content)
 
 
-def _from_line(line: str, where: str) -> Entry:
+def _from_line(line: str, where: str) -> TextEntry:
     try:
         value = json.loads(line)
     except ValueError as error:
@@ -90,11 +90,11 @@ def _from_line(line: str, where: str) -> Entry:
     if isinstance(value, dict):
         messages, text, prompt = (value.get(key) for key in ("messages", "text", "prompt"))
         if isinstance(messages, list) and messages and all(map(_is_message, messages)):
-            return Entry(None, tuple(messages))
+            return TextEntry(None, tuple(messages))
         if isinstance(text, str) and text:
-            return Entry(text)
+            return TextEntry(text)
         if isinstance(prompt, str) and prompt:
-            return Entry(prompt, is_prompt=True)
+            return TextEntry(prompt, is_prompt=True)
     raise UsageError(f"{where} must be one of {_FORMS}")
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from slipstream.bench.sweep import AUTO, PLAIN, Point, advise, paragraph
+from slipstream.bench.sweep import AUTO, PLAIN, CellResult, advise, paragraph
 
 DRAFTERS = {"small": {"model": "a b"}, "ngram": {"method": "ngram"}}
 
 
-def point(drafter: str, k: int | str, speed: float, batch: int = 1) -> Point:
-    return Point(
+def point(drafter: str, k: int | str, speed: float, batch: int = 1) -> CellResult:
+    return CellResult(
         drafter,
         k,
         batch,

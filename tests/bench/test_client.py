@@ -11,7 +11,7 @@ from slipstream.bench.client import Client
 from slipstream.bench.datasets import BenchPrompt
 from slipstream.bench.load import LoadRun, run_load
 from slipstream.bench.options import Server
-from slipstream.bench.protocol import BrokenStreamError, EventStream, RequestForm, read_event
+from slipstream.bench.protocol import BrokenStreamError, EventParser, RequestForm, read_event
 from slipstream.bench.record import CHUNKS, TOKENIZER, USAGE, Record
 from slipstream.core.errors import UsageError
 from tests.bench.test_datasets import Letters
@@ -171,7 +171,7 @@ def test_a_connection_that_breaks_off_is_a_failure() -> None:
 
 
 def fed(*pieces: bytes) -> list[str]:
-    stream = EventStream()
+    stream = EventParser()
     return [event for piece in pieces for event in stream.feed(piece)]
 
 

@@ -15,7 +15,7 @@ from slipstream.bench.datasets import BenchPrompt
 from slipstream.bench.pictures import sweep_figure
 from slipstream.bench.profile import GROUPS, group_of, read_trace
 from slipstream.bench.report import PageChart, write_page
-from slipstream.bench.sweep import PLAIN, Point, best
+from slipstream.bench.sweep import PLAIN, CellResult, best
 from slipstream.bench.tables import ReportTable, by_position, drafting_tables, sweep_table
 from slipstream.bench.workload import Workload, run_offline
 from slipstream.core.errors import GenerationError
@@ -113,8 +113,8 @@ def test_ops_and_kernels_are_grouped(name: str, group: str) -> None:
     assert group in GROUPS
 
 
-def point(drafter: str, k: int, batch: int, rate: float) -> Point:
-    return Point(
+def point(drafter: str, k: int, batch: int, rate: float) -> CellResult:
+    return CellResult(
         drafter,
         k,
         batch,

@@ -12,16 +12,16 @@ import slipstream.cli.deploy
 from slipstream.cli.errors import run
 from slipstream.cli.flags import parsed
 from slipstream.cli.main import app
-from slipstream.deploy.options import Plan
+from slipstream.deploy.options import DeploymentPlan
 from slipstream.deploy.proxy import SETTINGS
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[DeploymentPlan]:
     """The plan of each command line, and what it is when it is read once more."""
-    plans: list[Plan] = []
+    plans: list[DeploymentPlan] = []
 
-    def run_locally(plan: Plan, reread: Any) -> int:
+    def run_locally(plan: DeploymentPlan, reread: Any) -> int:
         plans.extend((plan, reread()))
         return 0
 
@@ -30,7 +30,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     return plans
 
 
-def test_flags_of_serve_hold_for_replicas(planned: list[Plan]) -> None:
+def test_flags_of_serve_hold_for_replicas(planned: list[DeploymentPlan]) -> None:
     line = "deploy demo --replicas 3 --max_replicas 5 --max-num-seqs 4 --served-model-name a"
     assert run(app, line.split()) == 0
     plan, again = planned
@@ -40,7 +40,7 @@ def test_flags_of_serve_hold_for_replicas(planned: list[Plan]) -> None:
     assert plan.config.model == "demo"
 
 
-def test_a_file_is_read_again(planned: list[Plan], tmp_path: Path) -> None:
+def test_a_file_is_read_again(planned: list[DeploymentPlan], tmp_path: Path) -> None:
     file = tmp_path / "deployment.yaml"
     file.write_text("model: demo\nreplicas: 2\nrouting: load\nmax-num-seqs: 3\n")
     assert run(app, ["deploy", "--config", str(file), "--max-num-seqs", "5"]) == 0
@@ -49,7 +49,7 @@ def test_a_file_is_read_again(planned: list[Plan], tmp_path: Path) -> None:
     assert planned[0].config.max_num_seqs == 5
 
 
-def test_serve_takes_a_number_of_replicas(planned: list[Plan]) -> None:
+def test_serve_takes_a_number_of_replicas(planned: list[DeploymentPlan]) -> None:
     assert run(app, ["serve", "demo", "-dp", "2", "--max-waiting", "7"]) == 0
     assert planned[0] == planned[1]
     assert (planned[0].replicas.replicas, planned[0].server.limits.max_waiting) == (2, 7)
@@ -60,7 +60,7 @@ def test_serve_takes_a_number_of_replicas(planned: list[Plan]) -> None:
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_each_replica_may_be_several_ranks(
-    planned: list[Plan], monkeypatch: pytest.MonkeyPatch
+    planned: list[DeploymentPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They share the cores, or have as many GPUs."""
     from slipstream.deploy import local
@@ -94,7 +94,7 @@ def test_each_replica_may_be_several_ranks(
     ],
 )
 def test_wrong_flags_are_refused(
-    line: str, told: str, planned: list[Plan], capsys: pytest.CaptureFixture[str]
+    line: str, told: str, planned: list[DeploymentPlan], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(app, line.split()) == 2
     assert told in capsys.readouterr().err
@@ -109,7 +109,7 @@ def written(tmp_path: Path, *flags: str) -> dict[str, Any]:
     return found
 
 
-def test_a_manifest_holds_the_command_line(tmp_path: Path, planned: list[Plan]) -> None:
+def test_a_manifest_holds_the_command_line(tmp_path: Path, planned: list[DeploymentPlan]) -> None:
     file = tmp_path / "flags.yaml"
     file.write_text("max-num-seqs: 3\n")
     manifest = written(

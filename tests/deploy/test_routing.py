@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.deploy.prompts import BLOCK, Prompt, read_prompt
-from slipstream.deploy.routing import Replica, Routing
+from slipstream.deploy.routing import Replica, ReplicaRouting
 from slipstream.deploy.scaling import wanted_replicas
 
 A, B, C = (Replica(id=letter * 12, host="127.0.0.1", port=1) for letter in "abc")
 
 
-def routing(*replicas: Replica, method: str = "prefix") -> Routing:
-    made = Routing(method)
+def routing(*replicas: Replica, method: str = "prefix") -> ReplicaRouting:
+    made = ReplicaRouting(method)
     made.update(replicas or (A, B, C))
     return made
 
@@ -29,7 +29,7 @@ def chat(*texts: str) -> Prompt:
     return prompt_of(messages=[{"role": "system", "content": "s" * 3 * BLOCK}, *messages])
 
 
-def sent(made: Routing, prompt: Prompt, *, ended: bool = True) -> Replica:
+def sent(made: ReplicaRouting, prompt: Prompt, *, ended: bool = True) -> Replica:
     replica = made.choose(prompt)
     assert replica is not None
     made.begin(replica, prompt)

@@ -29,7 +29,7 @@ from slipstream.kernels.triton.matmul_stream_kernels import (
     SWIZZLED_BYTES,
     stream_kernel,
 )
-from slipstream.kernels.triton.matmul_tiles import Stream
+from slipstream.kernels.triton.matmul_tiles import StreamTiles
 from slipstream.kernels.triton.norm import _norm_kernel
 
 H200 = GPUTarget("cuda", 90, 32)
@@ -41,7 +41,12 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", E
 
 
 def stream(
-    tiles: Stream, dtype: torch.dtype, out: torch.dtype, gated: int, biased: bool, rank: int = 0
+    tiles: StreamTiles,
+    dtype: torch.dtype,
+    out: torch.dtype,
+    gated: int,
+    biased: bool,
+    rank: int = 0,
 ) -> Any:
     """`matmul.py`'s launch, with adapters of a rank."""
 
@@ -210,9 +215,9 @@ def compiled(
 def each_way(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
     """Most branches of each kernel, with those of `other_ways` all: a program takes 2 s."""
     return [
-        stream(Stream(8, depth=256, stages=4), torch.float16, whole, gated=NOT, biased=True),
-        stream(Stream(32, 8, stages=7), half, half, gated=SILU, biased=True, rank=16),
-        stream(Stream(8, 8, depth=256, stages=6), E4M3, half, gated=SILU, biased=True),
+        stream(StreamTiles(8, depth=256, stages=4), torch.float16, whole, gated=NOT, biased=True),
+        stream(StreamTiles(32, 8, stages=7), half, half, gated=SILU, biased=True, rank=16),
+        stream(StreamTiles(8, 8, depth=256, stages=6), E4M3, half, gated=SILU, biased=True),
         grouped((8, 4, 4), words=2, gated=GELU, sorted_pairs=True, out=half),
         grouped((32, 2, 4), 1, NOT, sorted_pairs=False, out=whole, coding=INT4, span=2),
         grouped((64, 2, 4), 0, NOT, sorted_pairs=True, out=whole, coding=INT8),
@@ -222,7 +227,7 @@ def each_way(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
 
 def other_ways(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
     return [
-        stream(Stream(64, stages=6), half, half, gated=GELU, biased=False),
+        stream(StreamTiles(64, stages=6), half, half, gated=GELU, biased=False),
         grouped((16, 4, 6), words=2, gated=SILU, sorted_pairs=False, out=half),
         grouped((16, 4, 4), 4, NOT, sorted_pairs=True, out=whole, coding=INT4_ZEROS),
         grouped((8, 4, 4), 1, SILU, sorted_pairs=True, out=half, few=True),
@@ -231,9 +236,9 @@ def other_ways(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
 
 def other_tiles(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
     return [
-        stream(Stream(128, 16, 2, 64, 64, 3), half, half, gated=SILU, biased=False),
-        stream(Stream(128, 0, 1, 128, 64, 6), half, half, gated=NOT, biased=False),
-        stream(Stream(8, depth=256, stages=4), half, whole, gated=NOT, biased=False, rank=12),
+        stream(StreamTiles(128, 16, 2, 64, 64, 3), half, half, gated=SILU, biased=False),
+        stream(StreamTiles(128, 0, 1, 128, 64, 6), half, half, gated=NOT, biased=False),
+        stream(StreamTiles(8, depth=256, stages=4), half, whole, gated=NOT, biased=False, rank=12),
         grouped((8, 4, 4), words=1, gated=SILU, sorted_pairs=True, out=half),
         grouped((128, 2, 3), words=2, gated=NOT, sorted_pairs=True, out=whole),
         grouped((8, 4, 4), 2, NOT, sorted_pairs=True, out=whole, few=True),

@@ -17,7 +17,7 @@ from slipstream.kernels.attention import FLOAT8_PAGES
 from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, TreeInputs, Visibility
 from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
 from slipstream.kernels.triton import attention as tuned
-from slipstream.kernels.triton.attention import SHORT_ROWS, Layer, paged_attention
+from slipstream.kernels.triton.attention import SHORT_ROWS, AttentionShape, paged_attention
 from slipstream.kernels.triton.matmul import is_hopper
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
 from tests.kernels.device import DEVICE, INTERPRETED
@@ -58,7 +58,7 @@ def case(shape: Shape, requests: Requests, sinks: bool = False) -> Case:
 
 def streamed(given: Case) -> bool:
     query, cache, inputs, scale, window, sinks = given
-    layer = Layer(query.shape[1], cache[0].shape[2], query.shape[2], scale, window, sinks)
+    layer = AttentionShape(query.shape[1], cache[0].shape[2], query.shape[2], scale, window, sinks)
     return tuned.streams(query, layer, inputs.sees, cache)
 
 
@@ -155,7 +155,7 @@ def test_requests_without_a_context(sinks: bool) -> None:
 def test_what_the_kernel_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything else, and every other GPU, is left to the general kernel."""
     pytest.importorskip("triton.experimental.gluon", reason="still an experiment")
-    layer = Layer(8, 2, 128, 0.1, None, None)
+    layer = AttentionShape(8, 2, 128, 0.1, None, None)
 
     def serves(
         dtype: torch.dtype = HALF,

@@ -23,8 +23,8 @@ from slipstream.kernels.norm import Activation
 from slipstream.kernels.pass_inputs import PassInputs, StateInputs
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import (
-    Entry,
     FusedOp,
+    InputProjection,
     Norm,
     Ops,
     Product,
@@ -253,7 +253,7 @@ class Drawn(ParameterSource):
         if kind.layers[0] is UNNORMED:
             norms = (None, None)
         product = self.product(WIDTH, sum(kind.entry), bias=True)
-        return Stack(self._ops, layers, last, Entry(product, norms[: len(kind.entry)]))
+        return Stack(self._ops, layers, last, InputProjection(product, norms[: len(kind.entry)]))
 
 
 def sources_of(kind: Kind, dtype: torch.dtype) -> list[Tensor]:

@@ -53,7 +53,7 @@ class Column:
 def column(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Column]:
     if request.param == "triton":
         if not ON_GPU:  # several chunks and groups even of a small vocabulary
-            tiles = triton_sampling.Tiles(block=256, group=16, groups_at_once=8)
+            tiles = triton_sampling.SamplingTiles(block=256, group=16, groups_at_once=8)
             monkeypatch.setattr(triton_sampling, "TILES", tiles)
         yield Column(triton_sampling.SAMPLING, DEVICE, ON_GPU)
         return

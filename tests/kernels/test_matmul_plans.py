@@ -9,9 +9,9 @@ from slipstream.kernels.triton.matmul_tiles import (
     MEMORY,
     SPLITS,
     TUNED,
-    Plan,
-    Stream,
-    Tiles,
+    MatmulPlan,
+    MatmulTiles,
+    StreamTiles,
     few_rows,
     many_rows,
     plan,
@@ -25,7 +25,7 @@ def test_splits_follow_from_the_shape_alone(shape: tuple[int, int]) -> None:
     assert len({(each.splits, each.part) for each in plans}) == 1
     for each in plans:
         assert each.part * each.splits >= depth > each.part * (each.splits - 1)
-        assert isinstance(each.tiles, Tiles)
+        assert isinstance(each.tiles, MatmulTiles)
         assert each.splits == 1 or each.part % each.tiles.depth == 0
         if each.tiles.ahead:
             assert depth % each.tiles.depth == 0
@@ -36,7 +36,7 @@ def test_splits_follow_from_the_shape_alone(shape: tuple[int, int]) -> None:
 SHAPES = [*TUNED, *SPLITS, (4096, 4096), (2048, 6144), (6144, 1024)]
 
 
-def taken(tiles: Stream) -> int:
+def taken(tiles: StreamTiles) -> int:
     """Bytes of tiles on their way."""
     lines = tiles.blocks * tiles.high + tiles.rows + tiles.more
     return lines * tiles.depth * tiles.stages * 2
@@ -51,7 +51,7 @@ def test_the_copy_engine_changes_no_splits(shape: tuple[int, int], splitting: bo
         chosen = plan(width, depth, rows, torch.bfloat16, splitting)
         streamed = few_rows(width, depth, rows, chosen)
         assert (streamed.splits, streamed.part) == (chosen.splits, chosen.part)
-        assert isinstance(streamed.tiles, Stream)
+        assert isinstance(streamed.tiles, StreamTiles)
         assert streamed.part % streamed.tiles.depth == 0
         assert depth % streamed.tiles.depth == 0
         assert rows <= streamed.tiles.rows + streamed.tiles.more
@@ -60,7 +60,7 @@ def test_the_copy_engine_changes_no_splits(shape: tuple[int, int], splitting: bo
 
 
 def test_many_rows_have_tiles_where_the_library_is_slower() -> None:
-    served: dict[tuple[int, bool, bool], Plan | None] = {}
+    served: dict[tuple[int, bool, bool], MatmulPlan | None] = {}
     for rows in (65, 80, 100, 128, 129, 160, 161, 256, 300, 320, 321, 400, 512, 513):
         for splitting, gated in ((False, False), (True, False), (False, True)):
             served[rows, splitting, gated] = many_rows(24576, 12288, rows, splitting, gated)
@@ -74,7 +74,7 @@ def test_many_rows_have_tiles_where_the_library_is_slower() -> None:
     for (rows, _, gated), chosen in served.items():
         if chosen is None:
             continue
-        assert isinstance(chosen.tiles, Stream)
+        assert isinstance(chosen.tiles, StreamTiles)
         assert chosen.part * chosen.splits >= 12288 > chosen.part * (chosen.splits - 1)
         assert chosen.part % chosen.tiles.depth == 0
         assert gated <= (chosen.splits == 1)
@@ -87,7 +87,7 @@ def test_small_gated_matrices_get_a_program_for_each_multiprocessor(rows: int) -
     for width, high in ((6144, 64), (12288, 128)):
         plan = many_rows(width, 1024, rows, False, True)
         assert plan is not None
-        assert isinstance(plan.tiles, Stream)
+        assert isinstance(plan.tiles, StreamTiles)
         assert (plan.splits, plan.tiles.high) == (1, high)
         assert taken(plan.tiles) <= MEMORY
 

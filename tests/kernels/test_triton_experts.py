@@ -26,7 +26,7 @@ from slipstream.kernels.reference.experts import choose as reference_choose
 from slipstream.kernels.reference.experts import experts as reference_experts
 from slipstream.kernels.table import ExpertsParts, Norm, SharedExpert
 from slipstream.kernels.triton import TRITON, TRITON_INVARIANT
-from slipstream.kernels.triton.choice import choose
+from slipstream.kernels.triton.chosen_experts import choose
 from slipstream.kernels.triton.fragments import (
     Fragments,
     from_float8_blocks,

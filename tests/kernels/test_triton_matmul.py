@@ -25,7 +25,7 @@ from slipstream.kernels.triton import (
     matmul_tiles,
 )
 from slipstream.kernels.triton.linear import FEW_ROWS
-from slipstream.kernels.triton.matmul_tiles import Tiles
+from slipstream.kernels.triton.matmul_tiles import MatmulTiles
 from slipstream.kernels.triton.norm import normed_rows, round_rows
 from tests.kernels import oracles
 from tests.kernels.batches import seeded
@@ -351,9 +351,17 @@ def test_tiles_change_no_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtyp
         ]
 
     expected = results()
-    several = [Tiles(16, 64, 128, 4, 2), Tiles(16, 64, 128, 4, 2, 128), Tiles(32, 64, 64)]
+    several = [
+        MatmulTiles(16, 64, 128, 4, 2),
+        MatmulTiles(16, 64, 128, 4, 2, 128),
+        MatmulTiles(32, 64, 64),
+    ]
     if ON_GPU and dtype != torch.float32:
-        several += [Tiles(64, 64, 128, 8), Tiles(64, 128, 128, 8), Tiles(16, 64, 256, 4, 3, 256)]
+        several += [
+            MatmulTiles(64, 64, 128, 8),
+            MatmulTiles(64, 128, 128, 8),
+            MatmulTiles(16, 64, 256, 4, 3, 256),
+        ]
     for tiles in several:
         monkeypatch.setattr(matmul_tiles, "_tiles", lambda *_, tiles=tiles: tiles)
         monkeypatch.setattr(matmul, "streams", lambda *_: False)

@@ -23,7 +23,7 @@ from slipstream.kernels.reference import noise
 from slipstream.kernels.reference.noise import NoiseKeys, Purpose
 from slipstream.kernels.reference.processors import TRUNCATIONS, probabilities, process
 from slipstream.kernels.registry import kernels_for
-from slipstream.kernels.sampling import Needs, SampleRows
+from slipstream.kernels.sampling import SampleRows, SamplingNeeds
 from slipstream.kernels.triton import sampling as fused
 from slipstream.kernels.triton.launch import options
 from slipstream.kernels.triton.philox import noise_words, token_noise, uniform
@@ -61,7 +61,7 @@ VERIFIED = [
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks and groups even of a small vocabulary."""
     if not ON_GPU:
-        tiles = fused.Tiles(block=256, group=16, groups_at_once=8)
+        tiles = fused.SamplingTiles(block=256, group=16, groups_at_once=8)
         monkeypatch.setattr(fused, "TILES", tiles)
 
 
@@ -170,7 +170,9 @@ def test_coupled_requests_get_the_tokens_of_plain_decoding(vocab_size: int, redu
 # Truncation
 
 
-def facts_of(logits: Tensor, state: SamplingState, needs: Needs) -> tuple[fused.Scan, Tensor]:
+def facts_of(
+    logits: Tensor, state: SamplingState, needs: SamplingNeeds
+) -> tuple[fused.Scan, Tensor]:
     slots = torch.arange(len(logits), device=DEVICE)
     plain = fused._plain_rows(slots, slots)
     scanned = fused._scan(logits, plain, state.tensors(), needs, logits.shape[1])
@@ -202,7 +204,7 @@ def test_thresholds(vocab_size: int, spread: float) -> None:
         if seed % 2 == 0:
             logits[::2] = (logits[::2] * 4).round() / 4
         logits = logits.to(DEVICE)
-        _, facts = facts_of(logits, state, Needs(True, True, True, True))
+        _, facts = facts_of(logits, state, SamplingNeeds(True, True, True, True))
         expected = probabilities(
             logits, state.temperature, state.top_k, state.top_p, state.min_p, TRUNCATIONS
         )

@@ -453,7 +453,7 @@ def test_lossless(name: str, rounds: int) -> None:
 def test_interpreted_kernels_on_a_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.kernels.triton import sampling as fused
 
-    monkeypatch.setattr(fused, "TILES", fused.Tiles(block=16, group=16))
+    monkeypatch.setattr(fused, "TILES", fused.SamplingTiles(block=16, group=16))
     monkeypatch.setattr(sys.modules[__name__], "NUM_REQUESTS", 40)
     case = Case(1, ops=fused.SAMPLING)
     emitted = run(case, 1)

@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 
-from slipstream.models.gguf.blocks import BLOCK_TYPES, BlockType
+from slipstream.models.gguf.blocks import BLOCK_TYPES, GgufType
 from tests.gguf_files import random_blocks
 
 TYPES = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=lambda kind: kind.name)
@@ -63,7 +63,7 @@ def of_256(block: bytes, index: int, name: str) -> float:
     return half(block, 0) * scale * value - half(block, 2) * minimum
 
 
-def expected(block: bytes, index: int, kind: BlockType) -> float:
+def expected(block: bytes, index: int, kind: GgufType) -> float:
     if kind.name == "F32":
         return float(struct.unpack("<f", block)[0])
     if kind.name == "F16":
@@ -76,7 +76,7 @@ def expected(block: bytes, index: int, kind: BlockType) -> float:
 
 
 @TYPES
-def test_every_number_is_what_its_block_says(kind: BlockType) -> None:
+def test_every_number_is_what_its_block_says(kind: GgufType) -> None:
     stored = random_blocks(kind, (3, 2 * kind.numbers), torch.Generator().manual_seed(1))
     blocks = [bytes(block.tolist()) for block in stored.raw.view(-1, kind.nbytes)]
     wanted = [expected(block, i, kind) for block in blocks for i in range(kind.numbers)]
@@ -86,7 +86,7 @@ def test_every_number_is_what_its_block_says(kind: BlockType) -> None:
 
 
 @TYPES
-def test_rows_are_read_alike_however_many(kind: BlockType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_read_alike_however_many(kind: GgufType, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = random_blocks(kind, (7, 3 * kind.numbers), torch.Generator().manual_seed(2))
     whole = stored.numbers()
     monkeypatch.setattr("slipstream.models.gguf.blocks._SLICE", 2 * whole.shape[1])

@@ -18,7 +18,7 @@ from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.kernels.formats.blocks import BlockMatrix
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, Replaced, resolve_checkpoint
-from slipstream.models.gguf.blocks import BLOCK_TYPES, F32, MXFP4, Q4_0, Q4_K, Q8_0, BlockType
+from slipstream.models.gguf.blocks import BLOCK_TYPES, F32, MXFP4, Q4_0, Q4_K, Q8_0, GgufType
 from slipstream.models.gguf.files import split_stem
 from slipstream.models.loading import LoadOptions, decoder_bytes, load_decoder
 from slipstream.models.quantized.catalogue import read_quantization, require_format
@@ -118,7 +118,7 @@ def test_families_compute_what_they_do_in_safetensors(
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=lambda kind: kind.name)
 def test_every_type_gives_the_numbers_of_its_blocks(
-    kind: BlockType, whole_blocks: Path, tmp_path: Path
+    kind: GgufType, whole_blocks: Path, tmp_path: Path
 ) -> None:
     file = as_gguf(whole_blocks, tmp_path / "blocks.gguf", kind)
     tensors = Checkpoint(file).container.tensors

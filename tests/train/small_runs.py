@@ -10,7 +10,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import no_progress_bar
-from slipstream.train.batches import Batch
+from slipstream.train.batches import TrainingBatch
 from slipstream.train.data import Data
 from slipstream.train.metrics import MetricsLog
 from slipstream.train.sequences import Sequences
@@ -60,11 +60,11 @@ def settings(kind: str, target: str, data: Path, out: Path, **changes: Any) -> T
 
 def batch_of(
     target: Target, tokens: list[int], vocabulary: DraftVocabulary, stream_layers: tuple[int, ...]
-) -> Batch:
+) -> TrainingBatch:
     """One sequence."""
     token_ids = torch.tensor([tokens])
     states = target.states(token_ids, stream_layers)
-    return Batch(token_ids, torch.ones_like(token_ids).bool(), states, target, vocabulary)
+    return TrainingBatch(token_ids, torch.ones_like(token_ids).bool(), states, target, vocabulary)
 
 
 def teacher(target: str) -> Target:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slipstream.train.batches import Batch
+from slipstream.train.batches import TrainingBatch
 from slipstream.train.chain import unroll
 from slipstream.train.parallel import sampled_rows
 from slipstream.train.recipe_dflash import DFlashRecipe
@@ -31,7 +31,7 @@ TOKENS = torch.randint(1, 96, (24,), generator=torch.Generator().manual_seed(3))
 COUNT = 3
 
 
-def ours(trained: Trained, target: str) -> tuple[Batch, list[Tensor]]:
+def ours(trained: Trained, target: str) -> tuple[TrainingBatch, list[Tensor]]:
     """A text as a batch, and the logits of the network in training by position."""
     recipe = trained.recipe
     assert isinstance(recipe, Eagle3Recipe | MtpRecipe)
@@ -77,7 +77,9 @@ def test_an_eagle3_head(
         torch.testing.assert_close(mine[:there], other[:there], atol=1e-3, rtol=0)
 
 
-def library_head(model: Any, config_class: Any, folder: Path, batch: Batch, **more: Any) -> Any:
+def library_head(
+    model: Any, config_class: Any, folder: Path, batch: TrainingBatch, **more: Any
+) -> Any:
     """The library's own network with the weights of an export."""
     from transformers import LlamaConfig
 

@@ -25,7 +25,7 @@ from slipstream.engine.drafting.choice import CostTable, choose
 from slipstream.engine.drafting.costs import CostModel
 from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
 from slipstream.engine.drafting.pace import Pace
-from slipstream.engine.drafting.step_costs import CostRow, Point, plausible
+from slipstream.engine.drafting.step_costs import CostRow, MeasuredStep, plausible
 from slipstream.engine.drafting.step_facts import drafting_counts
 from slipstream.engine.metrics import StepEstimate
 from slipstream.engine.step_results import Collected, Launched
@@ -147,10 +147,12 @@ def calibrated(machine: Machine) -> CostModel:
     return model
 
 
-def measured(machine: Machine, count: int, width: int, length: int = 64) -> Point:
+def measured(machine: Machine, count: int, width: int, length: int = 64) -> MeasuredStep:
     times = machine.step(count, width, length).times
     rows, context = count * (width + 1), count * length
-    return Point(count, width, rows, context, times.draft, times.target + times.verify, times.rest)
+    return MeasuredStep(
+        count, width, rows, context, times.draft, times.target + times.verify, times.rest
+    )
 
 
 def test_begins_with_what_was_measured_and_grows_with_context() -> None:
@@ -215,7 +217,7 @@ def test_restored_costs_are_those_of_a_machine_that_is_slower_today() -> None:
 def test_first_measurements_that_were_disturbed_do_not_decide_for_restored_costs() -> None:
     machine, model = Machine(steep, chain, noise=0.0), CostModel()
     model.restore(calibrated(machine).state())
-    points: list[Point] = []
+    points: list[MeasuredStep] = []
     for index, requests in enumerate((1, 2, 3, 4, 5, 6, 7, 8, 9)):
         machine.slower = 2.0 if index > 1 else 6.0
         points.append(measured(machine, requests, 0))
@@ -499,17 +501,21 @@ def kept(file: CostFile, now: Clock | None = None) -> KeptCosts:
     return KeptCosts(None, file, (1, 4), (0, 1, 4), now or Clock())
 
 
-def points(slower: float = 1.0) -> list[Point]:
+def points(slower: float = 1.0) -> list[MeasuredStep]:
     shapes = [(1, 0), (1, 4), (4, 0), (4, 4)]
     return [
-        Point(count, width, count * (width + 1), 64 * count, 0.1 * slower, slower * (1 + width))
+        MeasuredStep(
+            count, width, count * (width + 1), 64 * count, 0.1 * slower, slower * (1 + width)
+        )
         for count, width in shapes
     ]
 
 
 def test_a_point_that_was_disturbed_is_not_believed() -> None:
     sound = [
-        Point(count, width, count * (width + 1), 64 * count, 0.1 * (width + 1), 1.0 + 0.1 * count)
+        MeasuredStep(
+            count, width, count * (width + 1), 64 * count, 0.1 * (width + 1), 1.0 + 0.1 * count
+        )
         for count in (1, 4, 8)
         for width in (0, 1, 4)
     ]
@@ -545,7 +551,7 @@ def test_costs_are_kept_for_another_start(tmp_path: Path) -> None:
 
 
 def test_costs_of_contexts_count_as_known_only_if_they_were_measured(tmp_path: Path) -> None:
-    def started(measured: Sequence[Point]) -> KeptCosts:
+    def started(measured: Sequence[MeasuredStep]) -> KeptCosts:
         costs = kept(CostFile({"model": "a"}, tmp_path))
         costs.begin(lambda _: costs.calibrate(measured) if measured else None)
         return costs

@@ -18,7 +18,7 @@ from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.kernels.reference import thresholds
 from slipstream.kernels.reference.processors import probabilities, process
-from slipstream.kernels.sampling import Needs, SampleRows
+from slipstream.kernels.sampling import SampleRows, SamplingNeeds
 from slipstream.sampling.logits import ban_words
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.verification import needs_of
@@ -494,11 +494,11 @@ def test_truncations_that_are_not_used_are_skipped_with_the_same_result(vocab_si
     for count in range(4):
         for uses in itertools.combinations(given, count):
             chosen = {use: given[use] if use in uses else neutral[use] for use in given}
-            needs = Needs(**dict.fromkeys(uses, True))
+            needs = SamplingNeeds(**dict.fromkeys(uses, True))
             got = probabilities(logits, ones, *chosen.values(), needs)
             assert torch.equal(got, probabilities(logits, ones, *chosen.values()))
             # A row that keeps all has the bits that it has where nobody truncates.
-            plain = probabilities(logits, ones, *neutral.values(), Needs())
+            plain = probabilities(logits, ones, *neutral.values(), SamplingNeeds())
             if "min_p" not in uses:
                 assert torch.equal(got[1], plain[1])
 

@@ -187,7 +187,7 @@ def test_fused_ops_go_the_same_way(
         from tests.kernels import interpreter
 
         interpreter.quicken()
-        monkeypatch.setattr(fused, "TILES", fused.Tiles(block=32, group=16))
+        monkeypatch.setattr(fused, "TILES", fused.SamplingTiles(block=32, group=16))
     found = verify_trees(logits, trees, make_state(fused.SAMPLING), uses)
     for ours, theirs in zip(
         (found.token_ids, found.num_tokens, found.num_accepted),

@@ -11,7 +11,7 @@ from time import perf_counter
 from slipstream.core.batch import Batch, StepReport
 from slipstream.engine.artificial_requests import ArtificialRequests
 from slipstream.engine.drafting.costs import CostModel
-from slipstream.engine.drafting.step_costs import Point, least, plausible
+from slipstream.engine.drafting.step_costs import MeasuredStep, least, plausible
 from slipstream.engine.launcher import Launcher
 from slipstream.engine.resolve import Resolved
 
@@ -56,7 +56,7 @@ def calibrate(
         The number of kinds that were measured.
     """
     measured = _Measurements(step, resolved, block_size, now)
-    points: dict[Shape, Point] = {}
+    points: dict[Shape, MeasuredStep] = {}
     if measured.length < 2:  # max_model_len is too small for these requests
         return 0
     kinds = shapes(resolved, widths, measured.length, measured.longest)
@@ -118,7 +118,7 @@ class _Measurements:
         self.longest = min(_LONG, most - growth)
         self.length = min(_LENGTH, most // 2, self.longest)
 
-    def run(self, shape: Shape, plain: Point | None) -> Point | None:
+    def run(self, shape: Shape, plain: MeasuredStep | None) -> MeasuredStep | None:
         """The shortest times of a few steps; None if the drafter never drafted that many tokens.
 
         Args:
@@ -175,11 +175,11 @@ class _Measurements:
 
 def _point(
     shape: Shape, report: StepReport, context: int, rest: float | None = None
-) -> Point | None:
+) -> MeasuredStep | None:
     """The times of a step; None if it had another shape. `rest` replaces the measured rest."""
     guessed = all(gain.num_draft_tokens == shape.width for gain in report.committed)
     if not (guessed or report.padded):
         return None
     times = report.times
     seconds = times.draft, times.target + times.verify, times.rest if rest is None else rest
-    return Point(shape.requests, shape.width, report.num_rows, context, *seconds, times.host)
+    return MeasuredStep(shape.requests, shape.width, report.num_rows, context, *seconds, times.host)

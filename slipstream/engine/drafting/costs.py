@@ -29,7 +29,7 @@ from statistics import fmean, median
 from typing import Any
 
 from slipstream.core.batch import StepReport
-from slipstream.engine.drafting.step_costs import CostRow, Point
+from slipstream.engine.drafting.step_costs import CostRow, MeasuredStep
 from slipstream.engine.drafting.step_facts import context_of, drafting_counts, has_ended_early
 from slipstream.engine.drafting.tables import GAIN, LEAST, Grid, Knot, Slope, Table, finite
 
@@ -164,10 +164,10 @@ class CostModel:
         per_token = self._per_token(requests, rows)
         return self._slopes["requests"].value * requests + per_token * context
 
-    def _of_requests(self, point: Point) -> float:
+    def _of_requests(self, point: MeasuredStep) -> float:
         return self._request_seconds(point.requests, point.rows, point.context)
 
-    def slowness_at(self, point: Point) -> float:
+    def slowness_at(self, point: MeasuredStep) -> float:
         """How much longer the target's pass of a step took than it would at slowness 1."""
         return point.target / max(LEAST, self._rows(point.rows) + self._of_requests(point))
 
@@ -176,7 +176,7 @@ class CostModel:
 
     # ------------------------------------------------------------------ learning
 
-    def calibrate(self, points: Sequence[Point]) -> None:
+    def calibrate(self, points: Sequence[MeasuredStep]) -> None:
         """Replace what is known by measured steps.
 
         Slopes are computed from pairs of points that differ in one quantity. The tables go through
@@ -186,7 +186,7 @@ class CostModel:
         if self._restored is not None:
             self._slowness.set(median(self._restored.slowness_at(point) for point in points))
             points = [point.divided(self._slowness.value) for point in points]
-        short: dict[tuple[int, int], Point] = {}
+        short: dict[tuple[int, int], MeasuredStep] = {}
         for point in sorted(points, key=lambda it: it.context, reverse=True):
             short[point.requests, point.width] = point  # the last is the shortest
         self._fit_slopes(points, short)
@@ -205,7 +205,9 @@ class CostModel:
             self._drafting.knot(requests, point.width).set(max(0.0, drafting))
         self._forget_predictions()
 
-    def _fit_slopes(self, points: Sequence[Point], short: Mapping[tuple[int, int], Point]) -> None:
+    def _fit_slopes(
+        self, points: Sequence[MeasuredStep], short: Mapping[tuple[int, int], MeasuredStep]
+    ) -> None:
         # For each slope its values by pairs of points, with the differences of amounts as weights.
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in self._slopes}
         for point in sorted(points, key=lambda it: it.width):
@@ -223,7 +225,7 @@ class CostModel:
                 found["attention"].append(((slope - plain) / more, longer * more))
             slope = (point.draft - base.draft) / longer / point.width
             found["draft_context"].append((slope, longer * point.width))
-        by_rows: dict[int, Point] = {}
+        by_rows: dict[int, MeasuredStep] = {}
         for point in short.values():
             other = by_rows.setdefault(point.rows, point)
             apart = point.requests - other.requests

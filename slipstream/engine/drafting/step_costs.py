@@ -7,7 +7,7 @@ _MOST_OVER = 1.25
 
 
 @dataclass(frozen=True)
-class Point:
+class MeasuredStep:
     """A measured decode step: `draft` seconds of drafting, `target` seconds of the target's pass
     and verification, `rest` and `host` as `StepTimes` has them. For the other fields see
     `CostModel.seconds`."""
@@ -21,10 +21,10 @@ class Point:
     rest: float = 0.0
     host: float = 0.0
 
-    def divided(self, by: float) -> "Point":
+    def divided(self, by: float) -> "MeasuredStep":
         """The step on a machine so many times as fast."""
         times = self.draft / by, self.target / by, self.rest / by, self.host / by
-        return Point(self.requests, self.width, self.rows, self.context, *times)
+        return MeasuredStep(self.requests, self.width, self.rows, self.context, *times)
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class CostRow:
         return high
 
 
-def least(points: Sequence[Point]) -> Point:
+def least(points: Sequence[MeasuredStep]) -> MeasuredStep:
     """The minimum of all parts, since disturbances only make a step longer."""
     draft, target = min(it.draft for it in points), min(it.target for it in points)
     rest, host = min(it.rest for it in points), min(it.host for it in points)
     return replace(points[0], draft=draft, target=target, rest=rest, host=host)
 
 
-def plausible(points: Sequence[Point]) -> list[Point]:
+def plausible(points: Sequence[MeasuredStep]) -> list[MeasuredStep]:
     """The points without evident disturbances: no step takes much longer than one that does more of
     everything. (Because of tiles and experts it may take a little longer.)"""
     found = []
@@ -67,6 +67,6 @@ def plausible(points: Sequence[Point]) -> list[Point]:
     return found
 
 
-def _does_more(one: Point, other: Point) -> bool:
+def _does_more(one: MeasuredStep, other: MeasuredStep) -> bool:
     requests, width = one.requests >= other.requests, one.width >= other.width
     return requests and width and one.rows >= other.rows and one.context * 2 >= other.context

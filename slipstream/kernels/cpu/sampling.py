@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.devices import kept
-from slipstream.kernels.sampling import Needs, SampleRows, SamplingOps, SamplingSlots
+from slipstream.kernels.sampling import SampleRows, SamplingNeeds, SamplingOps, SamplingSlots
 
 
 def verify(
-    logits: Tensor, rows: SampleRows, state: SamplingSlots, needs: Needs, rates: Tensor | None
+    logits: Tensor,
+    rows: SampleRows,
+    state: SamplingSlots,
+    needs: SamplingNeeds,
+    rates: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     requests, most_drafts = rows.draft_tokens.shape
     token_ids = torch.empty((requests, most_drafts + 1), dtype=torch.int64)
@@ -32,7 +36,7 @@ def draft(
     slots: Tensor,
     positions: Tensor,
     state: SamplingSlots,
-    needs: Needs,
+    needs: SamplingNeeds,
     num_legal_tokens: int,
     probs_out: Tensor | None,
     confidence_out: Tensor | None,
@@ -91,7 +95,7 @@ def _slots(state: SamplingSlots) -> cpp.SlotTensors:
 
 
 @cache
-def _needs(needs: Needs) -> cpp.Needs:
+def _needs(needs: SamplingNeeds) -> cpp.Needs:
     return cpp.Needs(
         needs.sampling, needs.top_k, needs.top_p, needs.min_p, needs.penalties, needs.bias,
         needs.min_tokens, needs.block, needs.coupled,

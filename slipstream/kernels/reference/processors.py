@@ -5,18 +5,18 @@ from torch import Tensor
 
 from slipstream.kernels.columns import ALL_COLUMNS, Columns
 from slipstream.kernels.reference.thresholds import kth_largest, nucleus_threshold
-from slipstream.kernels.sampling import Needs, SampleRows, SamplingSlots
+from slipstream.kernels.sampling import SampleRows, SamplingNeeds, SamplingSlots
 
 # Smaller temperatures act like greedy: a gap of 0.001 between logits becomes e^-100.
 SMALLEST_TEMPERATURE = 1e-5
-TRUNCATIONS = Needs(top_k=True, top_p=True, min_p=True)
+TRUNCATIONS = SamplingNeeds(top_k=True, top_p=True, min_p=True)
 
 
 def process(
     logits: Tensor,
     rows: SampleRows,
     state: SamplingSlots,
-    needs: Needs,
+    needs: SamplingNeeds,
     columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
     """Apply each request's processors to its rows; drafted tokens before a row count as output.
@@ -50,7 +50,7 @@ def probabilities(
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
-    needs: Needs = TRUNCATIONS,
+    needs: SamplingNeeds = TRUNCATIONS,
     columns: Columns = ALL_COLUMNS,
     largest: Tensor | None = None,
 ) -> Tensor:

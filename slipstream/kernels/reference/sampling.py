@@ -24,14 +24,21 @@ from slipstream.kernels.columns import ALL_COLUMNS, Columns
 from slipstream.kernels.reference.block_verification import accepted_prefix, prefix_weights
 from slipstream.kernels.reference.noise import NoiseKeys, Purpose, gumbel, uniform
 from slipstream.kernels.reference.processors import probabilities, process
-from slipstream.kernels.sampling import INTS, PADDING, Needs, SampleRows, SamplingOps, SamplingSlots
+from slipstream.kernels.sampling import (
+    INTS,
+    PADDING,
+    SampleRows,
+    SamplingNeeds,
+    SamplingOps,
+    SamplingSlots,
+)
 
 
 def verify(
     logits: Tensor,
     rows: SampleRows,
     state: SamplingSlots,
-    needs: Needs,
+    needs: SamplingNeeds,
     rates: Tensor | None,
     fp64: bool = False,
     columns: Columns = ALL_COLUMNS,
@@ -81,7 +88,7 @@ def draft(
     slots: Tensor,
     positions: Tensor,
     state: SamplingSlots,
-    needs: Needs,
+    needs: SamplingNeeds,
     num_legal_tokens: int,
     probs_out: Tensor | None,
     confidence_out: Tensor | None,
@@ -137,7 +144,7 @@ def _distribution(
     logits: Tensor,
     slots: Tensor,
     state: SamplingSlots,
-    needs: Needs,
+    needs: SamplingNeeds,
     columns: Columns = ALL_COLUMNS,
     largest: Tensor | None = None,
 ) -> Tensor:

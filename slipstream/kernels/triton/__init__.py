@@ -18,7 +18,7 @@ from slipstream.kernels.triton.activation import gated_activation
 from slipstream.kernels.triton.adapters import add_low_rank
 from slipstream.kernels.triton.attention import attend, paged_attention
 from slipstream.kernels.triton.delta_net import delta_net
-from slipstream.kernels.triton.experts import Experts
+from slipstream.kernels.triton.experts import GroupedExperts
 from slipstream.kernels.triton.grouped import pack
 from slipstream.kernels.triton.latent import latent_attention
 from slipstream.kernels.triton.linear import Linears
@@ -50,7 +50,7 @@ def _column(name: str, linears: Linears) -> Ops:
         add_norm=linears.add_norm,
         attend=attend,
         norm=linears.norm,
-        experts=Experts(linears),
+        experts=GroupedExperts(linears),
         joined_linear=linears.joined_linear,
         logits=linears.logits,
         pack=pack,

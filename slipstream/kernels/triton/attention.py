@@ -52,7 +52,7 @@ EARLY = True
 
 
 @dataclass(frozen=True)
-class Tiles:
+class AttentionTiles:
     """Lines and cached tokens of one tile, and the options that its kernel is compiled with."""
 
     lines: int
@@ -63,7 +63,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Layer:
+class AttentionShape:
     """Shapes of an attention layer, and how its scores are masked and scaled.
 
     Attributes:
@@ -100,43 +100,43 @@ def short_lines(lines: int) -> int:
 
 def short_tiles(
     lines: int, pairs: int, block_d: int, dtype: torch.dtype, eight_bits: bool = False
-) -> tuple[Tiles, int]:
+) -> tuple[AttentionTiles, int]:
     """(tiles of `lines` lines, number of programs for `pairs` pairs of a tile and a KV head).
 
-    A line's bits depend only on `Tiles.tokens`, of which splits are multiples. With dependent
-    launch, programs gather on the multiprocessors that become free first. The number of stages
-    prevents that: it leaves shared memory only for the programs that each one should run.
+    A line's bits depend only on `AttentionTiles.tokens`, of which splits are multiples. With
+    dependent launch, programs gather on the multiprocessors that become free first. The number of
+    stages prevents that: it leaves shared memory only for the programs that each one should run.
     """
     if dtype == torch.float32:
-        return Tiles(lines, 32 if block_d <= 256 else 16, 4, 1), 3 * MULTIPROCESSORS
+        return AttentionTiles(lines, 32 if block_d <= 256 else 16, 4, 1), 3 * MULTIPROCESSORS
     if block_d > 256:
-        return Tiles(lines, 32, 8, 2), MULTIPROCESSORS
+        return AttentionTiles(lines, 32, 8, 2), MULTIPROCESSORS
     if block_d > 128:
-        return Tiles(lines, 64, 8, 2), 2 * MULTIPROCESSORS
+        return AttentionTiles(lines, 64, 8, 2), 2 * MULTIPROCESSORS
     # For 32 lines one program a multiprocessor is enough; for 16, more and shorter ones are faster.
     if pairs * 3 <= MULTIPROCESSORS or (lines > 16 and pairs <= MULTIPROCESSORS):
         # A page of 8 bits takes half the shared memory, and its conversion more time than loading.
-        return Tiles(lines, 64, 4, 5), MULTIPROCESSORS * (2 if eight_bits else 1)
+        return AttentionTiles(lines, 64, 4, 5), MULTIPROCESSORS * (2 if eight_bits else 1)
     if pairs * 2 <= 3 * MULTIPROCESSORS:
-        return Tiles(lines, 64, 4, 3, 168), 3 * MULTIPROCESSORS
+        return AttentionTiles(lines, 64, 4, 3, 168), 3 * MULTIPROCESSORS
     # Pages of 8 bits need more registers to convert than this limit leaves.
-    return Tiles(lines, 64, 4, 4, None if eight_bits else 168), pairs
+    return AttentionTiles(lines, 64, 4, 4, None if eight_bits else 168), pairs
 
 
-def chunk_tiles(block_d: int, dtype: torch.dtype) -> Tiles:
+def chunk_tiles(block_d: int, dtype: torch.dtype) -> AttentionTiles:
     if dtype == torch.float32:
-        return Tiles(32, 32, 4, 1) if block_d <= 256 else Tiles(16, 16, 4, 1)
+        return AttentionTiles(32, 32, 4, 1) if block_d <= 256 else AttentionTiles(16, 16, 4, 1)
     if block_d > 256:
-        return Tiles(64, 32, 8, 1)
+        return AttentionTiles(64, 32, 8, 1)
     if block_d > 128:
-        return Tiles(64, 64, 4, 2)
+        return AttentionTiles(64, 64, 4, 2)
     # Two programs share a multiprocessor: one multiplies while the other computes the softmax.
-    return Tiles(128, 64, 8, 2, 128)
+    return AttentionTiles(128, 64, 8, 2, 128)
 
 
 def attend(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]) -> Tensor:
     """See `AttendOp`."""
-    layer = Layer(
+    layer = AttentionShape(
         heads.num_heads,
         heads.num_kv_heads,
         heads.head_dim,
@@ -166,7 +166,7 @@ def paged_attention(
 ) -> Tensor:
     """Attention of rotated queries [T, Hq, D] over keys and values in the cache: [T, Hq, D]."""
     heads, head_dim = query.shape[1:]
-    layer = Layer(heads, cache[0].shape[2], head_dim, scale, window, sinks, softcap)
+    layer = AttentionShape(heads, cache[0].shape[2], head_dim, scale, window, sinks, softcap)
     assert query[0].is_contiguous()
     flat = query.flatten(-2)
     return _attention(flat, flat, None, layer, inputs, cache).view(query.shape)
@@ -176,7 +176,7 @@ def _attention(
     source: Tensor,
     query: Tensor | None,
     turn: Heads | None,
-    layer: Layer,
+    layer: AttentionShape,
     inputs: PassInputs,
     cache: tuple[Tensor, Tensor],
 ) -> Tensor:
@@ -204,7 +204,7 @@ def _attention(
 def _short(
     source: Tensor,
     turn: Heads | None,
-    layer: Layer,
+    layer: AttentionShape,
     inputs: PassInputs,
     cache: tuple[Tensor, Tensor],
     out: Tensor,
@@ -251,7 +251,11 @@ def _short(
 
 
 def _chunks(
-    query: Tensor, layer: Layer, inputs: PassInputs, cache: tuple[Tensor, Tensor], out: Tensor
+    query: Tensor,
+    layer: AttentionShape,
+    inputs: PassInputs,
+    cache: tuple[Tensor, Tensor],
+    out: Tensor,
 ) -> None:
     """Write `out` for requests of more than `SHORT_ROWS` rows."""
     rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
@@ -273,7 +277,9 @@ def _chunks(
     )  # fmt: skip
 
 
-def streams(query: Tensor, layer: Layer, sees: Visibility, cache: tuple[Tensor, Tensor]) -> bool:
+def streams(
+    query: Tensor, layer: AttentionShape, sees: Visibility, cache: tuple[Tensor, Tensor]
+) -> bool:
     """Whether `attention_stream_kernel` computes the prompt chunks of this layer.
 
     It is one kernel for requests of any length, so that a row's bits do not depend on the pass.
@@ -294,7 +300,11 @@ def streams(query: Tensor, layer: Layer, sees: Visibility, cache: tuple[Tensor, 
 
 
 def _stream(
-    query: Tensor, layer: Layer, inputs: PassInputs, cache: tuple[Tensor, Tensor], out: Tensor
+    query: Tensor,
+    layer: AttentionShape,
+    inputs: PassInputs,
+    cache: tuple[Tensor, Tensor],
+    out: Tensor,
 ) -> None:
     """`_chunks` on Hopper: one program a multiprocessor, which has no room for two."""
     rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
@@ -339,7 +349,9 @@ def most_splits_of(inputs: PassInputs, block_size: int, window: int | None, most
     return min(splits, 1 + int(triton.cdiv(window + most_rows - 2, SMALLEST)))
 
 
-def _built(layer: Layer, cache: tuple[Tensor, Tensor], tiles: Tiles) -> dict[str, Any]:
+def _built(
+    layer: AttentionShape, cache: tuple[Tensor, Tensor], tiles: AttentionTiles
+) -> dict[str, Any]:
     """The compile-time arguments and compiler options that both kernels share."""
     built = {
         "kv_heads": layer.kv_heads,

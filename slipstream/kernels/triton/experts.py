@@ -11,15 +11,15 @@ from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.norm import Activation, UnreducedSum
 from slipstream.kernels.table import Addend, ExpertsParts, PostNormAddend, SharedExpert
 from slipstream.kernels.triton import grouped, launch, matmul
-from slipstream.kernels.triton.choice import choose
+from slipstream.kernels.triton.chosen_experts import choose
 from slipstream.kernels.triton.linear import FEW_ROWS, Linears
-from slipstream.kernels.triton.norm import Rows, normed_rows, round_rows
+from slipstream.kernels.triton.norm import MatmulRows, normed_rows, round_rows
 from slipstream.kernels.triton.operands import Operand, operand
 from slipstream.kernels.triton.router import normed_logits
 from slipstream.kernels.triton.routing_kernels import sum_kernel
 
 
-class Experts:
+class GroupedExperts:
     """The `experts` op of `kernels/table.py`. The host never waits for the routing's results."""
 
     def __init__(self, linears: Linears) -> None:
@@ -80,8 +80,8 @@ class Experts:
         return out
 
 
-def _rows(x: Tensor, weight: Operand) -> Rows:
-    return round_rows(x) if weight.rounds_rows else Rows(x, None)
+def _rows(x: Tensor, weight: Operand) -> MatmulRows:
+    return round_rows(x) if weight.rounds_rows else MatmulRows(x, None)
 
 
 def _is_expert(parts: ExpertsParts, shared: SharedExpert) -> bool:

@@ -32,8 +32,8 @@ from slipstream.kernels.triton.fragments import (
 from slipstream.kernels.triton.grouped_kernels import FLOAT8_BLOCKS, PLAIN, grouped_kernel
 from slipstream.kernels.triton.launch import empty_rows
 from slipstream.kernels.triton.matmul import is_hopper
-from slipstream.kernels.triton.norm import Rows
-from slipstream.kernels.triton.operands import FRAGMENTS, Choice, Operand
+from slipstream.kernels.triton.norm import MatmulRows
+from slipstream.kernels.triton.operands import FRAGMENTS, ChosenExperts, Operand
 
 try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -99,7 +99,7 @@ def stream_multiply(
     x: Tensor,
     weight: Operand,
     bias: Tensor | None,
-    choice: Choice | None,
+    choice: ChosenExperts | None,
     out: Tensor,
     count: int,
     slots: int,
@@ -194,10 +194,10 @@ def tile_rows(rows: int, mean: float, *weights: Operand) -> int:
 
 
 def multiply(
-    x: Rows,
+    x: MatmulRows,
     weight: Operand,
     bias: Tensor | None,
-    choice: Choice | None,
+    choice: ChosenExperts | None,
     dtype: torch.dtype,
     experts: int = 1,
     gated: Activation | None = None,
@@ -266,10 +266,10 @@ def multiply(
 
 
 def _multiply(
-    x: Rows,
+    x: MatmulRows,
     weight: Operand,
     bias: Tensor | None,
-    choice: Choice | None,
+    choice: ChosenExperts | None,
     out: Tensor,
     tile: int,
     slots: int,

@@ -18,7 +18,7 @@ from slipstream.kernels.triton import grouped, matmul
 from slipstream.kernels.triton.activation import gated_activation
 from slipstream.kernels.triton.adapters import Gain, add_low_rank
 from slipstream.kernels.triton.matmul import operand
-from slipstream.kernels.triton.norm import Rows, normed_rows, round_rows
+from slipstream.kernels.triton.norm import MatmulRows, normed_rows, round_rows
 from slipstream.kernels.triton.operands import is_packed
 from slipstream.kernels.triton.operands import operand as packed
 
@@ -110,12 +110,12 @@ class Linears:
 
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x [T, K], weight [2I, K] -> silu(gate) * up, [T, I] in the dtype of x."""
-        rows = Rows(x, None) if is_packed(weight) else _rows(x, operand(weight))
+        rows = MatmulRows(x, None) if is_packed(weight) else _rows(x, operand(weight))
         return self._gated(rows, weight, bias, x.dtype, Activation.SILU)
 
     def _gated(
         self,
-        x: Rows,
+        x: MatmulRows,
         weight: Weight,
         bias: Tensor | None,
         dtype: torch.dtype,
@@ -215,7 +215,7 @@ def _packed(
     splitting: bool = False,
 ) -> Tensor:
     """Multiply as the only expert of a mixture: bits do not depend on other rows."""
-    rows = Rows(_contiguous(x), None)
+    rows = MatmulRows(_contiguous(x), None)
     return grouped.multiply(
         rows, packed(weight), bias, None, dtype, gated=gated, splitting=splitting
     )
@@ -225,12 +225,12 @@ def _contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _rows(x: Tensor, weight: RowScaled) -> Rows:
+def _rows(x: Tensor, weight: RowScaled) -> MatmulRows:
     x = _contiguous(x)
-    return Rows(x, None) if weight.scales is None else round_rows(x)
+    return MatmulRows(x, None) if weight.scales is None else round_rows(x)
 
 
-def _library(x: Rows, weight: RowScaled, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _library(x: MatmulRows, weight: RowScaled, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """[T, N] in `dtype`."""
     if x.scales is None or weight.scales is None:
         return weight.linear(x.values, bias)

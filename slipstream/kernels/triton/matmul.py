@@ -23,14 +23,14 @@ from slipstream.kernels.triton.launch import empty_rows, with_spare
 from slipstream.kernels.triton.matmul_kernels import matmul_kernel
 from slipstream.kernels.triton.matmul_tiles import (
     NARROWEST,
-    Plan,
-    Stream,
-    Tiles,
+    MatmulPlan,
+    MatmulTiles,
+    StreamTiles,
     few_rows,
     many_rows,
     plan,
 )
-from slipstream.kernels.triton.norm import Rows
+from slipstream.kernels.triton.norm import MatmulRows
 
 try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -67,11 +67,11 @@ def streams(x: Tensor, weight: Tensor) -> bool:
 
 
 def stream_multiply(
-    x: Rows,
+    x: MatmulRows,
     weight: RowScaled,
     bias: Tensor | None,
     out: Tensor,
-    tiles: Stream,
+    tiles: StreamTiles,
     part: int,
     gated: Activation | None,
     low_rank: Gain | None = None,
@@ -134,7 +134,7 @@ def operand(weight: Weight) -> RowScaled:
 
 
 def multiply(
-    x: Rows,
+    x: MatmulRows,
     weight: RowScaled,
     bias: Tensor | None,
     dtype: torch.dtype,
@@ -161,7 +161,7 @@ def multiply(
     chosen = _plan(x.values, values, splitting, gated is not None, loose)
     splits = parts = chosen.splits
     tiles = chosen.tiles
-    if rows > SPLIT_ROWS and isinstance(tiles, Tiles):
+    if rows > SPLIT_ROWS and isinstance(tiles, MatmulTiles):
         parts = 1
     if gated is not None:
         assert splits == 1
@@ -169,14 +169,14 @@ def multiply(
     else:
         dtype = dtype if splits == 1 else torch.float32
         out = torch.empty(parts, rows, width, dtype=dtype, device=values.device)
-    if out.numel() and isinstance(tiles, Stream):
+    if out.numel() and isinstance(tiles, StreamTiles):
         stream_multiply(x, weight, bias, out, tiles, chosen.part, gated, low_rank)
-    elif out.numel() and isinstance(tiles, Tiles):
+    elif out.numel() and isinstance(tiles, MatmulTiles):
         _launch(x, weight, bias, out, chosen, tiles, gated, low_rank)
     return out if splitting and out.dtype == torch.float32 else out[0]
 
 
-def _plan(x: Tensor, weight: Tensor, splitting: bool, gated: bool, loose: bool) -> Plan:
+def _plan(x: Tensor, weight: Tensor, splitting: bool, gated: bool, loose: bool) -> MatmulPlan:
     rows, (width, depth) = len(x), weight.shape
     chosen = plan(width, depth, rows, weight.dtype, splitting)
     if not rows or not streams(x, weight):
@@ -197,12 +197,12 @@ def serves_many(x: Tensor, weight: RowScaled, splitting: bool, gated: bool) -> b
 
 
 def _launch(
-    x: Rows,
+    x: MatmulRows,
     weight: RowScaled,
     bias: Tensor | None,
     out: Tensor,
-    chosen: Plan,
-    tiles: Tiles,
+    chosen: MatmulPlan,
+    tiles: MatmulTiles,
     gated: Activation | None,
     low_rank: Gain | None,
 ) -> None:

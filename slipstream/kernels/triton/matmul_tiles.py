@@ -3,7 +3,7 @@
 The number of splits, which determines a sum's bits, depends only on the shape. Everything else may
 also depend on the number of rows.
 
-The rules for `Stream` were measured on an H200. Up to 64 rows it has the splits of the other
+The rules for `StreamTiles` were measured on an H200. Up to 64 rows it has the splits of the other
 kernel, so that the bits agree; with more rows it chooses its own.
 """
 
@@ -20,7 +20,7 @@ FEW = 16  # rows of the narrow tiles
 
 
 @dataclass(frozen=True)
-class Tiles:
+class MatmulTiles:
     """Tile sizes and compiler options of `matmul_kernel`.
 
     Attributes:
@@ -41,7 +41,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamTiles:
     """Tile sizes of `stream_kernel`, whose tiles are loaded by TMA (`matmul_stream_kernels.py`).
 
     Attributes:
@@ -68,12 +68,12 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MatmulPlan:
     """Number of splits of the sum over K, columns of each split (`part`), and tile sizes."""
 
     splits: int
     part: int
-    tiles: Tiles | Stream
+    tiles: MatmulTiles | StreamTiles
 
 
 # Numbers of splits for shapes where the rule is slow, by (rows of weights, columns).
@@ -92,21 +92,21 @@ TOGETHER = {(5120, 12800): 2, (5120, 6400): 2}
 
 # The fastest tiles on an H200 for shapes where the rule is slow, by (rows of weights, columns):
 # for up to 16 rows of x, and for more.
-TUNED: dict[tuple[int, int], tuple[Tiles, Tiles]] = {
+TUNED: dict[tuple[int, int], tuple[MatmulTiles, MatmulTiles]] = {
     # Qwen3-8B: down
-    (4096, 12288): (Tiles(16, stages=6, ahead=256), Tiles(64, ahead=256)),
+    (4096, 12288): (MatmulTiles(16, stages=6, ahead=256), MatmulTiles(64, ahead=256)),
     # Qwen3-32B: qkv, output, gate and up, down
     (10240, 5120): (
-        Tiles(16, width=128, warps=8, ahead=512),
-        Tiles(64, width=128, warps=8, ahead=512),
+        MatmulTiles(16, width=128, warps=8, ahead=512),
+        MatmulTiles(64, width=128, warps=8, ahead=512),
     ),
-    (5120, 8192): (Tiles(16), Tiles(64, depth=64, stages=6, ahead=256)),
-    (51200, 5120): (Tiles(16), Tiles(64, width=128, depth=64, warps=8)),
-    (5120, 25600): (Tiles(16), Tiles(64, width=128, depth=64, stages=6)),
+    (5120, 8192): (MatmulTiles(16), MatmulTiles(64, depth=64, stages=6, ahead=256)),
+    (51200, 5120): (MatmulTiles(16), MatmulTiles(64, width=128, depth=64, warps=8)),
+    (5120, 25600): (MatmulTiles(16), MatmulTiles(64, width=128, depth=64, stages=6)),
 }
 
 
-def plan(width: int, depth: int, rows: int, dtype: torch.dtype, splitting: bool) -> Plan:
+def plan(width: int, depth: int, rows: int, dtype: torch.dtype, splitting: bool) -> MatmulPlan:
     """The plan of `matmul_kernel` for weights [width, depth] in `dtype` and `rows` rows of x."""
     splits = _splits(width, depth) if splitting else 1
     tiles = _tiles(width, depth, rows, dtype, splits)
@@ -115,7 +115,7 @@ def plan(width: int, depth: int, rows: int, dtype: torch.dtype, splitting: bool)
         # A multiple of every tile's depth, whatever the dtype and the number of rows.
         part = triton.cdiv(triton.cdiv(depth, splits), SMALLEST_PART) * SMALLEST_PART
         splits = triton.cdiv(depth, part)
-    return Plan(splits, part, _fitting(tiles, depth, part))
+    return MatmulPlan(splits, part, _fitting(tiles, depth, part))
 
 
 def _splits(width: int, depth: int) -> int:
@@ -127,33 +127,33 @@ def _splits(width: int, depth: int) -> int:
     return splits
 
 
-def _tiles(width: int, depth: int, rows: int, dtype: torch.dtype, splits: int) -> Tiles:
+def _tiles(width: int, depth: int, rows: int, dtype: torch.dtype, splits: int) -> MatmulTiles:
     if dtype == torch.float32:
-        return Tiles(16, depth=32, stages=1)
+        return MatmulTiles(16, depth=32, stages=1)
     few, more = TUNED.get((width, depth)) or _by_rule(width, splits)
     if rows <= FEW:
         return few
     return replace(more, rows=32) if rows <= 2 * FEW else more
 
 
-def _by_rule(width: int, splits: int) -> tuple[Tiles, Tiles]:
+def _by_rule(width: int, splits: int) -> tuple[MatmulTiles, MatmulTiles]:
     """(tiles for up to 16 rows of x, for more), by the number of programs a multiprocessor gets:
     these share its memory for tiles in flight."""
     programs = triton.cdiv(width, 64) * splits
     if programs <= MULTIPROCESSORS:
-        few = Tiles(16, stages=6, ahead=256)
+        few = MatmulTiles(16, stages=6, ahead=256)
     elif programs <= 3 * MULTIPROCESSORS:
-        few = Tiles(16, stages=3, ahead=256 if programs <= 2 * MULTIPROCESSORS else 0)
+        few = MatmulTiles(16, stages=3, ahead=256 if programs <= 2 * MULTIPROCESSORS else 0)
     else:
-        few = Tiles(16)
+        few = MatmulTiles(16)
     if programs <= 2 * MULTIPROCESSORS:
         return few, replace(few, rows=64)
     if programs <= 8 * MULTIPROCESSORS:
-        return few, Tiles(64, width=128, depth=64, warps=8)
-    return few, Tiles(64, width=128, warps=8)
+        return few, MatmulTiles(64, width=128, depth=64, warps=8)
+    return few, MatmulTiles(64, width=128, warps=8)
 
 
-def _fitting(tiles: Tiles, depth: int, part: int) -> Tiles:
+def _fitting(tiles: MatmulTiles, depth: int, part: int) -> MatmulTiles:
     """`tiles`, less deep or without prefetching where a part's columns are no multiple of what a
     tile or a prefetch takes."""
     if depth % tiles.depth or part % tiles.depth:
@@ -176,7 +176,9 @@ GATED_MANY = 80
 GATED_MOST = range(289, 513)  # numbers of rows beyond `GATED_MANY` for which ours is faster
 
 
-def few_rows(width: int, depth: int, rows: int, chosen: Plan, itemsize: int = 2) -> Plan:
+def few_rows(
+    width: int, depth: int, rows: int, chosen: MatmulPlan, itemsize: int = 2
+) -> MatmulPlan:
     """`chosen` with tiles for `stream_kernel` instead, for up to 64 rows of x in numbers of
     `itemsize` bytes.
 
@@ -195,18 +197,18 @@ def few_rows(width: int, depth: int, rows: int, chosen: Plan, itemsize: int = 2)
     deep = lines <= 32 and waves <= 2 and depth % 256 == chosen.part % 256 == 0 and itemsize == 2
     columns = 256 if deep else STEP
     stages = _stages(64 + lines, columns, together)
-    tiles = Stream(height, more, depth=columns * 2 // itemsize, stages=stages)
-    return Plan(chosen.splits, chosen.part, tiles)
+    tiles = StreamTiles(height, more, depth=columns * 2 // itemsize, stages=stages)
+    return MatmulPlan(chosen.splits, chosen.part, tiles)
 
 
 def cover(rows: int) -> tuple[int, int]:
-    """(`Stream.rows`, `Stream.more`) of a tile that holds `rows` rows of x with little padding."""
+    """(`StreamTiles.rows`, `StreamTiles.more`) of a tile for `rows` rows with little padding."""
     whole = max(8, triton.next_power_of_2(rows))
     more = max(8, triton.next_power_of_2(rows - whole // 2))
     return (whole // 2, more) if more <= whole // 4 else (whole, 0)
 
 
-def many_rows(width: int, depth: int, rows: int, splitting: bool, gated: bool) -> Plan | None:
+def many_rows(width: int, depth: int, rows: int, splitting: bool, gated: bool) -> MatmulPlan | None:
     """The plan of `stream_kernel` for more than 64 rows of x; None if the library is as fast."""
     if gated:
         return _many_gated(width, depth, rows)
@@ -216,22 +218,24 @@ def many_rows(width: int, depth: int, rows: int, splitting: bool, gated: bool) -
     blocks, splits = _filling(width, depth, _row_tiles(rows))
     stages = _stages(64 * blocks + height + more, 64, 1)
     part = triton.cdiv(triton.cdiv(depth, splits), STEP) * STEP
-    tiles = Stream(height, more, blocks, depth=64, stages=stages)
-    return Plan(triton.cdiv(depth, part), part, tiles)
+    tiles = StreamTiles(height, more, blocks, depth=64, stages=stages)
+    return MatmulPlan(triton.cdiv(depth, part), part, tiles)
 
 
-def _many_gated(width: int, depth: int, rows: int) -> Plan | None:
+def _many_gated(width: int, depth: int, rows: int) -> MatmulPlan | None:
     height, more = _tall(rows)
     for high in (64, 128):
         if triton.cdiv(width, high) * _row_tiles(rows) <= MULTIPROCESSORS:
             stages = _stages(high + height + more, 64, 1)
-            return Plan(1, depth, Stream(height, more, high=high, depth=64, stages=stages))
+            return MatmulPlan(
+                1, depth, StreamTiles(height, more, high=high, depth=64, stages=stages)
+            )
     if rows > GATED_MANY and rows not in GATED_MOST:
         return None
     if rows > 128 and (more > 16 or 0 < rows % 128 - more < 96):
         return None  # slow with more than 16 rows added, or the last tile is mostly padding
     stages = _stages(128 + height + more, 64, 2)
-    return Plan(1, depth, Stream(height, more, blocks=2, depth=64, stages=stages))
+    return MatmulPlan(1, depth, StreamTiles(height, more, blocks=2, depth=64, stages=stages))
 
 
 def _tall(rows: int) -> tuple[int, int]:

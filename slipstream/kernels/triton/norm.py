@@ -42,7 +42,7 @@ NO_POST_NORM = PostNorm()
 
 
 @dataclass(frozen=True)
-class Rows:
+class MatmulRows:
     """The left operand of a matmul: values [T, K], and scales of rows [T] float32 or None."""
 
     values: Tensor
@@ -210,7 +210,7 @@ def _round_kernel(x, out, scales, row_stride, width, block: tl.constexpr, pdl: t
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    _launch(ResidualSum.of(rows, None, None), Norm(weight, eps), Rows(out, None), None)
+    _launch(ResidualSum.of(rows, None, None), Norm(weight, eps), MatmulRows(out, None), None)
     return out.view(x.shape)
 
 
@@ -221,7 +221,7 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[T
 
 def normed_rows(
     addend: Addend, residual: Tensor | None, norm: Norm | None, float8: bool = False
-) -> tuple[Rows, Tensor]:
+) -> tuple[MatmulRows, Tensor]:
     """(norm of residual + addend, residual + addend), both [T, H]; addend [T, H] or
     [parts, T, H].
 
@@ -230,16 +230,18 @@ def normed_rows(
     if norm is not None and norm.bias is not None:
         total = normed_rows(addend, residual, None)[1]
         x = F.layer_norm(total, norm.bias.shape, norm.weight, norm.bias, norm.eps)
-        return round_rows(x) if float8 else Rows(x, None), total
+        return round_rows(x) if float8 else MatmulRows(x, None), total
     stream = ResidualSum.of(addend, residual, norm)
     total = stream.total
     shape, device, summing = total.shape, total.device, total is not stream.values
     if norm is None:
         if summing:
-            _launch(stream, None, Rows(total, None), total)
-        return round_rows(total) if float8 else Rows(total, None), total
+            _launch(stream, None, MatmulRows(total, None), total)
+        return round_rows(total) if float8 else MatmulRows(total, None), total
     plain = (
-        None if float8 else Rows(empty_rows(shape[0], shape[1], norm.weight.dtype, device), None)
+        None
+        if float8
+        else MatmulRows(empty_rows(shape[0], shape[1], norm.weight.dtype, device), None)
     )
     rows = plain or _float8_rows(shape, device)
     _launch(stream, norm, rows, total if summing else None)
@@ -285,12 +287,12 @@ def _dtype(addend: SublayerOutput, residual: Tensor | None, norm: Norm | None) -
     return addend.dtype if residual is None else residual.dtype
 
 
-def _float8_rows(shape: torch.Size, device: torch.device) -> Rows:
+def _float8_rows(shape: torch.Size, device: torch.device) -> MatmulRows:
     values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
-    return Rows(values, torch.empty(shape[0], dtype=torch.float32, device=device))
+    return MatmulRows(values, torch.empty(shape[0], dtype=torch.float32, device=device))
 
 
-def round_rows(x: Tensor) -> Rows:
+def round_rows(x: Tensor) -> MatmulRows:
     """Quantize x [T, K] to e4m3 with a scale for each row, like the reference backend."""
     assert x.stride(-1) == 1
     out, width = _float8_rows(x.shape, x.device), x.shape[1]
@@ -303,7 +305,7 @@ def round_rows(x: Tensor) -> Rows:
     return out
 
 
-def _launch(stream: ResidualSum, norm: Norm | None, out: Rows, total: Tensor | None) -> None:
+def _launch(stream: ResidualSum, norm: Norm | None, out: MatmulRows, total: Tensor | None) -> None:
     if not out.values.numel():
         return
     addend, channel, post_norm = stream.values, stream.channel, stream.post_norm

@@ -47,13 +47,14 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Order:
+class SortedPairs:
     """Pairs of a row and one of its experts, sorted by expert.
 
     Attributes:
         pairs: [T k] int32, the sorted pairs.
         starts: [E + 1] int32, the start of each expert's pairs, and last the number of pairs.
-        ends: [E] int32, how many tiles of `Choice.tile` pairs each expert and all before it need.
+        ends: [E] int32, how many tiles of `ChosenExperts.tile` pairs each expert and all before it
+            need.
     """
 
     pairs: Tensor
@@ -62,7 +63,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenExperts:
     """Which experts T rows chose, k each: pair row * k + place is a row and one of its experts.
 
     Attributes:
@@ -76,7 +77,7 @@ class Choice:
 
     weights: Tensor
     experts: Tensor
-    order: Order | None
+    order: SortedPairs | None
     tile: int
     slots: int
 

@@ -16,8 +16,8 @@ from slipstream.kernels.table import Addend, Norm, PostNormAddend
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.launch import empty_rows, launch_dependents, wait_for_inputs
 from slipstream.kernels.triton.norm import (
+    MatmulRows,
     ResidualSum,
-    Rows,
     normed_row,
     normed_rows,
     residual_row,
@@ -73,7 +73,7 @@ def router_kernel(
 
 def normed_logits(
     addend: Addend, residual: Tensor | None, norm: Norm, router: Router, gate: Tensor | None = None
-) -> tuple[Rows, Tensor, Tensor]:
+) -> tuple[MatmulRows, Tensor, Tensor]:
     """(norm of residual + addend, residual + addend, router logits [1, T, E] float32).
 
     With `gate` [1, H] of a shared expert the logits are [1, T, E + 1], and the gate's is the last.
@@ -100,4 +100,4 @@ def normed_logits(
             experts=experts, own=EXPERTS, block=block, num_warps=min(8, max(1, block // 256)),
             **launch.options(device),
         )  # fmt: skip
-    return Rows(out, None), total, logits
+    return MatmulRows(out, None), total, logits

@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slipstream.kernels.sampling import Needs, SampleRows, SamplingOps, SamplingSlots
+from slipstream.kernels.sampling import SampleRows, SamplingNeeds, SamplingOps, SamplingSlots
 from slipstream.kernels.triton.launch import dense, options
 from slipstream.kernels.triton.sampling_blocks import mass_kernel, weigh_kernel
 from slipstream.kernels.triton.sampling_draft import draft_choice_kernel, draft_race_kernel
@@ -39,7 +39,7 @@ _COLUMNS = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Tiles:
+class SamplingTiles:
     """How rows are split, whatever their number: tokens of a chunk and of a group, and warps."""
 
     block: int = 2048
@@ -50,7 +50,7 @@ class Tiles:
     threshold_warps: int = 8
 
 
-TILES = Tiles()
+TILES = SamplingTiles()
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,11 @@ class Scan:
 
 
 def verify(
-    logits: Tensor, rows: SampleRows, state: SamplingSlots, needs: Needs, rates: Tensor | None
+    logits: Tensor,
+    rows: SampleRows,
+    state: SamplingSlots,
+    needs: SamplingNeeds,
+    rates: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     device, vocab_size = logits.device, logits.shape[1]
     requests, most_drafts = rows.draft_tokens.shape
@@ -153,7 +157,7 @@ def draft(
     slots: Tensor,
     positions: Tensor,
     state: SamplingSlots,
-    needs: Needs,
+    needs: SamplingNeeds,
     num_legal_tokens: int,
     probs_out: Tensor | None,
     confidence_out: Tensor | None,
@@ -167,7 +171,7 @@ def draft(
     slots, positions = dense(slots, positions)
     logits, launch = _aligned(logits), options(device)
     sampled = probs_out is not None
-    needs = Needs(sampled, needs.top_k, needs.top_p, needs.min_p, coupled=needs.coupled)
+    needs = SamplingNeeds(sampled, needs.top_k, needs.top_p, needs.min_p, coupled=needs.coupled)
     arrivals = torch.empty(requests, dtype=torch.int32, device=device) if sampled else None
     scanned = _scan(
         logits, _plain_rows(slots, positions), state, needs, vocab_size, arrivals,
@@ -212,7 +216,7 @@ def _scan(
     logits: Tensor,
     rows: SampleRows,
     state: SamplingSlots,
-    needs: Needs,
+    needs: SamplingNeeds,
     vocab_size: int,
     arrivals: Tensor | None = None,
     with_mass: bool = False,

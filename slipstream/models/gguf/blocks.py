@@ -26,7 +26,7 @@ _SLICE = 1 << 22  # how many numbers are dequantised to float32 at a time
 
 
 @dataclass(frozen=True)
-class BlockType:
+class GgufType:
     """A tensor type.
 
     Attributes:
@@ -167,22 +167,22 @@ def _floats(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda blocks: blocks.contiguous().view(dtype).float()
 
 
-def _plain(name: str, number: int, dtype: torch.dtype) -> BlockType:
-    return BlockType(name, number, 1, dtype.itemsize, _floats(dtype), dtype)
+def _plain(name: str, number: int, dtype: torch.dtype) -> GgufType:
+    return GgufType(name, number, 1, dtype.itemsize, _floats(dtype), dtype)
 
 
 F32: Final = _plain("F32", 0, torch.float32)
 F16: Final = _plain("F16", 1, torch.float16)
 BF16: Final = _plain("BF16", 30, torch.bfloat16)
-Q4_0: Final = BlockType("Q4_0", 2, 32, 2 + _NIBBLES, _q4_0, scales=(0,))
-Q4_1: Final = BlockType("Q4_1", 3, 32, 4 + _NIBBLES, _q4_1, scales=(0, 2))
-Q5_0: Final = BlockType("Q5_0", 6, 32, 6 + _NIBBLES, _q5_0, scales=(0,))
-Q5_1: Final = BlockType("Q5_1", 7, 32, 8 + _NIBBLES, _q5_1, scales=(0, 2))
-Q8_0: Final = BlockType("Q8_0", 8, 32, 34, _q8_0, scales=(0,))
-Q4_K: Final = BlockType("Q4_K", 12, _K, 144, _q4_k, scales=(0, 2))
-Q5_K: Final = BlockType("Q5_K", 13, _K, 176, _q5_k, scales=(0, 2))
-Q6_K: Final = BlockType("Q6_K", 14, _K, 210, _q6_k, scales=(208,))
-MXFP4: Final = BlockType("MXFP4", 39, 32, 1 + _NIBBLES, _mxfp4)
+Q4_0: Final = GgufType("Q4_0", 2, 32, 2 + _NIBBLES, _q4_0, scales=(0,))
+Q4_1: Final = GgufType("Q4_1", 3, 32, 4 + _NIBBLES, _q4_1, scales=(0, 2))
+Q5_0: Final = GgufType("Q5_0", 6, 32, 6 + _NIBBLES, _q5_0, scales=(0,))
+Q5_1: Final = GgufType("Q5_1", 7, 32, 8 + _NIBBLES, _q5_1, scales=(0, 2))
+Q8_0: Final = GgufType("Q8_0", 8, 32, 34, _q8_0, scales=(0,))
+Q4_K: Final = GgufType("Q4_K", 12, _K, 144, _q4_k, scales=(0, 2))
+Q5_K: Final = GgufType("Q5_K", 13, _K, 176, _q5_k, scales=(0, 2))
+Q6_K: Final = GgufType("Q6_K", 14, _K, 210, _q6_k, scales=(208,))
+MXFP4: Final = GgufType("MXFP4", 39, 32, 1 + _NIBBLES, _mxfp4)
 
 BLOCK_TYPES: Final = {
     kind.number: kind
@@ -239,7 +239,7 @@ def _as_mxfp4(raw: Tensor) -> Mxfp4Matrix:
 class BlockForm(StoredForm):
     """A matrix of blocks; `is_table`: its rows must be looked up."""
 
-    block: BlockType
+    block: GgufType
     is_table: bool
 
     @property
@@ -282,7 +282,7 @@ class BlockTypes(StoredQuantization):
         types: types by module name.
     """
 
-    types: Mapping[str, BlockType]
+    types: Mapping[str, GgufType]
 
     name = "GGUF"
     becomes_floats = True

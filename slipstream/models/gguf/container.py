@@ -14,7 +14,7 @@ import torch
 
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.weight import Weight
-from slipstream.models.gguf.blocks import BLOCK_TYPES, OTHER_TYPES, BlockForm, BlockType
+from slipstream.models.gguf.blocks import BLOCK_TYPES, OTHER_TYPES, BlockForm, GgufType
 from slipstream.models.gguf.files import MAGIC, split_paths
 from slipstream.models.gguf.header import DAMAGED, HeaderReader, Value
 from slipstream.models.safetensors_file import TensorEntry, require_content
@@ -41,7 +41,7 @@ class GgufTensor:
     """
 
     name: str
-    kind: BlockType
+    kind: GgufType
     shape: tuple[int, ...]
     file: Path
     offset: int
@@ -187,7 +187,7 @@ def _tensor(file: Path, header: HeaderReader) -> GgufTensor:
     return GgufTensor(name, kind, shape, file, offset, nbytes)
 
 
-def _kind(where: str, number: int) -> BlockType:
+def _kind(where: str, number: int) -> GgufType:
     kind = BLOCK_TYPES.get(number)
     if kind is None:
         name = OTHER_TYPES.get(number, f"number {number}")
@@ -260,7 +260,7 @@ def types_by_bytes(
         dtype: dtype of the model's parameters.
         kept: weight classes that the device multiplies without dequantising.
     """
-    sizes: dict[tuple[BlockType, bool], int] = {}
+    sizes: dict[tuple[GgufType, bool], int] = {}
     for tensor in container.tensors.values():
         form = BlockForm(tensor.kind, is_table=tensor.name == _TABLE).kind
         key = tensor.kind, form in kept
@@ -273,7 +273,7 @@ def types_by_bytes(
     return sorted(found, key=lambda each: -each.num_bytes)
 
 
-def _loses(kind: BlockType, dtype: torch.dtype) -> bool:
+def _loses(kind: GgufType, dtype: torch.dtype) -> bool:
     """Whether conversion of a type to `dtype` may change numbers."""
     if dtype == torch.float32 or kind.floats == dtype:
         return False

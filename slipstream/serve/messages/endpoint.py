@@ -23,7 +23,7 @@ from slipstream.serve.protocol.messages import (
 )
 from slipstream.serve.sse import stream_error
 from slipstream.serve.tokenize import tokens_with
-from slipstream.serve.tools.choice import choose_tools
+from slipstream.serve.tools.tool_choice import choose_tools
 
 _PING: Final = {"type": "ping"}
 

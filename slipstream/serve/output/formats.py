@@ -9,7 +9,7 @@ from slipstream.models.harmony import START, find_harmony
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.output.harmony import Harmony
 from slipstream.serve.output.parts import OutputFormat
-from slipstream.serve.output.thinking import STYLES, Thinking
+from slipstream.serve.output.thinking import STYLES, ThinkingFormat
 
 OFF: Final = "none"
 
@@ -59,9 +59,9 @@ def choose_output_format(
                 "tokens; leave --reasoning-parser and --tool-call-parser out"
             )
     if wanted is not None:
-        return Thinking(_STYLES[wanted], tokenizer, template, ends)
+        return ThinkingFormat(_STYLES[wanted], tokenizer, template, ends)
     found = next((style for style in STYLES if template.mentions(style.closing)), None)
-    return None if found is None else Thinking(found, tokenizer, template, ends)
+    return None if found is None else ThinkingFormat(found, tokenizer, template, ends)
 
 
 def _with_calls(found: Harmony, tool_call_parser: str | None) -> Harmony:

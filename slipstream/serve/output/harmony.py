@@ -12,8 +12,8 @@ from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.errors import bad_request
 from slipstream.serve.output.parts import (
     OutputConstraints,
+    OutputPart,
     ParsedOutput,
-    Part,
     Reading,
     TokenParser,
 )
@@ -71,14 +71,14 @@ class Header:
             return None
         return rest
 
-    def part(self) -> Part:
+    def part(self) -> OutputPart:
         """The part that the message's text is, if it is not a call."""
         named = _ROLE.match(self.role)
         role = (named[1] if named else None) or "assistant"
         channel = _RECIPIENT.sub(" ", self.channel or "").lower().split()
         if role != "assistant" or self._recipient() is not None or channel[:1] == ["analysis"]:
-            return Part.REASONING
-        return Part.CONTENT
+            return OutputPart.REASONING
+        return OutputPart.CONTENT
 
     def called(self, functions: Collection[str] | None) -> str | None:
         """The function that the message calls, if it calls one.
@@ -113,9 +113,9 @@ class HarmonyParser(TokenParser):
         self._tokens, self._texts = tokens, texts
         self._marks = frozenset(tokens.marks)
         self._header = Header()
-        self._part: Part | None = None  # of the open message; None in a header
+        self._part: OutputPart | None = None  # of the open message; None in a header
         self._reader = self._new_reader()
-        self._begun_parts: set[Part] = set()  # whose next message begins a new line
+        self._begun_parts: set[OutputPart] = set()  # whose next message begins a new line
         self._has_text = False  # the open message
         self._functions: Collection[str] | None = None
         for token in _open_message(reading.prompt, tokens.start):
@@ -138,7 +138,7 @@ class HarmonyParser(TokenParser):
         """Whether only the role of the current message has been read."""
         return self._part is None and self._header.channel is None and self._header.role != ""
 
-    def _take(self, token: int) -> Part:
+    def _take(self, token: int) -> OutputPart:
         if token not in self._marks:
             text = self._reader.take(token)
             if self._part is None:
@@ -149,7 +149,7 @@ class HarmonyParser(TokenParser):
                     self._write(content)
             else:
                 self._write(text)
-            return self._part or Part.MARKUP
+            return self._part or OutputPart.MARKUP
         tokens = self._tokens
         if token == tokens.message:
             if self._part is None:
@@ -163,7 +163,7 @@ class HarmonyParser(TokenParser):
             self._header.begin_channel()
         else:  # a message ends, or begins
             self._end_message()
-        return Part.MARKUP
+        return OutputPart.MARKUP
 
     def _begin_message(self) -> None:
         self._reader, self._has_text = self._new_reader(), False
@@ -171,11 +171,11 @@ class HarmonyParser(TokenParser):
         if name is None:
             self._part = self._header.part()
         else:
-            self._part = Part.CALL
+            self._part = OutputPart.CALL
             self._events.append(CallBegun(name))
 
     def _end_message(self) -> None:
-        if self._part is Part.CALL:
+        if self._part is OutputPart.CALL:
             if not self._has_text:
                 self._events.append(Arguments("{}"))
             self._events.append(CallEnded())
@@ -187,12 +187,16 @@ class HarmonyParser(TokenParser):
     def _write(self, text: str) -> None:
         if not text:
             return
-        if not self._has_text and self._part in self._begun_parts and self._part is not Part.CALL:
+        if (
+            not self._has_text
+            and self._part in self._begun_parts
+            and self._part is not OutputPart.CALL
+        ):
             text = "\n" + text
         self._has_text = True
-        if self._part is Part.CALL:
+        if self._part is OutputPart.CALL:
             self._events.append(Arguments(text))
-        elif self._part is Part.REASONING:
+        elif self._part is OutputPart.REASONING:
             self._events.append(Reasoning(text))
         else:
             self._write_content(text)

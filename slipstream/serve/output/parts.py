@@ -13,7 +13,7 @@ from slipstream.serve.tools.events import AnswerEvent, Content, MarkFinder, Tool
 from slipstream.serve.updates import Delta
 
 
-class Part(Enum):
+class OutputPart(Enum):
     """The part of an answer that a token belongs to; MARKUP is never sent to the client."""
 
     REASONING = "reasoning"
@@ -33,7 +33,7 @@ class ParsedOutput:
     """
 
     events: Sequence[AnswerEvent]
-    parts: Sequence[Part] | None = None
+    parts: Sequence[OutputPart] | None = None
     stop: str | None = None
 
 
@@ -165,11 +165,11 @@ class TokenParser:
         if not isinstance(delta.stop_reason, int) and tokens[-1] not in self._ends:
             return self.read(tokens)
         parsed = self.read(tokens[:-1])
-        return ParsedOutput(parsed.events, [*(parsed.parts or ()), Part.MARKUP], parsed.stop)
+        return ParsedOutput(parsed.events, [*(parsed.parts or ()), OutputPart.MARKUP], parsed.stop)
 
     def read(self, token_ids: Sequence[int]) -> ParsedOutput:
         """Parse further tokens, up to the one that completes a stop string."""
-        parts: list[Part] = []
+        parts: list[OutputPart] = []
         for token in token_ids:
             if self._stop is not None:
                 break
@@ -182,7 +182,7 @@ class TokenParser:
         self._flush_stops()
         return self._take_events()
 
-    def _take(self, token: int) -> Part:
+    def _take(self, token: int) -> OutputPart:
         """Read one token: add its events, and return the part that it belongs to."""
         raise NotImplementedError
 

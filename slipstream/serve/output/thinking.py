@@ -11,7 +11,7 @@ from slipstream.core.structured import StructuredOutput, Thought
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.errors import bad_request
-from slipstream.serve.output.parts import OutputConstraints, Part, Reading, TokenParser
+from slipstream.serve.output.parts import OutputConstraints, OutputPart, Reading, TokenParser
 from slipstream.serve.token_texts import TokenReader, TokenTexts
 from slipstream.serve.tools.events import (
     AnswerEvent,
@@ -77,16 +77,16 @@ class ThinkingParser(TokenParser):
             self._events += self._calls.finish()
         return self._take_events()
 
-    def _take(self, token: int) -> Part:
+    def _take(self, token: int) -> OutputPart:
         marks = self._tokens
         if self._place is not Place.CONTENT and marks is not None and token in marks:
             self._pass(opens=token == marks[0])
-            return Part.MARKUP
+            return OutputPart.MARKUP
         if token in self._reading.call_marks:
             self._by_call = True
         return self._read(self._reader.take(token))
 
-    def _read(self, text: str) -> Part:
+    def _read(self, text: str) -> OutputPart:
         if self._place is Place.START:
             return self._look_for_mark(text)
         if self._place is Place.CONTENT:
@@ -94,23 +94,23 @@ class ThinkingParser(TokenParser):
         before, mark, rest = self._closing.feed(text)
         self._think(before)
         if mark is None:
-            return Part.REASONING
+            return OutputPart.REASONING
         self._pass(opens=False)
-        return self._answer(rest) if rest else Part.MARKUP
+        return self._answer(rest) if rest else OutputPart.MARKUP
 
-    def _look_for_mark(self, text: str) -> Part:
+    def _look_for_mark(self, text: str) -> OutputPart:
         self._held += text
         begun = self._held.lstrip(_BREAK)
         for opens, mark in zip((True, False), self._marks, strict=True):
             if not self._tokens and begun.startswith(mark):
                 self._pass(opens)
                 rest = begun.removeprefix(mark)
-                return self._read(rest) if rest else Part.MARKUP
+                return self._read(rest) if rest else OutputPart.MARKUP
         if not begun or (not self._tokens and any(it.startswith(begun) for it in self._marks)):
-            return Part.REASONING if self._thinks else Part.MARKUP
+            return OutputPart.REASONING if self._thinks else OutputPart.MARKUP
         return self._leave_start()
 
-    def _leave_start(self) -> Part:
+    def _leave_start(self) -> OutputPart:
         """Leave the start: the output does not begin with a mark."""
         text, self._held = self._held, ""
         if self._thinks:
@@ -135,23 +135,23 @@ class ThinkingParser(TokenParser):
             self._at_edge = False
             self._events.append(Reasoning(kept))
 
-    def _answer(self, text: str) -> Part:
+    def _answer(self, text: str) -> OutputPart:
         if self._at_edge:
             text = text.lstrip(_BREAK)
             if not text:
-                return Part.MARKUP
+                return OutputPart.MARKUP
             self._at_edge = False
         first, in_call = len(self._events), self._in_call
         self._write_content(text)
         if self._calls is None:
-            return Part.CONTENT
+            return OutputPart.CONTENT
         for event in self._events[first:]:
             if isinstance(event, CallBegun | CallEnded):
                 in_call, self._in_call = True, isinstance(event, CallBegun)
             self._by_call = not isinstance(event, Content)
         if in_call:
-            return Part.CALL
-        return Part.MARKUP if self._by_call else Part.CONTENT
+            return OutputPart.CALL
+        return OutputPart.MARKUP if self._by_call else OutputPart.CONTENT
 
     def _add_content(self, text: str) -> None:
         self._events += [Content(text)] if self._calls is None else self._calls.feed(text)
@@ -193,7 +193,7 @@ STYLES: Final = (
 
 
 @dataclass(frozen=True)
-class Thinking:
+class ThinkingFormat:
     """An `OutputFormat`, whose content may hold calls of any `ToolFormat`.
 
     Args:

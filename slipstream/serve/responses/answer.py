@@ -17,7 +17,7 @@ from slipstream.serve.answer_reader import AnswerReader, Increment
 from slipstream.serve.model_service import ModelService, has_images
 from slipstream.serve.protocol.base import MOST_INT
 from slipstream.serve.protocol.responses import Item, ResponsesRequest
-from slipstream.serve.responses.messages import Conversation, dump_messages
+from slipstream.serve.responses.messages import MessageBuilder, dump_messages
 from slipstream.serve.responses.output import Event, OutputWriter
 from slipstream.serve.responses.store import ResponseStore, StoredResponse
 from slipstream.serve.sse import stream_error
@@ -68,7 +68,7 @@ class ResponsesAnswer(Answer[Increments]):
         prompt: EncodedPrompt,
         params: SamplingParams,
         reader: AnswerReader,
-        conversation: Conversation,
+        conversation: MessageBuilder,
         store: ResponseStore | None,
     ) -> None:
         self._increments = Increments(reader)

@@ -13,7 +13,7 @@ from slipstream.serve.protocol.chat import ChatRequest, Message
 from slipstream.serve.protocol.response_object import DeletedResponse, ResponseEvent, ResponseObject
 from slipstream.serve.protocol.responses import ResponsesRequest
 from slipstream.serve.responses.answer import ResponsesAnswer
-from slipstream.serve.responses.messages import Conversation
+from slipstream.serve.responses.messages import MessageBuilder
 from slipstream.serve.responses.request import (
     NAMES,
     chat_request,
@@ -97,7 +97,7 @@ class ResponsesEndpoints:
 
     def _prepare(
         self, body: ResponsesRequest, earlier: bytes | None
-    ) -> tuple[Conversation, ChatRequest, PreparedChat]:
+    ) -> tuple[MessageBuilder, ChatRequest, PreparedChat]:
         """Check, render and tokenize; slow for large requests."""
         whole = conversation(self._service, body, earlier)
         try:

@@ -40,7 +40,7 @@ def dump_messages(messages: Sequence[chat.Message]) -> bytes:
     return to_json(messages, exclude_none=True)
 
 
-class Conversation:
+class MessageBuilder:
     """Combines items to messages: adjacent reasoning, text and calls are one message of the
     assistant, as in the answer to a chat request.
 

@@ -8,7 +8,7 @@ from slipstream.serve.errors import bad_request
 from slipstream.serve.model_service import ModelService
 from slipstream.serve.protocol import chat, responses
 from slipstream.serve.protocol.sampling import JsonSchemaFormat, NamedSchema, SamplingFields
-from slipstream.serve.responses.messages import Conversation, parse_messages
+from slipstream.serve.responses.messages import MessageBuilder, parse_messages
 
 # Fields with the same name and meaning in both requests.
 _COMMON: Final = (
@@ -48,13 +48,13 @@ def wants_logprobs(body: responses.ResponsesRequest) -> bool:
 
 def conversation(
     service: ModelService, body: responses.ResponsesRequest, earlier: bytes | None
-) -> Conversation:
+) -> MessageBuilder:
     """The conversation that the response continues, without instructions.
 
     Args:
         earlier: messages of the previous response.
     """
-    found = Conversation(
+    found = MessageBuilder(
         [] if earlier is None else parse_messages(earlier), reads_reasoning(service)
     )
     if isinstance(body.input, str):

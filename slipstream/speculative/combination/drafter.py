@@ -37,7 +37,12 @@ from slipstream.speculative.drafter import (
     DrafterResources,
     LoadedDrafter,
 )
-from slipstream.speculative.loading import AUTO, DEFAULT_NUM_SPECULATIVE_TOKENS, Choice, choose
+from slipstream.speculative.loading import (
+    AUTO,
+    DEFAULT_NUM_SPECULATIVE_TOKENS,
+    ChosenDrafter,
+    choose,
+)
 from slipstream.speculative.options import Options, TargetModel
 
 # For lookups that precede another drafter: after shorter matches a draft model is better.
@@ -54,7 +59,7 @@ class CombinationConfig:
         num_speculative_tokens: the maximum of all.
     """
 
-    members: tuple[Choice, ...]
+    members: tuple[ChosenDrafter, ...]
     counts: tuple[int, ...]
     num_speculative_tokens: int
 
@@ -83,7 +88,7 @@ def read_options(options: Options) -> CombinationConfig:
     return CombinationConfig(tuple(members), counts, most)
 
 
-def _read_member(given: Any, index: int, is_last: bool) -> Choice:
+def _read_member(given: Any, index: int, is_last: bool) -> ChosenDrafter:
     if not isinstance(given, Mapping):
         raise UsageError(
             f"speculative_config: each of drafters must be a mapping of options, not {given!r}"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Entry
+from slipstream.kernels.table import InputProjection
 from slipstream.layers.linear import column_linear
 from slipstream.layers.parameters import Part
 from slipstream.layers.stack import Stack
@@ -58,7 +58,7 @@ class Eagle1Head(HeadNetwork):
         first, *others = layers.layers
         unnormed = replace(first, norms=replace(first.norms, mixer=None))
         built = context.layers(layers, [unnormed, *others], shifted=True)
-        self._stack = Stack(context.ops, built, None, Entry(fc.product, (None, None)))
+        self._stack = Stack(context.ops, built, None, InputProjection(fc.product, (None, None)))
 
     def __call__(
         self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]

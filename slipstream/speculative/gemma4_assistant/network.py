@@ -25,7 +25,7 @@ from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.pass_inputs import PassInputs, RowPlaces
-from slipstream.kernels.table import Entry, Ops
+from slipstream.kernels.table import InputProjection, Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import rms_norm
@@ -143,7 +143,7 @@ class AssistantNetwork:
             for layer, mixer, read in zip(sizes.layers, config.attention, read_layers, strict=True)
         ]
         last = rms_norm(source, "norm", width, sizes.rms_norm_eps)
-        entry = Entry(enter.product, (None, None))
+        entry = InputProjection(enter.product, (None, None))
         self._stack = Stack(ops, context.layers(sizes, reading), last, entry)
         table = source.table([Part(_TABLE, vocab)], width)
         self._head: LanguageModelHead | SomeLogits

@@ -26,7 +26,7 @@ from torch import Tensor
 from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Entry, Norm
+from slipstream.kernels.table import InputProjection, Norm
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.layer import BuildContext
 from slipstream.layers.linear import Linear, column_linear
@@ -114,7 +114,7 @@ class MtpHead(HeadNetwork):
             ends = all_ends.get(names.projection) or MtpEnds.read(context.source, config, names)
             all_ends[names.projection] = ends
             layer = replace(spec, norms=config.norms).build(built, names.layer)
-            entry = Entry(ends.projection.product, ends.norms)
+            entry = InputProjection(ends.projection.product, ends.norms)
             self._modules.append(Stack(context.ops, [layer], ends.last, entry))
 
     def share(self, embedding: Embedding, head: LanguageModelHead) -> None:

@@ -8,7 +8,7 @@ import pytest
 from slipstream.models.harmony import find_harmony
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.output.harmony import HarmonyParser
-from slipstream.serve.output.parts import Part, Reading
+from slipstream.serve.output.parts import OutputPart, Reading
 from slipstream.serve.token_texts import TokenTexts
 from slipstream.serve.tools.events import AnswerEvent, Arguments, CallBegun, CallEnded, Content
 from slipstream.serve.updates import Delta
@@ -163,9 +163,9 @@ def test_each_token_has_a_part(tokenizer: Tokenizer) -> None:
     parts = make(tokenizer, TOOLS).read(tokens).parts
     assert parts is not None
     seen = [(part, tokenizer.decode([token])) for token, part in zip(tokens, parts, strict=True)]
-    assert [text for part, text in seen if part is Part.REASONING] == ["a", " b"]
-    assert [text for part, text in seen if part is Part.CONTENT] == ["c"]
-    assert "".join(text for part, text in seen if part is Part.CALL) == "{}"
+    assert [text for part, text in seen if part is OutputPart.REASONING] == ["a", " b"]
+    assert [text for part, text in seen if part is OutputPart.CONTENT] == ["c"]
+    assert "".join(text for part, text in seen if part is OutputPart.CALL) == "{}"
 
 
 def test_stop_strings_end_the_content_alone(tokenizer: Tokenizer) -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from slipstream.core.structured import StructuredOutput
-from slipstream.serve.output.thinking import Thinking
+from slipstream.serve.output.thinking import ThinkingFormat
 from tests.serve.api.live import DEMO, Live, messages_of, serving
 from tests.serve.api.test_messages import GREEDY, USER, WEATHER, create, same, streamed
 from tests.serve.api.thinking_models import MARKS, write_thinking_tokenizer
@@ -39,7 +39,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         tokens = {mark: f"<[{token}]>" for token, mark in MARKS.items()}
         words = [tokens.get(it) or json.dumps(it) for it in re.split("(</?think>)", text) if it]
         wanted = StructuredOutput(grammar="start: " + " ".join(words))
-        monkeypatch.setattr(Thinking, "framed", lambda *_: wanted)
+        monkeypatch.setattr(ThinkingFormat, "framed", lambda *_: wanted)
 
     return set_text
 

@@ -16,7 +16,7 @@ from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.errors import ApiError
 from slipstream.serve.output.parts import OutputConstraints
-from slipstream.serve.output.thinking import STYLES, Thinking
+from slipstream.serve.output.thinking import STYLES, ThinkingFormat
 from tests.serve.api.live import DEMO, Live, serving
 from tests.serve.api.thinking_models import MARKS, write_thinking_tokenizer
 from tests.serve.api.thought_chats import CITY, MESSAGES, WEATHER, create, streamed
@@ -31,14 +31,16 @@ OPEN, CLOSE = 4094, 4095
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     tokenizer = write_thinking_tokenizer(tmp_path_factory.mktemp("thinking") / "tokenizer")
     with serving(replace(DEMO, tokenizer=str(tokenizer))) as live:
-        assert isinstance(live.model.output_format, Thinking)
+        assert isinstance(live.model.output_format, ThinkingFormat)
         yield live
 
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar of a request is that of its whole output, marks included."""
-    monkeypatch.setattr(Thinking, "framed", lambda _, wanted, prompt, continues: wanted.content)
+    monkeypatch.setattr(
+        ThinkingFormat, "framed", lambda _, wanted, prompt, continues: wanted.content
+    )
 
 
 def script(text: str) -> dict[str, str]:
@@ -179,7 +181,7 @@ def test_a_structure_may_spell_marks(client: openai.OpenAI, mark: str) -> None:
 def test_a_structure_behind_marks_that_are_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_thinking_tokenizer(tmp_path / "text", as_text=True))
     grammars = Grammars(tokenizer, 4096, (0, 2))
-    format = Thinking(STYLES[0], tokenizer, ChatTemplate(tokenizer))
+    format = ThinkingFormat(STYLES[0], tokenizer, ChatTemplate(tokenizer))
     wanted = OutputConstraints(content=StructuredOutput(json_schema=CITY))
     rome, bonn = '{"city": "Rome"}', '{"city": "Bonn"}'
     for opening, prompt in (("<think>", NEW), ("", f"{NEW}<think>\n")):
@@ -232,7 +234,7 @@ def test_history_and_effort_reach_the_template(client: openai.OpenAI, live: Live
 def test_r1_answers_begin_with_a_thought(client: openai.OpenAI, live: Live) -> None:
     model = live.model.with_options(reasoning_parser="deepseek_r1")
     format = model.output_format
-    assert isinstance(format, Thinking)
+    assert isinstance(format, ThinkingFormat)
     live.model.__dict__["output_format"] = format
     try:
         answer = create(client, thinking_token_budget=5, max_completion_tokens=20)

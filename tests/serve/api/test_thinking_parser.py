@@ -11,8 +11,8 @@ from slipstream.core.errors import UsageError
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.output.formats import choose_output_format
-from slipstream.serve.output.parts import Part, Reading
-from slipstream.serve.output.thinking import Thinking
+from slipstream.serve.output.parts import OutputPart, Reading
+from slipstream.serve.output.thinking import ThinkingFormat
 from slipstream.serve.token_texts import TokenTexts
 from slipstream.serve.tools.call_format import Schemas
 from slipstream.serve.tools.events import AnswerEvent, Arguments, CallBegun, Content, Reasoning
@@ -38,9 +38,9 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Tokenizer
     return found
 
 
-def format_of(tokenizer: Tokenizer, name: str | None = None) -> Thinking:
+def format_of(tokenizer: Tokenizer, name: str | None = None) -> ThinkingFormat:
     found = choose_output_format(name, None, ChatTemplate(tokenizer), tokenizer, (0, 2))
-    assert isinstance(found, Thinking)
+    assert isinstance(found, ThinkingFormat)
     return found
 
 
@@ -55,7 +55,7 @@ def read(
     cut: int = 0,
     by: int = 10**6,
     **reading: Any,
-) -> tuple[Told, list[tuple[Part, str]]]:
+) -> tuple[Told, list[tuple[OutputPart, str]]]:
     """Reasoning, content and calls, and the parts with their texts.
 
     Args:
@@ -71,7 +71,7 @@ def read(
     parser = format_of(tokenizer, name).parser(texts, wanted)
     tokens = tokenizer.encode(text, False)
     events: list[AnswerEvent] = []
-    parts: list[Part] = []
+    parts: list[OutputPart] = []
     for some in [tokens[:cut], *(tokens[it : it + by] for it in range(cut, len(tokens), by))]:
         piece = parser.feed(Delta(0, "", some, None, [], None, None))
         events += piece.events
@@ -90,9 +90,9 @@ def read(
     return (reasoning, content, calls), joined(parts, [texts.content(it) for it in tokens])
 
 
-def joined(parts: Sequence[Part], texts: Sequence[bytes]) -> list[tuple[Part, str]]:
+def joined(parts: Sequence[OutputPart], texts: Sequence[bytes]) -> list[tuple[OutputPart, str]]:
     """Texts of successive tokens of one part."""
-    found: list[tuple[Part, bytes]] = []
+    found: list[tuple[OutputPart, bytes]] = []
     for part, text in zip(parts, texts, strict=False):
         if found and found[-1][0] is part:
             found[-1] = part, found[-1][1] + text
@@ -139,15 +139,22 @@ def test_texts_do_not_depend_on_cuts(tokenizers: dict[bool, Tokenizer], as_text:
 def test_parts_of_tokens(tokenizers: dict[bool, Tokenizer]) -> None:
     _, parts = read(tokenizers[False], THOUGHT + "Grüße\n")
     assert parts == [
-        (Part.MARKUP, "<think>"),
-        (Part.REASONING, "\nHm, 3 < 4 — ja.\n\nSo.\n"),
-        (Part.MARKUP, "</think>\n\n"),
-        (Part.CONTENT, "Grüße\n"),
+        (OutputPart.MARKUP, "<think>"),
+        (OutputPart.REASONING, "\nHm, 3 < 4 — ja.\n\nSo.\n"),
+        (OutputPart.MARKUP, "</think>\n\n"),
+        (OutputPart.CONTENT, "Grüße\n"),
     ]
     text = f"Hm.</think>\n\nSo: <i>{CALL}\n{CALL}\nEnd"
     _, parts = read(tokenizers[False], text, OPENED, functions=("now",))
-    kinds = [Part.REASONING, Part.MARKUP, Part.CONTENT]
-    kinds += [Part.MARKUP, Part.CALL, Part.MARKUP, Part.CALL, Part.MARKUP, Part.CONTENT]
+    kinds = [OutputPart.REASONING, OutputPart.MARKUP, OutputPart.CONTENT]
+    kinds += [
+        OutputPart.MARKUP,
+        OutputPart.CALL,
+        OutputPart.MARKUP,
+        OutputPart.CALL,
+        OutputPart.MARKUP,
+        OutputPart.CONTENT,
+    ]
     assert [part for part, _ in parts] == kinds
     assert parts[2][1] == "So: <i>"
     assert parts[3][1].startswith('<tool_call>\n{"name')
@@ -187,7 +194,7 @@ def test_what_ended_an_output_is_no_text(tokenizers: dict[bool, Tokenizer]) -> N
         tokens = [*tokenizer.encode("<think>a</think>b", False), ending]
         piece = parser.feed(Delta(0, "", tokens, None, [], "stop", stop_reason))
         assert [*piece.events] == [Reasoning("a"), Content("b")]
-        assert (piece.parts or [])[-1] is Part.MARKUP
+        assert (piece.parts or [])[-1] is OutputPart.MARKUP
 
 
 def test_a_continued_message_is_where_its_thought_is(tokenizers: dict[bool, Tokenizer]) -> None:
@@ -208,7 +215,7 @@ def test_the_format_is_found_or_named(tmp_path: Path, tokenizers: dict[bool, Tok
         assert format_of(tokenizer, "deepseek_r1").name == "deepseek_r1"
         template = ChatTemplate(tokenizer)
         assert choose_output_format("none", None, template, tokenizer) is None
-        assert isinstance(choose_output_format(None, "hermes", template, tokenizer), Thinking)
+        assert isinstance(choose_output_format(None, "hermes", template, tokenizer), ThinkingFormat)
         with pytest.raises(UsageError, match="goes with"):
             choose_output_format("qwen3", "openai", template, tokenizer)
         with pytest.raises(UsageError, match="does not fit"):

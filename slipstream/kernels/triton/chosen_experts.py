@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels.experts import Router, Scores
 from slipstream.kernels.triton import launch
-from slipstream.kernels.triton.operands import Choice, Order
+from slipstream.kernels.triton.operands import ChosenExperts, SortedPairs
 from slipstream.kernels.triton.routing_kernels import (
     CHOSEN_SOFTMAX,
     NOT_SHARED,
@@ -30,7 +30,7 @@ _KINDS = {
 }
 
 
-def choose(logits: Tensor, router: Router, tile: int, shared: bool = False) -> Choice:
+def choose(logits: Tensor, router: Router, tile: int, shared: bool = False) -> ChosenExperts:
     """Choose the experts of each row, and sort the pairs by expert if there are many rows.
 
     Args:
@@ -54,13 +54,13 @@ def choose(logits: Tensor, router: Router, tile: int, shared: bool = False) -> C
         num_warps=1, **launch.options(device),
     )  # fmt: skip
     if rows <= UNSORTED_ROWS:
-        return Choice(weights, choices, None, tile, rows * places)
+        return ChosenExperts(weights, choices, None, tile, rows * places)
     experts += shared
     slots = min(rows * places, experts + rows * places // tile)
-    return Choice(weights, choices, _order(choices, experts, tile), tile, slots)
+    return ChosenExperts(weights, choices, _order(choices, experts, tile), tile, slots)
 
 
-def _order(choices: Tensor, experts: int, tile: int) -> Order:
+def _order(choices: Tensor, experts: int, tile: int) -> SortedPairs:
     (rows, chosen), device = choices.shape, choices.device
     ranks, pairs = torch.empty(2, rows, chosen, dtype=torch.int32, device=device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=device)
@@ -83,4 +83,4 @@ def _order(choices: Tensor, experts: int, tile: int) -> Order:
         place_kernel[(programs,)](
             choices, ranks, starts, counts, pairs, rows, num_warps=4, **shape, **options
         )
-    return Order(pairs.view(-1), starts, ends)
+    return SortedPairs(pairs.view(-1), starts, ends)
