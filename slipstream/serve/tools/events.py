@@ -1,6 +1,6 @@
 """The events of answer parsers, and the search for marks in a text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +54,40 @@ class ToolParser(Protocol):
 
     def finish(self) -> Sequence[ToolEvent]:
         """The remaining events, at the end of the answer."""
+
+
+class ArgumentsParser:
+    """The part of a `ToolParser` that writes the arguments of calls one by one.
+
+    Attributes:
+        _read: reads the beginning of a text, and returns the rest.
+        _held: text that is not classified yet.
+    """
+
+    _read: Callable[[str], str]
+
+    def __init__(self) -> None:
+        self._events: list[ToolEvent] = []
+        self._held = ""
+        self._num_arguments = 0
+
+    def feed(self, text: str) -> Sequence[ToolEvent]:
+        while text:
+            text = self._read(text)
+        events, self._events = self._events, []
+        return events
+
+    def _add_call(self, name: str) -> None:
+        self._num_arguments = 0
+        self._events.append(CallBegun(name))
+
+    def _add_argument(self, key: str, value: str) -> None:
+        """Add an argument, both parts in JSON."""
+        self._events.append(Arguments(f"{', ' if self._num_arguments else '{'}{key}: {value}"))
+        self._num_arguments += 1
+
+    def _end_call(self) -> None:
+        self._events += [Arguments("}" if self._num_arguments else "{}"), CallEnded()]
 
 
 class MarkFinder:

@@ -2,12 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from slipstream.serve.tools.call_format import Schemas, ToolFormat
 from slipstream.serve.tools.call_rules import Literals, json_value, more_calls
-from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, Content, ToolEvent
+from slipstream.serve.tools.events import ArgumentsParser, Content, ToolEvent
 from slipstream.serve.tools.typed_arguments import SeparateArguments, type_of_json
 
 _MEANINGS: Final = {
@@ -117,7 +117,7 @@ _KEY = re.compile(r"([^\s=,:()'\"\[\]{}]{1,128})\s*=")
 _MAY_BE_KEY = re.compile(r"[^\s=,:()'\"\[\]{}]{0,128}\s*")
 
 
-class PythonicParser:
+class PythonicParser(ArgumentsParser):
     """Parses answers that are calls; returns arguments one by one.
 
     Args:
@@ -125,19 +125,11 @@ class PythonicParser:
     """
 
     def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
         self._names = names
-        self._events: list[ToolEvent] = []
-        self._held = ""  # text that is not classified yet
         self._key, self._value = "", list[str]()
         self._scanner = LiteralScanner()
-        self._num_arguments = 0
-        self._read: Callable[[str], str] = self._read_start
-
-    def feed(self, text: str) -> Sequence[ToolEvent]:
-        while text:
-            text = self._read(text)
-        events, self._events = self._events, []
-        return events
+        self._read = self._read_start
 
     def finish(self) -> Sequence[ToolEvent]:
         began_no_call = self._read == self._read_start
@@ -159,15 +151,15 @@ class PythonicParser:
             return ""
         if name is None or name[1] not in self._names:
             return self._to_text()
-        self._events.append(CallBegun(name[1]))
-        self._num_arguments, self._held, self._read = 0, "", self._read_key
+        self._add_call(name[1])
+        self._held, self._read = "", self._read_key
         return rest[name.end() :]
 
     def _read_key(self, text: str) -> str:
         self._held += text
         rest = self._held.lstrip()
         if rest.startswith(")"):
-            self._events += [Arguments("}" if self._num_arguments else "{}"), CallEnded()]
+            self._end_call()
             self._held, self._read = "", self._read_next
             return rest[1:]
         key = _KEY.match(rest)
@@ -181,11 +173,8 @@ class PythonicParser:
         end = self._scanner.scan(text)
         self._value.append(text[:end])
         if self._scanner.done:
-            pair = f"{json.dumps(self._key, ensure_ascii=False)}: " + literal_as_json(
-                "".join(self._value)
-            )
-            self._events.append(Arguments((", " if self._num_arguments else "{") + pair))
-            self._num_arguments += 1
+            key = json.dumps(self._key, ensure_ascii=False)
+            self._add_argument(key, literal_as_json("".join(self._value)))
             self._read = self._read_key
         return text[end:].removeprefix(",")
 

@@ -1,15 +1,13 @@
 """Formats with tags around the name of a call and around each argument, which is plain text."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.serve.tools.call_format import Schemas
 from slipstream.serve.tools.call_reader import ends_in_string
 from slipstream.serve.tools.events import (
-    Arguments,
-    CallBegun,
-    CallEnded,
+    ArgumentsParser,
     ContentWriter,
     MarkFinder,
     ToolEvent,
@@ -51,7 +49,7 @@ class Tags:
         return (BEGIN, END, *(it for it in inner if len(it) > 1 and it != END))
 
 
-class TaggedParser:
+class TaggedParser(ArgumentsParser):
     """Parses calls between tags, with text around them; returns arguments one by one.
 
     Args:
@@ -60,23 +58,15 @@ class TaggedParser:
     """
 
     def __init__(self, tags: Tags, functions: Schemas, dropped: Sequence[str] = ()) -> None:
+        super().__init__()
         self._tags, self._functions = tags, functions
         begins = [BEGIN, *([tags.name] if tags.name else [])]  # some models omit the first one
         self._content_marks = [*begins, *(it for it in dropped if it not in tags.marks)]
         self._content = ContentWriter()
-        self._events: list[ToolEvent] = []
-        self._held = ""  # text that may belong to a call
         self._name = self._key = ""
-        self._num_arguments = 0
         self._text: list[str] = []  # since the last tag of the call
         self._finder = MarkFinder(self._content_marks)
-        self._read: Callable[[str], str] = self._read_content
-
-    def feed(self, text: str) -> Sequence[ToolEvent]:
-        while text:
-            text = self._read(text)
-        events, self._events = self._events, []
-        return events
+        self._read = self._read_content
 
     def finish(self) -> Sequence[ToolEvent]:
         if self._read == self._read_call:  # the call was cut off, so it stays open
@@ -106,8 +96,8 @@ class TaggedParser:
         for end in ends:
             if rest.startswith(end) and name[1]:
                 self._content.break_off()
-                self._name, self._num_arguments = name[1], 0
-                self._events.append(CallBegun(self._name))
+                self._name = name[1]
+                self._add_call(self._name)
                 self._read = self._read_call
                 self._expect(tags.key, tags.end, END)
                 return rest.removeprefix(tags.name_end)
@@ -141,7 +131,7 @@ class TaggedParser:
                 return text
             self._expect(tags.key, tags.end, END)
         else:
-            self._events += [Arguments("}" if self._num_arguments else "{}"), CallEnded()]
+            self._end_call()
             if mark == END:
                 return self._to_content(text)
             self._held, self._read = "", self._read_end
@@ -158,9 +148,7 @@ class TaggedParser:
         within = value.count(self._tags.value_end) < _MOST_WITHIN and "string" not in types
         if within and ends_in_string(value):
             return False
-        pair = f"{as_json(self._key, _STRING)}: {as_json(value, types)}"
-        self._events.append(Arguments((", " if self._num_arguments else "{") + pair))
-        self._num_arguments += 1
+        self._add_argument(as_json(self._key, _STRING), as_json(value, types))
         return True
 
     def _read_end(self, text: str) -> str:
