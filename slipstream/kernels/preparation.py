@@ -257,35 +257,6 @@ class KeepPathOp(Protocol):
     ) -> None: ...
 
 
-class SuffixLookupOp(Protocol):
-    """Finds the longest suffix of each text that also occurs earlier in the text (prompt lookup).
-
-    Suffixes of `shortest` to `longest` tokens are tried, the longest first. An occurrence must be
-    followed by at least one token; the latest one counts. If the K tokens after it reach the end
-    of the text, the text is assumed to repeat itself.
-
-    Args:
-        token_ids: [S, L] int32.
-        slots: [R] int64, rows of `token_ids`.
-        known: [R] int64, number of tokens of each text, at most L.
-        width: K.
-
-    Returns:
-        tokens: [R, K] int64, the tokens after the occurrence.
-        found: [R] bool, whether there was an occurrence.
-    """
-
-    def __call__(
-        self,
-        token_ids: Tensor,
-        slots: Tensor,
-        known: Tensor,
-        width: int,
-        shortest: int,
-        longest: int,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
 class TimestampOp(Protocol):
     """Records the time when the device reaches this op: a scalar int64 on `device`, in nanoseconds
     of a clock; always 0 if the device has no clock."""
@@ -304,5 +275,4 @@ class PreparationOps:
     write_tokens: WriteTokensOp
     commit: CommitOp
     keep_path: KeepPathOp
-    suffix_lookup: SuffixLookupOp
     timestamp: TimestampOp

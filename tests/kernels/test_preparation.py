@@ -1,4 +1,4 @@
-"""Batch preparation and suffix lookup in Triton and in C++ do what plain torch does."""
+"""Batch preparation and suffix lookup in Triton and in C++ give the results of plain torch."""
 
 import importlib
 import importlib.util
@@ -11,6 +11,7 @@ import torch
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
 from slipstream.kernels.reference.preparation import PREPARATION as REFERENCE
+from slipstream.speculative.ngram.lookup import SuffixLookup, lookup_in_cpp, lookup_in_torch
 from tests.kernels.device import DEVICE
 
 CPU = torch.device("cpu")
@@ -24,6 +25,14 @@ def ops_of(column: str) -> PreparationOps:
     module = importlib.import_module(f"slipstream.kernels.{column}.preparation")
     ops: PreparationOps = module.PREPARATION
     return ops
+
+
+def lookup_of(column: str) -> SuffixLookup:
+    if column == "cpu":
+        return lookup_in_cpp
+    from slipstream.speculative.ngram.triton_lookup import lookup_in_triton
+
+    return lookup_in_triton
 
 
 @pytest.fixture(params=COLUMNS, autouse=True)
@@ -347,8 +356,8 @@ def test_suffixes_are_looked_up_as_by_the_reference(
     token_ids = torch.randint(0, 4, (5, 1100), generator=generator).int().to(DEVICE)
     slots = on_device(3, 0, 4, 1, 2)
     known = on_device(1090, 1, 2, 37, 0)
-    ours = ops_of(column).suffix_lookup(token_ids, slots, known, width, shortest, longest)
-    theirs = REFERENCE.suffix_lookup(token_ids, slots, known, width, shortest, longest)
+    ours = lookup_of(column)(token_ids, slots, known, width, shortest, longest)
+    theirs = lookup_in_torch(token_ids, slots, known, width, shortest, longest)
     assert torch.equal(ours[1], theirs[1])
     assert ours[1][0]  # a long text of four letters has every short suffix
     assert torch.equal(ours[0][ours[1]], theirs[0][theirs[1]])
@@ -358,7 +367,7 @@ def test_suffixes_are_looked_up_as_by_the_reference(
 def test_texts_of_one_letter_repeat_themselves(length: int, column: str) -> None:
     text = torch.full((1, 64), 7, dtype=torch.int32, device=DEVICE)
     given = text, on_device(0), on_device(length), 3, 1, 4
-    ours, theirs = ops_of(column).suffix_lookup(*given), REFERENCE.suffix_lookup(*given)
+    ours, theirs = lookup_of(column)(*given), lookup_in_torch(*given)
     assert ours[1].tolist() == theirs[1].tolist() == [length > 1]
     assert length == 1 or ours[0].tolist() == [[7, 7, 7]]
 
@@ -379,7 +388,7 @@ def test_places_that_do_not_exist_are_refused() -> None:
         with pytest.raises(ValueError, match="no such slot"):
             ops.expand_rows(tables, torch.tensor([slot]), one, one, 2)
         with pytest.raises(ValueError, match="no such slot"):
-            ops_of("cpu").suffix_lookup(tables.token_ids, torch.tensor([slot]), one, 2, 1, 2)
+            lookup_in_cpp(tables.token_ids, torch.tensor([slot]), one, 2, 1, 2)
     with pytest.raises(ValueError, match="vocabulary"):
         ops.advance_drafts(tables, one, one, one, one + 7, one, one.view(1, 1).clone(), 0)
 
@@ -413,7 +422,7 @@ def test_tensors_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="pages: must be contiguous"):
         ops.keep_path(tables, one, one, path, one, pages[..., ::2])
     with pytest.raises(TypeError, match="token_ids: dtype int64, not int32"):
-        ops.suffix_lookup(tables.token_ids.long(), one, one, 2, 1, 2)
+        lookup_in_cpp(tables.token_ids.long(), one, one, 2, 1, 2)
     with pytest.raises(TypeError, match="num_tokens: dtype int32"):
         ops.expand_rows(replace(tables, num_tokens=tables.num_tokens.int()), one, one, one, 2)
     with pytest.raises(TypeError, match="incompatible function arguments"):

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.kernels.reference.preparation import suffix_lookup
+from slipstream.speculative.ngram.lookup import lookup_in_torch
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=60), min_size=1, max_size=4)
 
@@ -26,7 +26,7 @@ def looked_up(texts: list[list[int]], count: int, smallest: int, largest: int) -
     for slot, text in zip(slots, texts, strict=True):
         table[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
     known = torch.tensor([len(text) for text in texts])
-    tokens, found = suffix_lookup(table, torch.tensor(slots), known, count, smallest, largest)
+    tokens, found = lookup_in_torch(table, torch.tensor(slots), known, count, smallest, largest)
     rows = zip(tokens.tolist(), found.tolist(), strict=True)
     return [row if is_found else [] for row, is_found in rows]
 

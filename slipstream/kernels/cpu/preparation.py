@@ -159,18 +159,6 @@ def _handle(tables: RequestTables) -> cpp.Tables:
     )  # fmt: skip
 
 
-def suffix_lookup(
-    token_ids: Tensor, slots: Tensor, known: Tensor, width: int, shortest: int, longest: int
-) -> tuple[Tensor, Tensor]:
-    requests = slots.shape[0]
-    tokens = torch.empty((requests, width), dtype=torch.int64)
-    found = torch.empty(requests, dtype=torch.bool)
-    cpp.suffix_lookup(
-        token_ids, slots.contiguous(), known.contiguous(), shortest, longest, tokens, found
-    )
-    return tokens, found
-
-
 PREPARATION = PreparationOps(
     expand_rows,
     place_rows,
@@ -179,6 +167,5 @@ PREPARATION = PreparationOps(
     write_tokens,
     commit,
     keep_path,
-    suffix_lookup,
     timestamp,
 )

@@ -12,7 +12,6 @@ from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTa
 from slipstream.kernels.reference.preparation import place_rows
 from slipstream.kernels.reference.preparation import timestamp as timestamp_of_host
 from slipstream.kernels.triton.launch import dense, launch_dependents, options, wait_for_inputs
-from slipstream.kernels.triton.suffix_lookup import suffix_lookup
 
 TABLE_BLOCK = 1024
 PART = tl.constexpr(1 / FACTOR_PARTS)
@@ -379,6 +378,5 @@ PREPARATION = PreparationOps(
     write_tokens,
     commit,
     keep_path,
-    suffix_lookup,
     timestamp,
 )

@@ -13,6 +13,7 @@ from slipstream.core.errors import UsageError
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.speculative.drafter import Draft, Drafter, DrafterLimits, LoadedDrafter
+from slipstream.speculative.ngram.lookup import lookup_on
 from slipstream.speculative.options import Options, TargetModel
 
 DEFAULT_MIN, DEFAULT_MAX = 2, 5
@@ -64,7 +65,7 @@ class NgramDrafter(Drafter):
     ) -> None:
         super().__init__(state)
         self._config, self._image_token = config, image_token
-        self._lookup = state.ops.suffix_lookup
+        self._lookup = lookup_on(state.device)
 
     def propose(self, batch: DeviceBatch) -> Draft:
         state, config = self._state, self._config

@@ -1,4 +1,4 @@
-"""Suffix lookup: one program reads a text once; see `kernels/preparation.py`."""
+"""`lookup.py` for NVIDIA GPUs: one program reads a text once."""
 
 import torch
 import triton
@@ -41,7 +41,7 @@ def _lookup_kernel(
     tl.store(found + request, place > 0)
 
 
-def suffix_lookup(
+def lookup_in_triton(
     token_ids: Tensor, slots: Tensor, known: Tensor, width: int, shortest: int, longest: int
 ) -> tuple[Tensor, Tensor]:
     assert token_ids.stride(1) == 1
