@@ -172,7 +172,8 @@ class Scheduler:
         for share in shares:
             share.request.steps_in_flight += 1
         last = self.block_manager.take_last_checkpoints() if shares else ()  # else no step follows
-        items = tuple(self._scheduled(share) for share in shares)
+        blocks, slot_of = self.block_manager, self._adapters.slot_of
+        items = tuple(scheduled(share, blocks, slot_of(share.request)) for share in shares)
         return Batch(items, tuple(preempted), last)
 
     def _give_rows(self, shares: list[RequestShare]) -> Budget:
@@ -340,9 +341,6 @@ class Scheduler:
             limits.drafts_for(request.max_tokens - request.num_output_tokens - surely_gained - 1),
             limits.drafter_max_model_len - num_tokens,
         )
-
-    def _scheduled(self, share: RequestShare) -> ScheduledRequest:
-        return scheduled(share, self.block_manager, self._adapters.slot_of(share.request))
 
     # ------------------------------------------------------------------ committing results
 
