@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Column, Table
 
 import slipstream
-from slipstream.cli.checkpoint_facts import DRAFT_MODEL, CheckpointFacts
+from slipstream.cli.checkpoint_facts import CheckpointFacts
 from slipstream.cli.errors import say
 from slipstream.cli.terminal import stderr_console, stdout_console
 from slipstream.core.errors import CheckpointError, SlipstreamError, UsageError
@@ -194,7 +194,7 @@ def _described(place: Path) -> tuple[int | None, str | None, str | None]:
 
 def _kind(facts: CheckpointFacts) -> str:
     """A description: architecture, format and drafter, or the drafting method."""
-    if facts.kind != DRAFT_MODEL:
+    if not facts.is_language_model:
         return f"drafter, method {facts.kind}"
     config = facts.config
     parts = ["" if config is None else config.architecture, facts.quantization]

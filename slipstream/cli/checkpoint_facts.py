@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from slipstream.speculative.heads.kinds import HeadConfig
 
 BLOCK_SIZE = 16
-DRAFT_MODEL = "draft_model"  # what any language model can be
 _SIZES = (
     "num_layers",
     "hidden_size",
@@ -60,6 +59,12 @@ class CheckpointFacts:
     own_drafter: str | None = None
     quantization: str | None = None
     types: "Sequence[TypeBytes]" = ()
+
+    @property
+    def is_language_model(self) -> bool:
+        from slipstream.speculative.catalogue import DRAFT_MODEL
+
+        return self.kind == DRAFT_MODEL
 
     def _experts(self) -> dict[str, Any] | None:
         """The experts and, for passes of some rows, how many of a layer are read (expected if every
@@ -119,7 +124,7 @@ class CheckpointFacts:
         return {
             "path": str(self.checkpoint.path),
             "architecture": self._architecture,
-            "kind": "language_model" if self.kind == DRAFT_MODEL else self.kind,
+            "kind": "language_model" if self.is_language_model else self.kind,
             "features": head.features if head else None,
             "num_speculative_tokens": head.num_tokens if head else None,
             "trained_tokens": self._trained_tokens,

@@ -106,9 +106,10 @@ class DrafterFlags:
         if self.drafter is None and self.spec_method is None and model == DEMO:
             names["model"] = DEMO_DRAFT
         config = {key: name for key, name in names.items() if name is not None}
-        if model == DEMO and config == {"method": "mtp"}:
+        method = config.get("method", "")
+        if model == DEMO and "model" not in config and _is_in_target(method):
             raise UsageError(
-                "the demo's MTP modules are a separate checkpoint; give --drafter demo/mtp"
+                f"the demo's modules are a separate checkpoint; give --drafter demo/{method}"
             )
         return config
 
@@ -128,6 +129,12 @@ def is_method(drafter: str | None) -> bool:
     from slipstream.speculative.catalogue import METHODS
 
     return drafter in METHODS and METHODS[drafter].without_model
+
+
+def _is_in_target(name: str) -> bool:
+    from slipstream.speculative.catalogue import METHODS
+
+    return name in METHODS and METHODS[name].in_target
 
 
 def _require_no_bare_method(drafter: str | None) -> None:

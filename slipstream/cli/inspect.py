@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 
 
 def show_costs(engine: EngineConfig, flags: DrafterFlags, as_json: bool) -> None:
-    """Load the model and its drafter (ngram where there is none), and print what steps cost."""
+    """Load the model and its drafter (a lookup if none is given), and print what steps cost."""
+    from slipstream.speculative.catalogue import LOOKUP
+
     model = engine.model
     if flags.no_speculation:
         raise UsageError("--costs compares plain steps with drafts; leave out --no-speculation")
-    given = {"num_speculative_tokens": AUTO, **(flags.config(model, AUTO) or {"method": "ngram"})}
+    given = {"num_speculative_tokens": AUTO, **(flags.config(model, AUTO) or {"method": LOOKUP})}
     options = {**given, "num_speculative_tokens": AUTO}  # with a fixed number none are measured
     config = replace(engine, speculative_config=options, skip_tokenizer_init=True)
     loaded = open_llm(config, verbose=False)[0].engine

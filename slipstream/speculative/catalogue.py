@@ -37,6 +37,9 @@ def _method(folder: str) -> Method:
 
 METHODS: Final = {method.name: method for method in map(_method, _FOLDERS)}
 DRAFT_MODEL: Final = "draft_model"  # any language model is of this kind
+LOOKUP: Final = next(
+    it.name for it in METHODS.values() if it.without_model and not it.in_target
+)  # drafts for any target without a checkpoint
 DRAFTING_KEYS: Final = frozenset(key for method in METHODS.values() for key in method.config_keys)
 """Keys of a language model's config.json that only concern drafting."""
 
