@@ -11,12 +11,9 @@ import torch
 
 from slipstream.core.errors import UsageError
 from slipstream.kernels.formats.blocks import BlockMatrix
+from slipstream.kernels.formats.catalogue import kept_on
 from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
-from slipstream.kernels.formats.int4 import Int4Matrix
-from slipstream.kernels.formats.int8 import Int8Matrix
-from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
-from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.table import Ops
@@ -52,10 +49,7 @@ from slipstream.models.twin import TwinSource, require_twin
 logger = logging.getLogger("slipstream")
 
 RANDOM_FORMATS = ("dummy", "twin")  # of `load_format`
-# Weight classes that the C++ and plain torch backends multiply without dequantising them first.
-KEPT_FORMATS: Final[frozenset[type[Weight]]] = frozenset(
-    {Int8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix, BlockMatrix}
-)
+KEPT_ON_CPU: Final = kept_on("cpu")  # also by plain torch
 
 # (name, size, unit) -> a context manager; call its value with each amount that has been loaded.
 ProgressBar = Callable[[str, int, str], AbstractContextManager[Progress]]
@@ -112,7 +106,7 @@ class LoadOptions:
     max_positions: int
     seed: int = 0
     quantization: str | None = None
-    kept: frozenset[type[Weight]] = KEPT_FORMATS
+    kept: frozenset[type[Weight]] = KEPT_ON_CPU
     stored_check: StoredCheck = every_quantization
     batch_invariant: bool = False
     twin_of: DecoderConfig | None = None
@@ -256,9 +250,7 @@ def _kept_formats(options: LoadOptions) -> frozenset[type[Weight]]:
     if options.quantization is None:
         return options.kept
     # GGUF's blocks are dequantised and quantised again to the requested precision.
-    return (options.kept - {BlockMatrix}) | (
-        {Float8Matrix} if options.quantization == "fp8" else set()
-    )
+    return (options.kept - {BlockMatrix}) | {PRECISIONS[options.quantization].matrix.weight}
 
 
 def _kept_rounding(
@@ -311,16 +303,15 @@ def _log_stored(checkpoint: Checkpoint, stored: StoredQuantization, options: Loa
 def _log_quantization(
     checkpoint: Checkpoint, config: DecoderConfig, quantization: str, size: int
 ) -> None:
-    head = "the head too"
-    if PRECISIONS[quantization].head is None:
-        head = "the head stays"
-    elif config.tie_word_embeddings:
-        head = "the head, which is tied to the embedding, as a second copy of it"
+    precision = PRECISIONS[quantization]
+    words = precision.words
+    if precision.head is not None and config.tie_word_embeddings:
+        words += "; the head, which is tied to the embedding, is a second copy of it"
     logger.info(
-        "%s: matrices are rounded to %s as they are loaded, %s; weights take %.2f GB",
+        "%s: matrices are rounded to %s as they are loaded (%s); weights take %.2f GB",
         checkpoint.path.name,
-        PRECISIONS[quantization].words,
-        head,
+        quantization,
+        words,
         size / 1e9,
     )
 

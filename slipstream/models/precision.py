@@ -47,31 +47,30 @@ class Precision:
 
     Attributes:
         matrix, head: quantisation methods; logits need more bits. None: the head is unquantised.
-        words: a description for the log.
     """
 
     matrix: Rounding
     head: Rounding | None
-    words: str
 
-
-def _four_bits(group: int, zeros: bool) -> Precision:
-    words = f"four bits in groups of {group}{' with zeros' if zeros else ''}, the head to int8"
-    return Precision(ToInt4(group, zeros), ToInt8(), words)
+    @property
+    def words(self) -> str:
+        """A description for users."""
+        if self.head == self.matrix:
+            return self.matrix.words
+        head = "stays as it is" if self.head is None else f"becomes {self.head.words}"
+        return f"{self.matrix.words}; the head {head}"
 
 
 PRECISIONS: Final = {
-    "fp8": Precision(ToFloat8(), ToFloat8(), "fp8"),
-    "int8": Precision(ToInt8(), ToInt8(), "int8"),
-    "int8-dynamic": Precision(
-        ToInt8(rounds_input=True), ToInt8(), "int8, activations too except at the head"
-    ),
-    "int4": _four_bits(32, zeros=False),
-    "int4-g128": _four_bits(128, zeros=False),
-    "int4-asym": _four_bits(32, zeros=True),
-    "int4-g128-asym": _four_bits(128, zeros=True),
-    "mxfp4": Precision(ToMxfp4(), None, "mxfp4"),
-    "nvfp4": Precision(ToNvfp4(), None, "nvfp4"),
+    "fp8": Precision(ToFloat8(), ToFloat8()),
+    "int8": Precision(ToInt8(), ToInt8()),
+    "int8-dynamic": Precision(ToInt8(rounds_input=True), ToInt8()),
+    "int4": Precision(ToInt4(32), ToInt8()),
+    "int4-g128": Precision(ToInt4(128), ToInt8()),
+    "int4-asym": Precision(ToInt4(32, zeros=True), ToInt8()),
+    "int4-g128-asym": Precision(ToInt4(128, zeros=True), ToInt8()),
+    "mxfp4": Precision(ToMxfp4(), None),
+    "nvfp4": Precision(ToNvfp4(), None),
 }
 
 

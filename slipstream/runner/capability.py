@@ -2,45 +2,24 @@
 
 import platform
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from slipstream.core.errors import UsageError
 from slipstream.kernels.attention import FLOAT8_PAGES, INTEGER_PAGES
 from slipstream.kernels.devices import CPP_DTYPES
+from slipstream.kernels.formats.catalogue import kept_on
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix
-from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
-from slipstream.kernels.formats.int4 import Int4Matrix
-from slipstream.kernels.formats.int8 import Int8Matrix
-from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
-from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.registry import runs_cpp
-from slipstream.models.loading import KEPT_FORMATS, dtype_named
+from slipstream.models.loading import dtype_named
+from slipstream.models.precision import PRECISIONS
 from slipstream.models.quantized.module import StoredQuantization
 
 # Compute capability: the kernels need bf16 tensor cores, and e4m3 conversion in hardware.
 LEAST_CAPABILITY = (8, 0)
 LEAST_FLOAT8_CAPABILITY = (8, 9)
-_FLOAT8 = "fp8"
-_ON_CPUS = "int8-dynamic"
-_WITH_FLOAT8 = (_FLOAT8, "nvfp4")  # nvfp4 has e4m3 scales
-
-_Kinds = frozenset[type[Weight]]
-# Formats that are multiplied in stored form; others are dequantised at load, or refused.
-_KEPT_ON_GPU: Final[_Kinds] = frozenset(
-    {Float8Matrix, Float8BlockMatrix, Mxfp4Matrix, Nvfp4Matrix, Int4Matrix, Int8Matrix}
-)
-_WITHOUT_FLOAT8: Final[_Kinds] = frozenset({Mxfp4Matrix, Int4Matrix, Int8Matrix, DenseMatrix})
-
-_ROUNDED = {
-    "int8": "integers of 8 bits, one scale a row",
-    "int4": "integers of 4 bits, one scale a group of columns; the head keeps 8 bits",
-    "mxfp4": "e2m1, one power of two for 32 columns; the head stays as it is",
-    "nvfp4": "e2m1, one e4m3 scale for 16 columns; the head stays as it is",
-}
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:
@@ -81,12 +60,13 @@ def require_quantization(device: torch.device, option: str, quantization: str) -
     """Raise UsageError, which names `option`, if the device has no kernels for `quantization`."""
     if device.type != "cuda":
         return
-    if quantization == _ON_CPUS:
+    matrix = PRECISIONS[quantization].matrix
+    if not matrix.is_for_gpus:
         raise UsageError(
             f"{option}={quantization} is for CPUs: no kernel for GPUs rounds activations to "
-            f"integers; use {option}=int8 or {_FLOAT8}, or device=cpu"
+            f"integers; use {option}=int8 or fp8, or device=cpu"
         )
-    if quantization in _WITH_FLOAT8:
+    if matrix.weight.needs_float8:
         _require_float8(device, f"{option}={quantization}")
 
 
@@ -137,9 +117,9 @@ def _require_float8(device: torch.device, what: str) -> None:
         )
 
 
-def kept_formats(device: torch.device) -> _Kinds:
+def kept_formats(device: torch.device) -> frozenset[type[Weight]]:
     """The classes of quantised matrices that a device multiplies in stored form."""
-    return _KEPT_ON_GPU if device.type == "cuda" else KEPT_FORMATS
+    return kept_on(device.type)
 
 
 def sums_float8(device: torch.device, stored: StoredQuantization) -> bool:
@@ -152,13 +132,13 @@ def require_stored(device: torch.device, name: str, stored: StoredQuantization) 
     if device.type != "cuda" or stored.becomes_floats:
         return
     kinds = stored.kinds
-    known = kinds <= _KEPT_ON_GPU | {DenseMatrix}
+    known = kinds <= kept_formats(device) | {DenseMatrix}
     if not known or (Float8Matrix in kinds and not stored.rounds_activations):
         raise UsageError(
             f"{name} is stored as {stored.description}, for which there are no kernels on a GPU; "
-            f"use the unquantised checkpoint and quantization={_FLOAT8}, or device=cpu"
+            f"use the unquantised checkpoint and quantization=fp8, or device=cpu"
         )
-    if not kinds <= _WITHOUT_FLOAT8:
+    if any(kind.needs_float8 for kind in kinds):
         _require_float8(device, f"a checkpoint stored as {stored.description}")
 
 
@@ -177,14 +157,13 @@ def stored_note(device: torch.device) -> str:
 
 def quantization_note(device: torch.device, quantization: str) -> str:
     """A note for the user: how `quantization` is computed on this device."""
-    if quantization != _FLOAT8:
-        name = quantization.partition("-")[0]
-        return f"matrices rounded at load time: {_ROUNDED.get(name, name)}"
-    if device.type == "cuda":
-        return "matrices rounded to e4m3 at load time, one scale a row; activations at run time"
+    precision = PRECISIONS[quantization]
+    note = f"matrices rounded at load time: {precision.words}"
+    if precision.matrix.weight in kept_formats(device):
+        return note
     return (
-        "matrices rounded to e4m3 at load time; correct but slow on a CPU, which converts them in "
-        "every pass; int8 takes as many bytes"
+        f"{note}; correct but slow on a CPU, which converts them in every pass; int8 takes as many "
+        "bytes"
     )
 
 

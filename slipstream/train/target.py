@@ -14,7 +14,7 @@ from slipstream.models.adapters import adapter_rank
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.loading import KEPT_FORMATS, LoadOptions, load_decoder
+from slipstream.models.loading import KEPT_ON_CPU, LoadOptions, load_decoder
 from slipstream.runner.adapters import AdapterLoader
 from slipstream.train.compiled import fused
 from slipstream.train.dense import DENSE, THE_ADAPTER, DenseContext
@@ -131,7 +131,7 @@ def load_target(
         CheckpointError: target or adapter are invalid, or do not fit each other.
     """
     small = config.num_matrix_parameters <= SMALL_TARGET
-    kept = frozenset[type[Weight]]() if small else KEPT_FORMATS
+    kept = frozenset[type[Weight]]() if small else KEPT_ON_CPU
     slots = None if adapter is None else (1, adapter_rank(adapter))
     options = LoadOptions(dtype, device, "auto", max_positions, kept=kept, adapters=slots)
     network = load_decoder(checkpoint, options, config, DENSE)

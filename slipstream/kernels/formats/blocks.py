@@ -51,6 +51,8 @@ class BlockMatrix(Weight):
     parts: tuple[Blocks, ...]
     table_dtype: torch.dtype | None = None
 
+    kept_on = frozenset({"cpu"})
+
     @property
     def shape(self) -> tuple[int, int]:
         first = self.parts[0]

@@ -23,6 +23,9 @@ class Float8Matrix(RowScaled):
     values: Tensor
     scales: Tensor
 
+    kept_on = frozenset({"cuda"})
+    needs_float8 = True
+
     def _like(self, values: Tensor, scales: Tensor | None) -> "Float8Matrix":
         assert scales is not None
         return Float8Matrix(values, scales)
@@ -37,7 +40,9 @@ class Float8Matrix(RowScaled):
 class ToFloat8(Rounding):
     """Rounds to a `Float8Matrix`, each row scaled by its largest magnitude."""
 
+    weight = Float8Matrix
     bits = 8
+    words = "e4m3 with a scale for each row, activations too"
 
     def round(self, matrix: Tensor) -> Float8Matrix:
         values = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)

@@ -44,6 +44,9 @@ class Float8BlockMatrix(Weight):
     block_rows: int = BLOCK
     block_columns: int = BLOCK
 
+    kept_on = frozenset({"cuda"})
+    needs_float8 = True
+
     @property
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
@@ -116,7 +119,9 @@ class Float8BlockMatrix(Weight):
 class ToFloat8Blocks(Rounding):
     """Rounds to a `Float8BlockMatrix`, scaling each block of 128 x 128 by its largest magnitude."""
 
+    weight = Float8BlockMatrix
     bits = 8
+    words = f"e4m3 with a scale for each block of {BLOCK} x {BLOCK}"
 
     def round(self, matrix: Tensor) -> Float8BlockMatrix:
         rows, columns = matrix.shape

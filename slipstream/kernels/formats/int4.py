@@ -39,6 +39,8 @@ class Int4Matrix(FourBitMatrix):
     zeros: Tensor | None
     group: int
 
+    kept_on = frozenset({"cpu", "cuda"})
+
     @classmethod
     def stack(cls, weights: Sequence[Self]) -> "Int4Matrix":
         group = min(weight.group for weight in weights)
@@ -81,7 +83,14 @@ class ToInt4(Rounding):
 
     group: int
     zeros: bool = False
+
+    weight = Int4Matrix
     bits = 4
+
+    @property
+    def words(self) -> str:
+        zero = " and a zero" if self.zeros else ""
+        return f"integers of 4 bits with a scale{zero} for each {self.group} columns"
 
     @property
     def bytes_per_number(self) -> float:

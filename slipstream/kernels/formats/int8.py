@@ -37,6 +37,8 @@ class Int8Matrix(RowScaled):
     scales: Tensor
     rounds_input: bool = False
 
+    kept_on = frozenset({"cpu", "cuda"})
+
     def _like(self, values: Tensor, scales: Tensor | None) -> "Int8Matrix":
         assert scales is not None
         return Int8Matrix(values, scales, self.rounds_input)
@@ -69,7 +71,18 @@ class ToInt8(Rounding):
     """
 
     rounds_input: bool = False
+
+    weight = Int8Matrix
     bits = 8
+
+    @property
+    def words(self) -> str:
+        also = ", activations too" if self.rounds_input else ""
+        return f"integers of 8 bits with a scale for each row{also}"
+
+    @property
+    def is_for_gpus(self) -> bool:  # type: ignore[override]
+        return not self.rounds_input
 
     def round(self, matrix: Tensor) -> Int8Matrix:
         values = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)

@@ -25,6 +25,7 @@ class Mxfp4Matrix(Float4Matrix):
     """
 
     group = 32
+    kept_on = frozenset({"cpu", "cuda"})
 
     def group_scales(self) -> Tensor:
         return self.scales.view(torch.float8_e8m0fnu).float()
@@ -38,7 +39,9 @@ class ToMxfp4(Rounding):
     numbers; numbers that are then beyond 6 become 6.
     """
 
+    weight = Mxfp4Matrix
     bits = 4
+    words = "four-bit floats (e2m1) with a power of two for each 32 columns"
 
     @property
     def bytes_per_number(self) -> float:

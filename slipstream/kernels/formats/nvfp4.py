@@ -25,6 +25,8 @@ class Nvfp4Matrix(Float4Matrix):
     global_scales: Tensor
 
     group = 16
+    kept_on = frozenset({"cpu", "cuda"})
+    needs_float8 = True  # scales are e4m3
 
     def group_scales(self) -> Tensor:
         return self.scales.float() * self.global_scales.unsqueeze(-1)
@@ -38,7 +40,9 @@ class ToNvfp4(Rounding):
     largest of each group becomes about 6.
     """
 
+    weight = Nvfp4Matrix
     bits = 4
+    words = "four-bit floats (e2m1) with an e4m3 scale for each 16 columns"
 
     @property
     def bytes_per_number(self) -> float:

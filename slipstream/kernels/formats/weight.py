@@ -7,7 +7,7 @@ packs the matrix (`Ops.pack`) or reads its tensors; no other code depends on how
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -29,8 +29,13 @@ class Weight(ABC):
         floats: W, if it is unquantised; None for quantised formats.
         table_dtype: dtype of the rows that `look_up` returns; None if rows cannot be looked up.
         table_device: device of these rows.
+        kept_on: types of devices that multiply quantised matrices in stored form; on others they
+            are dequantised while loading.
+        needs_float8: a GPU needs conversions of e4m3 in hardware for it.
     """
 
+    kept_on: ClassVar[frozenset[str]] = frozenset()
+    needs_float8: ClassVar[bool] = False
     floats: Tensor | None = None
     table_dtype: torch.dtype | None = None
     table_device: torch.device = torch.device("cpu")
@@ -190,10 +195,19 @@ class Rounding(ABC):
     """A quantisation method for matrices of floats.
 
     Attributes:
+        weight: the class of quantised matrices.
         bits: bits of a number.
+        words: a description of the format for users.
+        is_for_gpus: GPUs have kernels for it.
     """
 
+    weight: ClassVar[type[Weight]]
     bits: int
+    is_for_gpus: bool = True
+
+    @property
+    @abstractmethod
+    def words(self) -> str: ...
 
     @property
     def bytes_per_number(self) -> float:
