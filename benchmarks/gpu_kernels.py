@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.graph_timing import bytes_per_us, graph_us
-from slipstream.kernels.composition import query_key_norms, split_heads
+from slipstream.kernels.attention import query_key_norms, split_heads
 from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
-from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
+from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import Heads, Norm
-from slipstream.kernels.triton import PARTS as TRITON_PARTS
+from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton import attention as tuned
 from slipstream.kernels.triton.attention import AttentionTiles
 from slipstream.kernels.triton.rope import rotate_and_store
@@ -150,13 +150,13 @@ def _attention(pool: tuple[Tensor, Tensor], case: Case) -> Row:
 
     def run() -> None:
         for each in inputs:
-            TRITON_PARTS.paged_attention(query, pool, each, scale, None)
+            TRITON.paged_attention(query, pool, each, scale, None)
 
     limit = case.requests * case.context * KV_BYTES / bytes_per_us()
     if case.rows > 64:
         seen = case.rows * (case.context - case.rows) + case.rows * (case.rows + 1) / 2
         limit = 4 * case.requests * seen * HEADS * HEAD_DIM / FLOPS_PER_US
-    out = TRITON_PARTS.paged_attention(query, pool, inputs[0], scale, None)
+    out = TRITON.paged_attention(query, pool, inputs[0], scale, None)
     error = _error(out, _attention_truth(query, pool, inputs[0], case, scale))
     return {
         "op": case.name,
@@ -246,7 +246,7 @@ def _attention_truth(
         )
         cache = pool[0][table].float(), pool[1][table].float()
         outs.append(
-            REFERENCE_PARTS.paged_attention(query[rows].float(), cache, alone, scale, window, sinks)
+            REFERENCE.paged_attention(query[rows].float(), cache, alone, scale, window, sinks)
         )
     return torch.cat(outs)
 
@@ -314,15 +314,15 @@ def _add_norm(tokens: int) -> Row:
 
         return each
 
-    out, total = TRITON_PARTS.add_norm(xs[0], residuals[0], weight, 1e-6)
-    truth = REFERENCE_PARTS.norm(total.float(), weight.float(), 1e-6)
+    out, total = TRITON.add_rms_norm(xs[0], residuals[0], weight, 1e-6)
+    truth = REFERENCE.rms_norm(total.float(), weight.float(), 1e-6)
     assert torch.equal(total, xs[0] + residuals[0])
-    plain = REFERENCE_PARTS.norm(xs[0].float(), weight.float(), 1e-6)
-    assert _error(TRITON_PARTS.norm(xs[0], weight, 1e-6), plain) < 1e-2
+    plain = REFERENCE.rms_norm(xs[0].float(), weight.float(), 1e-6)
+    assert _error(TRITON.rms_norm(xs[0], weight, 1e-6), plain) < 1e-2
     return {
         "op": f"add + norm {WIDTH} T={tokens}",
-        "us": graph_us(run(TRITON_PARTS.add_norm), MOST_CALLS, repeats=15, warm_up=3),
-        "torch_us": graph_us(run(REFERENCE_PARTS.add_norm), MOST_CALLS, repeats=15, warm_up=3),
+        "us": graph_us(run(TRITON.add_rms_norm), MOST_CALLS, repeats=15, warm_up=3),
+        "torch_us": graph_us(run(REFERENCE.add_rms_norm), MOST_CALLS, repeats=15, warm_up=3),
         "limit_us": 4 * tokens * WIDTH * 2 / bytes_per_us(),
         "error": _error(out, truth),
     }
@@ -338,15 +338,13 @@ def _gated(tokens: int) -> Row:
 
         return each
 
-    truth = REFERENCE_PARTS.gated_activation(xs[0].float())
+    truth = REFERENCE.gated_activation(xs[0].float())
     return {
         "op": f"silu(gate) * up {INNER} T={tokens}",
-        "us": graph_us(run(TRITON_PARTS.gated_activation), MOST_CALLS, repeats=15, warm_up=3),
-        "torch_us": graph_us(
-            run(REFERENCE_PARTS.gated_activation), MOST_CALLS, repeats=15, warm_up=3
-        ),
+        "us": graph_us(run(TRITON.gated_activation), MOST_CALLS, repeats=15, warm_up=3),
+        "torch_us": graph_us(run(REFERENCE.gated_activation), MOST_CALLS, repeats=15, warm_up=3),
         "limit_us": 3 * tokens * INNER * 2 / bytes_per_us(),
-        "error": _error(TRITON_PARTS.gated_activation(xs[0]), truth),
+        "error": _error(TRITON.gated_activation(xs[0]), truth),
     }
 
 
@@ -369,13 +367,13 @@ def _rotate(tokens: int) -> Row:
 
     def run() -> None:
         for whole in wholes:
-            TRITON_PARTS.rotate_and_store(*_heads(whole), norms, table, inputs, cache)
+            TRITON.rotate_and_store(*_heads(whole), norms, table, inputs, cache)
 
-    out = TRITON_PARTS.rotate_and_store(*_heads(wholes[0]), norms, table, inputs, cache)
+    out = TRITON.rotate_and_store(*_heads(wholes[0]), norms, table, inputs, cache)
     found = torch.cat((out.flatten(), pages.flatten()))
     exact = torch.zeros_like(pages, dtype=torch.float32)
     wide = (norms[0].float(), norms[1].float(), norms[2])
-    truth = REFERENCE_PARTS.rotate_and_store(
+    truth = REFERENCE.rotate_and_store(
         *_heads(wholes[0].float()), wide, table, inputs, (exact[0], exact[1])
     )
     return {

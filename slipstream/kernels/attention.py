@@ -1,13 +1,11 @@
 """The interface of attention over paged keys and values."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.norm import Norm
-from slipstream.kernels.pass_inputs import PassInputs
 
 # In a KV cache of 8 bits, a head of a token has D numbers and their float32 scale. The numbers are
 # int8, or e4m3 viewed as uint8, since torch can neither index nor concatenate float8.
@@ -18,6 +16,9 @@ SCALE_BYTES = 4
 def stored_dim(head_dim: int, pages: torch.dtype) -> int:
     """Size of a head in the cache, in numbers of the dtype `pages`, its scale included."""
     return head_dim + (SCALE_BYTES if pages.itemsize == 1 else 0)
+
+
+QueryKeyNorms = tuple[Tensor, Tensor, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,32 +56,27 @@ class Heads:
         return self.cos_sin.shape[1]
 
 
-class AttendOp(Protocol):
-    """Causal self-attention of ragged rows over paged keys and values.
-
-    qkv [T, (Hq + 2 Hk) D]: queries, keys and values, then the gates [T, Hq D] if heads are gated.
-    Queries and keys are normed and rotated. Keys and values are written to the rows' slots of the
-    caches [num_blocks, block_size, Hk, D]. Then a row at position p attends to the cached tokens
-    0..p of its request, or to the last `window` of them. A node of a token tree attends only to its
-    ancestors and itself in the tree; `Visibility` has the other exceptions. Returns [T, Hq D].
-
-    A cache of 8 bits is [num_blocks, block_size, Hk, D + SCALE_BYTES]. With int8 each head's D
-    numbers are followed by their scale; with e4m3 the numbers of all heads of a token are followed
-    by all scales, so that numbers begin at multiples of 16 bytes.
-    """
-
-    def __call__(
-        self, qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]
-    ) -> Tensor: ...
+def gated(out: Tensor, qkv: Tensor, heads: Heads) -> Tensor:
+    """The output of attention [T, Hq D], multiplied by the sigmoid of its gates if it has some."""
+    if not heads.gated:
+        return out
+    gates = qkv[:, -out.shape[1] :]
+    return (out.float() * gates.float().sigmoid()).to(out.dtype)
 
 
-class StoreOp(Protocol):
-    """Writes keys and values of ragged rows to their slots of the cache.
+def split_heads(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Views: queries [T, Hq, D], keys and values [T, Hk, D]; omits gates, which follow them."""
+    sizes = [count * heads.head_dim for count in (heads.num_heads, *[heads.num_kv_heads] * 2)]
+    query, key, value = (
+        part.view(len(qkv), -1, heads.head_dim)
+        for part in torch.split(qkv[:, : sum(sizes)], sizes, -1)
+    )
+    return query, key, value
 
-    kv [T, 2 Hk D]: keys, which are normed and rotated like in `AttendOp`, and values. Only
-    positions and slots of `inputs` are used.
-    """
 
-    def __call__(
-        self, kv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]
-    ) -> None: ...
+def query_key_norms(heads: Heads) -> QueryKeyNorms | None:
+    """(query weight, key weight, eps), as `Ops.rotate_and_store` takes them."""
+    if heads.norms is None:
+        return None
+    query, key = heads.norms
+    return query.weight, key.weight, query.eps

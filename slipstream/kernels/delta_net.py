@@ -1,11 +1,8 @@
 """The interface of gated delta nets (Yang et al. 2024, arXiv:2412.06464)."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
-
-from slipstream.kernels.pass_inputs import PassInputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,37 +53,3 @@ class DeltaCache:
     windows: Tensor
     drafted: Tensor
     drafted_gates: Tensor
-
-
-class DeltaNetOp(Protocol):
-    """The recurrence over the rows of each request, which are ragged.
-
-    mixed [T, C]: queries, keys and values of the rows; gates [T, 2 Hv]: write strengths b, then
-    decay steps a; z [T, Hv Dv]. All may be columns of wider tensors. Returns [T, Hv Dv] in their
-    dtype.
-
-    A row's channels are convolved with those of the W - 1 rows before it, followed by SiLU. Then,
-    for each value head, all in float32:
-
-        q <- q / sqrt(|q|^2 + 1e-6) / sqrt(Dk);  k <- k / sqrt(|k|^2 + 1e-6)
-        S <- exp(decay softplus(a + step_bias)) S
-        S <- S + k (x) sigmoid(b) (v - S^T k)
-        out = norm_weight * (S^T q) / rms(S^T q) * silu(z)
-
-    `inputs.states` says which rows are committed. A pass first commits the `pending` rows of
-    `drafted`, which verification has accepted since, then its own known rows; after these it
-    writes `states` and `windows`, once. Draft rows follow from that state without changing it; the
-    first K of them are written to `drafted`. When the number of committed tokens reaches `save_at`,
-    the state and the window there are also copied to the place `saved`. Requests without rows are
-    unchanged.
-    """
-
-    def __call__(
-        self,
-        mixed: Tensor,
-        gates: Tensor,
-        z: Tensor,
-        heads: DeltaHeads,
-        inputs: PassInputs,
-        cache: DeltaCache,
-    ) -> Tensor: ...

@@ -1,11 +1,8 @@
 """The interface of multi-head latent attention (MLA)."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
-
-from slipstream.kernels.pass_inputs import PassInputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,30 +50,3 @@ class LatentHeads:
     def value_dim(self) -> int:
         """V, size of a value head (`v_head_dim`)."""
         return self.values.shape[1]
-
-
-class LatentAttentionOp(Protocol):
-    """Causal self-attention of ragged rows over a paged cache of one latent row per token.
-
-    queries [T, H (N + P)]: for each head N numbers, then P that are rotated. latents [T, R + P]: R
-    numbers that are normed, then P that are rotated, a part of the keys that all heads share. Both
-    may be columns of wider tensors. Latent rows are normed, rotated, and written to the rows' slots
-    of the cache [num_blocks, block_size, R + P]. Then a row attends to the tokens that `AttendOp`
-    names, where c [R] and r [P] are the two parts of a token's cached row:
-
-        score = scale ((keys^T q_plain) . c + q_rotated . r)
-        out = values (sum of softmax(scores) c)
-
-    Returns [T, H V]. This absorbed form reads a token's latent row once for all heads. The direct
-    form, score = scale (q_plain . keys c + q_rotated . r), needs fewer products for many rows, but
-    rounds differently: decoding and verification must use the same form.
-    """
-
-    def __call__(
-        self,
-        queries: Tensor,
-        latents: Tensor,
-        heads: LatentHeads,
-        inputs: PassInputs,
-        cache: Tensor,
-    ) -> Tensor: ...

@@ -78,7 +78,7 @@ SublayerOutput = Tensor | UnreducedSum
 
 @dataclass(frozen=True, eq=False)
 class PostNormAddend:
-    """An addend that is added to the stream [T, H] by `post_norm`; `values`: see `LinearOp`."""
+    """An addend that is added to the stream [T, H] by `post_norm`; `values`: see `Ops.linear`."""
 
     values: SublayerOutput
     post_norm: PostNorm

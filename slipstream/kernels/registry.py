@@ -20,9 +20,9 @@ from slipstream.core.errors import UsageError
 from slipstream.kernels.columns import Columns
 from slipstream.kernels.devices import CPP_DTYPES
 from slipstream.kernels.inboxes import Inboxes
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.preparation import PreparationOps
 from slipstream.kernels.sampling import SamplingOps
-from slipstream.kernels.table import Ops
 
 logger = logging.getLogger("slipstream")
 
@@ -73,12 +73,11 @@ def kernels_for(
     """
     from slipstream.kernels import reference
 
-    network, preparation, sampling = (
-        reference.REFERENCE, reference.PREPARATION, reference.SAMPLING,
-    )  # fmt: skip
+    network: Ops = reference.REFERENCE
+    preparation, sampling = reference.PREPARATION, reference.SAMPLING
     gather = None
     if runs_cpp(device):
-        from slipstream.kernels.cpu import cpu_backend
+        from slipstream.kernels.cpu import CppOps
         from slipstream.kernels.cpu import preparation as cpu_preparation
         from slipstream.kernels.cpu import sampling as cpu_sampling
         from slipstream.kernels.cpu.interface import require_current
@@ -86,7 +85,7 @@ def kernels_for(
         require_current(importlib.import_module("_slipstream_cpu"))
         preparation, sampling = cpu_preparation.PREPARATION, cpu_sampling.SAMPLING
         if dtype in CPP_DTYPES:
-            network = cpu_backend()
+            network = CppOps()
     elif runs_triton(device):
         from slipstream.kernels import triton
         from slipstream.kernels.triton import exchange

@@ -1,22 +1,17 @@
-"""The interface of the ops that networks consist of.
+"""The weights and settings of layers, as backends get them, and the op of several layers."""
 
-Layers get the ops of their backend when the network is built, and do not depend on the device.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from slipstream.kernels.adapters import Adapted, LowRank
-from slipstream.kernels.attention import AttendOp as AttendOp
+from slipstream.kernels.adapters import LowRank
 from slipstream.kernels.attention import Heads as Heads
-from slipstream.kernels.attention import StoreOp as StoreOp
-from slipstream.kernels.delta_net import DeltaHeads, DeltaNetOp
+from slipstream.kernels.delta_net import DeltaHeads
 from slipstream.kernels.experts import ClampedGate, Router
-from slipstream.kernels.formats.weight import Rounding, Weight, keep_layout, round_in_torch
-from slipstream.kernels.latent_attention import LatentAttentionOp, LatentHeads
+from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.latent_attention import LatentHeads
 from slipstream.kernels.norm import Activation
 from slipstream.kernels.norm import Addend as Addend
 from slipstream.kernels.norm import Norm as Norm
@@ -58,7 +53,7 @@ class AttentionParts:
 
     @property
     def feeds_attention(self) -> bool:
-        """Whether the output of `qkv` is the input of `AttendOp` as it is."""
+        """Whether the output of `qkv` is the input of `Ops.attend` as it is."""
         between = self.joint_norms, self.query_scales, self.value_norm
         return not self.reads_only and all(each is None for each in between)
 
@@ -184,102 +179,6 @@ class StackParts:
     entry: InputProjection | None = None
 
 
-class LinearOp(Protocol):
-    """x [T, K], weight [N, K], bias [N] or None -> [T, N].
-
-    The result is only for ops of the same backend that take an `addend`: a backend may leave the
-    sum over parts of K (split-K) to them, and return [parts, T, N] float32. `adapted`, here and
-    below: the LoRA adapters of the rows; None: no row has one.
-    """
-
-    def __call__(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, adapted: Adapted | None = None
-    ) -> Tensor: ...
-
-
-class NormLinearOp(Protocol):
-    """addend, residual [T, H] -> (linear(norm(residual + addend)), residual + addend).
-
-    Without a residual the addend [T, H] is the sum. The first result is [T, N] in its dtype. Here
-    and below, an addend may have a norm of its own (`PostNormAddend`), and a norm of None is none.
-    """
-
-    def __call__(
-        self,
-        addend: Addend,
-        residual: Tensor | None,
-        norm: Norm | None,
-        weight: Weight,
-        bias: Tensor | None,
-        adapted: Adapted | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class NormGatedLinearOp(Protocol):
-    """Like `NormLinearOp`, followed by the gate: its first result (gate, up) [T, 2I] becomes
-    activation(gate) * up, [T, I]."""
-
-    def __call__(
-        self,
-        addend: Addend,
-        residual: Tensor | None,
-        norm: Norm | None,
-        weight: Weight,
-        bias: Tensor | None,
-        activation: Activation = Activation.SILU,
-        adapted: Adapted | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class ExpertsOp(Protocol):
-    """addend, residual [T, H] -> (experts(norm(residual + addend)), residual + addend).
-
-    Without a residual the addend [T, H] is the sum. The first result is an addend; see `LinearOp`.
-    """
-
-    def __call__(
-        self, addend: Addend, residual: Tensor | None, parts: ExpertsParts
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class AddNormOp(Protocol):
-    """addend, residual [T, H] -> norm(residual + addend), [T, H] in the residual's dtype."""
-
-    def __call__(self, addend: Addend, residual: Tensor, norm: Norm) -> Tensor: ...
-
-
-class NormOp(Protocol):
-    """addend, residual [T, H] -> (norm(residual + addend), residual + addend).
-
-    Without a residual the addend [T, H] is the sum.
-    """
-
-    def __call__(
-        self, addend: Addend, residual: Tensor | None, norm: Norm | None
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class JoinedLinearOp(Protocol):
-    """parts [T, K1], [T, K2] ..., each normed if it has a norm; weight [N, K1 + K2 ...].
-
-    Returns linear of the concatenated parts, [T, N] in their dtype. `adapted` as in `LinearOp`.
-    """
-
-    def __call__(
-        self,
-        parts: Sequence[tuple[Tensor, Norm | None]],
-        weight: Weight,
-        bias: Tensor | None,
-        adapted: Adapted | None = None,
-    ) -> Tensor: ...
-
-
-class LogitsOp(Protocol):
-    """x [T, K], weight [V, K] -> [T, V] float32, never rounded below the accumulator."""
-
-    def __call__(self, x: Tensor, weight: Weight) -> Tensor: ...
-
-
 class StackOp(Protocol):
     """sources, each [T, its width] -> (output [T, H], wanted streams, each [T, H]).
 
@@ -303,56 +202,6 @@ class FusedOp(StackOp, Protocol):
 
     @property
     def num_layers(self) -> int: ...
-
-
-def no_fusion(parts: StackParts) -> FusedOp | None:
-    """`Ops.fuse` of backends that have no op for several layers."""
-    return None
-
-
-@dataclass(frozen=True)
-class Ops:
-    """The ops of one backend.
-
-    Attributes:
-        backend: its name.
-        linear: a matmul.
-        norm_linear: a norm and a matmul.
-        norm_gated_linear: a norm, a matmul and the gated activation.
-        experts: a norm and a mixture of experts.
-        add_norm: a norm that no matmul of a layer follows.
-        norm: a norm that no matmul of a layer follows; also returns the sum that was normed.
-        activate: x [T, I], an activation -> [T, I].
-        joined_linear: a matmul of several concatenated inputs, each normed or not.
-        attend: stores keys and values, and attends.
-        store: stores keys and values only.
-        latent_attention: attention over one latent row per token (MLA).
-        delta_net: the recurrence of a gated delta net.
-        logits: the LM head's matmul.
-        pack: converts a weight to the backend's own layout, once, when it is loaded.
-        round: rounds a matrix [N, K] to fewer bits; the result may be packed already.
-        fuse: an op for as many first layers of a stack as the backend can fuse; None: for none.
-        sums_addends: addends may be [parts, T, N], added in their order, or an `UnreducedSum`.
-    """
-
-    backend: str
-    linear: LinearOp
-    norm_linear: NormLinearOp
-    norm_gated_linear: NormGatedLinearOp
-    experts: ExpertsOp
-    add_norm: AddNormOp
-    norm: NormOp
-    activate: Callable[[Tensor, Activation], Tensor]
-    joined_linear: JoinedLinearOp
-    attend: AttendOp
-    store: StoreOp
-    latent_attention: LatentAttentionOp
-    delta_net: DeltaNetOp
-    logits: LogitsOp
-    pack: Callable[[Weight], Weight] = keep_layout
-    round: Callable[[Tensor, Rounding], Weight] = round_in_torch
-    fuse: Callable[[StackParts], FusedOp | None] = no_fusion
-    sums_addends: bool = False
 
 
 @dataclass(frozen=True, eq=False)

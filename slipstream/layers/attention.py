@@ -8,8 +8,9 @@ from torch import Tensor
 from slipstream.cache.paged import KVSpec
 from slipstream.cache.spec import LayerCache, SharedCache
 from slipstream.kernels.norm import SublayerOutput
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import AttentionParts, Heads, Norm, Ops
+from slipstream.kernels.table import AttentionParts, Heads, Norm
 from slipstream.layers.layer import BuildContext, MatrixShape, SublayerInput
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import JointNorms, LayerNorms

@@ -13,8 +13,9 @@ from slipstream.core.errors import UsageError
 from slipstream.kernels.delta_net import DeltaCache, DeltaHeads
 from slipstream.kernels.devices import upload
 from slipstream.kernels.norm import SublayerOutput
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces, StateInputs
-from slipstream.kernels.table import DeltaNetParts, Ops
+from slipstream.kernels.table import DeltaNetParts
 from slipstream.layers.layer import BuildContext, MatrixShape, SublayerInput
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms, rms_norm

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.kernels.columns import ALL_COLUMNS, Columns
 from slipstream.kernels.formats.weight import Weight
-from slipstream.kernels.table import Ops
+from slipstream.kernels.ops import Ops
 from slipstream.layers.parameters import ROWS, WHOLE, ParameterSource, Part, Share
 
 

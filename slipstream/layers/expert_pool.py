@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from slipstream.core.errors import OtherRankError
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
-from slipstream.kernels.table import Ops
+from slipstream.kernels.ops import Ops
 from slipstream.layers.parameters import ParameterSource, Part, Share
 
 _FAILED = 1 << 40  # sent instead of a number of rows

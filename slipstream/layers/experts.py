@@ -7,8 +7,9 @@ from torch import Tensor
 
 from slipstream.kernels.experts import ClampedGate, Router, Routing
 from slipstream.kernels.norm import Activation, SublayerOutput, sum_parts
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import ExpertsParts, Norm, Ops, SharedExpert
+from slipstream.kernels.table import ExpertsParts, Norm, SharedExpert
 from slipstream.layers.layer import BuildContext, MatrixShape, SublayerInput
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms

@@ -9,8 +9,9 @@ from slipstream.cache.latent import LatentSpec
 from slipstream.cache.spec import LayerCache
 from slipstream.kernels.latent_attention import LatentHeads
 from slipstream.kernels.norm import SublayerOutput
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import LatentParts, Norm, Ops
+from slipstream.kernels.table import LatentParts, Norm
 from slipstream.layers.layer import BuildContext, MatrixShape, SublayerInput
 from slipstream.layers.linear import Linear, column_linear, row_linear
 from slipstream.layers.norm import LayerNorms, rms_norm

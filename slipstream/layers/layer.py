@@ -19,8 +19,9 @@ from torch import Tensor
 
 from slipstream.cache.spec import CacheSpec, LayerCache, SharedCache
 from slipstream.kernels.norm import SublayerOutput, UnreducedSum
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Addend, LayerParts, Norm, Ops, PostNorm, PostNormAddend
+from slipstream.kernels.table import Addend, LayerParts, Norm, PostNorm, PostNormAddend
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.layers.expert_pool import ExpertPool
 from slipstream.layers.norm import LayerNorms

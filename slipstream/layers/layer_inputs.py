@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.norm import Activation, SublayerOutput
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Ops, PostNorm, PostNormAddend, Product
+from slipstream.kernels.table import PostNorm, PostNormAddend, Product
 from slipstream.layers.embedding import Embedding
 from slipstream.layers.layer import BuildContext, FeedForwardSpec, MatrixShape, SublayerInput
 from slipstream.layers.norm import LayerNorms, rms_norm

@@ -8,8 +8,9 @@ from torch import Tensor
 from slipstream.kernels.adapters import Adapted, LowRank
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.norm import SublayerOutput
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Ops, Product
+from slipstream.kernels.table import Product
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.layers.parameters import COLUMNS, ROWS, WHOLE, Fused, ParameterSource, Part, Share
 
@@ -45,7 +46,7 @@ class Linear:
         return Adapted(self.adapters, inputs.adapters)
 
     def apply(self, ops: Ops, x: Tensor, inputs: PassInputs) -> SublayerOutput:
-        """x [T, columns] -> y as an addend of the backend's ops (see `LinearOp`)."""
+        """x [T, columns] -> y as an addend of the backend's ops (see `Ops.linear`)."""
         adapted = self.adapted(inputs)
         if not self.is_shared:
             return ops.linear(x, *self.product, adapted)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from slipstream.kernels.norm import Activation, SublayerOutput
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import GatedMLPParts, Ops
+from slipstream.kernels.table import GatedMLPParts
 from slipstream.layers.layer import BuildContext, MatrixShape, SublayerInput
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import LayerNorms

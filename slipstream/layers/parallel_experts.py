@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from slipstream.kernels.norm import SublayerOutput, UnreducedSum, sum_parts
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Ops, PostNorm, PostNormAddend
+from slipstream.kernels.table import PostNorm, PostNormAddend
 from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.layer import BuildContext, FeedForwardSpec, MatrixShape, SublayerInput
 from slipstream.layers.norm import LayerNorms

@@ -8,8 +8,9 @@ from itertools import pairwise
 from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs, at_rows
-from slipstream.kernels.table import FusedOp, InputProjection, Norm, Ops, StackOp, StackParts
+from slipstream.kernels.table import FusedOp, InputProjection, Norm, StackOp, StackParts
 from slipstream.layers.layer import Layer, SublayerInput
 
 

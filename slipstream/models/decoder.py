@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.spec import LayerCache
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.table import Ops
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.layers.delta_net import DeltaNet, WaitingRows
 from slipstream.layers.embedding import Embedding, LogitCurve, own_head, tied_head

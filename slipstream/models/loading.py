@@ -15,8 +15,8 @@ from slipstream.kernels.formats.catalogue import kept_on
 from slipstream.kernels.formats.float8 import Float8Matrix
 from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
 from slipstream.kernels.formats.weight import Rounding, Weight
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.registry import kernels_for
-from slipstream.kernels.table import Ops
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.layers.expert_pool import ExpertPool, Unsplit
 from slipstream.layers.parameters import WHOLE, ParameterSource, Share

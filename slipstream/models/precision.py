@@ -19,7 +19,7 @@ from slipstream.kernels.formats.int8 import ToInt8
 from slipstream.kernels.formats.mxfp4 import ToMxfp4
 from slipstream.kernels.formats.nvfp4 import ToNvfp4
 from slipstream.kernels.formats.weight import Rounding, Weight
-from slipstream.kernels.table import Ops
+from slipstream.kernels.ops import Ops
 from slipstream.layers.layer import BuildContext, build_layers
 from slipstream.layers.parameters import FusedExperts, ParameterSource, Part
 from slipstream.layers.rope import RopeTables

@@ -5,7 +5,7 @@ training gives them whole sequences of one length (`DenseRows`) and a `LayerCont
 The networks pass both on to the ops of this backend.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -14,13 +14,14 @@ from torch.nn import functional as F
 
 from slipstream.core.errors import UsageError
 from slipstream.kernels.adapters import Adapted
-from slipstream.kernels.composition import Parts, compose, split_heads
+from slipstream.kernels.attention import split_heads
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, RowPlaces, Visibility
+from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.reference.attention import rotate
-from slipstream.kernels.reference.dense import activated, add_norm, gated_activation
+from slipstream.kernels.reference.dense import add_norm
 from slipstream.kernels.reference.experts import experts
-from slipstream.kernels.table import ExpertsParts, Heads, Norm, Ops
+from slipstream.kernels.table import ExpertsParts, Heads, Norm
 
 KeysValues = tuple[Tensor, Tensor]
 
@@ -109,7 +110,7 @@ def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 def _add_low_rank(y: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
-    """See `Parts`; all rows have one adapter."""
+    """See `Ops.add_low_rank`; all rows have one adapter."""
     factors, wide = adapted.factors, torch.promote_types(x.dtype, torch.float32)
     inner = x.to(wide) @ factors.down[THE_ADAPTER].to(wide).T
     widths = torch.tensor((0, *factors.ends)).diff().tolist()
@@ -152,7 +153,7 @@ def _by_sequence(x: Tensor, rows: DenseRows) -> Tensor:
 
 
 def _attend(qkv: Tensor, heads: Heads, inputs: object, cache: object) -> Tensor:
-    """See `AttendOp`; keys and values are kept only for the later passes of a chain."""
+    """See `Ops.attend`; keys and values are kept only for the later passes of a chain."""
     assert isinstance(inputs, DenseRows)
     assert isinstance(cache, LayerContext)
     query, key, value = split_heads(qkv, heads)
@@ -174,7 +175,7 @@ def _attend(qkv: Tensor, heads: Heads, inputs: object, cache: object) -> Tensor:
 
 
 def _store(kv: Tensor, heads: Heads, inputs: object, cache: object) -> None:
-    """See `StoreOp`; later passes over the same context see these rows."""
+    """See `Ops.store`; later passes over the same context see these rows."""
     assert isinstance(inputs, DenseRows)
     assert isinstance(cache, LayerContext)
     shape = (len(kv), heads.num_kv_heads, heads.head_dim)
@@ -249,29 +250,25 @@ def _continued(
     return out.reshape(batch, num_heads, rows, width)
 
 
-def _unused(*_: object, **__: object) -> Tensor:
-    raise AssertionError("training attends through `_attend` and stores through `_store`")
+def _unsupported(*_: object, **__: object) -> Tensor:
+    raise AssertionError("targets with such layers are refused")
 
 
-DENSE: Ops = replace(
-    compose(
-        "dense",
-        Parts(
-            linear=_linear,
-            logits=_logits,
-            norm=_norm,
-            add_norm=_add_norm,
-            activation=activated,
-            gated_activation=gated_activation,
-            experts=_experts,
-            rotate_and_store=_unused,
-            paged_attention=_unused,
-            latent_attention=_unused,
-            delta_net=_unused,
-            add_low_rank=_add_low_rank,
-        ),
-    ),
-    attend=_attend,
-    store=_store,
-)
-"""The column."""
+class DenseOps(ReferenceOps):
+    """The backend."""
+
+    backend = "dense"
+
+    product = staticmethod(_linear)
+    logits = staticmethod(_logits)
+    rms_norm = staticmethod(_norm)
+    add_rms_norm = staticmethod(_add_norm)
+    mixture = staticmethod(_experts)
+    latent_attention = staticmethod(_unsupported)
+    delta_net = staticmethod(_unsupported)
+    add_low_rank = staticmethod(_add_low_rank)
+    attend = staticmethod(_attend)
+    store = staticmethod(_store)
+
+
+DENSE = DenseOps()

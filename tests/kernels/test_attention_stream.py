@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="it is there for Linux only")
 
 from slipstream.kernels.attention import FLOAT8_PAGES
 from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, TreeInputs, Visibility
-from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
+from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.triton import attention as tuned
 from slipstream.kernels.triton.attention import SHORT_ROWS, AttentionShape, paged_attention
 from slipstream.kernels.triton.matmul import is_hopper
@@ -69,7 +69,7 @@ def assert_agrees(given: Case, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     assert torch.equal(paged_attention(*given), out)
     query, (keys, values), inputs, scale, window, sinks = given
     wide = None if sinks is None else sinks.float()
-    expected = REFERENCE_PARTS.paged_attention(
+    expected = REFERENCE.paged_attention(
         query.float(), (keys.float(), values.float()), inputs, scale, window, wide
     )
     with monkeypatch.context() as patch:

@@ -10,8 +10,7 @@ from torch.testing import assert_close
 
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 
-from slipstream.kernels.attention import SCALE_BYTES
-from slipstream.kernels.composition import query_key_norms, split_heads
+from slipstream.kernels.attention import SCALE_BYTES, query_key_norms, split_heads
 from slipstream.kernels.cpu import attention
 from slipstream.kernels.cpu.attention import attend, store
 from slipstream.kernels.pass_inputs import PassInputs, TreeInputs

@@ -14,7 +14,7 @@ from slipstream.kernels.formats.mxfp4 import ToMxfp4
 from slipstream.kernels.formats.nvfp4 import ToNvfp4
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.kernels.norm import Activation
-from slipstream.kernels.reference import PARTS as PLAIN
+from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import ExpertsParts, Norm, SharedExpert
 
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
@@ -138,7 +138,7 @@ def test_a_mixture_is_the_references_and_a_row_its_own(
     parts, x = packed(whole), rows(70, mixture.width, dtype)
     assert experts.serves(parts)
     together = experts.experts(x, parts)
-    expected = PLAIN.experts(x, whole)
+    expected = REFERENCE.mixture(x, whole)
     # What an expert makes of gate and up is rounded to bf16, now and then to the other neighbour.
     bound = expected.abs().max() * (1e-5 if dtype == torch.float32 else 2.0**-6)
     assert ((together - expected).abs() <= bound).all()
@@ -157,7 +157,7 @@ def test_rows_may_all_choose_one_expert(level: str, form: str) -> None:
     flat = replace(whole.router, weight=torch.zeros_like(whole.router.weight), bias=bias)
     whole = replace(whole, router=flat)
     x = rows(40, mixture.width, torch.bfloat16)
-    found, expected = experts.experts(x, packed(whole)), PLAIN.experts(x, whole)
+    found, expected = experts.experts(x, packed(whole)), REFERENCE.mixture(x, whole)
     assert ((found - expected).abs() <= expected.abs().max() * 2.0**-6).all()
     # Nothing of the experts that nobody chooses is there: only 5, and 2 before 6 and 7.
     assert whole.gate_up_bias is not None
@@ -197,7 +197,7 @@ def test_what_is_not_packed_is_left_to_plain_torch() -> None:
     for whole in (made(mixture, ToMxfp4(), torch.bfloat16), made(mixture, None, torch.half)):
         assert not experts.serves(whole)
         x = rows(4, mixture.width, whole.router.weight.dtype)
-        assert torch.equal(experts.experts(x, whole), PLAIN.experts(x, whole))
+        assert torch.equal(experts.experts(x, whole), REFERENCE.mixture(x, whole))
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

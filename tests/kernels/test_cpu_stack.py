@@ -12,7 +12,7 @@ from torch.testing import assert_close
 cpp = pytest.importorskip("_slipstream_cpu", reason="the C++ kernels are not built")
 
 from slipstream.cache.spec import CacheSizes
-from slipstream.kernels.cpu import cpu_backend
+from slipstream.kernels.cpu import CppOps
 from slipstream.kernels.cpu.attention import tensors_of
 from slipstream.kernels.cpu.layers import FusedStack
 from slipstream.kernels.delta_net import DeltaCache
@@ -20,17 +20,10 @@ from slipstream.kernels.experts import ClampedGate, Routing, Scores
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.norm import Activation
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs, StateInputs
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import (
-    FusedOp,
-    InputProjection,
-    Norm,
-    Ops,
-    Product,
-    StackParts,
-    no_fusion,
-)
+from slipstream.kernels.table import FusedOp, InputProjection, Norm, Product, StackParts
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.delta_net import DeltaNetSpec
 from slipstream.layers.experts import ExpertsSpec
@@ -316,13 +309,18 @@ def tensors(cache: LayerCache) -> tuple[Tensor, ...]:
     return tensors_of(cache) if isinstance(cache, DeltaCache) else cache
 
 
+class Unfused(CppOps):
+    def fuse(self, parts: StackParts) -> FusedOp | None:
+        return None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_stack_is_its_ops_one_by_one(name: str, dtype: torch.dtype) -> None:
-    column, count = cpu_backend(), len(KINDS[name].layers)
+    column, count = CppOps(), len(KINDS[name].layers)
     for wanted in ((), (0,), (count, 0), tuple(range(count + 1))):
         fused = run(column, dtype, name, wanted)
-        single = run(replace(column, fuse=no_fusion), dtype, name, wanted)
+        single = run(Unfused(), dtype, name, wanted)
         assert len(fused[0]) == 1 + len(wanted)
         for ours, theirs in zip([*fused[0], *fused[1]], [*single[0], *single[1]], strict=True):
             assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
@@ -332,9 +330,9 @@ def test_a_stack_is_its_ops_one_by_one(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_that_are_read_have_their_bits(name: str, dtype: torch.dtype) -> None:
     """The last feed-forward part leaves out the others, which nothing else depends on."""
-    column, count = cpu_backend(), len(KINDS[name].layers)
+    column, count = CppOps(), len(KINDS[name].layers)
     read = torch.tensor([1, 2, 5])
-    for ops in (column, replace(column, fuse=no_fusion)):
+    for ops in (column, Unfused()):
         for wanted in ((), (count - 1,), (0, count)):
             whole = run(ops, dtype, name, wanted)
             some = run(ops, dtype, name, wanted, read)
@@ -346,22 +344,22 @@ def test_rows_that_are_read_have_their_bits(name: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("name", KINDS)
 def test_a_stack_agrees_with_plain_torch(name: str) -> None:
     wanted = (0, len(KINDS[name].layers))
-    ours, theirs = (run(ops, torch.float32, name, wanted)[0] for ops in (cpu_backend(), REFERENCE))
+    ours, theirs = (run(ops, torch.float32, name, wanted)[0] for ops in (CppOps(), REFERENCE))
     for one, two in zip(ours, theirs, strict=True):
         assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_all_layers_that_can_be_are_fused(name: str) -> None:
-    column = cpu_backend()
     found: list[FusedOp] = []
 
-    def fuse(parts: StackParts) -> FusedOp | None:
-        op = column.fuse(parts)
-        found.extend([] if op is None else [op])
-        return op
+    class Noted(CppOps):
+        def fuse(self, parts: StackParts) -> FusedOp | None:
+            op = CppOps.fuse(parts)
+            found.extend([] if op is None else [op])
+            return op
 
-    Drawn(torch.float32, replace(column, fuse=fuse)).stack(KINDS[name])
+    Drawn(torch.float32, Noted()).stack(KINDS[name])
     assert tuple(op.num_layers for op in found) == KINDS[name].fused
     assert all(isinstance(op, FusedStack) for op in found)
 
@@ -376,9 +374,9 @@ def test_a_profile_measures_the_op_that_serves(monkeypatch: pytest.MonkeyPatch) 
         return serve(self, *args)
 
     monkeypatch.setattr(FusedStack, "__call__", counted)
-    plain = run(cpu_backend(), torch.float32, "plain", (1,))
+    plain = run(CppOps(), torch.float32, "plain", (1,))
     with torch.profiler.profile() as profiler:
-        profiled = run(cpu_backend(), torch.float32, "plain", (1,))
+        profiled = run(CppOps(), torch.float32, "plain", (1,))
     assert calls == [False, True]
     for ours, theirs in zip([*profiled[0], *profiled[1]], [*plain[0], *plain[1]], strict=True):
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
@@ -389,7 +387,7 @@ def test_a_profile_measures_the_op_that_serves(monkeypatch: pytest.MonkeyPatch) 
 
 def test_caches_may_change_between_passes() -> None:
     """Others of the same number, and the same ones in another list."""
-    column, kind = cpu_backend(), KINDS["made-up between"]
+    column, kind = CppOps(), KINDS["made-up between"]
     inputs, stack = (
         inputs_here(),
         Drawn(torch.float32, column).stack(kind),
@@ -405,7 +403,7 @@ def test_caches_may_change_between_passes() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    column, kind = cpu_backend(), Kind((SECOND_INPUT,))
+    column, kind = CppOps(), Kind((SECOND_INPUT,))
     inputs = inputs_here()
     caches = caches_of(kind, torch.float32)
     second, stream = sources_of(kind, torch.float32)
@@ -432,7 +430,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_weights_of_another_type_are_refused() -> None:
     """Their bytes would be read as something else."""
-    column = cpu_backend()
+    column = CppOps()
     drawn, other = Drawn(torch.bfloat16, column), Drawn(torch.float32, column)
     (layer,) = drawn.layers([WHOLE])
     parts = layer.parts

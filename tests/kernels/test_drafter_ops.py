@@ -7,14 +7,13 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="it is there for Linux only")
 
-from slipstream.kernels.composition import Parts
+
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import ToFloat8
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.table import Heads, Norm, Ops
-from slipstream.kernels.triton import PARTS as TRITON_PARTS
+from slipstream.kernels.table import Heads, Norm
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton import attention as triton_attention
 from slipstream.layers.rope import RopeConfig, rope_table
@@ -44,10 +43,10 @@ def randn(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 @pytest.mark.parametrize("first", [1, 3])
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("parts", [REFERENCE_PARTS, TRITON_PARTS], ids=["reference", "triton"])
+@pytest.mark.parametrize("ops", [REFERENCE, TRITON], ids=["reference", "triton"])
 @pytest.mark.parametrize("requests", BATCHES, ids=str)
 def test_tokens_before_the_first_seen_are_left_out(
-    requests: Requests, parts: object, window: int | None, first: int
+    requests: Requests, ops: Ops, window: int | None, first: int
 ) -> None:
     shape = Shape(4, 2, 16, 8)
     inputs = attention_inputs(requests, shape.block_size)
@@ -61,21 +60,21 @@ def test_tokens_before_the_first_seen_are_left_out(
         truth = oracles.attention(query, cache, at, 0.25, window)
     there = moved(inputs, DEVICE)
     on_device = (cache[0].to(DEVICE), cache[1].to(DEVICE))
-    out = parts.paged_attention(query.to(DEVICE), on_device, there, 0.25, window)  # type: ignore[attr-defined]
+    out = ops.paged_attention(query.to(DEVICE), on_device, there, 0.25, window)
     if len(truth):
         assert_close(out[seeing].double().cpu(), truth[seeing], rtol=1e-4, atol=1e-5)
     for pages in on_device:
         for table in inputs.paging.block_tables.tolist():
             pages[table[0], :first] = 100.0
-    again = parts.paged_attention(query.to(DEVICE), on_device, there, 0.25, window)  # type: ignore[attr-defined]
+    again = ops.paged_attention(query.to(DEVICE), on_device, there, 0.25, window)
     assert_close(again[seeing], out[seeing], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("parts", [REFERENCE_PARTS, TRITON_PARTS], ids=["reference", "triton"])
+@pytest.mark.parametrize("ops", [REFERENCE, TRITON], ids=["reference", "triton"])
 @pytest.mark.parametrize("requests", BATCHES, ids=str)
 def test_rows_that_are_not_causal_see_each_other(
-    requests: Requests, parts: Parts, window: int | None
+    requests: Requests, ops: Ops, window: int | None
 ) -> None:
     shape = Shape(4, 2, 16, 8)
     inputs = changed(attention_inputs(requests, shape.block_size), causal=False)
@@ -83,12 +82,10 @@ def test_rows_that_are_not_causal_see_each_other(
     query = torch.randn(len(inputs.rows.positions), 4, 16, generator=seeded(7))
     pages = (cache[0].to(DEVICE), cache[1].to(DEVICE))
     there = moved(inputs, DEVICE)
-    out = parts.paged_attention(query.to(DEVICE), pages, there, 0.25, window)
+    out = ops.paged_attention(query.to(DEVICE), pages, there, 0.25, window)
     truth = oracles.attention(query, cache, inputs, 0.25, window)
     assert_close(out.double().cpu(), truth, rtol=1e-4, atol=1e-5)
-    causal = parts.paged_attention(
-        query.to(DEVICE), pages, changed(there, causal=True), 0.25, window
-    )
+    causal = ops.paged_attention(query.to(DEVICE), pages, changed(there, causal=True), 0.25, window)
     last = inputs.rows.query_start[1:] - 1
     assert_close(out[last], causal[last])
     assert (out - causal).abs().max() > 0.1

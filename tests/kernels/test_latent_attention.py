@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.latent_attention import LatentAttentionOp
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.registry import kernels_for, runs_cpp
 from tests.kernels.batches import Requests, only
@@ -27,7 +26,7 @@ REQUESTS = Requests(computed=(0, 9, 33, 0, 70), rows=(5, 1, 4, 1, 17))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_latent_attention(backend: str, shape: LatentShape, dtype: torch.dtype) -> None:
-    op: LatentAttentionOp = BACKENDS[backend]
+    op = BACKENDS[backend]
     layer = drawn(LatentShape(**{**vars(shape), "dtype": dtype}), REQUESTS)
     out, cache = expected(layer)
     found = op(layer.queries, layer.latents, layer.heads, layer.inputs, layer.cache)

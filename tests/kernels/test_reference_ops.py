@@ -14,7 +14,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.registry import kernels_for
 from slipstream.layers.rope import RopeConfig, rope_table
@@ -58,7 +57,7 @@ def test_this_column_serves_what_no_faster_one_does() -> None:
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
 def test_norm(sizes: tuple[int, ...], eps: float, dtype: torch.dtype) -> None:
     x, weight = randn(*sizes, dtype=dtype), randn(sizes[-1], seed=1, dtype=dtype)
-    out = REFERENCE_PARTS.norm(x, weight, eps)
+    out = REFERENCE.rms_norm(x, weight, eps)
     assert out.dtype == dtype
     assert out.shape == x.shape
     if x.numel():
@@ -71,7 +70,7 @@ def test_norm_is_computed_in_float32(dtype: torch.dtype) -> None:
     weight = randn(33, seed=1, dtype=dtype)
     for scale in (3000.0, 1e-4):
         x = (randn(4, 33) * scale).to(dtype)
-        assert_near(REFERENCE_PARTS.norm(x, weight, 1e-12), oracles.norm(x, weight, 1e-12))
+        assert_near(REFERENCE.rms_norm(x, weight, 1e-12), oracles.norm(x, weight, 1e-12))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -80,7 +79,7 @@ def test_add_norm(sizes: tuple[int, int], dtype: torch.dtype) -> None:
     x, residual = randn(*sizes, dtype=dtype), randn(*sizes, seed=2, dtype=dtype) * 3
     weight = randn(sizes[1], seed=1, dtype=dtype)
     total = (x.double() + residual.double()).to(dtype)
-    normed, summed = REFERENCE_PARTS.add_norm(x, residual, weight, 1e-5)
+    normed, summed = REFERENCE.add_rms_norm(x, residual, weight, 1e-5)
     assert normed.dtype == summed.dtype == dtype
     assert_close(summed, total, rtol=0, atol=0)
     assert_near(normed, oracles.norm(total, weight, 1e-5))
@@ -90,7 +89,7 @@ def test_add_norm(sizes: tuple[int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("sizes", [(1, 2), (5, 26), (3, 258)], ids=str)
 def test_gated_activation(sizes: tuple[int, int], dtype: torch.dtype) -> None:
     gate_up = (randn(*sizes) * 4).to(dtype)
-    out = REFERENCE_PARTS.gated_activation(gate_up)
+    out = REFERENCE.gated_activation(gate_up)
     assert out.dtype == dtype
     assert out.shape == (sizes[0], sizes[1] // 2)
     assert_near(out, oracles.gated(gate_up), roundings=2)  # the gate is rounded once more
@@ -102,7 +101,7 @@ def test_gated_activation(sizes: tuple[int, int], dtype: torch.dtype) -> None:
 def test_linear(rows: int, columns: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
     x, weight = product_inputs(rows, columns, outputs, dtype)
     added = randn(outputs, seed=3, dtype=dtype) if bias else None
-    out = REFERENCE_PARTS.linear(x, DenseMatrix(weight), added)
+    out = REFERENCE.product(x, DenseMatrix(weight), added)
     assert out.dtype == dtype
     assert_near(out, oracles.product(x, weight, added), roundings=2)
 
@@ -114,7 +113,7 @@ def test_linear(rows: int, columns: int, outputs: int, bias: bool, dtype: torch.
 @pytest.mark.parametrize("rows", [1, 3, 18])
 def test_logits(rows: int, vocab: int, columns: int, dtype: torch.dtype) -> None:
     x, weight = product_inputs(rows, columns, vocab, dtype)
-    out = REFERENCE_PARTS.logits(x, DenseMatrix(weight))
+    out = REFERENCE.logits(x, DenseMatrix(weight))
     assert out.dtype == torch.float32
     assert out.shape == (rows, vocab)
     assert_close(out.double(), oracles.product(x, weight), rtol=2e-6, atol=2e-6)
@@ -124,7 +123,7 @@ def test_logits(rows: int, vocab: int, columns: int, dtype: torch.dtype) -> None
 def test_logits_are_never_rounded_to_the_dtype_of_the_weights(dtype: torch.dtype) -> None:
     """Rounded logits tie, and a tie makes greedy text depend on the order of the vocabulary."""
     x, weight = product_inputs(9, 64, 1029, dtype)
-    out = REFERENCE_PARTS.logits(x, DenseMatrix(weight))
+    out = REFERENCE.logits(x, DenseMatrix(weight))
     rounded = oracles.product(x, weight).to(dtype).float()
     assert (out == rounded).float().mean() < 0.01
     assert (out == out.to(dtype).float()).float().mean() < 0.01
@@ -167,7 +166,7 @@ def test_rotate_and_store(
     cache = filled_cache(inputs, requests, replace(shape, dtype=dtype))
     before = tuple(pages.clone() for pages in cache)
 
-    out = REFERENCE_PARTS.rotate_and_store(
+    out = REFERENCE.rotate_and_store(
         query, key, value, norms, cos_sin(shape.head_dim, theta), inputs, cache
     )
     assert out.dtype == dtype
@@ -191,7 +190,7 @@ def test_rows_of_an_excerpt_turn_by_positions_and_see_by_places() -> None:
     results = []
     for inputs in (changed(whole, positions=far), changed(whole, positions=far, places=far - far)):
         cache = filled_cache(whole, requests, shape)
-        op = REFERENCE_PARTS.rotate_and_store
+        op = REFERENCE.rotate_and_store
         results.append((op(query, key, value, None, table, inputs, cache), *cache))
     for ours, theirs in zip(*results, strict=True):
         assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
@@ -199,7 +198,7 @@ def test_rows_of_an_excerpt_turn_by_positions_and_see_by_places() -> None:
     excerpt = changed(whole, positions=far, places=whole.rows.positions)
     for window in (None, 3):
         seen = [
-            REFERENCE_PARTS.paged_attention(query, cache, inputs, 0.3, window)
+            REFERENCE.paged_attention(query, cache, inputs, 0.3, window)
             for inputs in (whole, excerpt)
         ]
         assert_close(*seen, rtol=0, atol=0)
@@ -218,7 +217,7 @@ def test_rows_without_a_slot_are_rotated_but_not_stored() -> None:
     for inputs in (whole, changed(whole, slots=slots), changed(whole, slots=torch.full((10,), -1))):
         caches.append(filled_cache(whole, requests, shape))
         rotated.append(
-            REFERENCE_PARTS.rotate_and_store(query, key, value, None, table, inputs, caches[-1])
+            REFERENCE.rotate_and_store(query, key, value, None, table, inputs, caches[-1])
         )
     for out in rotated[1:]:
         assert_close(out, rotated[0], rtol=0, atol=0)
@@ -400,7 +399,7 @@ def assert_attention(
     """Against the oracle; whatever is read outside of a request's own tokens is NaN."""
     inputs, query, cache = attention_case(shape, requests, dtype)
     scale = 0.8 / shape.head_dim**0.5
-    out = REFERENCE_PARTS.paged_attention(query, cache, inputs, scale, window, sinks)
+    out = REFERENCE.paged_attention(query, cache, inputs, scale, window, sinks)
     assert out.dtype == dtype
     assert out.shape == query.shape
     truth = oracles.attention(query, cache, inputs, scale, window, sinks)
@@ -430,10 +429,10 @@ def test_attention_does_not_depend_on_the_rest_of_the_batch(
 ) -> None:
     requests = BATCHES["all of it"]
     inputs, query, cache = attention_case(shape, requests, torch.float32)
-    together = REFERENCE_PARTS.paged_attention(query, cache, inputs, 0.3, window)
+    together = REFERENCE.paged_attention(query, cache, inputs, 0.3, window)
     for request in range(len(requests.rows)):
         alone, rows = only(inputs, request)
-        out = REFERENCE_PARTS.paged_attention(query[rows], cache, alone, 0.3, window)
+        out = REFERENCE.paged_attention(query[rows], cache, alone, 0.3, window)
         assert_close(out, together[rows], rtol=0, atol=1e-6)
 
 
@@ -444,11 +443,11 @@ def test_rotation_does_not_depend_on_the_rest_of_the_batch() -> None:
     norms = (randn(10, seed=5), randn(10, seed=6), 1e-6)
     table = cos_sin(shape.head_dim, 100.0)
     together = filled_cache(inputs, requests, shape)
-    out = REFERENCE_PARTS.rotate_and_store(query, key, value, norms, table, inputs, together)
+    out = REFERENCE.rotate_and_store(query, key, value, norms, table, inputs, together)
     one_by_one = filled_cache(inputs, requests, shape)
     for request in range(len(requests.rows)):
         alone, rows = only(inputs, request)
-        turned = REFERENCE_PARTS.rotate_and_store(
+        turned = REFERENCE.rotate_and_store(
             query[rows], key[rows], value[rows], norms, table, alone, one_by_one
         )
         assert_close(turned, out[rows], rtol=0, atol=1e-6)
@@ -460,8 +459,8 @@ def test_rotation_does_not_depend_on_the_rest_of_the_batch() -> None:
 @pytest.mark.parametrize("rows", [2, 7, 33])
 def test_logits_do_not_depend_on_the_rest_of_the_batch(rows: int, dtype: torch.dtype) -> None:
     x, weight = product_inputs(rows, 130, 517, dtype)
-    together = REFERENCE_PARTS.logits(x, DenseMatrix(weight))
+    together = REFERENCE.logits(x, DenseMatrix(weight))
     for row in range(rows):
-        alone = REFERENCE_PARTS.logits(x[row : row + 1], DenseMatrix(weight))
+        alone = REFERENCE.logits(x[row : row + 1], DenseMatrix(weight))
         # 1e-6 of numbers of order 1: some are as large as 5.
         assert_close(alone, together[row : row + 1], rtol=1e-6, atol=1e-6)

@@ -17,7 +17,8 @@ from slipstream.kernels.formats.float8 import Float8Matrix, ToFloat8
 from slipstream.kernels.formats.float8 import round_rows as reference_round_rows
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.norm import Activation
-from slipstream.kernels.table import Norm, Ops, PostNorm, PostNormAddend
+from slipstream.kernels.ops import Ops
+from slipstream.kernels.table import Norm, PostNorm, PostNormAddend
 from slipstream.kernels.triton import (
     TRITON,
     TRITON_INVARIANT,

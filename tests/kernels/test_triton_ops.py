@@ -16,9 +16,8 @@ from torch.testing import assert_close
 pytest.importorskip("triton", reason="it is there for Linux only")
 
 from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
-from slipstream.kernels.reference import PARTS as REFERENCE_PARTS
+from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.registry import kernels_for
-from slipstream.kernels.triton import PARTS as TRITON_PARTS
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton import attention as triton_attention
 from slipstream.kernels.triton.attention import SHORT_ROWS, paged_attention
@@ -78,7 +77,7 @@ def test_the_column_serves_cuda_devices_only() -> None:
 )
 def test_norm(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = randn(*sizes, dtype=dtype), randn(sizes[-1], seed=1, dtype=dtype)
-    out = TRITON_PARTS.norm(x, weight, 1e-3)
+    out = TRITON.rms_norm(x, weight, 1e-3)
     assert out.dtype == dtype
     assert out.shape == x.shape
     if x.numel():
@@ -91,7 +90,7 @@ def test_norm_is_computed_in_float32(dtype: torch.dtype) -> None:
     for scale in (3000.0, 1e-4):
         x = (randn(4, 33) * scale).to(dtype)
         truth = oracles.norm(x.cpu(), weight.cpu(), 1e-12)
-        assert_near(TRITON_PARTS.norm(x, weight, 1e-12), truth, roundings=0.5)
+        assert_near(TRITON.rms_norm(x, weight, 1e-12), truth, roundings=0.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -100,9 +99,9 @@ def test_add_norm(sizes: tuple[int, int], dtype: torch.dtype) -> None:
     x, residual = randn(*sizes, dtype=dtype), randn(*sizes, seed=2, dtype=dtype) * 3
     weight = randn(sizes[1], seed=1, dtype=dtype)
     before = x.clone(), residual.clone()
-    normed, summed = TRITON_PARTS.add_norm(x, residual, weight, 1e-5)
+    normed, summed = TRITON.add_rms_norm(x, residual, weight, 1e-5)
     assert normed.dtype == summed.dtype == dtype
-    assert_same(summed, REFERENCE_PARTS.add_norm(x, residual, weight, 1e-5)[1])
+    assert_same(summed, REFERENCE.add_rms_norm(x, residual, weight, 1e-5)[1])
     assert_near(normed, oracles.norm(summed.cpu(), weight.cpu(), 1e-5), roundings=0.5)
     assert_same(x, before[0])
     assert_same(residual, before[1])
@@ -112,7 +111,7 @@ def test_add_norm(sizes: tuple[int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("sizes", [(1, 2), (5, 26), (3, 258), (2, 4098), (0, 4)], ids=str)
 def test_gated_activation(sizes: tuple[int, int], dtype: torch.dtype) -> None:
     gate_up = (randn(*sizes) * 4).to(dtype)
-    out = TRITON_PARTS.gated_activation(gate_up)
+    out = TRITON.gated_activation(gate_up)
     assert out.dtype == dtype
     assert out.shape == (sizes[0], sizes[1] // 2)
     assert_near(out, oracles.gated(gate_up.cpu()), roundings=0.5)
@@ -120,21 +119,21 @@ def test_gated_activation(sizes: tuple[int, int], dtype: torch.dtype) -> None:
 
 def test_a_gate_far_out_is_zero_or_one() -> None:
     gate_up = torch.tensor([[-200.0, 200.0, -88.0, 3.0, 3.0, 3.0]], device=DEVICE)
-    assert_near(TRITON_PARTS.gated_activation(gate_up), torch.tensor([[0.0, 600.0, 0.0]]))
+    assert_near(TRITON.gated_activation(gate_up), torch.tensor([[0.0, 600.0, 0.0]]))
 
 
 def test_rows_of_dense_ops_do_not_depend_on_the_others() -> None:
     dtype = DTYPES[-1]
     x, residual, weight = randn(9, 130, dtype=dtype), randn(9, 130, seed=1, dtype=dtype), randn(130)
     weight = weight.to(dtype)
-    normed, summed = TRITON_PARTS.add_norm(x, residual, weight, 1e-5)
-    active = TRITON_PARTS.gated_activation(x)
+    normed, summed = TRITON.add_rms_norm(x, residual, weight, 1e-5)
+    active = TRITON.gated_activation(x)
     for row in range(9):
         one = slice(row, row + 1)
-        alone = TRITON_PARTS.add_norm(x[one], residual[one], weight, 1e-5)
+        alone = TRITON.add_rms_norm(x[one], residual[one], weight, 1e-5)
         assert_same(alone[0], normed[one])
         assert_same(alone[1], summed[one])
-        assert_same(TRITON_PARTS.gated_activation(x[one]), active[one])
+        assert_same(TRITON.gated_activation(x[one]), active[one])
 
 
 # Rotary embedding and cache write
@@ -165,8 +164,8 @@ def test_rotate_and_store(
     for places in (inputs.paging.slots, slots, torch.full_like(slots, -1)):
         at = changed(inputs, slots=places)
         ours, theirs = (rotation_cache(shape, requests, dtype) for _ in range(2))
-        out = TRITON_PARTS.rotate_and_store(query, key, value, norms, table, at, ours)
-        truth = REFERENCE_PARTS.rotate_and_store(query, key, value, norms, table, at, theirs)
+        out = TRITON.rotate_and_store(query, key, value, norms, table, at, ours)
+        truth = REFERENCE.rotate_and_store(query, key, value, norms, table, at, theirs)
         assert out.dtype == dtype
         # The norm is rounded before the turn: where the two fall apart there, by one step each.
         roundings = 2 if normed else 1
@@ -190,13 +189,11 @@ def test_rotation_does_not_depend_on_the_rest_of_the_batch() -> None:
     norms = (randn(10, seed=5, dtype=dtype), randn(10, seed=6, dtype=dtype), 1e-6)
     together, one_by_one = (rotation_cache(shape, requests, dtype) for _ in range(2))
     args: tuple[Any, ...] = (norms, turns(10))
-    out = TRITON_PARTS.rotate_and_store(query, key, value, *args, inputs, together)
+    out = TRITON.rotate_and_store(query, key, value, *args, inputs, together)
     for request in range(len(requests.rows)):
         alone, rows = only(inputs, request)
         alone = moved(alone, DEVICE)
-        one = TRITON_PARTS.rotate_and_store(
-            query[rows], key[rows], value[rows], *args, alone, one_by_one
-        )
+        one = TRITON.rotate_and_store(query[rows], key[rows], value[rows], *args, alone, one_by_one)
         assert_same(one, out[rows])
     for pages, expected in zip(one_by_one, together, strict=True):
         assert_same(pages, expected)
@@ -300,7 +297,7 @@ def assert_attention(
     """Against the reference in float32; whatever is read outside of a request's tokens is NaN."""
     inputs, query, cache = attention_case(shape, requests, dtype)
     scale = 0.8 / shape.head_dim**0.5
-    out = TRITON_PARTS.paged_attention(query, cache, inputs, scale, window)
+    out = TRITON.paged_attention(query, cache, inputs, scale, window)
     assert out.dtype == dtype
     assert out.shape == query.shape
     assert_weighted(out, attention_truth(query, cache, inputs, scale, window))
@@ -323,7 +320,7 @@ def attention_truth(
     """The reference, in double precision on the host."""
     pages = cache[0].double().cpu(), cache[1].double().cpu()
     host = moved(inputs, "cpu")
-    return REFERENCE_PARTS.paged_attention(query.double().cpu(), pages, host, scale, window)
+    return REFERENCE.paged_attention(query.double().cpu(), pages, host, scale, window)
 
 
 def attention_case(

@@ -12,9 +12,9 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer, G
 
 from slipstream.kernels.experts import Routing, Scores
 from slipstream.kernels.norm import Activation
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.kernels.registry import kernels_for
-from slipstream.kernels.table import Ops
 from slipstream.layers.experts import ExpertNames, ExpertsSpec
 from slipstream.layers.layer import BuildContext, FeedForwardSpec, LayerSpec
 from slipstream.layers.layer_inputs import LayerInputs, LayerInputsSpec, LayerInputSublayerSpec

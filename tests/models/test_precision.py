@@ -4,7 +4,6 @@ import json
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from torch.nn import functional as F
 
 from slipstream import LLM, SamplingParams
 from slipstream.cache.spec import CacheSizes, ModelCache
-from slipstream.kernels.composition import compose
 from slipstream.kernels.formats import float8
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix, ToFloat8
@@ -26,8 +24,7 @@ from slipstream.kernels.formats.int8 import Int8Matrix
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
 from slipstream.kernels.formats.weight import Weight
-from slipstream.kernels.reference import PARTS, REFERENCE
-from slipstream.kernels.table import Ops
+from slipstream.kernels.reference import REFERENCE, ReferenceOps
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.layers.parameters import Part
 from slipstream.models import loading
@@ -182,7 +179,7 @@ def test_logits_equal_those_of_a_float32_network_of_the_rounded_numbers(
 ) -> None:
     folder = write_qwen3(tmp_path / "model", tie_word_embeddings=tied, attention_bias=False)
     found, whole = logits(load(folder)), logits(load(folder, quantization=None))
-    monkeypatch.setattr(loading, "kernels_for", lambda *_: SimpleNamespace(network=_oracle()))
+    monkeypatch.setattr(loading, "kernels_for", lambda *_: SimpleNamespace(network=_Oracle()))
     expected = logits(load(folder))
     spread = expected.std()
     # A sum that differs in its last bit now and then moves an activation to the next number of
@@ -194,15 +191,15 @@ def test_logits_equal_those_of_a_float32_network_of_the_rounded_numbers(
     assert effect.max() < spread
 
 
-def _oracle() -> Ops:
+class _Oracle(ReferenceOps):
     """Products of float32 numbers, after activations and weights were rounded by hand."""
 
-    def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         scale = x.abs().amax(-1, keepdim=True) / 448
         return F.linear(_nearest(x / scale) * scale, exact(weight), bias)
 
-    parts = replace(PARTS, linear=linear, logits=lambda x, weight: linear(x, weight, None))
-    return compose("oracle", parts)
+    def logits(self, x: Tensor, weight: Weight) -> Tensor:
+        return self.product(x, weight, None)
 
 
 def _nearest(x: Tensor) -> Tensor:

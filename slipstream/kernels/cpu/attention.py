@@ -20,7 +20,7 @@ MOST_HEAD_DIM = 512
 
 
 def attend(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]) -> Tensor:
-    """See `AttendOp`. The bits of a row do not depend on the other rows of the batch."""
+    """See `Ops.attend`. The bits of a row do not depend on the other rows of the batch."""
     if not serves(heads):
         return REFERENCE.attend(qkv, heads, inputs, cache)
     out = torch.empty((len(qkv), heads.num_heads * heads.head_dim), dtype=qkv.dtype)
@@ -30,7 +30,7 @@ def attend(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, T
 
 
 def store(kv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]) -> None:
-    """See `StoreOp`."""
+    """See `Ops.store`."""
     if not serves(heads):
         REFERENCE.store(kv, heads, inputs, cache)
         return
@@ -111,7 +111,7 @@ MOST_STORED_DIM = 576
 def latent_attention(
     queries: Tensor, latents: Tensor, heads: LatentHeads, inputs: PassInputs, cache: Tensor
 ) -> Tensor:
-    """See `LatentAttentionOp`. All rows use the absorbed form, and the bits of a row do not
+    """See `Ops.latent_attention`. All rows use the absorbed form, and the bits of a row do not
     depend on the other rows of the batch."""
     if not serves_latent(heads):
         return REFERENCE.latent_attention(queries, latents, heads, inputs, cache)
@@ -156,7 +156,7 @@ def delta_net(
     inputs: PassInputs,
     cache: DeltaCache,
 ) -> Tensor:
-    """See `DeltaNetOp`. Rows are processed one by one, so the bits of rows and states do not
+    """See `Ops.delta_net`. Rows are processed one by one, so the bits of rows and states do not
     depend on how a prompt is split into passes, nor on the other requests of a batch."""
     out = torch.empty(z.shape, dtype=z.dtype)
     cpp.delta_net(delta_layer_of(heads), pass_of(inputs), mixed, gates, z, tensors_of(cache), out)

@@ -7,14 +7,14 @@ from torch import Tensor
 from slipstream.kernels.cpu.matmul import handle_of
 from slipstream.kernels.devices import CPP_DTYPES, kept
 from slipstream.kernels.experts import Router
-from slipstream.kernels.reference import PARTS as PLAIN
+from slipstream.kernels.reference import experts as plain
 from slipstream.kernels.table import ExpertsParts, SharedExpert
 
 
 def experts(x: Tensor, parts: ExpertsParts) -> Tensor:
-    """See `Parts.experts`. The bits of a row do not depend on the other rows of the batch."""
+    """See `Ops.mixture`. The bits of a row do not depend on the other rows of the batch."""
     if not serves(parts):
-        return PLAIN.experts(x, parts)
+        return plain.experts(x, parts)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     mixture_of(parts).run(x.contiguous(), out)
     return out

@@ -1,4 +1,4 @@
-"""Norms and activations in C++ (`csrc/rows.h`). Shapes: `kernels/composition.py`.
+"""Norms and activations in C++ (`csrc/rows.h`). Shapes: `kernels/ops.py`.
 
 Intermediate results are rounded as in the reference: a sum before its norm, and a gate before the
 multiplication.
@@ -26,9 +26,9 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[T
     return normed, added
 
 
-def activation(x: Tensor, kind: Activation) -> Tensor:
+def activate(x: Tensor, activation: Activation) -> Tensor:
     """Computed with a gate of ones, so that a row's bits depend only on the row."""
-    return gated_activation(torch.cat((x, torch.ones_like(x)), -1), kind)
+    return gated_activation(torch.cat((x, torch.ones_like(x)), -1), activation)
 
 
 def gated_activation(gate_up: Tensor, activation: Activation = Activation.SILU) -> Tensor:

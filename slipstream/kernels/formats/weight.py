@@ -247,13 +247,3 @@ def rounding_slices(
 ) -> list[slice]:
     """Slices of rows to round at a time; on CPUs with about `on_cpu` numbers each."""
     return row_slices(num_rows, columns, on_cpu if device.type == "cpu" else _ROUNDED)
-
-
-def keep_layout(weight: Weight) -> Weight:
-    """`Ops.pack` of backends that read weights as loaded."""
-    return weight
-
-
-def round_in_torch(matrix: Tensor, form: Rounding) -> Weight:
-    """`Ops.round` of backends that round as the reference does."""
-    return form.round(matrix)

@@ -223,7 +223,7 @@ def _mask_with_sinks(
 def latent_attention(
     queries: Tensor, latents: Tensor, heads: LatentHeads, inputs: PassInputs, cache: Tensor
 ) -> Tensor:
-    """See `LatentAttentionOp`. Intermediate results have the dtype of the queries."""
+    """See `Ops.latent_attention`. Intermediate results have the dtype of the queries."""
     positions = inputs.rows.positions
     cos, sin = heads.cos_sin[positions].chunk(2, dim=-1)
     normed = norm(latents[:, : heads.rank], heads.norm_weight, heads.eps)

@@ -20,7 +20,7 @@ def delta_net(
     inputs: PassInputs,
     cache: DeltaCache,
 ) -> Tensor:
-    """See `DeltaNetOp`."""
+    """See `Ops.delta_net`."""
     states = inputs.states
     assert states is not None, "passes through recurrent layers have state inputs"
     read = torch.zeros(mixed.shape[0], heads.num_value_heads, heads.value_dim)

@@ -1,4 +1,4 @@
-"""Matmuls, norms and activations in plain torch; see `Parts` in `kernels/composition.py`."""
+"""Matmuls, norms and activations in plain torch; see `kernels/ops.py`."""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,8 +25,8 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[T
     return norm(residual, weight, eps), residual
 
 
-def activated(gate: Tensor, activation: Activation) -> Tensor:
-    return F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+def activated(x: Tensor, activation: Activation) -> Tensor:
+    return F.silu(x) if activation is Activation.SILU else F.gelu(x, approximate="tanh")
 
 
 def gated_activation(gate_up: Tensor, activation: Activation = Activation.SILU) -> Tensor:

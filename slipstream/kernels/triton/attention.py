@@ -19,8 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
-from slipstream.kernels.attention import FLOAT8_PAGES
-from slipstream.kernels.composition import query_key_norms, split_heads
+from slipstream.kernels.attention import FLOAT8_PAGES, query_key_norms, split_heads
 from slipstream.kernels.pass_inputs import PassInputs, Visibility
 from slipstream.kernels.table import Heads
 from slipstream.kernels.triton.activation import gated_rows
@@ -135,7 +134,7 @@ def chunk_tiles(block_d: int, dtype: torch.dtype) -> AttentionTiles:
 
 
 def attend(qkv: Tensor, heads: Heads, inputs: PassInputs, cache: tuple[Tensor, Tensor]) -> Tensor:
-    """See `AttendOp`."""
+    """See `Ops.attend`."""
     layer = AttentionShape(
         heads.num_heads,
         heads.num_kv_heads,

@@ -67,8 +67,8 @@ def delta_net(
     cache: DeltaCache,
     in_chunks: bool | None = None,
 ) -> Tensor:
-    """See `DeltaNetOp`. `in_chunks`: whether long requests are split into chunks; None: unless rows
-    are float32, whose exact products would take longer than the row by row kernel."""
+    """See `Ops.delta_net`. `in_chunks`: whether long requests are split into chunks; None: unless
+    rows are float32, whose exact products would take longer than the row by row kernel."""
     rows, states = inputs.rows, inputs.states
     assert states is not None, "layers with a state are told of it"
     assert mixed.stride(1) == gates.stride(1) == z.stride(1) == 1

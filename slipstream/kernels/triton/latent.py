@@ -34,7 +34,7 @@ FEWEST_LINES = 16  # two folds of more do not fit into registers
 def latent_attention(
     queries: Tensor, latents: Tensor, heads: LatentHeads, inputs: PassInputs, cache: Tensor
 ) -> Tensor:
-    """See `LatentAttentionOp`."""
+    """See `Ops.latent_attention`."""
     width = heads.num_heads * heads.value_dim
     out = empty_rows(len(queries), width, queries.dtype, queries.device)
     if not out.numel():

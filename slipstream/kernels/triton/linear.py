@@ -5,7 +5,6 @@ never depend on the other rows; cuBLAS chooses its kernels by the number of rows
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,11 +24,11 @@ from slipstream.kernels.triton.operands import operand as packed
 FEW_ROWS = 64
 
 
-@dataclass(frozen=True)
 class Linears:
-    """The ops `linear`, `logits`, and those that combine norms and matmuls (`kernels/table.py`)."""
+    """The ops `linear`, `logits`, and those that combine norms and matmuls (`kernels/ops.py`)."""
 
-    invariant: bool = False
+    def __init__(self, invariant: bool = False) -> None:
+        self.invariant = invariant
 
     def linear(
         self, x: Tensor, weight: Weight, bias: Tensor | None, adapted: Adapted | None = None

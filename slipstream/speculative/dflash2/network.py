@@ -20,8 +20,9 @@ from torch.nn import functional as F
 
 from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import CheckpointError
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs, RowPlaces
-from slipstream.kernels.table import Norm, Ops
+from slipstream.kernels.table import Norm
 from slipstream.layers.attention import Attention
 from slipstream.layers.linear import Linear, column_linear
 from slipstream.layers.mlp import GatedMLP

@@ -24,8 +24,9 @@ from torch import Tensor
 from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs, RowPlaces
-from slipstream.kernels.table import InputProjection, Ops
+from slipstream.kernels.table import InputProjection
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.linear import column_linear, row_linear
 from slipstream.layers.norm import rms_norm

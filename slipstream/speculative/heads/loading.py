@@ -9,9 +9,9 @@ from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.weight import Weight
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.registry import kernels_for
-from slipstream.kernels.table import Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.layer import BuildContext, Layer, LayerSpec, build_layers
 from slipstream.layers.parameters import ParameterSource, Part

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.weight import Weight
-from slipstream.kernels.table import Ops
+from slipstream.kernels.ops import Ops
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.checkpoint import Checkpoint

@@ -19,8 +19,8 @@ from torch import Tensor
 from slipstream.cache.spec import ModelCache
 from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.dense import DenseMatrix
+from slipstream.kernels.ops import Ops
 from slipstream.kernels.registry import kernels_for
-from slipstream.kernels.table import Ops
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder import Decoder
