@@ -44,7 +44,7 @@ else:
 
 
 def pytest_report_header() -> str:
-    """Which kernels are tested."""
+    """The kernels that are tested."""
     return f"kernels: {kernels_for(torch.device('cpu')).network.backend}"
 
 
@@ -79,7 +79,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def hidden_failures() -> Iterator[list[BaseException | None]]:
-    """What raised in steps whose requests were then run one by one, so that nobody noticed."""
+    """Errors of steps whose requests were then run one by one, which hides them from users."""
     raised: list[BaseException | None] = []
     failed = Isolation.failed
 
@@ -129,7 +129,7 @@ def _own_cost_files(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _certificates_are_read_once() -> Iterator[None]:
-    """Each HTTP client reads those of all authorities, 40 ms, and speaks to servers without TLS."""
+    """Every HTTP client would read all certificates (40 ms), but the test servers have no TLS."""
     create = ssl.create_default_context
     usual = functools.cache(create)
 

@@ -151,7 +151,7 @@ class Server:
     def _verified(
         self, plans: Sequence[DraftPlan], width: int, told: Sequence[tuple[float, ...]]
     ) -> list[int]:
-        """How many tokens of each request get rows."""
+        """The number of draft tokens of each request that get rows."""
         trims = [plan.trim for plan in plans if plan.trim is not None]
         if not trims:
             return [plan.num_tokens for plan in plans]

@@ -26,7 +26,7 @@ class ProposedDraft:
 
 @dataclass
 class Recording:
-    """All drafts, and how many passes of the drafter's network they took."""
+    """All drafts, and the number of passes of the drafter's network."""
 
     drafts: list[ProposedDraft] = field(default_factory=list)
     num_passes: int = 0

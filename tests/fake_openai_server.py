@@ -15,7 +15,7 @@ Body = Mapping[str, Any]
 
 @dataclass
 class Script:
-    """What the server does.
+    """The behaviour of the server.
 
     Attributes:
         events: what an answer's stream consists of: objects become `data:` lines, bytes are sent

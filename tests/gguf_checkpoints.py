@@ -120,7 +120,7 @@ def _own_metadata(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stacked(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With the matrices of all experts in one tensor [E, ...] where they are one by one."""
+    """Stack the matrices of all experts of a layer to one tensor [E, ...]."""
     found: dict[str, Tensor] = {}
     for name, values in weights.items():
         if re.search(r"\.experts\.\d", name) is None:

@@ -30,7 +30,7 @@ class Stored:
         return (*self.raw.shape[:-1], self.kind.columns(self.raw.shape[-1]))
 
     def numbers(self) -> Tensor:
-        """What it stands for, in float32."""
+        """The numbers that the blocks stand for, in float32."""
         return self.kind.dequantised(self.raw.flatten(0, -2)).view(self.shape)
 
 

@@ -94,7 +94,7 @@ class HybridMtp:
         return hidden
 
     def inputs(self, ids: Sequence[int], features: Tensor) -> Tensor:
-        """What the projection reads in the rows of ids[1:]."""
+        """The inputs of the projection in the rows of ids[1:]."""
         embedded = self.target.model.embed_tokens.weight[torch.tensor(ids[1:])].detach()
         sides = zip(_ENTRIES, (embedded, features), strict=True)
         eps = self.target.config.rms_norm_eps

@@ -216,7 +216,7 @@ def write_text_of(folder: Path, into: Path) -> Path:
 
 
 def _fill_buffers(model: Any, generator: torch.Generator) -> None:
-    """What is stored and no parameter: bounds that bite, scales of layers and of the tower."""
+    """Fill the stored buffers: bounds that clamp, and scales of layers and of the tower."""
     for name, buffer in model.named_buffers():
         if name.endswith(("_min", "_max")):
             buffer.fill_(-0.6 if name.endswith("_min") else 0.7)
@@ -246,7 +246,7 @@ def images(count: int, seed: int = 0) -> list[Image.Image]:
 
 
 def prompt(count: int, num_after: int = 5) -> list[int]:
-    """So many images in and between texts."""
+    """A prompt with this number of images in and between texts."""
     ids = [1, 2, 3]
     for number in range(count):
         ids += [START, IMAGE, END, *range(4 + number, 4 + 3 * number)]

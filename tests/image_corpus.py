@@ -84,7 +84,7 @@ def png(width: int, height: int, data: bytes = b"", *chunks: tuple[bytes, bytes]
 
 
 def corpus(folder: str = "/nowhere") -> list[Case]:
-    """All cases; files that may be read are below `folder`."""
+    """All cases; local files may only be read below `folder`."""
     return [*_cut(), *_mislabelled(), *_garbled(), *_bombs(), *_odd(), *_texts(), *_urls(folder)]
 
 
@@ -93,7 +93,7 @@ def _named(kind: str) -> str:
 
 
 def _read(content: bytes) -> Image.Image:
-    """What Pillow makes of a whole file."""
+    """The image that Pillow reads from a whole file."""
     with Image.open(io.BytesIO(content)) as image:
         return image.convert("RGB")
 

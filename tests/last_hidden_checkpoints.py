@@ -36,7 +36,7 @@ def target_sizes(target: str) -> tuple[int, int]:
 def medusa_tensors(
     width: int, vocab_size: int, heads: int = NUM_HEADS, layers: int = 1, seed: int = 0
 ) -> Tensors:
-    """As FasterDecoding stores them."""
+    """The tensors of a Medusa checkpoint, as FasterDecoding stores them."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -118,7 +118,7 @@ def mapped_medusa_for(target: str) -> str:
 def mlp_tensors(
     width: int, vocab_size: int, inner: int, steps: int = NUM_HEADS, tied: bool = False
 ) -> Tensors:
-    """As IBM stores them."""
+    """The tensors of an MLP speculator, as IBM stores them."""
     generator = torch.Generator().manual_seed(2)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:

@@ -21,7 +21,7 @@ class DirectRecorder:
     """Takes the place of `runner.graphs.Recorder`."""
 
     def __init__(self, device: torch.device) -> None:
-        """There is no device to capture on."""
+        """There is no device on which to capture."""
         self.graphs: list[object] = []
 
     def __call__(

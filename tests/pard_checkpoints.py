@@ -22,7 +22,7 @@ SHAPE: dict[str, Any] = {"hidden_size": WIDTH, "num_attention_heads": 4}
 
 
 def write_pard(folder: Path) -> str:
-    """As published: an ordinary model with two keys more, its head stored."""
+    """Write a checkpoint as published: an ordinary model with two more keys, and a stored head."""
     changes: dict[str, Any] = {"spd_type": "pard", "pard_token": MASK, "tie_word_embeddings": False}
     return str(write_qwen3(folder, keep_layers=1, **changes))
 
@@ -71,7 +71,7 @@ class Chain:
 
 
 class Pard:
-    """All tokens of one text: what is known, then masks."""
+    """An oracle that computes all tokens of one text at once: the known ones, then masks."""
 
     def __init__(self, draft: str, mask: int = MASK) -> None:
         self.model, self.mask = Qwen3Oracle(draft), mask
@@ -85,7 +85,7 @@ class Pard:
 
 
 class Pard2(Pard):
-    """Both models read the whole text anew for every draft."""
+    """An oracle in which both models compute the whole text for every draft."""
 
     def __init__(self, target: str, draft: str) -> None:
         super().__init__(draft)

@@ -38,7 +38,7 @@ class Stored:
 
 @dataclass
 class Format:
-    """How modules are written, and what config.json says of it."""
+    """How modules are stored, and how config.json describes it."""
 
     config: dict[str, Any]
     write: Callable[[Array], Stored]
@@ -105,7 +105,7 @@ def edit_config(folder: Path, **changes: Any) -> Path:
 
 
 def edit_tensors(folder: Path, **changes: Tensor | None) -> Path:
-    """With tensors replaced, added or (None) removed."""
+    """Replace, add or (None) remove tensors of a checkpoint."""
     tensors = {**load_file(folder / "model.safetensors"), **changes}
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors")

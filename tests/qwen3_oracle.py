@@ -37,7 +37,7 @@ class Qwen3Oracle:
         return self._states(ids, added)[-1] @ head.T
 
     def hidden_states(self, ids: list[int], added: Tensor | None = None) -> list[Tensor]:
-        """Each [T, hidden_size]: what enters each layer, and what leaves the final norm."""
+        """The inputs of all layers and the output of the final norm, each [T, hidden_size]."""
         self._positions = torch.arange(len(ids))
         return self._states(ids, added)
 

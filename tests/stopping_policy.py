@@ -54,7 +54,7 @@ class StoppingPolicy(FixedPolicy):
 
 @dataclass(frozen=True)
 class TrimmingPolicy(StoppingPolicy):
-    """All requests draft as many tokens as fit, and of those some get rows."""
+    """All requests draft as many tokens as fit, and some of these are verified."""
 
     def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
         return [

@@ -319,7 +319,7 @@ def recorded(
 
 
 def _digest_and_counts(outputs: list[RequestOutput]) -> str:
-    """With how much was drafted and accepted, which a change of tokens alone would not show."""
+    """A digest of the tokens, and the numbers of draft and accepted tokens."""
     metrics = [output.metrics for output in outputs]
     counts = [sum(it.num_drafts for it in metrics), sum(it.num_accepted_tokens for it in metrics)]
     return f"{digest(outputs)} {counts}"

@@ -32,7 +32,7 @@ def room(file: Path) -> str:
 
 @cache
 def nodes(file: Path) -> list[Any]:
-    """Of its syntax tree, the module first."""
+    """The nodes of a file's syntax tree, the module first."""
     return [*ast.walk(ast.parse(file.read_text()))]
 
 
@@ -60,7 +60,7 @@ def docstrings(file: Path) -> Iterator[str]:
 
 
 def code_strings(file: Path) -> Iterator[str]:
-    """Where the words of WORDS mean other things, they are left out."""
+    """The strings of a file's code, without WORDS where these have other meanings."""
     other = WORDS if room(file) in WORD_ROOMS else set()
     return (text for text in _strings(file) if text.lower() not in other)
 

@@ -72,7 +72,7 @@ ALL_WISHES = {**WISHES, **WORDY_WISHES}
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine is built from.
+    """The settings of an engine.
 
     Attributes:
         k: draft tokens; "auto" is the policy that chooses.
@@ -172,7 +172,7 @@ def random_case(
 
 
 def random_operations(rng: Random, settings: Settings, length: int) -> tuple[Operation, ...]:
-    """So many, for an engine of these settings."""
+    """Draw operations for an engine with these settings."""
     return tuple(_random_operation(rng, settings) for _ in range(length))
 
 

@@ -175,7 +175,7 @@ class Models:
 
 
 class Answers:
-    """What plain decoding says to a prompt: a request alone, without drafts, chunks or prefixes.
+    """The outputs of plain decoding: each prompt alone, without drafts, chunks or prefix hits.
 
     Each is worked out once, with as many tokens as any request asks for: fewer of them are its
     beginning.

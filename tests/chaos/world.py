@@ -205,7 +205,7 @@ class World:
         self._traps.poisoned.add(asked.submission.request_id)
 
     def _preempt(self) -> None:
-        """As though the cache had run out of blocks for whoever runs beside others."""
+        """Preempt the last request, as if the cache had run out of blocks."""
         scheduler: Any = self.engine.scheduler
         plan = scheduler._secure_known_tokens
 
@@ -234,7 +234,7 @@ class World:
     # ------------------------------------------------------------------ checks
 
     def check(self) -> None:
-        """All that has to hold between two operations."""
+        """Check all invariants that hold between two operations."""
         check_engine(self.engine)
         for asked in [*self._live]:
             self._check_asked(asked)

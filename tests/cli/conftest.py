@@ -17,7 +17,7 @@ from tests.cli.started import Started
 
 @dataclass
 class Ran:
-    """What a command line did."""
+    """The result of a command line."""
 
     code: int
     out: str

@@ -32,7 +32,7 @@ def short_reply(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> None:
-    """What a person types, Ctrl-D at the end."""
+    """Lines that a person types, then Ctrl-D."""
     left = iter(lines)
 
     def read(_: str = "") -> str:

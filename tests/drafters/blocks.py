@@ -270,7 +270,7 @@ class Blocks:
         return x if self.from_anchor else x[1:]
 
     def around(self, name: str, normed: Tensor, half: Callable[[Tensor], Tensor]) -> Tensor:
-        """What half of a layer adds to the stream."""
+        """A sublayer's addend to the stream; subclasses put convolutions around `half`."""
         return half(normed)
 
     def drafts(self, ids: Sequence[int], count: int) -> tuple[list[int], list[Tensor]]:

@@ -174,7 +174,7 @@ def _config(folder: str | Path) -> dict[str, Any]:
 
 
 def _layers_config(target: dict[str, Any]) -> dict[str, Any]:
-    """As published heads say it: a llama of one layer, its rope its own."""
+    """The layers as published heads declare them: a llama of one layer with its own rope."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -248,7 +248,7 @@ def _eagle3_layers(
 
 
 def _fusion(matrix: Matrix, config: dict[str, Any], width: int) -> dict[str, Tensor]:
-    """What stands before the layers; `width` is the target's."""
+    """The projection before the layers; `width` is the target's."""
     count = len(config["eagle_aux_hidden_state_layer_ids"])
     weights = {}
     if config.get("use_aux_hidden_state", True):

@@ -35,7 +35,7 @@ from tests.pard_checkpoints import Chain, Pard, Pard2, write_pard, write_pard2
 
 
 class Oracle(Protocol):
-    """What it drafts."""
+    """Computes the expected drafts of one kind of drafter."""
 
     def drafts(self, ids: Sequence[int], count: int) -> tuple[list[int], list[Tensor]]:
         """Greedy: (draft tokens, the logits of each) after `ids`."""

@@ -238,7 +238,7 @@ class Target(Reader):
 
 
 class Head:
-    """What the two kinds share: the chain of drafts."""
+    """The chain of drafts that both kinds of heads share."""
 
     def __init__(self, folder: Path | str, target: Target, **flags: Any) -> None:
         config, self.weights = load(folder)

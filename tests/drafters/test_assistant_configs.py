@@ -64,7 +64,7 @@ def _as_float(target: Path) -> Path:
 
 
 def test_defaults_of_a_published_config(tmp_path: Path) -> None:
-    """That of the largest, which leaves out what its library knows."""
+    """The largest published config leaves out keys with the library's default values."""
     text = {
         "hidden_size": 1024,
         "intermediate_size": 8192,

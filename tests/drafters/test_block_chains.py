@@ -96,7 +96,7 @@ def test_the_order_of_tokens_matters(method: str, tiny_target: str, tmp_path: Pa
 def test_the_confidence_head_ends_chains(
     tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its numbers, and not the largest probability, are the confidences of a draft."""
+    """The head's outputs, not the largest probabilities, are the confidences of a draft."""
     folder = write_dspark(tmp_path, tiny_target)
     stored = load_file(folder / "model.safetensors")
     stored["confidence_head.proj.weight"] *= 0

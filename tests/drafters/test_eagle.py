@@ -135,7 +135,7 @@ def test_pickled_weights_are_the_same_head(kind: str, tiny_target: str, tmp_path
 def test_a_speculators_wrapper_is_the_same_head(
     tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its norm_before_residual is true unless it says otherwise, and it brings its own K."""
+    """norm_before_residual is true by default there, and the wrapper has its own K."""
     folder = write_eagle3(
         tmp_path, tiny_target, naming="layers.0.", draft_vocab=60, norm_before_residual=True
     )

@@ -63,7 +63,7 @@ def test_the_usual_layers_and_flags(tiny_target: str, tmp_path: Path) -> None:
 
 
 def test_a_wrapper_leaves_out_what_transformers_has_by_default(tmp_path: Path) -> None:
-    """As the library writes the head of Qwen3-8B, whose width is the default one."""
+    """The library writes the head of Qwen3-8B without its width, which is the default."""
     layers = Qwen3Config(num_hidden_layers=1, num_key_value_heads=8, intermediate_size=12288)
     wrapper = {
         "architectures": ["Eagle3DraftModel"],

@@ -52,7 +52,7 @@ def steps(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def answers() -> dict[Any, tuple[int, ...]]:
-    """What targets say without a drafter."""
+    """The targets' outputs without a drafter."""
     return {}
 
 
@@ -84,7 +84,7 @@ def test_chunks_and_padded_steps_draft_the_same(
 def test_acceptance_after_a_prefix_hit_equals_acceptance_without(
     length: int, rows: int, kind: Kind
 ) -> None:
-    """With block_size 8 a prompt of 33 leaves one token to compute, one of 34 two."""
+    """With block_size 8, a hit leaves one token of a prompt of 33 to compute, and two of 34."""
     if kind.early and length == 33:
         length = 37
     prompt = [*PROMPT, *PROMPT][:length]

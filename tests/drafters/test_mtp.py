@@ -157,7 +157,7 @@ TRAITS: dict[str, tuple[str, dict[str, bool]]] = {
 
 @pytest.mark.parametrize("trait", TRAITS)
 def test_every_trait_changes_the_drafts(trait: str, target: str, tmp_path: Path) -> None:
-    """So an oracle without it would not have agreed."""
+    """So an oracle without the trait would not agree with the drafter."""
     style, flags = TRAITS[trait]
     folder = write_mtp(tmp_path, target, style)
     model = Target(target)
@@ -181,7 +181,7 @@ def test_embeddings_and_heads_in_the_file_are_the_targets_own(
 def test_other_ways_to_store_them(
     kind: str, tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As pytorch_model.bin; and wrapped, which brings its own K."""
+    """The modules as pytorch_model.bin, and in a wrapper, which has its own K."""
     style = "speculators" if kind == "wrapper" else "qwen"
     folder = write_mtp(tmp_path, tiny_target, style)
     head = Mtp(folder, Target(tiny_target), style)

@@ -40,7 +40,7 @@ def own(target: Path | str, **options: Any) -> LLM:
 def test_glm_drafts_for_itself(
     kind: str, modules: int, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one module that is used again, and with several in turn, over both kinds of caches."""
+    """One module that is reused, and several modules in turn, over both kinds of caches."""
     glm = str(write_mixture(tmp_path / "without", kind))
     target = write_mixture(tmp_path / "with", kind, num_nextn_predict_layers=modules)
     add_mtp(target, "deepseek", modules=modules, own_ends=True)

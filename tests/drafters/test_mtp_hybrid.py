@@ -23,7 +23,7 @@ from tests.padded_steps import use_padded_steps
 def test_a_target_drafts_for_itself(
     kind: str, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its module attends with gates after norms that are stored as their distance from 1."""
+    """The module has gated attention, and norms that are stored as their difference from 1."""
     target = write_hybrid(tmp_path, kind)
     options: dict[str, Any] = {"skip_tokenizer_init": True, "num_kv_blocks": 64}
     expected = run(LLM(target, **options), GREEDY)

@@ -52,7 +52,7 @@ def glm(folder: Path) -> Path:
 
 
 def wrap(folder: Path) -> None:
-    """As models are published that also see: all names but the module's are longer."""
+    """Rename tensors as in multimodal models, where all names but the module's are longer."""
     config = json.loads((folder / "config.json").read_text())
     names = ["Qwen3_5ForConditionalGeneration"]
     whole = {"architectures": names, "text_config": config}
@@ -74,7 +74,7 @@ def engine(folder: Path, speculative: dict[str, Any] | None) -> LLM:
 
 
 def in_projections(name: str) -> bool:
-    """All but what enters the module."""
+    """All projections but the one that enters the module."""
     return "proj." in name and "eh_proj" not in name
 
 

@@ -119,7 +119,7 @@ def test_trees_are_those_of_the_oracle(
     drafted: list[Drafted],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also after accepted ways of all kinds, as features come from their rows."""
+    """Also after accepted paths of all kinds, since features come from the rows of the path."""
     if kind == "eagle":
         folder = write_eagle1(tmp_path, tiny_target)
     else:

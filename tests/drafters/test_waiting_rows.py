@@ -19,7 +19,7 @@ PROMPTS = [[5, 9, 14], [33, 5, 9, 2, 7], [8, 1, 60, 61]]
 
 @dataclass(frozen=True)
 class Late:
-    """Nothing is drafted until a request has gained some tokens."""
+    """A policy that drafts nothing until a request has gained some tokens."""
 
     widths = (0, K)
     reads_confidences = False
@@ -31,11 +31,11 @@ class Late:
         ]
 
     def observe(self, report: StepReport) -> None:
-        """Nothing changes it."""
+        """The policy learns nothing."""
 
 
 def run(llm: LLM, prompts: Sequence[list[int]]) -> None:
-    """Each comes two steps after the one before."""
+    """Run requests, each of which arrives two steps after the one before."""
     params = SamplingParams(temperature=0, max_tokens=IDLE + 8, ignore_eos=True)
     engine = llm.engine
     for number, prompt in enumerate(prompts):

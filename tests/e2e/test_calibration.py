@@ -153,7 +153,7 @@ def test_a_model_for_very_short_requests_is_not_measured(tiny_target: str) -> No
 def test_compiling_takes_nothing_from_the_budget(
     padded: bool, tiny_target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where steps are captured, the first ones that admit a number of requests compile kernels."""
+    """With captured steps, the first one that admits a number of requests compiles kernels."""
     if padded:
         use_padded_steps(monkeypatch)
     llm, seconds = build(tiny_target, {"method": "ngram"}), [0.0]

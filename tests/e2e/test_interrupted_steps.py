@@ -142,7 +142,7 @@ def test_an_error_anywhere_in_a_step_ends_one_request_at_most(llm: LLM, wish: st
 def test_nobody_is_blamed_for_another_that_stood_its_trial(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All are tried because of a fault that comes once; the culprit fails a few steps later."""
+    """All are run alone after a fault that comes once; the culprit fails a few steps later."""
     engine, step, widths = llm.engine, llm.engine._step, list[int]()
     expected, launch = llm.generate(FIRST, GREEDY)[0], step.launch
 
@@ -178,7 +178,7 @@ def test_nobody_is_blamed_for_another_that_stood_its_trial(
 def test_streams_survive_a_step_that_is_lost(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """Its work is done on the device, and a further step may be under way after it."""
+    """The device has done the work of the lost step, and a further step may be in flight."""
     expected = llm.generate(SECOND, GREEDY)[0]
     first, second = llm.stream(FIRST, GREEDY), llm.stream(SECOND, GREEDY)
     next(first)

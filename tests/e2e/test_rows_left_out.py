@@ -47,7 +47,7 @@ def test_the_last_row_of_each_prompt_is_computed(
 def test_a_draft_model_leaves_them_out_too(
     monkeypatch: pytest.MonkeyPatch, tiny_target: str, tiny_draft: str
 ) -> None:
-    """Its pass over the prompts is the second one."""
+    """The draft model's pass over the prompts is the second one."""
     assert rows_read(monkeypatch, tiny_target, tiny_draft) == [[19, 31], [19, 31]]
 
 

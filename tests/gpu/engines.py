@@ -121,7 +121,7 @@ def tokens(
 def outputs(
     llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[Any]:
-    """What `generate` gives for prompts of token ids."""
+    """The outputs of `generate` for prompts of token ids."""
     return llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
 
 

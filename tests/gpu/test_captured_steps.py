@@ -108,7 +108,7 @@ def test_a_decoding_batch_never_waits_for_the_device(
 
 
 def blocks_held(llm: LLM) -> dict[str, int]:
-    """How many blocks each running request has."""
+    """The number of blocks of each running request."""
     scheduler = llm.engine.scheduler
     names = [request.request_id for request in scheduler.running]
     return {name: len(scheduler.block_manager.table(name)) for name in names}

@@ -170,7 +170,7 @@ LONG = replace(GREEDY, max_tokens=150, repetition_penalty=1.3)
 
 @pytest.fixture(scope="module")
 def long_texts(mixtures: Callable[[str], Mixture]) -> list[list[int]]:
-    """What one table for all layers gives."""
+    """The texts of an engine with one block table for all layers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CacheLayout, "window", lambda *_: None)
         llm = mixtures("gpt_oss").packed.get("plain", enforce_eager=True)
@@ -182,7 +182,7 @@ def long_texts(mixtures: Callable[[str], Mixture]) -> list[list[int]]:
 def test_long_texts_outlive_the_blocks_behind_windows(
     drafter: str, k: int, long_texts: list[list[int]], mixtures: Callable[[str], Mixture]
 ) -> None:
-    """In chunks, with preemption, and again with hits in the prefix index."""
+    """The prompts are chunked, requests are preempted, and the second run has prefix hits."""
     llm = mixtures("gpt_oss").packed.get(
         drafter, k, max_num_batched_tokens=64, enable_prefix_caching=True, num_kv_blocks=40
     )

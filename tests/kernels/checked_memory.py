@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Extents:
-    """Where the tensors of one launch lie.
+    """The memory of the tensors of one launch.
 
     A view counts from its first number to its last, not the storage that it is cut from: what is
     beside it belongs to others.

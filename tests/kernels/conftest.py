@@ -18,7 +18,7 @@ LEVELS = (
 
 @pytest.fixture(autouse=True)
 def interpreted_kernels_are_checked() -> Iterator[None]:
-    """In tests whose modules have imported Triton."""
+    """Check the memory accesses of interpreted kernels, if the test's module imported Triton."""
     with ExitStack() as stack:
         if "triton" in sys.modules and not torch.cuda.is_available():
             from tests.kernels.checked_memory import memory_is_checked

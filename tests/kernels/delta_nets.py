@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What an op is called with."""
+    """The arguments of an op."""
 
     mixed: Tensor
     gates: Tensor

@@ -75,7 +75,7 @@ def drawn(shape: LatentShape, requests: Requests, seed: int = 0) -> Drawn:
 
 
 def expected(layer: Drawn) -> tuple[Tensor, Tensor]:
-    """What comes out [T, H V], and the cache after the pass: the plain form, row by row."""
+    """The output [T, H V] and the cache after the pass, computed row by row in the direct form."""
     heads, inputs, cache = layer.heads, layer.inputs, layer.cache.double()
     turns = heads.cos_sin[inputs.rows.positions].double()
     half = heads.rotary_dim // 2

@@ -91,7 +91,7 @@ def assert_agrees(given: Case, monkeypatch: pytest.MonkeyPatch) -> Tensor:
 @HOPPER_ONLY
 @pytest.mark.parametrize("name", CASES)
 def test_prompts_between_other_requests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each prompt has its bits alone, too."""
+    """Each prompt has the same bits when it is alone."""
     given = case(*CASES[name], sinks=name == "no groups")
     out = assert_agrees(given, monkeypatch)
     query, cache, inputs = given[:3]
@@ -131,7 +131,7 @@ def test_rows_that_do_not_see_up_to_themselves(
 @HOPPER_ONLY
 @pytest.mark.parametrize("sinks", [False, True])
 def test_requests_without_a_context(sinks: bool) -> None:
-    """As graphs have them, between others or alone: their rows are zero and change no others."""
+    """Padding of graphs, between others or alone: its rows are zero and change no other rows."""
     given = case(Shape(8, 2, 128, 16, HALF), Requests([100, 0], [40, 20]), sinks)
     query, cache, inputs = given[:3]
     padding = torch.full((30,), 7, device=DEVICE)

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Exchange:
-    """What ranks exchange, and how many bytes each of them has given."""
+    """The exchanges between ranks, and the bytes that each rank has sent."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks, self.num_bytes = num_ranks, [0] * num_ranks
@@ -40,7 +40,7 @@ class Exchange:
         return Columns(rank, self.num_ranks, gather)
 
     def run(self, call: Callable[[Columns], T]) -> list[T]:
-        """What every rank finds."""
+        """The results of all ranks."""
         found: dict[int, T] = {}
 
         def work(rank: int) -> None:
@@ -122,7 +122,7 @@ def test_wide_noise_and_grammars_and_broken_rows() -> None:
 
 
 def test_the_peaks_of_shares_are_those_of_whole_rows() -> None:
-    """To the bit, with the first among equals, also where there are no numbers."""
+    """Bit for bit, the first among equals, also for rows without finite numbers."""
     rows = torch.randn(7, 30, generator=torch.Generator().manual_seed(2))
     rows[1, 3] = rows[1, 17] = rows[1, 18] = 9.0
     rows[2, 25] = rows[2, 29] = torch.nan

@@ -79,7 +79,7 @@ def make_qkv(shape: Shape, rows: int, seed: int = 3) -> Tensor:
 
 
 def int8_cache(inputs: PassInputs, requests: Requests, shape: Shape) -> Cache:
-    """What `filled_cache` holds, rounded by the reference; scales are NaN where nothing is."""
+    """`filled_cache`, rounded by the reference; the scales of empty slots are NaN."""
     stored = replace(shape, dtype=torch.float32)
     keys, values = filled_cache(inputs, requests, stored)
     sizes = (num_blocks(requests, shape.block_size), shape.block_size, shape.kv_heads)

@@ -145,7 +145,7 @@ def test_numbers_that_a_common_form_has_no_room_for_are_packed_apart(
 
 
 def require_apart(whole: BlockMatrix) -> None:
-    """Its parts are packed, each by itself, and multiplied as if they were one."""
+    """The parts are packed one by one, and multiplied as if they were one matrix."""
     packed = matmul.pack(whole)
     assert isinstance(packed, matmul.CpuMatrices)
     assert packed.shape == whole.shape

@@ -40,7 +40,7 @@ class Case:
     rows: tuple[Tensor, Tensor, Tensor]
 
     def run(self, op: object = delta_net) -> tuple[Tensor, DeltaCache]:
-        """What the rows read, and what is then kept."""
+        """The output of the rows, and the cache after the pass."""
         cache = DeltaCache(*(tensor.clone() for tensor in tensors_of(self.cache)))
         assert callable(op)
         return op(*self.rows, self.heads, self.inputs, cache), cache

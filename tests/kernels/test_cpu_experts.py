@@ -31,7 +31,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Mixture:
-    """What a mixture is made of.
+    """The sizes and settings of a mixture.
 
     Attributes:
         width, inner: H and I.
@@ -75,7 +75,7 @@ MIXTURES = {
 
 
 def made(mixture: Mixture, form: Rounding | None, dtype: torch.dtype) -> ExpertsParts:
-    """With random parameters, as the reference takes them."""
+    """The parts of a mixture with random parameters, in the reference's formats."""
     generator = torch.Generator().manual_seed(7)
 
     def draw(*shape: int) -> Tensor:

@@ -22,7 +22,7 @@ FORMS += ["mxfp4", "nvfp4"]
 
 
 def weight(form: str, rows: int, columns: int, dtype: torch.dtype) -> Weight | None:
-    """None where the form has no such shape."""
+    """A random weight; None if the format does not support the shape."""
     generator = torch.Generator().manual_seed(rows * columns)
     if form == "float":
         return DenseMatrix(torch.randn(rows, columns, generator=generator).to(dtype))

@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_arrays_without_a_table_of_functions_come_by_capsule() -> None:
-    """As tensors of a torch that has none do."""
+    """Older versions of torch have tensors without such a table."""
     x = torch.randn(3, 20, generator=torch.Generator().manual_seed(1))
     weight, out = torch.rand(20), torch.empty(3, 20)
     cpp.norm(x, weight, 1e-6, out)

@@ -112,7 +112,7 @@ def test_bad_words_are_banned_first() -> None:
 
 
 def test_processed_logits_equal_the_reference_to_the_bit() -> None:
-    """As far as a verdict shows them: bits of equal logits decide who is sampled."""
+    """The verdicts show it: the bits of equal logits decide which token is sampled."""
     for name in ("processed", "full"):
         for vocab_size in (151, 4100):
             state = make_state([kind | GREEDY for kind in KINDS[name]], vocab_size, CPU)

@@ -295,7 +295,7 @@ def inputs_here() -> PassInputs:
 def run(
     ops: Ops, dtype: torch.dtype, name: str, wanted: Sequence[int], read: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What leaves and the wanted streams; and the caches, as the pass leaves them."""
+    """The output and the wanted streams, and the caches after the pass."""
     kind = KINDS[name]
     inputs = inputs_here()
     inputs = changed(inputs, first_seen=1) if kind.entry else inputs
@@ -429,7 +429,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_weights_of_another_type_are_refused() -> None:
-    """Their bytes would be read as something else."""
+    """C++ would misread their bytes."""
     column = CppOps()
     drawn, other = Drawn(torch.bfloat16, column), Drawn(torch.float32, column)
     (layer,) = drawn.layers([WHOLE])

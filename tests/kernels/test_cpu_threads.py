@@ -27,7 +27,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def done(tasks: int = TASKS) -> Counter[int]:
-    """How often each task was done."""
+    """How many times each task was run."""
     found: list[int] = []
     cpp.run_tasks(tasks, found.append)
     return Counter(found)

@@ -24,7 +24,7 @@ POSITIONS = torch.tensor([9, 30, 7, 12, 8])
 
 
 def head_of(weight: Tensor, columns: Columns) -> LanguageModelHead:
-    """What this rank has of a head."""
+    """This rank's share of a head."""
     share = WHOLE
     if columns.gather is not None:
         share = Share(columns.rank, columns.num_ranks, gather=columns.gather)
@@ -51,7 +51,7 @@ class Drafting:
         return state
 
     def draft(self, columns: Columns) -> Draft:
-        """What this rank drafts."""
+        """This rank's draft."""
         state, head = self.state(columns), head_of(self.weight, columns)
         head = head if self.chosen is None else head.over(self.chosen)
         uses, width = state.uses(range(NUM)), head.num_tokens
@@ -77,7 +77,7 @@ class Drafting:
         )
 
     def verdict(self, draft: Draft, columns: Columns) -> Any:
-        """What this rank finds of a draft."""
+        """This rank's verdict on a draft."""
         chances = draft.chances(columns)
         rows = SampleRows.build(
             *(SLOTS, POSITIONS, draft.token_ids, draft.num_tokens, draft.one_hot),

@@ -92,7 +92,7 @@ def test_rows_that_are_not_causal_see_each_other(
 
 
 def layer_inputs(requests: Requests) -> tuple[Tensor, Heads, PassInputs, tuple[Tensor, ...]]:
-    """What a layer hands over, and a cache that holds what came before."""
+    """The inputs of a layer, and a cache that has the earlier tokens."""
     shape = Shape(4, 2, 16, 8)
     inputs = attention_inputs(requests, shape.block_size)
     before = changed(inputs, context_lens=torch.tensor(list(requests.computed)))
@@ -135,7 +135,7 @@ def test_store_is_the_first_half_of_attend(requests: Requests, column: Ops) -> N
 @pytest.mark.parametrize("window", [None, 6, 7, 40])
 @pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.backend)
 def test_rows_behind_the_cache_see_it_and_store_nothing(column: Ops, window: int | None) -> None:
-    """As a drafter that has queries only asks: one row at the position of a token to come."""
+    """A drafter that only has queries has one row, at the position of the next token."""
     requests = Requests([6, 7, 40, 130], [1, 1, 1, 1])
     shape = Shape(4, 2, 16, 8)
     whole = attention_inputs(requests, shape.block_size)

@@ -50,7 +50,7 @@ def triton_serves_the_cpu() -> Iterator[None]:
 
 
 def generate(target: str, drafter: str, k: int) -> list[int]:
-    """What one request alone is given."""
+    """The output of one request that runs alone."""
     llm = LLM(
         target,
         speculative_config={"model": drafter, "num_speculative_tokens": k},

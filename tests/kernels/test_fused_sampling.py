@@ -194,7 +194,7 @@ def test_draft(name: str, legal: int, dtype: torch.dtype, column: Column) -> Non
 
 @pytest.mark.parametrize("rows", [1, 5, 9])
 def test_numbers_of_requests_may_have_gaps_or_be_one(rows: int, column: Column) -> None:
-    """As `expand` and slices make them; what stands between is some other request's number."""
+    """`expand` and slices make such tensors; the gaps have other requests' numbers."""
     state = make_state(LEAN, 151, column.device)
     uses = state.uses(range(5))
     logits = torch.randn(rows, 151, generator=torch.Generator().manual_seed(2)).to(column.device)

@@ -57,7 +57,7 @@ def test_rows_without_a_slot_are_not_stored(backend: str) -> None:
 @pytest.mark.skipif(not runs_cpp(torch.device("cpu")), reason="the C++ kernels are not built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_its_bits_in_any_batch(dtype: torch.dtype, level: str, two_threads: None) -> None:
-    """At every level, alone or beside others, and in several passes."""
+    """For every level: alone, beside other requests, and in several passes."""
     op, shape = BACKENDS["cpu"], LatentShape(**{**vars(SHAPES[2]), "dtype": dtype, "rotary": 20})
     requests = Requests(computed=(0, 611, 30), rows=(40, 5, 1))
     layer = drawn(shape, requests)

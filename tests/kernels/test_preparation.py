@@ -163,7 +163,7 @@ def test_rows_are_packed_as_by_the_reference(
 
 
 def assert_packed(rows: PlacedRows, lengths: torch.Tensor, most: int, num_rows: int) -> None:
-    """Each request has its rows, one after the other, and all rows have a request."""
+    """Each request has its rows, which are adjacent, and all rows belong to a request."""
     starts = rows.inputs.rows.query_start
     assert (int(starts[0]), int(starts[-1]), len(rows.token_ids)) == (0, num_rows, num_rows)
     own = starts.diff()
@@ -227,7 +227,7 @@ def test_layers_with_a_window_find_rows_by_a_second_table(
 
 
 def test_numbers_of_requests_may_have_gaps(column: str) -> None:
-    """What stands between them is some other request's number."""
+    """The gaps have other requests' numbers."""
     tables = make_tables()
     slots, lengths = on_device(2, 0, 5, 1, 3, 4), on_device(3, 1, 0, 2, 1, 3)
     starts = tables.num_computed[slots]
@@ -374,7 +374,7 @@ def test_texts_of_one_letter_repeat_themselves(length: int, column: str) -> None
 
 @pytest.mark.skipif("cpu" not in COLUMNS, reason="the C++ kernels are not built")
 def test_places_that_do_not_exist_are_refused() -> None:
-    """Where plain torch refuses them too."""
+    """The C++ ops refuse the places that plain torch refuses."""
     tables = make_tables()
     ops, one = ops_of("cpu"), on_device(1).to(CPU)
     tables = replace(

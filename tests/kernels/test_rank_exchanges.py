@@ -38,7 +38,7 @@ def _run(rank: int, memory: list[Tensor], work: Callable[[Inboxes], Any], result
 
 
 def _on_ranks(size: int, work: Callable[[Inboxes], Any]) -> list[Any]:
-    """What each rank's process makes of its inboxes, in their order."""
+    """The results of each rank's process, in the order of its inboxes."""
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])  # imported once, not by each rank
     memory = [torch.zeros(ROOM, dtype=torch.uint8).share_memory_() for _ in range(size)]
@@ -68,7 +68,7 @@ def _unreduced(
 
 
 def _rounds(inboxes: Inboxes) -> list[list[bool]]:
-    """Of whole rows and of shares: starting the processes takes longer than either."""
+    """Exchanges of whole rows and of shares together, since processes take long to start."""
     whole = _sums(inboxes, WIDTH, shares=False)
     return [*whole, *_sums(inboxes, 20 * inboxes.size, shares=True)]
 

@@ -230,7 +230,7 @@ def test_rows_without_a_slot_are_rotated_but_not_stored() -> None:
 
 
 def query_key_value(shape: Shape, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """As attention layers have them: views of one product's columns."""
+    """Queries, keys and values as attention layers have them: columns of one product."""
     sizes = [count * shape.head_dim for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
     parts = torch.split(randn(rows, sum(sizes), seed=4, dtype=dtype), sizes, dim=-1)
     query, key, value = (part.view(rows, -1, shape.head_dim) for part in parts)

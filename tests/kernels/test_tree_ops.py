@@ -185,7 +185,7 @@ def chain_output(heads: Heads, before: Tensor, rows: Tensor, way: list[int]) -> 
 
 @pytest.mark.parametrize("column", COLUMNS)
 def test_levels_that_are_read_one_after_the_other(column: str) -> None:
-    """As a drafter does: earlier levels stand in the cache, in front of the pass's own rows."""
+    """As in drafters, earlier levels are in the cache, before the rows of the pass."""
     ops, heads, parents, known = COLUMNS[column], make_heads(None), TREES["branches"], 21
     ways, table, cache = ancestors_of(parents), table_of(0, 1), empty_cache(1)
     for pages in cache:

@@ -54,7 +54,7 @@ def case(
     rotated: float = 1.0,
     eight_bits: bool = False,
 ) -> Case:
-    """What a layer hands over: the cache holds the tokens before this pass, all else is NaN."""
+    """The inputs of a layer: the cache has the tokens before this pass, and NaN elsewhere."""
     inputs = attention_inputs(requests, shape.block_size)
     before = changed(inputs, context_lens=torch.tensor(list(requests.computed)))
     keys, values = filled_cache(before, requests, replace(shape, dtype=dtype))
@@ -84,7 +84,7 @@ def case(
 
 
 def in_eight_bits(pages: Tensor) -> Tensor:
-    """As the reference stores what stands there; what is NaN has a scale that is NaN."""
+    """The cache as the reference rounds it; rows of NaN have a scale of NaN."""
     stored = torch.empty(*pages.shape[:3], pages.shape[3] + 4, dtype=FLOAT8_PAGES)
     slots = torch.arange(stored[..., 0, 0].numel())
     rows = pages.flatten(0, 1)
@@ -114,7 +114,7 @@ def run(given: Case) -> tuple[Tensor, tuple[Tensor, Tensor]]:
 
 
 def assert_same(out: Tensor, other: Tensor) -> None:
-    """To the last bit."""
+    """Assert that all bits are equal."""
     assert_close(out, other, rtol=0, atol=0, equal_nan=True)
 
 
@@ -174,7 +174,7 @@ def test_attend_over_eight_bits(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attend_with_capped_scores(dtype: torch.dtype) -> None:
-    """In both kernels."""
+    """Both kernels cap scores."""
     qkv, heads, inputs, cache = case(Shape(6, 2, 24, 16), Requests([0, 150, 40], [5, 2, 20]), dtype)
     assert_agrees((qkv, replace(heads, scale=1.0, softcap=2.0), inputs, cache))
 
@@ -213,7 +213,7 @@ def test_rows_of_an_excerpt_turn_by_their_positions(window: int | None, dtype: t
 
 @pytest.mark.parametrize(("window", "dtype"), WINDOWED, ids=str)
 def test_rows_of_an_image_see_each_other(window: int | None, dtype: torch.dtype) -> None:
-    """In both kernels; of the other rows each sees up to itself."""
+    """Tests both kernels; the other rows are causal."""
     requests = Requests([0, 150, 40, 7], [5, 12, 20, 1])
     qkv, heads, inputs, cache = case(Shape(6, 2, 24, 16), requests, dtype, window=window)
     last_seen = inputs.rows.in_context.clone()
@@ -362,7 +362,7 @@ def test_padding_costs_nothing(
 
 
 def test_chunks_take_no_memory_for_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a prompt of 8,192 rows within a context of 131,072 tokens would take 19 GB."""
+    """They would take 19 GB for a prompt chunk of 8,192 rows in a context of 131,072 tokens."""
     monkeypatch.setattr(tuned, "MULTIPROCESSORS", 40)
     shape, requests = Shape(4, 2, 16, 16), Requests([140, 0], [1, 100])
     given = case(shape, requests, torch.float32)

@@ -39,7 +39,7 @@ MIXED = [
 
 
 def assert_agrees(case: Case, in_chunks: bool | None = None) -> None:
-    """With the reference, up to some roundings of the dtype."""
+    """Assert equality with the reference up to a few roundings of the dtype."""
     ours, exact = case.moved(DEVICE), case.moved(HOST)
     out = delta_net(*ours.arguments, in_chunks=in_chunks)
     expected = expected_of(*exact.arguments)

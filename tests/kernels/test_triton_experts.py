@@ -127,7 +127,7 @@ def mixture(
 
 
 def joining(width: int, inner: int, routing: str, gate: bool = True) -> ExpertsParts:
-    """With a shared expert like the others."""
+    """Mixtures whose shared expert has the shape of the others."""
     parts = mixture(width, inner, HALF, routing=routing, biased=False, shared=inner)
     shared = parts.shared
     assert shared is not None
@@ -167,7 +167,7 @@ def on_device(parts: ExpertsParts) -> ExpertsParts:
 
 
 def whole(out: Tensor) -> Tensor:
-    """What is left to be added up, added up."""
+    """The sum of the parts of an addend."""
     return out.double().cpu().sum(0) if out.ndim == 3 else out.double().cpu()
 
 
@@ -273,7 +273,7 @@ def test_a_shared_expert_like_the_others(gate: bool) -> None:
 
 @pytest.mark.parametrize("form", ["plain", "mxfp4"])
 def test_gains_and_gates_of_gelu(form: str) -> None:
-    """As Gemma 4's; a shared expert's gate stays SiLU's."""
+    """Experts as in Gemma 4; the gate of a shared expert is SiLU."""
     dtype = HALF if form == "mxfp4" else torch.float32
     parts = mixture(64, 32, dtype, form, biased=False, shared=32, gained=True)
     for rows in (5, *([1, 40, 300] if ON_GPU else [])):
@@ -358,7 +358,7 @@ def test_blocks_of_fewer_rows() -> None:
 
 
 def test_fragments_keep_every_float8() -> None:
-    """As `grouped_stream_kernels.py` takes them apart, also of chosen rows."""
+    """Fragments are decoded as in `grouped_stream_kernels.py`, also those of chosen rows."""
     made = ToFloat8Blocks().round(randn(192, 256, seed=1) * torch.logspace(-3, 3, 256))
     kept = in_fragments(made)
     for chosen, rows in ((kept, range(192)), (kept.rows(32, 160), range(32, 160))):
@@ -375,7 +375,7 @@ def test_fragments_keep_every_float8() -> None:
 
 
 def test_every_power_of_two() -> None:
-    """From the least scale of MXFP4 to the largest whose numbers all are floats."""
+    """From the smallest scale of MXFP4 to the largest for which no number overflows."""
     made = ToMxfp4().round(randn(253, 32, seed=1))
     made = Mxfp4Matrix(made.values, torch.arange(253, dtype=torch.uint8).unsqueeze(1))
     x = torch.zeros(32, 32, device=DEVICE).fill_diagonal_(1.0)
@@ -415,7 +415,7 @@ def test_fragments_keep_every_number(form: ToMxfp4 | ToNvfp4, columns: int) -> N
 
 @pytest.mark.parametrize("form", INTEGERS)
 def test_fragments_keep_every_integer(form: str) -> None:
-    """As `grouped_stream_kernels.py` takes them apart."""
+    """Fragments are decoded as in `grouped_stream_kernels.py`."""
     rounding = FORMATS[form]
     assert rounding is not None
     made = rounding.round(randn(64, 256, seed=1) * torch.logspace(-3, 3, 256))

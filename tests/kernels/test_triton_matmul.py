@@ -54,7 +54,7 @@ def randn(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int = 1) -> DenseMatrix:
-    """So that a product of normal numbers is as large as they are."""
+    """A random matrix whose product with normal numbers has unit variance."""
     return DenseMatrix((randn(rows, columns, seed=seed) / columns**0.5).to(dtype))
 
 
@@ -63,7 +63,7 @@ def float8(rows: int, columns: int, seed: int = 1) -> Float8Matrix:
 
 
 def whole(out: Tensor) -> Tensor:
-    """What a linear leaves, added up."""
+    """The sum of the parts that `linear` returns."""
     return out.double().cpu().sum(0) if out.ndim == 3 else out.double().cpu()
 
 
@@ -74,12 +74,12 @@ def assert_near(out: Tensor, truth: Tensor, roundings: float = 1, tiny: float = 
 
 
 def assert_same(out: Tensor, other: Tensor) -> None:
-    """To the last bit."""
+    """Assert that all bits are equal."""
     assert_close(out, other, rtol=0, atol=0)
 
 
 def assert_same_sums(out: Tensor, other: Tensor) -> None:
-    """To the last bit; but the interpreter leaves sums to numpy, whose order follows the shapes."""
+    """Assert equal bits; the interpreter sums with numpy, whose order depends on shapes."""
     tiny = 0.0 if ON_GPU else 2 * torch.finfo(out.dtype).eps + 2e-6
     assert_close(out, other, rtol=tiny, atol=tiny)
 
@@ -158,7 +158,7 @@ if ON_GPU:
 def test_norm_linears(
     case: tuple[int, int, int, int], dtype: torch.dtype, column: Ops, biased: bool
 ) -> None:
-    """With and without a residual, after a sum and after parts of one."""
+    """With and without a residual, for whole addends and for addends in parts."""
     rows, width, depth, parts = case
     norm = Norm(1 + 0.3 * randn(depth, seed=4, dtype=dtype), 1e-3)
     weight = matrix(2 * width, depth, dtype)
@@ -218,7 +218,7 @@ def test_post_norms(dtype: torch.dtype, column: Ops) -> None:
 
 
 def test_a_linear_goes_on_in_the_next_norm() -> None:
-    """What the column leaves undone, it also takes."""
+    """A norm adds the parts that a linear op returns."""
     dtype = HALVES[-1]
     x, weight = randn(5, 2048, dtype=dtype), matrix(64, 2048, dtype)
     residual, norm = randn(5, 64, seed=3, dtype=dtype), Norm(randn(64, dtype=dtype), 1e-6)

@@ -57,7 +57,7 @@ def assert_near(out: Tensor, truth: Tensor, roundings: float = 1, tiny: float = 
 
 
 def assert_same(out: Tensor, other: Tensor) -> None:
-    """To the last bit."""
+    """Assert that all bits are equal."""
     assert_close(out, other, rtol=0, atol=0, equal_nan=True)
 
 

@@ -133,7 +133,7 @@ def test_verify(name: str, most_drafts: int, vocab_size: int, layouts: tuple[boo
 
 
 def test_sampled_requests_are_neither_all_accepted_nor_all_refused() -> None:
-    """So that `test_verify` sees recovered tokens of both kinds, and bonus tokens."""
+    """So `test_verify` tests both recovered and bonus tokens."""
     state = make_state(LEAN, 151)
     counts = [0, 0, 0]
     for seed in range(20):

@@ -91,7 +91,7 @@ def test_four_adapters_in_a_batch_give_the_texts_of_merged_models(
     tiny_heads: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In chunks, after preemptions and prefix hits, and beside requests without any."""
+    """With chunks, preemptions, prefix hits, and requests without an adapter in the batch."""
     if steps == "padded":
         use_padded_steps(monkeypatch)
     case = {"drafter": drafter, "k": k}
@@ -230,7 +230,7 @@ def test_more_adapters_than_slots_take_turns(adapted: Adapted, tiny_target: str)
 def test_a_text_and_its_numbers_do_not_depend_on_the_adapters_beside_it(
     adapted: Adapted, tiny_target: str, tiny_draft: str
 ) -> None:
-    """To the bit where the C++ kernels serve, with a seed as well."""
+    """Bit for bit with the C++ kernels, also for seeded requests."""
     speculative = {"model": tiny_draft, "num_speculative_tokens": 3}
     llm = serving(tiny_target, speculative, dtype="bfloat16", num_kv_blocks=400)
     if not llm.engine.resolved.reasons or "cpu" not in _backend():

@@ -95,7 +95,7 @@ def check_broken(llm: LLM, output: RequestOutput, given: int = 0) -> None:
 def test_a_request_whose_logits_are_no_numbers_ends_alone(
     wish: str, drafts: bool, form: str, tmp_path: Path, tiny_target: str, tiny_draft: str
 ) -> None:
-    """Its prompt holds a token with a broken embedding; its blocks are used again by others."""
+    """Its prompt has a token with a NaN embedding; its blocks are reused by other requests."""
     draft = tiny_draft if drafts else None
     expected = tokens(make(tiny_target, draft).generate(PROMPTS, WISHES[wish]))
     llm = make(checkpoint(tmp_path, embedding_row), draft)

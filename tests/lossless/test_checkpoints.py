@@ -116,7 +116,7 @@ class Talks:
         )
 
     def run(self, llm: LLM) -> list[RequestOutput]:
-        """All of them, with the text checked."""
+        """Run all requests, and check the texts."""
         outputs: list[RequestOutput] = []
         for prompts, expected in zip(self.prompts, self.expected, strict=True):
             outputs += llm.generate(prompts, self.params)
@@ -257,7 +257,7 @@ def test_a_step_in_flight_includes_the_drafts_accepted_last(
 
 
 def record_drafts(llm: LLM) -> dict[tuple[int, ...], list[int]]:
-    """What is drafted after each text from here on."""
+    """Record all further drafts."""
     drafter, seen = llm.engine._step._drafter, {}
     propose = drafter.propose
 

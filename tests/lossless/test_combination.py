@@ -108,7 +108,7 @@ LOOKUPS: dict[str, dict[str, Any]] = {
 def test_a_drafter_that_was_passed_over_guesses_as_though_it_had_not(
     padded: bool, name: str, first: str, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it guesses after others' tokens is what it guesses after a prompt of as many."""
+    """Its drafts after tokens that others drafted equal those after a prompt of these tokens."""
     plain = tokens(models.llm(None).generate(PROMPTS, GREEDY))
     if padded:
         use_padded_steps(monkeypatch)
@@ -237,7 +237,7 @@ def test_beyond_the_last_ones_length_the_others_go_on(
 
 
 def test_a_drafter_that_can_make_up_for_it_is_left_out_of_exact_steps(models: Models) -> None:
-    """Its passes cost something there; but prefixes do not wait for it for long."""
+    """Its passes would cost time there; prefixes are indexed only a little later."""
     repeated = {"prompt_token_ids": [1, 2, 3, 4] * 3}
     long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logit_bias={7: 50.0})
     llm = models.following(LOOKUPS["ngram"], "draft_model")

@@ -148,7 +148,7 @@ def demo(config: dict[str, Any] | None, **options: Any) -> LLM:
 
 
 def requests(number: int) -> tuple[list[str], list[SamplingParams]]:
-    """So many seeds, over the demo's held-out prompts in turn."""
+    """This number of seeds, for the demo's held-out prompts in turn."""
     lines = resources.files("slipstream.demo").joinpath("prompts/held_out.jsonl").read_text()
     found = [json.loads(line).get("prompt") for line in lines.splitlines()]
     known = [text[:300] for text in found if text]
@@ -160,7 +160,7 @@ def requests(number: int) -> tuple[list[str], list[SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def plain() -> Callable[[int], list[list[list[int]]]]:
-    """What plain decoding says to so many requests, one by one."""
+    """The outputs of plain decoding, one request at a time."""
     known: list[list[list[int]]] = []
 
     def first(number: int) -> list[list[list[int]]]:
@@ -177,7 +177,7 @@ def plain() -> Callable[[int], list[list[list[int]]]]:
     "name", ["draft", pytest.param("subset", marks=pytest.mark.full), "eagle3"]
 )
 def test_in_bfloat16(name: str, plain: Callable[[int], Any]) -> None:
-    """In batches and in chunks; some requests are preempted."""
+    """With batches, chunks and preemptions."""
     llm = demo(
         {**DRAFTERS[name], "num_speculative_tokens": 4},
         max_num_batched_tokens=48,

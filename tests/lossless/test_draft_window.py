@@ -183,7 +183,7 @@ def test_every_draft_of_a_head_sees_the_window(
 def test_a_first_round_reads_an_excerpt_as_though_it_were_the_text(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two layers: the keys of the second follow from what rows of the same pass see."""
+    """With two layers, keys of the second one depend on what rows of the same pass attend to."""
     drafted = record_drafts(monkeypatch)
     llm = make({"model": "target"}, max_num_batched_tokens=40)
     for prompt in make_prompts(8):

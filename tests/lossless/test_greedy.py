@@ -87,7 +87,7 @@ def check(
 
 
 def plain_tokens(target: str, batch: int, asked: Any, dtype: str = "auto") -> list[list[int]]:
-    """What is said without speculation, of which many cases share one."""
+    """The tokens without speculation, which are cached since many cases share them."""
     key = f"{target} {batch} {asked} {dtype}"
     if key not in _PLAIN:
         llm = make_llm(target, None, {"dtype": dtype, "rows": 512, "blocks": 400})

@@ -124,7 +124,7 @@ def texts(llm: LLM, given: list[Any], seeded: bool) -> list[Text]:
 
 @pytest.fixture(scope="module")
 def plain(models: Callable[[str], str]) -> Callable[[str, bool], list[Text]]:
-    """What each prompt gives alone, in a new engine."""
+    """The output of each prompt alone, in a new engine."""
 
     def run(family: str, seeded: bool) -> list[Text]:
         llm = make(models(family), enable_prefix_caching=False)
@@ -211,7 +211,7 @@ def test_lookups_pass_over_images(
 
 
 def record_guesses(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """What drafters that look up guess from now on, one request after another."""
+    """Record all further guesses of lookup drafters, request by request."""
     found: list[list[int]] = []
     propose, prepare = NgramDrafter.propose, SuffixDrafter.prepare
 

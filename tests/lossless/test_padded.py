@@ -34,7 +34,7 @@ DRAFTERS = ("none", "ngram", "draft_model")
 
 @dataclass
 class Ahead:
-    """What an engine's scheduler planned ahead.
+    """The steps that an engine's scheduler planned ahead.
 
     Attributes:
         batches: the steps.
@@ -107,7 +107,7 @@ def assert_equal(output: RequestOutput, wanted: RequestOutput) -> None:
 
 
 def check_empty(llm: LLM) -> None:
-    """Nothing is left of the requests."""
+    """Check that no request is left."""
     scheduler = llm.engine.scheduler
     scheduler.check_invariants()
     assert not scheduler.has_unfinished
@@ -177,7 +177,7 @@ def pair(request: pytest.FixtureRequest, make: Maker) -> Pair:
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[Any]:
-    """Each begins with a stretch that comes again, so that n-grams are found."""
+    """Random prompts that begin with repeated tokens, so that n-grams are found."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randint(1, VOCAB_SIZE, (size,), generator=generator) for size in lengths]
     return [{"prompt_token_ids": [*ids[:4].tolist(), *ids.tolist()]} for ids in drawn]
@@ -247,7 +247,7 @@ def test_every_wish_may_stand_beside_every_other(pair: Pair) -> None:
 def test_packed_steps_say_what_exact_ones_say(
     drafter: str, make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With different numbers of draft tokens in one batch, none among them."""
+    """The requests of a batch have different numbers of draft tokens, 0 among them."""
     options: dict[str, Any] = {"enable_prefix_caching": False}
     if drafter == "block":
         config = {"model": make.draft, "rejection_sample_method": "block"}
@@ -496,7 +496,7 @@ def test_streams_may_be_interleaved(pair: Pair) -> None:
 
 
 def test_preemptions_and_chunks_change_no_sampled_text_without_a_drafter(make: Maker) -> None:
-    """In a cache that is too small, with penalties, whose counts must survive."""
+    """The cache is too small, and penalties must keep their counts."""
     params = seeded(max_tokens=40, presence_penalty=0.5, top_k=20)
     roomy = make.one("none").generate(PROMPTS, params)
     llm, ahead = make.padded("none", num_kv_blocks=12, max_num_batched_tokens=16, max_num_seqs=5)

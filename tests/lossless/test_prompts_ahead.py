@@ -68,7 +68,7 @@ def test_chunks_and_batches_of_prompts_say_what_plain_decoding_says(
 
 @pytest.mark.parametrize("ending", ["max_tokens", "stop_token", "bad_words", "prompt_logprobs"])
 def test_prompts_end_with_their_first_token(engines: tuple[LLM, LLM, Ahead], ending: str) -> None:
-    """What the host has to see is waited for beside prompts that go on."""
+    """The host waits for the results that it needs, beside prompts that continue."""
     plain, llm, ahead = engines
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     whole = plain.generate(PROMPTS, greedy)

@@ -120,7 +120,7 @@ def test_sampled_output_has_the_targets_distribution(
 def test_padded_steps_sample_from_the_targets_distribution(
     name: str, pair: tuple[str, str], heads: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where steps are captured."""
+    """With steps that are padded as captured ones are."""
     check(CASES[name], pair, heads, monkeypatch)
 
 
@@ -161,7 +161,7 @@ def draw(
     params: dict[str, Any],
     heads: Mapping[str, str] | None = None,
 ) -> Counter[tuple[int, ...]]:
-    """How often each output came, over requests with different seeds."""
+    """Count the outputs of requests with different seeds."""
     target, draft = pair
     speculative: dict[str, Any] | None = {
         "draft": {"model": draft},
@@ -202,7 +202,7 @@ def draw(
 
 
 def drawn_from(llm: LLM, sampling: SamplingParams, *, is_drafted: bool) -> Counter[tuple[int, ...]]:
-    """How often each output came; where tokens are drafted, some must be accepted."""
+    """Count the outputs; with a drafter, some draft tokens must be accepted."""
     lot = [{"prompt_token_ids": PROMPT}] * (SAMPLES // LOTS)
     outputs = [output for _ in range(LOTS) for output in llm.generate(lot, sampling)]
     if is_drafted:
@@ -214,7 +214,7 @@ def drawn_from(llm: LLM, sampling: SamplingParams, *, is_drafted: bool) -> Count
 
 @cache
 def next_logits(target: str) -> dict[tuple[int, ...], np.ndarray]:
-    """What follows the prompt and each beginning of an output, by plain forward passes."""
+    """The logits after the prompt and after each prefix of an output, from plain forward passes."""
     llm = LLM(target, skip_tokenizer_init=True, num_kv_blocks=2000)
     prefixes = [p for size in range(LENGTH) for p in product(range(VOCAB), repeat=size)]
     outputs = llm.generate(

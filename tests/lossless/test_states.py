@@ -111,7 +111,7 @@ def test_output_is_the_plain_output(
 def test_after_every_round_the_state_is_that_of_a_fresh_prompt(
     k: int, steps: str, models: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With each number of accepted tokens from 0 to K in turn."""
+    """Each number of accepted tokens from 0 to K occurs in turn."""
     monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
     target, (prompt,) = models("qwen3_5_text"), make_prompts(1)
     case = {"rows": 24, "blocks": 400}
@@ -137,7 +137,7 @@ def test_after_every_round_the_state_is_that_of_a_fresh_prompt(
 
 
 def test_a_model_without_any_attention(tmp_path: Path) -> None:
-    """Its blocks keep nothing, and its prefixes are resumed from checkpoints alone."""
+    """Its blocks have no memory, and its prefixes are resumed from checkpoints only."""
     target = write_hybrid(tmp_path, "qwen3_5_text", layer_types=[DELTA] * 4)
     prompts, roomy = make_prompts(3), {"rows": 512, "blocks": 400}
     expected = tokens(make_llm(target, None, roomy).generate(prompts, GREEDY))

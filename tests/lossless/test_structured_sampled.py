@@ -159,7 +159,7 @@ def check(name: str, models: dict[str, str], truth: Outputs) -> None:
 
 
 def draw(name: str, models: dict[str, str], temperature: float = 1.0) -> Counter[tuple[int, ...]]:
-    """How often each output came, with requests that follow no grammar in between."""
+    """Count the outputs, with requests without a grammar in between."""
     config = CASES[name]
     if config is not None:
         config = {"num_speculative_tokens": 5 if name == "tree" else 3, **named(config, models)}

@@ -106,7 +106,7 @@ def oracle(logits: Floats, params: SamplingParams, context: Sequence[int]) -> Fl
 
 
 def exact_conditionals(params: SamplingParams, length: int) -> list[Floats]:
-    """For n = 0..length: [V] * n + [V], the next token given the first n."""
+    """For n = 0..length: the distributions [V] * n + [V] of the next token after the first n."""
     found = []
     logits = TARGET.double().cpu().numpy()
     if not any(getattr(params, name) != neutral for name, neutral in NO_PENALTIES.items()):
@@ -128,7 +128,7 @@ def exact_conditionals(params: SamplingParams, length: int) -> list[Floats]:
 
 @dataclass(frozen=True)
 class Emitted:
-    """What came out.
+    """The tokens that were sampled.
 
     Attributes:
         tokens: [M, LENGTH] int64, the first output tokens.
@@ -350,7 +350,7 @@ BIAS = {"logit_bias": {1: 1.5, 4: 1.0, 6: -100.0}}
 
 
 def unsure(probs: Tensor, column: Tensor) -> Tensor:
-    """As nosy as a stop may be: by what the next token may be."""
+    """A stop that depends on the distribution of the next token, the most that a stop may know."""
     return probs.amax(-1) < 0.3
 
 
@@ -522,7 +522,7 @@ def forget_the_drafted_prefix(monkeypatch: pytest.MonkeyPatch) -> Case:
 
 
 def forget_the_weight(monkeypatch: pytest.MonkeyPatch) -> Case:
-    """What follows the accepted prefix of a block is sampled as after a refused token."""
+    """Sample the token after the accepted prefix of a block as after a rejected token."""
     judge = reference._accept_block
 
     def unweighted(*args: Any) -> tuple[Tensor, Tensor]:
@@ -534,7 +534,7 @@ def forget_the_weight(monkeypatch: pytest.MonkeyPatch) -> Case:
 
 
 def judge_prefixes_by_weight(monkeypatch: pytest.MonkeyPatch) -> Case:
-    """As though each prefix of a block were the whole of it."""
+    """Verify each prefix of a block as if it were the whole block."""
     judge = reference.accepted_prefix
     monkeypatch.setattr(
         reference, "accepted_prefix", lambda weights, masses, *rest: judge(weights, weights, *rest)

@@ -74,7 +74,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def expected(models: Models) -> list[list[int]]:
-    """What one table for all layers gives."""
+    """The outputs with one block table for all layers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CacheLayout, "window", lambda *_: None)
         llm = make_llm(models, {"drafter": "none", "rows": 512, "blocks": 200})
@@ -146,7 +146,7 @@ def test_samples_of_one_prompt_are_those_of_one_table(models: Models, drafter: s
 
 
 def test_requests_outgrow_a_cache_of_windows(tmp_path: Path) -> None:
-    """All layers have a window: 7 blocks of 4 tokens carry a request of 100."""
+    """All layers have a window: 7 blocks of 4 tokens suffice for a request of 100."""
     shape = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}
     target = str(write_qwen3(tmp_path / "target", layer_types=[SLIDING] * 2, **shape))
     per_token = 2 * 2 * 2 * 16 * 4

@@ -120,7 +120,7 @@ def test_factors_are_read_with_their_scale(
 def test_names_within_a_model_that_also_sees_are_found(
     inside: str, tiny_target: str, tmp_path: Path, slots: AdapterSlots
 ) -> None:
-    """Also in `target_modules`, where whole names are those within the model that sees."""
+    """Also in `target_modules`, where full names are those of the multimodal model."""
     named: tuple[str, ...] = ALL
     if inside:
         own = (it.removeprefix("model.layers.") for it in slots.modules)

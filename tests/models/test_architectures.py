@@ -217,7 +217,7 @@ def tiny(architecture: str, **changes: Any) -> Json:
 
 
 def built_by_transformers(content: Json) -> DecoderConfig:
-    """What the network has that transformers builds from the same config.json."""
+    """The properties of the network that transformers builds from the same config.json."""
     network_class = CLASSES[content["architectures"][0]]
     config = network_class.config_class.from_dict(copy.deepcopy(content))
     with torch.device("meta"):
@@ -236,7 +236,7 @@ def built_by_transformers(content: Json) -> DecoderConfig:
 
 
 def layer_of(layer: Any, config: Any) -> LayerSpec:
-    """What one layer of transformers has."""
+    """The properties of one layer of transformers."""
     attention = layer.self_attn
     head_dim = attention.head_dim
     mixer = AttentionSpec(
@@ -286,7 +286,7 @@ def feed_forward_of(mlp: Any) -> FeedForwardSpec:
 
 
 def without_names(config: DecoderConfig) -> DecoderConfig:
-    """What transformers' modules do not tell: rotations, and names of tensors in checkpoints."""
+    """The properties that transformers' modules do not show: rotations, and tensor names."""
     layers = tuple(
         replace(layer, feed_forward=replace(layer.feed_forward, names=ExpertNames()))
         if isinstance(layer.feed_forward, ExpertsSpec)

@@ -139,7 +139,7 @@ def test_an_unreachable_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_the_hub_does_not_give(
     kind: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client says "401 Client Error" first."""
+    """The message of its client begins with "401 Client Error"."""
     from huggingface_hub import errors
 
     error = getattr(errors, kind).__new__(getattr(errors, kind))

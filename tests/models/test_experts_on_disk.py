@@ -64,7 +64,7 @@ def spec(count: int = COUNT, alternating: bool = False) -> ExpertsSpec:
 
 
 def unquantized() -> dict[str, Tensor]:
-    """What no format quantises."""
+    """The tensors that no format quantises."""
     return {
         f"{LAYER}.post_attention_layernorm.weight": torch.ones(WIDTH),
         f"{LAYER}.mlp.router.weight": torch.randn(COUNT, WIDTH),
@@ -220,7 +220,7 @@ def replaced(name: str, tensor: Tensor | None) -> Change:
 
 
 def poisoned(name: str, value: float) -> Change:
-    """With one number of a tensor changed."""
+    """A checkpoint in which one number of a tensor is changed."""
 
     def change(found: dict[str, Tensor]) -> dict[str, Tensor | None]:
         tensor = found[f"{LAYER}.mlp.{name}"].clone()

@@ -33,7 +33,7 @@ def load(folder: Path) -> Any:
 
 
 def write_settings(folder: Path, **settings: Any) -> None:
-    """With hf_quant_config.json in place of a quantization_config."""
+    """A checkpoint with hf_quant_config.json instead of a quantization_config."""
     edit_config(folder, quantization_config=None)
     content = {"producer": {"name": "modelopt"}, "quantization": settings}
     (folder / "hf_quant_config.json").write_text(json.dumps(content))
@@ -156,7 +156,7 @@ def test_lists_that_fit(
 
 
 def test_lists_may_name_a_tower(tmp_path: Path) -> None:
-    """Whose modules are not the language model's."""
+    """The modules of a vision tower are not the language model's."""
     from safetensors.torch import save_file
 
     write_quantized(tmp_path, modelopt(ignore=["lm_head", "model.visual*"]))
@@ -223,7 +223,7 @@ def of_quark(*path: str, **changes: Any) -> dict[str, Any]:
 
 
 def changed(style: Format, *path: str, **changes: Any) -> dict[str, Any]:
-    """Its quantization_config with keys of an object within it changed."""
+    """A quantization_config in which keys of a nested object are changed."""
     config: dict[str, Any] = json.loads(json.dumps(style.config))
     inner = config
     for key in path:

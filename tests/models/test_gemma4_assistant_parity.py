@@ -37,13 +37,13 @@ OPTIONS = LoadOptions(
 
 @pytest.fixture(autouse=True)
 def all_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the property said until it began to ask for a layer that does not (5.23 does)."""
+    """The property's older value: newer versions read an attribute that is missing (5.23)."""
     modes = property(lambda config: ["reuse"] * config.num_hidden_layers)
     monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", modes)
 
 
 def export(folder: Path, ordered: bool) -> Gemma4AssistantForCausalLM:
-    """As the library saves one: heads of another size in the last layer, which turn in part."""
+    """Write a head as the library does: the last layer has other head sizes and partial rope."""
     text = Gemma4TextConfig(
         vocab_size=VOCAB,
         hidden_size=24,

@@ -68,7 +68,7 @@ KINDS: dict[str, tuple[FeedForwardSpec, str, dict[str, Any]]] = {
 
 
 class Nothing(nn.Module):
-    """In the place of attention."""
+    """Takes the place of attention."""
 
     def forward(self, hidden_states: Tensor, **others: Any) -> tuple[Tensor, None]:
         return torch.zeros_like(hidden_states), None

@@ -346,7 +346,7 @@ def test_the_progress_bar_is_told_of_every_byte(folder: Path) -> None:
 
 
 def test_a_part_can_be_asked_for_alone(folder: Path) -> None:
-    """As drafters do, whose layers have other names."""
+    """Drafters do so, whose layers have other names."""
     source = CheckpointSource(Checkpoint(folder), torch.float32, CPU)
     tensors = stored(folder)
     parts = [Part(LAYER + "mlp_norm", 1)]

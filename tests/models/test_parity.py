@@ -148,7 +148,7 @@ def age(file: Path) -> None:
 
 
 def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """What transformers makes of the directory."""
+    """The model that transformers reads from the directory."""
     (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
     model = getattr(transformers, architecture)
     return model.from_pretrained(folder, dtype=dtype, attn_implementation="eager")

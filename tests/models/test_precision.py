@@ -203,7 +203,7 @@ class _Oracle(ReferenceOps):
 
 
 def _nearest(x: Tensor) -> Tensor:
-    """To the nearest number of e4m3, ties to even: three bits after the leading one, from 2^-6."""
+    """Round to e4m3, ties to even: three bits after the leading one, from 2^-6 on."""
     step = torch.exp2(torch.floor(torch.log2(x.abs().clamp_min(2.0**-6))) - 3)
     return torch.round(x / step) * step
 
@@ -243,7 +243,7 @@ def tokens(target: str, load_format: str = "twin", **options: Any) -> tuple[list
 
 @cache
 def whole_tokens(target: str) -> list[int]:
-    """What the target says without quantisation."""
+    """The target's tokens without quantisation."""
     return tokens(target)[0]
 
 

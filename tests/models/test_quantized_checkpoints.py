@@ -433,7 +433,7 @@ def test_fp8_rows_are_not_batch_invariant_on_a_gpu(monkeypatch: pytest.MonkeyPat
 
 
 def changed(style: Format, *path: str, **changes: Any) -> dict[str, Any]:
-    """Its quantization_config with keys of an object within it changed."""
+    """A quantization_config in which keys of a nested object are changed."""
     config: dict[str, Any] = json.loads(json.dumps(style.config))
     inner = config
     for key in path:

@@ -116,7 +116,7 @@ DEEPSEEK = Case(
 
 @pytest.mark.usefixtures("plain_torch")
 def test_latent_attention_in_blocks_of_fp8(tmp_path: Path) -> None:
-    """As DeepSeek-V3 is published: kv_b_proj too, of which two matrices are made."""
+    """As in DeepSeek-V3, kv_b_proj is quantised too, and is split into two matrices."""
     folder = write_checkpoint(DEEPSEEK, tmp_path / "m")
     meant = quantised(folder, FORMATS["fp8"], lambda it: "proj" in it, {})
     stored = load_file(folder / "model.safetensors")
@@ -235,7 +235,7 @@ def test_experts_of_gpt_oss_one_by_one(name: str, gpt_oss: Path, tmp_path: Path)
 def test_experts_by_the_fastest_kernels(
     name: str, qwen3: Path, gpt_oss: Path, tmp_path: Path
 ) -> None:
-    """Which add up in their own order."""
+    """The kernels sum in their own order."""
     folder = copied(gpt_oss if name == "fused" else qwen3, tmp_path / "m")
     if name == "fused":
         meant = fused_mxfp4(folder)
@@ -249,7 +249,7 @@ def test_experts_by_the_fastest_kernels(
 def test_bytes_of_experts_are_known_beforehand(
     load_format: str, gpt_oss: Path, tmp_path: Path
 ) -> None:
-    """Also of random weights, of which experts alone have four bits."""
+    """Also for random weights, of which only experts have four bits."""
     folder = copied(gpt_oss, tmp_path / "m")
     fused_mxfp4(folder)
     checkpoint = Checkpoint(folder)

@@ -45,7 +45,7 @@ NORM = [Part(f"{LAYER}input_layernorm.weight", 48)]
 
 
 def slices(whole: Tensor, parts: list[Part], rank: int) -> Tensor:
-    """What a rank has of whole parts, told anew."""
+    """A rank's slices of whole parts, computed independently."""
     kept, start = [], 0
     for part in parts:
         block = whole[start : start + part.rows]
@@ -140,7 +140,7 @@ def load(folder: Path, share: Share, **options: Any) -> Decoder:
 
 
 def matrices(network: Decoder) -> dict[str, tuple[Weight, list[Part]]]:
-    """With the parts that they are made of, whole."""
+    """The matrices of a network, and the whole parts that they are made of."""
     found: dict[str, tuple[Weight, list[Part]]] = {}
     for index, layer in enumerate(network.layers):
         spec, inner = network.config.attention, network.config.intermediate_size

@@ -42,7 +42,7 @@ FORMATS: dict[str, Format] = {
 
 
 def shared_logits(folder: Path, num_ranks: int) -> Tensor:
-    """From ranks that have a share each; all of them have all of the odd vocabulary."""
+    """Logits of ranks that each have a share; all ranks have the whole odd vocabulary."""
     prompts = [prompt[:20] for prompt in make_prompts()]
 
     def logits(columns: Columns) -> Tensor:

@@ -316,7 +316,7 @@ def load(folder: Path, share: Share) -> Decoder:
 def test_stacked_matrices_are_read_as_they_are_stored(
     name: str, tmp_path: Path, plain_torch: None
 ) -> None:
-    """Also where ranks share them: each has its rows of query, key and value."""
+    """Also for several ranks, each with its rows of query, key and value."""
     meant = write_quantized(tmp_path, STORED[name], fuse=True)
     whole = meant["model.layers.0.self_attn.qkv_proj.weight"]
     ranks = [Share(rank, 2, reduce=lambda x: x, gather=lambda x: x) for rank in range(2)]

@@ -220,7 +220,7 @@ def test_importing_is_lean() -> None:
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_weights_are_read(tmp_path: Path) -> None:
-    """Whose table of embeddings has fewer rows; the weights are not even there."""
+    """The embedding table has fewer rows than the tokenizer; the weights do not even exist."""
     folder = write_qwen3(tmp_path / "model", vocab_size=96)
     (folder / "model.safetensors").unlink()
     write_tokenizer(folder, [f"w{number}" for number in range(97)])

@@ -33,7 +33,7 @@ def mixed(adapters: Sequence[LoRARequest]) -> list[LoRARequest | None]:
 
 
 def texts_of_one(model: str, adapters: Sequence[LoRARequest], ranked: Opener) -> list[Any]:
-    """What one process says."""
+    """The texts of one process."""
     llm = ranked(model, tensor_parallel_size=1, enable_lora=True)
     return tokens(llm.generate(make_prompts(8), GREEDY, mixed(adapters)))
 
@@ -57,7 +57,7 @@ def test_two_ranks_say_what_one_says(
     tmp_path: Path,
     ranked: Opener,
 ) -> None:
-    """In fewer slots than adapters; the target as its own drafter has its adapters as well."""
+    """With fewer slots than adapters; adapters also apply where the target drafts for itself."""
     adapters = requests_of(tmp_path, tiny_target)
     expected = texts_of_one(tiny_target, adapters, ranked)
     own = drafter is not None and drafter.get("model") == "self"
@@ -108,7 +108,7 @@ def test_modules_of_every_form_are_shared(kind: str, tmp_path: Path, ranked: Ope
 def test_adapters_come_and_go_on_all_ranks(
     tiny_target: str, tmp_path: Path, ranked: Opener
 ) -> None:
-    """Another adapter of the same name, in a slot that was used before, is another one."""
+    """An adapter with a used name in a used slot is another adapter."""
     adapters = requests_of(tmp_path, tiny_target)
     expected = texts_of_one(tiny_target, adapters, ranked)
     llm: LLM = ranked(tiny_target, enable_lora=True, max_loras=1)

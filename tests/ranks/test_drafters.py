@@ -242,7 +242,7 @@ def test_grammars_are_walked_by_the_leader(ranked: Opener) -> None:
 def test_a_step_that_fails_is_undone_on_all_ranks(
     models: tuple[str, str, dict[str, str]], ranked: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the leader's own part, and where all have begun."""
+    """The step fails in the leader's own part, and where all ranks take part."""
     target, draft, _ = models
     prompts = make_prompts(3)
     expected = tokens(ranked(target, tensor_parallel_size=1).generate(prompts, GREEDY))
@@ -268,7 +268,7 @@ def test_a_step_that_fails_is_undone_on_all_ranks(
 def test_two_ranks_write_checkpoints_of_drafts_that_were_accepted_last(
     tmp_path: Path, ranked: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank includes them in its share of the states, from which the next turn is resumed."""
+    """Each rank includes them in its share of the states, and the next turn resumes from it."""
     target = str(write_hybrid(tmp_path / "target", "qwen3_next"))
     drafter = {
         "model": str(write_qwen3(tmp_path / "draft")),

@@ -234,7 +234,7 @@ def test_requests_of_all_kinds(name: str, models: Models, ranked: Opener) -> Non
 
 
 def test_adapters_are_whole_on_each_rank(tmp_path: Path, ranked: Opener) -> None:
-    """In fewer slots than adapters."""
+    """With fewer slots than adapters."""
     target, prompts = str(write_mixture(tmp_path / "target", "glm4_moe")), make_prompts(8)
     modules = ("q_proj", "o_proj")
     paths = [write_adapter(tmp_path / it, target, seed=int(it), targets=modules) for it in "012"]
@@ -252,7 +252,7 @@ def test_adapters_are_whole_on_each_rank(tmp_path: Path, ranked: Opener) -> None
 def test_each_rank_walks_the_grammars_of_its_requests(
     padded: bool, tmp_path: Path, ranked: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where other requests' steps are captured, and after a preemption."""
+    """Also where steps of other requests are captured, and after a preemption."""
     demo = resolve_checkpoint("demo")
     kept = {"vocab_size": Checkpoint(demo).config["vocab_size"]}
     target = write_mixture(tmp_path / "target", "qwen3_moe", **kept)
@@ -304,7 +304,7 @@ def test_a_step_that_fails_is_undone(
 def test_a_rank_that_fails_alone_fails_with_the_other(
     place: int, models: Models, ranked: Opener, loads: list[list[int]]
 ) -> None:
-    """Only the request that makes its rank fail ends with an error."""
+    """Only the request that causes the failure ends with an error."""
     prompts: list[Any] = make_prompts(4)
     expected = tokens(alone(ranked, models["target"]).generate(prompts, REQUESTS[:4]))
     bad = {"prompt_token_ids": [95, *prompts[0]["prompt_token_ids"]]}
@@ -376,7 +376,7 @@ def test_an_error_behind_the_pass_of_one_rank_is_told(
 def test_requests_end_with_an_error_when_a_rank_is_lost(
     models: Models, ranked: Opener, pool: Pool
 ) -> None:
-    """Also those that it did not run."""
+    """Requests of the other ranks end as well."""
     llm = apart(ranked, models["target"])
     (follower,) = pool.followers(2).processes
     outputs = llm.stream(make_prompts(4), REQUESTS[0])

@@ -218,7 +218,7 @@ def test_followers_end_with_their_leader(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_server_ends_when_a_rank_is_killed(busy: bool) -> None:
-    """Also one that listens already and has not yet begun to serve."""
+    """Also a server that listens but does not serve yet."""
     with process(0, "-tp", "2") as server:
         followers = children(server.popen.pid)
         assert followers

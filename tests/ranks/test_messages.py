@@ -38,7 +38,7 @@ def planned(requests: list[Request], ranks: list[int]) -> Batch:
 
 
 def test_a_rank_walks_the_grammars_of_its_own_requests() -> None:
-    """Also of one that comes from another rank, from the beginning of its output."""
+    """A request that moves from another rank is walked from the beginning of its output."""
     compiled: list[str | None] = []
 
     def make(structured: StructuredOutput, stop_token_ids: frozenset[int]) -> Any:

@@ -108,7 +108,7 @@ def test_where_one_does_not_reach_another_none_has_inboxes(driver: Driver) -> No
 
 
 def test_a_channel_is_not_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its epochs would begin anew with each replay."""
+    """Its counter would start again with each replay."""
     device, ended = torch.device("cuda"), torch.zeros(1, dtype=torch.int32)
     inboxes = Inboxes(0, 2, [0, 1 << 20], 1 << 20, device, ended, 1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

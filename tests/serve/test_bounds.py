@@ -119,7 +119,7 @@ def test_a_body_with_too_many_values_is_not_parsed() -> None:
 
 
 def test_hostile_bodies_are_read_within_a_second() -> None:
-    """Each took 1 to 16 s; processor time, so that a busy machine does not count."""
+    """Each once took 1 to 16 s; processor time is measured, as machines may be busy."""
     slow = []
     for body in hostile_bodies():
         began = time.thread_time()

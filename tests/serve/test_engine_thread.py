@@ -494,7 +494,7 @@ def test_work_that_is_queued_when_the_thread_ends_is_resolved(
             waits: list[asyncio.Task[None]] = []
 
             def queue_more() -> None:
-                """On the engine's thread: what is queued now is behind its last look."""
+                """Runs on the engine's thread, after its last look at the queue."""
                 asyncio.run_coroutine_threadsafe(queue(), loop).result()
                 if how == "killed":
                     raise SystemExit

@@ -102,7 +102,7 @@ def process(port: int = 0, *flags: str) -> Iterator[Process]:
 
 
 def texts(stream: bytes) -> list[str]:
-    """What the events of a complete stream hold."""
+    """The texts of the events of a complete stream."""
     *events, done, rest = stream.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]

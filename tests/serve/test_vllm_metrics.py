@@ -95,7 +95,7 @@ def test_answers_are_counted_by_their_class(tiny_target: str) -> None:
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-    """With the status that the path names, else 200."""
+    """Answer with the status that the path names, else 200."""
     status = scope["path"][1:]
     start = {"type": "http.response.start", "status": int(status) if status.isdigit() else 200}
     await send({**start, "headers": []})

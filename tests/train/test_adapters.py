@@ -40,7 +40,7 @@ def merged(taught_target: str, adapter: Path, tmp_path_factory: pytest.TempPathF
 def test_the_target_teaches_what_its_adapter_makes_of_it(
     quantised: bool, taught_target: str, adapter: Path, merged: str, tmp_path: Path
 ) -> None:
-    """Also beside quantised weights, which nothing has to be merged into."""
+    """Also with quantised weights, since adapters are not merged."""
     model = taught_target
     if quantised:
         model, whole = str(tmp_path / "quantised"), tmp_path / "whole"

@@ -225,7 +225,7 @@ def test_a_dflash_drafter(
 
 
 def test_an_mtp_module(taught_target: str, own_words: Path, tmp_path: Path) -> None:
-    """Its first position; in later ones the library lets a row see what others drafted."""
+    """Only its first position: in later ones the library lets rows attend to other rows' drafts."""
     from speculators.models.mtp import MTPDraftModel
 
     trained = run_training(settings("mtp", taught_target, own_words, tmp_path, steps=6))

@@ -49,7 +49,7 @@ def test_a_quantised_target_teaches_what_its_numbers_mean(
 
 @pytest.mark.parametrize("kind", ["p-eagle", "draft"])
 def test_a_gguf_target_is_trained_for(kind: str, own_words: Path, tmp_path: Path) -> None:
-    """In its own dtype; a draft model gets its tokenizer, and each head may have its embedding."""
+    """In its own dtype; draft models get its tokenizer, and heads may have its embedding."""
     folder = write_qwen3(tmp_path / "target", **WIDE, vocab_size=512, num_hidden_layers=3)
     words = Checkpoint(byte_level(tmp_path / "words.gguf")).container.metadata
     words = {key.replace(".", "__"): value for key, value in words.items()}
@@ -125,7 +125,7 @@ STEPS = {"eagle3": 40, "p-eagle": 2, "dflash": 2, "medusa": 2, "mtp": 2, "draft"
 def test_drafters_of_a_target_with_experts_are_dense(
     kind: str, gpt_oss: tuple[str, Path], tmp_path: Path
 ) -> None:
-    """With more steps some of what they draft is accepted."""
+    """With more steps, some draft tokens would be accepted."""
     target, words = gpt_oss
     heads = {"norm_before_fc": True, "aux_layers": (0, 3, 4)}
     options = {"eagle3": heads, "p-eagle": heads, "pard": {"mask_token": 90}}.get(kind, {})

@@ -45,7 +45,7 @@ def next_token(prefix: Sequence[int]) -> int:
 
 
 def plain_output(request: Request, prompt: Sequence[int]) -> list[int]:
-    """What the target says without an engine."""
+    """The target's output without an engine."""
     tokens = list(prompt)
     for count in range(request.max_tokens):
         tokens.append(next_token(tokens))
@@ -58,7 +58,7 @@ def plain_output(request: Request, prompt: Sequence[int]) -> list[int]:
 
 @dataclass
 class Slot:
-    """What the device knows of a request."""
+    """The device's state of a request."""
 
     tokens: list[int]
     computed: int  # tokens in the target's cache
@@ -80,7 +80,7 @@ class Share:
         return f"request {self.item.request.request_id}"
 
     def key(self, tokens: Sequence[int], position: int) -> Tokens:
-        """What the key at a position depends on, and who may read it."""
+        """The inputs that the key at a position depends on, and which rows may read it."""
         return int(self.item.request.cache_salt or 0), *tokens[: position + 1]
 
     def row_tokens(self, guess: Tokens) -> Tokens:
@@ -377,7 +377,7 @@ class World:
             self.window_kv[self.window_place(share, position)] = share.key(tokens, position)
 
     def read_window(self, share: Share, tokens: Sequence[int]) -> None:
-        """What the rows see, from the last token of a prefix hit on, which is computed again."""
+        """What the rows attend to, from the last token of a prefix hit on (computed again)."""
         first_row = share.slot.computed - int(share.item.admitted and share.item.start > 0)
         for position in range(max(0, first_row - self.window + 1), len(tokens)):
             seen = self.window_kv.get(self.window_place(share, position))

@@ -86,7 +86,7 @@ class Machine:
         return report([width] * requests, times, length)
 
     def error(self, model: CostModel, requests: int, width: int, length: int = 100) -> float:
-        """How far the model is off, relative to the truth."""
+        """The relative error of the model."""
         asked = requests, width, requests * (width + 1), requests * length
         return abs(model.seconds(*asked) / self.seconds(*asked) - 1)
 
@@ -193,7 +193,7 @@ def test_follows_a_drift_within_thirty_steps(slower: float) -> None:
 
 @pytest.mark.parametrize("slower", [1.5, 0.65])
 def test_what_is_not_run_follows_the_machine(slower: float) -> None:
-    """Else its estimate would be that of a machine as it was, and be chosen too often or never."""
+    """Otherwise the estimate would be outdated, and its width chosen too often or never."""
     machine = Machine(steep, chain, noise=0.03)
     model = calibrated(machine)
     for index in range(200):
@@ -253,7 +253,7 @@ def test_steps_that_were_disturbed_change_nothing() -> None:
 
 
 def test_the_hosts_share_counts_for_plain_steps_though_none_was_run() -> None:
-    """What is measured at the start is lean; requests of users keep the host busier."""
+    """Calibration has little work on the host; requests of users have more."""
     machine = Machine(attentive, chain, noise=0.03)
     model = calibrated(machine)
     drafting = model.draft_seconds(1, 4, 100)

@@ -152,7 +152,7 @@ def test_wrong_guesses_are_told_and_change_nothing(
     tiny_target: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also when they come in the middle, and with a request of someone else under way."""
+    """Also for guesses in the middle of a text, beside another running request."""
     expected = plain(tiny_target)
     if steps == "padded":
         use_padded_steps(monkeypatch)

@@ -525,7 +525,7 @@ def test_padded_rows_are_the_exact_rows(
 
 
 def test_a_full_batch_has_the_exact_bits(network: Decoder) -> None:
-    """Where no row is padding, the two layouts are one."""
+    """Without padding rows, the two layouts are equal."""
     exact_runner, exact_cache, _ = runner_of(network)
     exact = exact_runner.forward(PassRows(tensor(0, 1, 2), tensor(9, 5, 26), tensor(4, 4, 4)))
     _, padded, cache = padded_pass(network, (4, 4, 4), 3)

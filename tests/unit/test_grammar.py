@@ -45,7 +45,7 @@ def guide_of(grammars: Grammars, *ends: int, **wish: Any) -> GrammarGuide:
 
 
 def allowed(grammars: Grammars, guide: GrammarGuide, tokens: list[int]) -> list[set[str]]:
-    """What may come next, and after each of the tokens; the end as ""."""
+    """The allowed next tokens at first and after each of the tokens; "" is the end."""
     masks = grammars.masks(len(tokens) + 1)
     assert masks.shape[1] == 3
     grammars.fill(masks, [(guide, 0, tokens)])
@@ -152,7 +152,7 @@ def test_what_a_grammar_forces_takes_the_place_of_guesses(
 
 
 def test_forced_tokens_are_all_that_is_allowed(grammars: Grammars) -> None:
-    """So a draft of them is accepted for certain."""
+    """So a draft of forced tokens is always accepted."""
     guide = guide_of(grammars, regex="[12]abca0[ab]")
     path = guide.follow(ids("1"), 9, certain=True)
     rows = allowed(grammars, guide, path.token_ids)

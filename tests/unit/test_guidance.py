@@ -82,7 +82,7 @@ class Rules:
         """Rules need nothing."""
 
     def compile(self, structured: StructuredOutput) -> None:
-        """There is nothing to compile."""
+        """This grammar needs no compilation."""
 
     def guide(self, structured: StructuredOutput, stop_token_ids: frozenset[int]) -> RuleGuide:
         return RuleGuide()
@@ -169,7 +169,7 @@ def run(llm: LLM, sampling: str) -> list[RequestOutput]:
 
 @pytest.fixture(scope="module")
 def plain_runs() -> dict[str, list[RequestOutput]]:
-    """What requests are given without a drafter, by sampling, once it was asked for."""
+    """The requests' outputs without a drafter, sampled on first use."""
     return {}
 
 

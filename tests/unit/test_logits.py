@@ -80,7 +80,7 @@ def processed(logits: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:
 
 
 def processed_row(logits: list[float], request: Request, draft: Sequence[int]) -> list[float]:
-    """What `process` should make of the row after `draft`."""
+    """The expected result of `process` for the row after `draft`."""
     params = request.params
     output = [*request.output_token_ids, *draft]
     counts = Counter(output)

@@ -47,7 +47,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mistake(reader: MediaReader, case: Case) -> str | None:
-    """What is wrong with the answer to a case; None where nothing is."""
+    """The error in the answer to a case; None if there is none."""
     try:
         image = reader.open(case.url)
     except UsageError as error:
@@ -81,7 +81,7 @@ def test_hostile_images_are_refused_in_a_sentence_and_odd_ones_read_right(tmp_pa
     [(6_400, "6400 x 6400"), (10_000, "10000 x 10000"), (60_000, "far too many")],
 )
 def test_too_many_pixels_are_told_with_the_limit(side: int, told: str) -> None:
-    """Also above the numbers at which PIL warns and then refuses by itself."""
+    """Also for more pixels than those at which PIL warns, and then refuses."""
     with pytest.raises(UsageError, match=f"has {told} pixels: at most 40,000,000 are read"):
         decode(png(side, side))
 
@@ -213,7 +213,7 @@ def test_a_server_that_takes_too_long_is_left(host: str, monkeypatch: pytest.Mon
 def test_a_server_that_sends_a_byte_at_a_time_is_left(
     scheme: str, first: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each byte comes long before the limit, which is that of the whole request."""
+    """Each byte is in time; the limit is for the whole request."""
     monkeypatch.setattr(media, "SECONDS", 0.4)
     monkeypatch.setattr(media, "public_address", lambda *_: "127.0.0.1")
     is_left = threading.Event()

@@ -123,7 +123,7 @@ def test_few_requests_get_the_choice_that_many_would(
 
 
 class Bumpy(Costs):
-    """What a pass for four takes is known too high, and for three too low."""
+    """A model that overestimates passes for four requests, and underestimates those for three."""
 
     def draft_seconds(self, requests: int, width: int, context: int) -> float:
         off = {3: -0.1, 4: 0.1}.get(requests, 0.0)

@@ -69,7 +69,7 @@ def test_an_image_that_is_shifted_within_its_placeholders_is_another(
 
 
 def reference_axes(length: int, spans: list[Span]) -> list[tuple[int, int, int]]:
-    """As transformers has them, token by token."""
+    """The positions, computed token by token as in transformers."""
     axes: list[tuple[int, int, int]] = []
     position = 0
     for span in [*spans, Span(length, 0, b"", (0, 0), None)]:

@@ -22,7 +22,7 @@ def places(num_places: int = 8, interval: int = 4, rereads: int = 0) -> StatePla
 
 
 def begin(states: StatePlaces, name: str, num_tokens: int, shared: int = 0) -> int:
-    """How many blocks the request is resumed after."""
+    """The number of blocks after which the request is resumed."""
     found = states.longest_prefix(CHAIN[: (num_tokens - 1) // SIZE])
     states.admit(name, CHAIN[:found], num_tokens, max(found, shared))
     return found
@@ -208,7 +208,7 @@ def test_a_step_in_flight_writes_the_last_checkpoint_of_a_request_that_ended() -
 
 
 def test_a_step_in_flight_behind_the_end_of_a_text_leaves_no_checkpoint() -> None:
-    """Its edge is behind a stop condition, among tokens that were dropped."""
+    """The edge is after a stop condition, among discarded tokens."""
     states = places()
     begin(states, "a", 6)
     go_on(states, "a", 6)

@@ -87,7 +87,7 @@ def rescan(
 
 
 def followers(texts: list[list[int]], string: list[int]) -> list[int]:
-    """What followed each occurrence, in order."""
+    """The tokens after each occurrence, in order."""
     size = len(string)
     return [
         text[place]

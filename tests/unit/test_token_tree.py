@@ -212,7 +212,7 @@ def test_a_narrow_round_grows_as_far_as_it_has_slots(width: int) -> None:
 
 
 def test_sure_tokens_stay_behind_their_parents() -> None:
-    """Where probabilities are 1, all scores on the way are equal."""
+    """Where probabilities are 1, all scores of a path are equal."""
     growth = growth_of(DynamicTree(2, 4, 6), CPU)(torch.tensor([6]), 6)
     rows = itertools.chain([1], itertools.repeat(2))
     for count in itertools.islice(rows, 4):

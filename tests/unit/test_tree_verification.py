@@ -154,7 +154,7 @@ def test_the_way_is_that_of_plain_steps(seed: int, ragged: bool) -> None:
 
 
 def test_some_ways_are_long_and_some_are_cut() -> None:
-    """What the test above is about does happen in it."""
+    """Checks that the test above has long and cut paths."""
     accepted, cut = [], 0
     for seed in range(12):
         trees, parents = make_trees(seed, True)

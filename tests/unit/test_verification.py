@@ -306,7 +306,7 @@ def test_an_empty_residual_samples_the_target(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("width", [3, 9])
 def test_draft_vocabulary_of_another_width(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """Only ids that both know count: what is missing in q is 0 there, what is too much is cut."""
+    """Only ids that both have count: q is 0 for missing ids, and further ones are cut off."""
     fix_uniform(monkeypatch, 1 - 2**-24)
     probs = torch.zeros(200, 1, width)
     probs[:, :, :2] = 0.5

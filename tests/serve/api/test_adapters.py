@@ -46,7 +46,7 @@ def asked(adapted: Live) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def texts(folders: list[str]) -> list[str]:
-    """What the adapters say, and then the model, offline."""
+    """The texts of the adapters, then of the model, from an offline engine."""
     llm = LLM(CONFIG)
     asking = [LoRARequest(f"a{it}", it + 1, path) for it, path in enumerate(folders)]
     params = SamplingParams(temperature=0, max_tokens=12)

@@ -59,7 +59,7 @@ def told(events: list[AnswerEvent]) -> tuple[str, str, list[str]]:
 def read(
     tokenizer: Tokenizer, text: str, reading: Reading = TOOLS, opening: str = OPENING, cut: int = 0
 ) -> tuple[str, str, list[str]]:
-    """What a parser makes of an answer that comes in random pieces."""
+    """The result of parsing an answer that is split at random."""
     parser, chance = make(tokenizer, reading, opening), random.Random(cut)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     events: list[AnswerEvent] = []

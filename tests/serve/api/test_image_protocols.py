@@ -135,7 +135,7 @@ def test_all_protocols_say_what_a_chat_says(live: Live, client: openai.OpenAI) -
 
 
 def test_counting_reads_no_image_and_knows_no_limit_of_length(live: Live) -> None:
-    """Another image than any before: its tower is never asked."""
+    """The image is new, and the tower is not run."""
     reader = live.engine.images
     assert isinstance(reader, TowerReader)
     before = reader.num_encoded

@@ -163,7 +163,7 @@ def test_models_that_read_text_alone_say_so(tmp_path: Path) -> None:
 def test_other_requests_go_on_while_images_are_read(
     live: Live, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many images as there are threads for them wait in the tower."""
+    """All threads for images wait in the tower."""
     begun, goes_on = threading.Semaphore(0), threading.Event()
     place = TowerReader.place
 
@@ -192,7 +192,7 @@ def test_other_requests_go_on_while_images_are_read(
 
 
 def test_no_hostile_image_is_more_than_a_400(live: Live) -> None:
-    """Each names its part; what is larger than a body may be is refused before."""
+    """Each error names its content part; larger bodies are refused before."""
     reader = live.engine.images
     assert isinstance(reader, TowerReader)
     before, wrong = reader.num_encoded, {}
@@ -214,7 +214,7 @@ def test_no_hostile_image_is_more_than_a_400(live: Live) -> None:
 def test_images_of_a_prompt_share_their_pixels(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each alone would do."""
+    """Each image alone would be within the limit."""
     image = images(1)[0]
     most = 2 * image.width * image.height - 1
     monkeypatch.setattr(conversation_images, "MOST_PIXELS_TOGETHER", most)
@@ -226,7 +226,7 @@ def test_images_of_a_prompt_share_their_pixels(
 def test_what_was_read_is_kept_in_bounded_memory(
     live: Live, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the latest images that fit into the cache are known again."""
+    """The cache has only the latest images that fit."""
     reader = live.engine.images
     assert isinstance(reader, TowerReader)
     first, *others = images(4, 11)
@@ -242,7 +242,7 @@ def test_what_was_read_is_kept_in_bounded_memory(
 def test_images_that_are_no_longer_kept_leave_no_objects(
     live: Live, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many objects live after 30 images and 30 others as after the first."""
+    """The number of live objects is constant over 30 and 30 more images."""
     monkeypatch.setattr(live.engine.images, "_cache_bytes", 1)
     kinds = (SpanEmbeddings, torch.Tensor, Image.Image, Request, EncodedPrompt)
 

@@ -43,7 +43,7 @@ REFUSALS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What the values of some fields depend on."""
+    """The settings on which the values of some fields depend."""
 
     path: str
     text: str  # of the plain answer

@@ -32,7 +32,7 @@ def one_server() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def server(one_server: FakeServer) -> FakeServer:
-    """As it was at first."""
+    """The server, reset to its first state."""
     one_server.reset()
     return one_server
 

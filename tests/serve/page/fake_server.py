@@ -28,7 +28,7 @@ PASS_SECONDS = 0.002
 
 @dataclass
 class FakeServer:
-    """What the server was asked, and how it is to answer."""
+    """A server with scripted answers, which records requests."""
 
     url: str = ""
     key: str | None = None

@@ -141,7 +141,7 @@ def test_a_models_text_is_text(page: "Page") -> None:
 
 
 def test_a_server_that_tells_nothing_of_speculation(page: "Page") -> None:
-    """Another engine behind the page: text without kinds, and no field that it might refuse."""
+    """Another engine behind the page sends no token kinds, and gets no field it may refuse."""
     text, kinds = run(
         page,
         "recording.js",
