@@ -42,7 +42,7 @@ WAYS = ("new", "same")
 
 @dataclass(frozen=True)
 class Change:
-    """What followed on a change.
+    """The policy's reaction to a change of traffic.
 
     Attributes:
         choices: of all steps since then.

@@ -52,7 +52,7 @@ class Chaos:
 
     @property
     def num_operations(self) -> int:
-        """So far."""
+        """The number of operations that were run so far."""
         return sum(self.seen[kind] for kind in OPERATIONS)
 
     def run(self, case: Case) -> BrokenError | None:
@@ -73,7 +73,7 @@ class Chaos:
         return None
 
     def shortened(self, case: Case, broken: BrokenError) -> Case:
-        """A short case that fails alike."""
+        """A short case that fails in the same way."""
         same = alike(broken)
 
         def fails(candidate: Case) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar and the figure beside it.
+    """One bar and the measured value.
 
     Attributes:
         value: measured; None where it was not.
@@ -22,13 +22,13 @@ class Bar:
 
     @property
     def met(self) -> bool | None:
-        """None where it cannot be told."""
+        """Whether the bar is met; None if that is unknown."""
         if self.value is None or self.limit is None:
             return None
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def line(self) -> str:
-        """For people."""
+        """The bar as a line of text."""
         word = {True: "met", False: "MISSED", None: "not measured"}[self.met]
         unit = f" {self.unit}" if self.unit else ""
         value = "-" if self.value is None else f"{self.value:.3g}{unit}"
@@ -37,7 +37,7 @@ class Bar:
         return f"{word:12}  {value:>14}  {limit:>14}  {self.title}"
 
     def document(self) -> dict[str, object]:
-        """As JSON."""
+        """The bar as JSON data."""
         return {
             "bar": self.title,
             "value": self.value,

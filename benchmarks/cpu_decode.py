@@ -240,7 +240,7 @@ def _above(row: Row) -> float:
 
 
 def _ratio_bars(report: Report) -> Iterable[Bar]:
-    """What holds on any machine."""
+    """The bars that hold on any machine."""
     for row in report.find("bf16", True):
         seconds = row.result.median(batch_measure(1))
         rate = None if seconds is None else matrix_bytes(row.job) / seconds / report.bandwidth

@@ -77,7 +77,7 @@ def resident_bytes(job: Job) -> int:
 
 
 def matrix_bytes(job: Job) -> float:
-    """What a plain pass of the target for one row reads of matrices."""
+    """Bytes of matrices that a plain pass of the target reads for one row."""
     return _pass_bytes(Path(job.target), _quantization(job), None, 1)
 
 

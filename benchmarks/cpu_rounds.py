@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured.
+    """The measurements to make.
 
     Attributes:
         prompt: tokens of the prompts that are decoded.
@@ -163,7 +163,7 @@ class _Measuring:
             result.values = {measure: Values() for measure in plan.measures}
 
     def warm_up(self, peers: Sequence[Peer]) -> None:
-        """What compiles or allocates on first sight of a batch size has done so."""
+        """Run each batch size once, so that measurements compile and allocate nothing."""
         batches = [(batch, self._plan.prompt) for batch in self._plan.decode]
         prefill = [(1, self._plan.prefill)] if self._plan.prefill else []
         for measure, (number, length) in zip(
@@ -174,7 +174,7 @@ class _Measuring:
                 self._run(peer, measure, prompts, WARM_UP)
 
     def round(self, peers: Sequence[Peer]) -> None:
-        """Each measure once with each engine; all get the same prompts."""
+        """Measure each engine once in every way, with the same prompts."""
         for batch, count in self._plan.decode.items():
             prompts = self._text.take(batch, self._plan.prompt)
             for peer in peers:
@@ -200,7 +200,7 @@ class _Measuring:
     def _run(
         self, peer: Peer, measure: str, prompts: list[list[int]], num_tokens: int
     ) -> Run | None:
-        """None where the engine cannot do it; it is not asked again."""
+        """The result; None if the engine cannot do it, which is then not tried again."""
         result = self._results[peer.entry.name]
         values = result.values[measure]
         if values.error is not None:

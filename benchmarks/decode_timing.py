@@ -76,7 +76,7 @@ class Setup:
 
     @property
     def title(self) -> str:
-        """As a heading."""
+        """The case as a heading."""
         words = [_shown(self.target, self.quantization)]
         if self.draft is None:
             return f"{words[0]} plain"
@@ -91,7 +91,7 @@ class Setup:
 
     @property
     def num_passes(self) -> int:
-        """How often a step runs the draft."""
+        """How many times a step runs the drafter."""
         parallel = self.mask_token is not None or "ptd_token_id" in HEADS.get(self.draft or "", {})
         return 1 if parallel else self.num_speculative_tokens
 
@@ -163,7 +163,7 @@ def limit_ms(
 
 
 def state_bytes(setup: Setup, batch: int) -> int:
-    """What a step reads and writes of states and of the draft rows that wait to be taken in."""
+    """Bytes that a step reads and writes of states and of stored draft rows."""
     return 2 * batch * _layout(setup).state_bytes(setup.num_speculative_tokens)
 
 
@@ -189,7 +189,7 @@ def _read_bytes(
     rows: int,
     experts: float | None = None,
 ) -> float:
-    """In one pass: everything but the embedding, of which only a few rows are looked up."""
+    """Bytes that one pass reads: all but the embedding, of which only a few rows are looked up."""
     itemsize: int = 1 if quantization else getattr(torch, dtype).itemsize
     if geometry in HEADS:
         return head_matrix_parameters(geometry) * itemsize

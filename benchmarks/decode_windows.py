@@ -35,7 +35,7 @@ class Asked:
 
 @dataclass
 class Window:
-    """What was measured; windows of a kind can be added up.
+    """The measurements of a window of time; windows of a kind can be added up.
 
     Attributes:
         tokens: gained. Where verdicts are drawn, expected from the drafts that were verified: the
@@ -70,7 +70,7 @@ class Window:
 
 
 class Watched:
-    """A policy whose reports somebody else is told too."""
+    """A policy whose reports are also passed to another function."""
 
     def __init__(self, policy: DraftPolicy, watch: Callable[[StepReport], None]) -> None:
         self._policy, self._watch = policy, watch

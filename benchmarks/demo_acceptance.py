@@ -178,7 +178,7 @@ def _row(
 
 
 def _differences(plain: list[RequestOutput], drafted: list[RequestOutput]) -> list[dict[str, Any]]:
-    """Each output that is not the plain one, with the gap of the two best tokens where it parts."""
+    """Outputs that differ from plain decoding, and the gap of the two best tokens there."""
     found = []
     for expected, output in zip(plain, drafted, strict=True):
         ours, theirs = output.outputs[0].token_ids, expected.outputs[0].token_ids

@@ -58,12 +58,12 @@ class Measured:
     tokens: list[list[int]] = field(default_factory=list)
 
     def warm_up(self, chat: list[dict[str, str]]) -> None:
-        """What is done once is done then."""
+        """Do all work that is done once."""
         self.llm.chat(chat, SamplingParams(temperature=0, max_tokens=WARM_UP))
         self.parts = {part: -1e6 * took for part, took in self.llm.metrics.seconds.items()}
 
     def answer(self, chat: list[dict[str, str]], params: SamplingParams) -> None:
-        """Answer a prompt, and keep what came of it."""
+        """Answer a prompt, and record the result."""
         began = perf_counter()
         output = self.llm.chat(chat, params)[0]
         self.seconds.append(perf_counter() - began)
@@ -71,7 +71,7 @@ class Measured:
         self.tokens.append(list(output.outputs[0].token_ids))
 
     def row(self, plain: "Measured") -> dict[str, Any]:
-        """Its figures, and their ratio to plain decoding."""
+        """The drafter's measurements, and their ratios to plain decoding."""
         counts = [len(tokens) for tokens in self.tokens]
         steps, drafts, accepted = (
             sum(getattr(metrics, name) for metrics in self.metrics)

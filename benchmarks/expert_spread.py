@@ -39,7 +39,7 @@ def distinct_experts(llm: LLM, texts: Sequence[Sequence[int]], rows: int) -> flo
 
 
 def _choices(llm: LLM, text: Sequence[int]) -> list[Tensor]:
-    """For each of the target's layers with experts, what the rows of a text choose, [T, k].
+    """For each target layer with experts, the chosen experts of a text's rows, [T, k].
 
     Layers of an MTP module have no row for the first token.
     """

@@ -67,7 +67,7 @@ def of_transformers(model: Path, asked: Choices) -> Choices:
 
 
 def of_this_engine(model: Path, asked: Choices, dtype: str) -> Choices:
-    """As it is served, in a number format."""
+    """The choices of this engine with a weight format."""
     llm = LLM(str(model), dtype=dtype, max_num_seqs=1)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, logprobs=1)
     found = Choices()

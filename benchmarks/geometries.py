@@ -65,7 +65,7 @@ def _llama(
     }
 
 
-# Of most checkpoints that are published in FP8.
+# The settings of most checkpoints that are published in FP8.
 _FP8_BLOCKS: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -265,13 +265,13 @@ _LLAMA_70B = {
 GEOMETRIES = {
     # For tests: an engine that is ready in no time.
     "tiny": {**_qwen3(64, 160, 4, 8, True), "head_dim": 16, "vocab_size": 512},
-    # The same over the tokens of the bundled demo, whose tokenizer a checkpoint can then have.
+    # With the vocabulary of the bundled demo, so that a checkpoint can have its tokenizer.
     "tiny-text": {**_qwen3(64, 160, 4, 8, True), "head_dim": 16, "vocab_size": 4096},
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, True),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, False),
-    # As its published checkpoint in FP8.
+    # Its published checkpoint in FP8.
     "qwen3-8b-fp8": {
         **_qwen3(4096, 12288, 36, 32, False),
         "quantization_config": _FP8_BLOCKS,
@@ -316,7 +316,7 @@ _HEAD: dict[str, Any] = {
     "tie_word_embeddings": False,
     "draft_vocab_size": 32000,
 }
-# Of gpt-oss-120b, as SpecForge has it.
+# SpecForge's head for gpt-oss-120b.
 _GPT_OSS_HEAD = {
     **_HEAD,
     "hidden_size": 2880,

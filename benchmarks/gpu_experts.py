@@ -145,7 +145,7 @@ def _pass(x: Tensor, layers: list[ExpertsParts]) -> None:
 
 
 def _multiply(x: Tensor, weights: list[Weight], norm: Norm | None) -> None:
-    """With a norm before it, and the activation after it, where one is given."""
+    """A product, with a norm before it and an activation after it if they are given."""
     for weight in weights:
         if norm is None:
             TRITON.linear(x, weight, None)
@@ -207,7 +207,7 @@ def _weight(height: int, depth: int, form: str) -> Weight:
 
 
 def _touched(x: Tensor, parts: ExpertsParts) -> int:
-    """How many experts the rows choose (of the first layer: others see other rows)."""
+    """How many experts the rows choose in the first layer (others have other inputs)."""
     normed = F.rms_norm(x, (x.shape[1],))
     logits = F.linear(normed.float(), parts.router.weight.float())
     chosen = logits.topk(parts.router.routing.num_chosen).indices

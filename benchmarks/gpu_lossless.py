@@ -71,7 +71,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Expected:
-    """What plain decoding says: tokens, and at each the best candidates' logprobs."""
+    """The output of plain decoding: tokens, and the best candidates' logprobs at each."""
 
     token_ids: list[int]
     logprobs: list[dict[int, float]]
@@ -79,7 +79,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an output first parts from the plain one; no gap to a token that is no candidate."""
+    """The first difference from plain decoding; the gap is None if the token is no candidate."""
 
     request: int
     place: int
@@ -215,7 +215,7 @@ class Comparison:
         )
 
     def _together(self, llm: LLM, batch: int, logprobs: int | None = None) -> list[RequestOutput]:
-        """So many requests at a time, each time all at once; of single ones a few are enough."""
+        """Run this number of requests at a time; of single requests only a few."""
         prompts = self._pair.prompts
         most = len(prompts) if batch > 1 else min(8, len(prompts))
         outputs: list[RequestOutput] = []
@@ -319,7 +319,7 @@ def twin_pair(
 
 
 def prompt_lengths(number: int, least: int) -> Iterator[int]:
-    """From `least` up, 111 tokens more at the most."""
+    """Lengths from `least` on, at most 111 tokens more."""
     return (least + index * 37 % (MOST_PROMPT - 16) for index in range(number))
 
 

@@ -80,7 +80,7 @@ def _reaches(one: int, other: int) -> bool:
 
 
 def texts(ranks: int, kind: str) -> bool:
-    """Whether ranks say what one says, wherever they have to."""
+    """Whether several ranks give the texts of one, where they have to."""
     if DEMO_HEADS % ranks:
         return _dense_texts(ranks, kind)
     drafters: list[dict[str, Any] | None] = [
@@ -140,7 +140,7 @@ def _texts(ranks: int, kind: str, dtype: str, drafter: dict[str, Any] | None) ->
 
 
 def experts(ranks: int, kind: str, tiny: bool) -> bool:
-    """Whether ranks that share experts alone say what one says, wherever they have to."""
+    """Whether ranks that share only experts give the texts of one, where they have to."""
     sizes = {"num_hidden_layers": 4}
     if tiny:
         sizes |= {"hidden_size": 64, "num_experts": 16, "moe_intermediate_size": 48}
@@ -261,7 +261,7 @@ TINY = tuple(
 
 
 def steps(bars: Sequence[Bar], ranks: int, kind: str, method: Method, times: Times) -> None:
-    """Print every step beside its bar."""
+    """Print every step and its bar."""
     for bar in bars:
         wanted = bar.steps.get(ranks, {1: 0.0, 32: 0.0})
         options = {"tensor_parallel_size": ranks, "device": kind}
@@ -276,7 +276,7 @@ def steps(bars: Sequence[Bar], ranks: int, kind: str, method: Method, times: Tim
 
 
 def _of_exchanges(setup: Setup, row: Row, times: Times) -> Iterator[str]:
-    """What the target's sums take: two a layer, and that of the embedding."""
+    """The time of the target's sums: two per layer, and the embedding's."""
     rows = row.batch * (row.k + 1)
     found = [times[it] for it in (OURS, SHARES, "ours, 2 kernels") if it in times]
     found = found or [times[it] for it in ("gather + norm",) if it in times]

@@ -12,7 +12,7 @@ _READ = {"H100": 3.0e6, "H200": 4.35e6}
 
 @functools.cache
 def bytes_per_us() -> float:
-    """What this GPU's memory gives to kernels that only read; of an H200 for GPUs not known."""
+    """This GPU's bandwidth for kernels that only read; for unknown GPUs an H200's."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((rate for known, rate in _READ.items() if known in name), _READ["H200"])
 

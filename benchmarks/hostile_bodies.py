@@ -24,7 +24,7 @@ _SCHEMA = '{"type":"object","properties":{'
 _TOOL = '{"type":"function","function":{"name":"f%d","strict":true,"parameters":'
 _MESSAGES_TOOL = '{"name":"f%d","strict":true,"input_schema":'
 _RESPOND_TOOL = '{"type":"function","name":"f%d","strict":true,"parameters":'
-# Nothing is stored, so that memory can be compared.
+# Responses are not stored, so that memory can be compared.
 _RESPOND_REST = '"input":"hi","max_output_tokens":1,"store":false'
 _CALL_ITEM = '{"type":"function_call","call_id":"1","name":"f","arguments":'
 
@@ -185,7 +185,7 @@ _TEXTS = [
 
 @dataclass(frozen=True)
 class HostileBody:
-    """A request; `name` says what repeats in it, and how often."""
+    """A request; `name` tells which part is repeated, and how often."""
 
     name: str
     path: str
@@ -193,7 +193,7 @@ class HostileBody:
 
 
 def hostile_bodies() -> Iterator[HostileBody]:
-    """Each as large as a body may be, and again with as much as each of the bounds lets in."""
+    """Bodies of the maximum size, and bodies at each of the bounds."""
     size = ServeLimits.max_body_bytes - 1024
     values = ServeLimits.max_json_values - 1024
     for path, start, entry, end in _LISTS:
@@ -231,7 +231,7 @@ _TEXT_BOUNDS = {
 
 
 class Canary:
-    """Asks for /health every few milliseconds, from a thread of its own.
+    """Asks for /health every few milliseconds, in another thread.
 
     Attributes:
         longest: seconds of its longest answer; set it to 0 to begin anew.

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def contexts(token: int) -> Contexts:
-    """What the draft model reads of tokens, the first so many of which are the prompt."""
+    """The draft model's inputs for tokens that begin with a prompt of this length."""
 
     def after_image(ids: Sequence[int], prompt: int) -> list[int]:
         last = max(place for place in range(prompt) if ids[place] == token)

@@ -52,7 +52,7 @@ WHOLE_BAR = 1.2
 
 @dataclass(frozen=True)
 class Place:
-    """So many contexts of so many tokens."""
+    """A number of contexts of one length."""
 
     context: int
     batch: int
@@ -91,7 +91,7 @@ class Contexts:
         return [text[: place.context] for text in self._texts[: place.batch]]
 
     def new(self, number: int, length: int) -> list[list[int]]:
-        """Texts that nobody has seen."""
+        """New texts, without prefix hits."""
         shape = number, length
         return torch.randint(1, self._vocabulary, shape, generator=self._generator).tolist()
 
@@ -172,7 +172,7 @@ def whole_rows(
 
 
 def measure(draft_window: int, given: argparse.Namespace) -> Iterator[Row]:
-    """All rows of one engine."""
+    """Measure all rows with one engine."""
     longest = max(place.context for place in given.contexts) + (MOST + 1) * (given.output + 2)
     longest = max(longest, given.whole.context + given.whole_output + MOST + 1)
     with tempfile.TemporaryDirectory() as name:
@@ -219,7 +219,7 @@ def show(row: Row) -> None:
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Bar]:
-    """For "auto" with a window."""
+    """The bars for "auto" with a window."""
     for row in rows:
         if row.setting != AUTO or not row.draft_window:
             continue

@@ -128,7 +128,7 @@ class Cell:
         return found
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """The results as JSON data."""
         return {
             "drafter": self.drafter,
             "traffic": self.traffic,
@@ -157,7 +157,7 @@ class Measuring:
         self._requests = Requests(pair, method.prompt, max(*method.concurrency, 8))
 
     def cell(self, traffic: str, concurrency: int) -> Cell:
-        """All settings in turns."""
+        """Measure all settings in turn."""
         names, method = list(self._policies), self._method
         windows: dict[str, list[Window]] = {name: [] for name in names}
         for name in names:  # what is done once is done then

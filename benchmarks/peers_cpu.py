@@ -47,7 +47,7 @@ _FULL = {"rounds": 3, "new_tokens": 128, "batch_tokens": 48}
 
 @dataclass(frozen=True)
 class Table:
-    """All engines of one form and mode."""
+    """The results of all engines for one weight format and mode."""
 
     form: str
     mode: str
@@ -134,7 +134,7 @@ def _job(given: argparse.Namespace, form: str, mode: str, plan: Plan, work: Path
 
 
 def _convert(given: argparse.Namespace, work: Path) -> int:
-    """Only what may run while others work; 1 if a peer cannot."""
+    """Convert checkpoints, which may run beside other work; 1 if a peer cannot."""
     status = 0
     for form in given.forms:
         job = _job(given, form, given.modes[-1], _plan(given, PLAIN), work)

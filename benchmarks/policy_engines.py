@@ -20,7 +20,7 @@ AUTO, PLAIN = "auto", "0"
 MOST = 12  # draft tokens of a step, where they are looked up
 MOST_DRAWN = 7  # where verdicts are drawn
 TEXT = "text"
-# By kind of traffic the chance of every place, given those before it, of its requests in turn.
+# For each kind of traffic, the chances of all draft positions of its requests in turn.
 TRAFFIC: Mapping[str, tuple[float, ...]] = {"high": (0.85,), "low": (0.1,), "mixed": (0.9, 0.0)}
 DRAWN = tuple(TRAFFIC)
 # Those that engines have rates for: a request gets those of the place that is the remainder of its
@@ -131,7 +131,7 @@ class SomeDraft:
         ]
 
     def observe(self, report: StepReport) -> None:
-        """Nothing changes it."""
+        """The policy learns nothing."""
 
 
 class Requests:

@@ -45,7 +45,7 @@ PASS, ROW, DRAFT_PASS, DRAFT_ROW = 4e-3, 1e-5, 4e-4, 2e-6  # seconds
 
 @dataclass(frozen=True)
 class Step:
-    """What a policy is asked and told in a step."""
+    """The candidates of a step, and its report."""
 
     candidates: Sequence[Candidate]
     report: StepReport

@@ -22,7 +22,7 @@ class PromptText:
         self._place = 0
 
     def take(self, number: int, length: int) -> list[list[int]]:
-        """So many windows of so many tokens."""
+        """This number of windows of this length."""
         return [self._window(length) for _ in range(number)]
 
     def _window(self, length: int) -> list[int]:

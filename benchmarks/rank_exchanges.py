@@ -55,7 +55,7 @@ Times = dict[str, dict[int, float]]  # microseconds, by what is measured and row
 
 @dataclass(frozen=True)
 class Case:
-    """What every rank measures.
+    """The measurement of every rank.
 
     Attributes:
         replays: of a chain of sums.
@@ -69,7 +69,7 @@ class Case:
 
 
 def exchanges(case: Case, seconds: float) -> Times:
-    """What the first rank measured; RuntimeError if a rank failed or hung."""
+    """The first rank's results; RuntimeError if a rank failed or hung."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -227,7 +227,7 @@ class _Rank:
                 raise RuntimeError(f"{len(wrong)} numbers of {one.shape} differ, from {wrong[0]}")
 
     def compare_share(self, norm: Norm) -> None:
-        """What an engine's layers do."""
+        """Measure the sums of an engine's layers."""
         for rows in (1, 8, 32, 400):
             mine = self.drawn(rows, self.case.width)
             share = self.collectives.share()

@@ -58,7 +58,7 @@ class Served:
             self.log += line
 
     def whole_log(self) -> str:
-        """All that it wrote; when it has ended."""
+        """The whole log of a process that has ended."""
         self._reader.join(10)
         return self.log
 
@@ -142,7 +142,7 @@ def wait_for(condition: Callable[[], object], seconds: float) -> bool:
 
 
 class Trials:
-    """All of them.
+    """Runs all trials.
 
     Attributes:
         faults: what went wrong.
@@ -210,7 +210,7 @@ class Trials:
     def _judge(
         self, blow: str, served: Served, asked: list[Asked], pids: list[int], deadline: float
     ) -> list[str]:
-        """What is wrong at the deadline."""
+        """The error at the deadline, if any."""
         cut = blow == "kill the leader"
         faults = [fault for it in asked if (fault := it.told(deadline, cut))]
         if not wait_for(lambda: served.popen.poll() is not None, deadline - monotonic()):

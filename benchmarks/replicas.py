@@ -84,7 +84,7 @@ def running(*command: str) -> Iterator[Server]:
 
 @dataclass
 class Tally:
-    """What became of requests.
+    """The outcomes of requests.
 
     Attributes:
         ends: whole, reported (the stream or a 503 says that a replica has died), and what must not
@@ -157,7 +157,7 @@ def question(source: random.Random, num_words: int = 60) -> str:
 
 
 async def converse(server: Server, number: int, tally: Tally, seed: int) -> float:
-    """So many conversations of `TURNS` turns, the turns of all in a random order."""
+    """Hold this number of conversations of `TURNS` turns, all turns in random order."""
     source = random.Random(seed)
     told: list[list[dict[str, str]]] = [[] for _ in range(number)]
     waits = [asyncio.Lock() for _ in range(number)]

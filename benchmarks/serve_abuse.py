@@ -108,12 +108,12 @@ class Server:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def stop(self) -> int:
-        """Its exit code."""
+        """Stop the server; returns its exit code."""
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(60)
 
     def kill(self) -> None:
-        """In any case."""
+        """Kill the server if it still runs."""
         self._process.kill()
 
 
@@ -127,7 +127,7 @@ async def get(port: int, path: str) -> str:
 
 
 async def gauges(port: int) -> dict[str, float]:
-    """What is held in the engine."""
+    """The numbers of requests and blocks that the engine has."""
     lines = (await get(port, "/metrics")).splitlines()
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     return {
@@ -151,7 +151,7 @@ class Abuse:
         self.facts: dict[str, Any] = {}
 
     async def run(self) -> None:
-        """All of it."""
+        """Run all attacks."""
         await self._warm_up()
         await self._speed("before")
         await asyncio.sleep(SETTLING)
@@ -291,7 +291,7 @@ class Abuse:
         return dict(statuses)
 
     async def _hostile_bodies(self) -> dict[str, Any]:
-        """Each alone, beside a canary that must not wait for it."""
+        """Send each body alone, beside a canary request that must not wait for it."""
         statuses: Counter[str] = Counter()
         longest = 0.0
         with Canary(HOST, self._port) as canary:
@@ -326,7 +326,7 @@ class Abuse:
         return dict(statuses)
 
     async def _rest(self) -> None:
-        """Nothing is held any more; the last disconnects may be under way."""
+        """Check that nothing is left; the last disconnects may take a moment."""
         for _ in range(100):
             held = await gauges(self._port)
             if not any(held.values()):

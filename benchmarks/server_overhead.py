@@ -79,7 +79,7 @@ class _Comparison:
         self._folder = Path(tempfile.mkdtemp())
 
     async def run(self) -> None:
-        """Both in turn, as often as asked."""
+        """Measure both in turn, this number of times."""
         sock = bind("127.0.0.1", 0)
         port = sock.getsockname()[1]
         thread, model, server = self._server()
@@ -157,7 +157,7 @@ class _Comparison:
         }
 
     def _server(self) -> tuple[EngineThread, ModelService, uvicorn.Server]:
-        """What `slipstream serve` runs, on this process's event loop."""
+        """The server of `slipstream serve`, on this process's event loop."""
         engine, options = self._llm.engine, ServerOptions(served_model_name=("demo",))
         metrics = ServerMetrics(engine, "demo")
         thread = EngineThread(engine, options.limits, [metrics, ActivityLog()])

@@ -47,7 +47,7 @@ _HOURS = (-24, -1, 0, 1, 24 * 365)
 
 @dataclass
 class Findings:
-    """What the run saw."""
+    """The findings of the run."""
 
     requests: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Soak:
         self.found = Findings()
 
     async def run(self) -> None:
-        """All of it."""
+        """Run the whole soak."""
         end = self._began + 60 * self._options.minutes
         tasks = [self._honest(end) for _ in range(CLIENTS)]
         hostile = self._send_hostile_bodies(end)
@@ -216,7 +216,7 @@ class Soak:
             await asyncio.sleep(2)
 
     async def _rest(self) -> None:
-        """Nothing may be held a while after the last request."""
+        """Check that nothing is held a while after the last request."""
         held = ""
         async with aiohttp.ClientSession() as session:
             for _ in range(60):
@@ -231,7 +231,7 @@ class Soak:
         self.found.faults.append(f"the engine still holds {held}")
 
     def document(self) -> dict[str, Any]:
-        """What was done and found so far."""
+        """The work and the findings so far."""
         warm = min(WARM_SECONDS, 20.0 * self._options.minutes)
         growths = round(self.found.growth(warm), 4), round(self.found.peak(warm), 4)
         growth, peak = (None, None) if self._options.kill else growths
@@ -251,7 +251,7 @@ class Soak:
 
 
 def clock_file(seed: int) -> Path:
-    """Where the library of faketime reads the shift of the clock, in seconds."""
+    """The file from which libfaketime reads the shift of the clock, in seconds."""
     return Path(f"/tmp/slipstream-soak-clock-{os.getpid()}-{seed}")
 
 

@@ -81,7 +81,7 @@ class Server:
         self._process.send_signal(number)
 
     async def wait(self) -> int:
-        """Its exit code."""
+        """Wait for the server to end; returns its exit code."""
         return await asyncio.to_thread(self._process.wait, 60)
 
     def workers(self) -> list[int]:

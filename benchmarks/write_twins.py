@@ -57,7 +57,7 @@ class Recorder:
         return drawn.new_zeros(()).expand(drawn.shape)  # nobody multiplies by it
 
     def vector(self, parts: Sequence[Part]) -> Tensor:
-        # What is added to numbers as they are read is not in a file.
+        # Addends of loading are not stored in files.
         return self._keep(parts, self._source.vector(parts) - parts[0].offset)
 
     def _keep_experts(self, fused: FusedExperts, parts: Sequence[Part], drawn: Tensor) -> None:

@@ -93,7 +93,7 @@ def _default(name: str, values: str) -> str:
 
 
 def _values(schema: Mapping[str, Any], types: Mapping[str, Any]) -> Iterator[str]:
-    """What a field may be, in words."""
+    """The values that a field may have, in words."""
     if "$ref" in schema:
         schema = types[schema["$ref"].rpartition("/")[2]]
     options = schema.get("anyOf") or schema.get("oneOf")

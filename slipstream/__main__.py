@@ -13,7 +13,7 @@ INTERRUPTED = 130
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Nothing is open yet that would have to be closed."""
+    """Exit at once: nothing is open that would have to be closed."""
     try:
         os.write(2, b"slipstream: interrupted\n")
     finally:  # also where stderr is closed or its disk is full

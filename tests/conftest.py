@@ -123,7 +123,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> "TinyModels":
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cost_files(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Engines of tests keep their measured costs apart from a user's."""
+    """Keep the measured costs of tests apart from the user's."""
     os.environ[CACHE] = str(tmp_path_factory.mktemp("cache"))
 
 

@@ -56,7 +56,7 @@ class Costs:
         return 0.0
 
     def observe(self, report: StepReport) -> None:
-        """It knows already."""
+        """The policy learns nothing; its rates are given."""
 
 
 def learn_costs_while_running(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ COMMON: dict[str, Any] = {
     },
     **delta(2, 4, 16, 8, DELTA, DELTA, FULL, DELTA),
 }
-# By model_type: the name of transformers' classes, and what only that family has.
+# By model_type: the prefix of transformers' classes, and the family's own config keys.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": ("Qwen3_5", {}),
     "qwen3_next": ("Qwen3Next", MIXED),
@@ -79,7 +79,7 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 class HybridMtp:
-    """The module beside a target, run by transformers' own layer over whole texts: an oracle."""
+    """An oracle of the module: transformers' own layer over whole texts."""
 
     def __init__(self, folder: Path) -> None:
         plain = {"attn_implementation": "eager"}

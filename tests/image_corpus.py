@@ -17,7 +17,7 @@ from slipstream.engine.media import MOST_BYTES
 NOISE = np.random.default_rng(0).integers(0, 255, (13, 21, 3), dtype=np.uint8)
 PICTURE = Image.fromarray(NOISE)
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-# What Pillow writes and reads beside these; none of it is read here.
+# Other formats that Pillow writes and reads; all of them are refused here.
 OTHERS = (
     *("AVIF", "BLP", "DDS", "DIB", "EPS", "ICNS", "ICO", "JPEG2000", "MSP", "PCX", "PDF"),
     *("PPM", "QOI", "SGI", "SPIDER", "TGA", "TIFF", "XBM"),
@@ -73,7 +73,7 @@ def url_of(content: bytes, kind: str = "image/png") -> str:
 
 
 def png(width: int, height: int, data: bytes = b"", *chunks: tuple[bytes, bytes]) -> bytes:
-    """A PNG that says what it likes of its size."""
+    """A PNG whose header may have any size."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     parts = [(b"IHDR", head), *chunks, (b"IDAT", zlib.compress(data)), (b"IEND", b"")]
     lines = (

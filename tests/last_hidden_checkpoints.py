@@ -196,7 +196,7 @@ def mlp_oracle(tensors: Tensors, config: dict[str, Any]) -> Guess:
 
 
 def mlp_for(target: str, steps: int = NUM_HEADS) -> str:
-    """A random speculator for a target, in a folder of its own."""
+    """A random speculator for a target, in another folder."""
     folder = Path(target) / f"mlp_speculator-{steps}"
     if folder.is_dir():
         return str(folder)
@@ -232,7 +232,7 @@ def cycle(vocab_size: int) -> Tensor:
 
 
 def write_right_medusa(folder: Path, target: str) -> str:
-    """Heads that know the cycle, but for every fifth token of each."""
+    """Heads that predict the cycle, except for every fifth token of each."""
     embedding = load_file(Path(target) / "model.safetensors")["model.embed_tokens.weight"]
     vocab_size, width = embedding.shape
     tensors: Tensors = {}
@@ -246,7 +246,7 @@ def write_right_medusa(folder: Path, target: str) -> str:
 
 
 def write_right_mlp(folder: Path, target: str) -> str:
-    """Steps that look at the last token only and know what follows, but for every fifth token."""
+    """Steps that predict the next token from the last one, except for every fifth token."""
     width, vocab_size = target_sizes(target)
     tensors = mlp_tensors(width, vocab_size, inner=vocab_size)
     follower = torch.eye(vocab_size)[cycle(vocab_size)].T.contiguous()

@@ -35,7 +35,7 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 64,
 }
-# By model_type: the name of transformers' classes, and what only that family has.
+# By model_type: the prefix of transformers' classes, and the family's own config keys.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "Qwen3Moe",
@@ -94,7 +94,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "sliding_window": 9}),
 }
-# What weighs more than other matrices, so that logits are spread and text does not only repeat.
+# Matrices with larger weights, so that logits differ and texts do not only repeat.
 _SCALES = {
     "q_proj": 2.0,
     "q_b_proj": 2.0,

@@ -32,7 +32,7 @@ class DirectRecorder:
 
 
 def use_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that are built from here on run as though they captured graphs."""
+    """Let engines that are built from here on run as if they captured graphs."""
     monkeypatch.setattr("slipstream.engine.resolve.captures_graphs", lambda *_: True)
     monkeypatch.setattr("slipstream.engine.assembly.Recorder", DirectRecorder)
 

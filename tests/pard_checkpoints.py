@@ -57,7 +57,7 @@ def write_pard2(
 
 
 class Chain:
-    """A draft model: each token behind the ones before it."""
+    """An oracle of a draft model, which adds one token at a time."""
 
     def __init__(self, draft: str) -> None:
         self.model = Qwen3Oracle(draft)

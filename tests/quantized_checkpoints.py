@@ -30,7 +30,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class Stored:
-    """A module's tensors by suffix, and the weight that they stand for, float32."""
+    """A module's tensors by suffix, and their dequantised weight in float32."""
 
     tensors: dict[str, Tensor]
     weight: Tensor
@@ -325,7 +325,7 @@ def int_tensors(
 
 
 def float8_numbers(weight: Array, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(e4m3, what it stands for) by a scale for each number."""
+    """(e4m3, the dequantised numbers) by a scale for each number."""
     values = (torch.from_numpy(weight) / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     return values, values.float() * scale
 

@@ -25,7 +25,7 @@ class Qwen3Oracle:
     def logits(
         self, ids: list[int], added: Tensor | None = None, positions: list[int] | None = None
     ) -> Tensor:
-        """[T, vocab_size] float64 of a text, each row for the token behind it.
+        """[T, vocab_size] float64 of a text, each row for the next token.
 
         Args:
             added: [T, hidden_size] to the embeddings.

@@ -216,7 +216,7 @@ def _engine(case: Case, models: TinyModels) -> LLM:
 
 
 def _by_rejection(config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Coupled texts are those of plain decoding, and would say nothing of drafts."""
+    """Verify by rejection, since coupled texts do not depend on drafts."""
     return None if config is None else {**config, "rejection_sample_method": "rejection"}
 
 

@@ -24,7 +24,7 @@ class LastFollower:
 
 
 class Scripted:
-    """Answers each call with what `answer` makes of the requests; remembers what it was told."""
+    """Answers each call by `answer(requests)`, and records the calls."""
 
     answer: Callable[[Sequence[Any]], Any] = staticmethod(lambda requests: [[] for _ in requests])
     seen: ClassVar[list[Any]] = []

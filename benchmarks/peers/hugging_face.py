@@ -19,7 +19,7 @@ class HuggingFace:
         self._target = _load(job.target)
         self._draft = None if job.draft is None else _load(job.draft)
         if self._draft is not None:
-            # The same K in every round: neither adapted to the verdicts nor cut by confidence.
+            # K is constant: neither adapted to the acceptance nor cut by confidence.
             given = self._draft.generation_config
             given.num_assistant_tokens = job.num_speculative_tokens
             given.num_assistant_tokens_schedule = "constant"

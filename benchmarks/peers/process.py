@@ -17,7 +17,7 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM"
 
 
 class PeerError(Exception):
-    """An engine said no, or nothing in time."""
+    """An engine failed, or did not answer in time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What an engine is to load.
+    """The model and settings that an engine is to load.
 
     Attributes:
         target, draft: GGUF files or directories in the layout of Hugging Face; without a draft,
@@ -56,7 +56,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What a run gave: a list of tokens for each prompt, and its acceptance length (AL) if told."""
+    """The result of a run: tokens of each prompt, and the acceptance length (AL) if known."""
 
     tokens: list[list[int]]
     al: float | None = None

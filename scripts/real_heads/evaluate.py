@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_results(file: Path) -> list[dict[str, Any]]:
-    """What was measured, temperature by temperature; nothing where there is no file."""
+    """The results by temperature; empty if there is no file."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 

@@ -46,7 +46,7 @@ CATEGORIES = ("code", "writing", "questions")
 
 
 def category(text: str) -> str | None:
-    """What a prompt asks for, by its words; None for what is neither.
+    """The category of a prompt, from its words; None for other prompts.
 
     `code`: a code fence, or a word of programming. `writing`: not that, and one of the words for
     texts and what is done to them. `questions`: neither, and it begins or ends as a question.

@@ -121,7 +121,7 @@ def _package_table(packages: dict[str, Any]) -> str:
 
 
 def _context_verdict(first: float, second: float, context: int) -> str:
-    """What the loss by position says about the declared context."""
+    """A statement on the declared context, from the loss by position."""
     if second <= first:
         return (
             f"The second half of the window is no worse than the first: the declared context of\n"

@@ -87,7 +87,7 @@ def _rounds(accepts: list[bool], chain: int) -> tuple[int, int]:
 
 
 def _text_end(row: Tensor, start: int, limit: int) -> int:
-    """Where the new text stops: after the first end token, or at the limit."""
+    """The end of the new text: after the first end token, or at the limit."""
     for position in range(start, start + limit):
         if int(row[position]) in (END_OF_TEXT_ID, TURN_END_ID):
             return position + 1
@@ -96,7 +96,7 @@ def _text_end(row: Tensor, start: int, limit: int) -> int:
 
 @torch.no_grad()
 def _acceptance(target: Network, draft: Network, rows: Tensor, greedy: bool) -> Tensor:
-    """For each position the probability that the draft's token for it is accepted, given the text.
+    """For each position, the probability that the draft's token is accepted after the text.
 
     Greedy: 1 if the draft's first choice is the text's token. Sampled: a token x that the target
     emits came from the draft with probability min(1, q(x) / p(x)).

@@ -23,7 +23,7 @@ _CALIBRATION = (20, 60)
 
 @dataclass
 class Job:
-    """What one training run needs to know. ``loss`` maps a step to the loss to descend."""
+    """The settings of one training run; `loss` maps a step to the loss to minimise."""
 
     name: str
     network: Network

@@ -59,7 +59,7 @@ class Muon:
 
 
 class Optimisers:
-    """Both optimisers under one schedule factor."""
+    """Combines both optimisers, with one schedule factor."""
 
     def __init__(self, network: Network, plan: Plan) -> None:
         named = list(network.model.named_parameters())
@@ -83,7 +83,7 @@ class Optimisers:
                 matrix.grad = None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold."""
+        """The state that a checkpoint must have."""
         return {"momenta": self.muon.momenta, "adam": self.adam.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -184,7 +184,7 @@ def _is_held_out(name: str, per_mille: int) -> bool:
 
 
 def _known_share(hashes: np.ndarray, known: set[int]) -> float:
-    """Which share of a file's telling lines was met before."""
+    """The share of a file's distinctive lines that were seen before."""
     if len(hashes) == 0:
         return 1.0
     return sum(value in known for value in hashes.tolist()) / len(hashes)
@@ -225,7 +225,7 @@ def collect(per_mille: int, max_files: int) -> tuple[list[Source], list[Source]]
 
 
 def digest(sources: list[Source]) -> dict[str, object]:
-    """What the corpus was made of: packages with versions and licences, and one hash over all."""
+    """The sources of the corpus: packages with versions and licences, and one hash over all."""
     packages: dict[str, dict[str, object]] = {}
     whole = hashlib.sha256()
     for source in sorted(sources, key=lambda one: (one.package, one.name)):

@@ -61,7 +61,7 @@ class Record:
 
     @property
     def latency(self) -> float:
-        """From sending to the last token."""
+        """The time from sending the request to its last token."""
         return self.ended - self.sent
 
     @property

@@ -186,7 +186,7 @@ def _result(
     measure: Measure,
     plain: CellResult | None,
 ) -> CellResult | Failure | None:
-    """None where it was interrupted before the first token."""
+    """The result; None if it was interrupted before the first token."""
     try:
         run = measure(open_llm(config, cell.batch), cell)
     except Exception as error:  # any error: the other cells are still measured

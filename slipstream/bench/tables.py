@@ -30,7 +30,7 @@ _MANY = 16  # positions that are always shown
 
 @dataclass(frozen=True)
 class ReportTable:
-    """Rows of cells; `best` has the indices of bold rows, `note` stands below the heading."""
+    """Rows of cells; `best` has the indices of bold rows, `note` is printed below the heading."""
 
     heading: str
     columns: Sequence[str]

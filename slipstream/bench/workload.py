@@ -29,7 +29,7 @@ class Workload:
 
     @property
     def title(self) -> str:
-        """In words."""
+        """A description."""
         tokens = f"{counted(self.params.max_tokens or 0, 'token')} each"
         if any(prompt.max_tokens is not None for prompt in self.prompts):
             tokens = "output lengths of the data set"

@@ -177,7 +177,7 @@ class StatePlaces:
             self._keep_place(held.latest if held.written == NO_PLACE else held.written)
 
     def index(self, request_id: str, digests: Sequence[bytes]) -> None:
-        """Put the written checkpoint into the index, once the blocks before it are there."""
+        """Add the written checkpoint to the index, once the blocks before it are indexed."""
         held = self._requests[request_id]
         place, edge = held.written, held.written_edge
         if place == NO_PLACE or edge > len(digests):

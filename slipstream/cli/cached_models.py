@@ -141,7 +141,7 @@ class _Kept:
                 self._file.write_text(json.dumps(self._rows), "utf-8")
 
     def described(self, name: str, revision: str | None, place: Path) -> CachedModel:
-        """The model, read anew if it has changed."""
+        """The model's description, which is read again if its files have changed."""
         files = sorted(place.rglob("*")) if place.is_dir() else [place]
         sizes = [[it.name, it.lstat().st_size, it.lstat().st_mtime_ns] for it in files]
         found = self._rows.get(str(place))

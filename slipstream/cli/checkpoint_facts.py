@@ -29,7 +29,7 @@ _SIZES = (
 )
 
 
-# Of a pass: one, a verification with the default number of draft tokens, and a batch.
+# Rows of a pass: one, a verification of the default number of draft tokens, and a batch.
 _ROWS = (1, 5, 32)
 
 

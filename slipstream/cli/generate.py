@@ -55,7 +55,7 @@ class StructuredFlags:
     grammar: str | None = flag(None, "Text that a Lark grammar describes.", metavar="<file>")
 
     def output(self) -> StructuredOutput | None:
-        """None where no flag is given.
+        """The requested output; None if no flag is given.
 
         Raises:
             UsageError: several are given, or a file that cannot be read.

@@ -30,7 +30,7 @@ from slipstream.core.errors import UsageError
 
 
 class Commands(TyperGroup):
-    """The commands; `run` of another program is told what it is called here."""
+    """The commands; for `run`, which other programs have, the error names ours."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] == "run":

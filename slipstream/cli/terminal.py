@@ -45,7 +45,7 @@ class _DroppingFile(FileIO):
 
 
 def drop_what_stderr_does_not_take() -> None:
-    """Let no note, progress bar, warning or log line fail, whoever writes it to `sys.stderr`."""
+    """Ignore errors of all writes to `sys.stderr`: notes, progress bars, warnings and log lines."""
     if sys.stderr is None:  # file descriptor 2 is closed: the next file that is opened would get it
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 2)

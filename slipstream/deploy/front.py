@@ -55,7 +55,7 @@ class Counts:
     sent: Counter[str] = field(default_factory=Counter)
 
     def page(self) -> str:
-        """In Prometheus's text format."""
+        """The metrics in Prometheus's text format."""
         lines = []
         for name, text, value in (
             ("requests_retried", "Requests sent again because a replica had died", self.retried),

@@ -9,7 +9,7 @@ _ENDINGS = ("_total", "_created", "_bucket", "_sum", "_count")
 
 
 def merged(pages: Mapping[str, str]) -> str:
-    """The pages in Prometheus's text format by their replicas; each family stands together."""
+    """The pages of all replicas as one, in Prometheus's text format, by family."""
     comments: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for replica, page in pages.items():

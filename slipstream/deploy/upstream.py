@@ -13,7 +13,7 @@ Headers = list[tuple[bytes, bytes]]
 _CONNECT_SECONDS = 2.0
 _IDLE_SECONDS = 5.0  # less than servers keep connections
 _MOST_READ = 1 << 16  # bytes
-# Of one connection, not of the message; `date` is written by every server on the way.
+# Headers of a single connection; every server on the way writes its own `date`.
 _HOP = frozenset(
     (b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect", b"date")
 )

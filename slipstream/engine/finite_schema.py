@@ -77,7 +77,7 @@ def _parts(schema: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _references(schema: Any) -> set[str]:
-    """All texts that stand for references; some may be something else, which does no harm."""
+    """All texts that may be references; if some are not, that does no harm."""
     found, left = set(), [schema]
     while left:
         part = left.pop()

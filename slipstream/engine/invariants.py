@@ -31,7 +31,7 @@ def check_queues(
 def check_places(
     running: Sequence[Request], free_slots: Sequence[int], limits: StepLimits, blocks: BlockManager
 ) -> None:
-    """Every running request has a slot and blocks of its own, and something left to do."""
+    """Every running request has its own slot and blocks, and tokens left to compute."""
     blocks.check_invariants()
     slots = [request.slot for request in running]
     assert sorted([*slots, *free_slots]) == list(range(limits.max_num_seqs)), (

@@ -8,7 +8,7 @@ from slipstream.engine.scheduler import Scheduler
 
 
 class Isolation:
-    """Keeps requests apart until it is known which of them makes steps fail.
+    """Runs requests one at a time until it is known which of them makes steps fail.
 
     When a step fails, all requests are set aside. Those that took part run one at a time, each
     alone, until it has made a step's progress: noise is keyed by request, so it repeats the same

@@ -112,7 +112,7 @@ class EngineMetrics:
         step: StepEstimate,
         adapter: NamedAdapter | None = None,
     ) -> None:
-        """Count one request's tokens of a step, of which stop conditions left `num_kept`."""
+        """Count one request's tokens of a step; stop conditions kept `num_kept` of them."""
         self.num_output_tokens += num_kept
         self.num_broken += gained.broken
         step.count(self.speculation, gained, 1 / step.num_requests)

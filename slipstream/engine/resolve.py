@@ -224,7 +224,7 @@ def resolve(
 
 
 def _memory(device: torch.device, share: Share) -> DeviceMemory:
-    """The memory of one rank: of its own GPU, or its share of the machine's."""
+    """The memory of one rank: its GPU's, or its share of the machine's."""
     memory = device_memory(device)
     free = share.least(memory.free) // (1 if memory.is_gpu else share.size)
     return replace(memory, free=free)

@@ -374,7 +374,7 @@ class Scheduler:
             return
         self.block_manager.slide(request.request_id, request.num_computed)
         if not request.steps_in_flight:  # else that step may still write to these blocks
-            # Also what a plan has taken that was given up.
+            # Also blocks of a plan that was given up.
             name, next_row = request.request_id, request.num_computed + 1
             self.block_manager.rewind(name, request.num_tokens, next_row)
 

@@ -6,7 +6,7 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.structured import Advance
 
 REPEATS = "repetition_detected"
-# Nothing that min_tokens asks for can follow a text that its grammar calls complete.
+# min_tokens cannot ask for tokens after a text that is complete by its grammar.
 COMPLETE_EARLY = "the grammar was complete before min_tokens"
 NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): weights of its checkpoint are broken, or "

@@ -36,7 +36,7 @@ class Linear:
 
     @property
     def product(self) -> Product:
-        """The form for ops that compute several products, which do not know of other ranks."""
+        """The arguments of ops that compute several products, without the sum over ranks."""
         return self.weight, self.bias
 
     def adapted(self, inputs: PassInputs) -> Adapted | None:

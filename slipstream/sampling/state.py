@@ -97,7 +97,7 @@ class SamplingState:
         self._numbers = torch.zeros(
             max_num_seqs, NUMBERS.size // 8, dtype=torch.int64, device=device
         )
-        # In the order of `FLOATS` and `INTS`.
+        # These have the order of `FLOATS` and `INTS`.
         self.ints = self._numbers[:, :NUM_INTS]
         self.floats = self._numbers.view(torch.float32)[:, 2 * NUM_INTS :]
         (

@@ -10,7 +10,7 @@ _Utf8 = getincrementaldecoder("utf-8")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character stands for in byte-level vocabularies.
+    """The byte of each character in byte-level vocabularies.
 
     Printable bytes are the characters of the same code; the others are mapped to U+0100 and up.
     """

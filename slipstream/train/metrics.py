@@ -32,7 +32,7 @@ class MetricsLog:
         write_text(self._file, "".join(json.dumps(record) + "\n" for record in kept))
 
     def all(self) -> list[Record]:
-        """In order, without a last line that was cut short."""
+        """All lines in order, without an incomplete last one."""
         return list(read_lines(self._file))
 
     def of_kind(self, kind: str) -> list[Record]:

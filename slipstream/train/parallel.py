@@ -36,7 +36,7 @@ class ParallelRows:
 
     @property
     def positions(self) -> Tensor:
-        """[Q], where the rows stand in the sequence."""
+        """[Q], the positions of the rows in the sequence."""
         return self.anchor + self.depth
 
     @property

@@ -13,7 +13,7 @@ from slipstream.train.sequences import Sequences
 
 
 class DraftVocabulary:
-    """Which token each column of a drafter's logits stands for.
+    """The token of each column of a drafter's logits.
 
     Attributes:
         token_ids: [Vd] int64, ascending; None: all tokens.

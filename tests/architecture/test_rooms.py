@@ -17,11 +17,11 @@ from slipstream.speculative.catalogue import METHODS
 
 ROOT = Path(slipstream.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))
-# Where the names of drafting methods may stand, besides the command line's help.
+# Rooms that may name drafting methods.
 METHOD_ROOMS = {"speculative", "cli", "train"}
 # Methods whose names are words: other names may begin with them.
 WORDS = {"suffix", "custom", "combination"}
-# Where these words mean other things: a custom data set, the suffix of a file.
+# Rooms in which these words have other meanings: a custom data set, the suffix of a file.
 WORD_ROOMS = {"bench"}
 DEVICE_ROOMS = {"kernels", "runner"}
 
@@ -109,7 +109,7 @@ def test_device_kinds_are_asked_for_in_kernels_and_runner_only() -> None:
 
 
 def test_methods_are_known_without_torch() -> None:
-    """The command line asks for methods before it knows whether it needs a model."""
+    """The command line needs the methods before it is known whether a model is loaded."""
     code = (
         "import sys; from slipstream.speculative.catalogue import METHODS; "
         "assert METHODS and 'torch' not in sys.modules"
@@ -136,8 +136,8 @@ def test_every_module_says_what_it_is_for() -> None:
 
 def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
     found = [
-        f"{file.relative_to(ROOT)}: {text.splitlines()[0]}"
-        for file in SOURCES
+        f"{file.relative_to(ROOT.parent)}: {text.splitlines()[0]}"
+        for file in [*SOURCES, *(ROOT.parent / "tests").rglob("*.py")]
         for text in docstrings(file)
         if text.startswith(("The same", "Of ", "By "))
     ]

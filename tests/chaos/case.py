@@ -22,7 +22,7 @@ DRAFTERS = (
     *("dynamic tree", "combination", "host_combination", "uneven_combination"),
 )
 _SMALL = ("none", "draft_model", "self", "ngram", "suffix", "custom", "perfect", "in turn")
-# Which drafters are tried over which target.
+# The drafters that are tried for each target.
 SERVED: dict[str, Sequence[str]] = {
     "dense": DRAFTERS,
     "window": [name for name in DRAFTERS if name != "mtp_modules"],
@@ -38,7 +38,7 @@ WITH_ADAPTERS = ("dense", "window")
 MOST_ADAPTERS = 3
 
 Wish = dict[str, Any]
-# What requests ask for, as keyword arguments of `SamplingParams`.
+# Sampling parameters of requests.
 WISHES: dict[str, Wish] = {
     "greedy": {"temperature": 0},
     "penalties": {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.4},

@@ -10,7 +10,7 @@ from slipstream.engine.samples import Submission
 
 
 def check_engine(engine: Engine) -> None:
-    """Queues, slots, blocks and places of checkpoints; and host and device know the same."""
+    """Check queues, slots, blocks and checkpoints, and that host and device agree."""
     scheduler = engine.scheduler
     scheduler.check_invariants()
     _check_owners(engine)
@@ -44,7 +44,7 @@ def _check_owners(engine: Engine) -> None:
 
 
 def _check_device(engine: Engine) -> None:
-    """The device knows the tokens of every running request, and has its blocks."""
+    """Check that the device has the tokens and the blocks of every running request."""
     state: Any = engine._step._state
     ahead = engine._launched is not None
     blocks = engine.scheduler.block_manager

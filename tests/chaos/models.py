@@ -219,7 +219,7 @@ class Answers:
         return self._known[key]
 
     def _plain(self, target: str, int8: bool, adapted: bool) -> Settings:
-        """Settings of the plain engine, in which each adapter has a slot of its own."""
+        """Settings of the plain engine, which has a slot for each adapter."""
         count = MOST_ADAPTERS if adapted else 0
         plain = Settings(target=target, int8=int8, caching=False, words=True, seqs=3)
         return replace(plain, adapters=count, adapter_slots=max(1, count))

@@ -75,7 +75,7 @@ class Asked:
 
 
 class World:
-    """An engine, its requests, and what they are to say.
+    """An engine, its requests, and their expected outputs.
 
     Attributes:
         seen: how often each kind of thing happened.
@@ -317,7 +317,7 @@ class World:
         step.finish = finished
 
     def _watch_recovery(self) -> None:
-        """No step may fail that nobody broke off, though its requests are run again one by one.
+        """Fail on any step that failed unexpectedly, even if its requests were run again alone.
 
         A second fault while a first one is looked into means that all steps fail.
         """

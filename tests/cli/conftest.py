@@ -25,7 +25,7 @@ class Ran:
 
 
 class _Input(io.TextIOWrapper):
-    """A stand-in for stdin without a file behind it."""
+    """Replaces stdin, without a file."""
 
 
 CommandLine = Callable[..., Ran]
@@ -33,7 +33,7 @@ CommandLine = Callable[..., Ran]
 
 @pytest.fixture(scope="package", autouse=True)
 def _commands_are_built_once() -> Iterator[None]:
-    """Typer builds all of them anew for each command line, which takes most of its time."""
+    """Typer would build all commands for each command line, which takes most of its time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
         yield

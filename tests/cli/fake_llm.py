@@ -89,7 +89,7 @@ class FakeLLM:
         self.aborted.append(request_id)
 
     def _run(self, prompts: list[str], params: SamplingParams) -> Iterator[RequestOutput]:
-        """The later prompts end first, so that whoever shows them must wait."""
+        """Later prompts end first, so their outputs must be held back."""
         first, self._next = self._next, self._next + len(prompts)
         ids = list(self.reply.encode())[: params.max_tokens]
         lengths = [*range(STEP, len(ids), STEP), len(ids)]

@@ -249,7 +249,7 @@ def test_chosen_k_and_speed_up_are_told_where_costs_are_known() -> None:
 
 
 class Thinking:
-    """A parser: what stands in brackets is reasoning; a star ends the content."""
+    """A parser: text in brackets is reasoning; a star ends the content."""
 
     def __init__(self) -> None:
         self._quiet = False

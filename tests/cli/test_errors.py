@@ -158,7 +158,7 @@ def test_a_drafter_is_no_target_of_training(slipstream: CommandLine, tmp_path: P
 
 def test_ctrl_c_while_torch_is_imported_ends_the_command_quietly(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    # As in a shell: of a command in the background SIGINT may be ignored.
+    # Shells let commands in the background ignore SIGINT.
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "import sys; sys.argv = ['slipstream', 'inspect', 'demo']; "

@@ -207,7 +207,7 @@ def test_a_large_drafter_of_short_context_gets_notes(
 
 @dataclass(frozen=True)
 class Head:
-    """A drafter's checkpoint, and what inspect says of it.
+    """A drafter's checkpoint, and the expected output of inspect.
 
     Attributes:
         write: (folder, target) -> the checkpoint.

@@ -25,7 +25,7 @@ COMMON, OLDER, REST = (
 )
 ALL = dict.fromkeys([*COMMON, *OLDER, *REST])
 
-# What each flag that is honoured makes of the options: (arguments, attribute, value).
+# The effect of each supported flag on the options: (arguments, attribute, value).
 EFFECTS: dict[str, tuple[str, str, Any]] = {
     "--model": ("some/model", "config.model", "some/model"),
     "--host": ("127.0.0.2", "host", "127.0.0.2"),
@@ -139,7 +139,7 @@ EFFECTS: dict[str, tuple[str, str, Any]] = {
     "--lora-modules": ("a=folder", "options.lora_modules", ("a=folder",)),
     "--max-loras": ("2", "config.max_loras", 2),
     "--max-lora-rank": ("64", "config.max_lora_rank", 64),
-    # Of versions before, and of the rest.
+    # Flags of earlier versions, and all others.
     "--language-model-only": ("", "config.max_images", 0),
     "--disable-log-requests": ("", "options.log.enable_log_requests", False),
     "--guided-decoding-backend": ("guidance", "config.model", "demo"),

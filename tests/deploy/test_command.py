@@ -18,7 +18,7 @@ from slipstream.deploy.proxy import SETTINGS
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[DeploymentPlan]:
-    """The plan of each command line, and what it is when it is read once more."""
+    """The plan of each command line, and the plan that is read again on an update."""
     plans: list[DeploymentPlan] = []
 
     def run_locally(plan: DeploymentPlan, reread: Any) -> int:

@@ -24,7 +24,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def write_sliding_target(folder: Path, **changes: Any) -> str:
-    """A target of three layers, of which the middle one sees everything."""
+    """A target of three layers; the middle one has full attention."""
     kinds = [SLIDING, FULL, SLIDING]
     shape: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": kinds, "max_window_layers": 0}
     shape |= {"use_sliding_window": True, "sliding_window": 9, **changes}
@@ -163,7 +163,7 @@ def turned(x: Tensor, rope: Mapping[str, Any]) -> Tensor:
 
 
 class MixedTarget(Target):
-    """A target whose layers have windows or none, and what stands in its cache."""
+    """A target with and without windows by layer, and the content of its cache."""
 
     def read(self, ids: Sequence[int]) -> Read:
         x = self.embedding[torch.tensor(ids)]
@@ -199,7 +199,7 @@ class MixedTarget(Target):
 
 
 class Gemma4Target(Reader):
-    """A Gemma 4 as transformers has it, and what stands in its cache."""
+    """A Gemma 4 of transformers, and the content of its cache."""
 
     def __init__(self, folder: Path | str) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ def test_every_flag_changes_the_drafts(flag: str, tiny_target: str, tmp_path: Pa
 def test_a_speculators_wrapper_is_the_same_drafter(
     tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It brings its own K, and its list names layers that are entered."""
+    """The wrapper has its own K, and lists layers by their inputs."""
     folder = write_dflash(tmp_path, tiny_target, draft_vocab=60, own_embedding=True, **SLIDING)
     as_wrapped_dflash(folder)
     oracle = Blocks(folder, Target(tiny_target))

@@ -35,7 +35,7 @@ THREE: dict[str, dict[str, Any]] = {
     "norm_output": {"norm_output": True},
     "eagle3.1": {"fc_norm": True, "norm_output": True, "draft_vocab": 60},
     "no_aux": {"use_aux_hidden_state": False},
-    # Of heads for gpt-oss: what speculators writes, what Model-Optimizer writes, and a narrow one.
+    # Heads for gpt-oss, as speculators and Model-Optimizer write them, and a narrow one.
     "of_speculators": {
         "naming": "layers.0.",
         "num_hidden_layers": 2,

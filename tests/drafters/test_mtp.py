@@ -69,7 +69,7 @@ def write_target(folder: Path, kind: str) -> Path:
 def test_a_target_drafts_for_itself(
     style: str, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`method` is all that has to be said; the target's own answers stay what they were."""
+    """Only `method` is given; the target's outputs do not change."""
     target = write_target(tmp_path / "target", style)
     plain = LLM(str(target), skip_tokenizer_init=True, num_kv_blocks=64)
     expected = run(plain, GREEDY).outputs[0].token_ids

@@ -169,7 +169,7 @@ def test_scales_that_are_missing(eight_bits: Path) -> None:
 
 
 def test_quantised_modules_apart_from_their_model(tmp_path: Path) -> None:
-    """And pickled ones beside theirs: neither is read."""
+    """Pickled modules beside the target's are not read either."""
     target = write_qwen3(tmp_path / "target", **SHAPE)
     folder = write_mtp(tmp_path / "modules", target, "qwen", fit=False)
     quantised(folder, BLOCKS, in_projections, {})

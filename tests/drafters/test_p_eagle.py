@@ -63,7 +63,7 @@ def test_every_draft_is_the_oracles(
     check_drafts(tiny_target, folder, oracle(folder, tiny_target), monkeypatch)
 
 
-# Nothing is recycled, so `norm_output` changes nothing.
+# No hidden state is reused, so `norm_output` has no effect.
 FLAGS = {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "rope_theta": 500.0}
 
 

@@ -43,7 +43,7 @@ def test_the_mask_token_may_be_given(
 def test_a_speculators_wrapper_is_the_same_head(
     tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It brings its own K, which it was trained for."""
+    """The wrapper has the K that the head was trained for."""
     folder = write_p_eagle(
         tmp_path,
         tiny_target,

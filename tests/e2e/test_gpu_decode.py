@@ -96,7 +96,7 @@ def test_experts_that_texts_touch_are_counted(
     from slipstream.kernels.reference import REFERENCE
     from slipstream.models import loading
 
-    # Whose layers are single ops, as those of GPUs are.
+    # Its layers run op by op, as on GPUs.
     monkeypatch.setattr(loading, "kernels_for", lambda *_: SimpleNamespace(network=REFERENCE))
     setup = Setup(target="tiny-moe", load_format="twin", dtype="float32", options={})
     llm = make_engine(setup, Method((2,), 60, 2, 4, 1), tmp_path)

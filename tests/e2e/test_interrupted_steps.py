@@ -206,7 +206,7 @@ def test_streams_survive_a_step_that_is_lost(
 def test_a_step_that_is_taken_back_is_not_counted(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """However far its results had been taken in: metrics go on adding up."""
+    """Wherever the step was interrupted, metrics still add up."""
     engine, before = llm.engine, deepcopy(llm.metrics)
     take_all, errors = engine._take_all, iter([error])
     first, second = llm.stream(FIRST, GREEDY), llm.stream(SECOND, GREEDY)

@@ -109,7 +109,7 @@ def test_min_tokens_and_ignore_eos_hold_as_far_as_the_grammar_goes(
     assert output.outputs[0].finish_reason == "stop"
     groups = text_of(output).split()
     assert len(groups) == 9 if ignore_eos else len(output.outputs[0].token_ids) >= 12
-    # Nothing can be said after what is complete.
+    # No token may follow a complete text.
     short = replace(params, structured=StructuredOutput(choice=["abc"]))
     assert text_of(drafted.generate("def ", short)[0]) == "abc"
 

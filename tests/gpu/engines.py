@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, max_tokens=32, ignore_eos=True)
-# What the variant of a step that knows every parameter is for, side by side.
+# Requests that need the full variant of a step, in one batch.
 EVERYTHING = (
     replace(SEEDED, top_k=7),
     replace(SEEDED, top_p=0.8, presence_penalty=0.4, repetition_penalty=1.2),
@@ -106,7 +106,7 @@ def make_prompts(number: int) -> list[list[int]]:
 
 
 def own_seeds(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[Any]:
-    """Parameters for so many requests, each with a seed of its own."""
+    """Parameters for this number of requests, with a seed for each."""
     listed = [params] * count if isinstance(params, SamplingParams) else list(params)[:count]
     return [replace(own, seed=100 + index) for index, own in enumerate(listed)]
 
@@ -138,5 +138,5 @@ def turn(llm: LLM) -> Iterator[tuple[str, list[int]]]:
 
 
 def runs_ahead(llm: LLM) -> bool:
-    """Whether a step is under way whose results nobody has taken in."""
+    """Whether a step is in flight."""
     return any(request.steps_in_flight for request in llm.engine.scheduler.running)

@@ -136,7 +136,7 @@ def test_replayed_steps_say_what_eager_steps_say(
 def test_packed_steps_say_what_eager_steps_say(
     drafter: str, sampling: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests that draft different numbers of tokens; and nobody waits for the device."""
+    """Requests draft different numbers of tokens, and the host never waits for the device."""
     monkeypatch.setattr("slipstream.runner.graphs.WANTED_BEFORE_CAPTURE", 1)
     prompts = make_prompts(8)
     counts = [7, 0, 1, 0, 5, 0, 2, 7]

@@ -55,7 +55,7 @@ def floats_are_rounded_to_nearest() -> Iterator[None]:
 
 @cache
 def quicken() -> None:
-    """Leave out most of what the interpreter does beside a kernel's work."""
+    """Skip most of the interpreter's work besides that of the kernels."""
     _list_builtins_once()
     _patch_for_whole_launches()
     _remember_shapes()

@@ -30,7 +30,7 @@ class LatentShape:
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """One layer's arguments; the cache has NaN wherever no token stands."""
+    """One layer's arguments; the cache has NaN in empty slots."""
 
     heads: LatentHeads
     queries: Tensor

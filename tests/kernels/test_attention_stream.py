@@ -44,7 +44,7 @@ Case = tuple[Tensor, tuple[Tensor, Tensor], PassInputs, float, None, Tensor | No
 
 
 def case(shape: Shape, requests: Requests, sinks: bool = False) -> Case:
-    """Arguments of `paged_attention`; what the cache holds behind the contexts is NaN."""
+    """Arguments of `paged_attention`; the cache has NaN after the contexts."""
     inputs = attention_inputs(requests, shape.block_size)
     keys, values = filled_cache(inputs, requests, shape)
     generator = seeded(3)

@@ -114,7 +114,7 @@ def test_wide_noise_and_grammars_and_broken_rows() -> None:
             Exchange(2), logits, rows, lambda: make_state(KINDS["full"], 96, CPU), ops
         )
         assert found[0] == found[1]
-        # Of broken rows any token will do: the engine ends their requests.
+        # Any token is right for broken rows, whose requests the engine ends.
         broken = set(rows.request[:2].tolist())
         for part, other in zip(expected, found[0], strict=True):
             for index, (one, two) in enumerate(zip(part, other, strict=True)):

@@ -155,7 +155,7 @@ def test_ragged_requests(
 def test_sinks_and_heads_that_turn_in_part(
     sizes: tuple[int, int, int, int, int | None], rotated: float, dtype: torch.dtype, stored: str
 ) -> None:
-    """Rows of a verification stand before, on and after the edges of blocks and parts."""
+    """Verified rows are before, on and after the edges of blocks and parts."""
     *numbers, window = sizes
     shape, requests = Shape(*numbers, dtype), Requests([0, 127, 510, 637, 90], [3, 5, 5, 8, 60])
     inputs = attention_inputs(requests, shape.block_size)

@@ -139,7 +139,7 @@ def test_a_mixture_is_the_references_and_a_row_its_own(
     assert experts.serves(parts)
     together = experts.experts(x, parts)
     expected = REFERENCE.mixture(x, whole)
-    # What an expert makes of gate and up is rounded to bf16, now and then to the other neighbour.
+    # Gated products are rounded to bf16, sometimes to the other neighbour.
     bound = expected.abs().max() * (1e-5 if dtype == torch.float32 else 2.0**-6)
     assert ((together - expected).abs() <= bound).all()
     for part in (1, 2, 5, 16, 17, 33):
@@ -159,7 +159,7 @@ def test_rows_may_all_choose_one_expert(level: str, form: str) -> None:
     x = rows(40, mixture.width, torch.bfloat16)
     found, expected = experts.experts(x, packed(whole)), REFERENCE.mixture(x, whole)
     assert ((found - expected).abs() <= expected.abs().max() * 2.0**-6).all()
-    # Nothing of the experts that nobody chooses is there: only 5, and 2 before 6 and 7.
+    # Only chosen experts count: 5, and 2 before 6 and 7.
     assert whole.gate_up_bias is not None
     spoilt = whole.gate_up_bias.clone()
     spoilt[[0, 1, 3, 4, 6, 7]] = torch.nan

@@ -149,7 +149,7 @@ def test_every_power_of_two_of_mxfp4_is_exact(level: str, dtype: torch.dtype) ->
     whole = Mxfp4Matrix(torch.full((255, 16), 0xB3, dtype=torch.uint8), powers)  # 1.5, -1.5
     x = torch.zeros(3, 32, dtype=dtype)
     x[0, 4] = x[1, 31] = 1
-    # As large as numbers get, and as small, beside ordinary ones.
+    # The largest and the smallest numbers, beside ordinary ones.
     x[2, 0], x[2, 2] = 2.0**100, -(2.0**100)
     expected = torch.zeros(3, 255)
     expected[0] = torch.ldexp(torch.tensor(1.5, dtype=torch.float64), powers[:, 0] - 127.0).float()

@@ -207,7 +207,7 @@ def test_thresholds(vocab_size: int, spread: float) -> None:
         out, expected = (torch.where(it < 1e-37, 0.0, it) for it in (out, expected))
         parted = (out > 0) != (expected > 0)
         if vocab_size > 1000:
-            # Of so many tokens alike, rounding decides which is the last: a few at most.
+            # Many tokens are equal, so rounding decides which is the last; few may differ.
             whole = torch.softmax(logits.double() / state.temperature.double().unsqueeze(1), -1)
             assert (whole * parted).sum(-1).max() < 5e-3
             assert parted.sum(-1).max() <= 2

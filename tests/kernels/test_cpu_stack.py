@@ -122,7 +122,7 @@ def starting(**norms: object) -> LayerSpec:
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers, and what stands before and after them."""
+    """Layers, and the parts before and after them."""
 
     layers: tuple[LayerSpec, ...]
     entry: tuple[int, ...] = ()  # widths of its sources

@@ -39,7 +39,7 @@ def test_every_task_is_done_once(tasks: int) -> None:
 
 
 def in_thread(call: Callable[[], Counter[int]]) -> Counter[int]:
-    """The result, or exception, of a call in a thread of its own."""
+    """The result, or exception, of a call in another thread."""
     with ThreadPoolExecutor(1) as other:
         return other.submit(call).result(timeout=60)
 

@@ -142,7 +142,7 @@ def test_a_state_is_that_of_the_tokens_that_stay(accepted: tuple[int, int]) -> N
 
 @pytest.mark.parametrize("save_at", [2, 3, 4, 5, 6])
 def test_a_checkpoint_is_taken_where_tokens_are_taken_in(save_at: int) -> None:
-    """Among pending rows, after them or at a known row; draft rows are not taken in."""
+    """Among pending rows, after them or at a known row; draft rows are not included."""
     texts = Texts(9)
     texts.run([(0, 3), (0, 1)], [3, 1], [0, 0], [save_at, -1])
     texts.run([(3, 6), (1, 1)], [1, 0], [0, 0], [save_at, -1])

@@ -177,7 +177,7 @@ def test_one_request_with_an_adapter(
 
 
 def test_blocks_behind_windows_are_given_back(tmp_path: Path) -> None:
-    """Tokens after a window of 9 stand in the block of zeros."""
+    """Blocks in front of a window of 9 tokens are replaced by the block of zeros."""
     target = write_sliding_target(tmp_path / "target")
 
     def run() -> list[int]:

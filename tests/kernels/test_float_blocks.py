@@ -144,7 +144,7 @@ def test_parts_of_a_matrix_are_parts_of_its_numbers(form: Rounding) -> None:
 @pytest.mark.parametrize("form", ROUNDINGS, ids=lambda it: type(it).__name__)
 @pytest.mark.parametrize("rows", [(128, 256), (192, 192, 40), (5, 7), (300,)])
 def test_stacks_keep_all_numbers(form: Rounding, rows: tuple[int, ...]) -> None:
-    # Of different sizes, so that global scales differ.
+    # Their sizes differ, so that global scales differ.
     parts = [form.round(numbers(count, 160, seed=count) * count) for count in rows]
     joined = stacked(parts)
     assert joined is not None

@@ -276,7 +276,7 @@ def test_drafts_advance_as_by_the_reference(index: int, reduced: bool, column: s
 @pytest.mark.parametrize(("requests", "width"), [(1, 1), (3, 7), (5, 4), (16, 7), (33, 12)])
 def test_drafts_are_trimmed_as_by_the_reference(requests: int, width: int, column: str) -> None:
     generator = seeded(requests)
-    # By place and then request, as drafters write them; few values, so that many are equal.
+    # In the order in which drafters write them; few values, so that many are equal.
     confidences = torch.randint(0, 9, (width, requests), generator=generator).T.float() / 8
     confidences[0, 0] = torch.nan
     wanted = torch.randint(0, width + 1, (requests,), generator=generator)

@@ -381,7 +381,7 @@ def test_chunks_take_no_memory_for_partial_sums(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_rows_that_are_not_stored_see_the_cache() -> None:
-    """A token may be computed anew without being written: slot -1."""
+    """A token may be computed again without being written: slot -1."""
     shape, requests = Shape(4, 2, 16, 16), Requests([40], [1])
     qkv, heads, inputs, cache = case(shape, requests, torch.float32)
     expected, written = run((qkv, heads, inputs, cache))

@@ -179,7 +179,7 @@ def assert_like_the_reference(
     exact = 2e-5 if dtype == torch.float32 else roundings * torch.finfo(dtype).eps
     own = on_device(parts)
     out, kept = TRITON.experts(addend.to(DEVICE), residual.to(DEVICE), own)
-    # Of the same normed rows: what is rounded another way may choose other experts.
+    # From equal normed rows: other roundings may choose other experts.
     x, total = TRITON.norm(addend.to(DEVICE), residual.to(DEVICE), own.norm)
     truth = reference_experts(x.cpu(), parts)
     assert_close(kept, total, rtol=0, atol=0)
@@ -236,7 +236,7 @@ def test_numbers_that_are_none_leave_no_memory() -> None:
 def test_formats(form: str, dtype: torch.dtype) -> None:
     parts = mixture(96, 160 if ON_GPU else 32, dtype, form, shared=32)
     for rows in (9, *([1, 40, 70, 300] if ON_GPU else [])):
-        # Where the last bit of a sum decides, activations in e4m3 move by a sixteenth.
+        # If the last bit of a sum decides, an activation in e4m3 changes by a sixteenth.
         assert_like_the_reference(parts, rows, dtype, roundings=32 if form == "float8" else 8)
 
 
@@ -385,7 +385,7 @@ def test_every_power_of_two() -> None:
 @pytest.mark.parametrize("columns", [192, 160])
 @pytest.mark.parametrize("form", [ToMxfp4(), ToNvfp4()], ids=["mxfp4", "nvfp4"])
 def test_fragments_keep_every_number(form: ToMxfp4 | ToNvfp4, columns: int) -> None:
-    """Word by word as the kernel takes them apart; the last fragments may end in zeros."""
+    """Fragments are decoded word by word as in the kernel; the last ones may end in zeros."""
     made = form.round(randn(64, columns, seed=1) * torch.logspace(-3, 3, columns))
     made.scales.view(torch.uint8)[5, :3] = torch.tensor([0, 1, 9])
     kept = from_mxfp4(made) if isinstance(made, Mxfp4Matrix) else from_nvfp4(made)

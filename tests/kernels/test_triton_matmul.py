@@ -281,7 +281,7 @@ def streams_float8(x: Tensor, weight: Float8Matrix) -> bool:
 
 
 def test_float8_that_the_library_does_not_take() -> None:
-    """It wants sizes in multiples of 16."""
+    """The library requires sizes in multiples of 16."""
     x, weight = randn(FEW_ROWS + 2, 40, dtype=HALVES[-1]), float8(12, 40)
     truth = weight.to(torch.device("cpu")).logits(x.cpu())
     assert_near(TRITON.linear(x, weight, None), truth)

@@ -214,7 +214,7 @@ def test_thresholds(vocab_size: int, spread: float) -> None:
             sample_draft(logits, slots, slots, state, needs, vocab_size, probs_out=out)
         parted = (out > 0) != (expected > 0)
         if vocab_size > 1000:
-            # Of so many tokens alike, rounding decides which is the last: a dozen at most.
+            # Many tokens are equal, so rounding decides which is the last; a dozen may differ.
             whole = torch.softmax(logits.double() / state.temperature.double().unsqueeze(1), -1)
             assert (whole * parted).sum(-1).max() < 1e-4
         else:

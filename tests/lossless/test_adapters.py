@@ -18,7 +18,7 @@ RANKS, ALPHAS = (4, 7, 1, 16), (4, 7, 3, 16)
 SIZES: dict[str, Any] = {
     "skip_tokenizer_init": True, "max_num_seqs": 6, "max_model_len": 128, "block_size": 8,
 }  # fmt: skip
-# Whose adapter each of eight prompts has; -1: nobody's.
+# The adapter of each of eight prompts; -1: none.
 WHOSE = (0, 1, -1, 2, 3, 0, -1, 1)
 
 

@@ -94,7 +94,7 @@ def test_greedy_output_is_the_plain_output(
 STOPPED = {
     **{name: CASES[name] for name in ("draft_model", "eagle3", "pard", "medusa", "assistant")},
     "host_combination": CASES["host_combination"],
-    # Whose verdict on a place follows from those after it, so from how many there are.
+    # Its verdict on a position depends on later ones, and so on their number.
     "block": {**CASES["draft_model"], "rejection_sample_method": "block"},
 }
 

@@ -81,12 +81,12 @@ def random_ids(count: int, seed: int) -> list[int]:
 
 
 def opening(talk: int, shared: int) -> list[int]:
-    """The first prompt of a talk: every other one begins alike, with so many tokens."""
+    """The first prompt of a conversation; every other one has a common prefix of this length."""
     return random_ids(shared, 7 + talk % 2) + random_ids(9 + 4 * talk, talk)
 
 
 class Talks:
-    """Talks of some turns, several at once: each prompt is all that was said, and something new."""
+    """Concurrent conversations: each prompt is the text so far and a new question."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ def test_drafts_accepted_last_cost_no_hits(
 
 
 def draft_what_follows(llm: LLM, talks: Talks) -> None:
-    """Let the drafter of this engine know all answers, and need nothing from the host."""
+    """Let the drafter of this engine draft the right tokens, without the host."""
     drafter = llm.engine._step._drafter
     turns = zip(talks.prompts, talks.expected, strict=True)
     pairs = [pair for turn in turns for pair in zip(*turn, strict=True)]

@@ -182,7 +182,7 @@ def test_acceptance_behind_a_prefix_hit_equals_acceptance_without(
 def test_a_look_up_is_right_where_a_prefix_hit_leaves_one_token(
     padded: bool, name: str, first: str, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The row that is read again waits for the head beside those of all that was accepted."""
+    """The row that is computed again waits for the head, with those of accepted tokens."""
     prompt = {"prompt_token_ids": [*range(20, 28), *[7] * 25]}
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias={7: 50.0})
     if padded:
@@ -298,7 +298,7 @@ def test_a_guess_may_be_a_token_that_the_last_drafter_cannot_draft(
 
 
 def test_each_drafter_has_its_own_number_of_tokens(models: Models) -> None:
-    """The most that any is told, unless the combination is."""
+    """The combination drafts the largest number of any drafter, unless its own is given."""
     ngram, heads = {**LOOKUPS["ngram"], "num_speculative_tokens": 6}, models.options["medusa"]
     for drafters, outer, most, counts in (
         ([ngram, models.options["eagle"]], None, 6, [6, 4]),

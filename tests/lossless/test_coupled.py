@@ -90,7 +90,7 @@ WISHES: dict[str, dict[str, Any]] = {
 
 
 def test_every_mode_may_stand_beside_every_other(tiny_target: str, tiny_draft: str) -> None:
-    """Requests without a seed are beside them, which are verified by rejection."""
+    """Requests without a seed run beside them, and are verified by rejection."""
     prompts = make_prompts(8)[: len(WISHES)]
     base = SamplingParams(seed=5, max_tokens=MAX_TOKENS, ignore_eos=True)
     params = [replace(base, **wish) for wish in WISHES.values()]

@@ -257,7 +257,7 @@ def accepted(outputs: list[RequestOutput]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ["draft_model", "pard"])
 def test_acceptance_is_as_good_behind_a_prefix_hit(name: str, make: Maker) -> None:
-    """The drafter reads its window anew."""
+    """The drafter computes its window again."""
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompt: list[Any] = [{"prompt_token_ids": torch.arange(1, 74).remainder(31).tolist()}]
     llm = make(CONFIGS[name], max_num_batched_tokens=40)

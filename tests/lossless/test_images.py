@@ -106,7 +106,7 @@ def make(model: str, **options: Any) -> LLM:
 
 
 def prompts(seed: int) -> list[Any]:
-    """Texts that are alike, with images of the same sizes, and one without any."""
+    """Equal texts with images of equal sizes, and one without images."""
     return [
         with_images(prompt(1), images(1, seed)),
         with_images(prompt(3), images(3, seed)),

@@ -43,7 +43,7 @@ PROMPTS: list[Any] = [
 
 @dataclass(frozen=True)
 class Toy:
-    """The target of a cycle and the drafters that know it."""
+    """A target that repeats a cycle, and drafters that predict it."""
 
     target: str
     drafters: dict[str, str]

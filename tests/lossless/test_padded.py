@@ -230,7 +230,7 @@ def test_what_the_host_must_see_in_between_is_not_run_ahead(pair: Pair, wish: st
 
 
 def test_every_wish_may_stand_beside_every_other(pair: Pair) -> None:
-    """One batch with all of them, of which the earlier ones end first."""
+    """One batch with all sampling features; the first requests end first."""
     wishes = [*WISHES.values(), {"logprobs": 1}, {"bad_words": ["w5", "w7 w8"]}]
     params = [
         replace(own, max_tokens=6 + 2 * index, seed=index, **wish)
@@ -371,7 +371,7 @@ def test_beyond_the_drafters_length_a_step_that_ran_ahead_drafts_nothing(
 
 
 def test_a_stop_token_inside_a_step_leaves_the_next_one_surplus(pair: Pair) -> None:
-    """Some requests end early, and the others go on as though nothing had been."""
+    """Some requests end early, which does not affect the others."""
     params = seeded(stop_token_ids=list(range(1, 20)))
     params[1::2] = seeded()[1::2]
     outputs = pair.agree(PROMPTS, params)
@@ -458,7 +458,7 @@ def test_a_new_request_takes_the_slot_and_id_of_one_whose_step_is_under_way(pair
 
 
 def test_requests_that_come_while_a_step_is_under_way_are_served(pair: Pair) -> None:
-    """More requests than slots, one after the other; each says what it says alone."""
+    """More requests than slots arrive one by one; each output is that of the request alone."""
     prompts = random_prompts((6, 11, 17, 4, 9, 8, 13, 5), seed=5)
     params = [replace(own, max_tokens=5 + 3 * index) for index, own in enumerate(seeded(8))]
     expected = [pair.exact.generate(*each)[0] for each in zip(prompts, params, strict=True)]
@@ -577,7 +577,7 @@ def test_a_step_that_nobody_needs_any_more_is_neither_waited_for_nor_counted(
 
 
 def test_a_hit_that_leaves_one_token_may_wait_long_for_its_first_draft(make: Maker) -> None:
-    """Without drafts the drafter falls behind, in a slot that nobody had before."""
+    """Without drafts the drafter falls behind, in a new slot."""
     options: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 3, "block_size": 4}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompt = EncodedPrompt(None, [5, 9, 14, 33, 5, 9, 2, 7, 1], ())

@@ -160,7 +160,7 @@ def test_preemptions_come_between_prompts_that_run_ahead(make: Maker) -> None:
 def test_a_step_in_which_no_room_for_drafts_is_left_is_no_failure(
     tiny_target: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Planned with drafts beside a prompt, before the last step's drafts were accepted."""
+    """The step is planned with drafts beside a prompt before the last drafts are accepted."""
     use_padded_steps(monkeypatch)
     llm = LLM(
         tiny_target,

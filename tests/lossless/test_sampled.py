@@ -98,7 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-# What they vary is varied with other drafters too.
+# Their variations are tested with other drafters too.
 LESS_TRIED = (
     *("greedy_pard", "greedy_pard2", "greedy_medusa", "assistant_greedy_drafts"),
     *("dflash_greedy_drafts", "p-eagle_greedy_drafts", "mtp_greedy_drafts"),

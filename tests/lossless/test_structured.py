@@ -138,7 +138,7 @@ def facts(outputs: Sequence[RequestOutput]) -> list[Any]:
 
 
 def check_followed(outputs: Sequence[RequestOutput], params: Sequence[SamplingParams]) -> None:
-    """Whoever came to an end has said what was asked for; most do."""
+    """Every output that ended by itself satisfies its grammar; most do end."""
     ended = 0
     for output, own in zip(outputs, params, strict=True):
         for sample in output.outputs:

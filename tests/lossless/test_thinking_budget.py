@@ -36,7 +36,7 @@ def limited(opening: int, begun: bool, budget: int) -> SamplingParams:
 
 
 def worked_out(plain: LLM, begun: bool) -> tuple[list[SamplingParams], list[list[int]]]:
-    """Limits of the prompts, and what plain decoding makes of them bit by bit."""
+    """Limits of the prompts, and the outputs of plain decoding, computed piece by piece."""
     prompts, params, wanted = make_prompts(len(BUDGETS)), [], []
     free = tokens(plain.generate(prompts, GREEDY))
     for prompt, own, budget in zip(prompts, free, BUDGETS, strict=True):

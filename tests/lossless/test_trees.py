@@ -90,7 +90,7 @@ def check(case: Case, target: str, heads: dict[str, str], monkeypatch: pytest.Mo
     outputs = llm.generate(prompts, params)
     assert tokens(outputs) == expected
     drafted = [output.metrics.num_drafts > 0 for output in outputs]
-    # Where rows are scarce, the large trees of the first requests leave none to the last ones.
+    # If rows are scarce, large trees of the first requests leave none for the last ones.
     assert any(drafted) if case["rows"] == 24 else all(drafted)
     accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
     assert accepted > 0 or case["batch"] == 1

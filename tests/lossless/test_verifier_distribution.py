@@ -47,7 +47,7 @@ Alter = Callable[[Tensor, Tensor], Tensor]
 
 
 def tables() -> tuple[Tensor, Tensor]:
-    """Target and drafter, [last token, next token] float32: alike, but far from equal."""
+    """Distributions of target and drafter, [last token, next token] float32: similar, not equal."""
     generator = torch.Generator().manual_seed(17)
     target = torch.randn(VOCAB, VOCAB, generator=generator) * 1.2
     draft = target * 0.6 + torch.randn(VOCAB, VOCAB, generator=generator) * 0.7
@@ -162,7 +162,7 @@ def requests(
 
 
 def restart(state: SamplingState, number: int) -> None:
-    """Begin all requests anew, with other seeds."""
+    """Start all requests again, with other seeds."""
     state.seeds.copy_(seeds_of_round(number, len(state.seeds)))
     state.steps.zero_()
     state.num_output_tokens.zero_()

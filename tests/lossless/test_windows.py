@@ -123,7 +123,7 @@ def test_text_is_that_of_one_table(
     if case["blocks"] == 30:
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
     elif case["prefix"]:
-        # What was given back long ago may be gone, the more of it the further steps run ahead.
+        # Blocks that were freed long ago may be reused, more of them if steps run further ahead.
         assert any(output.metrics.num_cached_tokens > 0 for output in outputs)
     llm.engine.scheduler.check_invariants()
 

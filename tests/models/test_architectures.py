@@ -392,7 +392,7 @@ UNSUPPORTED: list[tuple[str, Any]] = [
 ]
 
 
-# What GLM-4.5 alone has; Qwen3's mixtures may name their norms.
+# Keys of GLM-4.5 only; Qwen3's mixtures may have them for their norms.
 OF_GLM: list[tuple[str, Any]] = [
     ("partial_rotary_factor", 0.5),
     ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5}),
@@ -758,7 +758,7 @@ QWEN3_06B: Json = {
     "num_hidden_layers": 28,
     "tie_word_embeddings": True,
 }
-# Of MiMo-7B; its code lies beside the weights, and none of it is run.
+# MiMo-7B's config; the code beside its weights is not run.
 MIMO_7B: Json = {
     **QWEN25_7B,
     "architectures": ["MiMoForCausalLM"],

@@ -112,7 +112,7 @@ def test_random_weights_make_text_that_goes_on(load_format: str, tmp_path: Path)
 
 
 def test_rows_of_one_tensor_are_not_drawn_alike(tmp_path: Path) -> None:
-    """Queries and keys of a twin, which stand in one tensor."""
+    """Queries and keys of a twin are in one tensor, but get different random numbers."""
     config = {**COMMON, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     heads = delta_net(load(tmp_path, load_format="twin")).heads

@@ -107,7 +107,7 @@ def spread(model: torch.nn.Module, generator: torch.Generator) -> None:
     scaled = getattr(model, "config").model_type.startswith("gemma")  # noqa: B009
     centred = getattr(model, "config").model_type.startswith(ZERO_CENTRED)  # noqa: B009
     for name, parameter in model.named_parameters():
-        # What is stored is the distance from 1.
+        # The difference from 1 is stored.
         offset = 1.0 if centred and not name.endswith("linear_attn.norm.weight") else 0.0
         if name.endswith(("_a_layernorm.weight", "q_norm.weight", "k_norm.weight")):
             parameter.uniform_(1.0 - offset, 3.0 - offset, generator=generator)
@@ -296,7 +296,7 @@ def assert_greedy(model: Any, prompt: list[int], text: list[int]) -> None:
     assert len(text) == NEW_TOKENS
     logits = oracle_logits(model, prompt + text)[len(prompt) - 1 : -1]
     assert logits.argmax(-1).tolist() == text
-    # That says something: nowhere is there a near tie, and the text does not go in circles.
+    # The test is meaningful: there is no near tie, and the text does not repeat itself.
     best, next_best = logits.topk(2).values.unbind(-1)
     assert (best - next_best).min() > 10 * TOLERANCE
     assert len(set(text)) >= 6

@@ -19,7 +19,7 @@ SIZES: Json = {
     "num_key_value_heads": 2,
     "vocab_size": 300,
 }
-# What almost all files have besides the network.
+# Keys of almost all files that do not describe the network.
 USUAL: Json = {
     "attention_dropout": 0.0,
     "bos_token_id": 1,

@@ -155,7 +155,7 @@ def matrices(network: Decoder) -> dict[str, tuple[Weight, list[Part]]]:
 
 @dataclass
 class Ranks:
-    """Threads that wait for each other and add or join what each brings."""
+    """Threads that wait for each other, and add or concatenate their tensors."""
 
     barrier: Barrier
     brought: list[Tensor | None]

@@ -18,7 +18,7 @@ Opener = Callable[..., LLM]
 
 
 class Pool:
-    """Followers by the number of ranks, started anew where a test has lost them."""
+    """Followers by the number of ranks, restarted if a test has lost them."""
 
     def __init__(self) -> None:
         self._followers: dict[int, Followers] = {}

@@ -418,7 +418,7 @@ MIXTURES = [
 def test_every_kind_of_layer_is_beside_shared_experts(
     case: Case, tmp_path: Path, ranked: Opener
 ) -> None:
-    """States of delta nets, latent rows, and a dense part beside the experts."""
+    """Delta nets, latent attention, and a dense part beside the experts."""
     target = str(write_checkpoint(replace(case, shard_size=None), tmp_path / "target"))
     prompts = make_prompts(8)
     expected = tokens(alone(ranked, target).generate(prompts, REQUESTS))

@@ -139,7 +139,7 @@ def test_a_load_breaks_off_when_a_rank_is_lost(tiny_target: str) -> None:
 def test_ranks_that_differ_by_one_token_are_found(
     tiny_target: str, ranked: Opener, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The follower is told another last token of one prompt, and nothing else goes wrong."""
+    """The follower gets another last token of one prompt; nothing else is wrong."""
     tell = Writer._request
     prompts = make_prompts(3)
 
@@ -158,7 +158,7 @@ def test_ranks_that_differ_by_one_token_are_found(
 
 
 class Ended:
-    """A process that has ended, and whose end nobody waits for."""
+    """A process that has ended, but was not waited for."""
 
     rank = 1
 

@@ -73,7 +73,7 @@ def llm() -> LLM:
 async def running(
     llm: LLM, notes: Notes | None = None, **limits: Any
 ) -> AsyncIterator[EngineThread]:
-    """A thread around the engine, and nothing left behind."""
+    """Runs a thread around the engine, and checks that nothing is left."""
     thread = EngineThread(llm.engine, ServeLimits(**limits), [notes or Notes()])
     thread.start()
     try:
@@ -422,7 +422,7 @@ def test_a_request_that_makes_steps_fail_ends_alone(
     failing_step: int,
     hidden_failures: list[BaseException | None],
 ) -> None:
-    """Nobody says whose fault it is: the others are tried one by one and lose nothing."""
+    """The error does not name a request: all are run one by one, and the others lose nothing."""
     sampled = SamplingParams(temperature=1, seed=5, n=2, max_tokens=20, num_speculative_tokens=0)
     poisoned = SamplingParams(temperature=0, max_tokens=77, ignore_eos=True)
     digits = SamplingParams(

@@ -18,7 +18,7 @@ from slipstream.serve.options import AnswerOptions, LogOptions, ServerOptions
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "serving.md").read_text()
-# What only an engine has that chooses how much is drafted.
+# Metrics that only engines with an adaptive policy have.
 ADAPTIVE = {
     "spec_decode_estimated_speedup",
     *(f"spec_decode_reliability_{what}_total" for what in ("judged", "accepted", "predicted")),

@@ -131,7 +131,7 @@ def test_what_runs_is_finished_and_what_is_new_refused() -> None:
 
 
 def test_a_second_signal_stops_at_once() -> None:
-    """Whoever waits is told so, and the log has no traceback of what was meant to happen."""
+    """Waiting clients get an error, and the log has no traceback of the intended stop."""
     with process() as server:
         stream = server.ask(2000, stream=True)
         stream.readline()

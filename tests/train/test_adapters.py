@@ -67,7 +67,7 @@ MORE = ("p-eagle", "dflash", "mtp", "medusa")
 def test_a_drafter_for_an_adapter_is_the_one_for_the_merged_model(
     kind: str, taught_target: str, adapter: Path, merged: str, tmp_path: Path
 ) -> None:
-    """It says which adapter it is for, and drafts for it and for whatever else."""
+    """The drafter names its adapter, and drafts for it and for others."""
     words = write_own_words(merged, tmp_path / "own.safetensors", count=24)
     steps = 12 if kind == "eagle3" else 2
     given = settings(kind, taught_target, words, tmp_path / "head", steps=steps, lora=adapter)

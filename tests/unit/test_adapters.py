@@ -15,7 +15,7 @@ from tests.unit.test_scheduler import commit, request, scheduler
 
 
 class Loads:
-    """Takes the place of writing to slots; waits where it is told to.
+    """Replaces writing to slots; waits if it is told to.
 
     Attributes:
         written: (slot, numbers) in the order in which they were.

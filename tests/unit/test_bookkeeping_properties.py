@@ -194,7 +194,7 @@ class World:
         self.commit(launched)
 
     def is_of_use(self, launched: Launched, rng: Random) -> bool:
-        """Results that nobody needs may be waited for or not."""
+        """Whether any request needs the results; if none does, both answers are right."""
         live = any(not item.request.finished for item in launched.batch.requests)
         return live or rng.random() < 0.5
 

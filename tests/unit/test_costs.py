@@ -41,7 +41,7 @@ def report(
     rows: int | None = None,
     padded: bool = False,
 ) -> StepReport:
-    """A step in which each request of `length` tokens drafted what `drafts` says."""
+    """The report of a step in which each request of `length` tokens drafted as in `drafts`."""
     items = []
     for index, count in enumerate(drafts):
         request = Request(str(index), [1] * 2, PARAMS, 0, frozenset(), 9, 9, index)
@@ -55,7 +55,7 @@ def report(
 
 @dataclass
 class Machine:
-    """Steps take what these say, in milliseconds, times some noise."""
+    """A machine whose steps take the times of its attributes, in milliseconds, with noise."""
 
     target: Callable[[int, int, int], float]  # requests, rows, context
     draft: Callable[[int, int, int], float]  # requests, width, context
@@ -97,7 +97,7 @@ def steep(requests: int, rows: int, context: int) -> float:
 
 
 def mixture(requests: int, rows: int, context: int) -> float:
-    """64 experts of which a row takes 4; and large tiles that are cheaper from 32 rows on."""
+    """64 experts, 4 for each row; and large tiles that are cheaper from 32 rows on."""
     touched = 64 * (1 - (1 - 4 / 64) ** rows)
     return 1.0 + 0.1 * touched + 0.01 * rows - (0.5 if rows >= 32 else 0.0)
 

@@ -330,7 +330,7 @@ SPECIAL = (Uses.SAMPLING, Uses.BAD_WORDS, *sorted(APART, key=lambda use: use.nam
 
 @pytest.mark.parametrize("use", sorted(APART, key=lambda use: use.name))
 def test_some_uses_stand_beside_the_others(captures: Captures, use: Uses) -> None:
-    """It is said what is allowed, or how drafts are judged, whatever else is done."""
+    """Allowed tokens and verification modes are kept, whatever else a request uses."""
     apart = frozenset({use})
     for others, run in ((LEAN[0], LEAN[0]), (LEAN[1], LEAN[1]), (frozenset({Uses.TOP_K}), FULL)):
         captures.run(plan([0], [1], uses=others | apart))
@@ -507,7 +507,7 @@ def test_padded_rows_are_the_exact_rows(
     runner, padded, cache = padded_pass(network, lengths, number)
     assert padded.hidden.shape[0] == 4 * number
     logits, exact_logits = runner.logits(padded.hidden), exact_runner.logits(exact.hidden)
-    # Not to the bit: a CPU's matmuls of one to four rows may add up in an order of their own.
+    # Not bit for bit: matmuls of one to four rows may sum in another order on a CPU.
     for request, length in enumerate(lengths):
         place, first = 4 * request, exact.layout.row_starts[request]
         rows, exact_rows = slice(place, place + length), slice(first, first + length)

@@ -15,7 +15,7 @@ DRAFTS, ACCEPTED = (4, 2, 0), (1, 2, 0)
 
 
 def step() -> StepReport:
-    """Three requests of which two draft, in eight seconds."""
+    """A step of eight seconds with three requests, two of which draft."""
     items = tuple(
         ScheduledRequest(
             Request(str(index), [1] * 9, SamplingParams(), 0, frozenset(), 9, 9, index),

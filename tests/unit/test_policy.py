@@ -242,7 +242,7 @@ def test_mixed_traffic_is_faster_than_with_any_fixed_number(form: str) -> None:
 
 
 def serve_short(policy: DraftPolicy, costs: Costs, chances: Sequence[float]) -> Server:
-    """Requests of twelve steps, one after the other, whose drafter tells their chances."""
+    """Serve requests of twelve steps one by one, with a drafter that reports its confidences."""
     server = Server(policy, costs, PACKED, K, tells=True)
     for turn in range(12):
         for place, chance in enumerate(chances):

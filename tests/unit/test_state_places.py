@@ -29,7 +29,7 @@ def begin(states: StatePlaces, name: str, num_tokens: int, shared: int = 0) -> i
 
 
 def go_on(states: StatePlaces, name: str, num_tokens: int) -> int:
-    """A step up to so many tokens, all blocks of which are indexed; the place planned for it."""
+    """Run a step up to this number of tokens, and index its blocks; returns the planned place."""
     place = states.plan(name, num_tokens)
     states.commit(name, num_tokens)
     states.index(name, CHAIN[: num_tokens // SIZE])

@@ -101,7 +101,7 @@ def test_the_closing_mark_is_drafted(grammars: Grammars) -> None:
     assert path == GuidedDraft([B, CLOSE], [False, True], 1)
     path = guide_of(grammars, True, 1, None).follow([B, B, B], 5, True)
     assert path == GuidedDraft([B, CLOSE], [False, True], 1)
-    # What the drafter has guessed is kept.
+    # The drafter's guess is kept.
     path = guide_of(grammars, True, 1).follow([B, CLOSE, A], 5, False)
     assert path == GuidedDraft([B, CLOSE, A], [False, True, False], 3)
     path = guide_of(grammars, True, 1).follow([B, CLOSE, A, B], 5, False)

@@ -30,7 +30,7 @@ THEIRS = ["<unk>", "own", *(OURS[index] for index in SHARED), "mask"]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A target, and its first layer with the tokens numbered anew."""
+    """A target, and its first layer with renumbered tokens."""
     target = write_qwen3(tmp_path_factory.mktemp("target"))
     draft = write_qwen3(tmp_path_factory.mktemp("draft"), keep_layers=1, vocab_size=len(THEIRS) + 3)
     own, weights = (load_file(folder / "model.safetensors") for folder in (draft, target))

@@ -185,7 +185,7 @@ def mixed_batch(
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("vocab_size", [VOCAB, 3000])
 def test_requests_side_by_side_equal_single_ones(seed: int, vocab_size: int) -> None:
-    """Greedy, sampled, truncated and penalised ones, bit for bit, ragged and uniform alike."""
+    """Greedy, sampled, truncated and penalised requests, ragged and uniform, bit for bit."""
     state, drafts, probs, one_hot, logits = mixed_batch(seed, vocab_size)
     ragged = make_rows(drafts, probs, one_hot=one_hot)
     uniform_rows = make_rows(drafts, probs, one_hot=one_hot, uniform_rows=True)
@@ -221,7 +221,7 @@ def test_the_distribution_of_a_row_does_not_depend_on_the_others() -> None:
         uses = state.uses([index])
         mine = rows.request == index
         alone = process(raw[mine], alone_rows, state.tensors(), needs_of(uses))
-        # As integers: a 0 that became a -0 is a change.
+        # Compare integers, since 0 and -0 differ.
         assert torch.equal(processed[mine].view(torch.int32), alone.view(torch.int32))
         if Uses.SAMPLING in uses:
             probs_alone = _distribution(

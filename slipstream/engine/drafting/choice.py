@@ -291,7 +291,7 @@ def _choose_for_few(
     order = [index for index, gain in enumerate(flat) if gain > LEAST_SURVIVAL]
     longest = 1 + order[-1] // requests if order else 0
     order.sort(key=flat.__getitem__, reverse=True)
-    # What drafting each unit adds, by its number among the taken ones at its place.
+    # The added time of each unit, by its number among those chosen at its position.
     passes = [islice(table.added(place), 1, None) for place in range(1, longest + 1)]
     added = {index: next(passes[index // requests]) for index in order}
     tokens, seconds, chosen, width = float(requests), table.plain, order[:0], 0
@@ -306,7 +306,7 @@ def _choose_for_few(
         least = table.least  # noisy costs of drafting may add up to less than nothing
         spent = [max(least, it) for it in map(add, targets, drafting)]
         speeds = list(map(truediv, gained, spent))
-        # What fits into a narrower step is left to that.
+        # Choices that fit into a narrower step are considered there.
         first = next(at for at, index in enumerate(within, 1) if index >= narrower * requests)
         best = max(speeds[first:])
         if best > speed:

@@ -25,7 +25,7 @@ LENGTH = 512  # length of each request in `KeptCosts.rows`
 _SECONDS, _FEW_SECONDS = 2.0, 0.25  # time for measuring, without a file and with one
 _EVERY_SECONDS, _EVERY_STEPS = 180.0, 1024  # how often costs are checked for changes
 _MOVED = 0.1
-# What a file that cannot be read, or is not of the form that `CostModel.state` has, raises.
+# Errors of files that cannot be read, or do not have the form of `CostModel.state`.
 _BROKEN = OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError
 
 

@@ -82,7 +82,7 @@ class Follower(Ranks):
         raise RuntimeError(f"a step failed on this rank alone: {error!r}") from error
 
     def _settled(self) -> None:
-        # Where a GPU waits for a leader that failed alone, this does not end, but the engine does.
+        # If a GPU waits for a leader that failed alone, this never returns, but the engine ends.
         self._connected.finish()
         self._connection.send(SETTLED)
 

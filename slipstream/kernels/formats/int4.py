@@ -180,7 +180,7 @@ class _Groups:
         for part, groups, scaled, _ in self._pieces():
             own = None if zeros is None else zeros[part]
             least = _divided(groups, inverse[part], own, scaled)
-            # By way of int8: torch converts to it several times faster than to uint8.
+            # First to int8, to which torch converts several times faster than to uint8.
             integers = (
                 to_nearest(scaled, out=scaled)
                 .clamp_(least, least + _LARGEST)

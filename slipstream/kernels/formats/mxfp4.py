@@ -55,6 +55,6 @@ class ToMxfp4(Rounding):
 
 
 def _power_of_two(largest: Tensor) -> tuple[Tensor, Tensor]:
-    # Not the smallest power, which is subnormal in float32 and bfloat16.
+    # The smallest power is excluded: it is subnormal in float32 and bfloat16.
     exponent = (torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT).clamp_min(1 - SCALE_BIAS)
     return exponent + SCALE_BIAS, torch.ldexp(torch.ones_like(largest), -exponent)

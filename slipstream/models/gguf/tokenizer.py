@@ -99,7 +99,7 @@ def _by_text(container: Container) -> list[int]:
 
 
 def _places(words: list[str], wanted: Collection[str]) -> dict[str, int]:
-    """The position of each of these texts, if it is there."""
+    """The position of each of these texts that is in the vocabulary."""
     known = set(wanted)
     return {word: place for place, word in enumerate(words) if word in known}
 

@@ -27,7 +27,7 @@ Several calls may follow each other. What they return comes between {_RESULT} ta
 def write_with_tools(
     write: Callable[[Messages], str], messages: Messages, tools: Sequence[Mapping[str, Any]] | None
 ) -> str:
-    """Render a conversation with a chat template that knows neither tools nor calls.
+    """Render a conversation with a chat template that supports neither tools nor calls.
 
     Tools are described at the end of the system message, or else in the first user message. Calls
     become part of the text of their answers, and results become user messages.

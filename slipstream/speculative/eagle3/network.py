@@ -99,7 +99,7 @@ class Eagle3Config(StreamHeadConfig):
 def read_eagle3_config(
     checkpoint: HeadCheckpoint, read_elsewhere: Collection[str] = ()
 ) -> Eagle3Config:
-    """Flags stand in the config, in `eagle_config` within it, or follow from the tensors.
+    """Flags are in the config, in its `eagle_config`, or follow from the tensors.
 
     Args:
         read_elsewhere: keys that do not change the network and are read elsewhere.

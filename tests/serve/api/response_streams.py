@@ -11,7 +11,7 @@ from tests.serve.api.live import Live
 
 
 def check_stream(live: Live, **fields: Any) -> dict[str, Any]:
-    """The response at the end of a stream, whose every event fits what came before it."""
+    """The response at the end of a stream, after checking that each event fits the earlier ones."""
     body = {"temperature": 0, "stream": True, **fields}
     answer = httpx.post(f"{live.url}/v1/responses", json=body, timeout=60)
     assert answer.headers["content-type"].startswith("text/event-stream")

@@ -80,7 +80,7 @@ def test_tools_stand_in_the_system_message() -> None:
 
 
 def test_images_stay_among_texts() -> None:
-    """Tools stand before what the user shows, and results between their tags."""
+    """Tools come before the user's images, and results between their tags."""
     image: Any = {"type": "image"}
     seen: list[Messages] = []
 

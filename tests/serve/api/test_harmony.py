@@ -224,7 +224,7 @@ def test_effort_and_history_reach_the_template(client: openai.OpenAI, live: Live
         "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>sunny" in text
     )
     assert text.endswith("<|start|>assistant")
-    # What stood before the call goes with the thoughts, and both are gone after a final message.
+    # Text before the call counts as reasoning, which is dropped after a final message.
     history[1] = {**history[1], "content": [{"type": "text", "text": "Let me see."}]}
     assert f"{THINK}Hm.\nLet me see.<|end|>" in rendered(live, client, history, tools=[WEATHER])
     history += [{"role": "assistant", "content": "Sunny.", "reasoning": "Good."}, *MESSAGES]

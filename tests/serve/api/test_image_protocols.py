@@ -179,7 +179,7 @@ def test_truncation_leaves_turns_with_images_out(client: openai.OpenAI) -> None:
 
 
 def test_tools_return_images(live: Live, client: openai.OpenAI) -> None:
-    """The chat template here knows no tools: the server tells of them in messages."""
+    """The chat template does not support tools, so the server writes them into messages."""
     url = url_of(images(1)[0])
     function = {"name": "look", "arguments": "{}"}
     chat: list[Any] = [
@@ -231,7 +231,7 @@ USER_PLACES: Any = [
 
 @pytest.mark.parametrize(("part", "said"), USER_PLACES)
 def test_responses_name_what_is_wrong(client: openai.OpenAI, part: Any, said: str) -> None:
-    """Instructions stand before the items, whose numbers stay those of the body."""
+    """Instructions come before the items, which keep their numbers from the body."""
     with pytest.raises(openai.BadRequestError, match=said) as error:
         respond(client, [{"role": "user", "content": [TEXT, part]}], instructions="w4")
     assert error.value.param == "input"
@@ -296,7 +296,7 @@ def test_the_assistant_and_the_system_show_nothing_in_messages(live: Live) -> No
 def test_an_image_of_an_earlier_turn_that_is_gone_is_told(
     live: Live, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The URL is read anew in every turn."""
+    """The URL is fetched again in every turn."""
     begun = respond(client, [{"role": "user", "content": [shown(url_of(images(1)[0])), TEXT]}])
 
     def missing(self: MediaReader, url: str, most_pixels: int) -> Any:

@@ -48,7 +48,7 @@ def chat(client: openai.OpenAI, *said: Any, **fields: Any) -> Any:
 
 
 def streamed(messages: Any, *said: Any, **fields: Any) -> tuple[Any, Any]:
-    """The events, and the message that the client makes of them."""
+    """The events, and the message that the client builds from them."""
     given = {"model": "demo", "max_tokens": 24, "extra_body": GREEDY, **fields}
     with messages.stream(messages=[*said] or [USER], **given) as stream:
         events = [*stream]

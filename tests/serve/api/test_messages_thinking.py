@@ -60,7 +60,7 @@ def test_blocks_come_in_their_order(
     starts = [event.index for event in events if event.type == "content_block_start"]
     assert starts == [event.index for event in events if event.type == "content_block_stop"]
     assert starts == [0, 1, 2]
-    # What was thought goes back to the template.
+    # Reasoning is passed to the template again.
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
     said = [
         USER,

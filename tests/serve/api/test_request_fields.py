@@ -42,7 +42,7 @@ def text_of(answer: Any) -> str:
 
 @BOTH
 def test_null_asks_for_nothing(live: Live, path: str) -> None:
-    """Clients write null for what they do not set, whatever server knows the field."""
+    """Clients send null for unset fields, also for those of other servers."""
     plain = text_of(ask(live, path))
     for name in ("kv_transfer_params", "suffix", "logits_processors", "anything_at_all"):
         assert text_of(ask(live, path, **{name: None})) == plain

@@ -110,7 +110,7 @@ def test_a_budget_counts_behind_the_opening_mark(client: openai.OpenAI) -> None:
     parts = [token["part"] for token in answer.choices[0].speculation["tokens"]]
     # The biased token is all that the model writes.
     assert parts == ["markup"] * 5 + ["content"] * 4
-    # What does not think has no limit, nor has a thought that the prompt has closed.
+    # Models without reasoning have no limit, nor has reasoning that the prompt has closed.
     for kwargs in ({}, {"chat_template_kwargs": {"enable_thinking": False}}):
         free, limited = (
             create(client, **kwargs, **more, max_completion_tokens=20).choices[0].message

@@ -110,7 +110,7 @@ def test_several_answers_have_calls_of_their_own(client: openai.OpenAI) -> None:
 
 
 def test_drafts_do_not_change_where_a_forced_call_ends(client: openai.OpenAI, live: Live) -> None:
-    """The tokens end with the marks behind it, at whichever token a step ends."""
+    """The output ends with the marks after the call, wherever steps end."""
     named = {"type": "function", "function": {"name": "get_weather"}}
     fields = {"tools": [WEATHER], "tool_choice": named, "n": 2, "return_token_ids": True}
     plain, drafted = (
@@ -166,7 +166,7 @@ def test_wrong_tools(client: openai.OpenAI, fields: dict[str, Any], named: str) 
 
 
 def two_calls(live: Live) -> str:
-    """A grammar that makes the model say a sentence and call twice."""
+    """A grammar that forces a sentence and two calls."""
     call = '{"name": "now", "arguments": {"a": [1, 2]}}'
     assert live.model.tool_format is not None
     if live.model.tool_format.name == "hermes":

@@ -21,7 +21,7 @@ SERVE = Path(__file__).parents[1]
 LISTED = json.loads((SERVE / "vllm_request_fields.json").read_text())
 FIELDS = [(path, name) for path in (TEXT, CHAT) for name in LISTED[path]]
 
-# What would ask for something; null, and an empty object or false, ask for nothing.
+# Values with an effect; null, an empty object and false have none.
 REFUSED: Mapping[str, Any] = {
     "ec_transfer_params": {"a": 1},
     "kv_transfer_params": {"a": 1},

@@ -50,7 +50,7 @@ class Tab:
             self.mistakes.append(message.text)
 
 
-# Of this package alone: while it is open, its event loop runs in the tests' thread.
+# Only in this package: while the browser is open, its event loop runs in the tests' thread.
 @pytest.fixture(scope="package")
 def tab() -> Iterator[Tab]:
     """One for all tests: a new one would read the page's files again."""

@@ -105,7 +105,7 @@ class FakeServer:
 
 @contextmanager
 def serving() -> Iterator[FakeServer]:
-    """A fake server on a free port of this machine, in a thread of its own."""
+    """A fake server on a free port of this machine, in another thread."""
     fake = FakeServer()
     app = Starlette(
         routes=[
