@@ -234,7 +234,7 @@ class Canary:
     """Asks for /health every few milliseconds, in another thread.
 
     Attributes:
-        longest: seconds of its longest answer; set it to 0 to begin anew.
+        longest: seconds of its longest answer; set it to 0 to begin again.
     """
 
     def __init__(self, host: str, port: int) -> None:

@@ -3,7 +3,7 @@
 Which tokens come out must not change when code is only rearranged. `token_digests.json` beside
 `tests/lossless/test_same_tokens.py` holds the digests of float32 cases; they are the same on every
 processor, since no case samples from probabilities that a fit by the processor's library decides.
-After a change that is meant to change tokens, write it anew:
+After a change that is meant to change tokens, write it again:
 
     python -m tests.token_digests record
 

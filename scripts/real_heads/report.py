@@ -15,7 +15,7 @@ _CARD = """\
 
 Trained with `scripts/real_heads` on {device} from the model's own answers to prompts of ShareGPT:
 {answers:,} answers, {tokens:,} tokens, {minutes:.1f} minutes in all. Weights are not part of the
-repository; the command makes them anew.
+repository; the command makes them again.
 
     {command}
 

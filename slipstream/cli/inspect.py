@@ -60,7 +60,7 @@ def show_costs(engine: EngineConfig, flags: DrafterFlags, as_json: bool) -> None
 
 
 def _rows_up_to(most: object, rows: "Sequence[CostRow]") -> "Sequence[CostRow]":
-    """The rows with at most so many draft tokens; all for AUTO."""
+    """The rows with at most `most` draft tokens; all for AUTO."""
     largest = max(row.drafts for row in rows)
     if most == AUTO:
         return rows

@@ -42,7 +42,7 @@ class LoRARequest:
 
 @dataclass(frozen=True, eq=False)
 class NamedAdapter:
-    """An adapter to which requests refer. It stays valid if its name is unloaded or loaded anew.
+    """An adapter to which requests refer. It stays valid if its name is unloaded or loaded again.
 
     Attributes:
         serial: unique among all adapters of the engine, also those of equal names; a part of the

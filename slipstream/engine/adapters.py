@@ -165,7 +165,7 @@ class Adapters:
         assert self._write is not None
         if self._loader is None:
             self._loader = ThreadPoolExecutor(1, "adapters")
-        # In this order, as an interrupt may come between any two: an empty slot is loaded anew.
+        # In this order, as an interrupt may come between any two: an empty slot is loaded again.
         slot.adapter = None
         place = self._slots.index(slot)
         self._tell(_FILL, place, adapter.factors)

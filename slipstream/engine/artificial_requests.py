@@ -24,7 +24,7 @@ class ArtificialRequests:
     """Artificial requests by slot; none of a user may be running.
 
     Args:
-        growth: the most tokens that a request gains before it is admitted anew.
+        growth: the most tokens that a request gains before it is admitted again.
 
     Attributes:
         longest: the most tokens that a request may have.

@@ -236,7 +236,7 @@ def report_adapters(
 
 
 def require_sharing(config: EngineConfig, checkpoint: Checkpoint, shape: DecoderConfig) -> None:
-    """Raise UsageError where the model cannot be on so many ranks."""
+    """Raise UsageError if the model does not support this number of ranks."""
     random, apart = config.load_format in RANDOM_FORMATS, config.shares_experts
     if config.data_parallel_size > 1 and not apart:
         raise UsageError(

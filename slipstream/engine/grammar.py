@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MOST_COMPILED = 128
 WORD_BITS = 32
-# Enough for any JSON document, but a model cannot write spaces for ever.
+# Enough for any JSON document, but a model cannot write spaces without end.
 WHITESPACE = r"\x20|\n[\x20\t]{0,16}"
 _ESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)
 _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"')

@@ -281,7 +281,7 @@ class LLM:
                 self._calls.pop(request_id, None)
 
     def _collect(self, call: "_Call") -> list[RequestOutput | Exception]:
-        """New outputs of a call's requests, whoever ran the steps; runs one if there are none."""
+        """New outputs of a call's requests, of any call's steps; runs a step if there are none."""
         if not call.outputs and call.num_cut_steps == self._num_cut_steps:
             self._step()
         if call.num_cut_steps != self._num_cut_steps:  # last outputs may have been lost

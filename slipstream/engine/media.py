@@ -146,8 +146,8 @@ class MediaReader:
 class _Pinned(http.client.HTTPConnection):
     """A connection to the address that was checked, even if the name now resolves to another.
 
-    It is shut down at the deadline, whatever it does then: the timeout of a socket begins anew with
-    every byte that arrives.
+    It is shut down at the deadline, whatever it does then: the timeout of a socket begins again
+    with every byte that arrives.
     """
 
     def __init__(self, host: str, port: int, address: str, deadline: float, scheme: str) -> None:
@@ -250,7 +250,7 @@ def _require_quick(image: "Image", content: bytes, most_pixels: int) -> None:
     if content.count(b"\xff\xda") > _MOST_SCANS and image.format in ("JPEG", "MPO"):
         raise UsageError(
             f"an image is a JPEG of more than {_MOST_SCANS} scans, which would take too long; "
-            "store it anew"
+            "store it again"
         )
     if image.format == "BMP" and image.info.get("compression") in _RUNS:
         raise UsageError("an image is a compressed BMP, which is not read; store it as PNG")

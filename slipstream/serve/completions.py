@@ -202,7 +202,7 @@ def _check(body: CompletionRequest) -> None:
         )
     for name in ("echo", "truncate_prompt_tokens") if body.suffix else ():
         if getattr(body, name):
-            raise bad_request(f"{name} cannot be had together with suffix; leave it out", name)
+            raise bad_request(f"{name} cannot be combined with suffix; leave it out", name)
     if body.max_tokens == 0 and body.min_tokens:
         raise bad_request("min_tokens must not exceed max_tokens, which is 0", "min_tokens")
 

@@ -242,9 +242,9 @@ def require_tools(service: ModelService) -> None:
     """Raise ApiError if neither the template nor the server can write tools into the prompt."""
     if not service.template_knows_tools and service.tool_format is not hermes.FORMAT:
         raise bad_request(
-            "the chat template of this model knows no tools, and the server can tell it of some "
-            "in the format hermes alone; leave --tool-call-parser and --reasoning-parser out, or "
-            "give the model a template that knows tools",
+            "the chat template of this model does not support tools, and the server can describe "
+            "them in messages only for the format hermes; leave --tool-call-parser and "
+            "--reasoning-parser out, or give the model a template that supports tools",
             "tools",
         )
 

@@ -194,7 +194,7 @@ def tls_options(options: ServerOptions) -> dict[str, Any]:
     try:
         context.set_ciphers(options.ssl_ciphers or "DEFAULT")
     except ssl.SSLError:
-        raise UsageError(f"--ssl-ciphers knows no cipher {options.ssl_ciphers!r}") from None
+        raise UsageError(f"--ssl-ciphers: OpenSSL has no cipher {options.ssl_ciphers!r}") from None
     return given
 
 

@@ -276,7 +276,7 @@ class _EngineTotals:
         if speedup is not None:
             text = "Estimated speed-up over plain decoding"
             yield _GAUGE, "spec_decode_estimated_speedup", text, speedup
-        text = "Predicted time of a decode step in which each request drafts so many tokens"
+        text = "Predicted time of a decode step by the number of draft tokens of each request"
         costs = {(row.requests, row.drafts): row.seconds for row in self._engine.costs}
         yield _GAUGE, "step_cost_seconds", text, costs, "requests", "draft_tokens"
         if isinstance(policy, AdaptivePolicy):

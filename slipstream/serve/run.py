@@ -240,7 +240,7 @@ def _log_tools(service: ModelService) -> None:
         "none, as it is not known" if format is None else format.name,
         "the chat template tells the model of tools"
         if service.template_knows_tools
-        else "the chat template knows no tools, so messages tell the model of them",
+        else "the chat template does not support tools, so they are described in messages",
     )
 
 

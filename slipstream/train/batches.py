@@ -89,7 +89,7 @@ class OnlineFeatures:
 
 
 class Batches:
-    """The order of the sequences: shuffled anew every epoch, and fixed by seed and step."""
+    """The order of the sequences: shuffled in every epoch, and fixed by seed and step."""
 
     def __init__(
         self,

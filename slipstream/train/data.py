@@ -136,7 +136,7 @@ def _read_packed(settings: DataSettings, vocab_size: int) -> Sequences | None:
     if settings.max_length not in (None, length):
         raise UsageError(
             f"--max-length {settings.max_length} is not that of the packed sequences of --data, "
-            f"which have {length} tokens; leave it out, or pack the texts anew"
+            f"which have {length} tokens; leave it out, or pack the texts again"
         )
     token_ids = torch.cat([part.token_ids for part in parts])
     if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:

@@ -91,9 +91,7 @@ def choose_mask_token(plan: RunPlan, vocab_size: int) -> int:
     token, path = plan.settings.options.mask_token, plan.target.path
     if token is not None:
         if not 0 <= token < vocab_size:
-            raise UsageError(
-                f"--mask-token {token} is none of the {vocab_size} ids of the vocabulary"
-            )
+            raise UsageError(f"--mask-token {token} is not in the vocabulary of {vocab_size} ids")
         return token
     if not has_tokenizer(path):
         return vocab_size

@@ -1,6 +1,6 @@
 """Tiny assistants in the manner of Gemma 4's, and what they draft, in plain torch.
 
-The oracle reads whole texts anew for every draft, and shares nothing with the engine.
+The oracle reads whole texts again for every draft, and shares nothing with the engine.
 """
 
 import json

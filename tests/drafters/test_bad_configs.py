@@ -52,7 +52,10 @@ CONFIGS: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
         "aux out of range": ({AUX: [0, 1, 3]}, "target of 2 layers has those of 0 to 2"),
         "vocabulary": ({"vocab_size": 99}, "vocabulary of 99 tokens"),
         "target width": ({"target_hidden_size": 64}, "of hidden size 64, and this one has 48"),
-        "mask of no token": ({"ptd_token_id": 96}, "mask token 96 is none of the 96 ids"),
+        "mask of no token": (
+            {"ptd_token_id": 96},
+            "mask token 96 is not in its vocabulary",
+        ),
         "mask of no number": ({"ptd_token_id": "x"}, '"ptd_token_id" must be a whole number'),
         "unknown key": ({"spin": 3}, '"spin" is unknown'),
     },

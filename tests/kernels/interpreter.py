@@ -118,7 +118,7 @@ def _patch_for_whole_launches() -> None:
 
 
 def _remember_shapes() -> None:
-    """Each result has a type and a shape that are built anew, half of the interpreter's time, and
+    """Each result has a type and a shape that are built again, half of the interpreter's time, and
     there are few of them: tensors of one shape share them."""
     core = tl.core
     build, equal = core.block_type.__init__, core.tuple.__eq__

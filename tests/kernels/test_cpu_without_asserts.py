@@ -18,7 +18,7 @@ def test_bad_calls_are_refused_without_asserts() -> None:
     files = [f"tests/kernels/test_{name}.py" for name in MODULES]
     # pytest warns that asserts are not run; what is tested are errors that are expected.
     quiet = ["--override-ini=filterwarnings=ignore", "-p", "no:cacheprovider"]
-    # Plugins would have to be compiled anew, without their asserts.
+    # Plugins would have to be compiled again, without their asserts.
     alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-O", "-m", "pytest", "-q", *quiet, "-k", "refused", *files],

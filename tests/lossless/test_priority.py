@@ -1,4 +1,4 @@
-"""Priorities and salts decide who runs and what is computed anew, never what is said."""
+"""Priorities and salts decide who runs and what is computed again, never what is said."""
 
 from typing import Any
 

@@ -476,7 +476,7 @@ class World:
     def drain(self, rng: Random) -> None:
         """Run to the end, in no more steps than the first request ever needs tokens.
 
-        One that is admitted before others may take their blocks, and they begin anew.
+        One that is admitted before others may take their blocks, and they begin again.
         """
         # One is for what runs ahead when it ends.
         steps = 1 + sum(

@@ -5,6 +5,7 @@ import torch
 
 from slipstream import UsageError
 from slipstream.core.config_values import QUANTIZATIONS
+from slipstream.kernels.attention import FLOAT8_PAGES
 from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
 from slipstream.kernels.formats.int4 import Int4Matrix
 from slipstream.kernels.formats.int8 import Int8Matrix
@@ -16,8 +17,8 @@ from slipstream.runner.capability import (
     default_dtype,
     kept_formats,
     quantization_note,
-    require_float8_cache,
     require_quantization,
+    resolve_cache_dtype,
     training_dtype,
 )
 
@@ -138,14 +139,14 @@ def test_newer_cards_lack_only_what_is_hoppers(
 
 
 def test_caches_of_e4m3_need_what_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    option = "kv_cache_dtype=fp8"
+    fp8 = "fp8", torch.bfloat16, CUDA, "kv_cache_dtype"
     pretend(monkeypatch, (8, 0))
     with pytest.raises(
         UsageError, match=r"^kv_cache_dtype=fp8 needs .* 8\.9 .* has 8\.0; leave it"
     ):
-        require_float8_cache(CUDA, option)
+        resolve_cache_dtype(*fp8)
     pretend(monkeypatch, (8, 9))
-    require_float8_cache(CUDA, option)
+    assert resolve_cache_dtype(*fp8) == FLOAT8_PAGES
 
 
 def test_a_gpu_takes_longer_steps() -> None:

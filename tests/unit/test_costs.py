@@ -462,7 +462,7 @@ def test_the_state_survives_json() -> None:
         model.observe(machine.step(count, width))
     restored = CostModel()
     restored.restore(json.loads(json.dumps(model.state())))
-    model.observe(machine.step(1, 0))  # predictions are computed anew
+    model.observe(machine.step(1, 0))  # predictions are computed again
     for count, width in [*SHAPES, (3, 2), (40, 5)]:
         asked = count, width, count * (width + 1), count * 700
         assert restored.seconds(*asked) == pytest.approx(model.seconds(*asked), rel=0.02)

@@ -432,7 +432,7 @@ def test_costs_that_change_are_soon_chosen_by(form: str, size: int) -> None:
     assert sum(map(any, server.counts[108:])) > 26
 
 
-# Tables of costs are made anew every 48 plans anyway; changes come at several points between.
+# Tables of costs are made again every 48 plans anyway; changes come at several points between.
 BEGINNINGS = range(97, 145, 8)
 
 

@@ -136,7 +136,7 @@ class _Measurements:
         found = [point for point in points[1:] if point is not None]
         if found or plain is None:
             return least(found) if found else None
-        # The target's output may have no matches to look up. So the requests are admitted anew in
+        # The target's output may have no matches to look up. So the requests are admitted again in
         # every step; the time for that is part of `rest`, which is therefore taken from `plain`.
         requests.admit(slots, shape.length)
         batch = requests.batch(slots, shape.width, admitted=True)

@@ -312,7 +312,7 @@ class CostModel:
                 self._update(knot, knot.value * off if predicted > LEAST else drafting, seconds)
 
     def _passes(self, counts: Sequence[int]) -> float:
-        """Seconds of drafting if so many requests draft at each position."""
+        """Seconds of drafting for these numbers of requests at each position."""
         seconds = 0.0
         for place, (count, following) in enumerate(pairwise((*counts, 0)), 1):
             if following < count:  # between such positions what is added cancels out

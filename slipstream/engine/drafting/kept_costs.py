@@ -53,7 +53,7 @@ class CostFile:
         except FileNotFoundError:
             pass
         except _BROKEN as error:
-            logger.debug("%s cannot be used (%r): costs are measured anew", self.path, error)
+            logger.debug("%s cannot be used (%r): costs are measured again", self.path, error)
         return False
 
     def save(self, costs: CostModel) -> None:

@@ -38,7 +38,7 @@ _SURPRISE = 0.5  # relative error of expected tokens or seconds that makes a new
 # Drafting is begun if it seems to be so many times as fast as plain steps. Estimates are noisy, the
 # best of many is rarely as good as it looks, and each change back and forth costs a little.
 _LEAST_GAIN = 1.04
-# Tables of costs are made anew after so many plans. Captured steps hardly vary: for these, also at
+# Tables of costs are made again after so many plans. Captured steps hardly vary: for these, also at
 # once if a table is off by more than this, and after as many steps in turn that took much longer
 # than expected. Elsewhere that would follow noise.
 _TABLE_AGE, _OUTDATED, _MOST_SLOW = 48, 0.15, 4
@@ -156,7 +156,7 @@ class AdaptivePolicy:
             self._num_slow, self._age = 0, _TABLE_AGE
         if is_slow or off > _SURPRISE * (0.5 + self._expected):
             self._left = min(self._left, 3)
-        if self._probes.take_in(results, seconds):  # a probe succeeded: choose anew soon
+        if self._probes.take_in(results, seconds):  # a probe succeeded: choose again soon
             self._left = min(self._left, len(self._requests) // 4)
 
     # ------------------------------------------------------------------ the choice

@@ -22,7 +22,7 @@ class MeasuredStep:
     host: float = 0.0
 
     def divided(self, by: float) -> "MeasuredStep":
-        """The step on a machine so many times as fast."""
+        """The step on a machine that is faster by this factor."""
         times = self.draft / by, self.target / by, self.rest / by, self.host / by
         return MeasuredStep(self.requests, self.width, self.rows, self.context, *times)
 

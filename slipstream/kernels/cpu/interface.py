@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.core.errors import UsageError
 
 INTERFACE = "988a5779463c5c09"
-"""Digest of the functions that the modules here call; set it anew with them: the message of
+"""Digest of the functions that the modules here call; change it with them: the message of
 `require_current` tells it."""
 
 _PARAMETER = re.compile(r"(\w+):")

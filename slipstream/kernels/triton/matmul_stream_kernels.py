@@ -126,7 +126,7 @@ def _run(
     begin, stop, steps, sums, slot, turn, last, x, more_x, weight, ring, ring_x, ring_y, full, tile,
     m0, first, width, blocks: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr,
 ):  # fmt: skip
-    """The steps [begin, stop) of all chains; each fills the slot of the step before it anew."""
+    """The steps [begin, stop) of all chains; each refills the slot of the step before it."""
     rows: gl.constexpr = x.block_shape[0] + (0 if more_x is None else more_x.block_shape[0])
     step_k: gl.constexpr = ring.shape[2]
     size: gl.constexpr = (blocks * ring.shape[1] + rows) * step_k * _bytes_of(ring.dtype)

@@ -244,8 +244,8 @@ class Harmony:
     ) -> StructuredOutput | None:
         if constraints.budget is not None:
             raise bad_request(
-                "the format of this model's answers knows no thinking_token_budget; leave it out, "
-                "or give reasoning_effort",
+                "the format of this model's answers does not support thinking_token_budget; leave "
+                "it out, or give reasoning_effort",
                 "thinking_token_budget",
             )
         if constraints.content is None and constraints.calls is None:

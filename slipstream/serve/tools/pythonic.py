@@ -227,7 +227,7 @@ def _calls(_: Literals, functions: Schemas) -> list[str]:
         else:
             for key, part in given.items():
                 if not _KEY.fullmatch(f"{key}="):
-                    raise arguments.error(f"its argument {key!r}", "a name that is none in Python")
+                    raise arguments.error(f"its argument {key!r}", "an invalid name in Python")
                 place = f"{rule}_{len(found)}"
                 found.append(f"{place}: {json.dumps(f'{key}=')} {_value(arguments, part)}")
             needed = [key in arguments.required for key in given]

@@ -113,7 +113,7 @@ def choose_mask_token(
         )
     if not 0 <= token < vocab_size:
         raise CheckpointError(
-            f"the drafter's mask token {token} is none of the {vocab_size} ids of its vocabulary; "
+            f"the drafter's mask token {token} is not in its vocabulary of {vocab_size} ids; "
             "give the right one as pard_token"
         )
     return token

@@ -276,6 +276,6 @@ def test_an_answer_plays_again(open_page: OpenPage, motion: str) -> None:
         assert page.locator(".tok").count() < len(COMPLETION["tokens"])
         page.keyboard.press("Escape")  # the rest comes at once
     page.wait_for_selector(".replays button:not(:disabled)")
-    assert page.evaluate("window.before.isConnected") is False  # all of it was written anew
+    assert page.evaluate("window.before.isConnected") is False  # all of it was written again
     assert page.locator(".text").text_content() == COMPLETION["prompt"] + TEXT
     assert len(TEXT) > 100
