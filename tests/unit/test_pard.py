@@ -141,7 +141,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({}, {}, UsageError, "has no pard_token; give it as pard_token, or leave out"),
     ({"pard_token": 96}, {}, CheckpointError, "mask token 96 is not in its vocabulary of 96 ids"),
     ({"pard_token": "x"}, {}, CheckpointError, '"pard_token" must be a whole number'),
-    ({}, {"pard_token": -1}, CheckpointError, "mask token -1 is none"),
+    ({}, {"pard_token": -1}, CheckpointError, "mask token -1 is not in its vocabulary"),
     ({}, {"pard_token": "x"}, UsageError, "pard_token must be an integer"),
     ({}, {"method": "pard", "parallel_drafting": False}, UsageError, "use method draft_model"),
 ]

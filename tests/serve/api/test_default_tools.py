@@ -105,5 +105,5 @@ def test_another_format_needs_a_template_that_knows_tools(live: Live) -> None:
     assert live.model.tool_format.name == "hermes"
     require_tools(live.model)
     require_tools(live.model.with_options(tool_call_parser="hermes"))
-    with pytest.raises(ApiError, match="hermes alone"):
+    with pytest.raises(ApiError, match="only for the format hermes"):
         require_tools(live.model.with_options(tool_call_parser="mistral"))

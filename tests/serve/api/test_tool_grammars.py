@@ -292,7 +292,7 @@ def test_pythonic_calls_need_names_for_their_arguments(tokenizer: Tokenizer) -> 
         assert follows(tokenizer, grammar, f"[f({arguments})]"), arguments
     for arguments in ("a=1", "b=1, a=True", "b=1,", ", b=1", "b=1 c=1"):
         assert not follows(tokenizer, grammar, f"[f({arguments})]"), arguments
-    with pytest.raises(UsageError, match="'a b' has a name"):
+    with pytest.raises(UsageError, match="'a b' has an invalid name"):
         format.only_calls({"f": {"properties": {"a b": {}}}}, tokenizer, several=False)
 
 
