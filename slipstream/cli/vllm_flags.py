@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from slipstream.cli.vllm_refused import ONE_GPU, READ_IN_PARTS, REFUSED
+from slipstream.cli.vllm_refused import ONE_GPU, REFUSED
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import parse_object, read_text
 
@@ -197,7 +197,6 @@ _NO_EFFECT: Final[Mapping[str, NoEffect]] = {
     "kv-offloading-size": NoEffect("the KV cache stays on its device", _NONE),
     "linear-backend": NoEffect("each device has one kernel for each op", ("auto",)),
     "log-error-stack": NoEffect("the log has the traceback of every internal error"),
-    "long-prefill-token-threshold": NoEffect(READ_IN_PARTS, ("0",)),
     "model-impl": NoEffect("each family has one implementation, the engine's own", ("auto",)),
     "moe-backend": NoEffect("each device has one kernel for each op", ("auto",)),
     "nnodes": NoEffect(ONE_GPU, _ONE),

@@ -74,6 +74,13 @@ class EngineConfig:
         parse=parse_count,
         at_least=1,
     )
+    long_prefill_token_threshold: int = flag(
+        0,
+        "Most prompt tokens of a step in which other requests decode, so that their tokens come "
+        "evenly while long prompts are read, which takes longer; 0: as many as fit.",
+        parse=parse_count,
+        at_least=0,
+    )
     kv_cache_memory: int | None = flag(
         None,
         "Memory for the KV cache, the drafter's included: bytes, 512M, 4G, 4GiB. [derived]",

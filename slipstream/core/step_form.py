@@ -112,6 +112,8 @@ class StepLimits:
     Attributes:
         max_num_seqs: maximum number of running requests, which is the number of slots.
         max_num_batched_tokens: maximum number of rows of a target pass, draft tokens included.
+        prompts_beside_decoding: maximum number of prompt tokens of a step in which other requests
+            decode; None: no limit.
         max_model_len: maximum number of tokens of a request, prompt and output.
         cache_bounds_length: max_model_len was reduced to the capacity of the KV cache.
         drafter_max_model_len: requests with more tokens than this run without drafts.
@@ -139,6 +141,7 @@ class StepLimits:
     adaptive: bool = False
     cache_bounds_length: bool = False
     drafts_at_once: bool = False
+    prompts_beside_decoding: int | None = None
 
     @property
     def drafts_trees(self) -> bool:

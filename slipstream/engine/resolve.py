@@ -248,6 +248,7 @@ def _step_limits(
         max_num_seqs=config.max_num_seqs,
         by_priority=config.scheduling_policy == "priority",
         max_num_batched_tokens=rows,
+        prompts_beside_decoding=config.long_prefill_token_threshold or None,
         max_model_len=max_model_len,
         drafter_max_model_len=drafter.max_model_len or max_model_len,
         num_speculative_tokens=speculation.num_speculative_tokens,

@@ -228,8 +228,8 @@ class Scheduler:
         )
         drafts = Budget(budget.left // 2 if prompts_wait else budget.left)
         decoding = [it for it in shares if it.is_decoding and not it.num_uncomputed]
-        plans = self._plans(decoding)
-        for share, plan in zip(decoding, plans, strict=True):
+        budget.prompts = self.limits.prompts_beside_decoding if decoding else None
+        for share, plan in zip(decoding, self._plans(decoding), strict=True):
             self._draft(share, drafts, plan)
             budget.take(share.num_draft_tokens)
         budget.lacks_blocks = drafts.lacks_blocks
@@ -246,7 +246,8 @@ class Scheduler:
         """Give a request as many further prompt rows as the budget and its blocks allow."""
         request, name = share.request, share.request.request_id
         done = share.start + share.num_new_tokens
-        end, covered = min(share.known, done + budget.left), self.block_manager.capacity(name)
+        room = budget.room_for_prompt(longest_whole(request.spans))
+        end, covered = min(share.known, done + room), self.block_manager.capacity(name)
         budget.lacks_blocks |= covered < end
         end = self.block_manager.chunk_end(name, share.start, min(end, covered))
         end = before_whole(request.spans, end)
@@ -254,7 +255,7 @@ class Scheduler:
             budget.left += share.num_new_tokens
             share.num_new_tokens = 0
             return
-        share.num_new_tokens += budget.take(max(0, end - done))
+        share.num_new_tokens += budget.take_for_prompt(max(0, end - done))
         written = share.start + share.num_new_tokens
         grown = self.block_manager.grow(name, share.known, written)
         assert grown, "capacity promised the blocks"
@@ -262,13 +263,12 @@ class Scheduler:
     def _admit_waiting(
         self, shares: list[RequestShare], budget: Budget, in_flight: Batch | None = None
     ) -> None:
-        while self._free_slots and budget.left:
+        while self._free_slots and budget.room_for_prompt():
             request = self._adapters.next_ready(self._waiting, self._running)
             if request is None or budget.left <= longest_whole(request.spans):
                 return
-            if in_flight and will_share(request, in_flight, self.block_manager, self.limits):
-                return
-            if not self._admit(request):
+            waits = in_flight and will_share(request, in_flight, self.block_manager, self.limits)
+            if waits or not self._admit(request):
                 return
             share = RequestShare.of(request)
             share.admitted = True

@@ -67,15 +67,29 @@ class Budget:
     """The rows of the target's pass that are not given out yet.
 
     Attributes:
+        prompts: the rows among them that prompts may have; None: all.
         lacks_blocks: a running request got fewer rows than there were, for want of blocks.
     """
 
     left: int
+    prompts: int | None = None
     lacks_blocks: bool = False
 
     def take(self, wanted: int) -> int:
         taken = min(wanted, self.left)
         self.left -= taken
+        return taken
+
+    def room_for_prompt(self, least: int = 0) -> int:
+        """Rows that a prompt may have, which has to get `least` at once or none."""
+        if self.prompts is None:
+            return self.left
+        return min(self.left, max(self.prompts, least)) if self.prompts > 0 else 0
+
+    def take_for_prompt(self, wanted: int) -> int:
+        taken = self.take(wanted)
+        if self.prompts is not None:
+            self.prompts -= taken
         return taken
 
 

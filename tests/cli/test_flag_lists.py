@@ -17,7 +17,8 @@ ENGINE = """
     --batch-invariant --block-size --device --download-dir --dtype --enable-prefix-caching
     --enforce-eager --engine-seed --generation-config --gpu-memory-utilization --hf-overrides
     --hf-token --kv-cache-dtype --kv-cache-memory --kv-cache-memory-bytes --load-format
-    --max-model-len --max-num-batched-tokens --max-num-seqs --no-enable-prefix-caching
+    --long-prefill-token-threshold --max-model-len --max-num-batched-tokens --max-num-seqs
+    --no-enable-prefix-caching
     --no-enforce-eager --num-gpu-blocks-override --num-kv-blocks --num-state-checkpoints
     --override-generation-config --quantization --revision --threads --tokenizer -q
 """

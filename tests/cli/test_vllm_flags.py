@@ -37,6 +37,7 @@ EFFECTS: dict[str, tuple[str, str, Any]] = {
     "--max-model-len": ("1k", "config.max_model_len", 1000),
     "--max-num-seqs": ("7", "config.max_num_seqs", 7),
     "--max-num-batched-tokens": ("1K", "config.max_num_batched_tokens", 1024),
+    "--long-prefill-token-threshold": ("256", "config.long_prefill_token_threshold", 256),
     "--gpu-memory-utilization": ("0.5", "config.gpu_memory_utilization", 0.5),
     "--kv-cache-memory-bytes": ("1G", "config.kv_cache_memory", 1 << 30),
     "--kv-cache-dtype": ("int8", "config.kv_cache_dtype", "int8"),

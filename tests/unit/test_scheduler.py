@@ -14,6 +14,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step_form import StepLimits
 from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.scheduler import Scheduler
+from slipstream.engine.shares import Budget
 
 SIZE = 4
 EOS = 1000
@@ -209,6 +210,39 @@ def test_an_early_long_prompt_does_not_starve_those_who_decode() -> None:
         assert list(planned) == ["a", "b"]
         assert planned["b"][1] == 1
         assert planned["a"][1] >= 4
+
+
+def test_few_rows_are_for_prompts_while_others_decode() -> None:
+    engine = scheduler(prompts_beside_decoding=10)
+    for name, prompt in (("a", 6), ("b", 40), ("c", 4), ("d", 4)):
+        engine.add(request(name, prompt, drafts=0))
+    batch = engine.schedule()  # nobody decodes yet
+    assert plan(batch) == {"a": (0, 6, 0), "b": (0, 40, 0), "c": (0, 4, 0), "d": (0, 4, 0)}
+    commit(engine, batch)
+    for name in "bcd":
+        abort(engine, name)
+    for name, prompt in (("e", 24), ("f", 4), ("g", 4)):
+        engine.add(request(name, prompt, drafts=0))
+    parts = []
+    for _ in range(4):
+        batch = engine.schedule()
+        parts.append({name: rows for name, (_, rows, _) in plan(batch).items()})
+        commit(engine, batch)
+    # A prompt that goes on has a row like those that decode, and then what prompts have left.
+    assert parts == [
+        {"a": 1, "e": 10},
+        {"a": 1, "e": 11},
+        {"a": 1, "e": 3, "f": 4, "g": 4},
+        {"a": 1, "e": 1, "f": 1, "g": 1},
+    ]
+
+
+def test_an_image_is_read_at_once_whatever_prompts_may_have() -> None:
+    budget = Budget(64, prompts=10)
+    assert budget.room_for_prompt(30) == 30
+    assert budget.take_for_prompt(30) == 30
+    assert budget.room_for_prompt(30) == budget.room_for_prompt() == 0
+    assert budget.left == 34
 
 
 def test_drafts_take_at_most_half_while_a_prompt_waits_for_rows() -> None:
