@@ -9,8 +9,8 @@ ONE_GPU = (
 )
 
 READ_IN_PARTS: Final = (
-    "prompts are split into chunks of up to --max-num-batched-tokens, with other requests; set that, "
-    "or --long-prefill-token-threshold for steps in which others decode"
+    "prompts are split into chunks of up to --max-num-batched-tokens, with other requests; set that"
+    " or --long-prefill-token-threshold, for steps in which others decode"
 )
 
 # A name that ends in ! is a switch.

@@ -66,7 +66,8 @@ def assemble(
     sizes = CacheSizes(resolved.num_blocks, config.block_size, state.num_slots, resolved.device)
     own = target_sizes(resolved, sizes, needs.features)
     cache = ModelCache(layout, own)
-    runner = ModelRunner(network, cache, state, None, needs.stream_layers, of_target=True)
+    record = pass_recorder(resolved, network)
+    runner = ModelRunner(network, cache, state, None, needs.stream_layers, True, record)
     can_share = shares_prefixes(config, layout, own)
     costs = _costs(resolved, config, shape, form)
     policy = draft_policy(resolved, costs, form)
@@ -80,6 +81,7 @@ def assemble(
         num_speculative_tokens=limits.num_speculative_tokens,
         target=network,
         captured=resolved.captures,
+        record=record,
         target_cache=cache,
         gives_confidences=scheduler.policy.reads_confidences,
         shares_prefixes=can_share,
@@ -182,6 +184,12 @@ def graph_runner(
     recorder = Recorder(resolved.device)
     ranks.reset_before_end(recorder.graphs)
     return GraphRunner(state, sampling, form, recorder, _of_drafts(resolved), adapted)
+
+
+def pass_recorder(resolved: Resolved, network: Decoder) -> Recorder | None:
+    """What captures passes over short prompts; None: they are not captured."""
+    is_whole = network.pool is None and network.head.columns.num_ranks == 1
+    return Recorder(resolved.device) if resolved.captures and is_whole else None
 
 
 def capture_plain(

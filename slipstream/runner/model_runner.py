@@ -10,7 +10,9 @@ from slipstream.core.batch import LastCheckpoint
 from slipstream.layers.delta_net import waiting_rows
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.decoder import Decoder
+from slipstream.runner.captured_passes import CapturedPasses
 from slipstream.runner.device_state import DeviceState
+from slipstream.runner.graphs import Recorder
 from slipstream.runner.rows import PassRows, RowLayout, lay_out
 from slipstream.runner.spans import embed, with_axes, with_bidirectional_spans, with_offsets
 
@@ -44,6 +46,7 @@ class ModelRunner:
         stream_layers: layers whose incoming residual stream every pass returns (`Forward.streams`).
         of_target: the model is the target, which gets the embeddings of images. A drafter gets
             their placeholder tokens, at the positions of text.
+        record: captures passes over short prompts; None: they are not captured.
 
     Attributes:
         has_states: a layer has recurrent states, so `commit` has to be called.
@@ -57,11 +60,16 @@ class ModelRunner:
         head: LanguageModelHead | None = None,
         stream_layers: Sequence[int] = (),
         of_target: bool = False,
+        record: Recorder | None = None,
     ) -> None:
         self._network, self._cache, self._state = network, cache, state
         self._head = head or network.head
         self._stream_layers, self._of_target = tuple(stream_layers), of_target
         self.has_states = cache.has_states
+        self._captured: CapturedPasses | None = None
+        if record is not None:
+            layers, most = self._stream_layers, state.num_slots
+            self._captured = CapturedPasses(network, cache, layers, most, record)
 
     def forward(self, rows: PassRows) -> Forward:
         """Run a pass over `rows`, whose token ids are in the device state; writes their caches."""
@@ -72,10 +80,15 @@ class ModelRunner:
             layout = replace(layout, inputs=replace(layout.inputs, states=states))
         layout, num_rows = self._pooled(self._adapted(layout, rows))
         token_ids, embedded, added = embed(self._network, layout, rows.prompts)
-        given = token_ids, layout.inputs, self._cache.layers, self._stream_layers
-        # Ranks that share experts compute rows of each other, and have to agree on their number.
-        read = None if self._network.pool is not None else layout.read_rows(rows.num_read)
-        hidden, streams = self._network(*given, embedded, added, read)
+        found = None
+        if self._captured is not None and layout.row_starts and embedded is None:
+            found = self._captured.run(token_ids, layout.inputs)
+        if found is None:
+            given = token_ids, layout.inputs, self._cache.layers, self._stream_layers
+            # Ranks that share experts compute each other's rows, and agree on their number.
+            read = None if self._network.pool is not None else layout.read_rows(rows.num_read)
+            found = self._network(*given, embedded, added, read)
+        hidden, streams = found
         return Forward(hidden, layout, streams, embedded, num_rows)
 
     def _pooled(self, layout: RowLayout) -> tuple[RowLayout, int]:

@@ -19,6 +19,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.runner.device_batch import DeviceBatch, Guesses
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.excerpts import ExcerptSizes
+from slipstream.runner.graphs import Recorder
 from slipstream.runner.model_runner import Forward
 from slipstream.sampling.state import SamplingState
 from slipstream.sampling.verification import TreeNodes, Verdict
@@ -241,6 +242,7 @@ class DrafterResources:
         target: the target's network, whose embedding and head a drafter may share.
         target_cache: the target's keys and values, which a drafter may read.
         captured: steps are captured in CUDA graphs, so some batches are padded.
+        record: captures passes over short prompts, see `ModelRunner`.
         in_combination: another drafter's tokens may be verified instead of its own.
         gives_confidences: its drafts must have `confidences`, if the drafter has some.
         synthetic_rates: [L, K] float32, acceptance rates that a benchmark forces (see `VerifyOp`);
@@ -256,6 +258,7 @@ class DrafterResources:
     target: Decoder
     target_cache: ModelCache
     captured: bool = True
+    record: Recorder | None = None
     in_combination: bool = False
     gives_confidences: bool = False
     synthetic_rates: Tensor | None = None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels.norm import Activation
 from slipstream.kernels.triton import launch
-from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
+from slipstream.kernels.triton.launch import cdiv, launch_dependents, wait_for_inputs
 
 BLOCK = 1024
 # The `gated` argument of kernels: a number for each activation, 0 without a gate.
@@ -49,7 +49,7 @@ def gated_activation(
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = launch.empty_rows(rows, width, dtype or gate_up.dtype, gate_up.device)
     if out.numel():
-        grid = (rows, triton.cdiv(width, BLOCK))
+        grid = (rows, cdiv(width, BLOCK))
         _gated_kernel[grid](
             gate_up, out, gate_up.stride(0), width, gated=GATES[activation], block=BLOCK,
             num_warps=4, **launch.options(gate_up.device),
@@ -80,7 +80,7 @@ def gated_rows(x: Tensor, gates: Tensor) -> Tensor:
     rows, width = x.shape
     out = launch.empty_rows(rows, width, x.dtype, x.device)
     if out.numel():
-        _gate_kernel[(rows, triton.cdiv(width, BLOCK))](
+        _gate_kernel[(rows, cdiv(width, BLOCK))](
             x, gates, out, x.stride(0), gates.stride(0), width, block=BLOCK, num_warps=4,
             **launch.options(x.device),
         )  # fmt: skip

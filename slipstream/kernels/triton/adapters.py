@@ -21,7 +21,12 @@ from torch import Tensor
 
 from slipstream.kernels.adapters import Adapted
 from slipstream.kernels.triton import launch
-from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
+from slipstream.kernels.triton.launch import (
+    cdiv,
+    launch_dependents,
+    next_power_of_2,
+    wait_for_inputs,
+)
 from slipstream.kernels.triton.matmul_tiles import MULTIPROCESSORS, SMALLEST_PART
 
 _RANKS, _DEPTH = 8, 1024  # shrink kernel: ranks and columns of x of a program
@@ -52,7 +57,7 @@ class Gain:
         """Arguments of `stream_kernel` with `programs` other programs, without A's descriptor."""
         down, rows = self.adapted.factors.down, len(self.x)
         count, width, depth = down.shape
-        shares, lanes, share = _makers(programs, depth, triton.cdiv(count * width, _TALL))
+        shares, lanes, share = _makers(programs, depth, cdiv(count * width, _TALL))
         inner = torch.empty((shares, rows, width), dtype=torch.float32, device=down.device)
         counts = _on_device(self.adapted)[:4].view(torch.int64)
         own = {"makers": shares * lanes, "shares": shares, "share": share, "counts": counts}
@@ -60,11 +65,11 @@ class Gain:
 
     def _arguments(self, inner: Tensor) -> dict[str, object]:
         factors = self.adapted.factors
-        padded = max(_GROUP, triton.next_power_of_2(factors.rank))
+        padded = max(_GROUP, next_power_of_2(factors.rank))
         return {
             "inner": inner, "up": factors.up, "ends": _on_device(self.adapted)[4:],
             "adapters": self.adapted.slots, "rank": factors.rank, "padded": padded,
-            "chunk": _CHUNK, "chunks": triton.cdiv(len(factors.up) * padded, _CHUNK),
+            "chunk": _CHUNK, "chunks": cdiv(len(factors.up) * padded, _CHUNK),
             "parts": len(factors.ends),
         }  # fmt: skip
 
@@ -81,8 +86,8 @@ def _makers(programs: int, depth: int, tiles: int) -> tuple[int, int, int]:
     A times x: as many as can run together with the product's. The bits depend on the shares, so
     these depend only on the shape of the weights."""
     free = -programs % MULTIPROCESSORS
-    share = triton.cdiv(triton.cdiv(depth, min(8, max(4, free))), SMALLEST_PART) * SMALLEST_PART
-    shares = triton.cdiv(depth, share)
+    share = cdiv(cdiv(depth, min(8, max(4, free))), SMALLEST_PART) * SMALLEST_PART
+    shares = cdiv(depth, share)
     return shares, max(1, min(tiles, free // shares)), share
 
 
@@ -134,13 +139,13 @@ def shrink(x: Tensor, adapted: Adapted) -> Tensor:
     (rows, depth), factors = x.shape, adapted.factors
     assert x.stride(-1) == 1
     count, width, _ = factors.down.shape
-    part = triton.cdiv(triton.cdiv(depth, _PARTS), _SHALLOW) * _SHALLOW
-    splits = triton.cdiv(depth, part)
+    part = cdiv(cdiv(depth, _PARTS), _SHALLOW) * _SHALLOW
+    splits = cdiv(depth, part)
     inner = torch.empty((splits, rows, width), dtype=torch.float32, device=x.device)
     if rows:
-        _shrink_rows_kernel[(count, triton.cdiv(width, _GROUP), splits)](
+        _shrink_rows_kernel[(count, cdiv(width, _GROUP), splits)](
             x, factors.down, adapted.slots, inner, x.stride(0), rows, depth, width, part,
-            block_m=max(16, triton.next_power_of_2(rows)), block_r=_GROUP, block_k=_SHALLOW,
+            block_m=max(16, next_power_of_2(rows)), block_r=_GROUP, block_k=_SHALLOW,
             step=128, num_warps=4, **launch.options(x.device),
         )  # fmt: skip
     return inner
@@ -265,20 +270,20 @@ def add_low_rank(y: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
     made = y if y.ndim == 2 else y[0]
     assert x.stride(-1) == made.stride(-1) == 1
     rows, depth = x.shape
-    width, splits = factors.down.shape[1], triton.cdiv(depth, _DEPTH)
+    width, splits = factors.down.shape[1], cdiv(depth, _DEPTH)
     if not rows:
         return y
     inner = torch.empty((splits, rows, width), dtype=torch.float32, device=x.device)
-    _shrink_kernel[(rows, triton.cdiv(width, _RANKS), splits)](
+    _shrink_kernel[(rows, cdiv(width, _RANKS), splits)](
         x, factors.down, slots, inner, x.stride(0), depth, width, block_r=_RANKS, block_k=_DEPTH,
         num_warps=4, **launch.options(x.device),
     )  # fmt: skip
-    blocks = sum(triton.cdiv(length, _WIDTH) for length in _lengths(factors.ends))
-    step = min(_STEP, max(2, triton.next_power_of_2(factors.rank)))
+    blocks = sum(cdiv(length, _WIDTH) for length in _lengths(factors.ends))
+    step = min(_STEP, max(2, next_power_of_2(factors.rank)))
     _expand_kernel[(rows, blocks)](
         made, inner, factors.up, _on_device(adapted)[4:], slots, made.stride(0), factors.rank,
         factors.ends[-1], splits, parts=len(factors.ends), block_n=_WIDTH, block_r=step,
-        block_s=triton.next_power_of_2(splits), num_warps=4, **launch.options(x.device),
+        block_s=next_power_of_2(splits), num_warps=4, **launch.options(x.device),
     )  # fmt: skip
     return y
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from slipstream.kernels.attention import FLOAT8_PAGES, query_key_norms, split_heads
@@ -26,7 +25,7 @@ from slipstream.kernels.triton.activation import gated_rows
 from slipstream.kernels.triton.attention_chunk_kernel import chunk_kernel
 from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits
 from slipstream.kernels.triton.attention_short_kernels import combine_kernel, short_kernel
-from slipstream.kernels.triton.launch import empty_rows, options
+from slipstream.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, options
 from slipstream.kernels.triton.matmul import ALIGNMENT, is_hopper
 from slipstream.kernels.triton.rope import pages_of, rotate_and_store
 
@@ -85,7 +84,7 @@ class AttentionShape:
     @property
     def block_d(self) -> int:
         """Columns of a tile: a power of two, at least 32, as tensor cores take 16 of each half."""
-        return int(max(32, triton.next_power_of_2(self.head_dim)))
+        return int(max(32, next_power_of_2(self.head_dim)))
 
 
 def short_lines(lines: int) -> int:
@@ -94,7 +93,7 @@ def short_lines(lines: int) -> int:
     A line's bits do not depend on the choice: tensor cores add in the same order up to 32 lines,
     but not from 64 on.
     """
-    return int(min(32, max(16, triton.next_power_of_2(lines))))
+    return int(min(32, max(16, next_power_of_2(lines))))
 
 
 def short_tiles(
@@ -213,7 +212,7 @@ def _short(
     most_rows = min(most_rows_of(source, inputs), SHORT_ROWS)
     block_size, requests = cache[0].shape[1], len(paging.context_lens)
     lines = short_lines(most_rows * layer.groups)
-    pairs = layer.kv_heads * triton.cdiv(most_rows * layer.groups, lines)
+    pairs = layer.kv_heads * cdiv(most_rows * layer.groups, lines)
     eight_bits = cache[0].dtype == FLOAT8_PAGES
     tiles, programs = short_tiles(lines, requests * pairs, layer.block_d, source.dtype, eight_bits)
     assert SMALLEST % tiles.tokens == 0, "tiles do not cross splits"
@@ -236,12 +235,12 @@ def _short(
         paging.block_tables.stride(0), layer.scale, layer.softcap, window, most_rows, splits,
         early=early,
         first_seen=sees.first_seen, causal=sees.causal,
-        new_rows=max(4, triton.next_power_of_2(most_rows)),
+        new_rows=max(4, next_power_of_2(most_rows)),
         rotary_dim=layer.head_dim if turn is None else turn.rotary_dim,
         **_built(layer, cache, tiles), **launched,
     )  # fmt: skip
     if lanes > 1:
-        combine_kernel[(min(most_rows * layer.heads, triton.cdiv(COMBINING, requests)), requests)](
+        combine_kernel[(min(most_rows * layer.heads, cdiv(COMBINING, requests)), requests)](
             part, part_exponent, part_total, out, rows.query_start, paging.context_lens,
             layer.sinks, window, most_rows, splits, heads=layer.heads, head_dim=layer.head_dim,
             block_d=layer.block_d, block_s=64, at_once=COMBINED_AT_ONCE, num_warps=1, early=early,
@@ -265,7 +264,7 @@ def _chunks(
     tiles = chunk_tiles(layer.block_d, query.dtype)
     if sees.tree is not None:
         tiles = replace(tiles, registers=None)  # with the limit, many would spill
-    most = triton.cdiv(count * layer.groups, tiles.lines) + min(requests, count // SHORT_ROWS)
+    most = cdiv(count * layer.groups, tiles.lines) + min(requests, count // SHORT_ROWS)
     chunk_kernel[(layer.kv_heads, most)](
         query, *pages_of(cache), out, rows.query_start, paging.context_lens, paging.block_tables,
         rows.in_context, *tree_of(sees), sees.last_seen, layer.sinks, query.stride(0),
@@ -308,7 +307,7 @@ def _stream(
     """`_chunks` on Hopper: one program a multiprocessor, which has no room for two."""
     rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
     count, requests, block_size = len(query), len(paging.context_lens), cache[0].shape[1]
-    most = triton.cdiv(count * layer.groups, 2 * LINES.value) + min(requests, count // SHORT_ROWS)
+    most = cdiv(count * layer.groups, 2 * LINES.value) + min(requests, count // SHORT_ROWS)
     keys, values = (_described(pages) for pages in cache)
     attention_stream_kernel[(min(MULTIPROCESSORS, layer.kv_heads * most),)](
         query, keys, values, out, rows.query_start, paging.context_lens, paging.block_tables,
@@ -329,7 +328,7 @@ def _described(pages: Tensor) -> "TensorDescriptor":
 
 def room_for(requests: int) -> int:
     """The number of requests that a kernel over all of them is compiled for."""
-    return int(max(LEAST_ROOM, triton.next_power_of_2(requests)))
+    return int(max(LEAST_ROOM, next_power_of_2(requests)))
 
 
 def most_rows_of(source: Tensor, inputs: PassInputs) -> int:
@@ -345,7 +344,7 @@ def most_splits_of(inputs: PassInputs, block_size: int, window: int | None, most
     if window is None:
         return splits
     # The rows together see window + rows - 1 tokens, and a split has at least `SMALLEST` tokens.
-    return min(splits, 1 + int(triton.cdiv(window + most_rows - 2, SMALLEST)))
+    return min(splits, 1 + int(cdiv(window + most_rows - 2, SMALLEST)))
 
 
 def _built(

@@ -2,11 +2,11 @@
 (`routing_kernels.py`)."""
 
 import torch
-import triton
 from torch import Tensor
 
 from slipstream.kernels.experts import Router, Scores
 from slipstream.kernels.triton import launch
+from slipstream.kernels.triton.launch import cdiv, next_power_of_2
 from slipstream.kernels.triton.operands import ChosenExperts, SortedPairs
 from slipstream.kernels.triton.routing_kernels import (
     CHOSEN_SOFTMAX,
@@ -42,7 +42,7 @@ def choose(logits: Tensor, router: Router, tile: int, shared: bool = False) -> C
     parts, rows, width = logits.shape
     routing, device = router.routing, logits.device
     experts, places = routing.num_experts, routing.num_chosen + shared
-    block = triton.next_power_of_2(experts)
+    block = next_power_of_2(experts)
     choices = torch.empty(rows, places, dtype=torch.int32, device=device)
     weights = torch.empty(rows, places, dtype=torch.float32, device=device)
     sharing = NOT_SHARED if not shared else WEIGHED if width > experts else SHARED
@@ -65,11 +65,11 @@ def _order(choices: Tensor, experts: int, tile: int) -> SortedPairs:
     ranks, pairs = torch.empty(2, rows, chosen, dtype=torch.int32, device=device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=device)
     ends = torch.empty(experts, dtype=torch.int32, device=device)
-    programs = triton.cdiv(rows, SPAN)
+    programs = cdiv(rows, SPAN)
     counts = None
     if programs > 1:
         counts = torch.empty(programs, experts, dtype=torch.int32, device=device)
-    options, block = launch.options(device), triton.next_power_of_2(experts)
+    options, block = launch.options(device), next_power_of_2(experts)
     shape = {"experts": experts, "chosen": chosen, "span": SPAN}
     rank_kernel[(programs,)](
         choices, ranks, counts, starts, ends, pairs, rows, block=block, tile=tile, num_warps=16,

@@ -11,7 +11,6 @@ rows. The host reads only shapes.
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from slipstream.kernels.delta_net import DeltaCache, DeltaHeads
@@ -22,7 +21,7 @@ from slipstream.kernels.triton.delta_net_row_kernels import (
     gated_norm_kernel,
     recur_kernel,
 )
-from slipstream.kernels.triton.launch import empty_rows, options
+from slipstream.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, options
 
 SHORT_ROWS = 16
 CHUNK = 64  # rows
@@ -90,7 +89,7 @@ def delta_net(
     )
     block_v, columns = _block(heads.value_dim), min(_block(heads.value_dim), ROW_COLUMNS)
     launched = options(z.device)
-    grid = triton.cdiv(heads.value_dim, columns), heads.num_value_heads, len(states.slots)
+    grid = cdiv(heads.value_dim, columns), heads.num_value_heads, len(states.slots)
     recur_kernel[grid](
         *convolved, cache.states, moves, read, SHORT_ROWS if in_chunks else len(mixed),
         **_shape(heads, drafts), block_k=_block(heads.key_dim), block_v=columns, num_warps=1,
@@ -99,7 +98,7 @@ def delta_net(
     if plan is not None and in_chunks:
         _chunks(*convolved, heads, drafts, cache.states, moves, plan.chunks, read)
     lines = len(mixed) * heads.num_value_heads
-    gated_norm_kernel[(triton.cdiv(lines, NORMED_AT_ONCE),)](
+    gated_norm_kernel[(cdiv(lines, NORMED_AT_ONCE),)](
         read, z, heads.norm_weight, out, z.stride(0), heads.eps, lines,
         value_heads=heads.num_value_heads, value_dim=heads.value_dim, block_v=block_v,
         tile=NORMED_AT_ONCE, num_warps=1, **launched,
@@ -120,7 +119,7 @@ def _shape(heads: DeltaHeads, drafts: int) -> dict[str, int]:
 
 def _block(width: int) -> int:
     """The columns of a tile: a power of two, at least the 16 that tensor cores need."""
-    return int(max(16, triton.next_power_of_2(width)))
+    return int(max(16, next_power_of_2(width)))
 
 
 def _convolved(
@@ -146,7 +145,7 @@ def _convolved(
         (cache.windows, cache.drafted, cache.drafted_gates), moves, pieces, active, numbers,
         mixed.stride(0), gates.stride(0), **_shape(heads, drafts),
         before=heads.taps.shape[1] - 1, block_d=_block(max(heads.key_dim, heads.value_dim)),
-        block_h=triton.next_power_of_2(value_heads), tile=CONVOLVED_AT_ONCE, num_warps=2,
+        block_h=next_power_of_2(value_heads), tile=CONVOLVED_AT_ONCE, num_warps=2,
         **options(mixed.device),
     )  # fmt: skip
     return active, numbers
@@ -181,7 +180,7 @@ def _chunks(
         levels=CHUNK.bit_length() - 1, **built,
     )  # fmt: skip
     columns = min(_block(heads.value_dim), CHUNK_COLUMNS)
-    chunks_kernel[(triton.cdiv(heads.value_dim, columns), value_heads, len(chunks.first))](
+    chunks_kernel[(cdiv(heads.value_dim, columns), value_heads, len(chunks.first))](
         active, states, moves, chunks.first, inverses, mixing, factors, read, SHORT_ROWS,
         block_v=columns, stages=3 if launched["pdl"] else 2, **built,
     )  # fmt: skip
@@ -204,7 +203,7 @@ def _plan(inputs: PassInputs, drafts: int, num_rows: int) -> _Plan:
     cuts = torch.stack((none, save, torch.maximum(save, taken), total), 1)
     cuts = torch.where((rows > SHORT_ROWS)[:, None], cuts, 0)
     every, requests = num_rows + len(rows) * drafts, len(rows)
-    convolved = max(CONVOLVED, triton.next_power_of_2(drafts + 8))
+    convolved = max(CONVOLVED, next_power_of_2(drafts + 8))
     plan = _Plan(
         _pieces(torch.stack((none, total), 1), convolved, every // convolved + requests),
         _pieces(cuts, CHUNK, every // CHUNK + 3 * min(requests, num_rows // SHORT_ROWS)),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.inboxes import Inboxes
 from slipstream.kernels.triton import launch
-from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
+from slipstream.kernels.triton.launch import cdiv, launch_dependents, wait_for_inputs
 
 WORDS = 512  # of 4 bytes, which a program of a gather sends
 GATHERED_BYTES = 256 * WORDS * 4  # at most, of each rank
@@ -215,7 +215,7 @@ def gather(mine: Tensor, inboxes: Inboxes) -> Tensor | None:
     found = torch.empty((inboxes.size, *mine.shape), dtype=mine.dtype, device=mine.device)
     words = size // 4
     if words:
-        _gather_kernel[(triton.cdiv(words, WORDS),)](
+        _gather_kernel[(cdiv(words, WORDS),)](
             _words(mine), _words(found), words, channel.table, rank=channel.rank,
             size=channel.size, block=WORDS, num_warps=4, **launch.options(mine.device),
         )  # fmt: skip

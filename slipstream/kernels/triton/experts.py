@@ -4,7 +4,6 @@ For few rows, a shared expert of the same form as the others is one more expert 
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from slipstream.kernels.formats.dense import DenseMatrix
@@ -12,6 +11,7 @@ from slipstream.kernels.norm import Activation, UnreducedSum
 from slipstream.kernels.table import Addend, ExpertsParts, PostNormAddend, SharedExpert
 from slipstream.kernels.triton import grouped, launch, matmul
 from slipstream.kernels.triton.chosen_experts import choose
+from slipstream.kernels.triton.launch import next_power_of_2
 from slipstream.kernels.triton.linear import FEW_ROWS, Linears
 from slipstream.kernels.triton.norm import MatmulRows, normed_rows, round_rows
 from slipstream.kernels.triton.operands import Operand, operand
@@ -71,7 +71,7 @@ class GroupedExperts:
         if bias is not None:
             added += bias
         out = torch.empty_like(x)
-        block = triton.next_power_of_2(x.shape[1])
+        block = next_power_of_2(x.shape[1])
         sum_kernel[(len(x),)](
             outputs, added, shared.gate, x, out, outputs.stride(1), outputs.stride(0), x.stride(0),
             x.shape[1], parts=len(outputs), block=block,

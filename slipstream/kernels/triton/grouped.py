@@ -4,7 +4,6 @@ from functools import singledispatch
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
@@ -30,7 +29,7 @@ from slipstream.kernels.triton.fragments import (
     from_nvfp4,
 )
 from slipstream.kernels.triton.grouped_kernels import FLOAT8_BLOCKS, PLAIN, grouped_kernel
-from slipstream.kernels.triton.launch import empty_rows
+from slipstream.kernels.triton.launch import cdiv, empty_rows, next_power_of_2
 from slipstream.kernels.triton.matmul import is_hopper
 from slipstream.kernels.triton.norm import MatmulRows
 from slipstream.kernels.triton.operands import FRAGMENTS, ChosenExperts, Operand
@@ -127,7 +126,7 @@ def stream_multiply(
             f" not of {width}; use device=cpu"
         )
     own = 64 if gated is None else 32
-    tiles = triton.cdiv(width, own)
+    tiles = cdiv(width, own)
     busy = min(slots, experts * (1 - (1 - 1 / experts) ** pairs) + pairs / count)
     columns, words, span = parts.fragment_columns, 0, 1
     if parts.scales is not None and parts.coding != FLOAT8:
@@ -146,7 +145,7 @@ def stream_multiply(
         choice.weights if choice is not None and scatters else None, out, x.stride(0),
         len(choice.weights) if choice else len(x),
         width, depth, part, size, pitch, parts.lift * 0x10001, parts.lift_back, experts=experts,
-        block=triton.next_power_of_2(experts), chosen=choice.weights.shape[1] if choice else 1,
+        block=next_power_of_2(experts), chosen=choice.weights.shape[1] if choice else 1,
         gathers=choice is not None and not scatters, coding=parts.coding, columns=columns,
         late=choice is None or (scatters and pairs <= EARLY_PAIRS), words=words, span=span,
         shift=parts.shift, gated=GATES[gated], limit=clamp.limit if clamp else None,
@@ -159,10 +158,10 @@ def splits_of(width: int, depth: int) -> tuple[int, int]:
     """(splits of the sum, columns of each) for experts of `width` rows, such that even one chosen
     expert has about two programs for each multiprocessor."""
     splits = 1
-    while splits * triton.cdiv(width, 64) < FEW_PROGRAMS and 2 * splits * SHORTEST <= depth:
+    while splits * cdiv(width, 64) < FEW_PROGRAMS and 2 * splits * SHORTEST <= depth:
         splits *= 2
-    part = triton.cdiv(depth, splits * 256) * 256
-    return triton.cdiv(depth, part), part
+    part = cdiv(depth, splits * 256) * 256
+    return cdiv(depth, part), part
 
 
 def _stream_tiles(count: int, columns: int, words: int, programs: float) -> tuple[int, int]:
@@ -227,7 +226,7 @@ def multiply(
     width = height // experts // (1 if gated is None else 2)
     if choice is None:
         pairs, chosen, tile = rows, 1, tile_rows(rows, rows, weight)
-        slots = triton.cdiv(rows, tile)
+        slots = cdiv(rows, tile)
     else:
         pairs, chosen = choice.weights.numel(), choice.weights.shape[1]
         tile, slots = choice.tile, choice.slots
@@ -253,7 +252,7 @@ def multiply(
             own = x.values[first : first + cut]
             if choice is None:
                 tile = tile_rows(len(own), len(own), weight)
-                slots = triton.cdiv(len(own), tile)
+                slots = cdiv(len(own), tile)
             stream_multiply(
                 own, weight, bias, choice, out[:, first:], tile, slots, experts, gated, clamp,
                 scatters, part,
@@ -284,12 +283,12 @@ def _multiply(
     rows = len(x.values) if choice is None else len(choice.weights)
     experts += shared is not None
     block_n, block_k, warps, stages = _tiles(weight, x.values.dtype, tile)
-    grid = (triton.cdiv(width, block_n if gated is None else block_n // 2), slots)
+    grid = (cdiv(width, block_n if gated is None else block_n // 2), slots)
     grouped_kernel[grid](
         x.values, x.scales, weight.values, weight.scales, weight.zeros, weight.row_scales, bias,
         None if shared is None else shared.values, *(choice.tensors if choice else [None] * 4),
         choice.weights if choice is not None and scatters else None, out, x.values.stride(0), rows,
-        width, depth=weight.shape[1], experts=experts, block=triton.next_power_of_2(experts),
+        width, depth=weight.shape[1], experts=experts, block=next_power_of_2(experts),
         chosen=choice.weights.shape[1] if choice else 1, gathers=not scatters, form=weight.form,
         block_rows=weight.block_rows, block_columns=weight.block_columns, gated=GATES[gated],
         limit=clamp.limit if clamp else None, alpha=clamp.alpha if clamp else None, block_m=tile,
@@ -313,7 +312,7 @@ def _tiles(weight: Operand, dtype: torch.dtype, tile: int) -> tuple[int, int, in
     if dtype == torch.float32:
         return 64, 64, 4, 2
     if weight.form == FLOAT8_BLOCKS.value:
-        return 64, min(128, triton.next_power_of_2(weight.block_columns)), 4, 4
+        return 64, min(128, next_power_of_2(weight.block_columns)), 4, 4
     if weight.form == PLAIN.value:
         # Triton starts a sum of one step with its bias, so either all tiles have one step or none.
         return (128, 64, 8, 4) if tile > 32 else (64, 128 if weight.shape[1] > 128 else 64, 4, 4)

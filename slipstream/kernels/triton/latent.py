@@ -8,7 +8,6 @@ As in `attention.py`, this depends only on a request's own rows, and the host re
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from slipstream.kernels.latent_attention import LatentHeads
@@ -24,7 +23,7 @@ from slipstream.kernels.triton.attention import (
 )
 from slipstream.kernels.triton.latent_chunk_kernel import latent_chunk_kernel
 from slipstream.kernels.triton.latent_kernels import absorb_kernel, latent_kernel, values_kernel
-from slipstream.kernels.triton.launch import empty_rows, options
+from slipstream.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, options
 
 PROGRAMS = 132
 TOKENS, STAGES, WARPS = 64, 3, 8  # of a tile
@@ -59,19 +58,19 @@ def _absorbed(
     absorbed = torch.empty(
         rows, heads.num_heads, rank + rotary_dim, dtype=queries.dtype, device=queries.device
     )
-    block_m = int(min(64, max(16, triton.next_power_of_2(rows))))
-    block_n = min(64 if rows <= 64 else 128, max(16, triton.next_power_of_2(rank)))
-    tiles = triton.cdiv(rank, block_n)
-    others = triton.cdiv(2 * min(rows, block_m), tiles)
-    grid = tiles, heads.num_heads + others, triton.cdiv(rows, block_m)
+    block_m = int(min(64, max(16, next_power_of_2(rows))))
+    block_n = min(64 if rows <= 64 else 128, max(16, next_power_of_2(rank)))
+    tiles = cdiv(rank, block_n)
+    others = cdiv(2 * min(rows, block_m), tiles)
+    grid = tiles, heads.num_heads + others, cdiv(rows, block_m)
     launched = options(queries.device)
     absorb_kernel[grid](
         queries, latents, heads.keys, heads.norm_weight, heads.eps, heads.cos_sin,
         heads.query_scales, inputs.rows.positions, inputs.paging.slots, absorbed, cache,
         queries.stride(0), latents.stride(0), heads.keys.stride(0), rows, heads=heads.num_heads,
         rank=rank, plain_dim=heads.plain_dim, rotary_dim=rotary_dim, block_m=block_m,
-        block_n=block_n, block_k=max(16, triton.next_power_of_2(heads.plain_dim)),
-        block_h=triton.next_power_of_2(heads.num_heads), **_blocks(heads), num_warps=4,
+        block_n=block_n, block_k=max(16, next_power_of_2(heads.plain_dim)),
+        block_h=next_power_of_2(heads.num_heads), **_blocks(heads), num_warps=4,
         early=EARLY and launched["pdl"], **launched,
     )  # fmt: skip
     return absorbed
@@ -91,14 +90,14 @@ def _short(
     count = most_rows * heads.num_heads
     lines = _short_lines(count, requests)
     splits = most_splits_of(inputs, block_size, None, most_rows)
-    lanes = max(1, min(splits, PROGRAMS // (requests * triton.cdiv(count, lines))))
+    lanes = max(1, min(splits, PROGRAMS // (requests * cdiv(count, lines))))
     joined = lanes == 1
     lines = FEWEST_LINES if joined else lines
     parts = 1 if joined else splits
     sizes = requests, most_rows, heads.num_heads, parts
     part = torch.empty(*sizes, rank, dtype=torch.float32, device=device)
     part_exponent, part_total = part.new_empty((2, *sizes))
-    latent_kernel[(triton.cdiv(count, lines), requests, lanes)](
+    latent_kernel[(cdiv(count, lines), requests, lanes)](
         absorbed, cache, part, part_exponent, part_total, rows.query_start, paging.context_lens,
         paging.block_tables, rows.positions, rows.places, *tree_of(sees),
         paging.block_tables.stride(0), heads.scale, most_rows, parts, joined=joined,
@@ -108,13 +107,13 @@ def _short(
         num_stages=1 if floats else STAGES, **launched,
     )  # fmt: skip
     block_m = 16 if len(out) <= 16 else 32
-    block_v = min(64, max(16, triton.next_power_of_2(heads.value_dim)))
-    grid = triton.cdiv(heads.value_dim, block_v), heads.num_heads, triton.cdiv(len(out), block_m)
+    block_v = min(64, max(16, next_power_of_2(heads.value_dim)))
+    grid = cdiv(heads.value_dim, block_v), heads.num_heads, cdiv(len(out), block_m)
     values_kernel[grid](
         part, part_exponent, part_total, heads.values, out, rows.query_start, paging.context_lens,
         heads.values.stride(0), requests, len(out), most_rows, parts, heads=heads.num_heads,
         rank=rank, value_dim=heads.value_dim, block_m=block_m, block_v=block_v,
-        block_c=_blocks(heads)["block_c"], block_r=triton.next_power_of_2(requests), block_s=16,
+        block_c=_blocks(heads)["block_c"], block_r=next_power_of_2(requests), block_s=16,
         at_once=1 if joined else 64 // block_m, early=early, num_warps=8, **launched,
     )  # fmt: skip
 
@@ -127,7 +126,7 @@ def _chunks(
     count, requests = len(absorbed), len(paging.context_lens)
     floats = absorbed.dtype == torch.float32
     lines, tokens = (16, 16) if floats else (64, 64)
-    most = triton.cdiv(count * heads.num_heads, lines) + min(requests, count // SHORT_ROWS)
+    most = cdiv(count * heads.num_heads, lines) + min(requests, count // SHORT_ROWS)
     mixed = absorbed.new_empty(count, heads.num_heads, heads.rank)
     latent_chunk_kernel[(1, most)](
         absorbed, cache, mixed, rows.query_start, paging.context_lens, paging.block_tables,
@@ -144,12 +143,12 @@ def _chunks(
 def _short_lines(count: int, requests: int) -> int:
     """Lines of a tile, for requests of `count` lines. Queries are read from shared memory for every
     tile of tokens, which takes most of the time, so with few programs small tiles are faster."""
-    few = 2 * requests * triton.cdiv(count, FEWEST_LINES) <= PROGRAMS
+    few = 2 * requests * cdiv(count, FEWEST_LINES) <= PROGRAMS
     return FEWEST_LINES if few else short_lines(count)
 
 
 def _blocks(heads: LatentHeads) -> dict[str, int]:
     return {
-        "block_c": max(16, triton.next_power_of_2(heads.rank)),
-        "block_p": max(16, triton.next_power_of_2(heads.rotary_dim)),
+        "block_c": max(16, next_power_of_2(heads.rank)),
+        "block_p": max(16, next_power_of_2(heads.rotary_dim)),
     }

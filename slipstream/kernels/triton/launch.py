@@ -16,6 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 
+# Triton's own functions of these names unwrap what a kernel being compiled gives them, which takes
+# several microseconds on the host, for each of hundreds of launches of a prompt.
+def cdiv(dividend: int, divisor: int) -> int:
+    """The quotient of positive integers, rounded up."""
+    return -(-dividend // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not below a positive integer."""
+    return 1 << max(0, number - 1).bit_length()
+
+
 @functools.cache
 def overlaps(device: torch.device) -> bool:
     """Whether kernels on this device can start early: from compute capability 9.0 on."""
@@ -62,7 +74,7 @@ def options(device: torch.device) -> dict[str, Any]:
 # layer instead of 109). With spare rows no tile does; the results of these rows are discarded.
 def empty_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[rows, width], uninitialized, with memory after it for the rest of the last tile."""
-    room = max(8, triton.next_power_of_2(rows)) if rows <= 64 else triton.cdiv(rows, 64) * 64
+    room = max(8, next_power_of_2(rows)) if rows <= 64 else cdiv(rows, 64) * 64
     return torch.empty(room, width, dtype=dtype, device=device)[:rows]
 
 

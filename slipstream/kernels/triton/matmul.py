@@ -8,7 +8,6 @@ import functools
 from typing import cast
 
 import torch
-import triton
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
@@ -19,7 +18,7 @@ from slipstream.kernels.norm import Activation
 from slipstream.kernels.triton import launch
 from slipstream.kernels.triton.activation import GATES
 from slipstream.kernels.triton.adapters import NOT_SHRUNK, NOT_STREAMED, Gain
-from slipstream.kernels.triton.launch import empty_rows, with_spare
+from slipstream.kernels.triton.launch import cdiv, empty_rows, with_spare
 from slipstream.kernels.triton.matmul_kernels import matmul_kernel
 from slipstream.kernels.triton.matmul_tiles import (
     NARROWEST,
@@ -81,7 +80,7 @@ def stream_multiply(
     splits, rows, width = out.shape
     values = weight.values
     own = tiles.blocks * tiles.high // (1 if gated is None else 2)
-    grid = (max(1, triton.cdiv(rows - tiles.more, tiles.rows)), triton.cdiv(width, own), splits)
+    grid = (max(1, cdiv(rows - tiles.more, tiles.rows)), cdiv(width, own), splits)
     gain = NOT_STREAMED
     if low_rank is not None:
         gain = low_rank.streamed(grid[1] * splits)
@@ -208,7 +207,7 @@ def _launch(
 ) -> None:
     parts, rows, width = out.shape
     own = tiles.width if gated is None else tiles.width // 2
-    grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(width, own), parts)
+    grid = (cdiv(rows, tiles.rows), cdiv(width, own), parts)
     gain = NOT_SHRUNK if low_rank is None else low_rank.shrunk()
     matmul_kernel[grid](
         x.values, x.scales, weight.values, weight.scales, bias, out, x.values.stride(0), rows,

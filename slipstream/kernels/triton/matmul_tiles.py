@@ -7,16 +7,21 @@ The rules for `StreamTiles` were measured on an H200. Up to 64 rows it has the s
 kernel, so that the bits agree; with more rows it chooses its own.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
-import triton
+
+from slipstream.kernels.triton.launch import cdiv, next_power_of_2
 
 # Programs that saturate the memory bandwidth of a large GPU; fewest columns of a split.
 PROGRAMS = 128
 SMALLEST_PART = 256
 MULTIPROCESSORS = 132  # of an H200
 FEW = 16  # rows of the narrow tiles
+
+# A prompt asks for hundreds of plans, of few different shapes.
+remembered = functools.lru_cache(maxsize=4096)
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ TUNED: dict[tuple[int, int], tuple[MatmulTiles, MatmulTiles]] = {
 }
 
 
+@remembered
 def plan(width: int, depth: int, rows: int, dtype: torch.dtype, splitting: bool) -> MatmulPlan:
     """The plan of `matmul_kernel` for weights [width, depth] in `dtype` and `rows` rows of x."""
     splits = _splits(width, depth) if splitting else 1
@@ -113,8 +119,8 @@ def plan(width: int, depth: int, rows: int, dtype: torch.dtype, splitting: bool)
     part = depth
     if splits > 1:
         # A multiple of every tile's depth, whatever the dtype and the number of rows.
-        part = triton.cdiv(triton.cdiv(depth, splits), SMALLEST_PART) * SMALLEST_PART
-        splits = triton.cdiv(depth, part)
+        part = cdiv(cdiv(depth, splits), SMALLEST_PART) * SMALLEST_PART
+        splits = cdiv(depth, part)
     return MatmulPlan(splits, part, _fitting(tiles, depth, part))
 
 
@@ -122,7 +128,7 @@ def _splits(width: int, depth: int) -> int:
     if (width, depth) in SPLITS:
         return SPLITS[width, depth]
     splits = 1
-    while splits * triton.cdiv(width, 64) < PROGRAMS and 2 * splits * SMALLEST_PART <= depth:
+    while splits * cdiv(width, 64) < PROGRAMS and 2 * splits * SMALLEST_PART <= depth:
         splits *= 2
     return splits
 
@@ -139,7 +145,7 @@ def _tiles(width: int, depth: int, rows: int, dtype: torch.dtype, splits: int) -
 def _by_rule(width: int, splits: int) -> tuple[MatmulTiles, MatmulTiles]:
     """(tiles for up to 16 rows of x, for more), by the number of programs a multiprocessor gets:
     these share its memory for tiles in flight."""
-    programs = triton.cdiv(width, 64) * splits
+    programs = cdiv(width, 64) * splits
     if programs <= MULTIPROCESSORS:
         few = MatmulTiles(16, stages=6, ahead=256)
     elif programs <= 3 * MULTIPROCESSORS:
@@ -176,6 +182,7 @@ GATED_MANY = 80
 GATED_MOST = range(289, 513)  # numbers of rows beyond `GATED_MANY` for which ours is faster
 
 
+@remembered
 def few_rows(
     width: int, depth: int, rows: int, chosen: MatmulPlan, itemsize: int = 2
 ) -> MatmulPlan:
@@ -187,7 +194,7 @@ def few_rows(
     """
     height, more = cover(rows)
     lines = height + more
-    waves = triton.cdiv(width, 64) * chosen.splits / MULTIPROCESSORS
+    waves = cdiv(width, 64) * chosen.splits / MULTIPROCESSORS
     together = 2
     if lines > 32 or waves <= 1:
         together = 1
@@ -203,11 +210,12 @@ def few_rows(
 
 def cover(rows: int) -> tuple[int, int]:
     """(`StreamTiles.rows`, `StreamTiles.more`) of a tile for `rows` rows with little padding."""
-    whole = max(8, triton.next_power_of_2(rows))
-    more = max(8, triton.next_power_of_2(rows - whole // 2))
+    whole = max(8, next_power_of_2(rows))
+    more = max(8, next_power_of_2(rows - whole // 2))
     return (whole // 2, more) if more <= whole // 4 else (whole, 0)
 
 
+@remembered
 def many_rows(width: int, depth: int, rows: int, splitting: bool, gated: bool) -> MatmulPlan | None:
     """The plan of `stream_kernel` for more than 64 rows of x; None if the library is as fast."""
     if gated:
@@ -217,15 +225,15 @@ def many_rows(width: int, depth: int, rows: int, splitting: bool, gated: bool) -
     height, more = _tall(rows)
     blocks, splits = _filling(width, depth, _row_tiles(rows))
     stages = _stages(64 * blocks + height + more, 64, 1)
-    part = triton.cdiv(triton.cdiv(depth, splits), STEP) * STEP
+    part = cdiv(cdiv(depth, splits), STEP) * STEP
     tiles = StreamTiles(height, more, blocks, depth=64, stages=stages)
-    return MatmulPlan(triton.cdiv(depth, part), part, tiles)
+    return MatmulPlan(cdiv(depth, part), part, tiles)
 
 
 def _many_gated(width: int, depth: int, rows: int) -> MatmulPlan | None:
     height, more = _tall(rows)
     for high in (64, 128):
-        if triton.cdiv(width, high) * _row_tiles(rows) <= MULTIPROCESSORS:
+        if cdiv(width, high) * _row_tiles(rows) <= MULTIPROCESSORS:
             stages = _stages(high + height + more, 64, 1)
             return MatmulPlan(
                 1, depth, StreamTiles(height, more, high=high, depth=64, stages=stages)
@@ -243,7 +251,7 @@ def _tall(rows: int) -> tuple[int, int]:
     if rows <= 128:
         return cover(rows)
     rest = rows % 128
-    return 128, max(8, triton.next_power_of_2(rest)) if 0 < rest <= 64 else 0
+    return 128, max(8, next_power_of_2(rest)) if 0 < rest <= 64 else 0
 
 
 def _row_tiles(rows: int) -> int:
@@ -256,7 +264,7 @@ def _filling(width: int, depth: int, row_tiles: int) -> tuple[int, int]:
 
     def programs(choice: tuple[int, int]) -> tuple[int, int]:
         blocks, splits = choice
-        count = triton.cdiv(width, 64 * blocks) * splits * row_tiles
+        count = cdiv(width, 64 * blocks) * splits * row_tiles
         return (count if count <= MULTIPROCESSORS else -count), -blocks
 
     choices = [(blocks, splits) for blocks in (1, 2) for splits in (1, 2, 3, 4)]

@@ -31,7 +31,12 @@ from slipstream.kernels.triton.exchange import (
     sum_of_shares,
     summed_over_ranks,
 )
-from slipstream.kernels.triton.launch import empty_rows, launch_dependents, wait_for_inputs
+from slipstream.kernels.triton.launch import (
+    empty_rows,
+    launch_dependents,
+    next_power_of_2,
+    wait_for_inputs,
+)
 
 FLOAT8_MAX = tl.constexpr(448.0)  # of e4m3
 # The smallest normal number, so that a row of zeros has a scale that is not zero.
@@ -297,7 +302,7 @@ def round_rows(x: Tensor) -> MatmulRows:
     assert x.stride(-1) == 1
     out, width = _float8_rows(x.shape, x.device), x.shape[1]
     if x.numel():
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         _round_kernel[(len(x),)](
             x, out.values, out.scales, x.stride(0), width, block=block, num_warps=_warps(block),
             **launch.options(x.device),
@@ -313,7 +318,7 @@ def _launch(stream: ResidualSum, norm: Norm | None, out: MatmulRows, total: Tens
     rows, width = addend.shape[-2:]
     parts = addend.shape[0] if addend.ndim == 3 else 1
     part_stride = addend.stride(0) if parts > 1 else 0
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     table, share, rank, ranks = None, None, 0, 1
     if channel is not None:
         table, share, rank, ranks = channel.table, channel.share, channel.rank, channel.size
@@ -321,7 +326,7 @@ def _launch(stream: ResidualSum, norm: Norm | None, out: MatmulRows, total: Tens
         addend, table, share, *weight_of(post_norm.norm), stream.residual, post_norm.factor,
         *weight_of(norm), out.values, out.scales, total, part_stride, addend.stride(-2), width,
         parts=parts, rank=rank, ranks=ranks, block=block,
-        share_block=triton.next_power_of_2(share or 1), num_warps=_warps(block),
+        share_block=next_power_of_2(share or 1), num_warps=_warps(block),
         **launch.options(addend.device),
     )  # fmt: skip
 

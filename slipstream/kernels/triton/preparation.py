@@ -11,7 +11,14 @@ from slipstream.kernels.pass_inputs import RowPlaces
 from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
 from slipstream.kernels.reference.preparation import place_rows
 from slipstream.kernels.reference.preparation import timestamp as timestamp_of_host
-from slipstream.kernels.triton.launch import dense, launch_dependents, options, wait_for_inputs
+from slipstream.kernels.triton.launch import (
+    cdiv,
+    dense,
+    launch_dependents,
+    next_power_of_2,
+    options,
+    wait_for_inputs,
+)
 
 TABLE_BLOCK = 1024
 PART = tl.constexpr(1 / FACTOR_PARTS)
@@ -113,14 +120,14 @@ def expand_rows(
     own_tables = torch.empty((requests, num_blocks), dtype=torch.int32, device=device)
     query_start = torch.empty(requests + 1, dtype=torch.int64, device=device)
     contexts, last_rows = torch.empty((2, requests), dtype=torch.int64, device=device)
-    _expand_kernel[(requests, 1 + triton.cdiv(num_blocks, TABLE_BLOCK))](
+    _expand_kernel[(requests, 1 + cdiv(num_blocks, TABLE_BLOCK))](
         slots, starts, lengths, tables.token_ids, tables.block_tables, token_ids, positions, places,
         own_tables, query_start, contexts, last_rows, first_row, request, offset, requests, most,
         count, tables.token_ids.stride(0), tables.block_tables.stride(0), num_blocks,
         tables.last_position, tables.block_size,
         None if mask_token is None else tables.num_tokens, mask_token or 0, tables.window_column,
-        block_m=triton.next_power_of_2(most), block_b=TABLE_BLOCK,
-        block_r=triton.next_power_of_2(requests) if packed else 1, num_warps=4, **options(device),
+        block_m=next_power_of_2(most), block_b=TABLE_BLOCK,
+        block_r=next_power_of_2(requests) if packed else 1, num_warps=4, **options(device),
     )  # fmt: skip
     inputs = tables.inputs(RowPlaces(query_start, positions, most), own_tables, contexts, places)
     first_row = query_start[:-1] if first_row is None else first_row
@@ -162,7 +169,7 @@ def advance_drafts(
     starts, lengths = torch.empty((2, len(slots)), dtype=torch.int64, device=slots.device)
     slots, known, wanted, picked = dense(slots, known, wanted, picked)
     block = 32
-    _advance_kernel[(triton.cdiv(len(slots), block),)](
+    _advance_kernel[(cdiv(len(slots), block),)](
         slots, known, wanted, picked, vocabulary, tokens, tables.token_ids, starts, lengths,
         len(slots), index, tokens.stride(0), tables.token_ids.stride(0), tables.last_position + 1,
         block=block, num_warps=1, **options(slots.device),
@@ -224,8 +231,8 @@ def trim_drafts(
     wanted, factors, known = dense(wanted, factors, known)
     _trim_kernel[(requests,)](
         confidences, wanted, factors, rates, known, kept, requests, width, num_rows, len(rates),
-        *confidences.stride(), block_r=triton.next_power_of_2(requests),
-        block_k=triton.next_power_of_2(width), **options(confidences.device),
+        *confidences.stride(), block_r=next_power_of_2(requests),
+        block_k=next_power_of_2(width), **options(confidences.device),
     )  # fmt: skip
     return kept
 
@@ -298,7 +305,7 @@ def _commit(
     _commit_kernel[(len(slots),)](
         slots, num_new, at_end, tokens, counts, num_accepted, tables.token_ids,
         tables.num_tokens, tables.num_computed, gained, accepted, tables.token_ids.stride(0),
-        tables.last_position + 1, width=width, block_w=triton.next_power_of_2(width),
+        tables.last_position + 1, width=width, block_w=next_power_of_2(width),
         counting=gained is not None, num_warps=1, **options(slots.device),
     )  # fmt: skip
 
@@ -347,11 +354,11 @@ def keep_path(
     slots, roots, counts = dense(slots, roots, counts)
     own_tables = tables.block_tables[:, tables.window_column if windowed else 0 :]
     numbers, width = pages.shape[3] * pages.shape[4], path.shape[1]
-    block_n = min(256, triton.next_power_of_2(numbers))
-    _keep_path_kernel[(len(slots), len(pages), triton.cdiv(numbers, block_n))](
+    block_n = min(256, next_power_of_2(numbers))
+    _keep_path_kernel[(len(slots), len(pages), cdiv(numbers, block_n))](
         slots, roots, path, counts, own_tables, pages, tables.block_tables.stride(0),
         path.stride(0), pages.stride(0), width, tables.block_size, numbers,
-        block_w=triton.next_power_of_2(width), block_n=block_n, num_warps=4,
+        block_w=next_power_of_2(width), block_n=block_n, num_warps=4,
         **options(slots.device),
     )  # fmt: skip
 

@@ -8,7 +8,13 @@ from torch import Tensor
 from slipstream.kernels.attention import FLOAT8_PAGES
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.triton.attention_parts import halves, rotated, store_heads, turns
-from slipstream.kernels.triton.launch import launch_dependents, options, wait_for_inputs
+from slipstream.kernels.triton.launch import (
+    cdiv,
+    launch_dependents,
+    next_power_of_2,
+    options,
+    wait_for_inputs,
+)
 
 HEADS_PER_PROGRAM = 8
 
@@ -93,12 +99,12 @@ def rotate_and_store(
     assert all(whole.is_contiguous() for whole in (cos_sin, *cache))
     query_weight, key_weight, eps = norms or (None, None, 0.0)
     per_program = HEADS_PER_PROGRAM
-    grid = (rows, triton.cdiv(query_heads, per_program) + triton.cdiv(kv_heads, per_program))
+    grid = (rows, cdiv(query_heads, per_program) + cdiv(kv_heads, per_program))
     _rotate_and_store_kernel[grid](
         query, key, value, query_weight, key_weight, eps, cos_sin, inputs.rows.positions,
         inputs.paging.slots, out, *pages_of(cache), query.stride(0), key.stride(0),
         value.stride(0), query_heads, kv_heads, head_dim=head_dim, stored_dim=cache[0].shape[-1],
         rotary_dim=cos_sin.shape[1], block_heads=per_program,
-        block_d=2 * triton.next_power_of_2(head_dim // 2), num_warps=4, **options(query.device),
+        block_d=2 * next_power_of_2(head_dim // 2), num_warps=4, **options(query.device),
     )  # fmt: skip
     return out

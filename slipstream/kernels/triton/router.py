@@ -14,7 +14,13 @@ from slipstream.kernels.experts import Router
 from slipstream.kernels.norm import UnreducedSum
 from slipstream.kernels.table import Addend, Norm, PostNormAddend
 from slipstream.kernels.triton import launch
-from slipstream.kernels.triton.launch import empty_rows, launch_dependents, wait_for_inputs
+from slipstream.kernels.triton.launch import (
+    cdiv,
+    empty_rows,
+    launch_dependents,
+    next_power_of_2,
+    wait_for_inputs,
+)
 from slipstream.kernels.triton.norm import (
     MatmulRows,
     ResidualSum,
@@ -90,9 +96,9 @@ def normed_logits(
     assert router.weight.is_contiguous()
     out = empty_rows(rows, width, norm.weight.dtype, device)
     logits = torch.empty(1, rows, pitch, dtype=torch.float32, device=device)
-    parts, block = len(values) if values.ndim == 3 else 1, triton.next_power_of_2(width)
+    parts, block = len(values) if values.ndim == 3 else 1, next_power_of_2(width)
     if rows:
-        router_kernel[(rows, triton.cdiv(pitch, EXPERTS))](
+        router_kernel[(rows, cdiv(pitch, EXPERTS))](
             values, *weight_of(post_norm.norm), stream.residual, post_norm.factor,
             *weight_of(norm), out, None if total is values else total, router.weight, gate,
             router.bias,

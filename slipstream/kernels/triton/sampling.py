@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slipstream.kernels.sampling import SampleRows, SamplingNeeds, SamplingOps, SamplingSlots
-from slipstream.kernels.triton.launch import dense, options
+from slipstream.kernels.triton.launch import cdiv, dense, next_power_of_2, options
 from slipstream.kernels.triton.sampling_blocks import mass_kernel, weigh_kernel
 from slipstream.kernels.triton.sampling_draft import draft_choice_kernel, draft_race_kernel
 from slipstream.kernels.triton.sampling_scan import scan_kernel
@@ -74,7 +73,7 @@ class Scan:
 
     @property
     def block_s(self) -> int:
-        return int(triton.next_power_of_2(self.chunks))
+        return int(next_power_of_2(self.chunks))
 
 
 def verify(
@@ -109,7 +108,7 @@ def verify(
     certain = None
     if probs is not None and rows.certain is not None:
         certain = rows.certain.contiguous().view(torch.uint8)
-    first_row, block_k = rows.layout and rows.layout[2], triton.next_power_of_2(width)
+    first_row, block_k = rows.layout and rows.layout[2], next_power_of_2(width)
     drafted = (rows.draft_tokens, rows.num_draft_tokens, one_hot, certain, probs, columns)
     place: dict[str, Any] = {"uniform_rows": rows.layout is None, "block_s": scanned.block_s}
     place |= {"truncated": scanned.facts is not None, **launch}
@@ -208,7 +207,7 @@ def commit(slots: Tensor, token_ids: Tensor, num_tokens: Tensor, state: Sampling
     commit_kernel[(requests,)](
         slots, token_ids, num_tokens, state.ints, state.ints.stride(0), counts,
         token_ids.stride(0), width, counts.shape[1] if counts is not None else 0,
-        block_k=triton.next_power_of_2(width), num_warps=1, **options(slots.device),
+        block_k=next_power_of_2(width), num_warps=1, **options(slots.device),
     )  # fmt: skip
 
 
@@ -223,7 +222,7 @@ def _scan(
 ) -> Scan:
     """Run the scan, and compute the thresholds if any row may have some."""
     num_rows, device, tiles = len(logits), logits.device, TILES
-    chunks, groups = triton.cdiv(vocab_size, tiles.block), triton.cdiv(vocab_size, tiles.group)
+    chunks, groups = cdiv(vocab_size, tiles.block), cdiv(vocab_size, tiles.group)
     # Tensors of their own begin at aligned addresses. Parts of one would not always, and kernels
     # are compiled once more for others.
     largest = torch.empty((num_rows, chunks), dtype=torch.float32, device=device)
@@ -258,8 +257,8 @@ def _scan(
         thresholds_kernel[(num_rows,)](
             source, group_largest, largest, total, selected, facts, request, offset, rows.slots,
             lengths, *numbers, source.stride(0), drafts + 1, vocab_size, groups, chunks,
-            group=tiles.group, tile=tiles.groups_at_once, block_g=triton.next_power_of_2(groups),
-            block_s=triton.next_power_of_2(chunks), num_warps=tiles.threshold_warps, **place,
+            group=tiles.group, tile=tiles.groups_at_once, block_g=next_power_of_2(groups),
+            block_s=next_power_of_2(chunks), num_warps=tiles.threshold_warps, **place,
         )  # fmt: skip
     return Scan(source, largest, choice, total, mass, facts, chunks)
 

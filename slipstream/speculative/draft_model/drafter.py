@@ -199,7 +199,8 @@ class DraftNetwork:
         return ModelCache(self.layout, sizes)
 
     def runner(self, resources: DrafterResources) -> ModelRunner:
-        return ModelRunner(self.decoder, self.cache(resources), resources.state)
+        cache, record = self.cache(resources), resources.record
+        return ModelRunner(self.decoder, cache, resources.state, record=record)
 
 
 # Maximum number of known tokens that the draft model has not computed when a round begins: the

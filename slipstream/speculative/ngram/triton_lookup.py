@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.launch import dense
+from slipstream.kernels.triton.launch import dense, next_power_of_2
 
 BLOCK = 1024
 
@@ -50,6 +50,6 @@ def lookup_in_triton(
     found = torch.empty(len(slots), dtype=torch.bool, device=slots.device)
     _lookup_kernel[(len(slots),)](
         token_ids, slots, known, tokens, found, token_ids.stride(0), shortest, longest,
-        width=width, block_k=triton.next_power_of_2(max(1, width)), block=BLOCK, num_warps=8,
+        width=width, block_k=next_power_of_2(max(1, width)), block=BLOCK, num_warps=8,
     )  # fmt: skip
     return tokens, found
