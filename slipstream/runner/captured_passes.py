@@ -1,7 +1,7 @@
 """CUDA graphs of passes over a few hundred rows, among them prompts.
 
-The host takes longer to launch the kernels of such a pass than the device takes to run them: 512
-rows of Qwen3-8B take 10 ms on an H200, and their launches 60. So exact passes of up to `MOST_ROWS`
+The host takes longer to launch the kernels of such a pass than the device takes to run them: 500
+rows of Qwen3-8B take 15 ms on an H200, and their launches 50. So exact passes of up to `MOST_ROWS`
 rows are padded to one of some sizes and replayed. The padding belongs to a last request that has no
 context and writes nothing.
 """
@@ -19,7 +19,7 @@ from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.models.decoder import Decoder
 from slipstream.runner.graphs import Between, Recorder
 
-ROWS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+ROWS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 MOST_ROWS = ROWS[-1]
 # A capture takes as long as three passes that are launched one by one.
 WANTED_BEFORE_CAPTURE = 2
@@ -47,50 +47,85 @@ class PassSize:
         return 1 << requests.bit_length()
 
 
+class _PagingBuffers:
+    """The fixed tensors of a `Paging`.
+
+    Args:
+        requests: maximum number of requests, padding included.
+        like: the paging of some pass.
+    """
+
+    def __init__(self, requests: int, like: Paging) -> None:
+        self._slots = like.slots.new_zeros(MOST_ROWS)
+        self._context_lens = like.context_lens.new_zeros(requests)
+        self._tables = like.block_tables.new_zeros((requests, like.block_tables.shape[1]))
+
+    def of(self, size: PassSize) -> Paging:
+        """Views for a pass of this size."""
+        tables, lengths = self._tables[: size.requests], self._context_lens[: size.requests]
+        return Paging(tables, lengths, self._slots[: size.rows])
+
+    def fill(self, size: PassSize, given: Paging | None) -> None:
+        """Copy the paging, and pad it; None: all is padding."""
+        rows = requests = 0
+        if given is not None:
+            rows, requests = len(given.slots), len(given.context_lens)
+            self._slots[:rows].copy_(given.slots)
+            self._context_lens[:requests].copy_(given.context_lens)
+            self._tables[:requests].copy_(given.block_tables)
+        self._slots[rows : size.rows].fill_(-1)
+        self._context_lens[requests : size.requests].fill_(0)
+
+
 class _Buffers:
     """The fixed tensors that graphs of all sizes read.
 
     Args:
         requests: maximum number of requests, padding included.
-        table: a row of a block table.
+        like: the inputs of some pass.
     """
 
-    def __init__(self, requests: int, table: Tensor) -> None:
-        def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=table.device)
-
-        self.token_ids = numbers(MOST_ROWS, dtype=torch.int32)
-        self.positions, self.slots = numbers(MOST_ROWS), numbers(MOST_ROWS)
-        self.query_start, self.context_lens = numbers(requests + 1), numbers(requests)
-        self.tables = numbers(requests, len(table), dtype=table.dtype)
+    def __init__(self, requests: int, like: PassInputs) -> None:
+        positions, query_start = like.rows.positions, like.rows.query_start
+        self.token_ids = positions.new_zeros(MOST_ROWS, dtype=torch.int32)
+        self._positions = positions.new_zeros(MOST_ROWS)
+        self._query_start = query_start.new_zeros(requests + 1)
+        self._paging = _PagingBuffers(requests, like.paging)
+        windowed = like.window_paging
+        self._windowed = None if windowed is None else _PagingBuffers(requests, windowed)
 
     def inputs(self, size: PassSize) -> PassInputs:
         """The inputs of a pass of this size, views of the buffers."""
-        rows, requests = size.rows, size.requests
-        places = self.query_start[: requests + 1], self.positions[:rows]
-        paged = self.tables[:requests], self.context_lens[:requests], self.slots[:rows]
-        return PassInputs(RowPlaces(*places, max_rows=rows), Paging(*paged))
-
-    def clear(self, size: PassSize) -> None:
-        """Let a pass consist of padding."""
-        self._pad(size, 0, 0)
+        places = self._query_start[: size.requests + 1], self._positions[: size.rows]
+        windowed = None if self._windowed is None else self._windowed.of(size)
+        rows = RowPlaces(*places, max_rows=size.rows)
+        return PassInputs(rows, self._paging.of(size), window_paging=windowed)
 
     def fill(self, size: PassSize, token_ids: Tensor, inputs: PassInputs) -> None:
         """Copy a pass, and pad it."""
         rows, requests = len(token_ids), len(inputs.paging.context_lens)
         self.token_ids[:rows].copy_(token_ids)
-        self.positions[:rows].copy_(inputs.rows.positions)
-        self.slots[:rows].copy_(inputs.paging.slots)
-        self.query_start[: requests + 1].copy_(inputs.rows.query_start)
-        self.context_lens[:requests].copy_(inputs.paging.context_lens)
-        self.tables[:requests].copy_(inputs.paging.block_tables)
-        self._pad(size, rows, requests)
+        self._positions[:rows].copy_(inputs.rows.positions)
+        self._query_start[:requests].copy_(inputs.rows.query_start[:requests])
+        self._pad(size, rows, requests, inputs.paging, inputs.window_paging)
 
-    def _pad(self, size: PassSize, rows: int, requests: int) -> None:
-        self.slots[rows : size.rows].fill_(-1)
-        self.query_start[requests : size.requests].fill_(rows)
-        self.query_start[size.requests].fill_(size.rows)
-        self.context_lens[requests : size.requests].fill_(0)
+    def clear(self, size: PassSize) -> None:
+        """Let a pass consist of padding."""
+        self._pad(size, 0, 0, None, None)
+
+    def _pad(
+        self,
+        size: PassSize,
+        rows: int,
+        requests: int,
+        paging: Paging | None,
+        windowed: Paging | None,
+    ) -> None:
+        self._query_start[requests : size.requests].fill_(rows)
+        self._query_start[size.requests].fill_(size.rows)
+        self._paging.fill(size, paging)
+        if self._windowed is not None:
+            self._windowed.fill(size, windowed)
 
 
 class CapturedPasses:
@@ -127,7 +162,7 @@ class CapturedPasses:
         if self._wanted[size] < WANTED_BEFORE_CAPTURE:
             return None
         if self._buffers is None:
-            self._buffers = _Buffers(self._most_requests, inputs.paging.block_tables[0])
+            self._buffers = _Buffers(self._most_requests, inputs)
         if size not in self._graphs:
             self._buffers.clear(size)
             self._graphs[size] = self._captured(size, self._buffers)
@@ -152,7 +187,7 @@ def _nothing(value: Any) -> Any:
 def _is_plain(inputs: PassInputs) -> bool:
     """Whether the buffers hold everything that the layers read."""
     others = (
-        *(inputs.rows.places, inputs.adapters, inputs.window_paging, inputs.states),
+        *(inputs.rows.places, inputs.adapters, inputs.states),
         *(inputs.layer_inputs, inputs.embedded, inputs.pooled_rows),
     )
     sees = inputs.sees

@@ -96,4 +96,4 @@ def test_sizes() -> None:
     assert PassSize.of(33, 1) == PassSize(64, 2)
     assert PassSize.of(512, 3) == PassSize(512, 4)
     assert PassSize.of(1, 4) == PassSize(32, 8)  # one of the requests is padding
-    assert PassSize.of(513, 1) is PassSize.of(0, 1) is None
+    assert PassSize.of(1025, 1) is PassSize.of(0, 1) is None
