@@ -102,7 +102,9 @@ def read_container(path: Path) -> Container:
             raise CheckpointError(f"{part} is not the part that its name tells; {DAMAGED}")
         doubled = sorted(tensors.keys() & more.tensors.keys())
         if doubled:
-            raise CheckpointError(f"{part} has tensor {doubled[0]} of a part before it; {DAMAGED}")
+            raise CheckpointError(
+                f"{part} has tensor {doubled[0]}, as an earlier part has; {DAMAGED}"
+            )
         tensors |= more.tensors
     return replace(container, tensors=tensors) if others else container
 
@@ -143,10 +145,7 @@ def _require_version(file: Path, version: int) -> None:
     if version in _VERSIONS:
         return
     if version >= _BIG_ENDIAN:
-        raise CheckpointError(
-            f"{file} is for machines with the other order of bytes (big endian); use the file for "
-            "little endian"
-        )
+        raise CheckpointError(f"{file} is for big-endian machines; use the file for little endian")
     raise CheckpointError(
         f"{file} has version {version} of the GGUF format; only "
         f"{' and '.join(map(str, _VERSIONS))} are read: convert it again with a llama.cpp of today"
@@ -189,7 +188,7 @@ def _kind(where: str, number: int) -> GgufType:
     if kind is None:
         name = OTHER_TYPES.get(number, f"number {number}")
         raise CheckpointError(
-            f"{where} is of the type {name}; read are "
+            f"{where} is of the type {name}; supported are "
             f"{', '.join(known.name for known in BLOCK_TYPES.values())}. Use a file in one of "
             "them, such as Q4_K_M or Q8_0"
         )

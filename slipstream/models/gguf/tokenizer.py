@@ -217,8 +217,8 @@ def read_tokenizer(path: Path) -> "tokenizers.Tokenizer":
     kind = take(container, "model", str, "none")
     if kind not in _KINDS:
         raise CheckpointError(
-            f"{path} has a tokenizer of the kind {kind!r}; read are {', '.join(_KINDS)}. Name the "
-            "directory or hub name of another tokenizer for this model (--tokenizer)"
+            f"{path} has a tokenizer of the kind {kind!r}; supported are {', '.join(_KINDS)}. Name "
+            "the directory or hub name of another tokenizer for this model (--tokenizer)"
         )
     if not texts(container):
         raise CheckpointError(
