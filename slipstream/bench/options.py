@@ -140,7 +140,7 @@ class TrafficOptions:
         choices=("first", "all"),
     )
     num_warmups: int = flag(
-        1, "Warm-up requests, all of one prompt, sent before the measurement.", at_least=0
+        1, "Warm-up requests, with one prompt, sent before the measurement.", at_least=0
     )
     num_speculative_tokens: int | None = flag(
         None,

@@ -101,7 +101,7 @@ async def _models(client: Client, wait: float, url: str) -> list[dict[str, Any]]
                 return _entries(text, url)
             problem = f"/v1/models: HTTP {status}"
             if status in (401, 403):
-                raise UsageError(f"{url} wants an API key; give --api-key or set OPENAI_API_KEY")
+                raise UsageError(f"{url} requires an API key; give --api-key or set OPENAI_API_KEY")
         except (aiohttp.ClientError, OSError) as error:
             problem = connection_error(error)
         if monotonic() >= deadline:

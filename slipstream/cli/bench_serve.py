@@ -45,7 +45,7 @@ class ResultFlags:
     )
     save_result: bool = flag(False, "Write all figures as JSON, to a file named after the load.")
     result_dir: Path | None = flag(
-        None, "Folder for --save-result; it is made if need be. [here]", metavar="<folder>"
+        None, "Folder for --save-result; it is created if needed. [here]", metavar="<folder>"
     )
     result_filename: str | None = flag(
         None, "File name for --save-result, in its folder.", metavar="<name>"

@@ -239,7 +239,7 @@ def _fit(plan: "Sweep", config: EngineConfig) -> "Sweep":
 def read_drafters(given: Sequence[str], model: str) -> dict[str, dict[str, Any]]:
     if not given:
         if model != DEMO:
-            raise UsageError("there is nothing to sweep; add --drafter for each drafter")
+            raise UsageError("no drafter is given; add --drafter for each drafter")
         from slipstream.models.bundled import bundled_names
         from slipstream.speculative.catalogue import METHODS
 

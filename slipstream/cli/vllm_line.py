@@ -161,7 +161,7 @@ class _Line:
         elif name == _CONFIG:
             file = _Line(self._parser_options, of_file=True)
             if self._of_file:
-                raise UsageError("--config cannot stand in a file of flags; give it twice")
+                raise UsageError("a file of flags cannot have --config; give it twice")
             file.read(arguments_for(name, value if is_set else self._value(name, waiting)))
             self._file += file.groups()
         elif name in ENTRIES:
@@ -205,7 +205,7 @@ class _Line:
         if option is not None:
             name = max(option.opts, key=len)
         if (option is None and name not in ENTRIES) or (option and option.metavar != _JSON):
-            raise UsageError(f"{name} takes no keys, such as {key}; give {name} itself")
+            raise UsageError(f"{name} takes no keys such as {key}; give {name} itself")
         if name in ENTRIES and isinstance(ENTRIES[name], Unsupported):
             arguments_for(name, None)
         *path, last = key.split(".")

@@ -35,7 +35,8 @@ class Trim:
     """One request's share in choosing which draft tokens of a step are verified.
 
     The target's pass has room for a fixed number of draft tokens of all requests together. The
-    device takes those with the largest survival, by the drafter's confidences (`TrimDraftsOp`).
+    device takes those with the largest survival, by the drafter's confidences
+    (`PreparationOps.trim_drafts`).
 
     Attributes:
         num_rows: rows for draft tokens that this request adds to that number.

@@ -70,10 +70,9 @@ def assemble(
     runner = ModelRunner(network, cache, state, None, needs.stream_layers, True, record)
     can_share = shares_prefixes(config, layout, own)
     costs = _costs(resolved, config, shape, form)
-    policy = draft_policy(resolved, costs, form)
     adapters = make_adapters(network.adapters, loaded_drafter.adapters, ranks)
     blocks = block_manager(resolved, own, can_share, division.num_parts)
-    scheduler = Scheduler(limits, blocks, policy, adapters)
+    scheduler = Scheduler(limits, blocks, draft_policy(resolved, costs, form), adapters)
     resources = DrafterResources(
         state=state,
         sampling=sampling,
@@ -103,7 +102,7 @@ def assemble(
     )
     capture_plain(graphs, step, not loaded_drafter.limits.on_device, progress_bar)
     if ranks.leads:
-        run_first_steps(step, resolved, config, costs, policy.widths, progress_bar)
+        run_first_steps(step, resolved, config, costs, scheduler.policy.widths, progress_bar)
     reader = LogprobReader(step.rate, tokenizer, config.logprobs_mode == "raw_logprobs")
     media = MediaReader(config.allowed_local_media_path, config.allowed_media_domains)
     services = tokenizer, grammars, costs, adapters, images, media, ranks

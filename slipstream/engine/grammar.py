@@ -323,5 +323,5 @@ def _refuse_impossible(matcher: "LLMatcher", kind: str) -> None:
             raise UsageError(f"this {kind} cannot be used: {TOO_COSTLY}")
         if trial.is_stopped():
             raise UsageError(
-                f"this {kind} cannot be used: it allows no text that the model's tokens can spell"
+                f"this {kind} cannot be used: no sequence of the model's tokens satisfies it"
             )

@@ -171,7 +171,7 @@ class TowerReader(ImageReader):
     ) -> tuple[list[int], tuple[Span, ...]]:
         ids, token = self.spread(token_ids, images, options), self._placeholder.token
         if images and ids[-1] == token:
-            raise UsageError("the prompt ends with an image; put some text after it")
+            raise UsageError("the prompt ends with an image; add text after it")
         grids = [self._grid(image, options) for image in images]
         self._require_room(grids)
         if images and len(ids) >= self._max_tokens:

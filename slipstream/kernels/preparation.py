@@ -4,9 +4,9 @@ In plain torch each op is about a dozen kernel launches, which would slow captur
 Triton backend needs one launch for each.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -87,19 +87,11 @@ class PlacedRows:
     row_starts: Sequence[int] = ()
 
 
-class ExpandRowsOp(Protocol):
-    """Places `most` rows for each request: lengths[r] rows from position starts[r] on, then
-    padding.
+class PreparationOps(ABC):
+    """One backend's ops for preparing batches."""
 
-    slots, starts, lengths [R] int64; T = R * most. A request of length 0 has no context, so its
-    start may be beyond its block table. With a `mask_token`, rows at positions beyond the known
-    tokens have that token instead of the one in `token_ids`.
-
-    With `num_rows`, which is at least the sum of `lengths` and below R * most, rows are packed:
-    T = num_rows, and the last requests are padded, to at most `most` rows each.
-    """
-
-    def __call__(
+    @abstractmethod
+    def expand_rows(
         self,
         tables: RequestTables,
         slots: Tensor,
@@ -108,18 +100,20 @@ class ExpandRowsOp(Protocol):
         most: int,
         mask_token: int | None = None,
         num_rows: int | None = None,
-    ) -> PlacedRows: ...
+    ) -> PlacedRows:
+        """Place `most` rows for each request: lengths[r] rows from position starts[r] on, then
+        padding.
 
+        slots, starts, lengths [R] int64; T = R * most. A request of length 0 has no context, so its
+        start may be beyond its block table. With a `mask_token`, rows at positions beyond the known
+        tokens have that token instead of the one in `token_ids`.
 
-class PlaceRowsOp(Protocol):
-    """Places lengths[r] rows for each request, from position starts[r] on, without padding. The
-    host waits for `lengths`, unless it knows them (`counts`).
+        With `num_rows`, which is at least the sum of `lengths` and below R * most, rows are packed:
+        T = num_rows, and the last requests are padded, to at most `most` rows each.
+        """
 
-    The first rereads[r] rows of a request write nothing to the cache (None: all rows write). Other
-    arguments as in `ExpandRowsOp`.
-    """
-
-    def __call__(
+    @abstractmethod
+    def place_rows(
         self,
         tables: RequestTables,
         slots: Tensor,
@@ -128,27 +122,16 @@ class PlaceRowsOp(Protocol):
         rereads: Tensor | None = None,
         mask_token: int | None = None,
         counts: Sequence[int] = (),
-    ) -> PlacedRows: ...
+    ) -> PlacedRows:
+        """Place lengths[r] rows for each request, from position starts[r] on, without padding. The
+        host waits for `lengths`, unless it knows them (`counts`).
 
+        The first rereads[r] rows of a request write nothing to the cache (None: all rows write).
+        Other arguments as in `expand_rows`.
+        """
 
-class AdvanceDraftsOp(Protocol):
-    """Stores draft token number `index` of each request, and computes the rows of the next pass.
-
-    Args:
-        tables: `token_ids` receive the token at position known[r] + index.
-        slots, known, wanted: [R] int64, slots, numbers of known tokens, and numbers of draft
-            tokens that are wanted.
-        picked: [R] int64, the drafted tokens, as indices into `vocabulary` [Vq] int64 if there is
-            one.
-        tokens: [R, K] int64; column `index` receives the tokens.
-        index: from 0.
-
-    Returns:
-        starts, lengths: [R] int64, the rows of the next pass: one for each request that wants
-        another draft token.
-    """
-
-    def __call__(
+    @abstractmethod
+    def advance_drafts(
         self,
         tables: RequestTables,
         slots: Tensor,
@@ -158,32 +141,25 @@ class AdvanceDraftsOp(Protocol):
         vocabulary: Tensor | None,
         tokens: Tensor,
         index: int,
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor]:
+        """Store draft token number `index` of each request, and compute the rows of the next pass.
 
+        Args:
+            tables: `token_ids` receive the token at position known[r] + index.
+            slots, known, wanted: [R] int64, slots, numbers of known tokens, and numbers of draft
+                tokens that are wanted.
+            picked: [R] int64, the drafted tokens, as indices into `vocabulary` [Vq] int64 if there
+                is one.
+            tokens: [R, K] int64; column `index` receives the tokens.
+            index: from 0.
 
-class TrimDraftsOp(Protocol):
-    """Keeps the draft tokens that are most likely to be accepted, as many as a pass has rows for.
+        Returns:
+            starts, lengths: [R] int64, the rows of the next pass: one for each request that wants
+            another draft token.
+        """
 
-    The estimated probability that a token is accepted after those before it is
-    rates[i] * factors[r] / FACTOR_PARTS, at most 1, where i of N is the bin of its confidence (the
-    last bin if the confidence is not in [0, 1)). Tokens are ranked by the product of these
-    probabilities up to the token; ties are won by the earlier place in the chain, then by the
-    earlier request. So each request keeps a prefix of its chain, and whether a token is kept does
-    not depend on later tokens of its chain.
-
-    Args:
-        confidences: [R, K] float32.
-        wanted: [R] int64, number of draft tokens of each request, at most K.
-        factors: [R] int64.
-        rates: [N] float32.
-        known: [R] int64, number of rows of each request for known tokens.
-        num_rows: number of rows of the pass.
-
-    Returns:
-        [R] int64, number of draft tokens that each request keeps.
-    """
-
-    def __call__(
+    @abstractmethod
+    def trim_drafts(
         self,
         confidences: Tensor,
         wanted: Tensor,
@@ -191,36 +167,40 @@ class TrimDraftsOp(Protocol):
         rates: Tensor,
         known: Tensor,
         num_rows: int,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Keep the draft tokens that are most likely to be accepted, as many as a pass has rows
+        for.
 
+        The estimated probability that a token is accepted after those before it is
+        rates[i] * factors[r] / FACTOR_PARTS, at most 1, where i of N is the bin of its confidence
+        (the last bin if the confidence is not in [0, 1)). Tokens are ranked by the product of these
+        probabilities up to the token; ties are won by the earlier place in the chain, then by the
+        earlier request. So each request keeps a prefix of its chain, and whether a token is kept
+        does not depend on later tokens of its chain.
 
-class WriteTokensOp(Protocol):
-    """Writes the first counts[r] of `tokens` [R, W] after each request's known tokens.
+        Args:
+            confidences: [R, K] float32.
+            wanted: [R] int64, number of draft tokens of each request, at most K.
+            factors: [R] int64.
+            rates: [N] float32.
+            known: [R] int64, number of rows of each request for known tokens.
+            num_rows: number of rows of the pass.
 
-    Positions after these may be overwritten too, since they have no known tokens.
-    """
+        Returns:
+            [R] int64, number of draft tokens that each request keeps.
+        """
 
-    def __call__(
+    @abstractmethod
+    def write_tokens(
         self, tables: RequestTables, slots: Tensor, tokens: Tensor, counts: Tensor
-    ) -> None: ...
+    ) -> None:
+        """Write the first counts[r] of `tokens` [R, W] after each request's known tokens.
 
+        Positions after these may be overwritten too, since they have no known tokens.
+        """
 
-class CommitOp(Protocol):
-    """Appends the tokens of a verification to the requests, and updates their counters.
-
-    Args:
-        tables: `num_computed` grows by num_new[r] + num_accepted[r], `num_tokens` by num_tokens[r].
-        slots: [R] int64.
-        num_new: [R] int64, number of known tokens that the target has computed in this step.
-        at_end: [R] bool, whether the request's known tokens are all computed; others get no tokens.
-        tokens: [R, W] int64.
-        num_tokens, num_accepted: [R] int64, results of verification (`VerifyOp`).
-
-    Returns:
-        `num_tokens` and `num_accepted`, with 0 for requests that are not `at_end`.
-    """
-
-    def __call__(
+    @abstractmethod
+    def commit(
         self,
         tables: RequestTables,
         slots: Tensor,
@@ -229,23 +209,25 @@ class CommitOp(Protocol):
         tokens: Tensor,
         num_tokens: Tensor,
         num_accepted: Tensor,
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor]:
+        """Append the tokens of a verification to the requests, and update their counters.
 
+        Args:
+            tables: `num_computed` grows by num_new[r] + num_accepted[r], `num_tokens` by
+                num_tokens[r].
+            slots: [R] int64.
+            num_new: [R] int64, number of known tokens that the target has computed in this step.
+            at_end: [R] bool, whether the request's known tokens are all computed; others get no
+                tokens.
+            tokens: [R, W] int64.
+            num_tokens, num_accepted: [R] int64, results of verification (`VerifyOp`).
 
-class KeepPathOp(Protocol):
-    """Moves the cached keys and values of a tree's accepted nodes to the places of a chain.
+        Returns:
+            `num_tokens` and `num_accepted`, with 0 for requests that are not `at_end`.
+        """
 
-    Args:
-        tables: has the block tables.
-        slots: [R] int64.
-        roots: [R] int64, the position of the root of each request's tree.
-        path: [R, W] int64: node path[r, i] becomes token roots[r] + i; strictly increasing in i.
-        counts: [R] int64, below W: the last i that is moved.
-        pages: [P, num_blocks, block_size, Hk, D], contiguous.
-        windowed: use the second block table, for layers with a window.
-    """
-
-    def __call__(
+    @abstractmethod
+    def keep_path(
         self,
         tables: RequestTables,
         slots: Tensor,
@@ -254,25 +236,21 @@ class KeepPathOp(Protocol):
         counts: Tensor,
         pages: Tensor,
         windowed: bool = False,
-    ) -> None: ...
+    ) -> None:
+        """Move the cached keys and values of a tree's accepted nodes to the places of a chain.
 
+        Args:
+            tables: has the block tables.
+            slots: [R] int64.
+            roots: [R] int64, the position of the root of each request's tree.
+            path: [R, W] int64: node path[r, i] becomes token roots[r] + i; strictly increasing in
+                i.
+            counts: [R] int64, below W: the last i that is moved.
+            pages: [P, num_blocks, block_size, Hk, D], contiguous.
+            windowed: use the second block table, for layers with a window.
+        """
 
-class TimestampOp(Protocol):
-    """Records the time when the device reaches this op: a scalar int64 on `device`, in nanoseconds
-    of a clock; always 0 if the device has no clock."""
-
-    def __call__(self, device: torch.device) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class PreparationOps:
-    """One backend's ops for preparing batches."""
-
-    expand_rows: ExpandRowsOp
-    place_rows: PlaceRowsOp
-    advance_drafts: AdvanceDraftsOp
-    trim_drafts: TrimDraftsOp
-    write_tokens: WriteTokensOp
-    commit: CommitOp
-    keep_path: KeepPathOp
-    timestamp: TimestampOp
+    @abstractmethod
+    def timestamp(self, device: torch.device) -> Tensor:
+        """Record the time when the device reaches this op: a scalar int64 on `device`, in
+        nanoseconds of a clock; always 0 if the device has no clock."""

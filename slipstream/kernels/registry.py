@@ -1,6 +1,6 @@
 """Chooses the backend of a device; no other module does.
 
-A group of ops is a frozen dataclass of functions; a backend implements all groups for a kind of
+A group of ops is an object with a function for each; a backend implements all groups for a kind of
 device. `reference` (plain torch) runs on every device and defines the correct results, `cpu` is
 C++, and `triton` is for NVIDIA GPUs. Objects that need ops get them as arguments, or ask here once,
 when they are built.

@@ -88,7 +88,7 @@ def read_adapter(
     rank, scale, targets = _read_config(folder)
     if rank > max_rank:
         raise CheckpointError(
-            f"{file}: rank {rank} is above the largest that there is room for ({max_rank}); start "
+            f"{file}: rank {rank} is above the maximum ({max_rank}); start "
             f"with --max-lora-rank {rank}"
         )
     pairs = _paired(read_entries(folder / WEIGHTS), folder / WEIGHTS)

@@ -7,7 +7,7 @@ into the parameter's own memory needs no second copy.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
@@ -24,7 +24,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SLICE_BYTES = 16 << 20  # bytes that are read, converted and checked at a time
 _CACHED = 1 << 20  # bytes that stay in a core's cache
 _COMPARED = 1 << 10  # rows at a time
-_DAMAGED = "copy or download the file again"
+DAMAGED = "copy or download the file again"
 _POINTER = b"version https://git-lfs"
 
 _DTYPES = {
@@ -91,7 +91,8 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
     header = _parse_header(file, raw)
     header.pop("__metadata__", None)  # free text of the exporter
     entries = {name: _entry(file, start, name, value) for name, value in header.items()}
-    _check_layout(file, entries.values(), start, size)
+    places = [(it.offset, it.nbytes, name) for name, it in entries.items()]
+    check_layout(file, places, start, size)
     return entries
 
 
@@ -137,7 +138,7 @@ def require_finite(entry: TensorEntry, values: Tensor) -> None:
     where = f"tensor {entry.name} in {entry.file}"
     if values.dtype == entry.dtype:
         raise CheckpointError(
-            f"{where} holds NaN or infinity, so no text can be made with it; {_DAMAGED}, or use "
+            f"{where} holds NaN or infinity, so no text can be made with it; {DAMAGED}, or use "
             "another checkpoint"
         )
     raise CheckpointError(
@@ -175,7 +176,7 @@ def _read_header(file: Path) -> tuple[int, bytes]:
         if len(prefix) < _LENGTH_BYTES:
             raise CheckpointError(
                 f"{file} is truncated: it has {len(prefix)} bytes, fewer than the "
-                f"{_LENGTH_BYTES} of a safetensors header length; {_DAMAGED}"
+                f"{_LENGTH_BYTES} of a safetensors header length; {DAMAGED}"
             )
         length = int.from_bytes(prefix, "little")
         # Checked before anything is allocated: in a file of another format this may be any number.
@@ -187,12 +188,12 @@ def _read_header(file: Path) -> tuple[int, bytes]:
         if _LENGTH_BYTES + length > size:
             raise CheckpointError(
                 f"{file} is truncated: its header of {length} bytes does not fit in its "
-                f"{size} bytes; {_DAMAGED}"
+                f"{size} bytes; {DAMAGED}"
             )
         header = opened.read(length)
     if len(header) < length:
         raise CheckpointError(
-            f"{file} ended after {len(header)} of its {length} header bytes; {_DAMAGED}"
+            f"{file} ended after {len(header)} of its {length} header bytes; {DAMAGED}"
         )
     return size, header
 
@@ -212,7 +213,7 @@ def _parse_header(file: Path, raw: bytes) -> dict[str, Any]:
             f"the header of {file} is not valid JSON ({error}); it is damaged or of another format"
         ) from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"the header of {file} is not a JSON object; {_DAMAGED}")
+        raise CheckpointError(f"the header of {file} is not a JSON object; {DAMAGED}")
     return header
 
 
@@ -229,7 +230,7 @@ def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(file: Path, start: int, name: str, value: object) -> TensorEntry:
     where = f"tensor {name} in {file}"
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where} is not described by a JSON object; {_DAMAGED}")
+        raise CheckpointError(f"{where} is not described by a JSON object; {DAMAGED}")
     dtype = _DTYPES.get(str(value.get("dtype")))
     if dtype is None:
         raise CheckpointError(
@@ -239,12 +240,12 @@ def _entry(file: Path, start: int, name: str, value: object) -> TensorEntry:
     shape = _sizes(f"the shape of {where}", value.get("shape"))
     offsets = _sizes(f"the data_offsets of {where}", value.get("data_offsets"))
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{where} has data_offsets {list(offsets)}; {_DAMAGED}")
+        raise CheckpointError(f"{where} has data_offsets {list(offsets)}; {DAMAGED}")
     nbytes, needed = offsets[1] - offsets[0], math.prod(shape) * dtype.itemsize
     if nbytes != needed:
         raise CheckpointError(
             f"{where} has {nbytes} bytes, but shape {list(shape)} of {value['dtype']} needs "
-            f"{needed}; {_DAMAGED}"
+            f"{needed}; {DAMAGED}"
         )
     return TensorEntry(name, dtype, shape, file, start + offsets[0], nbytes)
 
@@ -253,28 +254,42 @@ def _sizes(what: str, value: object) -> tuple[int, ...]:
     # type() rather than isinstance: true is no size.
     if isinstance(value, list) and all(type(item) is int and item >= 0 for item in value):
         return tuple(value)
-    raise CheckpointError(f"{what} must be a list of sizes, not {value!r}; {_DAMAGED}")
+    raise CheckpointError(f"{what} must be a list of sizes, not {value!r}; {DAMAGED}")
 
 
-def _check_layout(file: Path, entries: Iterable[TensorEntry], start: int, size: int) -> None:
-    """Raise CheckpointError unless tensors fill the file to its end without gap or overlap."""
+def check_layout(
+    file: Path,
+    tensors: Iterable[tuple[int, int, str]],
+    start: int,
+    size: int,
+    ends_in_padding: Callable[[int], bool] = lambda position: False,
+    alignment: int = 1,
+) -> None:
+    """Raise CheckpointError unless tensors fill the file from `start` to its end, aligned, without
+    gap or overlap.
+
+    Args:
+        tensors: the offset in the file, the size in bytes and the name of each.
+        ends_in_padding: whether the file has only padding from a position on.
+    """
     position, previous = start, "the header"
-    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
-        if entry.offset != position:
-            relation = "overlaps" if entry.offset < position else "leaves a gap after"
+    for offset, nbytes, name in sorted(tensors):
+        if offset != position:
+            relation = "overlaps" if offset < position else "leaves a gap after"
             raise CheckpointError(
-                f"tensor {entry.name} in {file} starts at byte {entry.offset - start} of the data "
-                f"and {relation} {previous}, which ends at {position - start}; {_DAMAGED}"
+                f"tensor {name} in {file} starts at byte {offset - start} of the data and "
+                f"{relation} {previous}, which ends at {position - start}; {DAMAGED}"
             )
-        position, previous = entry.offset + entry.nbytes, f"tensor {entry.name}"
-        if position > size:
+        end, previous = offset + nbytes, f"tensor {name}"
+        if end > size:
             raise CheckpointError(
-                f"{file} is truncated: tensor {entry.name} ends at byte {position}, but the file "
-                f"has {size}; {_DAMAGED}"
+                f"{file} is truncated: {previous} ends at byte {end}, but the file has {size}; "
+                f"{DAMAGED}"
             )
-    if position < size:
+        position = -(-end // alignment) * alignment
+    if position < size and not ends_in_padding(position):
         raise CheckpointError(
-            f"{file} has {size - position} bytes after {previous}, its last part; {_DAMAGED}"
+            f"{file} has {size - position} bytes after {previous}, its last part; {DAMAGED}"
         )
 
 

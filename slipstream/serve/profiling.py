@@ -1,21 +1,52 @@
 """/start_profile and /stop_profile: traces of the engine's steps, with the paths of vLLM."""
 
 import asyncio
+import gzip
 import logging
 from datetime import UTC, datetime
 from http import HTTPStatus
 from pathlib import Path
 
+import torch
 from starlette.requests import Request
 from starlette.responses import Response
+from torch.profiler import ProfilerActivity
 
-from slipstream.engine.profiler import StepProfiler
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.errors import ApiError
 from slipstream.serve.openapi import json_response
 from slipstream.serve.protocol.server import Profiling
 
 logger = logging.getLogger("slipstream.serve")
+
+
+class StepProfiler:
+    """Records steps from `start` to `stop`, both on the engine's own thread.
+
+    Records stay in memory until `write`: some megabytes per second for a small model.
+    """
+
+    def __init__(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        activities += [ProfilerActivity.CUDA] * torch.cuda.is_available()
+        self._profiler = torch.profiler.profile(activities=activities)
+
+    def start(self) -> None:
+        """Start recording."""
+        self._profiler.start()
+
+    def stop(self) -> None:
+        """Stop recording; waits for launched work."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._profiler.stop()
+
+    def write(self, trace: Path) -> None:
+        """Write a trace for Chrome or Perfetto to a file ending in .json.gz; on any thread."""
+        plain = trace.with_suffix("")
+        self._profiler.export_chrome_trace(str(plain))
+        trace.write_bytes(gzip.compress(plain.read_bytes(), compresslevel=3))
+        plain.unlink()
 
 
 class ProfilingEndpoints:

@@ -2,10 +2,10 @@
 
 from codecs import getincrementaldecoder
 
+from slipstream.models.gguf.tokenizer import SPACE_PIECE
 from slipstream.models.tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"
-_SPACE = "\u2581"  # a space in SentencePiece vocabularies
 _Utf8 = getincrementaldecoder("utf-8")
 
 
@@ -73,7 +73,8 @@ class TokenTexts:
                 return content
         if len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">"):
             return bytes([int(spelling[3:5], 16)])
-        return spelling.replace(_SPACE, " ").encode() if _SPACE in spelling else text.encode()
+        has_space = SPACE_PIECE in spelling
+        return (spelling.replace(SPACE_PIECE, " ") if has_space else text).encode()
 
 
 class TokenReader:

@@ -303,11 +303,11 @@ def _require_trees(
         )
     if verification is Verification.BLOCK:
         raise UsageError(
-            "speculative_config: blocks are chains of sampled tokens, which trees have none of; "
+            "speculative_config: block verification needs chains of sampled tokens; "
             'leave out either the tree or rejection_sample_method "block"'
         )
     if rates:
         raise UsageError(
-            "speculative_config: forced acceptance is along a chain; leave out either the tree or "
+            "speculative_config: acceptance is forced for chains only; leave out the tree or "
             'rejection_sample_method "synthetic"'
         )

@@ -68,7 +68,9 @@ class Options:
         for key, value in mapping.items():
             name = key.replace("-", "_") if isinstance(key, str) else key
             if not isinstance(name, str) or name in self._left:
-                raise UsageError(f"speculative_config: key {key!r} is no name, or comes twice")
+                raise UsageError(
+                    f"speculative_config: key {key!r} must be a name, and be given once"
+                )
             self._left[name] = value
         self._known_keys: set[str] = set()
 

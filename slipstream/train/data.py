@@ -131,7 +131,9 @@ def _read_packed(settings: DataSettings, vocab_size: int) -> Sequences | None:
         raise UsageError("--generate continues texts, and --data are packed sequences")
     parts = [Sequences.load(file) for file in files]
     if len({part.length for part in parts}) > 1:
-        raise UsageError("the packed sequences of --data have different lengths; pack them alike")
+        raise UsageError(
+            "the sequences of --data have different lengths; pack them with one --max-length"
+        )
     length = parts[0].length
     if settings.max_length not in (None, length):
         raise UsageError(

@@ -244,7 +244,7 @@ class TrainSettings(DataSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.steps is None and self.minutes is None:
-            raise UsageError("say when to end: --steps, --minutes, or both")
+            raise UsageError("give --steps, --minutes, or both")
         used = self.features != "online" or self.max_feature_gb is None
         _require(used, "max_feature_gb", "is for features on disk; leave --features online out")
 
@@ -255,7 +255,7 @@ class TrainSettings(DataSettings):
             if value is not None and name not in known:
                 flags = ", ".join(sorted(map(flag_name, known)))
                 raise UsageError(
-                    f"{flag_name(name)} means nothing to {self.kind}; of the drafter's flags it "
+                    f"{flag_name(name)} has no effect on {self.kind}; of the drafter's flags it "
                     f"takes {flags}"
                 )
 

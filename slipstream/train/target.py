@@ -153,7 +153,7 @@ def require_trainable(checkpoint: Checkpoint, config: DecoderConfig) -> None:
         )
     if any(mixer.kv_source is not None for mixer in mixers if isinstance(mixer, AttentionSpec)):
         raise UsageError(
-            f"{checkpoint.path} has layers that read the cache of another, beside which drafters "
+            f"{checkpoint.path} has layers that read the cache of another, for which drafters "
             "cannot be trained so far; take another target"
         )
     if config.rope.depends_on_length:

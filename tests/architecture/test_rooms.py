@@ -130,6 +130,19 @@ def test_files_and_functions_stay_readable(file: Path) -> None:
     assert long == []
 
 
+def test_no_two_classes_have_one_name() -> None:
+    """Except bodies of requests, whose names are those of their protocols."""
+    homes: dict[str, list[Path]] = {}
+    for file in SOURCES:
+        for node in nodes(file):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(file)
+    shared = {name: named(files) for name, files in homes.items() if len(files) > 1}
+    assert {
+        name: files for name, files in shared.items() if not all("protocol" in it for it in files)
+    } == {}
+
+
 def test_every_module_says_what_it_is_for() -> None:
     assert [file for file in SOURCES if not ast.get_docstring(nodes(file)[0])] == []
 

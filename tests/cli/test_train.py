@@ -86,7 +86,7 @@ def test_every_flag_arrives(slipstream: CommandLine, asked: list[TrainSettings])
     ("flags", "message"),
     [
         ("--steps 1 --aux-layers 1;2", "--aux-layers takes numbers with commas"),
-        ("", "say when to end: --steps, --minutes, or both"),
+        ("", "give --steps, --minutes, or both"),
         ("--steps 1 --validation 2", "--validation must be a number above 0 and below 1"),
         ("--steps 1 --features nowhere", "--features must be one of auto, online, disk"),
         ("--steps 1 --learning-rate nan", "--learning-rate must be a number above 0"),

@@ -206,7 +206,7 @@ def test_wrong_trees_are_refused(
         (tiny_target, tiny_draft, STATIC, "draft_model drafts no trees, eagle and eagle3 do"),
         (tiny_target, medusa_for(tiny_target), {"method": "medusa", **STATIC}, "medusa drafts no"),
         (tiny_target, head, {**STATIC, "num_speculative_tokens": 4}, "9 draft tokens, .* says 4"),
-        (tiny_target, head, {**STATIC, **synthetic}, "forced acceptance is along a chain"),
+        (tiny_target, head, {**STATIC, **synthetic}, "acceptance is forced for chains only"),
         (tiny_target, head, {**STATIC, "rejection_sample_method": "block"}, "chains of sampled"),
         (tiny_target, narrow, {"speculative_token_tree": wide}, "61 likeliest .* drafts over 60"),
         (str(windowed), head, STATIC, "depth 4 needs a target whose windows .* window of 3"),

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from slipstream.kernels.adapters import Adapted, LowRank
-from slipstream.kernels.reference.adapters import add_low_rank
+from slipstream.kernels.reference.dense import add_low_rank
 from tests.kernels.batches import seeded
 from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU
 
@@ -62,12 +62,12 @@ def test_a_row_gains_what_the_two_factors_of_its_part_make() -> None:
 def test_cpp_equals_the_reference_and_a_row_its_bits_alone(
     size: tuple[int, tuple[int, ...], int, int], dtype: torch.dtype
 ) -> None:
-    from slipstream.kernels.cpu import adapters
+    from slipstream.kernels.cpu.rows import add_low_rank as add_in_cpp
 
     rows, ends, columns, rank = size
     made, slots = factors(ends, columns, rank, dtype), adapters_of(rows)
     x, y = rows_of(rows, columns, 2, dtype), rows_of(rows, ends[-1], 3, dtype)
-    found = adapters.add_low_rank(y.clone(), x, Adapted(made, slots))
+    found = add_in_cpp(y.clone(), x, Adapted(made, slots))
     # The order of the reference's sums is that of the processor's library.
     rtol, atol = (2e-5, 2e-5) if dtype == torch.float32 else (1.6e-2, 1e-5)
     truth = add_low_rank(y.clone(), x, Adapted(made, slots))
@@ -75,17 +75,17 @@ def test_cpp_equals_the_reference_and_a_row_its_bits_alone(
     assert torch.equal(found[slots < 0], y[slots < 0])
     for row in range(rows):
         alone = Adapted(made, slots[row : row + 1])
-        own = adapters.add_low_rank(y[row : row + 1].clone(), x[row : row + 1], alone)
+        own = add_in_cpp(y[row : row + 1].clone(), x[row : row + 1], alone)
         assert torch.equal(own[0], found[row])
 
 
 @pytest.mark.skipif(not HAS_CPP, reason="the C++ kernels are not built")
 def test_cpp_refuses_a_slot_that_is_not_there() -> None:
-    from slipstream.kernels.cpu import adapters
+    from slipstream.kernels.cpu.rows import add_low_rank as add_in_cpp
 
     made, slots = factors((5,), 3, 1, torch.float32), torch.tensor([SLOTS])
     with pytest.raises(ValueError, match="no such slot"):
-        adapters.add_low_rank(torch.zeros(1, 5), torch.zeros(1, 3), Adapted(made, slots))
+        add_in_cpp(torch.zeros(1, 5), torch.zeros(1, 3), Adapted(made, slots))
 
 
 class TestTriton:

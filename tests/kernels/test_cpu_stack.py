@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class SquaredSpec:
-    """A made-up feed-forward part, which no column fuses: down(relu(up x) ** 2)."""
+    """A made-up feed-forward part, which no backend fuses: down(relu(up x) ** 2)."""
 
     def matrices(self, norms: LayerNorms, width: int) -> list[tuple[int, int]]:
         return [(INNER, width), (width, INNER)]
@@ -191,7 +191,7 @@ KINDS = {
 
 
 class Drawn(ParameterSource):
-    """Random parameters as a column takes them."""
+    """Random parameters as a backend takes them."""
 
     def __init__(self, dtype: torch.dtype, ops: Ops) -> None:
         self._generator, self._dtype, self._ops = seeded(5), dtype, ops
@@ -317,9 +317,9 @@ class Unfused(CppOps):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_stack_is_its_ops_one_by_one(name: str, dtype: torch.dtype) -> None:
-    column, count = CppOps(), len(KINDS[name].layers)
+    backend, count = CppOps(), len(KINDS[name].layers)
     for wanted in ((), (0,), (count, 0), tuple(range(count + 1))):
-        fused = run(column, dtype, name, wanted)
+        fused = run(backend, dtype, name, wanted)
         single = run(Unfused(), dtype, name, wanted)
         assert len(fused[0]) == 1 + len(wanted)
         for ours, theirs in zip([*fused[0], *fused[1]], [*single[0], *single[1]], strict=True):
@@ -330,9 +330,9 @@ def test_a_stack_is_its_ops_one_by_one(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_that_are_read_have_their_bits(name: str, dtype: torch.dtype) -> None:
     """The last feed-forward part leaves out the others, which nothing else depends on."""
-    column, count = CppOps(), len(KINDS[name].layers)
+    backend, count = CppOps(), len(KINDS[name].layers)
     read = torch.tensor([1, 2, 5])
-    for ops in (column, Unfused()):
+    for ops in (backend, Unfused()):
         for wanted in ((), (count - 1,), (0, count)):
             whole = run(ops, dtype, name, wanted)
             some = run(ops, dtype, name, wanted, read)
@@ -387,15 +387,15 @@ def test_a_profile_measures_the_op_that_serves(monkeypatch: pytest.MonkeyPatch) 
 
 def test_caches_may_change_between_passes() -> None:
     """Others of the same number, and the same ones in another list."""
-    column, kind = CppOps(), KINDS["made-up between"]
+    backend, kind = CppOps(), KINDS["made-up between"]
     inputs, stack = (
         inputs_here(),
-        Drawn(torch.float32, column).stack(kind),
+        Drawn(torch.float32, backend).stack(kind),
     )
     sources = sources_of(kind, torch.float32)
     several = [caches_of(kind, torch.float32, seed) for seed in (0, 7)]
     expected = [
-        Drawn(torch.float32, column).stack(kind)(sources, inputs, caches)[0] for caches in several
+        Drawn(torch.float32, backend).stack(kind)(sources, inputs, caches)[0] for caches in several
     ]
     assert not torch.equal(*expected)
     for index in (0, 1, 1, 0):
@@ -403,11 +403,11 @@ def test_caches_may_change_between_passes() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    column, kind = CppOps(), Kind((SECOND_INPUT,))
+    backend, kind = CppOps(), Kind((SECOND_INPUT,))
     inputs = inputs_here()
     caches = caches_of(kind, torch.float32)
     second, stream = sources_of(kind, torch.float32)
-    stack = Drawn(torch.float32, column).stack(kind)
+    stack = Drawn(torch.float32, backend).stack(kind)
     for wrong in (
         [stream],
         [stream, second[:, :-1]],
@@ -430,8 +430,8 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_weights_of_another_type_are_refused() -> None:
     """C++ would misread their bytes."""
-    column = CppOps()
-    drawn, other = Drawn(torch.bfloat16, column), Drawn(torch.float32, column)
+    backend = CppOps()
+    drawn, other = Drawn(torch.bfloat16, backend), Drawn(torch.float32, backend)
     (layer,) = drawn.layers([WHOLE])
     parts = layer.parts
     own = other.norm(SHAPE.head_dim)
@@ -439,4 +439,4 @@ def test_weights_of_another_type_are_refused() -> None:
     mixer = replace(parts.mixer, heads=replace(parts.mixer.heads, norms=(own, own)))
     for wrong in (replace(parts, feed_forward=dense), replace(parts, mixer=mixer)):
         with pytest.raises(ValueError, match="type"):
-            column.fuse(StackParts([wrong], drawn.norm()))
+            backend.fuse(StackParts([wrong], drawn.norm()))

@@ -1,4 +1,4 @@
-"""The ops that drafting heads need beside a decoder's, in both columns."""
+"""The ops that drafting heads need beside a decoder's, in both backends."""
 
 import pytest
 import torch
@@ -118,23 +118,23 @@ def test_both_columns_attend_alike_where_rows_see_each_other(requests: Requests)
     assert_close(caches[0], caches[1], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.backend)
+@pytest.mark.parametrize("backend", [REFERENCE, TRITON], ids=lambda ops: ops.backend)
 @pytest.mark.parametrize("requests", BATCHES[1:], ids=str)
-def test_store_is_the_first_half_of_attend(requests: Requests, column: Ops) -> None:
+def test_store_is_the_first_half_of_attend(requests: Requests, backend: Ops) -> None:
     qkv, heads, inputs, pages = layer_inputs(requests)
     inputs.paging.slots[1] = -1
     stored, expected = ((pages[0].clone(), pages[1].clone()) for _ in range(2))
-    column.store(qkv[:, 4 * 16 :], heads, inputs, stored)
+    backend.store(qkv[:, 4 * 16 :], heads, inputs, stored)
     REFERENCE.attend(qkv, heads, inputs, expected)
     assert_close(stored, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     none = changed(inputs, positions=inputs.rows.positions[:0], slots=inputs.paging.slots[:0])
-    column.store(qkv[:0, 4 * 16 :], heads, none, stored)
+    backend.store(qkv[:0, 4 * 16 :], heads, none, stored)
     assert_close(stored, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("window", [None, 6, 7, 40])
-@pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.backend)
-def test_rows_behind_the_cache_see_it_and_store_nothing(column: Ops, window: int | None) -> None:
+@pytest.mark.parametrize("backend", [REFERENCE, TRITON], ids=lambda ops: ops.backend)
+def test_rows_behind_the_cache_see_it_and_store_nothing(backend: Ops, window: int | None) -> None:
     """A drafter that only has queries has one row, at the position of the next token."""
     requests = Requests([6, 7, 40, 130], [1, 1, 1, 1])
     shape = Shape(4, 2, 16, 8)
@@ -148,7 +148,7 @@ def test_rows_behind_the_cache_see_it_and_store_nothing(column: Ops, window: int
     query = randn(4, 64, seed=6)
     qkv = torch.cat((query, torch.zeros_like(query)), -1)
     pages = (keys.to(DEVICE), values.to(DEVICE))
-    out = column.attend(qkv, heads, moved(inputs, DEVICE), pages)
+    out = backend.attend(qkv, heads, moved(inputs, DEVICE), pages)
     assert_close((pages[0].cpu(), pages[1].cpu()), (keys, values), rtol=0, atol=0, equal_nan=True)
     normed = oracles.norm(query.view(4, 4, 16).cpu(), weight.weight.cpu(), 1e-3)
     turned = oracles.rotated(normed, oracles.angles(16, 100.0, inputs.rows.positions))
@@ -169,28 +169,28 @@ def test_rows_behind_the_cache_see_it_and_store_nothing(column: Ops, window: int
 
 
 @pytest.mark.parametrize("float8", [False, True])
-@pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.backend)
+@pytest.mark.parametrize("backend", [REFERENCE, TRITON], ids=lambda ops: ops.backend)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_joined_linear(dtype: torch.dtype, column: Ops, float8: bool) -> None:
+def test_joined_linear(dtype: torch.dtype, backend: Ops, float8: bool) -> None:
     """Against the same in two steps."""
     one, two = randn(5, 32, dtype=dtype), randn(5, 48, seed=1, dtype=dtype)
     norm = Norm(1 + 0.3 * randn(48, seed=4, dtype=dtype), 1e-3)
     matrix = (randn(70, 80, seed=2) / 80**0.5).to(dtype)
     bias = randn(70, seed=3, dtype=dtype)
     weight = ToFloat8().round(matrix) if float8 else DenseMatrix(matrix)
-    normed, total = column.norm(two, None, norm)
+    normed, total = backend.norm(two, None, norm)
     assert_close(total, two, rtol=0, atol=0)
-    out = column.joined_linear([(one, None), (two, norm)], weight, bias)
+    out = backend.joined_linear([(one, None), (two, norm)], weight, bias)
     assert out.dtype == dtype
     joined = torch.cat((one, normed), -1)
     truth = oracles.product(joined.cpu(), matrix.cpu(), bias.cpu())
     assert_close(out.double().cpu(), truth, rtol=0.0, atol=0.2 if float8 else 4e-3)
 
 
-@pytest.mark.parametrize("column", [REFERENCE, TRITON], ids=lambda ops: ops.backend)
-def test_norm_gives_the_sum_too(column: Ops) -> None:
+@pytest.mark.parametrize("backend", [REFERENCE, TRITON], ids=lambda ops: ops.backend)
+def test_norm_gives_the_sum_too(backend: Ops) -> None:
     addend, residual = randn(5, 64), 2 * randn(5, 64, seed=1)
     norm = Norm(1 + 0.3 * randn(64, seed=4), 1e-3)
-    normed, total = column.norm(addend, residual, norm)
+    normed, total = backend.norm(addend, residual, norm)
     assert_close(total, addend + residual)
-    assert_close(normed, column.add_norm(addend, residual, norm), rtol=0, atol=0)
+    assert_close(normed, backend.add_norm(addend, residual, norm), rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""What fused sampling has to do in each column: in C++ at every level, in Triton on the GPU where
+"""What fused sampling has to do in each backend: in C++ at every level, in Triton on the GPU where
 there is one, else interpreted.
 
 Probabilities agree up to rounding, so choices may differ where two tokens are as good as equal:
@@ -41,7 +41,7 @@ pytestmark = INTERPRETED
 
 
 @dataclass(frozen=True)
-class Column:
+class Backend:
     """Ops, where they run, and whether they take large sizes in little time."""
 
     ops: SamplingOps
@@ -50,35 +50,35 @@ class Column:
 
 
 @pytest.fixture(params=[*LEVELS, *["triton"] * HAS_TRITON])
-def column(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Column]:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     if request.param == "triton":
         if not ON_GPU:  # several chunks and groups even of a small vocabulary
             tiles = triton_sampling.SamplingTiles(block=256, group=16, groups_at_once=8)
             monkeypatch.setattr(triton_sampling, "TILES", tiles)
-        yield Column(triton_sampling.SAMPLING, DEVICE, ON_GPU)
+        yield Backend(triton_sampling.SAMPLING, DEVICE, ON_GPU)
         return
     cpp = importlib.import_module("_slipstream_cpu")
     before = cpp.level()
     cpp.set_level(request.param)
     ops = importlib.import_module("slipstream.kernels.cpu.sampling").SAMPLING
-    yield Column(ops, torch.device("cpu"), True)
+    yield Backend(ops, torch.device("cpu"), True)
     cpp.set_level(before)
 
 
 @pytest.mark.parametrize("most_drafts", [0, 2, 4])
-def test_synthetic_rates(most_drafts: int, column: Column) -> None:
-    state = make_state(LEAN, 37, column.device)
-    lists = torch.tensor([(1.0, 0.6, 0.3, 0.0), (0.5, 0.5, 0.5, 0.5)], device=column.device)
+def test_synthetic_rates(most_drafts: int, backend: Backend) -> None:
+    state = make_state(LEAN, 37, backend.device)
+    lists = torch.tensor([(1.0, 0.6, 0.3, 0.0), (0.5, 0.5, 0.5, 0.5)], device=backend.device)
     for seed in range(3):
         _, rows = batch = make_batch(state, most_drafts, seed, False, True)
         rates = rates_by_request(lists, state.seeds[rows.slots])
-        assert judge(column.ops, *batch, state, rates) == judge(PLAIN, *batch, state, rates)
+        assert judge(backend.ops, *batch, state, rates) == judge(PLAIN, *batch, state, rates)
 
 
 @pytest.mark.parametrize(("name", "vocab_size"), [("lean", 151), ("full", 37), ("full", 4100)])
-def test_a_grammar_forbids_tokens(name: str, vocab_size: int, column: Column) -> None:
-    vocab_size = vocab_size if column.quick else min(vocab_size, 300)
-    state = make_state(KINDS[name], vocab_size, column.device)
+def test_a_grammar_forbids_tokens(name: str, vocab_size: int, backend: Backend) -> None:
+    vocab_size = vocab_size if backend.quick else min(vocab_size, 300)
+    state = make_state(KINDS[name], vocab_size, backend.device)
     logits, rows = make_batch(state, 2, 5, False, True)
     words = -(-vocab_size // 32)
     generator = torch.Generator().manual_seed(1)
@@ -86,54 +86,54 @@ def test_a_grammar_forbids_tokens(name: str, vocab_size: int, column: Column) ->
     allowed[0, 1:] = -1
     allowed[2] = 0
     allowed[2, -1] = 1  # all but one
-    rows = replace(rows, allowed=allowed.to(column.device, torch.int32))
-    assert judge(column.ops, logits, rows, state) == judge(PLAIN, logits, rows, state)
+    rows = replace(rows, allowed=allowed.to(backend.device, torch.int32))
+    assert judge(backend.ops, logits, rows, state) == judge(PLAIN, logits, rows, state)
 
 
 @pytest.mark.parametrize("uniform_rows", [True, False])
-def test_some_drafts_of_a_sampled_request_are_certain(uniform_rows: bool, column: Column) -> None:
-    state, changed = make_state(LEAN, 151, column.device), 0
+def test_some_drafts_of_a_sampled_request_are_certain(uniform_rows: bool, backend: Backend) -> None:
+    state, changed = make_state(LEAN, 151, backend.device), 0
     for seed in range(4):
         logits, rows = make_batch(state, 3, seed, bool(seed % 2), uniform_rows)
         before = judge(PLAIN, logits, rows, state)
         chance = torch.rand(rows.draft_tokens.shape, generator=torch.Generator().manual_seed(seed))
-        rows = replace(rows, certain=(chance < 0.5).to(column.device))
+        rows = replace(rows, certain=(chance < 0.5).to(backend.device))
         expected = judge(PLAIN, logits, rows, state)
-        assert judge(column.ops, logits, rows, state) == expected
+        assert judge(backend.ops, logits, rows, state) == expected
         changed += expected != before
     assert changed
 
 
-def test_the_smallest_of_equal_tokens_is_chosen(column: Column) -> None:
-    vocab_size, at = (9000, 4300) if column.quick else (1000, 300)
-    state = make_state([GREEDY] * 3, vocab_size, column.device)
-    logits = torch.zeros(3, vocab_size, device=column.device)
+def test_the_smallest_of_equal_tokens_is_chosen(backend: Backend) -> None:
+    vocab_size, at = (9000, 4300) if backend.quick else (1000, 300)
+    state = make_state([GREEDY] * 3, vocab_size, backend.device)
+    logits = torch.zeros(3, vocab_size, device=backend.device)
     logits[0, [at, at - 1, vocab_size - 1]] = 7.0
     logits[1, 0], logits[1, 1] = -0.0, 0.0
     logits[2] = -torch.inf
     rows = make_batch(state, 0, 0, False, True)[1]
-    assert judge(column.ops, logits, rows, state)[0] == [[at - 1], [0], [0]]
+    assert judge(backend.ops, logits, rows, state)[0] == [[at - 1], [0], [0]]
 
 
 @pytest.mark.parametrize("kinds", [LEAN, FULL], ids=["lean", "full"])
 def test_rows_without_a_legal_logit_give_a_legal_token(
-    kinds: list[dict[str, Any]], column: Column
+    kinds: list[dict[str, Any]], backend: Backend
 ) -> None:
-    state = make_state(kinds, 300, column.device)
+    state = make_state(kinds, 300, backend.device)
     for value in (-torch.inf, torch.nan, torch.inf):
         logits, rows = make_batch(state, 1, 0, False, True)
         logits[:] = value
-        for tokens, count, _ in zip(*judge(column.ops, logits, rows, state), strict=True):
+        for tokens, count, _ in zip(*judge(backend.ops, logits, rows, state), strict=True):
             assert all(0 <= token < 300 for token in tokens[:count])
 
 
-def test_an_empty_residual_samples_the_target(column: Column) -> None:
+def test_an_empty_residual_samples_the_target(backend: Backend) -> None:
     """A draft that is refused although it is the target's only token."""
-    state = make_state([SAMPLED] * 5, 37, column.device)
+    state = make_state([SAMPLED] * 5, 37, backend.device)
     logits, rows = make_batch(state, 1, 0, False, True)
     logits[:] = -torch.inf
     logits[:, 11] = 1.0
-    probs = torch.zeros(5, 1, 37, device=column.device)
+    probs = torch.zeros(5, 1, 37, device=backend.device)
     probs[..., 11] = 1.0
     rows = replace(
         rows,
@@ -142,14 +142,14 @@ def test_an_empty_residual_samples_the_target(column: Column) -> None:
         one_hot=rows.slots < 3,
         draft_probs=probs,
     )
-    assert judge(column.ops, logits, rows, state)[0] == [[11, -1]] * 5
+    assert judge(backend.ops, logits, rows, state)[0] == [[11, -1]] * 5
 
 
-def test_the_verdict_does_not_depend_on_the_layout_of_the_batch(column: Column) -> None:
+def test_the_verdict_does_not_depend_on_the_layout_of_the_batch(backend: Backend) -> None:
     """One request alone with K draft tokens, ragged, and beside others, uniform."""
-    state = make_state([*LEAN, *FULL], 9001 if column.quick else 151, column.device)
+    state = make_state([*LEAN, *FULL], 9001 if backend.quick else 151, backend.device)
     logits, rows = make_batch(state, 3, 1, False, True)
-    tokens, _, accepted = judge(column.ops, logits, rows, state)
+    tokens, _, accepted = judge(backend.ops, logits, rows, state)
     for index in range(10):
         length = int(rows.num_draft_tokens[index])
         one = slice(index, index + 1)
@@ -162,7 +162,7 @@ def test_the_verdict_does_not_depend_on_the_layout_of_the_batch(column: Column) 
             None if rows.draft_probs is None else rows.draft_probs[one, :length],
             num_rows=length + 1,
         )
-        found = judge(column.ops, logits[index * 4 : index * 4 + length + 1], alone, state)
+        found = judge(backend.ops, logits[index * 4 : index * 4 + length + 1], alone, state)
         assert found[0][0] == tokens[index][: length + 1]
         assert found[2][0] == accepted[index]
 
@@ -170,16 +170,16 @@ def test_the_verdict_does_not_depend_on_the_layout_of_the_batch(column: Column) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("legal", [30, 151, 1000])
 @pytest.mark.parametrize("name", ["greedy", "lean", "truncated", "coupled"])
-def test_draft(name: str, legal: int, dtype: torch.dtype, column: Column) -> None:
+def test_draft(name: str, legal: int, dtype: torch.dtype, backend: Backend) -> None:
     vocab_size = 151
-    state = make_state(KINDS[name], 1000, column.device)
-    uses, slots = state.uses(range(5)), torch.tensor([4, 0, 1, 3, 2], device=column.device)
-    for seed in range(3 if column.quick else 2):
+    state = make_state(KINDS[name], 1000, backend.device)
+    uses, slots = state.uses(range(5)), torch.tensor([4, 0, 1, 3, 2], device=backend.device)
+    for seed in range(3 if backend.quick else 2):
         logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
-        logits = logits.to(column.device, dtype)
+        logits = logits.to(backend.device, dtype)
         found = []
-        for ops in (PLAIN, column.ops):
-            whole = torch.full((5, 3, min(legal, vocab_size)), torch.nan, device=column.device)
+        for ops in (PLAIN, backend.ops):
+            whole = torch.full((5, 3, min(legal, vocab_size)), torch.nan, device=backend.device)
             out = whole[:, 1] if Uses.SAMPLING in uses else None
             with served_by(ops, state):
                 tokens = sample_draft(logits, slots, slots + 9, state, uses, legal, probs_out=out)
@@ -187,25 +187,25 @@ def test_draft(name: str, legal: int, dtype: torch.dtype, column: Column) -> Non
             found.append((tokens, whole[:, 1]))
         assert torch.equal(found[0][0], found[1][0])
         torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-9, equal_nan=True)
-        with served_by(column.ops, state):
+        with served_by(backend.ops, state):
             tokens = sample_draft(logits, slots, slots, state, uses, legal, greedy_only=True)
         assert torch.equal(tokens, logits[:, :legal].argmax(-1))
 
 
 @pytest.mark.parametrize("rows", [1, 5, 9])
-def test_numbers_of_requests_may_have_gaps_or_be_one(rows: int, column: Column) -> None:
+def test_numbers_of_requests_may_have_gaps_or_be_one(rows: int, backend: Backend) -> None:
     """`expand` and slices make such tensors; the gaps have other requests' numbers."""
-    state = make_state(LEAN, 151, column.device)
+    state = make_state(LEAN, 151, backend.device)
     uses = state.uses(range(5))
-    logits = torch.randn(rows, 151, generator=torch.Generator().manual_seed(2)).to(column.device)
-    numbers = torch.tensor([2, 0, 1, 3, 4] * 4, device=column.device)
+    logits = torch.randn(rows, 151, generator=torch.Generator().manual_seed(2)).to(backend.device)
+    numbers = torch.tensor([2, 0, 1, 3, 4] * 4, device=backend.device)
     for view in (numbers[:1].expand(rows), numbers[: 2 * rows : 2]):
         found = []
         for ops, slots, positions in (
             (PLAIN, view, view + 9),
-            (column.ops, view, (numbers + 9)[: 2 * rows : 2] if view.stride(0) else view + 9),
+            (backend.ops, view, (numbers + 9)[: 2 * rows : 2] if view.stride(0) else view + 9),
         ):
-            probs = torch.empty(rows, 151, device=column.device)
+            probs = torch.empty(rows, 151, device=backend.device)
             with served_by(ops, state):
                 found.append(
                     sample_draft(logits, slots, positions, state, uses, 151, probs_out=probs)
@@ -214,14 +214,14 @@ def test_numbers_of_requests_may_have_gaps_or_be_one(rows: int, column: Column) 
 
 
 @pytest.mark.parametrize("penalties", [False, True])
-def test_commit(penalties: bool, column: Column) -> None:
-    device = column.device
+def test_commit(penalties: bool, backend: Backend) -> None:
+    device = backend.device
     states = [make_state(PROCESSED, 37, device) for _ in range(2)]
     slots = torch.tensor([3, 0, 4, 0], device=device)  # padding stands in slot 0 again
     token_ids = torch.tensor([[4, 4, 4], [1, -1, -1], [8, 2, -1], [9, 9, 9]], device=device)
     counts = torch.tensor([3, 1, 2, 0], device=device)
     uses = frozenset({Uses.PENALTIES} if penalties else ())
-    for state, ops in zip(states, (PLAIN, column.ops), strict=True):
+    for state, ops in zip(states, (PLAIN, backend.ops), strict=True):
         with served_by(ops, state):
             state.commit(slots, token_ids, counts, uses)
     for name in ("ints", "floats", "output_counts", "prompt_mask"):
@@ -232,12 +232,12 @@ def test_commit(penalties: bool, column: Column) -> None:
     assert torch.equal(states[0].output_counts, fresh.output_counts) != penalties
 
 
-def test_batches_without_requests(column: Column) -> None:
-    state = make_state(LEAN, 37, column.device)
-    none = torch.zeros(0, dtype=torch.int64, device=column.device)
+def test_batches_without_requests(backend: Backend) -> None:
+    state = make_state(LEAN, 37, backend.device)
+    none = torch.zeros(0, dtype=torch.int64, device=backend.device)
     rows = SampleRows.build(none, none, none.view(0, 2), none, none > 0)
-    with served_by(column.ops, state):
-        logits = torch.zeros(0, 37, device=column.device)
+    with served_by(backend.ops, state):
+        logits = torch.zeros(0, 37, device=backend.device)
         assert verify(logits, rows, state, frozenset({Uses.SAMPLING})).token_ids.shape == (0, 3)
         assert sample_draft(logits, none, none, state, frozenset(), 37).shape == (0,)
         state.commit(none, none.view(0, 3), none, frozenset())

@@ -16,27 +16,27 @@ from tests.kernels.device import DEVICE
 
 CPU = torch.device("cpu")
 NEEDED = {"triton": "triton", "cpu": "_slipstream_cpu"}
-COLUMNS = [name for name, module in NEEDED.items() if importlib.util.find_spec(module)]
+BACKENDS = [name for name, module in NEEDED.items() if importlib.util.find_spec(module)]
 SLOTS, LENGTH, BLOCK = 7, 45, 8
 PADDING = SLOTS - 1  # a slot without tokens
 
 
-def ops_of(column: str) -> PreparationOps:
-    module = importlib.import_module(f"slipstream.kernels.{column}.preparation")
+def ops_of(backend: str) -> PreparationOps:
+    module = importlib.import_module(f"slipstream.kernels.{backend}.preparation")
     ops: PreparationOps = module.PREPARATION
     return ops
 
 
-def lookup_of(column: str) -> SuffixLookup:
-    if column == "cpu":
+def lookup_of(backend: str) -> SuffixLookup:
+    if backend == "cpu":
         return lookup_in_cpp
     from slipstream.speculative.ngram.triton_lookup import lookup_in_triton
 
     return lookup_in_triton
 
 
-@pytest.fixture(params=COLUMNS, autouse=True)
-def column(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=BACKENDS, autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
     if name == "cpu":
         monkeypatch.setattr(sys.modules[__name__], "DEVICE", CPU)
@@ -98,12 +98,12 @@ def assert_same_tables(ours: RequestTables, theirs: RequestTables) -> None:
 @pytest.mark.parametrize("slots", [(3,), (2, 0, 5, 1), (4, 1, PADDING, PADDING)])
 @pytest.mark.parametrize("mask_token", [None, 0, 1, 151_670])
 def test_rows_are_expanded_as_by_the_reference(
-    most: int, slots: tuple[int, ...], mask_token: int | None, column: str
+    most: int, slots: tuple[int, ...], mask_token: int | None, backend: str
 ) -> None:
     tables, where = make_tables(), on_device(*slots)
     starts = tables.num_computed[where]
     lengths = torch.arange(len(slots), device=DEVICE) % (most + 1)
-    ours = ops_of(column).expand_rows(tables, where, starts, lengths, most, mask_token)
+    ours = ops_of(backend).expand_rows(tables, where, starts, lengths, most, mask_token)
     theirs = REFERENCE.expand_rows(tables, where, starts, lengths, most, mask_token)
     assert ours.token_ids.dtype == theirs.token_ids.dtype == torch.int32
     if mask_token is not None:  # all rows but the last known token's
@@ -138,7 +138,7 @@ def test_rows_are_packed_as_by_the_reference(
     most: int,
     mask_token: int | None,
     windowed: bool,
-    column: str,
+    backend: str,
 ) -> None:
     tables, where = make_tables(windowed=windowed), on_device(*slots)
     counts = on_device(*lengths)
@@ -146,7 +146,7 @@ def test_rows_are_packed_as_by_the_reference(
     given = tables, where, starts, counts, most, mask_token
     needed = sum(lengths)
     for num_rows in range(max(1, needed), len(slots) * most, max(1, most - 2)):
-        ours = ops_of(column).expand_rows(*given, num_rows)
+        ours = ops_of(backend).expand_rows(*given, num_rows)
         theirs = REFERENCE.expand_rows(*given, num_rows)
         for name in ("token_ids", "request", "offset", "first_row", "last_row"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
@@ -187,13 +187,13 @@ def test_rows_are_placed_as_by_the_reference(
     lengths: tuple[int, ...],
     rereads: bool,
     mask_token: int | None,
-    column: str,
+    backend: str,
 ) -> None:
     tables, where = make_tables(), on_device(*slots)
     counts = on_device(*lengths)
     starts = torch.minimum((tables.num_tokens[where] - 3).clamp_min(0), LENGTH - counts)
     again = (counts > 0).long() if rereads else None
-    ours = ops_of(column).place_rows(tables, where, starts, counts, again, mask_token)
+    ours = ops_of(backend).place_rows(tables, where, starts, counts, again, mask_token)
     theirs = REFERENCE.place_rows(tables, where, starts, counts, again, mask_token)
     assert ours.row_starts == theirs.row_starts
     assert ours.row_starts[-1] == sum(lengths)
@@ -207,16 +207,16 @@ def test_rows_are_placed_as_by_the_reference(
 
 @pytest.mark.parametrize("slots", [(3,), (2, 0, 5, 1), (4, 1, PADDING, PADDING)])
 def test_layers_with_a_window_find_rows_by_a_second_table(
-    slots: tuple[int, ...], column: str
+    slots: tuple[int, ...], backend: str
 ) -> None:
     tables, where = make_tables(windowed=True), on_device(*slots)
     starts = tables.num_computed[where]
     lengths = torch.arange(len(slots), device=DEVICE) % 3
     again = (lengths > 0).long()
-    ours = ops_of(column).expand_rows(tables, where, starts, lengths, 2)
+    ours = ops_of(backend).expand_rows(tables, where, starts, lengths, 2)
     assert_same_inputs(ours.inputs, REFERENCE.expand_rows(tables, where, starts, lengths, 2).inputs)
     starts = (starts - 2).clamp_min(0)
-    placed = ops_of(column).place_rows(tables, where, starts, lengths, again)
+    placed = ops_of(backend).place_rows(tables, where, starts, lengths, again)
     expected = REFERENCE.place_rows(tables, where, starts, lengths, again)
     assert_same_inputs(placed.inputs, expected.inputs)
     # As if the second table were the only one.
@@ -226,20 +226,20 @@ def test_layers_with_a_window_find_rows_by_a_second_table(
     assert placed.inputs.within_window(None) is placed.inputs
 
 
-def test_numbers_of_requests_may_have_gaps(column: str) -> None:
+def test_numbers_of_requests_may_have_gaps(backend: str) -> None:
     """The gaps have other requests' numbers."""
     tables = make_tables()
     slots, lengths = on_device(2, 0, 5, 1, 3, 4), on_device(3, 1, 0, 2, 1, 3)
     starts = tables.num_computed[slots]
     for step in (2, 3):
         spread = slots[::step], starts[::step], lengths[::step]
-        ours = ops_of(column).expand_rows(tables, *spread, 3)
+        ours = ops_of(backend).expand_rows(tables, *spread, 3)
         theirs = REFERENCE.expand_rows(tables, *(it.contiguous() for it in spread), 3)
         assert torch.equal(ours.token_ids, theirs.token_ids)
         assert torch.equal(ours.inputs.paging.slots, theirs.inputs.paging.slots)
         both = []
         for ops, given in (
-            (ops_of(column), (slots[::step], lengths[::step])),
+            (ops_of(backend), (slots[::step], lengths[::step])),
             (REFERENCE, (slots[::step].contiguous(), lengths[::step].contiguous())),
         ):
             own, tokens = copied(tables), on_device(*range(100, 109)).view(3, 3)
@@ -254,13 +254,13 @@ def test_numbers_of_requests_may_have_gaps(column: str) -> None:
 
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize("reduced", [False, True])
-def test_drafts_advance_as_by_the_reference(index: int, reduced: bool, column: str) -> None:
+def test_drafts_advance_as_by_the_reference(index: int, reduced: bool, backend: str) -> None:
     tables, where = make_tables(), on_device(2, 0, 5, 1)
     known, wanted = tables.num_tokens[where], on_device(3, 1, 0, 2)
     picked = on_device(3, 0, 4, 1)
     vocabulary = on_device(7, 11, 13, 50, 89) if reduced else None
     both = []
-    for ops in (ops_of(column), REFERENCE):
+    for ops in (ops_of(backend), REFERENCE):
         own, tokens = copied(tables), torch.zeros((4, 3), dtype=torch.int64, device=DEVICE)
         starts, lengths = ops.advance_drafts(
             own, where, known, wanted, picked, vocabulary, tokens, index
@@ -274,7 +274,7 @@ def test_drafts_advance_as_by_the_reference(index: int, reduced: bool, column: s
 
 
 @pytest.mark.parametrize(("requests", "width"), [(1, 1), (3, 7), (5, 4), (16, 7), (33, 12)])
-def test_drafts_are_trimmed_as_by_the_reference(requests: int, width: int, column: str) -> None:
+def test_drafts_are_trimmed_as_by_the_reference(requests: int, width: int, backend: str) -> None:
     generator = seeded(requests)
     # In the order in which drafters write them; few values, so that many are equal.
     confidences = torch.randint(0, 9, (width, requests), generator=generator).T.float() / 8
@@ -286,10 +286,10 @@ def test_drafts_are_trimmed_as_by_the_reference(requests: int, width: int, colum
     given = [it.to(DEVICE) for it in (confidences, wanted, factors, rates, known)]
     all_rows = int(known.sum() + wanted.sum())
     totals = {all_rows, all_rows // 2, all_rows + 5, int(known.sum())}
-    if requests > 16 and column == "triton" and not torch.cuda.is_available():
+    if requests > 16 and backend == "triton" and not torch.cuda.is_available():
         totals = {all_rows // 2}  # the interpreter takes seconds for each
     for num_rows in totals:
-        ours = ops_of(column).trim_drafts(*given, num_rows)
+        ours = ops_of(backend).trim_drafts(*given, num_rows)
         assert torch.equal(ours, REFERENCE.trim_drafts(*given, num_rows))
         assert (ours <= given[1]).all()
         assert ours.sum() == min(int(wanted.sum()), num_rows - int(known.sum()))
@@ -308,12 +308,12 @@ def test_rows_go_to_the_tokens_that_survive_the_likeliest() -> None:
 
 
 @pytest.mark.parametrize("width", [0, 1, 4])
-def test_drafts_are_written_as_by_the_reference(width: int, column: str) -> None:
+def test_drafts_are_written_as_by_the_reference(width: int, backend: str) -> None:
     tables, where = make_tables(), on_device(4, 2, 0)
     tokens = torch.randint(100, 200, (3, width), generator=seeded(1)).to(DEVICE)
     counts = on_device(min(1, width), min(3, width), 0)
     ours, theirs = copied(tables), copied(tables)
-    ops_of(column).write_tokens(ours, where, tokens, counts)
+    ops_of(backend).write_tokens(ours, where, tokens, counts)
     REFERENCE.write_tokens(theirs, where, tokens, counts)
     for request, (slot, count) in enumerate(zip(where.tolist(), counts.tolist(), strict=True)):
         known = int(tables.num_tokens[slot])
@@ -325,14 +325,14 @@ def test_drafts_are_written_as_by_the_reference(width: int, column: str) -> None
             assert written.tolist() == tokens[request, :legal].tolist()
 
 
-def test_verdicts_are_committed_as_by_the_reference(column: str) -> None:
+def test_verdicts_are_committed_as_by_the_reference(backend: str) -> None:
     tables, where = make_tables(), on_device(4, 0, 3, 1, PADDING, PADDING)
     new = on_device(1, 1, 6, 1, 0, 0)
     at_end = on_device(1, 1, 0, 1, 0, 0) != 0
     tokens = torch.randint(100, 200, (6, 4), generator=seeded(2)).to(DEVICE)
     counts, accepted = on_device(4, 1, 2, 3, 1, 1), on_device(3, 0, 1, 2, 0, 0)
     both = []
-    for ops in (ops_of(column), REFERENCE):
+    for ops in (ops_of(backend), REFERENCE):
         own = copied(tables)
         gains = ops.commit(own, where, new, at_end, tokens, counts, accepted)
         both.append((own, gains))
@@ -350,13 +350,13 @@ def test_verdicts_are_committed_as_by_the_reference(column: str) -> None:
 @pytest.mark.parametrize(("shortest", "longest"), [(1, 1), (2, 3), (1, 5)])
 @pytest.mark.parametrize("width", [1, 4, 7])
 def test_suffixes_are_looked_up_as_by_the_reference(
-    shortest: int, longest: int, width: int, column: str
+    shortest: int, longest: int, width: int, backend: str
 ) -> None:
     generator = seeded(shortest + 10 * longest)
     token_ids = torch.randint(0, 4, (5, 1100), generator=generator).int().to(DEVICE)
     slots = on_device(3, 0, 4, 1, 2)
     known = on_device(1090, 1, 2, 37, 0)
-    ours = lookup_of(column)(token_ids, slots, known, width, shortest, longest)
+    ours = lookup_of(backend)(token_ids, slots, known, width, shortest, longest)
     theirs = lookup_in_torch(token_ids, slots, known, width, shortest, longest)
     assert torch.equal(ours[1], theirs[1])
     assert ours[1][0]  # a long text of four letters has every short suffix
@@ -364,15 +364,15 @@ def test_suffixes_are_looked_up_as_by_the_reference(
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 64])
-def test_texts_of_one_letter_repeat_themselves(length: int, column: str) -> None:
+def test_texts_of_one_letter_repeat_themselves(length: int, backend: str) -> None:
     text = torch.full((1, 64), 7, dtype=torch.int32, device=DEVICE)
     given = text, on_device(0), on_device(length), 3, 1, 4
-    ours, theirs = lookup_of(column)(*given), lookup_in_torch(*given)
+    ours, theirs = lookup_of(backend)(*given), lookup_in_torch(*given)
     assert ours[1].tolist() == theirs[1].tolist() == [length > 1]
     assert length == 1 or ours[0].tolist() == [[7, 7, 7]]
 
 
-@pytest.mark.skipif("cpu" not in COLUMNS, reason="the C++ kernels are not built")
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the C++ kernels are not built")
 def test_places_that_do_not_exist_are_refused() -> None:
     """The C++ ops refuse the places that plain torch refuses."""
     tables = make_tables()
@@ -393,7 +393,7 @@ def test_places_that_do_not_exist_are_refused() -> None:
         ops.advance_drafts(tables, one, one, one, one + 7, one, one.view(1, 1).clone(), 0)
 
 
-@pytest.mark.skipif("cpu" not in COLUMNS, reason="the C++ kernels are not built")
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the C++ kernels are not built")
 def test_tensors_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """C++ checks what it reads and writes, with and without `python -O`."""
     monkeypatch.setattr(sys.modules[__name__], "DEVICE", CPU)

@@ -29,7 +29,7 @@ from tests.pass_inputs import changed, moved, pass_inputs
 
 pytestmark = INTERPRETED
 
-COLUMNS = {"reference": REFERENCE, "triton": TRITON}
+BACKENDS = {"reference": REFERENCE, "triton": TRITON}
 PREPARATIONS = {"reference": REFERENCE_PREPARATION, "triton": TRITON_PREPARATION}
 if not ON_GPU and importlib.util.find_spec("_slipstream_cpu"):
     from slipstream.kernels.cpu.preparation import PREPARATION as CPP_PREPARATION
@@ -145,13 +145,13 @@ def chain_inputs(start: int, count: int, table: Tensor) -> PassInputs:
     return moved(inputs, DEVICE)
 
 
-@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("name", "window", "padding"), CASES)
 def test_a_node_sees_what_the_end_of_a_chain_sees(
-    name: str, window: int | None, padding: int, column: str
+    name: str, window: int | None, padding: int, backend: str
 ) -> None:
     """Two requests with trees and one with a plain chain, beside each other."""
-    ops, heads, parents = COLUMNS[column], make_heads(window), TREES[name]
+    ops, heads, parents = BACKENDS[backend], make_heads(window), TREES[name]
     ways, known = ancestors_of(parents), [5, 70, 33]
     tables = torch.stack([table_of(request, 3) for request in range(3)])
     cache = empty_cache(3)
@@ -183,10 +183,10 @@ def chain_output(heads: Heads, before: Tensor, rows: Tensor, way: list[int]) -> 
     return REFERENCE.attend(chain, heads, inputs, empty_cache(1))[-1]
 
 
-@pytest.mark.parametrize("column", COLUMNS)
-def test_levels_that_are_read_one_after_the_other(column: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_levels_that_are_read_one_after_the_other(backend: str) -> None:
     """As in drafters, earlier levels are in the cache, before the rows of the pass."""
-    ops, heads, parents, known = COLUMNS[column], make_heads(None), TREES["branches"], 21
+    ops, heads, parents, known = BACKENDS[backend], make_heads(None), TREES["branches"], 21
     ways, table, cache = ancestors_of(parents), table_of(0, 1), empty_cache(1)
     for pages in cache:
         pages.zero_()
@@ -209,13 +209,13 @@ def test_levels_that_are_read_one_after_the_other(column: str) -> None:
             assert_close(out[row], chain_output(heads, before, rows, way), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("column", PREPARATIONS)
+@pytest.mark.parametrize("backend", PREPARATIONS)
 @pytest.mark.parametrize("numbers", [(2, 16), (3, 200)])
 @pytest.mark.parametrize("windowed", [False, True])
 def test_the_accepted_way_moves_to_where_a_chain_is(
-    column: str, numbers: tuple[int, int], windowed: bool
+    backend: str, numbers: tuple[int, int], windowed: bool
 ) -> None:
-    ops: PreparationOps = PREPARATIONS[column]
+    ops: PreparationOps = PREPARATIONS[backend]
     roots = [6, 13, 30, 0]
     paths = [[0, 3, 4, 9, 17], [0, 1, 2, 3, 4], [0, 2, 5, 5, 5], [0, 0, 0, 0, 0]]
     counts = [4, 4, 2, 0]  # the last may be padding, whose blocks belong to somebody else
@@ -240,7 +240,7 @@ def test_the_accepted_way_moves_to_where_a_chain_is(
     )
     slots = torch.tensor([2, 4, 1, 3], device=DEVICE)
     given = pages.to(DEVICE)
-    if column == "cpu":  # as `Kernels.splits_heads` says
+    if backend == "cpu":  # as `Kernels.splits_heads` says
         given = given.transpose(2, 3).contiguous().transpose(2, 3)
     ops.keep_path(
         state,

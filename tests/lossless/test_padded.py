@@ -5,6 +5,7 @@ captured its steps (tests/padded_steps.py) is held against the same engine on ex
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -303,12 +304,14 @@ def test_no_pass_reads_beyond_its_block_table(
     ops = kernels_for(torch.device("cpu"))
 
     def noted(tables: RequestTables, *arguments: Any) -> PlacedRows:
-        padded = ops.preparation.expand_rows(tables, *arguments)
+        padded: PlacedRows = ops.preparation.expand_rows(tables, *arguments)
         room = tables.block_tables.shape[1] * tables.block_size
         seen.append(room - int(padded.inputs.paging.context_lens.max()))
         return padded
 
-    with_notes = replace(ops, preparation=replace(ops.preparation, expand_rows=noted))
+    preparation = copy(ops.preparation)
+    monkeypatch.setattr(preparation, "expand_rows", noted)
+    with_notes = replace(ops, preparation=preparation)
     monkeypatch.setattr(device_state, "kernels_for", lambda device: with_notes)
     use_padded_steps(monkeypatch)
     config: Any = {"model": tiny_heads.get(drafter, make.target), "num_speculative_tokens": 7}

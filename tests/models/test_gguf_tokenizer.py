@@ -164,7 +164,7 @@ def test_vocabularies_are_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"model": "t5"}, "has a tokenizer of the kind 't5'; read are gpt2, llama. Name .*--token"),
+        ({"model": "t5"}, "has a tokenizer of the kind 't5'; supported are gpt2, llama. Name .*"),
         ({"model": None}, "has a tokenizer of the kind 'none'"),
         ({"model": 3}, "tokenizer.ggml.model must be of the type str"),
         ({"pre": "klingon"}, "splits texts as 'klingon'"),

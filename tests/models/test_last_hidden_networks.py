@@ -268,7 +268,7 @@ BAD_HEADS: list[tuple[Any, dict[str, Any], str]] = [
     (lambda t: without(t, "2.1.weight"), {}, r"no tensor lm_heads\.2\.weight"),
     (lambda t: t | {"fc.weight": torch.ones(2)}, {}, r"does not use \(fc\.weight\)"),
     (lambda t: {"fc.weight": torch.ones(2)}, {}, "holds no Medusa heads"),
-    (lambda t: t, {"medusa_num_heads": 5}, "holds 4 Medusa heads, but its config.json speaks of 5"),
+    (lambda t: t, {"medusa_num_heads": 5}, "holds 4 Medusa heads, but its config.json states 5"),
     (lambda t: t, {"medusa_num_heads": 0}, "must be above 0"),
     (lambda t: t, {"medusa_activation": "relu"}, '"medusa_activation" is unknown'),
     (lambda t: t | {"token_map": torch.tensor([1, 40])}, {}, "below the target's 40"),

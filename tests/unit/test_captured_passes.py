@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,12 +64,17 @@ def test_replayed_passes_compute_what_others_do(
     network: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captured_passes, "WANTED_BEFORE_CAPTURE", 1)
-    replays = []
+    replays: list[bool] = []
 
     class Counted(DirectRecorder):
         def __call__(self, function, buffers):  # type: ignore[no-untyped-def]
             replay = super().__call__(function, buffers)
-            return lambda between: replays.append(None) or replay(between)
+
+            def counted(between: Any) -> Any:
+                replays.append(True)
+                return replay(between)
+
+            return counted
 
     exact, replayed = Prompts(network, None), Prompts(network, Counted(CPU))
     for starts, lengths in CHUNKS:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slipstream import LLM, UsageError
+from slipstream.runner.capability import resolve_cache_dtype
 from slipstream.runner.threads import set_threads, usable_cores
 from tests.checkpoints import write_qwen3
 
@@ -48,14 +49,11 @@ def test_int8_keys_and_values_take_a_byte_a_number_and_a_scale(
     assert llm.engine.resolved.bytes_per_block == 16 * 2 * 2 * (2 * (16 + 4) + 4 * 16)
 
 
-def test_a_cache_in_the_models_own_dtype_may_be_named(
-    tiny_target: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_in_the_models_own_dtype_may_be_named(tiny_target: str) -> None:
     llm = make(tiny_target, kv_cache_dtype="float32", num_kv_blocks=8)
     assert llm.engine.resolved.cache_dtype == torch.float32
-    monkeypatch.setattr("slipstream.engine.resolve.uses_gpu_memory", lambda device: True)
     with pytest.raises(UsageError, match="for CPUs so far: take fp8 on a GPU"):
-        make(tiny_target, kv_cache_dtype="int8", num_kv_blocks=8)
+        resolve_cache_dtype("int8", torch.float32, torch.device("cuda"), "kv_cache_dtype")
 
 
 def test_a_derived_max_model_len_shrinks_to_the_cache(tiny_target: str) -> None:

@@ -61,7 +61,7 @@ class Knot:
 def finite(value: object, least: float = -_MOST, most: float = _MOST) -> float:
     """A number from a file; raises ValueError if predictions would never recover from it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise ValueError(f"{value!r} is no cost")
+        raise ValueError(f"{value!r} is not a cost")
     return float(value)
 
 

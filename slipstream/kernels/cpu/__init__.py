@@ -2,7 +2,7 @@
 
 import _slipstream_cpu as cpp
 
-from slipstream.kernels.cpu import adapters, attention, experts, layers, matmul, rows
+from slipstream.kernels.cpu import attention, experts, layers, matmul, rows
 from slipstream.kernels.devices import labelled
 from slipstream.kernels.reference import ReferenceOps, dense
 
@@ -19,7 +19,7 @@ class CppOps(ReferenceOps):
     mixture = staticmethod(labelled("experts", experts.experts))
     latent_attention = staticmethod(labelled("attend", attention.latent_attention))
     delta_net = staticmethod(labelled("delta net", attention.delta_net))
-    add_low_rank = staticmethod(labelled("adapters", adapters.add_low_rank))
+    add_low_rank = staticmethod(labelled("adapters", rows.add_low_rank))
     attend = staticmethod(labelled("attend", attention.attend))
     store = staticmethod(labelled("attend", attention.store))
     pack = staticmethod(matmul.pack)

@@ -6,7 +6,6 @@ import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.adapters import low_rank_of
 from slipstream.kernels.cpu.attention import (
     as_pages,
     delta_layer_of,
@@ -20,6 +19,7 @@ from slipstream.kernels.cpu.attention import (
 from slipstream.kernels.cpu.experts import mixture_of
 from slipstream.kernels.cpu.experts import serves as serves_experts
 from slipstream.kernels.cpu.matmul import handle_of
+from slipstream.kernels.cpu.rows import low_rank_of
 from slipstream.kernels.delta_net import DeltaCache
 from slipstream.kernels.devices import part_labels
 from slipstream.kernels.pass_inputs import PassInputs, at_rows

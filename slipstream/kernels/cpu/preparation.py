@@ -14,9 +14,9 @@ from torch import Tensor
 
 from slipstream.kernels.devices import kept
 from slipstream.kernels.pass_inputs import RowPlaces
-from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
+from slipstream.kernels.preparation import PlacedRows, RequestTables
 from slipstream.kernels.reference import preparation as reference
-from slipstream.kernels.reference.preparation import timestamp, trim_drafts
+from slipstream.kernels.reference.preparation import ReferencePreparation
 
 NO_TOKEN = -1
 
@@ -159,13 +159,15 @@ def _handle(tables: RequestTables) -> cpp.Tables:
     )  # fmt: skip
 
 
-PREPARATION = PreparationOps(
-    expand_rows,
-    place_rows,
-    advance_drafts,
-    trim_drafts,  # only captured steps use this, and CPUs capture none
-    write_tokens,
-    commit,
-    keep_path,
-    timestamp,
-)
+class CppPreparation(ReferencePreparation):
+    """The C++ backend. CPUs capture no steps, so they need no kernel that trims drafts."""
+
+    expand_rows = staticmethod(expand_rows)
+    place_rows = staticmethod(place_rows)
+    advance_drafts = staticmethod(advance_drafts)
+    write_tokens = staticmethod(write_tokens)
+    commit = staticmethod(commit)
+    keep_path = staticmethod(keep_path)
+
+
+PREPARATION = CppPreparation()

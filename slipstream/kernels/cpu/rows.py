@@ -1,4 +1,5 @@
-"""Norms and activations in C++ (`csrc/rows.h`). Shapes: `kernels/ops.py`.
+"""Norms, activations and low-rank products in C++ (`csrc/rows.h`, `csrc/low_rank.h`). Shapes:
+`kernels/ops.py`.
 
 Intermediate results are rounded as in the reference: a sum before its norm, and a gate before the
 multiplication.
@@ -8,7 +9,10 @@ import _slipstream_cpu as cpp
 import torch
 from torch import Tensor
 
+from slipstream.kernels.adapters import Adapted, LowRank
+from slipstream.kernels.devices import CPP_DTYPES
 from slipstream.kernels.norm import Activation
+from slipstream.kernels.reference import dense
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,3 +39,20 @@ def gated_activation(gate_up: Tensor, activation: Activation = Activation.SILU) 
     out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
     cpp.gated(gate_up, activation.value, out)
     return out
+
+
+def add_low_rank(y: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
+    """Add the low-rank products of x [T, K] to y [T, N], in place."""
+    if x.dtype not in CPP_DTYPES:
+        return dense.add_low_rank(y, x, adapted)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    cpp.add_low_rank(low_rank_of(adapted.factors), x, adapted.slots.contiguous(), y)
+    return y
+
+
+def low_rank_of(factors: LowRank) -> "cpp.LowRank":
+    """The C++ object for these factors, made once."""
+    found = factors.packed.get("cpu")
+    if not isinstance(found, cpp.LowRank):
+        found = factors.packed["cpu"] = cpp.LowRank(factors.down, factors.up, list(factors.ends))
+    return found

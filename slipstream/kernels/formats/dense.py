@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.formats.weight import RowScaled
-
-# Numbers converted to float32 at a time: few enough to stay in a core's cache.
-LOGITS_SLICE = 1 << 19
+from slipstream.kernels.formats.weight import PRODUCT_SLICE, RowScaled
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +54,7 @@ class DenseMatrix(RowScaled):
         x = x.float()
         out = torch.empty(x.shape[0], weight.shape[0], device=x.device)
         # One buffer for all slices, since fresh memory costs more than the conversion.
-        step = max(1, LOGITS_SLICE // weight.shape[1])
+        step = max(1, PRODUCT_SLICE // weight.shape[1])
         buffer = torch.empty(step, weight.shape[1], device=x.device)
         for start in range(0, weight.shape[0], step):
             rows = weight[start : start + step]

@@ -1,7 +1,7 @@
 """The reference backend: plain torch, which defines the correct results of all ops."""
 
 from slipstream.kernels.ops import Ops
-from slipstream.kernels.reference import adapters, attention, delta_net, dense, experts
+from slipstream.kernels.reference import attention, delta_net, dense, experts
 from slipstream.kernels.reference.preparation import PREPARATION
 from slipstream.kernels.reference.sampling import FP64_SAMPLING, SAMPLING, with_columns
 
@@ -24,7 +24,7 @@ class ReferenceOps(Ops):
     paged_attention = staticmethod(attention.paged_attention)
     latent_attention = staticmethod(attention.latent_attention)
     delta_net = staticmethod(delta_net.delta_net)
-    add_low_rank = staticmethod(adapters.add_low_rank)
+    add_low_rank = staticmethod(dense.add_low_rank)
 
 
 REFERENCE = ReferenceOps()

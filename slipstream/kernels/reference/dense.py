@@ -1,8 +1,10 @@
-"""Matmuls, norms and activations in plain torch; see `kernels/ops.py`."""
+"""Matmuls, norms, activations and low-rank products in plain torch; see `kernels/ops.py`."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.adapters import Adapted
 from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.norm import Activation
 
@@ -32,3 +34,22 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
 def gated_activation(gate_up: Tensor, activation: Activation = Activation.SILU) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return activated(gate, activation) * up
+
+
+def add_low_rank(y: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
+    """Add the low-rank products of x [T, K] to y [T, N], in place.
+
+    Sums are float32 (float64 for float64 rows), and rounded once.
+    """
+    factors, rank = adapted.factors, adapted.factors.rank
+    wide = torch.promote_types(x.dtype, torch.float32)
+    for slot in sorted({*adapted.slots.tolist()} - {-1}):
+        rows = (adapted.slots == slot).nonzero().squeeze(1)
+        inner = x[rows].to(wide) @ factors.down[slot].to(wide).T
+        made, start = y[rows].to(wide), 0
+        for part, end in enumerate(factors.ends):
+            own = inner[:, part * rank : (part + 1) * rank]
+            made[:, start:end] += own @ factors.up[slot, :, start:end].to(wide)
+            start = end
+        y[rows] = made.to(y.dtype)
+    return y

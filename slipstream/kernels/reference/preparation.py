@@ -201,13 +201,17 @@ def timestamp(device: torch.device) -> Tensor:
     return torch.scalar_tensor(perf_counter_ns(), dtype=torch.int64)
 
 
-PREPARATION = PreparationOps(
-    expand_rows,
-    place_rows,
-    advance_drafts,
-    trim_drafts,
-    write_tokens,
-    commit,
-    keep_path,
-    timestamp,
-)
+class ReferencePreparation(PreparationOps):
+    """Plain torch; base class of backends that have kernels for some ops only."""
+
+    expand_rows = staticmethod(expand_rows)
+    place_rows = staticmethod(place_rows)
+    advance_drafts = staticmethod(advance_drafts)
+    trim_drafts = staticmethod(trim_drafts)
+    write_tokens = staticmethod(write_tokens)
+    commit = staticmethod(commit)
+    keep_path = staticmethod(keep_path)
+    timestamp = staticmethod(timestamp)
+
+
+PREPARATION = ReferencePreparation()

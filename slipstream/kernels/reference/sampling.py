@@ -118,7 +118,7 @@ def draft(
 
 
 def commit(slots: Tensor, token_ids: Tensor, num_tokens: Tensor, state: SamplingSlots) -> None:
-    """See `CommitOp`."""
+    """See `RecordOutputOp`."""
     state.ints[:, INTS.index("steps")].index_add_(0, slots, (num_tokens > 0).to(torch.int64))
     state.ints[:, INTS.index("num_output_tokens")].index_add_(0, slots, num_tokens)
     counts = state.output_counts

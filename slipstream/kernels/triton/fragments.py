@@ -214,13 +214,9 @@ def from_int8(weight: Int8Matrix) -> Fragments:
     return Fragments(weight.shape, INT8, values, None, weight.scales * _LIFT_BACK)
 
 
-def fits_blocks(weight: Float8BlockMatrix) -> bool:
-    return fits(weight) and weight.block_columns == PAIR and weight.shape[1] % PAIR == 0
-
-
 def from_float8_blocks(weight: Float8BlockMatrix) -> Fragments | None:
-    """None: a block has not whole groups of 32 rows."""
-    if weight.block_rows % ROWS:
+    """None: blocks do not have whole groups of 32 rows, or not 128 columns each."""
+    if weight.block_rows % ROWS or weight.block_columns != PAIR or weight.shape[1] % PAIR:
         return None
     scales = weight.regrouped(ROWS).scales.contiguous()
     values = _byte_fragments(weight.values, 0)

@@ -1,7 +1,7 @@
 """Launches the grouped products (`grouped_kernels.py`, `grouped_stream_kernels.py`)."""
 
-from functools import singledispatch
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from slipstream.kernels.triton.activation import GATES
 from slipstream.kernels.triton.fragments import (
     FLOAT8,
     ROWS,
+    Fragments,
     fits,
-    fits_blocks,
     from_float8_blocks,
     from_int4,
     from_int8,
@@ -51,47 +51,22 @@ EARLY_PAIRS = 8  # up to so many unsorted pairs, weights are loaded before the r
 MEMORY = 221 * 1024  # bytes of shared memory of a multiprocessor, for tiles in flight
 
 
+_FRAGMENTS: Final[Mapping[type[Weight], Callable[[Any], Fragments | None]]] = {
+    Mxfp4Matrix: from_mxfp4,
+    Nvfp4Matrix: from_nvfp4,
+    Int4Matrix: from_int4,
+    Int8Matrix: from_int8,
+    Float8BlockMatrix: from_float8_blocks,
+}
+
+
 def pack(weight: Weight) -> Weight:
     """`weight` rearranged into fragments if its format has a kernel for them, else unchanged."""
-    packed: Weight = _packed(weight)
-    return packed
-
-
-@singledispatch
-def _packed(weight: Any) -> Any:
-    """The default, for formats without fragments: the weight unchanged."""
-    return weight
-
-
-@_packed.register
-def _(weight: Mxfp4Matrix) -> Weight:
-    return from_mxfp4(weight) if _serves(weight.values) and fits(weight) else weight
-
-
-@_packed.register
-def _(weight: Nvfp4Matrix) -> Weight:
-    return from_nvfp4(weight) if _serves(weight.values) and fits(weight) else weight
-
-
-@_packed.register
-def _(weight: Int4Matrix) -> Weight:
-    return from_int4(weight) if _serves(weight.values) and fits(weight) else weight
-
-
-@_packed.register
-def _(weight: Int8Matrix) -> Weight:
-    return from_int8(weight) if _serves(weight.values) and fits(weight) else weight
-
-
-@_packed.register
-def _(weight: Float8BlockMatrix) -> Weight:
-    if not _serves(weight.values) or not fits_blocks(weight):
+    make = _FRAGMENTS.get(type(weight))
+    if make is None or grouped_stream_kernel is None or not fits(weight):
         return weight
-    return from_float8_blocks(weight) or weight
-
-
-def _serves(values: Tensor) -> bool:
-    return grouped_stream_kernel is not None and is_hopper(values.device)
+    values: Tensor = weight.values  # type: ignore[attr-defined]
+    return (is_hopper(values.device) and make(weight)) or weight
 
 
 def stream_multiply(

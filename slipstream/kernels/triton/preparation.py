@@ -8,8 +8,8 @@ from triton.language.extra.cuda import globaltimer
 
 from slipstream.core.batch import FACTOR_PARTS
 from slipstream.kernels.pass_inputs import RowPlaces
-from slipstream.kernels.preparation import PlacedRows, PreparationOps, RequestTables
-from slipstream.kernels.reference.preparation import place_rows
+from slipstream.kernels.preparation import PlacedRows, RequestTables
+from slipstream.kernels.reference.preparation import ReferencePreparation
 from slipstream.kernels.reference.preparation import timestamp as timestamp_of_host
 from slipstream.kernels.triton.launch import (
     cdiv,
@@ -377,13 +377,16 @@ def timestamp(device: torch.device) -> Tensor:
     return out
 
 
-PREPARATION = PreparationOps(
-    expand_rows,
-    place_rows,
-    advance_drafts,
-    trim_drafts,
-    write_tokens,
-    commit,
-    keep_path,
-    timestamp,
-)
+class TritonPreparation(ReferencePreparation):
+    """The Triton backend."""
+
+    expand_rows = staticmethod(expand_rows)
+    advance_drafts = staticmethod(advance_drafts)
+    trim_drafts = staticmethod(trim_drafts)
+    write_tokens = staticmethod(write_tokens)
+    commit = staticmethod(commit)
+    keep_path = staticmethod(keep_path)
+    timestamp = staticmethod(timestamp)
+
+
+PREPARATION = TritonPreparation()

@@ -6,7 +6,7 @@ bytes, each aligned. Source: https://github.com/ggml-org/ggml/blob/master/docs/g
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from slipstream.core.errors import CheckpointError
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.gguf.blocks import BLOCK_TYPES, OTHER_TYPES, BlockForm, GgufType
 from slipstream.models.gguf.files import MAGIC, split_paths
-from slipstream.models.gguf.header import DAMAGED, HeaderReader, Value
-from slipstream.models.safetensors_file import TensorEntry, require_content
+from slipstream.models.gguf.header import HeaderReader, Value
+from slipstream.models.safetensors_file import DAMAGED, TensorEntry, check_layout, require_content
 
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
@@ -102,7 +102,9 @@ def read_container(path: Path) -> Container:
             raise CheckpointError(f"{part} is not the part that its name tells; {DAMAGED}")
         doubled = sorted(tensors.keys() & more.tensors.keys())
         if doubled:
-            raise CheckpointError(f"{part} has tensor {doubled[0]} of a part before it; {DAMAGED}")
+            raise CheckpointError(
+                f"{part} has tensor {doubled[0]}, as an earlier part has; {DAMAGED}"
+            )
         tensors |= more.tensors
     return replace(container, tensors=tensors) if others else container
 
@@ -128,13 +130,14 @@ def _read_as_it_is(file: Path, size: int, changed: int) -> Container:
         metadata = header.metadata(num_pairs)
         alignment = _alignment(file, metadata)
         tensors = [_tensor(file, header) for _ in range(num_tensors)]
-        start = _padded(header.position, alignment)
+        start = -(-header.position // alignment) * alignment
     by_name: dict[str, GgufTensor] = {}
     for tensor in tensors:
         if tensor.name in by_name:
             raise CheckpointError(f"{file} describes tensor {tensor.name} twice; {DAMAGED}")
         by_name[tensor.name] = replace(tensor, offset=start + tensor.offset)
-    _check_layout(file, list(by_name.values()), start, size, alignment)
+    places = [(it.offset, it.nbytes, name) for name, it in by_name.items()]
+    check_layout(file, places, start, size, partial(_ends_in_zeros, file), alignment)
     return Container(file, metadata, by_name)
 
 
@@ -142,10 +145,7 @@ def _require_version(file: Path, version: int) -> None:
     if version in _VERSIONS:
         return
     if version >= _BIG_ENDIAN:
-        raise CheckpointError(
-            f"{file} is for machines with the other order of bytes (big endian); use the file for "
-            "little endian"
-        )
+        raise CheckpointError(f"{file} is for big-endian machines; use the file for little endian")
     raise CheckpointError(
         f"{file} has version {version} of the GGUF format; only "
         f"{' and '.join(map(str, _VERSIONS))} are read: convert it again with a llama.cpp of today"
@@ -160,10 +160,6 @@ def _alignment(file: Path, metadata: Mapping[str, Value]) -> int:
         f"{file}: general.alignment must be a power of two from 8 to {_MAX_ALIGNMENT}, not "
         f"{value!r}; {DAMAGED}"
     )
-
-
-def _padded(position: int, alignment: int) -> int:
-    return -(-position // alignment) * alignment
 
 
 def _tensor(file: Path, header: HeaderReader) -> GgufTensor:
@@ -192,37 +188,11 @@ def _kind(where: str, number: int) -> GgufType:
     if kind is None:
         name = OTHER_TYPES.get(number, f"number {number}")
         raise CheckpointError(
-            f"{where} is of the type {name}; read are "
+            f"{where} is of the type {name}; supported are "
             f"{', '.join(known.name for known in BLOCK_TYPES.values())}. Use a file in one of "
             "them, such as Q4_K_M or Q8_0"
         )
     return kind
-
-
-def _check_layout(
-    file: Path, tensors: list[GgufTensor], start: int, size: int, alignment: int
-) -> None:
-    """Raise CheckpointError unless tensors are contiguous, but for alignment, and fill the file,
-    but for zeros at its end."""
-    position, previous = start, "the header"
-    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
-        if tensor.offset != position:
-            relation = "overlaps" if tensor.offset < position else "leaves a gap after"
-            raise CheckpointError(
-                f"tensor {tensor.name} in {file} starts at byte {tensor.offset} and {relation} "
-                f"{previous}, after which byte {position} is next; {DAMAGED}"
-            )
-        end, previous = tensor.offset + tensor.nbytes, f"tensor {tensor.name}"
-        if end > size:
-            raise CheckpointError(
-                f"{file} is truncated: tensor {tensor.name} ends at byte {end}, but the file has "
-                f"{size}; {DAMAGED}"
-            )
-        position = _padded(end, alignment)
-    if size > position and not _ends_in_zeros(file, position):
-        raise CheckpointError(
-            f"{file} has {size - position} bytes after {previous}, its last part; {DAMAGED}"
-        )
 
 
 def _ends_in_zeros(file: Path, position: int) -> bool:

@@ -7,11 +7,11 @@ from typing import Final, Self
 import numpy as np
 
 from slipstream.core.errors import CheckpointError
+from slipstream.models.safetensors_file import DAMAGED
 
 Value = bool | int | float | str | list[int] | list[float] | list[str]
 """A value of the metadata; lists of booleans are read as integers."""
 
-DAMAGED: Final = "copy or download the file again"
 
 _MAX_BYTES = 64 << 20  # maximum size of a header; the largest vocabularies need far less
 _STEP = 1 << 20  # number of bytes that are read at a time

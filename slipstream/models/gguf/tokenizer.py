@@ -178,7 +178,7 @@ PRE_TOKENIZERS: Final = {
 """The patterns, by name; "" where a file has none."""
 
 
-_SPACE = "\u2581"  # SentencePiece's character for a space
+SPACE_PIECE = "\u2581"  # SentencePiece's character for a space
 _PADDING = re.compile(r"\[PAD\d+\]")
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _TEMPLATE = "tokenizer.chat_template"
@@ -217,8 +217,8 @@ def read_tokenizer(path: Path) -> "tokenizers.Tokenizer":
     kind = take(container, "model", str, "none")
     if kind not in _KINDS:
         raise CheckpointError(
-            f"{path} has a tokenizer of the kind {kind!r}; read are {', '.join(_KINDS)}. Name the "
-            "directory or hub name of another tokenizer for this model (--tokenizer)"
+            f"{path} has a tokenizer of the kind {kind!r}; supported are {', '.join(_KINDS)}. Name "
+            "the directory or hub name of another tokenizer for this model (--tokenizer)"
         )
     if not texts(container):
         raise CheckpointError(
@@ -295,11 +295,11 @@ def _sentence_piece(container: Container) -> "tokenizers.Tokenizer":
         models.BPE(words, merges, unk_token=text, fuse_unk=True, byte_fallback=True)
     )
     prefixed = take(container, "add_space_prefix", bool, True)
-    first = [normalizers.Prepend(_SPACE)] if prefixed else []
-    backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", _SPACE)])
+    first = [normalizers.Prepend(SPACE_PIECE)] if prefixed else []
+    backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE_PIECE)])
     last = [decoders.Strip(" ", 1, 0)] if prefixed else []
     backend.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+        [decoders.Replace(SPACE_PIECE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
     )
     return backend
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from slipstream.serve.tools.events import Arguments, CallBegun, CallEnded, ToolEvent
 
-_SPACE = " \t\r\n"
+JSON_SPACE = " \t\r\n"
 
 
 class ValueScanner:
@@ -26,7 +26,7 @@ class ValueScanner:
         """The index after the value's text, which begins at `start`."""
         for place in range(start, len(text)):
             letter = text[place]
-            if self._scalar and letter in ",]}" + _SPACE:
+            if self._scalar and letter in ",]}" + JSON_SPACE:
                 self.done = True
                 return place
             self._take(letter)
@@ -45,7 +45,7 @@ class ValueScanner:
         elif letter in "}]":
             self._depth -= 1
             self.done = self._depth <= 0
-        elif not self._begun and letter not in _SPACE:
+        elif not self._begun and letter not in JSON_SPACE:
             self._begun = self._scalar = True
 
     def _take_in_string(self, letter: str) -> None:
@@ -132,7 +132,7 @@ class ObjectScanner:
 
     def _step(self, text: str, place: int) -> int:
         letter = text[place]
-        if letter in _SPACE:
+        if letter in JSON_SPACE:
             return place + 1
         self._state = _TRANSITIONS[self._state].get(letter, "broken")
         if self._state == "value":

@@ -4,12 +4,11 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from slipstream.serve.tools.call_format import ToolFormat
-from slipstream.serve.tools.call_reader import CallReader
+from slipstream.serve.tools.call_reader import JSON_SPACE, CallReader
 from slipstream.serve.tools.call_rules import Literals, json_calls, more_calls
 from slipstream.serve.tools.events import Content, ToolEvent
 
 TAG = "<|python_tag|>"  # optional first token; in the text only if special tokens are kept
-_SPACE = " \t\r\n"
 
 
 class Llama3Parser:
@@ -44,10 +43,10 @@ class Llama3Parser:
     def _look(self, text: str) -> str:
         """Decide whether a call begins here."""
         self._held += text
-        start = self._held.lstrip(_SPACE + ";" if self._has_called else _SPACE)
+        start = self._held.lstrip(JSON_SPACE + ";" if self._has_called else JSON_SPACE)
         if TAG.startswith(start):
             return ""
-        start = start.removeprefix(TAG).lstrip(_SPACE)
+        start = start.removeprefix(TAG).lstrip(JSON_SPACE)
         if not start:
             return ""
         if start.startswith("{"):

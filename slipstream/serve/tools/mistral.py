@@ -9,7 +9,7 @@ from uuid import uuid4
 from slipstream.models.chat_template import ChatTemplate
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.serve.tools.call_format import Schemas, ToolFormat
-from slipstream.serve.tools.call_reader import CallReader, ValueScanner
+from slipstream.serve.tools.call_reader import JSON_SPACE, CallReader, ValueScanner
 from slipstream.serve.tools.call_rules import (
     ANY_ARGUMENTS,
     Literals,
@@ -28,7 +28,6 @@ from slipstream.serve.tools.events import (
 )
 
 BEGIN, ARGS = "[TOOL_CALLS]", "[ARGS]"
-_SPACE = " \t\r\n"
 # The newer format; some models write the name directly before the object.
 _NAMED = re.compile(
     r"\s{0,8}([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\][a-zA-Z0-9]{0,64})?"
@@ -78,7 +77,7 @@ class MistralParser:
     def _look(self, text: str, events: list[ToolEvent]) -> str:
         """Decide what follows the mark or a call."""
         text, self._held = self._held + text, ""
-        start = text.lstrip(_SPACE + ("," if self._in_list else ""))
+        start = text.lstrip(JSON_SPACE + ("," if self._in_list else ""))
         if not start:
             return ""
         if not self._in_list:

@@ -15,6 +15,7 @@ from typing import Any
 
 from slipstream.core.errors import CheckpointError
 from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.gguf.tokenizer import SPACE_PIECE
 from slipstream.models.tokenizer import Tokenizer, has_tokenizer
 
 logger = logging.getLogger("slipstream")
@@ -22,7 +23,6 @@ logger = logging.getLogger("slipstream")
 # The bytes of a token's text; a special token is represented by itself.
 _Meaning = tuple[bool, bytes]
 
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 _FEW = 100
 _SHOWN = 3  # maximum of differing tokens that a message names
 
@@ -135,7 +135,7 @@ def _plain_bytes(text: str) -> bytes:
             return bytes([int(text[3:5], 16)])
         except ValueError:
             return text.encode()
-    return text.replace(_SPACE, " ").encode()
+    return text.replace(SPACE_PIECE, " ").encode()
 
 
 def _byte_alphabet() -> dict[str, int]:

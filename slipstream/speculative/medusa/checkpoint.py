@@ -164,7 +164,7 @@ def read_shape(checkpoint: MedusaCheckpoint, hidden_size: int, vocab_size: int) 
     heads = len(blocks)
     if counts.heads is not None and counts.heads > heads:
         raise CheckpointError(
-            f"{checkpoint.path} holds {heads} Medusa heads, but its config.json speaks of "
+            f"{checkpoint.path} holds {heads} Medusa heads, but its config.json states "
             f"{counts.heads}; download it again, or correct the config"
         )
     _require_width(checkpoint, hidden_size)

@@ -140,7 +140,7 @@ def _copies(config: MLPSpeculatorConfig, checkpoint: MLPSpeculatorCheckpoint) ->
                 continue
             if not checkpoint.holds_copy(name, first):
                 raise CheckpointError(
-                    f"{checkpoint.path} has tied weights, says its config.json, but {name} and "
+                    f"{checkpoint.path} has tied weights by its config.json, but {name} and "
                     f"{first} differ; set tie_weights to false"
                 )
             found.append(name)

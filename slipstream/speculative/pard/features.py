@@ -150,7 +150,7 @@ def _read(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
         fill(entry, tensor)
     if stored.keys() - tensors.keys():
         surplus = ", ".join(sorted(stored.keys() - tensors.keys()))
-        raise CheckpointError(f"{file} holds {surplus}, of which nothing is known")
+        raise CheckpointError(f"{file} holds {surplus}, which is unknown; use another checkpoint")
 
 
 @dataclass(frozen=True, eq=False)

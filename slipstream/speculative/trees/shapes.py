@@ -140,7 +140,7 @@ def _static(given: Any) -> StaticTree:
     paths = _paths(given)
     known = {(), *paths}
     if len(known) != len(paths) + 1:
-        raise UsageError(f"speculative_config: {STATIC} names a path twice, or one of no length")
+        raise UsageError(f"speculative_config: {STATIC} has a path twice, or an empty path")
     for path in paths:
         if path[:-1] not in known:
             raise UsageError(
