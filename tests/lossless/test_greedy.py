@@ -97,8 +97,11 @@ def plain_tokens(target: str, batch: int, asked: Any, dtype: str = "auto") -> li
 
 def assert_case_came_about(case: Case, outputs: list[RequestOutput]) -> None:
     """Requests were preempted, and found their prefix, where the case is about that."""
-    # How much is drafted with "auto", and so how many blocks are wanted, depends on measured times.
-    if case["blocks"] == 16 and case["batch"] == 8 and case.get("k") != "auto":
+    # How much is drafted with "auto", and so how many blocks are wanted, depends on measured times;
+    # look-ups gain up to 16 tokens a step, and some requests end before blocks run out.
+    k, is_lookup = case.get("k"), case.get("drafter") == "ngram"
+    lacks_blocks = case["blocks"] == 16 and case["batch"] == 8
+    if lacks_blocks and k != "auto" and not (is_lookup and k == 15):
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
     if case["prefix"] and case["blocks"] == 400:
         assert all(output.metrics.num_cached_tokens > 0 for output in outputs)
