@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
-from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.errors import UsageError
+from slipstream.core.paths import user_path
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.models.adapters import Adapter, read_adapter
 from slipstream.runner.graphs import CAPTURING
@@ -73,11 +73,4 @@ class AdapterLoader:
 
 
 def _read(path: str, slots: AdapterSlots) -> Adapter:
-    try:
-        folder = Path(path).expanduser()
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{path!r} begins with the home directory of a user who does not exist; give the whole "
-            "path of a LoRA adapter"
-        ) from error
-    return read_adapter(folder, slots.modules, slots.rank, slots.dtype)
+    return read_adapter(user_path(path), slots.modules, slots.rank, slots.dtype)
