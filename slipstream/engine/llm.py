@@ -227,7 +227,7 @@ class LLM:
         if known != asked:
             raise UsageError(
                 f"lora_int_id {asked.lora_int_id} belongs to {known.lora_name!r} in "
-                f"{known.lora_path}; give each adapter its own number"
+                f"{known.lora_path}; give each adapter its own number, or unload that one"
             )
         if adapter is None:
             adapters = self.engine.adapters
@@ -236,6 +236,19 @@ class LLM:
             adapter = adapters.add(asked.lora_name, factors, drafts is not None)
             self._adapters[asked.lora_int_id] = asked, adapter
         return adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter, so that its name and number may be used for another.
+
+        Prompts that run with it end with it. A `LoRARequest` for it would read its directory again.
+
+        Raises:
+            UsageError: no adapter of this name is loaded.
+        """
+        self.engine.adapters.remove(name)
+        self._adapters = {
+            number: pair for number, pair in self._adapters.items() if pair[1].name != name
+        }
 
     def _per_prompt(self, params: Params | None, number: int) -> list[SamplingParams]:
         if params is None:

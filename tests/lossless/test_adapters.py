@@ -283,6 +283,22 @@ def _backend() -> str:
     return kernels_for(torch.device("cpu")).network.backend
 
 
+def test_an_adapter_can_be_unloaded(adapted: Adapted, tiny_target: str) -> None:
+    """Then its name and number are free; prompts that run with it end with it."""
+    llm, prompts = serving(tiny_target, num_kv_blocks=400, max_loras=1), make_prompts(8)[:2]
+    old, new = adapted.requests[0], replace(adapted.requests[1], lora_name="style-0", lora_int_id=1)
+    running = llm.stream(prompts, PARAMS, old)
+    next(running)
+    llm.unload_adapter("style-0")
+    with pytest.raises(UsageError, match="there is no adapter 'style-0'; there is none"):
+        llm.unload_adapter("style-0")
+    assert tokens(llm.generate(prompts, PARAMS, new)) == adapted.expected[1][:2]
+    ended = sorted((it for it in running if it.finished), key=lambda it: it.request_id)
+    assert tokens(ended) == adapted.expected[0][:2]
+    llm.unload_adapter("style-0")
+    assert tokens(llm.generate(prompts, PARAMS, old)) == adapted.expected[0][:2]
+
+
 def test_what_is_asked_for_wrongly_is_refused(adapted: Adapted, tiny_target: str) -> None:
     llm, prompts = serving(tiny_target, num_kv_blocks=400), make_prompts(2)
     with pytest.raises(UsageError, match="1 lora_requests were given for 2 prompts"):
