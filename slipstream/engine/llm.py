@@ -115,6 +115,7 @@ class LLM:
         *,
         lora_request: LoRARequests = None,
         use_tqdm: bool = False,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; messages are {"role": ..., "content": ...}.
@@ -125,10 +126,12 @@ class LLM:
         Args:
             chat_template: in place of the checkpoint's.
             lora_request, use_tqdm: as in `generate`.
+            mm_processor_kwargs: precede the engine's.
             template_options: passed to the chat template.
         """
+        placed = lora_request, mm_processor_kwargs
         encoded, params = self._encoded_chats(
-            messages, sampling_params, chat_template, template_options, lora_request
+            messages, sampling_params, chat_template, template_options, *placed
         )
         return _finished(self._run(encoded, params, whole=True), len(encoded), use_tqdm)
 
@@ -159,13 +162,13 @@ class LLM:
         chat_template: str | None = None,
         *,
         lora_request: LoRARequests = None,
-        **template_options: Any,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Iterator[RequestOutput]:
         """Like `chat`, but yields snapshots as `stream` does."""
+        placed = lora_request, mm_processor_kwargs
         return self._run(
-            *self._encoded_chats(
-                messages, sampling_params, chat_template, template_options, lora_request
-            )
+            *self._encoded_chats(messages, sampling_params, chat_template, options, *placed)
         )
 
     def _encoded(
@@ -185,6 +188,7 @@ class LLM:
         chat_template: str | None,
         template_options: Mapping[str, Any],
         lora_request: LoRARequests,
+        mm_processor_kwargs: Mapping[str, Any] | None,
     ) -> tuple[list[EncodedPrompt], list[SamplingParams]]:
         given: list[Any] = _listed(messages)
         if given and isinstance(given[0], Mapping):
@@ -199,6 +203,7 @@ class LLM:
             prompt: Prompt = {
                 "prompt": template.render(plain, **template_options),
                 "multi_modal_data": {"image": images},
+                "mm_processor_kwargs": mm_processor_kwargs or {},
             }
             encoded.append(self._encoder.encode(prompt, own, add_special_tokens=False))
         return self._adapted(encoded, lora_request), params
