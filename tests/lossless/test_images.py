@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.core.batch import Batch
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.models.vision.tower import SpanEmbeddings
@@ -20,6 +20,7 @@ from slipstream.speculative.heads.loading import HeadNetwork
 from slipstream.speculative.ngram.drafter import NgramDrafter
 from slipstream.speculative.suffix.drafter import SuffixDrafter
 from tests import fake_drafters
+from tests.adapters import write_adapter, write_merged
 from tests.checkpoints import write_qwen3
 from tests.drafters.assistants import write_gemma4_assistant
 from tests.drafters.blocks import write_dflash
@@ -37,7 +38,7 @@ from tests.image_checkpoints import (
     write_text_of,
 )
 from tests.last_hidden_checkpoints import medusa_for
-from tests.lossless.test_greedy import remember
+from tests.lossless.test_greedy import remember, tokens
 from tests.models.parity_cases import Case as Case4
 from tests.padded_steps import use_steps
 from tests.pairwise import Case
@@ -305,6 +306,26 @@ def test_heads_take_the_embeddings_of_images(
     found = [span.embedded for span in spans]
     expected = torch.cat([it.rows for it in found if isinstance(it, SpanEmbeddings)])
     assert torch.equal(torch.stack(taken).cpu(), expected)
+
+
+def test_images_and_adapters_at_once(
+    tmp_path: Path, models: Callable[[str], str], drafters: dict[str, dict[str, Any]]
+) -> None:
+    """Images of requests with another adapter, or without, are no prefix of this one's."""
+    target = models("Qwen3VL")
+    path = write_adapter(tmp_path / "adapter", target, targets=["o_proj", "up_proj", "down_proj"])
+    merged = make(write_merged(tmp_path / "merged", target, path), enable_prefix_caching=False)
+    bare = make(target, enable_prefix_caching=False)
+    adapter, given, greedy = LoRARequest("a", 1, path), prompts(0), params(False)
+    known = [[tokens(it.generate([one], greedy))[0] for one in given] for it in (bare, merged)]
+    options = {**drafters["eagle3"], "num_speculative_tokens": 3}
+    llm = make(target, enable_lora=True, speculative_config=options, max_num_batched_tokens=24)
+    for whose in ((0, 1, 0, 1, 0), (1, 0, 1, 0, 1), (1, 1, 1, 1, 1)):
+        asked = [adapter if it else None for it in whose]
+        expected = [known[it][place] for place, it in enumerate(whose)]
+        assert tokens(llm.generate(given, greedy, asked)) == expected
+    assert known[0] != known[1]
+    assert llm.engine.scheduler.block_manager.num_hit_tokens >= 100
 
 
 @pytest.mark.parametrize(("family", "rows"), [("Qwen3VL", 24), ("Gemma4", 150)])
