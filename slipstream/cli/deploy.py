@@ -13,7 +13,7 @@ from slipstream.cli.flags import Given, parsed
 from slipstream.cli.listen import MissingPackagesError, ServingFlags, announce
 from slipstream.cli.prompts import require_writable
 from slipstream.cli.terminal import stderr_console
-from slipstream.core.errors import UsageError, counted
+from slipstream.core.errors import SlipstreamError, UsageError, counted
 from slipstream.core.flags import flag, given_flags
 from slipstream.deploy.options import DeploymentPlan, ReplicaOptions
 
@@ -116,6 +116,27 @@ def _write_manifest(plan: DeploymentPlan, cluster: ClusterFlags, arguments: Sequ
     print(f"written: {cluster.manifest}; kubectl apply -f {cluster.manifest} creates the service")
 
 
+def _chats(plan: DeploymentPlan) -> bool:
+    """Whether the model is known to have a chat template. The replicas have loaded it already."""
+    from slipstream.engine.named_target import with_named_target
+    from slipstream.engine.sizing import Reasons
+    from slipstream.models.chat_template import has_chat_template
+    from slipstream.models.checkpoint import resolve_checkpoint
+    from slipstream.models.hub import HubAccess, hub_settings
+
+    config = plan.config
+    if config.skip_tokenizer_init or plan.server.chat_template is not None:
+        return not config.skip_tokenizer_init
+    downloads = HubAccess(config.download_dir, config.hf_token, offline=True)
+    with suppress(SlipstreamError), hub_settings(downloads):
+        name, revision = config.tokenizer, config.tokenizer_revision
+        if name is None:
+            config = with_named_target(config, Reasons())
+            name, revision = config.model, config.tokenizer_revision or config.revision
+        return has_chat_template(resolve_checkpoint(name, revision))
+    return False
+
+
 def _missing(error: ModuleNotFoundError) -> MissingPackagesError:
     return MissingPackagesError(
         f"several replicas need the package {error.name}; install it with: pip install "
@@ -145,7 +166,7 @@ def run_locally(plan: DeploymentPlan, reread: Callable[[], DeploymentPlan]) -> i
     def started() -> None:
         let_connect(sock)
         with suppress(OSError):  # as in serve
-            announce(server, sock, perf_counter() - began)
+            announce(server, sock, perf_counter() - began, _chats(plan))
 
     try:
         return serve_locally(plan, sock, reread, started)

@@ -8,6 +8,7 @@ from typing import Any
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag, given_flags, parse_object
+from slipstream.core.paths import user_path
 
 DEMO, DEMO_DRAFT = "demo", "demo/draft"
 _DEMO_TOKENS = 4
@@ -89,7 +90,7 @@ class DrafterFlags:
             return None
         if self.num_speculative_tokens is not None:
             config["num_speculative_tokens"] = self.num_speculative_tokens
-        elif usual is not None and (config or Path(model).expanduser().is_dir()):
+        elif usual is not None and (config or user_path(model).is_dir()):
             config["num_speculative_tokens"] = usual
         elif config.get("model") == DEMO_DRAFT:
             config["num_speculative_tokens"] = _DEMO_TOKENS
@@ -156,7 +157,7 @@ def _require_no_bare_method(drafter: str | None) -> None:
 def _may_wrap_target(model: str) -> bool:
     """Whether MODEL may be a drafter that names its target: a folder that does, or a hub name,
     whose config.json has not been read yet."""
-    file = Path(model).expanduser() / "config.json"
+    file = user_path(model) / "config.json"
     if file.is_file():
         return '"speculators_model_type"' in file.read_text("utf-8", errors="replace")
     return not (model == DEMO or model.startswith(f"{DEMO}/") or file.parent.is_dir())

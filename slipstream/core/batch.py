@@ -176,7 +176,7 @@ class Committed:
             depth; None for a chain.
         confidences: the drafter's confidence for each draft token, trimmed ones included; empty if
             the drafter has none, or they are not needed.
-        broken: the logits after these tokens are not finite, so no token was sampled from them.
+        broken: the logits after these tokens are not finite, or all 0: none was sampled from them.
     """
 
     token_ids: tuple[int, ...]

@@ -7,7 +7,7 @@ steps continue.
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count as _count
 from typing import Any
 
@@ -15,8 +15,24 @@ from slipstream.core.adapters import NO_ADAPTER, NamedAdapter
 from slipstream.core.errors import UsageError
 from slipstream.core.request import Request
 
-_FILL = "fill a slot"
+_WRITE_PART = "write a part of an adapter"
 NOT_ENABLED = "this engine serves no adapters; start it with enable_lora (--enable-lora)"
+
+
+@dataclass(frozen=True)
+class OtherRanks:
+    """How other ranks get an adapter: a part between two steps, so that no step waits for a whole
+    one, and all parts before the first step that needs it.
+
+    Attributes:
+        parts: splits an adapter's numbers.
+        write_part: writes a part to a slot.
+        tell: has other ranks call a function of `Adapters.followed`.
+    """
+
+    parts: Callable[[object], Sequence[object]]
+    write_part: Callable[[int, Any], None]
+    tell: Callable[..., None]
 
 
 @dataclass(eq=False)
@@ -25,12 +41,14 @@ class _Slot:
 
     Attributes:
         adapter: the one that it holds, or that is being loaded.
-        loading: not None until the adapter is loaded.
+        loading: not None until the adapter is loaded, here and on other ranks.
+        unsent: its parts that other ranks do not have yet.
         used: when it was last used; -1: never.
     """
 
     adapter: NamedAdapter | None = None
     loading: Future[None] | None = None
+    unsent: list[object] = field(default_factory=list)
     used: int = -1
 
 
@@ -45,9 +63,7 @@ class Adapters:
         read: reads the numbers of an adapter from a directory and, if given, those of the drafter's
             from another; raises CheckpointError.
         write: writes an adapter's numbers to a slot that is not in use, in the loading thread.
-        fill: the counterpart of `write` on follower ranks.
-        tell: has other ranks call a function of `followed`. It is called in the engine's thread, so
-            that they have an adapter before the first step that needs it.
+        others: None: there are no other ranks.
 
     Attributes:
         followed: see `Step`.
@@ -58,16 +74,17 @@ class Adapters:
         count: int = 0,
         read: Callable[[str, str | None], object] | None = None,
         write: Callable[[int, object], None] | None = None,
-        fill: Callable[[int, object], None] | None = None,
-        tell: Callable[..., None] = lambda *_: None,
+        others: OtherRanks | None = None,
     ) -> None:
         self._slots = [_Slot() for _ in range(count)]
         self._read, self._write = read, write
         self._named: dict[str, NamedAdapter] = {}
         self._numbers, self._clock = _count(1), _count()
         self._loader: ThreadPoolExecutor | None = None
-        self._tell = tell
-        self.followed: Mapping[str, Callable[..., Any]] = {} if fill is None else {_FILL: fill}
+        self._others = others
+        self.followed: Mapping[str, Callable[..., Any]] = {}
+        if others is not None:
+            self.followed = {_WRITE_PART: others.write_part}
 
     @property
     def names(self) -> list[str]:
@@ -168,7 +185,8 @@ class Adapters:
         # In this order, as an interrupt may come between any two: an empty slot is loaded again.
         slot.adapter = None
         place = self._slots.index(slot)
-        self._tell(_FILL, place, adapter.factors)
+        if self._others is not None:
+            slot.unsent = list(self._others.parts(adapter.factors))
         slot.loading = self._loader.submit(self._write, place, adapter.factors)
         slot.adapter = adapter
         return slot
@@ -176,12 +194,17 @@ class Adapters:
     def _is_loaded(self, slot: _Slot) -> bool:
         if slot.loading is None:
             return True
-        if not slot.loading.done():
+        if slot.unsent:
+            assert self._others is not None
+            self._others.tell(_WRITE_PART, self._slots.index(slot), slot.unsent[0])
+            del slot.unsent[0]  # sent again if an interrupt comes before this
+        if slot.unsent or not slot.loading.done():
             return False
         try:
             slot.loading.result()
         except BaseException:
             slot.adapter = slot.loading = None
+            slot.unsent = []
             raise
         slot.loading = None
         return True

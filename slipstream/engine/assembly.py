@@ -15,7 +15,7 @@ from slipstream.cache.window_blocks import WindowBlocks
 from slipstream.core.config import EngineConfig
 from slipstream.core.sampling_params import Verification
 from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
-from slipstream.engine.adapters import Adapters
+from slipstream.engine.adapters import Adapters, OtherRanks
 from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
 from slipstream.engine.drafting.calibration import calibrate
 from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
@@ -283,4 +283,7 @@ def make_adapters(
     if target is None:
         return Adapters()
     loader = AdapterLoader(target, drafter)
-    return Adapters(target.count, loader.read, loader.write, loader.fill, ranks.tell)
+    others = OtherRanks(loader.parts, loader.write_part, ranks.tell)
+    return Adapters(
+        target.count, loader.read, loader.write, others if ranks.share.size > 1 else None
+    )

@@ -198,6 +198,8 @@ class TowerReader(ImageReader):
 
     def _grid(self, image: "Image", options: Mapping[str, Any]) -> tuple[int, int]:
         width, height = image.size
+        if not width * height:
+            raise UsageError(f"an image of {width} x {height} pixels is empty; leave it out")
         try:
             return self._tower.grid(width, height, {**self._options, **options})
         except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -208,7 +210,10 @@ class TowerReader(ImageReader):
     def _embedded(
         self, image: "Image", grid: tuple[int, int], options: Mapping[str, Any]
     ) -> tuple[bytes, SpanEmbeddings]:
-        image = as_rgb(image)
+        try:
+            image = as_rgb(image)
+        except (ValueError, OSError) as error:  # it is closed, or its file is broken
+            raise UsageError(f"an image cannot be read: {error}") from error
         read_as = json.dumps([image.size, grid, options], sort_keys=True, default=str)
         digest = blake2b(read_as.encode(), digest_size=16, person=_PERSON)
         digest.update(image.tobytes())

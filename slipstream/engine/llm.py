@@ -115,6 +115,7 @@ class LLM:
         *,
         lora_request: LoRARequests = None,
         use_tqdm: bool = False,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; messages are {"role": ..., "content": ...}.
@@ -125,10 +126,12 @@ class LLM:
         Args:
             chat_template: in place of the checkpoint's.
             lora_request, use_tqdm: as in `generate`.
+            mm_processor_kwargs: precede the engine's.
             template_options: passed to the chat template.
         """
+        placed = lora_request, mm_processor_kwargs
         encoded, params = self._encoded_chats(
-            messages, sampling_params, chat_template, template_options, lora_request
+            messages, sampling_params, chat_template, template_options, *placed
         )
         return _finished(self._run(encoded, params, whole=True), len(encoded), use_tqdm)
 
@@ -159,13 +162,13 @@ class LLM:
         chat_template: str | None = None,
         *,
         lora_request: LoRARequests = None,
-        **template_options: Any,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Iterator[RequestOutput]:
         """Like `chat`, but yields snapshots as `stream` does."""
+        placed = lora_request, mm_processor_kwargs
         return self._run(
-            *self._encoded_chats(
-                messages, sampling_params, chat_template, template_options, lora_request
-            )
+            *self._encoded_chats(messages, sampling_params, chat_template, options, *placed)
         )
 
     def _encoded(
@@ -185,6 +188,7 @@ class LLM:
         chat_template: str | None,
         template_options: Mapping[str, Any],
         lora_request: LoRARequests,
+        mm_processor_kwargs: Mapping[str, Any] | None,
     ) -> tuple[list[EncodedPrompt], list[SamplingParams]]:
         given: list[Any] = _listed(messages)
         if given and isinstance(given[0], Mapping):
@@ -199,6 +203,7 @@ class LLM:
             prompt: Prompt = {
                 "prompt": template.render(plain, **template_options),
                 "multi_modal_data": {"image": images},
+                "mm_processor_kwargs": mm_processor_kwargs or {},
             }
             encoded.append(self._encoder.encode(prompt, own, add_special_tokens=False))
         return self._adapted(encoded, lora_request), params
@@ -227,7 +232,7 @@ class LLM:
         if known != asked:
             raise UsageError(
                 f"lora_int_id {asked.lora_int_id} belongs to {known.lora_name!r} in "
-                f"{known.lora_path}; give each adapter its own number"
+                f"{known.lora_path}; give each adapter its own number, or unload that one"
             )
         if adapter is None:
             adapters = self.engine.adapters
@@ -236,6 +241,19 @@ class LLM:
             adapter = adapters.add(asked.lora_name, factors, drafts is not None)
             self._adapters[asked.lora_int_id] = asked, adapter
         return adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter, so that its name and number may be used for another.
+
+        Prompts that run with it end with it. A `LoRARequest` for it would read its directory again.
+
+        Raises:
+            UsageError: no adapter of this name is loaded.
+        """
+        self.engine.adapters.remove(name)
+        self._adapters = {
+            number: pair for number, pair in self._adapters.items() if pair[1].name != name
+        }
 
     def _per_prompt(self, params: Params | None, number: int) -> list[SamplingParams]:
         if params is None:

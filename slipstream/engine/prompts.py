@@ -216,11 +216,13 @@ def images_of(prompt: Prompt) -> tuple[list[Any], Mapping[str, Any]]:
             "neither video nor audio is supported; leave it out, or give frames as images"
         )
     given = data.get("image")
-    images = list(given) if isinstance(given, list | tuple) else [given] if given else []
+    images = list(given) if isinstance(given, list | tuple) else [given]
+    images = [] if given is None else images
     for image in images:
         if not callable(getattr(image, "convert", None)) or not hasattr(image, "size"):
             raise UsageError(
-                f"an image of multi_modal_data must be a PIL image, not {type(image).__name__}"
+                "an image of multi_modal_data must be a PIL image (Image.fromarray makes one of an "
+                f"array), not {type(image).__name__}"
             )
     return images, options
 

@@ -98,7 +98,7 @@ class TrimRates:
 _NUM_COUNTS = 5  # columns of `Outcome.numbers` after what each token has
 _NUM_TIMES = 4  # columns of `Outcome.numbers` after the counts
 _FIRST_ROW, _CACHED = -_NUM_TIMES - 2, -_NUM_TIMES - 1
-_EXPONENT = 0x7F800000  # bits of a float32 that are all set where it is not finite
+_EXPONENT = 0x7F800000  # bits of a float32: all set if it is not finite, none if it is 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,7 +334,10 @@ def _committed(
     positions = None if tree_depth is None else min(drafts, tree_depth)
     # Without a trim all draft tokens were verified.
     known = drafts if item.trim is None else max(drafts, item.num_draft_tokens)
-    sound = next((place for place, it in enumerate(bits) if it & _EXPONENT == _EXPONENT), count)
+    # Logits that are all 0 come from numbers whose squares overflowed in a norm.
+    sound = next(
+        (place for place, it in enumerate(bits) if not 0 < it & _EXPONENT < _EXPONENT), count
+    )
     return Committed(
         token_ids=tuple(tokens[:sound]),
         num_draft_tokens=drafts,

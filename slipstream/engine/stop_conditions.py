@@ -9,8 +9,9 @@ REPEATS = "repetition_detected"
 # min_tokens cannot ask for tokens after a text that is complete by its grammar.
 COMPLETE_EARLY = "the grammar was complete before min_tokens"
 NOT_FINITE = (
-    "the model's logits are not finite (NaN or infinity): weights of its checkpoint are broken, or "
-    "its numbers overflow in this dtype; check the checkpoint, or load it with dtype float32"
+    "the model's logits are not finite (NaN or infinity), or all 0: weights of its checkpoint are "
+    "broken, or its numbers overflow in this dtype; check the checkpoint, or load it with dtype "
+    "float32"
 )
 
 Ending = tuple[FinishReason, str | int | None]

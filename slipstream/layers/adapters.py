@@ -108,9 +108,13 @@ class AdapterSlots:
         module.places.append(place)
 
     @torch.inference_mode()
-    def write(self, slot: int, factors: Factors) -> None:
-        """Write an adapter to a slot that no row uses. On a GPU, in the caller's stream."""
-        for low_rank in self._all:
+    def write(self, slot: int, factors: Factors, clear: bool = True) -> None:
+        """Write an adapter to a slot that no row uses. On a GPU, in the caller's stream.
+
+        Args:
+            clear: set all factors that are not given to 0.
+        """
+        for low_rank in self._all if clear else ():
             low_rank.down[slot].zero_()
             low_rank.up[slot].zero_()
         for name, (first, second) in factors.items():

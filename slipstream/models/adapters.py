@@ -18,7 +18,7 @@ from slipstream.core.errors import CheckpointError
 from slipstream.layers.adapters import AdaptedModule, Factors
 from slipstream.models.checkpoint import read_json_object
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.safetensors_file import TensorEntry, read_entries, read_into
+from slipstream.models.safetensors_file import MOST_WEIGHT, TensorEntry, read_entries, read_into
 from slipstream.models.wrappers import text_names
 
 MOST_RANK: Final = 256
@@ -224,8 +224,9 @@ def _read(
     read_into(first, down)
     read_into(second, up)
     scaled = (up * scale).to(dtype)
-    if not scaled.isfinite().all():
+    if not float(scaled.abs().max()) <= MOST_WEIGHT:
         raise CheckpointError(
-            f"tensor {second.name} in {second.file} is too large for {dtype} once it is scaled"
+            f"tensor {second.name} in {second.file} is too large for {dtype} once it is scaled by "
+            f"{scale:.3g} (lora_alpha and r in {CONFIG}); train it again, or fix its {CONFIG}"
         )
     return down, scaled

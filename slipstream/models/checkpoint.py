@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.paths import user_path
 from slipstream.models.bundled import bundled_names, bundled_path
 from slipstream.models.config_reader import overridden
 from slipstream.models.gguf.config import read_config, sampling_defaults
@@ -52,7 +53,7 @@ def resolve_checkpoint(
     """
     name = str(name_or_path)
     bundled = bundled_path(name)
-    path = Path(name).expanduser()
+    path = user_path(name)
     local = bundled if bundled is not None and bundled.is_dir() else path
     if name and (local.is_dir() or local.is_file()):  # no name would be the working directory
         if revision is not None:

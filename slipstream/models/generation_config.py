@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.core.paths import user_path
 from slipstream.core.sampling_params import SamplingDefaults, SamplingParams
 from slipstream.models.checkpoint import Checkpoint
 
@@ -24,7 +25,7 @@ def generation_folder(given: str) -> Path | None:
     """The directory that `EngineConfig.generation_config` names; None for "auto" and "vllm"."""
     if given in (AUTO, NEUTRAL):
         return None
-    folder = Path(given).expanduser()
+    folder = user_path(given)
     if not (folder / "generation_config.json").is_file():
         raise UsageError(
             f"generation_config: {given} has no generation_config.json; give a directory that has "

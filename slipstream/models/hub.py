@@ -27,10 +27,12 @@ class HubAccess:
     Attributes:
         folder: where downloads are kept; None: in the client's own cache.
         token: access token; None: the one from `hf auth login`, if there is one.
+        offline: only what was downloaded before is found, and nothing is waited for.
     """
 
     folder: str | None = None
     token: str | None = field(default=None, repr=False)
+    offline: bool = False
 
 
 _ANYHOW = HubAccess()
@@ -67,6 +69,7 @@ def download(
             ignore_patterns=list(ignored),
             cache_dir=access.folder,
             token=access.token,
+            local_files_only=access.offline,
         )
 
     return Path(_fetch(fetch, name, revision))
@@ -78,6 +81,8 @@ def list_files(name: str, revision: str | None) -> list[str]:
     def fetch() -> list[str]:
         from huggingface_hub import list_repo_files
 
+        if _HUB.get().offline:
+            return []
         return list(list_repo_files(name, revision=revision, token=_HUB.get().token))
 
     return _fetch(fetch, name, revision)

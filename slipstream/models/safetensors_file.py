@@ -24,6 +24,9 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SLICE_BYTES = 16 << 20  # bytes that are read, converted and checked at a time
 _CACHED = 1 << 20  # bytes that stay in a core's cache
 _COMPARED = 1 << 10  # rows at a time
+# The square of a larger number overflows in float32: a norm would take its row for zeros, and all
+# tokens would be equally probable, without any number that is not finite.
+MOST_WEIGHT = 1e18
 DAMAGED = "copy or download the file again"
 _POINTER = b"version https://git-lfs"
 
@@ -132,10 +135,16 @@ def hold_same_numbers(one: TensorEntry, other: TensorEntry) -> bool:
 
 
 def require_finite(entry: TensorEntry, values: Tensor) -> None:
-    """Raise CheckpointError if `values`, which were read from the entry, hold NaN or infinity."""
-    if not values.dtype.is_floating_point or _is_finite(values):
+    """Raise CheckpointError if `values`, which were read from the entry, hold NaN, infinity, or
+    numbers so large that no text can be made with them."""
+    if not values.dtype.is_floating_point or _are_usable(values):
         return
     where = f"tensor {entry.name} in {entry.file}"
+    if values.float().isfinite().all():
+        raise CheckpointError(
+            f"{where} holds numbers above {MOST_WEIGHT:.0e}, whose squares overflow, so no text "
+            f"can be made with it; {DAMAGED}, or use another checkpoint"
+        )
     if values.dtype == entry.dtype:
         raise CheckpointError(
             f"{where} holds NaN or infinity, so no text can be made with it; {DAMAGED}, or use "
@@ -147,17 +156,17 @@ def require_finite(entry: TensorEntry, values: Tensor) -> None:
     )
 
 
-def _is_finite(values: Tensor) -> bool:
+def _are_usable(values: Tensor) -> bool:
     if values.dtype == torch.float8_e4m3fn:
         # In e4m3, NaN has all bits besides the sign set, and there is no infinity.
         codes = torch.split(values.view(torch.uint8).view(-1), _CACHED)
         return all(bool((part & 0x7F).max() < 0x7F) for part in codes if part.numel())
     if values.dtype.itemsize == 1:
         values = values.float()
-    # Faster than testing each number: a sum of finite ones is finite unless it overflows.
-    if bool(values.sum().isfinite()):
+    # Faster than testing each number: a sum of usable ones hardly ever exceeds the bound.
+    if abs(float(values.sum())) <= MOST_WEIGHT:
         return True
-    return all(bool(extreme.isfinite()) for extreme in values.aminmax())
+    return all(abs(float(extreme)) <= MOST_WEIGHT for extreme in values.aminmax())
 
 
 def _opened(file: Path) -> FileIO:

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +55,31 @@ def test_serve_takes_a_number_of_replicas(planned: list[DeploymentPlan]) -> None
     assert run(app, ["serve", "demo", "-dp", "2", "--max-waiting", "7"]) == 0
     assert planned[0] == planned[1]
     assert (planned[0].replicas.replicas, planned[0].server.limits.max_waiting) == (2, 7)
+
+
+def test_the_example_is_a_chat_where_the_model_can_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_target: str
+) -> None:
+    ray_is_ready = SimpleNamespace(serve_locally=lambda plan, sock, reread, started: started() or 0)
+    monkeypatch.setitem(sys.modules, "slipstream.deploy.local", ray_is_ready)
+    for line, path in (
+        ("demo", "chat/completions"),
+        (tiny_target, "completions"),
+        (f"{tiny_target} --tokenizer demo", "chat/completions"),
+        (f"{tiny_target} --chat-template {{{{messages}}}}", "chat/completions"),
+    ):
+        assert run(app, ["deploy", *line.split(), "--port", "0"]) == 0
+        assert f"/v1/{path} -H" in capsys.readouterr().err, line
+    asked: set[bool] = set()
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.add(options["local_files_only"])
+        return tiny_target
+
+    hub = SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert run(app, ["deploy", "Some/Model", "--port", "0"]) == 0
+    assert asked == {True}, "the front must not wait for the hub"
 
 
 @pytest.mark.skipif(

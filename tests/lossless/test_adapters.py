@@ -10,6 +10,7 @@ import pytest
 
 from slipstream import LLM, LoRARequest, SamplingParams, UsageError
 from tests.adapters import write_adapter, write_merged
+from tests.lossless import test_sampled
 from tests.lossless.test_greedy import make_prompts, speculative_config, tokens
 from tests.padded_steps import use_padded_steps
 
@@ -77,6 +78,10 @@ def serving(target: str, speculative: Any = None, **options: Any) -> LLM:
         ("dflash", 7, "exact", 512, 16),
         ("pard", 4, "exact", 512, 400),
         ("medusa", 3, "padded", 24, 400),
+        ("p-eagle", 4, "padded", 24, 16),
+        ("assistant", 4, "exact", 24, 400),
+        ("host_combination", 4, "padded", 24, 16),
+        ("mtp_modules", 4, "exact", 24, 16),
     ],
 )
 def test_four_adapters_in_a_batch_give_the_texts_of_merged_models(
@@ -281,6 +286,56 @@ def _backend() -> str:
     from slipstream.kernels.registry import kernels_for
 
     return kernels_for(torch.device("cpu")).network.backend
+
+
+@pytest.mark.parametrize(
+    ("name", "adapts_drafts"),
+    [
+        *(("draft_model", False), ("draft_model", True), ("pard", True), ("combination", True)),
+        *(("eagle3_dynamic_tree", False), ("mtp", False), ("block", False)),
+    ],
+)
+def test_sampled_output_has_the_distribution_of_the_merged_model(
+    name: str,
+    adapts_drafts: bool,
+    tmp_path: Path,
+    pair: tuple[str, str],
+    heads: Mapping[str, str],
+) -> None:
+    path = write_adapter(tmp_path / "adapter", pair[0], size=1.0)
+    merged = write_merged(tmp_path / "merged", pair[0], path)
+    drafts = write_adapter(tmp_path / "drafts", pair[1], size=1.0) if adapts_drafts else None
+    case = test_sampled.CASES[name]
+    params = {"temperature": 1.0, **case.get("params", {})}
+    exact = test_sampled.exact_distribution(merged, params)
+    llm = LLM(
+        pair[0],
+        speculative_config=test_sampled.speculation(pair, case, heads),
+        enable_lora=True,
+        skip_tokenizer_init=True,
+        num_kv_blocks=300,
+    )
+    sampling = SamplingParams(max_tokens=test_sampled.LENGTH, ignore_eos=True, **params)
+    request = LoRARequest("a", 1, path, drafts)
+    drawn = test_sampled.drawn_from(llm, sampling, request, is_drafted=True)
+    for places in ((0, 1), (1, 2), (2, 3)):
+        assert test_sampled.p_value(drawn, exact, places) > 0.001, places
+
+
+def test_an_adapter_can_be_unloaded(adapted: Adapted, tiny_target: str) -> None:
+    """Then its name and number are free; prompts that run with it end with it."""
+    llm, prompts = serving(tiny_target, num_kv_blocks=400, max_loras=1), make_prompts(8)[:2]
+    old, new = adapted.requests[0], replace(adapted.requests[1], lora_name="style-0", lora_int_id=1)
+    running = llm.stream(prompts, PARAMS, old)
+    next(running)
+    llm.unload_adapter("style-0")
+    with pytest.raises(UsageError, match="there is no adapter 'style-0'; there is none"):
+        llm.unload_adapter("style-0")
+    assert tokens(llm.generate(prompts, PARAMS, new)) == adapted.expected[1][:2]
+    ended = sorted((it for it in running if it.finished), key=lambda it: it.request_id)
+    assert tokens(ended) == adapted.expected[0][:2]
+    llm.unload_adapter("style-0")
+    assert tokens(llm.generate(prompts, PARAMS, old)) == adapted.expected[0][:2]
 
 
 def test_what_is_asked_for_wrongly_is_refused(adapted: Adapted, tiny_target: str) -> None:

@@ -53,10 +53,16 @@ def everything(tensors: dict[str, torch.Tensor]) -> None:
         tensor.fill_(torch.nan)
 
 
+def projections(tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if "proj" in name:
+            tensor *= 1e8
+
+
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading would refuse such weights; numbers may also overflow later, as these have."""
-    monkeypatch.setattr("slipstream.models.safetensors_file._is_finite", lambda values: True)
+    monkeypatch.setattr("slipstream.models.safetensors_file._are_usable", lambda values: True)
 
 
 @pytest.fixture(params=["exact", "padded"])
@@ -113,6 +119,13 @@ def test_a_broken_head_breaks_every_request(form: str, tmp_path: Path) -> None:
     for output in llm.generate(PROMPTS, GREEDY):
         check_broken(llm, output)
     assert llm.metrics.num_broken == len(PROMPTS)
+
+
+def test_numbers_that_overflow_in_a_norm_break_every_request(form: str, tmp_path: Path) -> None:
+    """The norm gives zeros, so that all logits are 0, which are finite."""
+    llm = make(checkpoint(tmp_path, projections))
+    for output in llm.generate(PROMPTS, GREEDY):
+        check_broken(llm, output)
 
 
 @pytest.mark.parametrize("wish", WISHES)

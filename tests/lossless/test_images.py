@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.core.batch import Batch
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.models.vision.tower import SpanEmbeddings
@@ -20,9 +20,12 @@ from slipstream.speculative.heads.loading import HeadNetwork
 from slipstream.speculative.ngram.drafter import NgramDrafter
 from slipstream.speculative.suffix.drafter import SuffixDrafter
 from tests import fake_drafters
+from tests.adapters import write_adapter, write_merged
 from tests.checkpoints import write_qwen3
 from tests.drafters.assistants import write_gemma4_assistant
-from tests.drafters.heads import write_eagle3
+from tests.drafters.blocks import write_dflash
+from tests.drafters.heads import write_eagle1, write_eagle3, write_p_eagle
+from tests.drafters.mtp_heads import write_mtp
 from tests.image_checkpoints import (
     END,
     IMAGE,
@@ -34,7 +37,8 @@ from tests.image_checkpoints import (
     write,
     write_text_of,
 )
-from tests.lossless.test_greedy import remember
+from tests.last_hidden_checkpoints import medusa_for
+from tests.lossless.test_greedy import remember, tokens
 from tests.models.parity_cases import Case as Case4
 from tests.padded_steps import use_steps
 from tests.pairwise import Case
@@ -174,8 +178,8 @@ def check(
         speculation = {**speculation, "num_speculative_tokens": case["k"]}
     llm = make(
         models(case["family"]),
-        # Room for one image of Gemma4, whose images must not be cut.
-        max_num_batched_tokens=max(case["rows"], 150 * (case["family"] == "Gemma4")),
+        # Room for one image of those whose images must not be cut.
+        max_num_batched_tokens=max(case["rows"], 150 * (case["family"] in ("Gemma3", "Gemma4"))),
         num_kv_blocks=case["blocks"],
         speculative_config=speculation,
     )
@@ -185,6 +189,44 @@ def check(
     manager = llm.engine.scheduler.block_manager
     if case["prefix"] == "same" and case["blocks"] == 400:
         assert manager.num_hit_tokens >= 200
+
+
+OTHERS: dict[str, Callable[[Path, str], dict[str, Any]]] = {
+    "mtp": lambda folder, plain: {"model": str(write_mtp(folder, plain))},
+    "medusa": lambda _, plain: {"method": "medusa", "model": medusa_for(plain)},
+    "dflash": lambda folder, plain: {"model": str(write_dflash(folder, plain))},
+    "p-eagle": lambda folder, plain: {"model": str(write_p_eagle(folder, plain))},
+    "pard": lambda _, plain: {"method": "pard", "model": plain, "pard_token": 80},
+    "tree": lambda folder, plain: {
+        "model": str(write_eagle1(folder, plain)),
+        "speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0), (1, 1)]",
+    },
+    "combination": lambda _, plain: {
+        "drafters": [{"method": "ngram", "min_match": 1}, {"model": plain}]
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [
+        *(("Qwen3_5", "mtp"), ("Qwen3_5", "p-eagle"), ("Qwen3_5", "combination")),
+        *(("Gemma3", "medusa"), ("Gemma3", "pard"), ("Qwen3VL", "dflash"), ("Qwen3VL", "tree")),
+    ],
+)
+def test_text_is_that_of_plain_decoding_with_other_drafters(
+    family: str,
+    drafter: str,
+    tmp_path: Path,
+    models: Callable[[str], str],
+    drafters: dict[str, dict[str, Any]],
+    plain: Callable[[str, bool], list[Text]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = OTHERS[drafter](tmp_path / "head", drafters["draft_model"]["model"])
+    case = {"family": family, "drafter": drafter, "k": 5, "rows": 24, "blocks": 48}
+    case.update(prefix="other", seeded=drafter > "l", steps="padded")
+    check(case, models, {drafter: options}, plain, monkeypatch)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
@@ -264,6 +306,26 @@ def test_heads_take_the_embeddings_of_images(
     found = [span.embedded for span in spans]
     expected = torch.cat([it.rows for it in found if isinstance(it, SpanEmbeddings)])
     assert torch.equal(torch.stack(taken).cpu(), expected)
+
+
+def test_images_and_adapters_at_once(
+    tmp_path: Path, models: Callable[[str], str], drafters: dict[str, dict[str, Any]]
+) -> None:
+    """Images of requests with another adapter, or without, are no prefix of this one's."""
+    target = models("Qwen3VL")
+    path = write_adapter(tmp_path / "adapter", target, targets=["o_proj", "up_proj", "down_proj"])
+    merged = make(write_merged(tmp_path / "merged", target, path), enable_prefix_caching=False)
+    bare = make(target, enable_prefix_caching=False)
+    adapter, given, greedy = LoRARequest("a", 1, path), prompts(0), params(False)
+    known = [[tokens(it.generate([one], greedy))[0] for one in given] for it in (bare, merged)]
+    options = {**drafters["eagle3"], "num_speculative_tokens": 3}
+    llm = make(target, enable_lora=True, speculative_config=options, max_num_batched_tokens=24)
+    for whose in ((0, 1, 0, 1, 0), (1, 0, 1, 0, 1), (1, 1, 1, 1, 1)):
+        asked = [adapter if it else None for it in whose]
+        expected = [known[it][place] for place, it in enumerate(whose)]
+        assert tokens(llm.generate(given, greedy, asked)) == expected
+    assert known[0] != known[1]
+    assert llm.engine.scheduler.block_manager.num_hit_tokens >= 100
 
 
 @pytest.mark.parametrize(("family", "rows"), [("Qwen3VL", 24), ("Gemma4", 150)])

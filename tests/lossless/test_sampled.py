@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, LoRARequest, SamplingParams
 from tests.last_hidden_checkpoints import mapped_medusa_for, medusa_for, mlp_for
 from tests.lossless.counted_pair import VOCAB
 from tests.padded_steps import use_padded_steps
@@ -162,6 +162,16 @@ def draw(
     heads: Mapping[str, str] | None = None,
 ) -> Counter[tuple[int, ...]]:
     """Count the outputs of requests with different seeds."""
+    speculative = speculation(pair, case, heads)
+    llm = LLM(pair[0], speculative_config=speculative, skip_tokenizer_init=True, num_kv_blocks=300)
+    sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **params)
+    return drawn_from(llm, sampling, is_drafted=speculative is not None)
+
+
+def speculation(
+    pair: tuple[str, str], case: dict[str, Any], heads: Mapping[str, str] | None
+) -> dict[str, Any] | None:
+    """The `speculative_config` of a case."""
     target, draft = pair
     speculative: dict[str, Any] | None = {
         "draft": {"model": draft},
@@ -196,15 +206,15 @@ def draw(
         speculative["num_speculative_tokens"] = 2
         options = {key: case[key] for key in case if key not in ("drafter", "params")}
         speculative |= options
-    llm = LLM(target, speculative_config=speculative, skip_tokenizer_init=True, num_kv_blocks=300)
-    sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **params)
-    return drawn_from(llm, sampling, is_drafted=speculative is not None)
+    return speculative
 
 
-def drawn_from(llm: LLM, sampling: SamplingParams, *, is_drafted: bool) -> Counter[tuple[int, ...]]:
+def drawn_from(
+    llm: LLM, sampling: SamplingParams, adapter: LoRARequest | None = None, *, is_drafted: bool
+) -> Counter[tuple[int, ...]]:
     """Count the outputs; with a drafter, some draft tokens must be accepted."""
     lot = [{"prompt_token_ids": PROMPT}] * (SAMPLES // LOTS)
-    outputs = [output for _ in range(LOTS) for output in llm.generate(lot, sampling)]
+    outputs = [output for _ in range(LOTS) for output in llm.generate(lot, sampling, adapter)]
     if is_drafted:
         assert sum(output.metrics.num_accepted_tokens for output in outputs) > SAMPLES / 10
     drawn = Counter(tuple(output.outputs[0].token_ids) for output in outputs)

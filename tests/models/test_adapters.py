@@ -156,6 +156,7 @@ def read_names(stored: dict[str, torch.Tensor]) -> set[str]:
         ({"r": 4.5}, '"r" must be an integer'),
         ({"r": 3}, r"has shape \[4, 80\], but this model and .*\.json ask for \[3, 80\]"),
         ({"lora_alpha": "8"}, '"lora_alpha" must be a number'),
+        ({"lora_alpha": 1e30}, r"is too large for torch.float32 once it is scaled by 2\.5e\+29"),
         ({"target_modules": None}, '"target_modules" must be a list'),
         ({"target_modules": "("}, '"target_modules" is no regular expression'),
         ({"target_modules": "(" * 9999}, '"target_modules" is no regular expression'),
@@ -195,6 +196,7 @@ LAYER = "base_model.model.model.layers.0"
         ),
         ({f"{LAYER}.self_attn.q_proj.lora_A.weight": float("nan")}, "holds NaN or infinity"),
         ({f"{LAYER}.self_attn.q_proj.lora_B.weight": float("inf")}, "holds NaN or infinity"),
+        ({f"{LAYER}.self_attn.q_proj.lora_A.weight": 1e30}, "holds numbers above 1e"),
     ],
     ids=str,
 )

@@ -86,6 +86,11 @@ def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_checkpoint("~/Org") == tmp_path / "Org"
 
 
+def test_a_home_of_nobody_is_no_directory() -> None:
+    with pytest.raises(CheckpointError, match="there is no model directory '~nosuchuser/x'"):
+        resolve_checkpoint("~nosuchuser/x")
+
+
 def test_a_file_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is not a GGUF file, by its first bytes; give"):

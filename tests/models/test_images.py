@@ -1,11 +1,15 @@
 """Prompts with images give the logits and greedy text of transformers' own processor and model."""
 
+import io
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers.utils import logging as transformers_logging
 
 from slipstream import LLM, SamplingParams
@@ -105,6 +109,13 @@ def test_text_alone_is_read_as_ever(folder: Path, family: str, llm: LLM) -> None
         alone.generate(with_images([1, IMAGE, 2], images(1)), GREEDY)
 
 
+def truncated() -> Image.Image:
+    """An image whose pixels are read when they are needed."""
+    file = io.BytesIO()
+    images(3)[2].save(file, "png")
+    return Image.open(io.BytesIO(file.getvalue()[:-2000]))
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -117,6 +128,9 @@ def test_text_alone_is_read_as_ever(folder: Path, family: str, llm: LLM) -> None
         ({"prompt_token_ids": [1, 2], "multi_modal_data": {"video": [1]}}, "video"),
         ({"prompt_token_ids": [1, 2], "multi_modal_data": {"image": "x.png"}}, "PIL"),
         ({"prompt_token_ids": [1, 2], "multi_modal_data": [1]}, "objects"),
+        ({"prompt_token_ids": [1, 2], "multi_modal_data": {"image": np.ones((4, 4, 3))}}, "PIL"),
+        (with_images([1, IMAGE, 2], [Image.new("RGB", (0, 9))]), "image of 0 x 9 pixels is empty"),
+        (with_images([1, IMAGE, 2], [truncated()]), "an image cannot be read: .*truncated"),
     ],
 )
 def test_prompts_that_do_not_fit_their_images_are_refused(
@@ -172,6 +186,21 @@ def test_options_of_the_processor_change_what_is_seen(sized: Path, sized_llm: LL
     assert len(smaller.prompt_token_ids) < len(whole.prompt_token_ids) <= MAX_POSITIONS
     always = make(sized, mm_processor_kwargs=size).generate(given, GREEDY)[0]
     assert always.outputs[0].token_ids == smaller.outputs[0].token_ids
+
+
+def test_chats_take_options_of_the_processor(sized: Path, tmp_path: Path) -> None:
+    shutil.copytree(sized, tmp_path / "model")
+    llm = make(write_tokenizer_of(tmp_path / "model"), skip_tokenizer_init=False)
+    part = {"type": "image_pil", "image_pil": images(1)[0]}
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "w1"}]}]
+    (whole,) = llm.chat(messages, GREEDY)
+    options = {"min_pixels": 64, "max_pixels": 512}
+    (smaller,) = llm.chat(messages, GREEDY, mm_processor_kwargs=options)
+    assert len(smaller.prompt_token_ids) < len(whole.prompt_token_ids)
+    *_, last = llm.stream_chat(messages, GREEDY, mm_processor_kwargs=options)
+    assert last.prompt_token_ids == smaller.prompt_token_ids
+    with pytest.raises(UsageError, match="sighs"):
+        llm.chat(messages, GREEDY, mm_processor_kwargs={"sighs": 3})
 
 
 def test_what_was_read_of_an_image_is_kept_within_its_memory(sized: Path) -> None:

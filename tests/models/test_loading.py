@@ -243,12 +243,27 @@ def test_numbers_too_large_for_the_dtype_are_refused(folder: Path) -> None:
         load(folder, torch.float16)
 
 
-@pytest.mark.parametrize("kept", [torch.float32, torch.float16])
-def test_finite_numbers_whose_sum_is_not_are_read(tmp_path: Path, kept: torch.dtype) -> None:
+@pytest.mark.parametrize("name", [EMBEDDING, LAYER + "mlp.down_proj.weight"])
+def test_numbers_so_large_that_norms_give_zeros_are_refused(name: str, folder: Path) -> None:
+    """Every token would be equally probable, and a greedy text token 0 again and again."""
+    tensors = stored(folder)
+    tensors[name] = tensors[name] * 1e30
+    store(folder, tensors)
+    for wanted in (torch.float32, torch.bfloat16):
+        with pytest.raises(CheckpointError, match=f"tensor {name} in .* holds numbers above 1e"):
+            load(folder, wanted)
+
+
+@pytest.mark.parametrize(
+    ("kept", "value"), [(torch.float32, 1e17), (torch.float16, torch.finfo(torch.float16).max)]
+)
+def test_large_numbers_whose_sum_is_too_large_are_read(
+    tmp_path: Path, kept: torch.dtype, value: float
+) -> None:
     name = str(kept).removeprefix("torch.")
     folder = write_qwen3(tmp_path / "model", torch_dtype=name)
     tensors = stored(folder)
-    tensors[QUERY].fill_(torch.finfo(kept).max)
+    tensors[QUERY].fill_(value)
     store(folder, tensors)
     load(folder, kept)
 

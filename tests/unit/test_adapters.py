@@ -9,7 +9,7 @@ from slipstream.cache.block_manager import BlockManager
 from slipstream.core.adapters import NamedAdapter
 from slipstream.core.errors import UsageError
 from slipstream.core.request import FinishReason, Request
-from slipstream.engine.adapters import Adapters
+from slipstream.engine.adapters import Adapters, OtherRanks
 from slipstream.engine.scheduler import Scheduler
 from tests.unit.test_scheduler import commit, request, scheduler
 
@@ -144,6 +144,28 @@ def test_a_load_that_fails_raises_and_leaves_a_slot(loads: Loads) -> None:
     assert ready(made, [one], []) is one
 
 
+def test_other_ranks_get_an_adapter_in_parts_between_steps(loads: Loads) -> None:
+    """They have all parts before a request runs, and get them again if the slot was taken."""
+    told: list[tuple[object, ...]] = []
+    others = OtherRanks(
+        parts=lambda factors: [f"{factors}, part {it}" for it in range(3)],
+        write_part=lambda slot, part: None,
+        tell=lambda *call: told.append(call),
+    )
+    made = Adapters(1, read=lambda path, _: path, write=loads, others=others)
+    for name in "ab":
+        made.add(name, name)
+    one, two = asking(made, "a", "a"), asking(made, "b", "b")
+    for sent in (1, 2):
+        assert made.next_ready([one], []) is None
+        assert len(told) == sent
+        made.wait(30)
+    assert ready(made, [two], []) is two  # the other left: its slot is taken
+    assert ready(made, [one], []) is one
+    (function,) = made.followed
+    assert told[2:] == [(function, 0, f"{of}, part {it}") for of in "ba" for it in range(3)]
+
+
 def test_requests_run_while_another_waits_for_its_adapter(loads: Loads) -> None:
     made = adapters(loads, count=1)
     limits = scheduler().limits
@@ -180,13 +202,14 @@ def test_requests_run_while_another_waits_for_its_adapter(loads: Loads) -> None:
 def test_a_slot_whose_loading_was_broken_off_before_it_began_is_loaded_anew(loads: Loads) -> None:
     made, interrupts = adapters(loads, count=1), [KeyboardInterrupt()]
 
-    def tell(*_: object) -> None:
+    def parts(factors: object) -> list[object]:
         if interrupts:
             raise interrupts.pop()
+        return [factors]
 
     one, two = asking(made, "a", "a"), asking(made, "b", "b")
     assert ready(made, [one], []) is one
-    made._tell = tell
+    made._others = OtherRanks(parts, lambda *_: None, lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
         made.next_ready([two], [])
     made.check_invariants([])

@@ -2,11 +2,12 @@
 
 A *chance* is the probability that the draft token at a position is accepted, given that all before
 it were. Chances are moving averages, so old results are forgotten. A new request begins with the
-averages of all traffic. Conditional averages are the right ones for a request that nothing is known
-about: if its second token is accepted, it is probably one of those with high acceptance.
+averages of the traffic with its adapter (traffic.py). Conditional averages are the right ones for a
+request that nothing is known about: if its second token is accepted, it is probably one of those
+with high acceptance.
 
-If drafters give confidences, a table maps confidence to chance, for all requests together; and each
-request has a factor on it.
+If drafters give confidences, a table of this traffic maps confidence to chance, and each request
+has a factor on it.
 """
 
 from collections import deque
@@ -18,18 +19,16 @@ from operator import mul
 
 from slipstream.core.batch import FACTOR_PARTS, NUM_BINS, Committed, ScheduledRequest, StepReport
 from slipstream.core.request import Request
+from slipstream.engine.drafting.traffic import KNOWN_TRIALS, MANY, PRIOR_TRIALS, Traffic, Traffics
 
 MEMORY = 0.1  # weight of the latest result in a request's averages: half is forgotten in 7 results
 TRAFFIC_MEMORY = 0.02
 _NOISE = MEMORY / (2 - MEMORY)  # variance of such an average over that of a result
-UNKNOWN = 0.75  # initial chance: optimistic, so that drafting is tried
-PRIOR_TRIALS = 2  # number of results that the initial value counts as
 _BIN_MEMORY, _MANY_IN_BIN = 0.01, 100  # with as many results or more, that is the weight of one
 _LUCK = 0.25  # about two standard deviations of the factor of an average request
 _LATEST = 0.3
 _FEWEST_DRAWN, _DRAWN_PLACES = 4, 3
 _MOST_FACTOR = 1.5
-_KNOWN_TRIALS, _MANY = 6, 64  # PRIOR_TRIALS, once the traffic has given so many results
 _STOPPED = 0.5  # weight, as a rejection, of a token that a chain lacks because it had ended
 _EXAMINED = 8  # every so many steps the prediction for one request is checked
 _RECENT = 128  # number of chains whose confidences are kept
@@ -42,6 +41,7 @@ class History:
 
     Attributes:
         chances: by position, from the first.
+        traffic: the averages of its kind, from which it started.
         num_results: number of steps in which it had a draft.
         probed_at: the number of the step of its last probe.
         factor: multiplies the chances that follow from confidences.
@@ -49,6 +49,7 @@ class History:
     """
 
     chances: list[float]
+    traffic: Traffic
     num_results: int = 0
     probed_at: int = -1
     factor: float = 1.0
@@ -107,13 +108,10 @@ class Acceptance:
     def __init__(self, places: int) -> None:
         self._places = places
         self._histories: dict[Request, History] = {}
-        self._chances = [UNKNOWN] * places
-        self._num_results = [0] * places
-        # At first a confidence is taken for the chance itself.
-        self._by_confidence = [(place + 0.5) / NUM_BINS for place in range(NUM_BINS)]
-        self._results_by_bin = [0] * NUM_BINS
-        # For each of the latest chains: the confidences, and the factor of its request.
-        self._recent: deque[tuple[Sequence[float], float]] = deque(maxlen=_RECENT)
+        self._traffics = Traffics(places)
+        self._shared, self._levels = self._traffics.plain, dict[Traffic, float]()
+        # For each of the latest chains: the confidences, the factor of its request, its traffic.
+        self._recent: deque[tuple[Sequence[float], float, Traffic]] = deque(maxlen=_RECENT)
         self.reliability = Reliability()
         self.num_steps = self.all_until = 0  # up to step `all_until` all requests are evaluated
         self.has_confidences = False
@@ -123,16 +121,12 @@ class Acceptance:
         """Number of requests with a history."""
         return len(self._histories)
 
-    @property
-    def chances(self) -> Sequence[float]:
-        """The chances by position, averaged over all requests."""
-        return self._chances
-
     def of(self, request: Request) -> History:
         """The history of a request; a new one if there is none."""
         found = self._histories.get(request)
         if found is None:
-            found = self._histories[request] = History(list(self._chances))
+            traffic = self._traffics.of(request)
+            found = self._histories[request] = History(list(traffic.chances), traffic)
         return found
 
     def drop_finished(self, num_live: int) -> None:
@@ -147,7 +141,7 @@ class Acceptance:
         1961), since the best of many noisy averages are not as good as they look. If they differ no
         more than noise does, they are taken to be equal."""
         if len(histories) < _FEWEST_DRAWN:
-            return [self._shrunk_to_traffic(it.chances) for it in histories]
+            return [_shrunk_to_traffic(it) for it in histories]
         columns: list[Sequence[float]] = [*zip(*[it.chances for it in histories], strict=True)]
         for place, column in enumerate(columns[:_DRAWN_PLACES]):
             mean = sum(column) / len(column)
@@ -157,34 +151,33 @@ class Acceptance:
             columns[place] = [it + share * (mean - it) for it in column]
         return [*zip(*columns, strict=True)]
 
-    def _shrunk_to_traffic(self, chances: Sequence[float]) -> Sequence[float]:
-        """The chances of one request, shrunk towards those of the traffic; equal to them if they
-        differ no more than noise does."""
-        pairs, drawn = zip(chances, self._chances, strict=True), []
-        for own, usual in pairs:
-            off, noise = own - usual, usual * (1 - usual) * _NOISE
-            drawn.append(usual + off * (1 - noise / (off * off)) if off * off > noise else usual)
-        return drawn
-
     def recent_chances(self, number: int) -> list[Sequence[float]]:
         """The chances by position of the latest `number` chains, from their confidences, and after
         their ends from the traffic. They show how chances are spread over the requests and
         positions of a step, not which request has which."""
-        rates, last = cache(self.rates), NUM_BINS - 1
-        chains = [
-            [rates(factor)[min(last, int(it * NUM_BINS))] for it in confidences]
-            for confidences, factor in list(self._recent)[-number:]
-        ]
-        repeated = (chains * (1 + number // len(chains)))[:number]
-        return [(*chain, *self._chances[len(chain) :]) for chain in repeated]
+        rates, last = cache(Traffic.scaled), NUM_BINS - 1
+        chains: list[Sequence[float]] = []
+        for confidences, factor, traffic in list(self._recent)[-number:]:
+            row = rates(traffic, factor)
+            chain = [row[min(last, int(it * NUM_BINS))] for it in confidences]
+            chains.append((*chain, *traffic.chances[len(chain) :]))
+        return (chains * (1 + number // len(chains)))[:number]
 
-    def rates(self, factor: float) -> tuple[float, ...]:
-        """The chance by confidence, for a request with this factor: entry i of n is for confidences
-        of at least i / n."""
-        if factor == 1.0:
-            return tuple(self._by_confidence)
-        rates = [rate * factor for rate in self._by_confidence]
-        return tuple([rate if rate < 1.0 else 1.0 for rate in rates])
+    def share_rates(self, histories: Sequence[History]) -> tuple[float, ...]:
+        """One table of rates by confidence for all of these requests. `factor_of` refers to it."""
+        shared = histories[0].traffic
+        if self._traffics.have_adapters:
+            shared = self._traffics.most_accepted([it.traffic for it in histories])
+        self._shared, self._levels = shared, {shared: 1.0}
+        return shared.scaled(1.0)
+
+    def factor_of(self, history: History) -> float:
+        """The factor of a request on the shared rates."""
+        level = self._levels.get(history.traffic)
+        if level is None:  # it has another adapter
+            level = min(1.0, history.traffic.level(self._shared))
+            self._levels[history.traffic] = level
+        return history.rounded_factor * level
 
     def observe(self, report: StepReport) -> list[tuple[int, int]]:
         """Learn from the results of a step; of a large batch, from some requests in turn.
@@ -226,7 +219,8 @@ class Acceptance:
         verdicts = [1.0] * judged
         if accepted < judged:
             verdicts[accepted] = 0.0
-        prior = PRIOR_TRIALS if self._num_results[0] < _MANY else _KNOWN_TRIALS
+        known = history.traffic.num_results[0]
+        prior = PRIOR_TRIALS if known < MANY else KNOWN_TRIALS
         if history.probed and drafted >= history.probed:
             probes.append((history.probed, accepted))
             if accepted >= history.probed:
@@ -244,20 +238,7 @@ class Acceptance:
             # The next token was not drafted.
             history.chances[accepted] -= _STOPPED * weight * history.chances[accepted]
         history.num_results += 1
-        self._learn_verdicts(history.chances, weight, verdicts)
-
-    def _learn_verdicts(
-        self, own: list[float], own_weight: float, verdicts: Sequence[float]
-    ) -> None:
-        """Learn whether tokens were accepted (1 or 0), for the request and for the traffic."""
-        traffic, counts = self._chances, self._num_results
-        for place, verdict in enumerate(verdicts):
-            own[place] += own_weight * (verdict - own[place])
-            weight = TRAFFIC_MEMORY
-            if counts[place] < _MANY:  # beyond that their number does not matter
-                counts[place] += 1
-                weight = max(weight, 1 / (counts[place] + PRIOR_TRIALS))
-            traffic[place] += weight * (verdict - traffic[place])
+        _learn_verdicts(history.chances, history.traffic, weight, verdicts)
 
     def _learn_confidences(
         self,
@@ -267,9 +248,10 @@ class Acceptance:
         examined: bool,
     ) -> None:
         self.has_confidences = True
-        table, counts, chances = self._by_confidence, self._results_by_bin, history.chances
+        traffic, chances = history.traffic, history.chances
+        table, counts = traffic.rates, traffic.results_by_bin
         rounded, factor = history.rounded_factor, history.factor
-        self._recent.append((confidences, rounded))
+        self._recent.append((confidences, rounded, traffic))
         # The average for a confidence is less noisy than the result of one token, and is known for
         # tokens after a rejected one, too.
         trials = max(0, history.num_results) + PRIOR_TRIALS
@@ -297,6 +279,30 @@ class Acceptance:
             if not 0.0 <= factor <= _MOST_FACTOR:
                 factor = 0.0 if factor < 0.0 else _MOST_FACTOR
         history.factor = factor
+
+
+def _learn_verdicts(
+    own: list[float], traffic: Traffic, own_weight: float, verdicts: Sequence[float]
+) -> None:
+    """Learn whether tokens were accepted (1 or 0), for the request and for the traffic."""
+    chances, counts = traffic.chances, traffic.num_results
+    for place, verdict in enumerate(verdicts):
+        own[place] += own_weight * (verdict - own[place])
+        weight = TRAFFIC_MEMORY
+        if counts[place] < MANY:  # beyond that their number does not matter
+            counts[place] += 1
+            weight = max(weight, 1 / (counts[place] + PRIOR_TRIALS))
+        chances[place] += weight * (verdict - chances[place])
+
+
+def _shrunk_to_traffic(history: History) -> Sequence[float]:
+    """The chances of one request, shrunk towards those of its traffic; equal to them if they differ
+    no more than noise does."""
+    drawn: list[float] = []
+    for own, usual in zip(history.chances, history.traffic.chances, strict=True):
+        off, noise = own - usual, usual * (1 - usual) * _NOISE
+        drawn.append(usual + off * (1 - noise / (off * off)) if off * off > noise else usual)
+    return drawn
 
 
 def _was_stopped(item: ScheduledRequest, gain: Committed) -> bool:

@@ -184,12 +184,16 @@ class AdaptivePolicy:
     def _plan_for_new(self, candidate: Candidate) -> DraftPlan:
         """A plan for a request that is new since the latest choice, by the same thresholds."""
         choice, request = self._choice, candidate.request
+        history = self.acceptance.of(request)
         bound = min(candidate.most, request.num_speculative_tokens)
         if self._unit > 1 or not self._form.ends_chains:
             like = next(iter(self._plans), None)
             trim = None if like is None else like.trim
+            if trim is not None:
+                factor = round(self.acceptance.factor_of(history) * FACTOR_PARTS)
+                trim = replace(trim, factor=factor)
             return DraftPlan(min(bound, choice.width * self._unit), trim=trim)
-        gains = survivals(self.acceptance.of(request).chances, min(bound, choice.width))
+        gains = survivals(history.chances, min(bound, choice.width))
         return DraftPlan(sum(gain >= choice.least for gain in gains))
 
     def _choose(self, requests: list[Request], candidates: Sequence[Candidate]) -> None:
@@ -240,7 +244,7 @@ class AdaptivePolicy:
         choice = self._choice
         if len(bounds) > 1 or not self.acceptance.has_confidences or not choice.width:
             return list(map(self._simple.__getitem__, choice.counts))
-        rates = self.acceptance.rates(histories[0].rounded_factor)
+        rates = histories[0].traffic.scaled(histories[0].rounded_factor)
         return [DraftPlan(bounds[0], ChainStops(rates, *self._thresholds(table)))]
 
     def _trimmed_plans(
@@ -249,14 +253,14 @@ class AdaptivePolicy:
         """Plans for captured steps: all requests draft the step's full width, and the device
         verifies as many tokens as were chosen, those that are most likely to survive."""
         width, size = self._choice.width, len(bounds)
-        rates = tuple([round(it, 2) for it in self.acceptance.rates(1.0)])
+        rates = tuple([round(it, 2) for it in self.acceptance.share_rates(histories)])
         rows = sum(self._choice.counts)
 
         @cache
         def plan(count: int, num_rows: int, factor: int) -> DraftPlan:
             return DraftPlan(count, trim=Trim(num_rows, factor, rates))
 
-        factors = [round(it.rounded_factor * FACTOR_PARTS) for it in histories]
+        factors = [round(self.acceptance.factor_of(it) * FACTOR_PARTS) for it in histories]
         return [
             plan(min(width, bound), (rows + place) // size, factor)
             for place, (factor, bound) in enumerate(zip(factors, bounds, strict=True))

@@ -191,7 +191,7 @@ def test_a_bad_adapter_is_refused_and_costs_nobody_anything(
         ({"lora_name": ""}, "lora_name"),
         ({"lora_path": 3}, "lora_path"),
         ({"load_inplace": True}, "unknown field load_inplace"),
-        ({"lora_path": "~nobody-of-this-name/x"}, "user who does not exist"),
+        ({"lora_path": "~nobody-of-this-name/x"}, "has no adapter_config.json"),
         pytest.param({"lora_path": "a" * 4000}, "File name too long; give", id="long path"),
         ({"lora_path": "a\0b"}, "has no adapter_config.json"),
     ],
