@@ -15,6 +15,7 @@ from slipstream.kernels.registry import kernels_for
 from tests.lossless.test_greedy import AXES as SHAPES
 from tests.lossless.test_greedy import (
     assert_case_came_about,
+    length,
     make_llm,
     make_prompts,
     plain_tokens,
@@ -59,7 +60,7 @@ def test_a_seed_gives_the_text_of_plain_decoding(
     prompts = make_prompts(case["batch"])
     params = [
         SamplingParams(
-            seed=seed, max_tokens=MAX_TOKENS, ignore_eos=True, **SAMPLINGS[case["sampling"]]
+            seed=seed, max_tokens=length(case), ignore_eos=True, **SAMPLINGS[case["sampling"]]
         )
         for seed in range(len(prompts))
     ]
