@@ -30,6 +30,11 @@ AXES: dict[str, list[Any]] = {
     "penalties": [False, True],
     "steps": ["exact", "padded"],  # as on a CPU, and as where steps are captured
 }
+# One of each way to draft: enough, in an ordinary run, for a matrix of targets or of modes.
+WAYS = (
+    *("draft_model", "pard", "medusa", "ngram", "perfect", "eagle3", "p-eagle", "dflash", "dspark"),
+    *("mtp", "combination", "uneven_combination"),
+)
 MAX_TOKENS = 28
 _PLAIN: dict[str, list[list[int]]] = {}
 
@@ -87,8 +92,8 @@ def check(
 
 
 def length(case: Case) -> int:
-    """Tokens of an output: they need more blocks than there are where requests are preempted."""
-    return MAX_TOKENS if case["blocks"] == 16 else 18
+    """Tokens of an output: more where requests are to be preempted, or to repeat themselves."""
+    return MAX_TOKENS if case["blocks"] == 16 or case["drafter"] in ("ngram", "suffix") else 18
 
 
 def plain_tokens(target: str, batch: int, asked: Any, dtype: str = "auto") -> list[list[int]]:

@@ -38,7 +38,8 @@ class Models:
     def __init__(self, folder: Path, window: int = WINDOW) -> None:
         # The assistant reads its last sliding and its last full layer.
         kinds = [SLIDING, FULL, SLIDING, FULL]
-        shape = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+        shape: dict[str, Any] = {"use_sliding_window": True, "sliding_window": window}
+        shape["max_window_layers"] = 0
         write = partial(write_sliding_target, num_hidden_layers=4, layer_types=kinds, **shape)
         self.target = write(folder / "target")
         self.draft = str(
