@@ -40,8 +40,9 @@ class Models:
         kinds = [SLIDING, FULL, SLIDING, FULL]
         shape: dict[str, Any] = {"use_sliding_window": True, "sliding_window": window}
         shape["max_window_layers"] = 0
-        write = partial(write_sliding_target, num_hidden_layers=4, layer_types=kinds, **shape)
-        self.target = write(folder / "target")
+        self.target = write_sliding_target(
+            folder / "target", num_hidden_layers=4, layer_types=kinds, **shape
+        )
         self.draft = str(
             write_qwen3(folder / "draft", 5, 1, layer_types=[SLIDING], num_hidden_layers=4, **shape)
         )
