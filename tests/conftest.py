@@ -54,8 +54,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         (axes,) = mark.args
         cases = pairwise.pairwise_cases({**axes, **mark.kwargs.get("ordinary", {})})
         others = []
-        if mark.kwargs.get("whole") and metafunc.config.option.markexpr != NOT_FULL:
-            others = [case for case in pairwise.every_case(axes) if case not in cases]
+        if metafunc.config.option.markexpr != NOT_FULL:
+            more = pairwise.every_case if mark.kwargs.get("whole") else pairwise.pairwise_cases
+            others = [case for case in more(axes) if case not in cases]
         full = [pytest.param(case, marks=pytest.mark.full) for case in others]
         metafunc.parametrize("case", [*cases, *full], ids=pairwise.case_name)
 

@@ -146,7 +146,7 @@ def add_module(folder: str, kind: str, seed: int = 1) -> Path:
     config["mtp_num_hidden_layers"] = 1
     (Path(folder) / "config.json").write_text(json.dumps(config))
     oracle = HybridMtp(Path(folder))
-    texts = _fit_texts(COMMON["vocab_size"])[:40]
+    texts = _fit_texts(COMMON["vocab_size"])[:28]
     features = [oracle.features(ids) for ids in texts]
     inputs = [oracle.inputs(ids, it[:-1]) for ids, it in zip(texts, features, strict=True)]
     weights["mtp.fc.weight"] = _ridge(torch.cat(inputs), torch.cat([it[1:] for it in features]))

@@ -51,7 +51,7 @@ def check_drafts(
     drafted = record_drafts(monkeypatch)
     speculative = {**forced(options.pop("count", K)), **options.pop("speculative", {})}
     llm = make(target, drafter, speculative=speculative, **options)
-    output = run(llm, SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))
+    output = run(llm, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
     assert len(drafted) >= 32
     assert all(count > 0 for count in output.metrics.num_accepted_tokens_per_pos)
     assert output.metrics.num_accepted_tokens < output.metrics.num_draft_tokens

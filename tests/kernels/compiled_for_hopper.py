@@ -215,11 +215,9 @@ def compiled(
 def each_way(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
     """Most branches of each kernel, with those of `other_ways` all: a program takes 2 s."""
     return [
-        stream(StreamTiles(8, depth=256, stages=4), torch.float16, whole, gated=NOT, biased=True),
         stream(StreamTiles(32, 8, stages=7), half, half, gated=SILU, biased=True, rank=16),
         stream(StreamTiles(8, 8, depth=256, stages=6), E4M3, half, gated=SILU, biased=True),
         grouped((8, 4, 4), words=2, gated=GELU, sorted_pairs=True, out=half),
-        grouped((32, 2, 4), 1, NOT, sorted_pairs=False, out=whole, coding=INT4, span=2),
         grouped((64, 2, 4), 0, NOT, sorted_pairs=True, out=whole, coding=INT8),
         grouped((8, 4, 4), 0, SILU, sorted_pairs=False, out=half, coding=FLOAT8),
     ]
@@ -227,6 +225,8 @@ def each_way(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
 
 def other_ways(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
     return [
+        stream(StreamTiles(8, depth=256, stages=4), torch.float16, whole, gated=NOT, biased=True),
+        grouped((32, 2, 4), 1, NOT, sorted_pairs=False, out=whole, coding=INT4, span=2),
         stream(StreamTiles(64, stages=6), half, half, gated=GELU, biased=False),
         grouped((16, 4, 6), words=2, gated=SILU, sorted_pairs=False, out=half),
         grouped((16, 4, 4), 4, NOT, sorted_pairs=True, out=whole, coding=INT4_ZEROS),

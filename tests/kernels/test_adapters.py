@@ -117,11 +117,11 @@ class TestTriton:
         [
             (1, (40,), 70, 1, 2),
             (7, (40, 57, 74), 70, 3, 3),
-            (64, (48, 96), 600, 20, 5),
+            pytest.param((64, (48, 96), 600, 20, 5), marks=pytest.mark.full),
             (33, (100,), 1100, 40, 3),
             (2, (30, 70), 40, 130, 2),  # a slot has several chunks
             (7, (40, 56, 72), 128, 16, 3),  # of whole groups, with tiles of several parts
-            (33, (104,), 1152, 48, 3),
+            pytest.param((33, (104,), 1152, 48, 3), marks=pytest.mark.full),
             (64, (48, 96), 640, 32, 12),
             (2, (32, 168), 64, 144, 2),
         ],

@@ -1,8 +1,10 @@
 """Whole stacks in C++ do what their ops do one by one, to the bit."""
 # ruff: noqa: E402  (the module may be missing)
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 import torch
@@ -292,17 +294,29 @@ def inputs_here() -> PassInputs:
     return replace(attention_inputs(REQUESTS, SHAPE.block_size), states=states)
 
 
+class Passes:
+    """Passes through a stack of a kind, which is built once; each finds the caches as at first."""
+
+    def __init__(self, ops: Ops, dtype: torch.dtype, name: str) -> None:
+        kind, inputs = KINDS[name], inputs_here()
+        self._inputs = changed(inputs, first_seen=1) if kind.entry else inputs
+        self._caches = caches_of(kind, dtype)
+        self._sources = sources_of(kind, dtype)
+        self._stack = Drawn(dtype, ops).stack(kind)
+
+    def __call__(
+        self, wanted: Sequence[int], read: Tensor | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The output and the wanted streams, and the caches after the pass."""
+        caches = copy.deepcopy(self._caches)
+        hidden, streams = self._stack(self._sources, self._inputs, caches, wanted, read=read)
+        return [hidden, *streams], [kept for cache in caches for kept in tensors(cache)]
+
+
 def run(
-    ops: Ops, dtype: torch.dtype, name: str, wanted: Sequence[int], read: Tensor | None = None
+    ops: Ops, dtype: torch.dtype, name: str, wanted: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The output and the wanted streams, and the caches after the pass."""
-    kind = KINDS[name]
-    inputs = inputs_here()
-    inputs = changed(inputs, first_seen=1) if kind.entry else inputs
-    caches = caches_of(kind, dtype)
-    stack = Drawn(dtype, ops).stack(kind)
-    hidden, streams = stack(sources_of(kind, dtype), inputs, caches, wanted, read=read)
-    return [hidden, *streams], [kept for cache in caches for kept in tensors(cache)]
+    return Passes(ops, dtype, name)(wanted)
 
 
 def tensors(cache: LayerCache) -> tuple[Tensor, ...]:
@@ -318,9 +332,10 @@ class Unfused(CppOps):
 @pytest.mark.parametrize("name", KINDS)
 def test_a_stack_is_its_ops_one_by_one(name: str, dtype: torch.dtype) -> None:
     backend, count = CppOps(), len(KINDS[name].layers)
+    as_one = Passes(backend, dtype, name)
+    by_ops = Passes(Unfused(), dtype, name)
     for wanted in ((), (0,), (count, 0), tuple(range(count + 1))):
-        fused = run(backend, dtype, name, wanted)
-        single = run(Unfused(), dtype, name, wanted)
+        fused, single = as_one(wanted), by_ops(wanted)
         assert len(fused[0]) == 1 + len(wanted)
         for ours, theirs in zip([*fused[0], *fused[1]], [*single[0], *single[1]], strict=True):
             assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
@@ -333,19 +348,25 @@ def test_rows_that_are_read_have_their_bits(name: str, dtype: torch.dtype) -> No
     backend, count = CppOps(), len(KINDS[name].layers)
     read = torch.tensor([1, 2, 5])
     for ops in (backend, Unfused()):
+        passes = Passes(ops, dtype, name)
         for wanted in ((), (count - 1,), (0, count)):
-            whole = run(ops, dtype, name, wanted)
-            some = run(ops, dtype, name, wanted, read)
+            whole, some = passes(wanted), passes(wanted, read)
             some[0][0], whole[0][0] = some[0][0][read], whole[0][0][read]
             for ours, theirs in zip([*some[0], *some[1]], [*whole[0], *whole[1]], strict=True):
                 assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
+@cache
+def by_plain_torch(name: str, wanted: tuple[int, ...]) -> list[Tensor]:
+    """What all levels are compared with."""
+    return run(REFERENCE, torch.float32, name, wanted)[0]
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_stack_agrees_with_plain_torch(name: str) -> None:
     wanted = (0, len(KINDS[name].layers))
-    ours, theirs = (run(ops, torch.float32, name, wanted)[0] for ops in (CppOps(), REFERENCE))
-    for one, two in zip(ours, theirs, strict=True):
+    ours = run(CppOps(), torch.float32, name, wanted)[0]
+    for one, two in zip(ours, by_plain_torch(name, wanted), strict=True):
         assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 

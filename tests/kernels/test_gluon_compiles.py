@@ -17,9 +17,9 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program can have on an H200
 @pytest.mark.parametrize(
     ("which", "count"),
     [
-        ("ways", 7),
+        ("ways", 5),
         pytest.param("attention", 1, marks=pytest.mark.full),
-        pytest.param("more", 4, marks=pytest.mark.full),
+        pytest.param("more", 6, marks=pytest.mark.full),
         pytest.param("tiles", 6, marks=pytest.mark.full),
     ],
 )

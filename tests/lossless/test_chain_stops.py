@@ -15,6 +15,7 @@ from tests.lossless import test_sampled
 from tests.lossless.counted_pair import Heads
 from tests.lossless.test_greedy import AXES as GREEDY_AXES
 from tests.lossless.test_greedy import (
+    WAYS,
     make_llm,
     make_prompts,
     plain_tokens,
@@ -58,7 +59,10 @@ def ended_by(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[StoppingPolicy]
     return use_stopping_policy(monkeypatch, KINDS[kind])
 
 
-@pytest.mark.matrix(AXES)
+ORDINARY = [name for name in AXES["drafter"] if name in (*WAYS, "self", "assistant")]
+
+
+@pytest.mark.matrix(AXES, ordinary={"drafter": ORDINARY})
 def test_greedy_output_is_the_plain_output(
     case: Case,
     tiny_target: str,

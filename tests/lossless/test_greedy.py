@@ -30,6 +30,11 @@ AXES: dict[str, list[Any]] = {
     "penalties": [False, True],
     "steps": ["exact", "padded"],  # as on a CPU, and as where steps are captured
 }
+# One of each way to draft: enough, in an ordinary run, for a matrix of targets or of modes.
+WAYS = (
+    *("draft_model", "pard", "medusa", "ngram", "perfect", "eagle3", "p-eagle", "dflash", "dspark"),
+    *("mtp", "combination", "uneven_combination"),
+)
 MAX_TOKENS = 28
 _PLAIN: dict[str, list[list[int]]] = {}
 
@@ -58,7 +63,7 @@ def check(
     prompts = make_prompts(case["batch"])
     params = SamplingParams(
         temperature=0,
-        max_tokens=MAX_TOKENS,
+        max_tokens=length(case),
         ignore_eos=True,
         repetition_penalty=1.3 if case["penalties"] else 1.0,
         presence_penalty=0.4 if case["penalties"] else 0.0,
@@ -84,6 +89,11 @@ def check(
     else:
         assert all(output.metrics.num_drafts > 0 for output in outputs)
     assert_case_came_about(case, outputs)
+
+
+def length(case: Case) -> int:
+    """Tokens of an output: more where requests are to be preempted, or to repeat themselves."""
+    return MAX_TOKENS if case["blocks"] == 16 or case["drafter"] in ("ngram", "suffix") else 18
 
 
 def plain_tokens(target: str, batch: int, asked: Any, dtype: str = "auto") -> list[list[int]]:

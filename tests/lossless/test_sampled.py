@@ -103,6 +103,8 @@ LESS_TRIED = (
     *("greedy_pard", "greedy_pard2", "greedy_medusa", "assistant_greedy_drafts"),
     *("dflash_greedy_drafts", "p-eagle_greedy_drafts", "mtp_greedy_drafts"),
     *("dspark_reduced", "p-eagle_truncated", "mtp_subset"),
+    *("assistant_of_parts", "dflash_reduced", "mtp_modules"),  # in padded steps, below
+    "combination_of_subsets",  # in blocks
 )
 
 

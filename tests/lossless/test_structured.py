@@ -12,7 +12,7 @@ from slipstream import LLM, RequestOutput, SamplingParams, StructuredOutput
 from slipstream.speculative.catalogue import METHODS
 from tests import fake_drafters
 from tests.grammar_models import PIECES, drafter_of, make_llm
-from tests.lossless.test_greedy import make_prompts, remember
+from tests.lossless.test_greedy import WAYS, make_prompts, remember
 from tests.lossless.test_padded import check_empty
 from tests.padded_steps import use_steps
 from tests.pairwise import Case
@@ -77,7 +77,10 @@ def plain(tiny_target: str, words: str) -> LLM:
     return make_llm(tiny_target, words, None)
 
 
-@pytest.mark.matrix(AXES)
+ORDINARY = [name for name in AXES["drafter"] if name in (*WAYS, "subset", "wrong", "tree")]
+
+
+@pytest.mark.matrix(AXES, ordinary={"drafter": ORDINARY})
 def test_greedy_output_is_that_of_plain_decoding(
     case: Case,
     tiny_target: str,

@@ -35,12 +35,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, repetitio
 
 
 class Models:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, window: int = WINDOW) -> None:
         # The assistant reads its last sliding and its last full layer.
         kinds = [SLIDING, FULL, SLIDING, FULL]
-        write = partial(write_sliding_target, num_hidden_layers=4, layer_types=kinds)
-        self.target = write(folder / "target")
-        shape = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}
+        shape: dict[str, Any] = {"use_sliding_window": True, "sliding_window": window}
+        shape["max_window_layers"] = 0
+        self.target = write_sliding_target(
+            folder / "target", num_hidden_layers=4, layer_types=kinds, **shape
+        )
         self.draft = str(
             write_qwen3(folder / "draft", 5, 1, layer_types=[SLIDING], num_hidden_layers=4, **shape)
         )
@@ -55,6 +57,7 @@ class Models:
             return None
         tree = {"speculative_token_tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}
         drafters: dict[str, dict[str, Any]] = {
+            "itself": {"model": self.target},
             "draft_model": {"model": self.draft},
             "pard": {"method": "pard", "model": self.draft, "pard_token": 90},
             "eagle3": {"model": self.eagle3},
@@ -74,7 +77,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def expected(models: Models) -> list[list[int]]:
-    """The outputs with one block table for all layers."""
+    return from_one_table(models)
+
+
+def from_one_table(models: Models) -> list[list[int]]:
+    """The outputs with one block table for all layers, without drafts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CacheLayout, "window", lambda *_: None)
         llm = make_llm(models, {"drafter": "none", "rows": 512, "blocks": 200})
@@ -90,7 +97,7 @@ def make_llm(models: Models, case: Case) -> LLM:
         max_num_seqs=4,
         max_num_batched_tokens=case["rows"],
         num_kv_blocks=case["blocks"],
-        block_size=BLOCK,
+        block_size=case.get("block", BLOCK),
         max_model_len=112,
     )
 
@@ -125,6 +132,48 @@ def test_text_is_that_of_one_table(
     elif case["prefix"]:
         # Blocks that were freed long ago may be reused, more of them if steps run further ahead.
         assert any(output.metrics.num_cached_tokens > 0 for output in outputs)
+    llm.engine.scheduler.check_invariants()
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> tuple[Models, list[list[int]]]:
+    models = Models(tmp_path_factory.mktemp("narrow"), window=3)
+    return models, from_one_table(models)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "steps", "rows", "block"),
+    [
+        ("itself", "padded", 512, 2),
+        ("draft_model", "exact", 24, 2),
+        ("eagle3", "padded", 24, 4),
+        *[
+            pytest.param(drafter, steps, rows, block, marks=pytest.mark.full)
+            for drafter in ("itself", "draft_model", "pard", "eagle3", "dflash", "ngram")
+            for steps in ("exact", "padded")
+            for rows in (512, 24)
+            for block in (1, 8)
+        ],
+    ],
+)
+def test_windows_are_shorter_than_the_rows_of_a_verification(
+    drafter: str,
+    steps: str,
+    rows: int,
+    block: int,
+    narrow: tuple[Models, list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """3 tokens, and 7 drafts: the first of them are behind the window of the last."""
+    models, expected = narrow
+    use_steps(steps, monkeypatch)
+    llm = make_llm(
+        models, {"drafter": drafter, "k": 7, "rows": rows, "blocks": 800 // block, "block": block}
+    )
+    outputs = llm.generate(prompts(), GREEDY)
+    assert tokens(outputs) == expected
+    if drafter == "itself":
+        assert sum(output.metrics.num_accepted_tokens_per_pos[4] for output in outputs) > 3
     llm.engine.scheduler.check_invariants()
 
 

@@ -98,3 +98,124 @@ MISTRAL4 = [
     ),
 ]
 LATENT = [*GLM_LITE, *DEEPSEEK, *MISTRAL4]
+
+
+def routed(experts: int, chosen: int, inner: int = 16, **more: Any) -> dict[str, Any]:
+    return {**of_glm(experts, chosen, inner), "rope_parameters": DEFAULT, **more}
+
+
+GROWING = {
+    **YARN,
+    "partial_rotary_factor": 0.5,
+    "llama_4_scaling_beta": 0.3,
+    "max_position_embeddings": 192,
+}
+
+
+def mistral4(experts: int, chosen: int, turned: int, **more: Any) -> dict[str, Any]:
+    """Half of a head turns, as its RoPE says."""
+    return routed(experts, chosen, **{"head_dim": 2 * turned, "rope_parameters": GROWING, **more})
+
+
+# So that each family has six: for `scripts/test --all`.
+MORE_LATENT = [
+    Case(
+        "Glm4MoeLite", "one-of-many", {**latent(7, 56, 12, 20, (4, 6, 8)), **routed(16, 1)}, seed=1
+    ),
+    Case(
+        "Glm4MoeLite",
+        "groups",
+        {**latent(2, 32, 24, 8, (12, 2, 4)), **routed(8, 2, n_group=4, topk_group=2)},
+        "19KB",
+    ),
+    Case(
+        "Glm4MoeLite",
+        "not-normalised-odd-vocabulary",
+        {**latent(1, 40, 8, None), **routed(5, 5, norm_topk_prob=False), "vocab_size": 131},
+    ),
+    Case(
+        "Glm4MoeLite",
+        "all-sparse-three-shared",
+        {
+            **latent(6, 48, 16, 12, (6, 8, 6)),
+            **routed(6, 2, 20, n_shared_experts=3, mlp_layer_types=["sparse"] * 3),
+            "rms_norm_eps": 1e-2,
+        },
+    ),
+    Case(
+        "DeepseekV3",
+        "one-of-many-tied",
+        {
+            **latent(7, 56, 12, 20, (4, 6, 8)),
+            **routed(16, 1, n_group=1, topk_group=1, first_k_dense_replace=2),
+            **TIED,
+        },
+    ),
+    Case(
+        "DeepseekV3",
+        "two-shared-odd-vocabulary",
+        {
+            **latent(1, 40, 8, 12),
+            **routed(8, 3, n_group=2, topk_group=1, first_k_dense_replace=1, n_shared_experts=2),
+            "vocab_size": 131,
+        },
+        old_style=True,
+    ),
+    Case(
+        "DeepseekV3",
+        "all-dense",
+        {
+            **latent(4, 32, 24, None, (12, 2, 4)),
+            **routed(4, 2, n_group=1, topk_group=1, first_k_dense_replace=3),
+            "rope_parameters": YARN,
+        },
+        seed=2,
+    ),
+    Case(
+        "DeepseekV3",
+        "all-chosen-eps",
+        {
+            **latent(6, 48, 16, 12, (6, 8, 6)),
+            **routed(
+                6, 6, n_group=3, topk_group=3, first_k_dense_replace=0, routed_scaling_factor=1.0
+            ),
+            "rms_norm_eps": 1e-2,
+        },
+        "19KB",
+        seed=2,
+    ),
+    Case(
+        "Mistral4",
+        "one-of-many-tied",
+        {**latent(7, 56, 12, 20, (6, 6, 8)), **mistral4(16, 1, 6), **TIED},
+        seed=4,
+    ),
+    Case(
+        "Mistral4",
+        "whole-queries",
+        {**latent(2, 32, 24, None, (4, 4, 4)), **mistral4(8, 2, 4, n_shared_experts=2)},
+        "19KB",
+        seed=1,
+    ),
+    Case(
+        "Mistral4",
+        "not-normalised-odd-vocabulary",
+        {**latent(1, 40, 8, 12, (2, 2, 6)), **mistral4(5, 5, 2, norm_topk_prob=False)}
+        | {"vocab_size": 131},
+        seed=4,
+    ),
+    Case(
+        "Mistral4",
+        "first-layers-dense",
+        {**latent(6, 48, 16, 12, (8, 8, 6)), **mistral4(6, 2, 8, first_k_dense_replace=2)},
+    ),
+    Case(
+        "Mistral4",
+        "fast-growth-eps",
+        {
+            **latent(3, 36, 12, 16, (4, 4, 10)),
+            **mistral4(4, 1, 4, rope_parameters={**GROWING, "llama_4_scaling_beta": 1.0}),
+            "rms_norm_eps": 1e-2,
+        },
+    ),
+]

@@ -48,6 +48,22 @@ def shape(heads: int, kv_heads: int, hidden: int, head_dim: int | None = None) -
     return sizes if head_dim is None else {**sizes, "head_dim": head_dim}
 
 
+def model(
+    heads: int,
+    kv_heads: int,
+    hidden: int,
+    head_dim: int | None = None,
+    rope: dict[str, Any] = DEFAULT,
+    **more: Any,
+) -> dict[str, Any]:
+    sizes = shape(heads, kv_heads, hidden, head_dim)
+    return {**sizes, "tie_word_embeddings": False, "rope_parameters": rope, **more}
+
+
+def turned(rope: dict[str, Any], share: float) -> dict[str, Any]:
+    return {**rope, "partial_rotary_factor": share}
+
+
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
 
 LLAMA = [

@@ -84,7 +84,10 @@ def test_forced_calls_follow_their_schemas(name: str, offline: LLM, plain: LLM) 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("qwen3_coder", marks=pytest.mark.full), "glm45", "pythonic"],
+    params=[
+        *[pytest.param(it, marks=pytest.mark.full) for it in ("qwen3_coder", "pythonic")],
+        "glm45",
+    ],
 )
 def client(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
