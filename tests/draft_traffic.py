@@ -80,16 +80,19 @@ def report(
     trims: Sequence[Trim | None] = (),
     seconds: float = 0.0,
     padded: bool = False,
+    nodes: Sequence[tuple[int, ...]] = (),
 ) -> StepReport:
-    """The report of a step: for each request how many tokens were verified, and accepted, and what
-    its drafter's confidences were."""
+    """The report of a step: for each request how many tokens were verified, and accepted, what its
+    drafter's confidences were, and which nodes of its tree were accepted."""
     items, committed = [], []
-    unknown = [()] * len(requests), [None] * len(requests)
-    facts = zip(requests, results, told or unknown[0], trims or unknown[1], strict=True)
-    for it, (drafted, accepted), known, trim in facts:
+    size = len(requests)
+    told, trims, nodes = told or [()] * size, trims or [None] * size, nodes or [()] * size
+    facts = zip(requests, results, told, trims, nodes, strict=True)
+    for it, (drafted, accepted), known, trim, hit in facts:
         count = max(drafted, len(known))
         items.append(ScheduledRequest(it, 0, 1, count, (), False, True, trim=trim))
-        committed.append(Committed((1,) * (accepted + 1), drafted, accepted, 0, confidences=known))
+        tokens = (1,) * (accepted + 1)
+        committed.append(Committed(tokens, drafted, accepted, 0, confidences=known, nodes=hit))
     times = StepTimes(0.0, seconds, 0.0, 0.0)
     return StepReport(Batch(tuple(items)), committed, [True] * len(items), times, padded, 0)
 

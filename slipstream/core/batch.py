@@ -174,6 +174,7 @@ class Committed:
         drafter_computed: leading tokens whose keys and values the drafter has in the shared blocks.
         num_positions: number of different positions of the draft tokens of a tree, at most its
             depth; None for a chain.
+        nodes: of a tree, the numbers of the accepted draft tokens, from 1.
         confidences: the drafter's confidence for each draft token, trimmed ones included; empty if
             the drafter has none, or they are not needed.
         broken: the logits after these tokens are not finite, or all 0: none was sampled from them.
@@ -186,6 +187,7 @@ class Committed:
     num_positions: int | None = None
     broken: bool = False
     confidences: tuple[float, ...] = ()
+    nodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

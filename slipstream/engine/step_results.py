@@ -121,10 +121,10 @@ class Outcome:
     Attributes:
         numbers: [R, 2 (K + 1) + 9] int64, for the host. Columns: the K + 1 token ids of the
             verdict; the bits of the largest logit of the row of each; if the draft has confidences,
-            K more columns with their bits; the numbers of tokens, of accepted tokens and of draft
-            tokens; the first row of the target's pass; how many tokens the drafter has cached; and
-            the times, in nanoseconds, at which the step began, had its draft, had the target's
-            logits, and ended.
+            K more columns with their bits, or if it is a tree, at most K with the numbers of the
+            accepted nodes; the numbers of tokens, of accepted tokens and of draft tokens; the first
+            row of the target's pass; how many tokens the drafter has cached; and the times, in
+            nanoseconds, at which the step began, had its draft, had the target's logits, and ended.
         width: K + 1.
         logits: [N, v] float32, the target's raw logits, of the columns that this rank has.
         forward: the target's pass.
@@ -160,6 +160,8 @@ class Outcome:
         bits = [_bits(largest)]
         if draft.confidences is not None:
             bits.append(_bits(draft.confidences))
+        elif verdict.path is not None:
+            bits.append(verdict.path[:, 1:])
         numbers = torch.cat((verdict.token_ids, *bits, torch.stack(counts, 1), rows), 1)
         return cls(numbers, verdict.token_ids.shape[1], logits, forward, verdict.path)
 
@@ -338,14 +340,16 @@ def _committed(
     sound = next(
         (place for place, it in enumerate(bits) if not 0 < it & _EXPONENT < _EXPONENT), count
     )
+    accepted, more = min(accepted, sound), places[2 * width :]
     return Committed(
         token_ids=tuple(tokens[:sound]),
         num_draft_tokens=drafts,
-        num_accepted=min(accepted, sound),
+        num_accepted=accepted,
         drafter_computed=cached,
         num_positions=positions,
         broken=sound < count,
-        confidences=_confidences(places[2 * width :][:known]),
+        confidences=_confidences(more[:known]) if tree_depth is None else (),
+        nodes=() if tree_depth is None else tuple(more[:accepted]),
     )
 
 

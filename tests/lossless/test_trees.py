@@ -4,12 +4,17 @@ Every node is sampled with the noise of plain decoding at its position, so the s
 the same text; that the noise is used rightly is tested by chi-square in test_sampled.py.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from slipstream import LLM, RequestOutput, SamplingParams
+from slipstream.core.batch import DraftPlan, StepReport
+from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.prompts import EncodedPrompt
+from tests.draft_traffic import learn_costs_while_running
 from tests.lossless.test_greedy import (
     MAX_TOKENS,
     assert_case_came_about,
@@ -95,6 +100,43 @@ def check(case: Case, target: str, heads: dict[str, str], monkeypatch: pytest.Mo
     accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
     assert accepted > 0 or case["batch"] == 1
     assert_case_came_about(case, outputs)
+
+
+@pytest.mark.parametrize("tree", ["static", "wide"])
+@pytest.mark.parametrize("steps", ["exact", "padded"])
+def test_trees_of_all_sizes_that_the_policy_has(
+    steps: str,
+    tree: str,
+    tiny_target: str,
+    tiny_heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their results name the nodes that were accepted."""
+    prompts, params = make_prompts(4), SamplingParams(temperature=1.0, seed=3, max_tokens=60)
+    expected = plain_tokens(tiny_target, 4, params, "auto")
+    use_steps(steps, monkeypatch)
+    learn_costs_while_running(monkeypatch)
+    head = {"model": tiny_heads["eagle3"], **TREES[tree], "num_speculative_tokens": "auto"}
+    llm = make_llm(tiny_target, head, {"rows": 512, "blocks": 400})
+    policy, drafted, sizes = llm.engine.scheduler.policy, list[tuple[int, ...]](), Counter[int]()
+
+    def plan(asked: Sequence[Candidate]) -> list[DraftPlan]:
+        size = policy.widths[len(drafted) % len(policy.widths)]
+        return [DraftPlan(min(it.most, size)) for it in asked]
+
+    def observe(report: StepReport) -> None:
+        for item, gain in zip(report.batch.requests, report.committed, strict=True):
+            sizes[gain.num_draft_tokens] += gain.num_accepted
+            assert len(gain.nodes) == gain.num_accepted
+            assert sorted({*gain.nodes}) == list(gain.nodes), "nodes rise along a path"
+            assert max(gain.nodes, default=0) <= item.num_draft_tokens
+            drafted.append(gain.nodes)
+
+    monkeypatch.setattr(policy, "plan", plan)
+    monkeypatch.setattr(policy, "observe", observe)
+    assert tokens(llm.generate(prompts, params)) == expected
+    assert all(sizes[size] for size in policy.widths[1:]), sizes
+    assert any(max(nodes) > len(nodes) for nodes in drafted if nodes), "no path left the first"
 
 
 @pytest.mark.parametrize("steps", ["exact", "padded"])

@@ -1,7 +1,7 @@
 """The policy that chooses how much is drafted: against brute force, and over simulated traffic."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby, product
 
@@ -156,6 +156,55 @@ def test_a_longer_chain_never_stands_behind_a_gap() -> None:
     choice = choose(gains, (0, 1, 2, 3), table)
     assert list(choice.counts) == [3, 1, 0]
     assert choice.least == 0.9
+
+
+# ---------------------------------------------------------------------- trees
+
+
+def serve_trees(
+    costs: Costs, form: StepForm, chances: Callable[[int], float], steps: int, size: int = 2
+) -> list[int]:
+    """The size of the trees of each step. Each node is accepted with its probability, but at most
+    four of a tree."""
+    policy = AdaptivePolicy(limits(16, tree_depth=4), (0, 2, 4, 8, 16), costs, form)
+    requests, noise, sizes = [request(f"{it}", 16) for it in range(size)], random.Random(8), []
+    for _ in range(steps):
+        drafted = [plan.num_tokens for plan in policy.plan(candidates(requests, 16))]
+        assert len({*drafted} - {0}) < 2, "trees of one step have one shape"
+        sizes.append(max(drafted))
+        nodes = []
+        for count in drafted:
+            hit = [node for node in range(1, count + 1) if noise.random() < chances(node)]
+            nodes.append(tuple(hit[:4]))
+        results = [(count, len(hit)) for count, hit in zip(drafted, nodes, strict=True)]
+        seconds, padded = seconds_of(drafted, costs, form, policy.widths), not form.ends_chains
+        policy.observe(report(requests, results, seconds=seconds, padded=padded, nodes=nodes))
+    return sizes
+
+
+@pytest.mark.parametrize("form", ["exact", "trees"])
+@pytest.mark.parametrize(
+    ("row", "chances", "size"),
+    [
+        (0.0, lambda node: 0.8 / node, 16),  # rows are free
+        (0.08, lambda node: 0.8 if node < 4 else 0.0, 4),  # later nodes are not worth theirs
+        (0.5, lambda node: 0.1, 0),
+    ],
+)
+def test_trees_have_the_size_that_their_rows_are_worth(
+    form: str, row: float, chances: Callable[[int], float], size: int
+) -> None:
+    steps = CapturedForm(64, (0, 2, 4, 8, 16), packs=False) if form == "trees" else EXACT
+    costs = Costs(fixed=1.0, row=row, draft_pass=0.001)
+    sizes = serve_trees(costs, steps, chances, 400)[150:]
+    assert sizes.count(size) > 0.85 * len(sizes), sizes
+
+
+def test_small_trees_try_larger_ones() -> None:
+    costs = Costs(fixed=1.0, row=0.2, draft_pass=0.001)
+    sizes = serve_trees(costs, EXACT, lambda node: 0.9 if node < 3 else 0.02, 300)
+    assert max(sizes[100:]) > 2, "larger trees are tried"
+    assert sizes[100:].count(2) > 150
 
 
 # ---------------------------------------------------------------------- bounds and state
@@ -368,12 +417,12 @@ def test_probes_cost_little_and_go_on(form: str, size: int) -> None:
 def test_probes_are_rarer_if_they_take_longer_than_estimated() -> None:
     def plans_until_due(taken: float) -> int:
         acceptance, table = Acceptance(K), CostTable(MIDDLE, EXACT, 2, 200)
-        probes = Probes(acceptance, K, 1, WIDTHS, True)
+        probes = Probes(acceptance, K, WIDTHS, True)
         choice = choose([[0.0]] * 2, (0, 1), table)
         probes.follow(choice, [DraftPlan(0)] * 2, [K] * 2, table)
         while not probes.is_due():
             probes.take_in([], choice.seconds)
-        probes.take_in([(1, 0)], taken * choice.seconds)
+        probes.take_in([0], taken * choice.seconds)
         return next(number for number in range(1000) if probes.is_due() or probes.take_in([], 1.0))
 
     usual, longer = plans_until_due(1.1), plans_until_due(1.5)

@@ -172,8 +172,10 @@ def test_a_static_tree_takes_the_named_ranks(width: int) -> None:
                 assert path[place] == int(order[rank])
 
 
-def likeliest(request: int, tree: DynamicTree, count: int, levels: int) -> set[tuple[int, ...]]:
-    """EAGLE-2 in plain Python: expand, then rank all."""
+def likeliest(
+    request: int, tree: DynamicTree, count: int, levels: int, breadth: int
+) -> set[tuple[int, ...]]:
+    """EAGLE-2 in plain Python: expand `breadth` nodes a level, then rank all."""
     frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     candidates: list[tuple[float, tuple[int, ...]]] = []
     for _ in range(levels):
@@ -183,7 +185,7 @@ def likeliest(request: int, tree: DynamicTree, count: int, levels: int) -> set[t
             for token in chances.topk(tree.top_k).indices.tolist():
                 found.append((score + float(chances[token]), (*path, token)))
         candidates.extend(found)
-        frontier = sorted(found, reverse=True)[: tree.top_k]
+        frontier = sorted(found, reverse=True)[:breadth]
     return {path for _, path in sorted(candidates, reverse=True)[:count]}
 
 
@@ -199,16 +201,19 @@ def test_a_dynamic_tree_keeps_the_likeliest(top_k: int, depth: int, num_nodes: i
         assert len(set(found)) == count
         # Nodes that have no slot are not gone on from.
         levels = min(depth, count // top_k + 1)
-        assert set(found) == likeliest(request, tree, count, levels)
+        assert set(found) == likeliest(request, tree, count, levels, top_k)
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
-def test_a_narrow_round_grows_as_far_as_it_has_slots(width: int) -> None:
+@pytest.mark.parametrize(("width", "breadth"), [(1, 1), (2, 1), (3, 1), (5, 2), (8, 3)])
+def test_a_small_tree_expands_fewer_nodes_so_that_it_has_all_levels(
+    width: int, breadth: int
+) -> None:
     tree = DynamicTree(3, 3, 12)
     frontier, nodes, tokens = grow(tree, [width, 0], width)
-    assert len(frontier[0]) - 1 == min(2, width // 3) * 3
+    levels = min(3, width + 1)  # nodes that are expanded need slots
+    assert len(frontier[0]) - 1 == (levels - 1) * breadth
     found = paths_of(nodes, tokens, 0, width)
-    assert set(found) == likeliest(0, tree, width, min(3, width // 3 + 1))
+    assert set(found) == likeliest(0, tree, width, levels, breadth)
 
 
 def test_sure_tokens_stay_behind_their_parents() -> None:

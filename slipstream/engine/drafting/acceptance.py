@@ -6,20 +6,32 @@ averages of the traffic with its adapter (traffic.py). Conditional averages are 
 request that nothing is known about: if its second token is accepted, it is probably one of those
 with high acceptance.
 
+Trees come in a few sizes, and the first nodes of a larger tree are about those of a smaller one. So
+their results tell for each size how many tokens its nodes beyond the size before add. The *chance*
+of a size is this number, relative to the depth of the trees.
+
 If drafters give confidences, a table of this traffic maps confidence to chance, and each request
 has a factor on it.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from operator import mul
 
 from slipstream.core.batch import FACTOR_PARTS, NUM_BINS, Committed, ScheduledRequest, StepReport
 from slipstream.core.request import Request
-from slipstream.engine.drafting.traffic import KNOWN_TRIALS, MANY, PRIOR_TRIALS, Traffic, Traffics
+from slipstream.engine.drafting.traffic import (
+    KNOWN_TRIALS,
+    MANY,
+    PRIOR_TRIALS,
+    UNKNOWN,
+    Traffic,
+    Traffics,
+)
 
 MEMORY = 0.1  # weight of the latest result in a request's averages: half is forgotten in 7 results
 TRAFFIC_MEMORY = 0.02
@@ -45,7 +57,8 @@ class History:
         num_results: number of steps in which it had a draft.
         probed_at: the number of the step of its last probe.
         factor: multiplies the chances that follow from confidences.
-        probed: the position that a probe tries, until its result arrives; 0: none.
+        probed: the position that a probe tries, of trees the number of their size, until its result
+            arrives; 0: none.
     """
 
     chances: list[float]
@@ -102,13 +115,20 @@ class Acceptance:
     """Estimates chances from the results of all steps.
 
     Args:
-        places: number of positions that a draft token may have.
+        places: number of positions that a draft token may have; of trees their depth.
+        sizes: the sizes of trees, rising; empty for chains.
     """
 
-    def __init__(self, places: int) -> None:
-        self._places = places
+    def __init__(self, places: int, sizes: Sequence[int] = ()) -> None:
         self._histories: dict[Request, History] = {}
-        self._traffics = Traffics(places)
+        self._sizes, self._depth = tuple(sizes), places
+        unknown = [UNKNOWN] * places
+        if sizes:  # each is taken to add half of what the one before it does
+            places, parts = len(sizes), 2 - 2.0 ** (1 - len(sizes))
+            whole = sum(survivals(unknown, self._depth)) / self._depth / parts
+            unknown = [whole / 2**place for place in range(places)]
+        self._places = places
+        self._traffics = Traffics(unknown)
         self._shared, self._levels = self._traffics.plain, dict[Traffic, float]()
         # For each of the latest chains: the confidences, the factor of its request, its traffic.
         self._recent: deque[tuple[Sequence[float], float, Traffic]] = deque(maxlen=_RECENT)
@@ -179,12 +199,16 @@ class Acceptance:
             self._levels[history.traffic] = level
         return history.rounded_factor * level
 
-    def observe(self, report: StepReport) -> list[tuple[int, int]]:
+    def tree_gain(self, chances: Sequence[float], size: int) -> float:
+        """Expected accepted tokens of a tree of one of the sizes."""
+        return self._depth * sum(chances[: self._sizes.index(size) + 1])
+
+    def observe(self, report: StepReport) -> list[int]:
         """Learn from the results of a step; of a large batch, from some requests in turn.
 
         Returns:
-            For each probe in this step, the position that it tried and the number of accepted
-            tokens.
+            For each probe in this step, the number of accepted tokens at the position that it tried
+            and after it.
         """
         self.num_steps += 1
         items, gains, live = report.batch.requests, report.committed, report.live
@@ -194,7 +218,7 @@ class Acceptance:
             stride = 1
         turn, rest = divmod(self.num_steps, _EXAMINED)
         examined = -1 if rest else turn % len(items)
-        probes: list[tuple[int, int]] = []
+        probes: list[int] = []
         looked_at = range(self.num_steps % stride, len(items), stride)
         accepted = 0
         for index in looked_at:
@@ -208,22 +232,26 @@ class Acceptance:
         return probes
 
     def _learn(
-        self, item: ScheduledRequest, gain: Committed, probes: list[tuple[int, int]], examined: bool
+        self, item: ScheduledRequest, gain: Committed, probes: list[int], examined: bool
     ) -> None:
         history = self._histories.get(item.request)
         if history is None:
             return
-        drafted = gain.num_draft_tokens if gain.num_positions is None else gain.num_positions
-        accepted = gain.num_accepted
-        judged = min(accepted + 1, drafted, self._places)
-        verdicts = [1.0] * judged
-        if accepted < judged:
-            verdicts[accepted] = 0.0
+        drafted, accepted, found = gain.num_draft_tokens, gain.num_accepted, [1.0] * 0
+        if self._sizes:
+            found = _added_by_sizes(gain, self._sizes)
+            drafted, verdicts = len(found), [it / self._depth for it in found]
+        else:
+            verdicts = [1.0] * min(accepted + 1, drafted, self._places)
+            if accepted < len(verdicts):
+                verdicts[accepted] = 0.0
+        judged = len(verdicts)
         known = history.traffic.num_results[0]
         prior = PRIOR_TRIALS if known < MANY else KNOWN_TRIALS
         if history.probed and drafted >= history.probed:
-            probes.append((history.probed, accepted))
-            if accepted >= history.probed:
+            place = history.probed - 1
+            probes.append(int(sum(found[place:])) if found else max(0, accepted - place))
+            if probes[-1]:
                 history.num_results = PRIOR_TRIALS - prior  # the request has changed: learn faster
             history.probed = 0
         trials = history.num_results + prior
@@ -303,6 +331,13 @@ def _shrunk_to_traffic(history: History) -> Sequence[float]:
         off, noise = own - usual, usual * (1 - usual) * _NOISE
         drawn.append(usual + off * (1 - noise / (off * off)) if off * off > noise else usual)
     return drawn
+
+
+def _added_by_sizes(gain: Committed, sizes: Sequence[int]) -> list[float]:
+    """For each size of trees up to that of the draft, the accepted nodes beyond the size before."""
+    drafted = [size for size in sizes if size <= gain.num_draft_tokens]
+    counts = [bisect_right(gain.nodes, size) for size in drafted]
+    return [float(count - before) for before, count in pairwise((0, *counts))]
 
 
 def _was_stopped(item: ScheduledRequest, gain: Committed) -> bool:

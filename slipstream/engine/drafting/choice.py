@@ -47,13 +47,13 @@ class CostTable:
     """The estimated times of all steps that one batch may have, cached.
 
     Args:
-        unit: number of draft tokens that are chosen together: all of a tree, 1 for chains.
+        unit: number of draft tokens that are chosen together: 1 for chains, for trees their size.
     """
 
     def __init__(
         self, costs: StepCosts, form: StepForm, requests: int, context: int, unit: int = 1
     ) -> None:
-        self._costs, self._form, self._unit = costs, form, unit
+        self._costs, self._form, self.unit = costs, form, unit
         self._requests, self._context = requests, context
         self.exact, self.least = form.ends_chains, max(LEAST, costs.host_seconds(requests))
         self._targets: dict[int, Sequence[float]] = {}
@@ -87,7 +87,7 @@ class CostTable:
         """Whether a step of this width costs the same for any number of draft tokens."""
         found = self._flat.get(width)
         if found is None:
-            requests, form, most = self._requests, self._form, width * self._unit
+            requests, form, most = self._requests, self._form, width * self.unit
             found = form.rows(requests, most, 0) == form.rows(requests, most, requests * most)
             self._flat[width] = found
         return found
@@ -98,7 +98,7 @@ class CostTable:
         found = self._targets.get(key, ())
         if len(found) > units:
             return found
-        requests, unit, form = self._requests, self._unit, self._form
+        requests, unit, form = self._requests, self.unit, self._form
 
         def rows(count: int) -> int:
             return form.rows(requests, width * unit, count * unit)
@@ -147,6 +147,11 @@ class CostTable:
                 self._alone.append(max(self.least, spent + self._drafts(place)[-1]))
         return self._alone
 
+    def whole(self, width: int) -> float:
+        """Seconds of a step in which all requests draft `width` units."""
+        full = self._requests * width
+        return max(self.least, self.targets(full, width)[full] + self._drafts(width)[-1])
+
     def margins(self, width: int) -> tuple[float, float]:
         """The seconds that one more row of a single request takes, near this width, and one more
         pass of the drafter, on average up to this width, as a single one may be far off."""
@@ -177,7 +182,7 @@ class CostTable:
         if not (drafting and width):
             return 0.0
         context = self._context * drafting // self._requests
-        return self._costs.draft_seconds(drafting, width * self._unit, context)
+        return self._costs.draft_seconds(drafting, width * self.unit, context)
 
 
 def _line(values: Sequence[float]) -> list[float]:

@@ -32,7 +32,8 @@ from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.drafting.acceptance import Acceptance, History, survivals
 from slipstream.engine.drafting.choice import Choice, CostTable, Gains, StepCosts, choose
 from slipstream.engine.drafting.pace import Pace
-from slipstream.engine.drafting.probes import Probes
+from slipstream.engine.drafting.probes import Probes, Sizes
+from slipstream.engine.drafting.sizes import chosen_widths, tree_sizes
 
 _SURPRISE = 0.5  # relative error of expected tokens or seconds that makes a new choice due soon
 # Drafting is begun if it seems to be so many times as fast as plain steps. Estimates are noisy, the
@@ -45,22 +46,6 @@ _TABLE_AGE, _OUTDATED, _MOST_SLOW = 48, 0.15, 4
 _MOST_UNCHANGED = 28  # a choice serves 4 plans and at most this many more
 _REQUEST, _MOST = attrgetter("request"), attrgetter("most")
 _LEAST_TO_STOP, _MOST_TO_STOP = 0.02, 0.9
-
-
-# The values of K that graphs are captured for. They are close enough that padding to the next one
-# costs little, and few, since each is captured for every bucket of requests at start-up.
-_WIDTHS = (1, 2, 4, 7, 12)
-
-
-def captured_widths(limits: StepLimits) -> tuple[int, ...]:
-    """The values of K that steps are captured for, rising from 0."""
-    most = limits.num_speculative_tokens
-    if limits.drafts_trees:
-        return (0, most)
-    return (0, *(width for width in _WIDTHS if width < most), most)
-
-
-_NARROW = (1, 2, 3, 4)  # further values of K to choose from where steps are not captured
 
 
 class LearningCosts(StepCosts, Protocol):
@@ -83,21 +68,18 @@ class AdaptivePolicy:
     def __init__(
         self, limits: StepLimits, widths: Sequence[int], costs: LearningCosts, form: StepForm
     ) -> None:
-        self._most, self._places = limits.num_speculative_tokens, limits.num_positions
-        self._widths = tuple(widths)
-        # Draft tokens that are chosen together: all of a tree.
-        self._unit = self._most if limits.drafts_trees else 1
-        self._choices = (0, 1) if limits.drafts_trees else self._widths
-        if form.ends_chains and not limits.drafts_trees:
-            self._choices = tuple(sorted({*_NARROW, *self._widths} & {*range(self._most + 1)}))
+        self._most, self._widths = limits.num_speculative_tokens, tuple(widths)
+        # The sizes of trees; empty for chains. All trees of a step have one size.
+        self._sizes = tree_sizes(self._most) if limits.drafts_trees else ()
+        self._choices = chosen_widths(limits, widths, form)
         self._costs, self._form = costs, form
         # If all tokens come from one pass, nothing is saved by ending a chain, and the confidences
         # of later tokens do not take the earlier ones into account.
         by_one = not limits.drafts_at_once
-        self._reads_confidences = by_one if form.ends_chains else self._unit == 1
-        self.acceptance = Acceptance(self._places)
-        self._tables: dict[tuple[int, int], CostTable] = {}
-        self._choice = Choice(0, (), 1.0, 1.0, 1.0)
+        self._reads_confidences = by_one if form.ends_chains else not self._sizes
+        self.acceptance = Acceptance(limits.num_positions, self._sizes)
+        self._tables: dict[tuple[int, int, int], CostTable] = {}
+        self._choice, self._unit = Choice(0, (), 1.0, 1.0, 1.0), 1  # see `CostTable`
         # The plans that follow from it, for these requests; `_left` calls of `plan` use them.
         self._requests: list[Request] = []
         self._plans: list[DraftPlan] = []
@@ -107,9 +89,7 @@ class AdaptivePolicy:
         # Plans that name just a number of tokens.
         self._simple = tuple(map(DraftPlan, range(self._most + 1)))
         self._pace = Pace()
-        self._probes = Probes(
-            self.acceptance, self._most, self._unit, self._choices, form.ends_chains
-        )
+        self._probes = Probes(self.acceptance, self._most, self._choices, form.ends_chains)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -186,7 +166,7 @@ class AdaptivePolicy:
         choice, request = self._choice, candidate.request
         history = self.acceptance.of(request)
         bound = min(candidate.most, request.num_speculative_tokens)
-        if self._unit > 1 or not self._form.ends_chains:
+        if self._sizes or not self._form.ends_chains:
             like = next(iter(self._plans), None)
             trim = None if like is None else like.trim
             if trim is not None:
@@ -201,13 +181,17 @@ class AdaptivePolicy:
         acceptance.drop_finished(size)
         histories = list(map(acceptance.of, requests))
         bounds = [min(it.most, it.request.num_speculative_tokens, self._most) for it in candidates]
-        table = self._table(size, sum([request.num_tokens for request in requests]))
-        trims = acceptance.has_confidences and not (self._form.ends_chains or self._unit > 1)
+        context = sum([request.num_tokens for request in requests])
+        table = self._table(size, context, 1)
+        trims = acceptance.has_confidences and not (self._form.ends_chains or self._sizes)
         trims = trims and not table.is_flat(self._most)
         found = acceptance.recent_chances(size) if trims else acceptance.chances_of(histories)
-        least_gain = 1.0 if self._choice.width else _LEAST_GAIN
-        gains = self._gains(found, bounds)
-        choice = self._choice = choose(gains, self._choices, table, least_gain)
+        least_gain, trees = 1.0 if self._choice.width else _LEAST_GAIN, None
+        if self._sizes:
+            table, trees = self._choose_size(found, bounds, context, least_gain)
+        else:
+            self._choice = choose(_of_chains(found, bounds), self._choices, table, least_gain)
+        choice, self._unit = self._choice, table.unit
         self._requests, self._known = requests, {}
         self._expected = choice.tokens / size - 1
         self._left = min(4 + min(2 * size - 2, _MOST_UNCHANGED), 1 + acceptance.num_steps // 4)
@@ -216,23 +200,33 @@ class AdaptivePolicy:
             self._plans = [self._simple[min(most, bound)] for bound in bounds]
         elif trims:
             self._plans = self._trimmed_plans(histories, bounds)
-        elif self._unit > 1:
+        elif trees is not None:
             pairs_taken = zip(bounds, choice.counts, strict=True)
-            self._plans = [self._simple[bound * taken] for bound, taken in pairs_taken]
+            self._plans = [self._simple[min(it, table.unit) * taken] for it, taken in pairs_taken]
         else:
             self._plans = self._exact_plans(histories, bounds, table)
         self._longest = max([plan.num_tokens for plan in self._plans])
-        self._probes.follow(choice, self._plans, bounds, table)
+        self._probes.follow(choice, self._plans, bounds, table, trees)
 
-    def _gains(self, chances: Sequence[Sequence[float]], bounds: Sequence[int]) -> Gains:
-        """[requests, units] expected accepted tokens of each unit."""
-        gains = [[*accumulate(row, mul)] for row in chances]
-        if self._unit > 1:
-            gains = [[sum(row)] for row in gains]
-        for row, bound in zip(gains, bounds, strict=True):
-            if bound < len(row):
-                row[bound:] = [0.0] * (len(row) - bound)
-        return gains
+    def _choose_size(
+        self,
+        chances: Sequence[Sequence[float]],
+        bounds: Sequence[int],
+        context: int,
+        least_gain: float,
+    ) -> tuple[CostTable, Sizes]:
+        """Choose a size of trees, and which requests draft one; returns the costs, and the size."""
+        requests, best, number = len(bounds), None, 0
+        tables = [self._table(requests, context, size) for size in self._sizes]
+        for place, table in enumerate(tables, 1):
+            gain, pairs = self.acceptance.tree_gain, zip(chances, bounds, strict=True)
+            gains = [[gain(row, table.unit) if bound else 0.0] for row, bound in pairs]
+            choice = choose(gains, self._choices, table, least_gain)
+            if best is None or choice.speed > best.speed:
+                best, number = choice, place * choice.width
+        assert best is not None
+        self._choice, larger = best, tables[number : number + 1]
+        return tables[max(0, number - 1)], Sizes(number, larger[0] if larger else None)
 
     def _exact_plans(
         self, histories: Sequence[History], bounds: Sequence[int], table: CostTable
@@ -273,17 +267,26 @@ class AdaptivePolicy:
         row, further = table.margins(self._choice.width)
         return _bounded(speed * (row + further)), _bounded(speed * row)
 
-    def _table(self, requests: int, context: int) -> CostTable:
+    def _table(self, requests: int, context: int, unit: int) -> CostTable:
         """The costs for a number of requests and, rounded, the sum of their lengths."""
         if self._age >= _TABLE_AGE:
             self._age = 0
             self._tables.clear()
-        key = requests, round(4 * log2(context))
+        key = requests, round(4 * log2(context)), unit
         found = self._tables.get(key)
         if found is None or (not self._form.ends_chains and found.error > _OUTDATED):
-            found = CostTable(self._costs, self._form, requests, context, self._unit)
+            found = CostTable(self._costs, self._form, requests, context, unit)
             self._tables[key] = found
         return found
+
+
+def _of_chains(chances: Sequence[Sequence[float]], bounds: Sequence[int]) -> Gains:
+    """[requests, positions] the survival of each draft token; 0 beyond a request's bound."""
+    gains = [[*accumulate(row, mul)] for row in chances]
+    for row, bound in zip(gains, bounds, strict=True):
+        if bound < len(row):
+            row[bound:] = [0.0] * (len(row) - bound)
+    return gains
 
 
 def _cut(plan: DraftPlan, most: int) -> DraftPlan:

@@ -11,7 +11,7 @@ they pay.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream.core.batch import DraftPlan
 from slipstream.engine.draft_policy import Candidate
@@ -33,15 +33,30 @@ class Probe:
     """How many tokens the next probe drafts beyond the choice.
 
     Attributes:
-        width: number of tokens that all requests draft in a padded step; 0: some requests draft one
-            token (or tree) more than was chosen for them.
+        width: number of tokens that all requests draft, in a padded step or in a larger tree; 0:
+            some requests draft one token (or tree) more than was chosen for them.
         seconds: its cost; 0: there is nothing to probe.
         requests: number of requests that draft more.
+        place: see `History.probed`; 0: the last token that a request drafts.
     """
 
     width: int = 0
     seconds: float = 0.0
     requests: int = 0
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The size of the trees of a choice.
+
+    Attributes:
+        number: of the size, from 1; 0 if nothing is drafted.
+        larger: costs with the next larger size as the unit; None: there is none.
+    """
+
+    number: int
+    larger: CostTable | None
 
 
 class Probes:
@@ -49,15 +64,14 @@ class Probes:
 
     Args:
         most: maximum of draft tokens of a request.
-        unit: number of draft tokens that are chosen together (see `CostTable`).
         widths: numbers of units that steps may have, rising from 0.
         exact: steps are not padded, so one request may draft more than others.
     """
 
     def __init__(
-        self, acceptance: Acceptance, most: int, unit: int, widths: Sequence[int], exact: bool
+        self, acceptance: Acceptance, most: int, widths: Sequence[int], exact: bool
     ) -> None:
-        self._acceptance, self._most, self._unit = acceptance, most, unit
+        self._acceptance, self._most, self._unit = acceptance, most, 1
         self._widths, self._exact = widths, exact
         self.next, self._choice = Probe(), Choice(0, (), 1.0, 1.0, 1.0)
         self._room = 0
@@ -87,22 +101,20 @@ class Probes:
         self._rests -= 1
         return self._ledger >= self.next.seconds > 0 and self._rests <= 0
 
-    def take_in(self, results: Sequence[tuple[int, int]], seconds: float) -> bool:
+    def take_in(self, results: Sequence[int], seconds: float) -> bool:
         """Update the budget after a step.
 
         Args:
-            results: for each probe in it, the position that it tried and the number of accepted
-                tokens.
+            results: see `Acceptance.observe`.
             seconds: the time of the step. A probe may take longer than estimated, since the drafter
                 first has to compute the tokens that it did not draft.
 
         Returns:
             Whether a token at a position that was tried was accepted.
         """
-        choice, probe, saved = self._choice, self.next, 0
+        choice, probe, saved = self._choice, self.next, sum(results)
         self._ledger += PROBE_SHARE * choice.seconds
         if results:
-            saved = sum(max(0, accepted - place + 1) for place, accepted in results)
             taken = probe.seconds * min(1.0, len(results) / max(1, probe.requests))
             taken = max(taken, min(seconds - choice.seconds, _MOST_SPENT * choice.seconds))
             self._ledger += saved / choice.speed - taken
@@ -110,17 +122,33 @@ class Probes:
         return saved > 0
 
     def follow(
-        self, choice: Choice, plans: Sequence[DraftPlan], bounds: Sequence[int], table: CostTable
+        self,
+        choice: Choice,
+        plans: Sequence[DraftPlan],
+        bounds: Sequence[int],
+        table: CostTable,
+        trees: Sizes | None = None,
     ) -> None:
-        """After a new choice, find what to probe beyond it, and its cost."""
-        self._choice = choice
+        """After a new choice, find what to probe beyond it, and its cost.
+
+        Args:
+            table: the costs that it was chosen by.
+            trees: of what size its trees are; None: drafts are chains.
+        """
+        self._choice, self._unit = choice, table.unit
         self._lost = table.plain - len(bounds) / choice.speed  # which has these tokens sooner
         # The most that a request may draft without a change for the others.
         self._room = self._most if self._exact else choice.width * self._unit
+        if trees is not None and self._exact:
+            self._room = self._unit
         pairs = zip(plans, bounds, strict=True)
         short = [plan.num_tokens // self._unit for plan, it in pairs if self._is_short(plan, it)]
         if short:
             self.next = self._for_some(short, table)
+            if trees is not None:
+                self.next = replace(self.next, place=trees.number or 1)
+        elif trees is not None:
+            self.next = self._of_larger(trees, len(bounds))
         elif not self._exact and max(bounds) > choice.width * self._unit:
             self.next = self._for_all(len(bounds), table)
         else:
@@ -132,10 +160,16 @@ class Probes:
         wider = next((width for width in self._widths if width > choice.width), 0)
         if not wider:
             return Probe()
-        full = requests * wider
-        seconds = table.targets(full, wider)[full] + table.padded_drafting(wider)
-        more = max(table.least, seconds) - choice.seconds
-        return Probe(wider * self._unit, max(self._least, more), requests)
+        more = table.whole(wider) - choice.seconds
+        return Probe(wider, max(self._least, more), requests, choice.width + 1)
+
+    def _of_larger(self, trees: Sizes, requests: int) -> Probe:
+        """A probe of larger trees than those of the choice, or of trees at all, for all requests:
+        trees of one step have one shape."""
+        if trees.larger is None:
+            return Probe()
+        more = trees.larger.whole(1) - self._choice.seconds
+        return Probe(trees.larger.unit, max(self._least, more), requests, trees.number + 1)
 
     def _for_some(self, short: Sequence[int], table: CostTable) -> Probe:
         """A probe of one more unit, for as many requests as cost at most twice as much as one: a
@@ -177,12 +211,12 @@ class Probes:
             history, count = acceptance.of(it.request), plans[index].num_tokens
             bound = min(it.most, it.request.num_speculative_tokens, self._most)
             if width:
-                history.probed = self._choice.width + 1
+                history.probed = self.next.place
                 plans[index] = DraftPlan(min(width, bound))
             elif self._is_short(plans[index], bound):
                 short.append((count > 0, history.probed_at, index, min(count + unit, bound)))
         for _, _, index, count in sorted(short)[: self.next.requests]:
             history = acceptance.of(candidates[index].request)
-            history.probed, history.probed_at = max(1, count // unit), acceptance.num_steps
+            history.probed, history.probed_at = self.next.place or count, acceptance.num_steps
             plans[index] = DraftPlan(count)
         return plans

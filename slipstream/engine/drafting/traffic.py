@@ -59,11 +59,11 @@ class Traffics:
     """The averages of all adapters, and of requests without one (`plain`).
 
     Args:
-        places: number of positions that a draft token may have.
+        unknown: the first chances by position.
     """
 
-    def __init__(self, places: int) -> None:
-        self.plain = Traffic([UNKNOWN] * places, [0] * places)
+    def __init__(self, unknown: Sequence[float]) -> None:
+        self.plain = Traffic(list(unknown), [0] * len(unknown))
         self._adapted = WeakKeyDictionary[NamedAdapter, Traffic]()
 
     @property

@@ -132,9 +132,10 @@ class StaticGrowth:
 class DynamicGrowth:
     """Grows a dynamic tree of the likeliest candidates (EAGLE-2, arXiv 2406.16858, section 3).
 
-    On each level, the `top_k` likeliest nodes are expanded; finally the candidates of all levels
-    are ranked. A candidate's score is the log of the product of the drafter's probabilities along
-    its path, so that no candidate ranks before its parent.
+    On each level, the `top_k` likeliest nodes are expanded, or in a smaller tree only as many as
+    leave slots for all levels; finally the candidates of all levels are ranked. A candidate's score
+    is the log of the product of the drafter's probabilities along its path, so that no candidate
+    ranks before its parent.
     """
 
     scored = True
@@ -142,6 +143,7 @@ class DynamicGrowth:
     def __init__(self, tree: DynamicTree, wanted: Tensor, width: int) -> None:
         self._tree, self._wanted, self._width = tree, wanted, width
         self.reach = tree.top_k
+        self._breadth = min(tree.top_k, max(1, width // max(1, tree.depth - 1)))
         # For each candidate: its token, score and depth, and the frontier node that it continues.
         self._tokens: list[Tensor] = []
         self._scores: list[Tensor] = []
@@ -156,27 +158,27 @@ class DynamicGrowth:
 
     def add(self, token_ids: Tensor, scores: Tensor | None) -> Level | None:
         assert scores is not None
-        top_k, depth = self._tree.top_k, len(self._tokens) + 1
+        breadth, depth = self._breadth, len(self._tokens) + 1
         # Rounding may leave a probability a little above 1, and a child before its parent.
         total = self._level_scores.unsqueeze(2) + scores.float().clamp_max(0.0)
         if depth > 1:  # nodes beyond the draft tokens' slots have not been read
-            read = ((depth - 1) * top_k <= self._wanted)[:, None, None]
+            read = ((depth - 1) * breadth <= self._wanted)[:, None, None]
             total = torch.where(read, total, -torch.inf)
         tokens, total = token_ids.flatten(1), total.flatten(1)
-        row = torch.arange(tokens.shape[1], device=tokens.device) // top_k
-        parents = (row + max(0, (depth - 2) * top_k + 1)).expand_as(tokens)
+        row = torch.arange(tokens.shape[1], device=tokens.device) // self.reach
+        parents = (row + max(0, (depth - 2) * breadth + 1)).expand_as(tokens)
         self._tokens.append(tokens)
         self._scores.append(total)
         self._parents.append(parents)
         self._depths.append(torch.full_like(tokens, depth))
-        best = total.topk(top_k, 1)
+        best = total.topk(breadth, 1)
         offset, self._num_candidates = self._num_candidates, self._num_candidates + len(row)
-        first = (depth - 1) * top_k + 1
-        if depth == self._tree.depth or first + top_k - 1 > self._width:
+        first = (depth - 1) * breadth + 1
+        if depth == self._tree.depth or first + breadth - 1 > self._width:
             return None
         self._candidates.append(best.indices + offset)
         self._level_scores = best.values
-        node = torch.arange(first, first + top_k, device=tokens.device)
+        node = torch.arange(first, first + breadth, device=tokens.device)
         own = torch.ones_like(node) << node
         above = torch.cat(self._words, 1).gather(1, parents.gather(1, best.indices))
         self._words.append(above | own)
