@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from slipstream.core.request import Request
 
@@ -49,6 +50,18 @@ class Trim:
     rates: tuple[float, ...]
 
 
+class Split(NamedTuple):
+    """The maximum number of draft tokens of one request by the drafters of a combination.
+
+    Attributes:
+        looked_up: from look-ups; 0: they are not asked.
+        drafted: from the last drafter, for requests for which nothing was looked up.
+    """
+
+    looked_up: int
+    drafted: int
+
+
 @dataclass(frozen=True)
 class DraftPlan:
     """How many tokens are drafted for one request in one step.
@@ -57,11 +70,25 @@ class DraftPlan:
         num_tokens: the maximum number of draft tokens.
         stops: where its chain may end earlier; None: only if the drafter has no proposal.
         trim: how the tokens to verify are chosen; None: all are verified.
+        split: limits for the drafters of a combination; None: there are none.
     """
 
     num_tokens: int
     stops: ChainStops | None = None
     trim: Trim | None = None
+    split: Split | None = None
+
+    @property
+    def drafted(self) -> int:
+        """The maximum number of draft tokens that were not looked up."""
+        return self.num_tokens if self.split is None else self.split.drafted
+
+    def drafting(self, count: int) -> "DraftPlan":
+        """A plan of `count` tokens, in which as much is looked up as in this one."""
+        if self.split is None:
+            return DraftPlan(count)
+        most = max(count, self.split.looked_up)
+        return DraftPlan(most, split=Split(self.split.looked_up, count))
 
 
 @dataclass(frozen=True)
@@ -74,7 +101,7 @@ class ScheduledRequest:
         num_new_tokens: known tokens to compute (a prompt chunk, or the one last token).
         num_draft_tokens: maximum number of draft tokens to verify; 0 unless this step reaches the
             last known token.
-        stops, trim: see `DraftPlan`.
+        stops, trim, split: see `DraftPlan`.
         block_table: the request's KV blocks, covering start + num_new_tokens + num_draft_tokens.
         window_table: the blocks for layers with a sliding window, if those have their own blocks;
             the null block stands for tokens that no row of the step attends to.
@@ -100,6 +127,7 @@ class ScheduledRequest:
     saved: int = -1
     stops: ChainStops | None = None
     trim: Trim | None = None
+    split: Split | None = None
     adapter: int = -1
     rank: int = 0
 
@@ -175,6 +203,7 @@ class Committed:
         num_positions: number of different positions of the draft tokens of a tree, at most its
             depth; None for a chain.
         nodes: of a tree, the numbers of the accepted draft tokens, from 1.
+        looked_up: a combination's draft is from a look-up.
         confidences: the drafter's confidence for each draft token, trimmed ones included; empty if
             the drafter has none, or they are not needed.
         broken: the logits after these tokens are not finite, or all 0: none was sampled from them.
@@ -188,6 +217,7 @@ class Committed:
     broken: bool = False
     confidences: tuple[float, ...] = ()
     nodes: tuple[int, ...] = ()
+    looked_up: bool = False
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,7 @@ class StepLimits:
             cannot end before they are drafted.
         tree_depth: depth of the token trees, which is the maximum number of accepted tokens; None
             if drafts are chains.
+        lookup_passes: see `DrafterLimits`.
         by_priority: requests are served by priority; otherwise in order of arrival.
     """
 
@@ -137,6 +138,7 @@ class StepLimits:
     drafts_at_prefill: bool
     cache_identity: str
     tree_depth: int | None = None
+    lookup_passes: int | None = None
     by_priority: bool = False
     adaptive: bool = False
     cache_bounds_length: bool = False

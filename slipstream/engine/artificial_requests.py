@@ -9,7 +9,7 @@ that the rows of a mixture of experts do not all choose the same experts.
 
 from collections.abc import Sequence
 
-from slipstream.core.batch import Batch, ScheduledRequest, StepReport
+from slipstream.core.batch import Batch, ScheduledRequest, Split, StepReport
 from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.launcher import Launcher
@@ -112,6 +112,7 @@ class ArtificialRequests:
             start=0 if whole else known - 1,
             num_new_tokens=known if whole else 1,
             num_draft_tokens=width,
+            split=None if self._resolved.limits.lookup_passes is None else Split(0, width),
             block_table=_blocks(slot, count, self._resolved.num_blocks),
             admitted=admitted,
             reaches_end=True,

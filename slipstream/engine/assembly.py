@@ -273,8 +273,13 @@ def _costs(
     )
     requests = [count for count in (1, 2, 4, 8, 16, 32, 64, 128, 256) if count < most]
     padded = form.bucket if isinstance(form, CapturedForm) else None
-    sizes, at_once = (*requests, most), resolved.limits.drafts_at_once
-    return KeptCosts(padded, file, sizes, captured_counts(resolved), at_once=at_once)
+    limits = resolved.limits
+    return KeptCosts(
+        *(padded, file, (*requests, most), captured_counts(resolved)),
+        at_once=limits.drafts_at_once,
+        # Captured steps run all passes of the network, whatever was looked up.
+        looks_up=padded is None and limits.lookup_passes is not None,
+    )
 
 
 def make_adapters(

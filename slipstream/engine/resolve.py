@@ -255,6 +255,7 @@ def _step_limits(
         drafts_at_prefill=drafter.drafts_at_prefill,
         cache_identity=drafter.cache_identity,
         tree_depth=drafter.tree_depth,
+        lookup_passes=drafter.lookup_passes,
         drafts_at_once=drafter.parallel,
         adaptive=speculation.adaptive,
         cache_bounds_length=reduced,

@@ -110,6 +110,7 @@ def scheduled(share: RequestShare, blocks: BlockManager, adapter: int) -> Schedu
         reaches_end=share.num_uncomputed == 0,
         stops=share.plan.stops,
         trim=share.plan.trim,
+        split=share.plan.split,
         adapter=adapter,
         rank=blocks.rank_of(name),
     )

@@ -98,6 +98,7 @@ class TrimRates:
 _NUM_COUNTS = 5  # columns of `Outcome.numbers` after what each token has
 _NUM_TIMES = 4  # columns of `Outcome.numbers` after the counts
 _FIRST_ROW, _CACHED = -_NUM_TIMES - 2, -_NUM_TIMES - 1
+_LOOKED_UP = 1 << 32
 _EXPONENT = 0x7F800000  # bits of a float32: all set if it is not finite, none if it is 0
 
 
@@ -122,9 +123,10 @@ class Outcome:
         numbers: [R, 2 (K + 1) + 9] int64, for the host. Columns: the K + 1 token ids of the
             verdict; the bits of the largest logit of the row of each; if the draft has confidences,
             K more columns with their bits, or if it is a tree, at most K with the numbers of the
-            accepted nodes; the numbers of tokens, of accepted tokens and of draft tokens; the first
-            row of the target's pass; how many tokens the drafter has cached; and the times, in
-            nanoseconds, at which the step began, had its draft, had the target's logits, and ended.
+            accepted nodes; the numbers of tokens, of accepted tokens and of draft tokens (plus
+            `_LOOKED_UP`, see `Draft.looked_up`); the first row of the target's pass; how many
+            tokens the drafter has cached; and the times, in nanoseconds, at which the step began,
+            had its draft, had the target's logits, and ended.
         width: K + 1.
         logits: [N, v] float32, the target's raw logits, of the columns that this rank has.
         forward: the target's pass.
@@ -154,7 +156,10 @@ class Outcome:
         cached: [R] int64, tokens that the drafter has cached.
         times: see `numbers`.
         """
-        gains = (verdict.num_tokens, verdict.num_accepted, draft.num_tokens)
+        drafted = draft.num_tokens
+        if draft.looked_up is not None:
+            drafted = drafted + draft.looked_up * _LOOKED_UP
+        gains = (verdict.num_tokens, verdict.num_accepted, drafted)
         counts = (*gains, forward.layout.first_row, cached)
         rows = torch.stack(tuple(times)).expand(len(cached), _NUM_TIMES)
         bits = [_bits(largest)]
@@ -332,6 +337,7 @@ def _committed(
 ) -> Committed:
     """One request's share of `Outcome.numbers`, without times."""
     *places, count, accepted, drafts, _, cached = row
+    looked_up, drafts = divmod(drafts, _LOOKED_UP)
     tokens, bits = places[:count], places[width : width + count]
     positions = None if tree_depth is None else min(drafts, tree_depth)
     # Without a trim all draft tokens were verified.
@@ -350,6 +356,7 @@ def _committed(
         broken=sound < count,
         confidences=_confidences(more[:known]) if tree_depth is None else (),
         nodes=() if tree_depth is None else tuple(more[:accepted]),
+        looked_up=bool(looked_up),
     )
 
 

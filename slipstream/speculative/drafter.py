@@ -51,6 +51,7 @@ class Draft:
         confidences: [R, K] float32, the largest probability of the drafter's distribution at each
             position, NaN if a position has none. None: the drafter has none, or they are not used.
         shares: `probs` has only this rank's columns.
+        looked_up: [R] bool, of a combination, the draft is from a look-up; None: of others.
     """
 
     token_ids: Tensor
@@ -63,6 +64,7 @@ class Draft:
     certain: Tensor | None = None
     confidences: Tensor | None = None
     shares: bool = False
+    looked_up: Tensor | None = None
 
     def chances(self, columns: Columns) -> Tensor | None:
         """[R, K], the q of each token, undefined for one-hot drafts; None: all drafts are one-hot.
@@ -102,6 +104,7 @@ class Draft:
             probs=None if self.probs is None else self.probs[:requests],
             confidences=None if self.confidences is None else self.confidences[:requests],
             tree=None if self.tree is None else self.tree.first(requests),
+            looked_up=None if self.looked_up is None else self.looked_up[:requests],
         )
 
     @staticmethod
@@ -136,6 +139,8 @@ class DrafterLimits:
         may_skip_steps: it need not be called in every step: it catches up when it drafts again, if
             batches are exact.
         tree_depth: the depth of its token trees; None: it drafts chains.
+        lookup_passes: of a combination in which look-ups precede another drafter, passes of that
+            in an exact step for a request whose draft was looked up; None: of others.
     """
 
     max_speculative_tokens: int | None = None
@@ -148,6 +153,7 @@ class DrafterLimits:
     is_lookup: bool = False
     may_skip_steps: bool = False
     tree_depth: int | None = None
+    lookup_passes: int | None = None
 
     def draft_rows(self, num_speculative_tokens: int) -> int:
         """Maximum number of rows of a request in the pass of a parallel drafter: the tokens of a

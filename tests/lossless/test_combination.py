@@ -1,5 +1,8 @@
 """Several drafters in one step: each guesses as it would alone, whoever guessed before."""
 
+import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,10 +10,13 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams, UsageError
+from slipstream.core.batch import DraftPlan, Split, StepReport
+from slipstream.engine.draft_policy import Candidate
 from slipstream.kernels.columns import ALL_COLUMNS
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.speculative.combination.drafter import CombinedDrafter, _completed
 from slipstream.speculative.drafter import Draft, Drafter
+from tests.draft_traffic import learn_costs_while_running
 from tests.last_hidden_checkpoints import medusa_for
 from tests.padded_steps import use_padded_steps
 
@@ -136,6 +142,43 @@ def test_a_drafter_that_was_passed_over_guesses_as_though_it_had_not(
             assert expected[: len(guess)] == guess[: len(expected)]
             compared += 1
     assert compared > 3
+
+
+@pytest.mark.parametrize(
+    ("first", "name"), [("ngram", "draft_model"), ("suffix", "pard"), ("ngram", "eagle3")]
+)
+@STEPS
+def test_the_policy_says_how_much_each_drafts(
+    padded: bool, name: str, first: str, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = tokens(models.llm(None).generate(PROMPTS, GREEDY))
+    if padded:
+        use_padded_steps(monkeypatch)
+    learn_costs_while_running(monkeypatch)
+    drafters = [LOOKUPS[first], models.options[name]]
+    llm = models.llm({"drafters": drafters, "num_speculative_tokens": "auto"})
+    policy, noise, by = llm.engine.scheduler.policy, random.Random(2), Counter[bool]()
+
+    def plan(asked: Sequence[Candidate]) -> list[DraftPlan]:
+        splits = [Split(*(noise.choice((0, 1, 2, 4)) for _ in range(2))) for _ in asked]
+        pairs = zip(asked, splits, strict=True)
+        return [DraftPlan(min(it.most, max(split)), split=split) for it, split in pairs]
+
+    def observe(report: StepReport) -> None:
+        for item, gain in zip(report.batch.requests, report.committed, strict=True):
+            if item.split is None or not gain.num_draft_tokens:
+                assert not item.num_draft_tokens or item.split
+                continue
+            by[gain.looked_up] += 1
+            reads_along = 1  # the draft of a network that reads along is used
+            most = item.split[0] if gain.looked_up else max(item.split[1], reads_along)
+            assert gain.num_draft_tokens <= most
+
+    monkeypatch.setattr(policy, "plan", plan)
+    monkeypatch.setattr(policy, "observe", observe)
+    assert tokens(llm.generate(PROMPTS, GREEDY)) == plain
+    assert by[True] > 5
+    assert by[False] > 5
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -348,6 +348,15 @@ def _was_stopped(item: ScheduledRequest, gain: Committed) -> bool:
     return has_ended and (bool(gain.confidences) or not gain.num_draft_tokens)
 
 
+def chain_gains(chances: Sequence[Sequence[float]], bounds: Sequence[int]) -> list[list[float]]:
+    """[requests, positions] the survival of each draft token; 0 beyond a request's bound."""
+    gains = [[*accumulate(row, mul)] for row in chances]
+    for row, bound in zip(gains, bounds, strict=True):
+        if bound < len(row):
+            row[bound:] = [0.0] * (len(row) - bound)
+    return gains
+
+
 def survivals(chances: Iterable[float], most: int) -> list[float]:
     """The probability that a token and all before it are accepted, for `most` positions."""
     return list(accumulate(islice(chances, max(0, most)), mul))

@@ -152,10 +152,11 @@ class CostTable:
         full = self._requests * width
         return max(self.least, self.targets(full, width)[full] + self._drafts(width)[-1])
 
-    def margins(self, width: int) -> tuple[float, float]:
-        """The seconds that one more row of a single request takes, near this width, and one more
-        pass of the drafter, on average up to this width, as a single one may be far off."""
-        low, high, most = max(0, width - 1), width + 1, max(2, width)
+    def margins(self, units: int, width: int) -> tuple[float, float]:
+        """The seconds that one more unit of rows takes in exact steps, near so many units, and one
+        more pass of the drafter for all requests, on average up to this width, as a single one may
+        be far off."""
+        low, high, most = max(0, units - 1), units + 1, max(2, width)
         targets = self.targets(high, width)
         drafting = self._drafts(most)[-1] - self._drafts(1)[-1]
         return (targets[high] - targets[low]) / (high - low), drafting / (most - 1)

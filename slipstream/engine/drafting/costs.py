@@ -48,10 +48,16 @@ class CostModel:
         padded: the number of requests that a captured step of a given number is padded to; None:
             steps are not captured.
         at_once: see `StepLimits.drafts_at_once`.
+        looks_up: drafters are combined, so that drafts may be looked up.
     """
 
-    def __init__(self, padded: Callable[[int], int] | None = None, at_once: bool = False) -> None:
-        self._padded, self._at_once = padded, at_once
+    def __init__(
+        self,
+        padded: Callable[[int], int] | None = None,
+        at_once: bool = False,
+        looks_up: bool = False,
+    ) -> None:
+        self._padded, self._at_once, self._looks_up = padded, at_once, looks_up
         self._rows, self._rest, self._drafting = Table(), Table(), Grid()  # f, h and d
         self._added_rest, self._host = Table(), Table()  # g and b
         self._num_learnt = 0
@@ -88,7 +94,7 @@ class CostModel:
     def report_seconds(self, report: StepReport) -> tuple[float, float]:
         """Predicted seconds of a decode step that has been run, and of the same without drafts."""
         requests, context = len(report.batch.requests), context_of(report)
-        counts = drafting_counts(report, self._padded, self._at_once)
+        counts = drafting_counts(report, self._padded, self._at_once, self._looks_up)
         least = max(LEAST, self.host_seconds(requests))
         plain = max(least, self.target_seconds(requests, requests, context))
         if not counts:
@@ -248,6 +254,8 @@ class CostModel:
         self._num_learnt += 1
         seconds = times.target + times.verify
         slowness = self._learn_target(requests, report.num_rows, context, seconds)
+        if self._looks_up and any([gain.looked_up for gain in report.committed]):
+            return  # how many passes the network ran for them is not known
         draft, host = times.draft / slowness, times.host / slowness
         if host:
             self._update(self._host.knot(requests), host, host)
@@ -362,7 +370,7 @@ class CostModel:
         Raises:
             KeyError, TypeError, ValueError, OverflowError: the data is not of that form.
         """
-        restored = CostModel(self._padded, self._at_once)
+        restored = CostModel(self._padded, self._at_once, self._looks_up)
         restored._fill(state)
         self._fill(state)
         self._restored = restored

@@ -73,7 +73,7 @@ class KeptCosts(CostModel):
     """A cost model that is restored from its file, and saved when it has changed.
 
     Args:
-        padded, at_once: see `CostModel`.
+        padded, at_once, looks_up: see `CostModel`.
         requests, drafts: the sizes of the steps in `rows`, by which changes are noticed.
         now: a clock, in seconds.
     """
@@ -86,8 +86,9 @@ class KeptCosts(CostModel):
         drafts: Sequence[int],
         now: Callable[[], float] = monotonic,
         at_once: bool = False,
+        looks_up: bool = False,
     ) -> None:
-        super().__init__(padded, at_once)
+        super().__init__(padded, at_once, looks_up)
         self._file, self._requests, self._widths, self._now = file, requests, drafts, now
         self._kept: list[CostRow] = []
         self._asked, self._steps = 0.0, 0

@@ -3,7 +3,7 @@
 The results of earlier steps give estimates of the probability that draft tokens are accepted
 (acceptance.py) and of the time that steps take (costs.py). From these choice.py finds the best
 number of draft tokens for each request. A request that drafts fewer than it could is probed with
-more now and then (probes.py).
+more now and then (probes.py). Combined drafters are chosen between (lookups.py).
 
 Why the output keeps the target's distribution. For every number of draft tokens, the tokens of a
 step have the target's distribution given the tokens before them (Leviathan et al. 2023, theorem 1),
@@ -20,17 +20,17 @@ these more often than the target does.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
 from math import log2
-from operator import attrgetter, mul
+from operator import attrgetter
 from typing import Protocol
 
 from slipstream.core.batch import FACTOR_PARTS, ChainStops, DraftPlan, StepReport, Trim
 from slipstream.core.request import Request
 from slipstream.core.step_form import StepForm, StepLimits
 from slipstream.engine.draft_policy import Candidate
-from slipstream.engine.drafting.acceptance import Acceptance, History, survivals
-from slipstream.engine.drafting.choice import Choice, CostTable, Gains, StepCosts, choose
+from slipstream.engine.drafting.acceptance import Acceptance, History, chain_gains, survivals
+from slipstream.engine.drafting.choice import Choice, CostTable, StepCosts, choose
+from slipstream.engine.drafting.lookups import Lookups
 from slipstream.engine.drafting.pace import Pace
 from slipstream.engine.drafting.probes import Probes, Sizes
 from slipstream.engine.drafting.sizes import chosen_widths, tree_sizes
@@ -89,6 +89,8 @@ class AdaptivePolicy:
         # Plans that name just a number of tokens.
         self._simple = tuple(map(DraftPlan, range(self._most + 1)))
         self._pace = Pace()
+        passes = limits.lookup_passes
+        self._lookups = None if passes is None else Lookups(self._most, passes)
         self._probes = Probes(self.acceptance, self._most, self._choices, form.ends_chains)
 
     @property
@@ -115,9 +117,11 @@ class AdaptivePolicy:
             self._replan(requests, candidates)
         elif self._left <= 0:
             self._choose(requests, candidates)
-        plans = self._plans
+        plans: Sequence[DraftPlan] = self._plans
         if self._probes.plain_is_due(self._longest > 0):
             return [self._simple[0]] * len(plans)
+        if self._lookups is not None:
+            plans = self._lookups.tried(candidates, plans)
         if self._probes.is_due():
             plans = self._probes.plans(candidates, plans)
         if min(map(_MOST, candidates)) < self._longest:
@@ -127,6 +131,8 @@ class AdaptivePolicy:
     def observe(self, report: StepReport) -> None:
         if self._pace.is_due(report):
             self._costs.observe(report)
+        if self._lookups is not None:
+            self._lookups.observe(report)
         results = self.acceptance.observe(report)
         off = abs(self.acceptance.latest - self._expected)
         seconds = report.times.device + report.times.rest
@@ -190,7 +196,7 @@ class AdaptivePolicy:
         if self._sizes:
             table, trees = self._choose_size(found, bounds, context, least_gain)
         else:
-            self._choice = choose(_of_chains(found, bounds), self._choices, table, least_gain)
+            self._choice = choose(chain_gains(found, bounds), self._choices, table, least_gain)
         choice, self._unit = self._choice, table.unit
         self._requests, self._known = requests, {}
         self._expected = choice.tokens / size - 1
@@ -205,8 +211,10 @@ class AdaptivePolicy:
             self._plans = [self._simple[min(it, table.unit) * taken] for it, taken in pairs_taken]
         else:
             self._plans = self._exact_plans(histories, bounds, table)
-        self._longest = max([plan.num_tokens for plan in self._plans])
         self._probes.follow(choice, self._plans, bounds, table, trees)
+        if self._lookups is not None:
+            self._plans = self._lookups.split(requests, self._plans, bounds, choice, table)
+        self._longest = max([plan.num_tokens for plan in self._plans])
 
     def _choose_size(
         self,
@@ -264,7 +272,7 @@ class AdaptivePolicy:
         """The least survival with which one more token of a single chain is worth its draft pass
         and its row, and with which it is worth its row alone: their costs, measured in tokens."""
         speed = self._choice.speed
-        row, further = table.margins(self._choice.width)
+        row, further = table.margins(self._choice.width, self._choice.width)
         return _bounded(speed * (row + further)), _bounded(speed * row)
 
     def _table(self, requests: int, context: int, unit: int) -> CostTable:
@@ -278,15 +286,6 @@ class AdaptivePolicy:
             found = CostTable(self._costs, self._form, requests, context, unit)
             self._tables[key] = found
         return found
-
-
-def _of_chains(chances: Sequence[Sequence[float]], bounds: Sequence[int]) -> Gains:
-    """[requests, positions] the survival of each draft token; 0 beyond a request's bound."""
-    gains = [[*accumulate(row, mul)] for row in chances]
-    for row, bound in zip(gains, bounds, strict=True):
-        if bound < len(row):
-            row[bound:] = [0.0] * (len(row) - bound)
-    return gains
 
 
 def _cut(plan: DraftPlan, most: int) -> DraftPlan:

@@ -142,7 +142,7 @@ class Probes:
         if trees is not None and self._exact:
             self._room = self._unit
         pairs = zip(plans, bounds, strict=True)
-        short = [plan.num_tokens // self._unit for plan, it in pairs if self._is_short(plan, it)]
+        short = [plan.drafted // self._unit for plan, it in pairs if self._is_short(plan, it)]
         if short:
             self.next = self._for_some(short, table)
             if trees is not None:
@@ -195,7 +195,7 @@ class Probes:
 
     def _is_short(self, plan: DraftPlan, bound: int) -> bool:
         """Whether a request could draft more without a change for the others."""
-        count = plan.num_tokens
+        count = plan.drafted
         return count < bound and count < self._room and not (plan.stops or plan.trim)
 
     def plans(
@@ -208,15 +208,15 @@ class Probes:
         self._rests = 2 + len(plans) // 4
         short: list[tuple[bool, int, int, int]] = []
         for index, it in enumerate(candidates):
-            history, count = acceptance.of(it.request), plans[index].num_tokens
+            history, count = acceptance.of(it.request), plans[index].drafted
             bound = min(it.most, it.request.num_speculative_tokens, self._most)
             if width:
                 history.probed = self.next.place
-                plans[index] = DraftPlan(min(width, bound))
+                plans[index] = plans[index].drafting(min(width, bound))
             elif self._is_short(plans[index], bound):
                 short.append((count > 0, history.probed_at, index, min(count + unit, bound)))
         for _, _, index, count in sorted(short)[: self.next.requests]:
             history = acceptance.of(candidates[index].request)
             history.probed, history.probed_at = self.next.place or count, acceptance.num_steps
-            plans[index] = DraftPlan(count)
+            plans[index] = plans[index].drafting(count)
         return plans

@@ -17,18 +17,21 @@ def context_of(report: StepReport) -> int:
 
 
 def drafting_counts(
-    report: StepReport, padded: Callable[[int], int] | None, at_once: bool
+    report: StepReport, padded: Callable[[int], int] | None, at_once: bool, looks_up: bool = False
 ) -> tuple[int, ...]:
     """How many requests drafted a token at each position, from the first.
 
     Args:
-        padded, at_once: see `CostModel`.
+        padded, at_once, looks_up: see `CostModel`.
     """
     items = report.batch.requests
     if padded is not None:
         most: int = max(map(_NUM_DRAFTS, items))
         return (padded(len(items)),) * most
     drafted: list[int] = list(map(_NUM_DRAFTS, items if at_once else report.committed))
+    if looks_up:
+        pairs = zip(drafted, report.committed, strict=True)
+        drafted = [0 if gain.looked_up else count for count, gain in pairs]
     most = max(drafted)
     if most == min(drafted):
         return (len(items),) * most

@@ -6,6 +6,9 @@ All but the last look up matches (`ngram`, `suffix`, `custom`), and draft nothin
 that is long enough; the last drafts for all other requests. The drafts form one padded tensor, and
 each request is verified with the q of the drafter that drafted for it.
 
+If K is "auto", the policy limits for each request how much is looked up, and how much is drafted if
+nothing was found (`Split`).
+
 If another's draft is used, a drafter with a network still reads along: in the same step it computes
 the tokens that it lacks, in one pass instead of K, so it is never more than K + 1 tokens behind. In
 captured steps that costs nothing in addition to the passes for other requests. On exact batches, a
@@ -22,9 +25,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.core.batch import Batch
+from slipstream.core.batch import Batch, Split
 from slipstream.core.errors import UsageError, counted
 from slipstream.core.request import Request
+from slipstream.kernels.devices import upload
 from slipstream.runner.device_batch import DeviceBatch, Guesses
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward
@@ -47,6 +51,7 @@ from slipstream.speculative.options import Options, TargetModel
 
 # For lookups that precede another drafter: after shorter matches a draft model is better.
 DEFAULT_MIN_MATCH = 8
+_NO_LIMITS = Split(1 << 20, 1 << 20)
 MOST_BEHIND = 64  # tokens that a drafter may lack before it reads along
 
 
@@ -175,6 +180,7 @@ def _combine(loaded: Sequence[LoadedDrafter], counts: Sequence[int]) -> LoadedDr
             on_device=all(it.on_device for it in limits),
             keeps_probabilities=last.limits.keeps_probabilities,
             is_lookup=last.limits.is_lookup,
+            lookup_passes=None if last.limits.is_lookup else int(not last.limits.may_skip_steps),
         ),
         needs=last.needs,
         layout=last.layout,
@@ -210,8 +216,12 @@ class CombinedDrafter(Drafter):
         self._on_host = [member for member in members if not member.limits.on_device]
         self._on_device = [member for member in members if member.limits.on_device]
         self._leaves_out = members[-1].limits.may_skip_steps and not captured
+        # What each slot is limited to: by `_splits`, as a tensor [2, num_slots] on the device.
+        self._splits = [_NO_LIMITS] * state.num_slots
+        self._limits = torch.full((2, state.num_slots), max(_NO_LIMITS), device=state.device)
 
     def prepare(self, batch: Batch) -> Guesses | None:
+        self._set_limits(batch)
         for member in self._on_device:
             # All get the whole batch, as requests may get tokens whichever drafter drafts.
             member.drafter.prepare(batch)
@@ -227,17 +237,32 @@ class CombinedDrafter(Drafter):
             return found
         return [guess or None for guess in found]
 
+    def _set_limits(self, batch: Batch) -> None:
+        splits = {item.request.slot: item.split or _NO_LIMITS for item in batch.requests}
+        changed = [slot for slot, split in splits.items() if split != self._splits[slot]]
+        if changed:
+            found = [splits[slot] for slot in changed]
+            slots, *limits = upload(
+                [changed, *map(list, zip(*found, strict=True))], self._state.device
+            )
+            self._limits.index_copy_(1, slots, torch.stack(limits))
+            for slot in changed:
+                self._splits[slot] = splits[slot]
+
     def propose(self, batch: DeviceBatch) -> Draft:
         # The buffer of a drafter that reads features has `count` + 1 rows. A token that is computed
         # again takes one of them, so there may be one draft token less.
         most = self._count - batch.rereads
         batch = replace(batch, num_draft_tokens=torch.minimum(batch.num_draft_tokens, most))
-        draft = _host_draft(batch)
+        draft, looked_up = _host_draft(batch), torch.zeros_like(batch.at_end)
         for member in self._on_device:
-            asked = self._member_batch(member, batch, draft.num_tokens > 0)
+            taken = draft.num_tokens > 0
+            if not member.limits.is_lookup:
+                looked_up = taken
+            asked = self._member_batch(member, batch, taken)
             if asked.width:
                 draft = _completed(draft, member.drafter.propose(asked))
-        return draft
+        return replace(draft, looked_up=looked_up)
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         for member in self._members:
@@ -258,6 +283,7 @@ class CombinedDrafter(Drafter):
         """The batch with the numbers that a member is to draft: 0 for requests that have a draft
         (`taken`), but 1 if it has to read along."""
         known = self._state.num_tokens[batch.slots]
+        most = self._limits[0 if member.limits.is_lookup else 1, batch.slots]
         wanted = batch.num_draft_tokens.clamp_max(member.count)
         if member.limits.max_model_len is not None:
             wanted = torch.minimum(wanted, (member.limits.max_model_len - known).clamp_min(0))
@@ -265,16 +291,17 @@ class CombinedDrafter(Drafter):
         if reads_along and batch.exact and self._leaves_out:
             missing = known - member.drafter.cached_tokens(batch.slots)
             reads_along = (missing > MOST_BEHIND).to(torch.int64)
-        wanted = torch.where(taken, wanted.clamp_max(reads_along), wanted)
+        least = wanted.clamp_max(reads_along)
+        wanted = torch.where(taken, least, torch.maximum(torch.minimum(wanted, most), least))
         return batch.asking_for(wanted, min(batch.width, member.count))
 
 
 def _view(batch: Batch, found: Sequence[Sequence[int]], count: int) -> Batch:
     """The batch for a drafter of `count` tokens, which drafts for requests without a draft."""
-    items = [
-        replace(item, num_draft_tokens=0 if guess else min(item.num_draft_tokens, count))
-        for item, guess in zip(batch.requests, found, strict=True)
-    ]
+    items = []
+    for item, guess in zip(batch.requests, found, strict=True):
+        most = min(item.num_draft_tokens, count, (item.split or _NO_LIMITS).looked_up)
+        items.append(replace(item, num_draft_tokens=0 if guess else most))
     return replace(batch, requests=tuple(items))
 
 
