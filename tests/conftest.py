@@ -106,6 +106,17 @@ def _no_step_fails(
         raise AssertionError("a step failed, and was run again") from hidden_failures[0]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _fixed_numbers() -> Iterator[None]:
+    """Engines draft a fixed number of tokens unless a test says otherwise, so that they measure
+    nothing when they start, and tests can count their steps."""
+    from slipstream.speculative import loading
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "_usual_number", lambda options: None)
+        yield
+
+
 @pytest.fixture
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Networks are served by the reference column, whose weights can be looked at."""

@@ -11,7 +11,6 @@ from slipstream.core.flags import flag, given_flags, parse_object
 from slipstream.core.paths import user_path
 
 DEMO, DEMO_DRAFT = "demo", "demo/draft"
-_DEMO_TOKENS = 4
 AUTO = "auto"  # a number of draft tokens
 
 
@@ -39,8 +38,7 @@ class DrafterFlags:
     )
     num_speculative_tokens: int | str | None = flag(
         None,
-        "Maximum draft tokens per step, or auto: as many as are worth it, step by step. [auto for "
-        "servers, else 4]",
+        "Maximum draft tokens per step, or auto: as many as are worth it, step by step. [auto]",
         metavar="<int|auto>",
         parse=_parse_count,
         also=("-k", "--spec-tokens"),
@@ -64,15 +62,12 @@ class DrafterFlags:
     )
     no_speculation: bool = flag(False, "Decode without a drafter, for comparison.")
 
-    def apply(self, engine: EngineConfig, usual: str | None = None) -> EngineConfig:
-        """The engine's options with this drafter; `usual`: see `config`."""
-        return replace(engine, speculative_config=self.config(engine.model, usual))
+    def apply(self, engine: EngineConfig) -> EngineConfig:
+        """The engine's options with this drafter."""
+        return replace(engine, speculative_config=self.config(engine.model))
 
-    def config(self, model: str, usual: str | None = None) -> dict[str, Any] | None:
+    def config(self, model: str) -> dict[str, Any] | None:
         """The engine's `speculative_config`; None is plain decoding.
-
-        Args:
-            usual: the number of draft tokens if no flag has one; None: as the drafter proposes.
 
         Raises:
             UsageError: flags that contradict each other, or JSON that is no object.
@@ -90,10 +85,6 @@ class DrafterFlags:
             return None
         if self.num_speculative_tokens is not None:
             config["num_speculative_tokens"] = self.num_speculative_tokens
-        elif usual is not None and (config or user_path(model).is_dir()):
-            config["num_speculative_tokens"] = usual
-        elif config.get("model") == DEMO_DRAFT:
-            config["num_speculative_tokens"] = _DEMO_TOKENS
         if self.drafter_quantization is not None:
             config["quantization"] = self.drafter_quantization
         return config or None

@@ -34,7 +34,7 @@ def show_costs(engine: EngineConfig, flags: DrafterFlags, as_json: bool) -> None
     model = engine.model
     if flags.no_speculation:
         raise UsageError("--costs compares plain steps with drafts; leave out --no-speculation")
-    given = {"num_speculative_tokens": AUTO, **(flags.config(model, AUTO) or {"method": LOOKUP})}
+    given = {"num_speculative_tokens": AUTO, **(flags.config(model) or {"method": LOOKUP})}
     options = {**given, "num_speculative_tokens": AUTO}  # with a fixed number none are measured
     config = replace(engine, speculative_config=options, skip_tokenizer_init=True)
     loaded = open_llm(config, verbose=False)[0].engine

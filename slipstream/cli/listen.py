@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.cli.drafter_flags import AUTO, DrafterFlags
+from slipstream.cli.drafter_flags import DrafterFlags
 from slipstream.cli.prompts import make_folder, read_template
 from slipstream.cli.terminal import QUIET_STYLE, stderr_console
 from slipstream.core.config import EngineConfig
@@ -38,7 +38,7 @@ class ServingFlags:
             UsageError: flags that are not valid or contradict each other.
             MissingPackagesError: what the server needs is not installed.
         """
-        config, server = self.drafter.apply(self.engine, AUTO).warmed_up(), self.server
+        config, server = self.drafter.apply(self.engine).warmed_up(), self.server
         _refuse_synthetic(config, server.allow_synthetic)
         try:
             import slipstream.serve.run  # noqa: F401  it imports all packages

@@ -182,7 +182,8 @@ def resolve(
     if why:
         reasons.add("max_num_batched_tokens", rows, why)
     captures = captures_graphs(device, bool(config.enforce_eager) or speculation.enforce_eager)
-    count = _num_drafts(speculation, longest)
+    speculation = _fitting(speculation, longest)
+    count = speculation.num_speculative_tokens
     step = StepSizes(
         network=shape,
         itemsize=dtype.itemsize,
@@ -273,16 +274,19 @@ def _require_chains(shape: DecoderConfig, layout: CacheLayout, speculation: Spec
         )
 
 
-def _num_drafts(speculation: Speculation, max_model_len: int) -> int:
-    """K; UsageError if one token and K draft tokens do not fit into a text."""
+def _fitting(speculation: Speculation, max_model_len: int) -> Speculation:
+    """One token and K draft tokens have to fit into a text: UsageError if a given K is too large,
+    and a smaller one if the engine chooses."""
     count = speculation.num_speculative_tokens
     is_chain = speculation.drafter.limits.tree_depth is None  # trees are cut at the last position
     if is_chain and count >= max_model_len:
+        if speculation.adaptive and max_model_len > 1:
+            return replace(speculation, num_speculative_tokens=max_model_len - 1)
         raise UsageError(
             f"num_speculative_tokens={count} does not fit max_model_len={max_model_len}; use at "
             f"most {max_model_len - 1}"
         )
-    return count
+    return speculation
 
 
 def _require_width(speculation: Speculation) -> None:

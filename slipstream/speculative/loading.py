@@ -113,10 +113,15 @@ class ChosenDrafter:
             member.require_ranks(num_ranks, random)
 
 
-def choose(options: Options) -> ChosenDrafter:
-    """Take the method and its options; UsageError for an unknown method or value."""
+def choose(options: Options, usual: str | None = None) -> ChosenDrafter:
+    """Take the method and its options; UsageError for an unknown method or value.
+
+    Args:
+        usual: `num_speculative_tokens` if it is not given.
+    """
     kind, num_tokens = _find(options)
     method = _method(options, kind)
+    options.fill("num_speculative_tokens", usual)
     adaptive = options.peek("num_speculative_tokens") == AUTO
     if adaptive:
         options.take("num_speculative_tokens")
@@ -173,7 +178,7 @@ def _read(
         return None
     options = Options(config)
     tree = read_tree(options)
-    choice = choose(options)
+    choice = choose(options, _usual_number(options))
     count = choice.given
     if count is None or (choice.adaptive and tree is not None):
         count = choice.proposed or DEFAULT_NUM_SPECULATIVE_TOKENS
@@ -189,6 +194,15 @@ def _read(
         require_count(tree, count)
     how = choice.adaptive, verification, rates, eager
     return choice, tree, Speculation(choice.name, count, PLAIN_DECODING, *how)
+
+
+def _usual_number(options: Options) -> str | None:
+    """AUTO, unless other options are about a fixed number of draft tokens."""
+    members = options.peek("drafters")
+    for member in members if isinstance(members, list | tuple) else ():
+        if isinstance(member, Mapping) and member.get("num_speculative_tokens") is not None:
+            return None
+    return None if options.peek("rejection_sample_method") == "synthetic" else AUTO
 
 
 def require_ranks(config: Mapping[str, Any] | None, num_ranks: int, random: bool) -> None:

@@ -17,7 +17,7 @@ from slipstream.engine.llm import LLM
 from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import FakeLLM
 
-DEMO_DRAFT = {"model": "demo/draft", "num_speculative_tokens": 4}
+DEMO_DRAFT = {"model": "demo/draft"}
 
 
 def options_of(fake_llm: type[FakeLLM]) -> dict[str, object]:
@@ -192,7 +192,7 @@ def test_the_line_of_the_draft_model_pull_request(
         ),
         (
             "--drafter-quantization fp8",
-            {"model": "demo/draft", "num_speculative_tokens": 4, "quantization": "fp8"},
+            {"model": "demo/draft", "quantization": "fp8"},
         ),
         ("--speculative-config null", None),
         (

@@ -18,7 +18,7 @@ from tests.cli.conftest import CommandLine
 from tests.cli.fake_llm import ByteTokenizer, FakeLLM
 from tests.cli.started import Started
 
-DEMO_DRAFT = {"model": "demo/draft", "num_speculative_tokens": "auto"}
+DEMO_DRAFT = {"model": "demo/draft"}
 
 
 def test_nothing_given_is_the_demo_on_loopback(slipstream: CommandLine, started: Started) -> None:
@@ -50,16 +50,6 @@ def test_a_server_need_not_warm_up(slipstream: CommandLine, started: Started) ->
     assert slipstream("serve", "--port", "0", "--no-warm-up").code == 0
     ((config, _, _),) = started.calls
     assert config.warm_up is False
-
-
-def test_a_drafter_that_names_its_target_drafts_what_pays(
-    slipstream: CommandLine, started: Started, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text('{"speculators_model_type": "eagle3"}')
-    ran = slipstream("serve", str(tmp_path), "--port", "0")
-    assert ran.code == 0, ran.err
-    ((config, _, _),) = started.calls
-    assert config.speculative_config == {"num_speculative_tokens": "auto"}
 
 
 def test_a_gguf_file_is_served_by_what_it_is_called(

@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "medusa": {},
     "uneven_combination": {},
     "dflash": {},
-    "eagle in a static tree": {"num_speculative_tokens": None, **TREES["static"]},
+    "eagle in a static tree": {"num_speculative_tokens": 10, **TREES["static"]},
 }
 REST: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("subset", "pard", "mlp_speculator", "ngram", "custom", "eagle")},

@@ -51,7 +51,7 @@ DRAFTERS: dict[str, Any] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "eagle3": {"model": "eagle3"},
     "mtp": {"method": "mtp"},
-    "tree": {"model": "eagle3", **TREES["static"]},
+    "tree": {"model": "eagle3", "num_speculative_tokens": 10, **TREES["static"]},
 }
 Models = dict[str, str]
 

@@ -12,8 +12,10 @@ from slipstream import LLM, CheckpointError, SamplingParams, UsageError
 from slipstream.layers.parameters import WHOLE
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
+from slipstream.speculative import loading
 from slipstream.speculative.draft_model import drafter as draft_model
 from slipstream.speculative.draft_model.vocabularies import require_same_vocabulary
+from slipstream.speculative.loading import _usual_number
 from tests.checkpoints import write_qwen3
 from tests.draft_traffic import learn_costs_while_running
 from tests.last_hidden_checkpoints import medusa_for
@@ -156,7 +158,9 @@ def test_large_drafts_are_shared_where_ranks_reach_each_others_memory(
         ({"method": "medusa", "model": "MEDUSA"}, 3),
     ],
 )
+@pytest.mark.parametrize("given", [{"num_speculative_tokens": "auto"}, {}], ids=["auto", "none"])
 def test_auto_drafts_no_more_than_the_drafter_can(
+    given: dict[str, Any],
     config: dict[str, Any],
     most: int,
     tiny_target: str,
@@ -164,11 +168,43 @@ def test_auto_drafts_no_more_than_the_drafter_can(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     learn_costs_while_running(monkeypatch)
-    text = json.dumps({**config, "num_speculative_tokens": "auto"}).replace("DRAFT", tiny_draft)
+    monkeypatch.setattr(loading, "_usual_number", _usual_number)  # tests have another
+    text = json.dumps({**config, **given}).replace("DRAFT", tiny_draft)
     medusa = medusa_for(tiny_target, heads=3)
     llm = make(tiny_target, json.loads(text.replace("MEDUSA", medusa)))
     assert llm.engine.resolved.drafts == f"auto (up to {most})"
     assert llm.engine.resolved.limits.num_speculative_tokens == most
+
+
+def test_auto_fits_into_short_texts(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    learn_costs_while_running(monkeypatch)
+    auto = {"method": "ngram", "num_speculative_tokens": "auto"}
+    llm = LLM(tiny_target, speculative_config=auto, skip_tokenizer_init=True, max_model_len=6)
+    assert llm.engine.resolved.limits.num_speculative_tokens == 5
+    output = llm.generate({"prompt_token_ids": [1, 2]}, SamplingParams(ignore_eos=True))[0]
+    assert len(output.outputs[0].token_ids) == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        ({"model": "DRAFT", "num_speculative_tokens": 3}, 3),
+        ({"drafters": [{"method": "ngram", "num_speculative_tokens": 6}, {"model": "DRAFT"}]}, 6),
+        ({"model": "DRAFT", "rejection_sample_method": "synthetic",
+          "synthetic_acceptance_rates": [0.5] * 4}, 4),
+    ],
+)  # fmt: skip
+def test_a_number_stays_fixed_where_something_tells_it(
+    config: dict[str, Any],
+    count: int,
+    tiny_target: str,
+    tiny_draft: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loading, "_usual_number", _usual_number)  # tests have another
+    llm = make(tiny_target, json.loads(json.dumps(config).replace("DRAFT", tiny_draft)))
+    assert not llm.engine.resolved.adaptive
+    assert llm.engine.resolved.limits.num_speculative_tokens == count
 
 
 def test_k_of_zero_is_plain_decoding(tiny_target: str) -> None:
