@@ -47,7 +47,7 @@ class CellResult(Cell):
         per_position: for each position i, the share of drafts whose i-th token was accepted.
         without_drafts: share of steps without a draft.
         steps_by_draft_tokens: how many steps of requests had 0, 1, ... draft tokens.
-        estimated_speedup: over plain decoding, by the engine; None unless K is AUTO.
+        estimated_speedup: over plain decoding, by the engine; None where it drafts nothing.
         refused_drafting_seconds: time spent drafting tokens that were refused.
         tokens_per_second: output tokens over the wall time of the whole workload.
         iteration_ms: mean time of a step, prompt chunks included.

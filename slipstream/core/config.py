@@ -244,7 +244,8 @@ class EngineConfig:
     warm_up: bool | None = rare_flag(
         None,
         "Run steps of all kinds while loading, so that no request waits until kernels of a GPU are "
-        "compiled. [serve, deploy, bench throughput, sweep and advise: yes; others: no]",
+        "compiled, and measure steps with a drafter. [serve, deploy, bench throughput, sweep and "
+        "advise: yes; others: no]",
     )
     async_scheduling: bool | None = rare_flag(
         None, "Accepted for compatibility; --verbose tells its effect."

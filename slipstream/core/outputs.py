@@ -157,7 +157,7 @@ class RequestMetrics:
     @property
     def estimated_speedup(self) -> float | None:
         """Estimated speed relative to plain decoding; None if the costs of steps are not known.
-        Only `num_speculative_tokens="auto"` measures them."""
+        They are measured for `num_speculative_tokens="auto"`, and by engines that warm up."""
         return self.plain_seconds / self.decode_seconds if self.decode_seconds > 0 else None
 
     @property

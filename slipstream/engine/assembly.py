@@ -19,6 +19,7 @@ from slipstream.engine.adapters import Adapters, OtherRanks
 from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
 from slipstream.engine.drafting.calibration import calibrate
 from slipstream.engine.drafting.kept_costs import CostFile, KeptCosts
+from slipstream.engine.drafting.pace import paced
 from slipstream.engine.drafting.policy import AdaptivePolicy
 from slipstream.engine.drafting.sizes import captured_widths
 from slipstream.engine.engine import Engine
@@ -216,7 +217,7 @@ def run_first_steps(
     """
     if config.warm_up and resolved.captures:
         warm_up(step, resolved, widths, config.block_size, progress_bar)
-    if resolved.adaptive:
+    if resolved.knows_costs:
         costs.begin(partial(calibrate, costs, step, resolved, widths, config.block_size))
 
 
@@ -224,7 +225,8 @@ def draft_policy(resolved: Resolved, costs: KeptCosts, form: StepForm) -> DraftP
     """The policy that decides how many tokens are drafted."""
     if resolved.adaptive:
         return AdaptivePolicy(resolved.limits, captured_counts(resolved), costs, form)
-    return FixedPolicy(resolved.limits.num_speculative_tokens)
+    policy = FixedPolicy(resolved.limits.num_speculative_tokens)
+    return replace(policy, learn=paced(costs.observe)) if resolved.knows_costs else policy
 
 
 def step_form(resolved: Resolved, config: EngineConfig) -> StepForm:

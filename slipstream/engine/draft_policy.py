@@ -1,6 +1,6 @@
 """The interface of policies that decide how many tokens each request drafts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -42,9 +42,14 @@ class DraftPolicy(Protocol):
 
 @dataclass(frozen=True)
 class FixedPolicy:
-    """Always drafts as many tokens as may be useful, up to the request's and the engine's K."""
+    """Always drafts as many tokens as may be useful, up to the request's and the engine's K.
+
+    Attributes:
+        learn: is told of every step, to know what they cost; None: that is not known.
+    """
 
     num_speculative_tokens: int
+    learn: Callable[[StepReport], None] | None = None
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -61,4 +66,5 @@ class FixedPolicy:
         ]
 
     def observe(self, report: StepReport) -> None:
-        """A fixed policy learns nothing."""
+        if self.learn is not None:
+            self.learn(report)

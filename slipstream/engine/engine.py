@@ -79,8 +79,8 @@ class Engine:
 
     @property
     def costs(self) -> Sequence[CostRow]:
-        """The costs of decode steps that the draft policy uses; empty if K is fixed."""
-        return self._costs.rows if self.resolved.adaptive else ()
+        """The costs of decode steps ; empty if they are not known."""
+        return self._costs.rows if self.resolved.knows_costs else ()
 
     def compile(self, structured: StructuredOutput) -> None:
         """Compile a grammar before `add` needs it. May be called from any thread.
@@ -206,7 +206,7 @@ class Engine:
         """Apply a step's results; returns the submissions that gained tokens or failed."""
         changed: dict[str, Submission] = {}
         report = result.report
-        known = self._costs if self.resolved.adaptive else None
+        known = self._costs if self.resolved.knows_costs else None
         self._estimate = StepEstimate.of(report, known)
         for index, (item, gained) in enumerate(
             zip(report.batch.requests, report.committed, strict=True)

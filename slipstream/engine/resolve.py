@@ -57,6 +57,8 @@ class Resolved:
         verification: of all requests; None: coupled for those with a seed, rejection for others.
         captures: whether steps are captured in CUDA graphs.
         adaptive: how much is drafted is chosen step by step.
+        knows_costs: the costs of steps are measured: K is chosen, or the engine warms up, so that
+            the speed-up over plain decoding can be estimated.
         sampling_defaults: what a request gets for parameters that it leaves out.
         reasons: (name, value, why) of everything that was derived.
     """
@@ -79,6 +81,7 @@ class Resolved:
     seed: int
     captures: bool
     adaptive: bool = False
+    knows_costs: bool = False
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     reasons: tuple[tuple[str, str, str], ...] = field(default=())
 
@@ -220,6 +223,7 @@ def resolve(
         seed=config.seed,
         captures=captures,
         adaptive=speculation.adaptive,
+        knows_costs=speculation.adaptive or (count > 0 and bool(config.warm_up)),
         reasons=reasons.rows,
     )
 

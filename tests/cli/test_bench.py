@@ -260,7 +260,7 @@ def test_throughput_tells_tokens_drafts_and_where_the_time_went(
     assert len(told["spec_decode_per_position_acceptance_rates"]) == 2
     assert len(told["spec_decode_steps_by_draft_tokens"]) == 3
     assert told["spec_decode_refused_drafting_seconds"] > 0
-    assert told["spec_decode_estimated_speedup"] is None  # K is fixed
+    assert told["spec_decode_estimated_speedup"] > 0
     assert "draft tokens per step" in ran.out
     assert told["mean_tpot_ms"] > 0
     answers = json.loads(texts.read_text())

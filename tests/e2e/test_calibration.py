@@ -1,5 +1,6 @@
 """Measuring what steps cost leaves nothing behind, and ends in time."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.core.batch import Batch
 from slipstream.engine.drafting.calibration import calibrate
 from slipstream.engine.drafting.costs import CostModel
+from slipstream.engine.drafting.kept_costs import CACHE
 from slipstream.engine.launcher import Launcher
 from slipstream.engine.prompts import Prompt
 from slipstream.engine.step_results import Launched
@@ -190,3 +192,21 @@ def test_contexts_are_measured_where_kept_costs_lack_them(
         calibrate(costs, engine._step, engine.resolved, (0,), 16, 0.05, lambda: seconds[0])
         assert (max(lengths) < 1000) == is_known
         lengths.clear()
+
+
+@pytest.mark.parametrize(("warm_up", "is_known"), [(True, True), (None, False)])
+def test_engines_that_warm_up_estimate_the_speed_up_of_a_fixed_number(
+    warm_up: bool | None,
+    is_known: bool,
+    tiny_target: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    llm = build(tiny_target, {"method": "ngram"}, warm_up=warm_up)
+    before = {row.drafts: row.seconds for row in llm.engine.costs}
+    assert (before.keys() == {0, K}) is is_known
+    metrics = [it.metrics for it in llm.generate(PROMPTS, PARAMS)]
+    assert all((it.estimated_speedup is not None) is is_known for it in metrics)
+    after = {row.drafts: row.seconds for row in llm.engine.costs}
+    assert (before != after) is is_known, "steps are learned from"

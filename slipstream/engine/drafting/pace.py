@@ -1,5 +1,6 @@
 """Chooses the steps that costs are learnt from: few while times are stable, to save time."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from math import log2
 
@@ -59,6 +60,17 @@ class Pace:
             known[0] = _BURST
         known[2] = changed
         return False
+
+
+def paced(learn: Callable[[StepReport], None]) -> Callable[[StepReport], None]:
+    """A function to be called with every step, which calls `learn` with some of them."""
+    pace = Pace()
+
+    def observe(report: StepReport) -> None:
+        if pace.is_due(report):
+            learn(report)
+
+    return observe
 
 
 @lru_cache(4096)
