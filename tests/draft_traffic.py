@@ -34,6 +34,7 @@ class Costs:
         fixed, row: of the target's pass.
         draft_pass, draft_row: of each pass of the drafter.
         tile: rows of the target are paid for in groups of so many.
+        prompt_token: of each token of a prompt that the drafter computes late.
     """
 
     fixed: float = 1.0
@@ -41,6 +42,7 @@ class Costs:
     draft_pass: float = 0.1
     draft_row: float = 0.0
     tile: int = 1
+    prompt_token: float = 0.0
 
     def target_seconds(self, requests: int, rows: int, context: int) -> float:
         return self.fixed + self.row * self.tile * -(-rows // self.tile)
@@ -52,6 +54,9 @@ class Costs:
         requests = len(report.batch.requests)
         return report.times.device + report.times.rest, self.target_seconds(requests, requests, 0)
 
+    def prompt_seconds(self, tokens: int) -> float:
+        return self.prompt_token * tokens
+
     def host_seconds(self, requests: int) -> float:
         return 0.0
 
@@ -61,7 +66,7 @@ class Costs:
 
 def learn_costs_while_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have engines that choose how much they draft measure nothing at the start: it takes long."""
-    monkeypatch.setattr("slipstream.engine.assembly.calibrate", lambda *_: 0)
+    monkeypatch.setattr("slipstream.engine.assembly.calibrate", lambda *_, **__: 0)
 
 
 def limits(most: int, tree_depth: int | None = None) -> StepLimits:

@@ -1,7 +1,7 @@
 """A step on the host: the scheduler's plan, and the results."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from slipstream.core.request import Request
@@ -82,6 +82,9 @@ class DraftPlan:
     def drafted(self) -> int:
         """The maximum number of draft tokens that were not looked up."""
         return self.num_tokens if self.split is None else self.split.drafted
+
+    def cut(self, most: int) -> "DraftPlan":
+        return self if self.num_tokens <= most else replace(self, num_tokens=most)
 
     def drafting(self, count: int) -> "DraftPlan":
         """A plan of `count` tokens, in which as much is looked up as in this one."""

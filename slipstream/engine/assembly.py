@@ -14,7 +14,7 @@ from slipstream.cache.state_places import StatePlaces
 from slipstream.cache.window_blocks import WindowBlocks
 from slipstream.core.config import EngineConfig
 from slipstream.core.sampling_params import Verification
-from slipstream.core.step_form import CapturedForm, ExactForm, StepForm
+from slipstream.core.step_form import CapturedForm, ExactForm, StepForm, StepLimits
 from slipstream.engine.adapters import Adapters, OtherRanks
 from slipstream.engine.draft_policy import DraftPolicy, FixedPolicy
 from slipstream.engine.drafting.calibration import calibrate
@@ -72,9 +72,10 @@ def assemble(
     runner = ModelRunner(network, cache, state, None, needs.stream_layers, True, record)
     can_share = shares_prefixes(config, layout, own)
     costs = _costs(resolved, config, shape, form)
+    late = late_tokens(loaded_drafter, can_share, limits)
     adapters = make_adapters(network.adapters, loaded_drafter.adapters, ranks)
     blocks = block_manager(resolved, own, can_share, division.num_parts)
-    scheduler = Scheduler(limits, blocks, draft_policy(resolved, costs, form), adapters)
+    scheduler = Scheduler(limits, blocks, draft_policy(resolved, costs, form, late), adapters)
     resources = DrafterResources(
         state=state,
         sampling=sampling,
@@ -104,7 +105,7 @@ def assemble(
     )
     capture_plain(graphs, step, not loaded_drafter.limits.on_device, progress_bar)
     if ranks.leads:
-        run_first_steps(step, resolved, config, costs, scheduler.policy.widths, progress_bar)
+        run_first_steps(step, resolved, config, costs, scheduler.policy.widths, late, progress_bar)
     reader = LogprobReader(step.rate, tokenizer, config.logprobs_mode == "raw_logprobs")
     media = MediaReader(config.allowed_local_media_path, config.allowed_media_domains)
     services = tokenizer, grammars, costs, adapters, images, media, ranks
@@ -208,23 +209,34 @@ def run_first_steps(
     config: EngineConfig,
     costs: KeptCosts,
     widths: Sequence[int],
+    late: int,
     progress_bar: ProgressBar,
 ) -> None:
     """Run steps of no request, to compile kernels and to measure costs.
 
     Args:
         widths: numbers of draft tokens that steps can have, rising from 0.
+        late: see `late_tokens`.
     """
     if config.warm_up and resolved.captures:
         warm_up(step, resolved, widths, config.block_size, progress_bar)
     if resolved.knows_costs:
-        costs.begin(partial(calibrate, costs, step, resolved, widths, config.block_size))
+        measured = costs, step, resolved, widths, config.block_size
+        costs.begin(partial(calibrate, *measured, late_tokens=late))
 
 
-def draft_policy(resolved: Resolved, costs: KeptCosts, form: StepForm) -> DraftPolicy:
-    """The policy that decides how many tokens are drafted."""
+def late_tokens(drafter: LoadedDrafter, can_share: bool, limits: StepLimits) -> int:
+    """The most tokens of a prompt that the drafter computes when a request first drafts; 0 if it
+    computes prompts together with the target."""
+    if drafter.window is not None:
+        return drafter.window.tokens
+    return limits.max_model_len if drafter.limits.may_skip_steps and not can_share else 0
+
+
+def draft_policy(resolved: Resolved, costs: KeptCosts, form: StepForm, late: int) -> DraftPolicy:
+    """The policy that decides how many tokens are drafted; `late`: see `late_tokens`."""
     if resolved.adaptive:
-        return AdaptivePolicy(resolved.limits, captured_counts(resolved), costs, form)
+        return AdaptivePolicy(resolved.limits, captured_counts(resolved), costs, form, late)
     policy = FixedPolicy(resolved.limits.num_speculative_tokens)
     return replace(policy, learn=paced(costs.observe)) if resolved.knows_costs else policy
 
@@ -264,7 +276,7 @@ def _costs(
     file = CostFile(
         {
             "version": import_module("slipstream").__version__,
-            "form": 2,  # files of the first form may lack the costs of contexts
+            "form": 3,  # files of earlier forms lack costs
             "model": [config.model, config.revision, config.load_format, repr(shape)],
             "drafter": [config.speculative_config, resolved.limits],
             "numbers": [resolved.dtype, resolved.cache_dtype, config.quantization],

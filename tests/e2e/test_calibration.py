@@ -13,6 +13,7 @@ from slipstream.engine.drafting.kept_costs import CACHE
 from slipstream.engine.launcher import Launcher
 from slipstream.engine.prompts import Prompt
 from slipstream.engine.step_results import Launched
+from slipstream.speculative.draft_model.context import ContextDrafter
 from tests.drafters.assistants import write_sliding_target
 from tests.padded_steps import use_padded_steps
 
@@ -210,3 +211,18 @@ def test_engines_that_warm_up_estimate_the_speed_up_of_a_fixed_number(
     assert all((it.estimated_speedup is not None) is is_known for it in metrics)
     after = {row.drafts: row.seconds for row in llm.engine.costs}
     assert (before != after) is is_known, "steps are learned from"
+
+
+@pytest.mark.parametrize("window", [256, None])
+def test_prompts_that_a_draft_model_computes_late_are_measured(window: int | None) -> None:
+    drafter = {"model": "demo/draft", "num_speculative_tokens": K, "draft_window": window}
+    llm = LLM("demo", speculative_config=drafter, max_num_seqs=2, threads=1)
+    costs = measure(llm, (0, K), late_tokens=late_tokens_of(llm))
+    assert (late_tokens_of(llm) > 0) is (window is not None)
+    assert (costs.prompt_seconds(256) > 0) is (window is not None)
+
+
+def late_tokens_of(llm: LLM) -> int:
+    drafter = llm.engine._step._drafter
+    assert isinstance(drafter, ContextDrafter)
+    return 0 if drafter._window is None else drafter._window.window

@@ -71,7 +71,7 @@ def test_the_policy_biases_nothing(
     monkeypatch.setattr(
         AdaptivePolicy,
         "__init__",
-        lambda self, limits, widths, _, form: made(self, limits, widths, costs, form),
+        lambda self, limits, widths, _, form, late: made(self, limits, widths, costs, form),
     )
     use_steps(steps, monkeypatch)
     chosen: set[int] = set()

@@ -594,7 +594,7 @@ def test_what_moved_is_kept_every_few_minutes(tmp_path: Path) -> None:
 
 
 def written(rows: str = "[[1, 1.0]]", slope: str = "0.0", slowness: str = "1") -> str:
-    names = ("requests", "context", "attention", "draft_context")
+    names = ("requests", "context", "attention", "draft_context", "draft_prompt")
     slopes = ", ".join(f'"{name}": {slope}' for name in names)
     tables = '"rest": [], "added_rest": [], "host": [], "drafting": []'
     costs = f'{{"rows": {rows}, {tables}, "slopes": {{{slopes}}}, "slowness": {slowness}}}'

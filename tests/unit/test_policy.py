@@ -250,6 +250,28 @@ def test_bounds_are_honoured(form: str, size: int) -> None:
         policy.observe(report(requests, [(count, 0) for count in drafted]))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [1, 3, 20])
+def test_requests_that_end_soon_do_not_pay_for_the_drafts_prompt(form: str, size: int) -> None:
+    costs = Costs(fixed=1.0, row=0.001, draft_pass=0.01, prompt_token=0.1)
+    bounds = limits(K)
+    policy = AdaptivePolicy(bounds, WIDTHS, costs, FORMS[form], late_tokens=50)  # 5 s of prompts
+    requests = [request(f"{it}", K) for it in range(size)]
+    for it in requests[::2]:
+        it.max_tokens = 5
+    for _ in range(60):
+        plans = [plan.num_tokens for plan in policy.plan(candidates(requests))]
+        policy.observe(report(requests, [(count, count) for count in plans]))
+        assert not any(plans[::2])
+        assert size == 1 or size > 8 or all(plans[1::2])
+    late = request("late", K)
+    late.max_tokens = 5
+    assert policy.plan(candidates([late]))[0].num_tokens == 0
+    if size == 3:  # one that has drafted goes on up to its end
+        requests[1].max_tokens = 5
+        assert policy.plan(candidates(requests[1:2]))[0].num_tokens > 0
+
+
 def test_a_request_with_more_drafts_than_all_before_it_is_bounded() -> None:
     policy, requests = adaptive(Costs(), PADDED), [request(f"{it}", 3) for it in range(16)]
     for _ in range(30):

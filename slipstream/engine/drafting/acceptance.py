@@ -59,6 +59,8 @@ class History:
         factor: multiplies the chances that follow from confidences.
         probed: the position that a probe tries, of trees the number of their size, until its result
             arrives; 0: none.
+        has_drafted: it has had a draft, so that the drafter has computed its prompt.
+        ends_soon: see `Lateness`; it is not to draft.
     """
 
     chances: list[float]
@@ -67,6 +69,8 @@ class History:
     probed_at: int = -1
     factor: float = 1.0
     probed: int = 0
+    has_drafted: bool = False
+    ends_soon: bool = False
 
     @property
     def rounded_factor(self) -> float:
@@ -266,6 +270,7 @@ class Acceptance:
             # The next token was not drafted.
             history.chances[accepted] -= _STOPPED * weight * history.chances[accepted]
         history.num_results += 1
+        history.has_drafted = True
         _learn_verdicts(history.chances, history.traffic, weight, verdicts)
 
     def _learn_confidences(

@@ -41,6 +41,7 @@ def calibrate(
     block_size: int,
     budget_seconds: float = BUDGET_SECONDS,
     now: Callable[[], float] = perf_counter,
+    late_tokens: int = 0,
 ) -> int:
     """Measure as many kinds of steps as there is time for, the most important first.
 
@@ -51,11 +52,12 @@ def calibrate(
         widths: numbers of draft tokens that steps can have, rising from 0.
         budget_seconds: without the time in which kernels are compiled.
         now: a clock, in seconds, which is used for the time limit only.
+        late_tokens: see `Lateness`.
 
     Returns:
         The number of kinds that were measured.
     """
-    measured = _Measurements(step, resolved, block_size, now)
+    measured = _Measurements(step, resolved, block_size, now, late_tokens)
     points: dict[Shape, MeasuredStep] = {}
     if measured.length < 2:  # max_model_len is too small for these requests
         return 0
@@ -106,9 +108,15 @@ class _Measurements:
     """
 
     def __init__(
-        self, step: Launcher, resolved: Resolved, block_size: int, now: Callable[[], float]
+        self,
+        step: Launcher,
+        resolved: Resolved,
+        block_size: int,
+        now: Callable[[], float],
+        late_tokens: int,
     ) -> None:
-        self._step, self._now = step, now
+        self._step, self._now, self._late_tokens = step, now, late_tokens
+        self._undrafted: set[int] = set()  # slots whose prompts the drafter may still lack
         self.compiling, self._may_compile = 0.0, resolved.captures
         limits = resolved.limits
         # The most tokens that a request gains in the runs of one kind of step.
@@ -130,10 +138,15 @@ class _Measurements:
             began = self._now()
             requests.admit(wrong, shape.length)
             requests.finish(self._step.launch(requests.batch(wrong, admitted=True)))
+            self._undrafted.update(wrong)
             self._note_compiling(began)
         batch = requests.batch(slots, shape.width)
         points = [_point(shape, *pair) for pair in self._steps(batch, self._step.runs_ahead)]
         found = [point for point in points[1:] if point is not None]
+        if found and points[0] is not None and shape.width and self._undrafted.issuperset(slots):
+            found = [replace(it, prompt=self._prompt(points[0], it)) for it in found]
+        if shape.width:
+            self._undrafted.difference_update(slots)
         if found or plain is None:
             return least(found) if found else None
         # The target's output may have no matches to look up. So the requests are admitted again in
@@ -143,6 +156,13 @@ class _Measurements:
         points = [_point(shape, *pair, plain.rest) for pair in self._steps(batch, False)]
         found = [point for point in points[1:] if point is not None]
         return least(found) if found else None
+
+    def _prompt(self, first: MeasuredStep, other: MeasuredStep) -> float:
+        """Seconds for each token that the drafter computed late in the first step; 0 if unknown."""
+        length = first.context // first.requests
+        more = first.draft + first.rest - other.draft - other.rest
+        tokens = min(length, self._late_tokens) if length >= self.longest else 0
+        return max(0.0, more) / (first.requests * tokens) if tokens else 0.0
 
     def _steps(self, batch: Batch, runs_ahead: bool) -> list[tuple[StepReport, int]]:
         """Run a batch a few times: the reports, each with the total context length."""

@@ -39,8 +39,18 @@ class StepCosts(Protocol):
     def report_seconds(self, report: StepReport) -> tuple[float, float]:
         """Predicted time of a decode step that has been run, and of the same without drafts."""
 
+    def prompt_seconds(self, tokens: int) -> float:
+        """Time in which the drafter computes so many tokens of a prompt."""
+
     def host_seconds(self, requests: int) -> float:
         """Minimum time of a step that overlaps with the host's work; 0 if it does not."""
+
+
+class LearningCosts(StepCosts, Protocol):
+    """Costs that learn from what steps took; see `CostModel`."""
+
+    def observe(self, report: StepReport) -> None:
+        """Learn from the times of a step."""
 
 
 class CostTable:

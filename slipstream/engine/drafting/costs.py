@@ -39,6 +39,7 @@ _STALE = 0.005  # sum of relative changes after which cached predictions are dro
 _PLAIN_AGE = 64  # steps learnt from, for which a plain step tells the host's share
 _TABLES = ("rows", "rest", "added_rest", "host")
 _MOST_SLOWNESS = 1e3  # that is restored
+Padded = Callable[[int], int] | None
 
 
 class CostModel:
@@ -52,10 +53,7 @@ class CostModel:
     """
 
     def __init__(
-        self,
-        padded: Callable[[int], int] | None = None,
-        at_once: bool = False,
-        looks_up: bool = False,
+        self, padded: Padded = None, at_once: bool = False, looks_up: bool = False
     ) -> None:
         self._padded, self._at_once, self._looks_up = padded, at_once, looks_up
         self._rows, self._rest, self._drafting = Table(), Table(), Grid()  # f, h and d
@@ -67,6 +65,7 @@ class CostModel:
             "context": Slope(256.0),  # c
             "attention": Slope(256.0),  # a
             "draft_context": Slope(256.0),  # e
+            "draft_prompt": Slope(256.0),  # seconds for each token that the drafter computes late
         }
         self._slowness = Knot(1.0)
         self._slowness.set(1.0)
@@ -130,17 +129,17 @@ class CostModel:
             found = self._drafts[requests, width] = self._draft(requests, width)
         return self._slowness.value * (found[0] + found[1] * context)
 
+    def prompt_seconds(self, tokens: int) -> float:
+        """Seconds in which the drafter computes so many tokens of a prompt; 0: not measured."""
+        return self._slowness.value * self._slopes["draft_prompt"].value * tokens
+
     def table(self, requests: Sequence[int], drafts: Sequence[int], length: int) -> list[CostRow]:
         """Predictions for requests of `length` tokens each."""
-        return [
-            CostRow(
-                count,
-                width,
-                self.seconds(count, width, self._pad(count) * (width + 1), count * length),
-            )
-            for count in requests
-            for width in drafts
-        ]
+
+        def seconds(count: int, width: int) -> float:
+            return self.seconds(count, width, self._pad(count) * (width + 1), count * length)
+
+        return [CostRow(it, width, seconds(it, width)) for it in requests for width in drafts]
 
     def _target(self, requests: int, rows: int) -> tuple[float, float]:
         """Seconds, and seconds per token of context."""
@@ -231,6 +230,7 @@ class CostModel:
                 found["attention"].append(((slope - plain) / more, longer * more))
             slope = (point.draft - base.draft) / longer / point.width
             found["draft_context"].append((slope, longer * point.width))
+        found["draft_prompt"] = [(point.prompt, 1.0) for point in points if point.prompt]
         by_rows: dict[int, MeasuredStep] = {}
         for point in short.values():
             other = by_rows.setdefault(point.rows, point)

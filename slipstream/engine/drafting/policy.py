@@ -22,14 +22,14 @@ from dataclasses import replace
 from functools import cache
 from math import log2
 from operator import attrgetter
-from typing import Protocol
 
 from slipstream.core.batch import FACTOR_PARTS, ChainStops, DraftPlan, StepReport, Trim
 from slipstream.core.request import Request
 from slipstream.core.step_form import StepForm, StepLimits
 from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.drafting.acceptance import Acceptance, History, chain_gains, survivals
-from slipstream.engine.drafting.choice import Choice, CostTable, StepCosts, choose
+from slipstream.engine.drafting.choice import Choice, CostTable, LearningCosts, choose
+from slipstream.engine.drafting.lateness import Lateness
 from slipstream.engine.drafting.lookups import Lookups
 from slipstream.engine.drafting.pace import Pace
 from slipstream.engine.drafting.probes import Probes, Sizes
@@ -48,13 +48,6 @@ _REQUEST, _MOST = attrgetter("request"), attrgetter("most")
 _LEAST_TO_STOP, _MOST_TO_STOP = 0.02, 0.9
 
 
-class LearningCosts(StepCosts, Protocol):
-    """Costs that learn from what steps took; see `CostModel`."""
-
-    def observe(self, report: StepReport) -> None:
-        """Learn from the times of a step."""
-
-
 class AdaptivePolicy:
     """Chooses K by estimated costs and acceptance; see `DraftPolicy`.
 
@@ -63,10 +56,16 @@ class AdaptivePolicy:
         widths: see `DraftPolicy.widths`.
         costs: estimates of the time that steps take.
         form: how steps are laid out.
+        late_tokens: see `Lateness`.
     """
 
     def __init__(
-        self, limits: StepLimits, widths: Sequence[int], costs: LearningCosts, form: StepForm
+        self,
+        limits: StepLimits,
+        widths: Sequence[int],
+        costs: LearningCosts,
+        form: StepForm,
+        late_tokens: int = 0,
     ) -> None:
         self._most, self._widths = limits.num_speculative_tokens, tuple(widths)
         # The sizes of trees; empty for chains. All trees of a step have one size.
@@ -89,6 +88,7 @@ class AdaptivePolicy:
         # Plans that name just a number of tokens.
         self._simple = tuple(map(DraftPlan, range(self._most + 1)))
         self._pace = Pace()
+        self._lateness = Lateness(self.acceptance, costs, late_tokens)
         passes = limits.lookup_passes
         self._lookups = None if passes is None else Lookups(self._most, passes)
         self._probes = Probes(self.acceptance, self._most, self._choices, form.ends_chains)
@@ -125,7 +125,7 @@ class AdaptivePolicy:
         if self._probes.is_due():
             plans = self._probes.plans(candidates, plans)
         if min(map(_MOST, candidates)) < self._longest:
-            plans = [_cut(plan, it.most) for plan, it in zip(plans, candidates, strict=True)]
+            plans = [plan.cut(it.most) for plan, it in zip(plans, candidates, strict=True)]
         return plans
 
     def observe(self, report: StepReport) -> None:
@@ -172,6 +172,7 @@ class AdaptivePolicy:
         choice, request = self._choice, candidate.request
         history = self.acceptance.of(request)
         bound = min(candidate.most, request.num_speculative_tokens)
+        bound = self._lateness.bound(request, bound)
         if self._sizes or not self._form.ends_chains:
             like = next(iter(self._plans), None)
             trim = None if like is None else like.trim
@@ -189,6 +190,7 @@ class AdaptivePolicy:
         bounds = [min(it.most, it.request.num_speculative_tokens, self._most) for it in candidates]
         context = sum([request.num_tokens for request in requests])
         table = self._table(size, context, 1)
+        bounds = self._lateness.bounds(requests, bounds, table)
         trims = acceptance.has_confidences and not (self._form.ends_chains or self._sizes)
         trims = trims and not table.is_flat(self._most)
         found = acceptance.recent_chances(size) if trims else acceptance.chances_of(histories)
@@ -286,10 +288,6 @@ class AdaptivePolicy:
             found = CostTable(self._costs, self._form, requests, context, unit)
             self._tables[key] = found
         return found
-
-
-def _cut(plan: DraftPlan, most: int) -> DraftPlan:
-    return plan if plan.num_tokens <= most else replace(plan, num_tokens=most)
 
 
 def _bounded(least: float) -> float:

@@ -209,6 +209,8 @@ class Probes:
         short: list[tuple[bool, int, int, int]] = []
         for index, it in enumerate(candidates):
             history, count = acceptance.of(it.request), plans[index].drafted
+            if history.ends_soon:
+                continue
             bound = min(it.most, it.request.num_speculative_tokens, self._most)
             if width:
                 history.probed = self.next.place

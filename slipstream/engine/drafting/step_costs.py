@@ -9,7 +9,8 @@ _MOST_OVER = 1.25
 @dataclass(frozen=True)
 class MeasuredStep:
     """A measured decode step: `draft` seconds of drafting, `target` seconds of the target's pass
-    and verification, `rest` and `host` as `StepTimes` has them. For the other fields see
+    and verification, `rest` and `host` as `StepTimes` has them. `prompt`: seconds for each token
+    that the drafter computed late, before it (0: none). For the other fields see
     `CostModel.seconds`."""
 
     requests: int
@@ -20,10 +21,11 @@ class MeasuredStep:
     target: float
     rest: float = 0.0
     host: float = 0.0
+    prompt: float = 0.0
 
     def divided(self, by: float) -> "MeasuredStep":
-        """The step on a machine that is faster by this factor."""
-        times = self.draft / by, self.target / by, self.rest / by, self.host / by
+        """The step on a machine so many times as fast."""
+        times = self.draft / by, self.target / by, self.rest / by, self.host / by, self.prompt / by
         return MeasuredStep(self.requests, self.width, self.rows, self.context, *times)
 
 
@@ -52,7 +54,8 @@ def least(points: Sequence[MeasuredStep]) -> MeasuredStep:
     """The minimum of all parts, since disturbances only make a step longer."""
     draft, target = min(it.draft for it in points), min(it.target for it in points)
     rest, host = min(it.rest for it in points), min(it.host for it in points)
-    return replace(points[0], draft=draft, target=target, rest=rest, host=host)
+    prompt = min((it.prompt for it in points if it.prompt), default=0.0)
+    return replace(points[0], draft=draft, target=target, rest=rest, host=host, prompt=prompt)
 
 
 def plausible(points: Sequence[MeasuredStep]) -> list[MeasuredStep]:
