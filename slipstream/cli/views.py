@@ -60,7 +60,7 @@ class Status:
         if shares:
             parts.append(f"accepted {' '.join(shares)}")
         speedup = self.speculation.estimated_speedup
-        if speedup is not None:  # then K is chosen, too
+        if speedup is not None:
             parts.append(f"K {self.speculation.mean_draft_tokens:.1f}")
             parts.append(f"{speedup:.2f}x plain")
         if with_times and any(self.time_shares.values()):

@@ -221,8 +221,10 @@ def run_first_steps(
     if config.warm_up and resolved.captures:
         warm_up(step, resolved, widths, config.block_size, progress_bar)
     if resolved.knows_costs:
-        measured = costs, step, resolved, widths, config.block_size
-        costs.begin(partial(calibrate, *measured, late_tokens=late))
+        # With a fixed K nothing is chosen by them, and benchmarks start many engines.
+        briefly, measured = not resolved.adaptive, (costs, step, resolved, widths)
+        measure = partial(calibrate, *measured, config.block_size, late_tokens=late)
+        costs.begin(partial(measure, briefly=briefly), briefly)
 
 
 def late_tokens(drafter: LoadedDrafter, can_share: bool, limits: StepLimits) -> int:

@@ -42,6 +42,7 @@ def calibrate(
     budget_seconds: float = BUDGET_SECONDS,
     now: Callable[[], float] = perf_counter,
     late_tokens: int = 0,
+    briefly: bool = False,
 ) -> int:
     """Measure as many kinds of steps as there is time for, the most important first.
 
@@ -53,6 +54,7 @@ def calibrate(
         budget_seconds: without the time in which kernels are compiled.
         now: a clock, in seconds, which is used for the time limit only.
         late_tokens: see `Lateness`.
+        briefly: keep the budget even if costs of long contexts are not known.
 
     Returns:
         The number of kinds that were measured.
@@ -62,7 +64,8 @@ def calibrate(
     if measured.length < 2:  # max_model_len is too small for these requests
         return 0
     kinds = shapes(resolved, widths, measured.length, measured.longest)
-    if not costs.knows_contexts and any(it.length > measured.length for it in kinds):
+    lacks = not (briefly or costs.knows_contexts)
+    if lacks and any(it.length > measured.length for it in kinds):
         budget_seconds = max(budget_seconds, BUDGET_SECONDS)  # restored costs lack them
     try:
         measured.run(Shape(1, 0, measured.length), None)  # warms up, such as by compiling kernels

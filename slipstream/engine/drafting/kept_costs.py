@@ -98,13 +98,14 @@ class KeptCosts(CostModel):
         """Predictions for requests of `LENGTH` tokens."""
         return self.table(self._requests, self._widths, LENGTH)
 
-    def begin(self, measure: Callable[[float], object]) -> None:
+    def begin(self, measure: Callable[[float], object], briefly: bool = False) -> None:
         """Restore costs from the file, and measure.
 
         Args:
             measure: measures costs for the given number of seconds, the most important first.
+            briefly: measure as long as with a file even if there is none.
         """
-        measure(_FEW_SECONDS if self._file.load(self) else _SECONDS)
+        measure(_FEW_SECONDS if self._file.load(self) or briefly else _SECONDS)
         self._keep()
 
     def observe(self, report: StepReport) -> None:
