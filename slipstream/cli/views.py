@@ -26,24 +26,31 @@ if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
 
 
+_LEAST_REFUSED = 0.005  # of the time, which is told
 _MANY = 8  # positions that are always shown
 
 
 @dataclass(frozen=True)
 class Status:
-    """What the engine did during a command or an answer."""
+    """What the engine did during a command or an answer.
+
+    Attributes:
+        refused: the share of time in which tokens were drafted that were refused; a part of that of
+            "draft" in `time_shares`.
+    """
 
     num_tokens: int
     seconds: float
     speculation: RequestMetrics
     time_shares: Mapping[str, float]
+    refused: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
     def line(self, width: int | None = None) -> str:
-        """`42.0 tokens/s · AL 3.21 · accepted 0.85 0.71 0.60 · draft 31% target 55% ...`.
+        """`42.0 tokens/s · AL 3.21 · accepted 0.85 0.71 0.60 · draft 31% (9% refused) target ..`.
 
         If it is wider than the terminal, the shares of time are left out, then the last positions
         of the acceptance.
@@ -64,8 +71,12 @@ class Status:
             parts.append(f"K {self.speculation.mean_draft_tokens:.1f}")
             parts.append(f"{speedup:.2f}x plain")
         if with_times and any(self.time_shares.values()):
-            times = [it for it in self.time_shares.items() if it != ("draft", 0.0)]
-            parts.append(" ".join(f"{name} {share:.0%}" for name, share in times))
+            times = {name: f"{name} {share:.0%}" for name, share in self.time_shares.items()}
+            if not self.time_shares.get("draft"):
+                times.pop("draft", None)
+            elif self.refused >= _LEAST_REFUSED:
+                times["draft"] += f" ({self.refused:.0%} refused)"
+            parts.append(" ".join(times.values()))
         return " · ".join(parts)
 
     @staticmethod
@@ -94,8 +105,10 @@ class Meter:
     def read(self, num_tokens: int) -> Status:
         """The status after `num_tokens` output tokens."""
         gained = _difference(self._llm.metrics, self._metrics_before)
+        speculation, whole = gained.speculation, sum(gained.seconds.values())
         return Status(
-            num_tokens, perf_counter() - self._began, gained.speculation, gained.time_shares
+            *(num_tokens, perf_counter() - self._began, speculation, gained.time_shares),
+            refused=speculation.refused_drafting_seconds / whole if whole else 0.0,
         )
 
 

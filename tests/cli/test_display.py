@@ -239,6 +239,13 @@ def test_drafting_has_no_share_where_nothing_drafts() -> None:
     assert told(0.001) == "2.0 tokens/s · draft 0% target 100%"
 
 
+def test_drafting_for_nothing_is_told() -> None:
+    shares = {"draft": 0.31, "target": 0.69}
+    line = Status(2, 1.0, RequestMetrics(), shares, refused=0.12).line()
+    assert line == "2.0 tokens/s · draft 31% (12% refused) target 69%"
+    assert "refused" not in Status(2, 1.0, RequestMetrics(), shares, refused=0.001).line()
+
+
 def test_chosen_k_and_speed_up_are_told_where_costs_are_known() -> None:
     metrics = RequestMetrics(decode_seconds=2.0, plain_seconds=3.8)
     for drafted in (4, 3, 0):

@@ -188,6 +188,7 @@ def _usage(steps: list[Step], most: int, speedup: float | None) -> dict[str, Any
             "steps": len(steps),
             "acceptance_length": 1 + sum(accepted) / max(len(drafts), 1),
             "estimated_speedup": speedup,
+            "refused_drafting_seconds": 0.0 if speedup is None else 0.25,
         },
     }
 

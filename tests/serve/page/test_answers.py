@@ -181,6 +181,7 @@ def test_a_server_that_chooses_k_tells_what_it_gains(
     wait_until(page, f"document.getElementById('rate-note').textContent === '{note}'")
     chosen = f", K {drafts * K / (drafts + 1):.1f}"
     assert (page.locator("#accepted-note").text_content() or "").endswith(chosen)
+    assert "250 ms of drafting was for refused tokens" in (page.text_content(".pane-state") or "")
 
 
 def test_figures_are_those_of_the_answer(open_page: OpenPage) -> None:

@@ -64,12 +64,14 @@ export class Pane {
     this.speedup = recording.usage?.speculation?.estimated_speedup ?? null;
     this.tokens.end(recording.textIsCut ? recording.text : null);
     const { tally } = this;
+    const refused = recording.usage?.speculation?.refused_drafting_seconds ?? 0;
     const pace = tally.secondsPerToken;
     this.say([
       count(tally.numTokens, "token"),
       pace ? `${rate(1 / pace)}/s` : "",
       recording.stopped ? "stopped" : ENDS[recording.finishReason] ?? "",
       tally.numTokens ? `first after ${seconds(tally.times[0])}` : "",
+      refused ? `${seconds(refused)} of drafting was for refused tokens` : "",
     ].filter(Boolean).join(" · "));
   }
 
