@@ -61,17 +61,15 @@ def assemble(
 ) -> Engine:
     """Build the engine from loaded models."""
     limits, shape, needs = resolved.limits, network.config, loaded_drafter.needs
-    division = divide(ranks, resolved, network.pool)
+    division, form = divide(ranks, resolved, network.pool), step_form(resolved, config)
     state, sampling = _device_states(config, resolved, network)
-    form = step_form(resolved, config)
     layout = shape.cache_layout(resolved.cache_dtype, division.layers)
     sizes = CacheSizes(resolved.num_blocks, config.block_size, state.num_slots, resolved.device)
     own = target_sizes(resolved, sizes, needs.features)
     cache = ModelCache(layout, own)
     record = pass_recorder(resolved, network)
     runner = ModelRunner(network, cache, state, None, needs.stream_layers, True, record)
-    can_share = shares_prefixes(config, layout, own)
-    costs = _costs(resolved, config, shape, form)
+    can_share, costs = shares_prefixes(config, layout, own), _costs(resolved, config, shape, form)
     late = late_tokens(loaded_drafter, can_share, limits)
     adapters = make_adapters(network.adapters, loaded_drafter.adapters, ranks)
     blocks = block_manager(resolved, own, can_share, division.num_parts)

@@ -178,15 +178,13 @@ def resolve(
     """Size the cache and fix the limits, equally on all ranks, which may share experts alone."""
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype, device, "kv_cache_dtype")
     drafter, longest = speculation.drafter, resolve_model_len(config, shape)
-    layouts = [shape.cache_layout(cache_dtype, share)]
-    layouts += [] if drafter.layout is None else [drafter.layout]
+    layouts = [shape.cache_layout(cache_dtype, share), *filter(None, [drafter.layout])]
     blocks = BlockBytes.of(layouts, config.block_size, longest)
     rows, why = max_batched_tokens(config, device)
     if why:
         reasons.add("max_num_batched_tokens", rows, why)
     captures = captures_graphs(device, bool(config.enforce_eager) or speculation.enforce_eager)
-    speculation = _fitting(speculation, longest)
-    count = speculation.num_speculative_tokens
+    speculation, count = _fitting(speculation, longest)
     step = StepSizes(
         network=shape,
         itemsize=dtype.itemsize,
@@ -278,19 +276,20 @@ def _require_chains(shape: DecoderConfig, layout: CacheLayout, speculation: Spec
         )
 
 
-def _fitting(speculation: Speculation, max_model_len: int) -> Speculation:
+def _fitting(speculation: Speculation, max_model_len: int) -> tuple[Speculation, int]:
     """One token and K draft tokens have to fit into a text: UsageError if a given K is too large,
-    and a smaller one if the engine chooses."""
+    and a smaller one if the engine chooses. Returns K, too."""
     count = speculation.num_speculative_tokens
     is_chain = speculation.drafter.limits.tree_depth is None  # trees are cut at the last position
     if is_chain and count >= max_model_len:
         if speculation.adaptive and max_model_len > 1:
-            return replace(speculation, num_speculative_tokens=max_model_len - 1)
+            count = max_model_len - 1
+            return replace(speculation, num_speculative_tokens=count), count
         raise UsageError(
             f"num_speculative_tokens={count} does not fit max_model_len={max_model_len}; use at "
             f"most {max_model_len - 1}"
         )
-    return speculation
+    return speculation, count
 
 
 def _require_width(speculation: Speculation) -> None:
