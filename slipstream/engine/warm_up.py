@@ -14,6 +14,7 @@ from slipstream.engine.artificial_requests import GREEDY, ArtificialRequests
 from slipstream.engine.launcher import Launcher
 from slipstream.engine.resolve import Resolved
 from slipstream.models.loading import ProgressBar, no_progress_bar
+from slipstream.runner.captured_passes import ROWS, WANTED_BEFORE_CAPTURE
 
 _ASKED = (  # each is computed by kernels of its own
     SamplingParams(temperature=1, ignore_eos=True),
@@ -21,7 +22,8 @@ _ASKED = (  # each is computed by kernels of its own
     SamplingParams(temperature=0.8, top_p=0.9, seed=0, ignore_eos=True),
 )
 # Matmuls have other tiles for other numbers of rows; see `kernels/triton/matmul_tiles.py`. Below
-# these numbers a pass has as many rows as captured steps have.
+# these numbers a pass has as many rows as captured steps have. Passes of the sizes `ROWS` are
+# repeated until they are captured.
 _ROWS = (
     *(20, 28, 36, 44, 60, 70, 78, 90, 120, 133, 140, 155, 180),
     *(230, 262, 270, 280, 300, 400, 500, 600),
@@ -75,11 +77,12 @@ def _kinds(resolved: Resolved, longest: int, most_drafts: int) -> Iterator[_Kind
     """Kinds that the engine can run, the longest passes first: if memory is short, they fail."""
     limits = resolved.limits
     rows, slots = limits.max_num_batched_tokens, limits.max_num_seqs
-    lengths = sorted({min(longest, rows, length) for length in (*_ROWS, rows)}, reverse=True)
+    lengths = sorted({min(longest, rows, it) for it in (*_ROWS, *ROWS, rows)}, reverse=True)
     short = min(_SHORT, lengths[0])
     if short < 1:  # max_model_len is too small for these requests
         return
-    yield from (_Kind(1, length) for length in lengths)
+    for length in lengths:
+        yield from (_Kind(1, length),) * (WANTED_BEFORE_CAPTURE if length in ROWS else 1)
     most = min(slots - 1, rows // short, (rows - short) // (most_drafts + 1))
     if most < 1:
         if most_drafts < rows:

@@ -43,8 +43,9 @@ class PassSize:
 
     @staticmethod
     def padded(requests: int) -> int:
-        """The smallest power of two with room for one more."""
-        return 1 << requests.bit_length()
+        """The smallest of 2, 8, 32, 128 ... with room for one more: few, since each is captured for
+        every number of rows."""
+        return 1 << (requests.bit_length() | 1)
 
 
 class _PagingBuffers:

@@ -100,6 +100,6 @@ def test_a_size_is_captured_when_it_is_wanted_again(network: Decoder) -> None:
 
 def test_sizes() -> None:
     assert PassSize.of(33, 1) == PassSize(64, 2)
-    assert PassSize.of(512, 3) == PassSize(512, 4)
-    assert PassSize.of(1, 4) == PassSize(32, 8)  # one of the requests is padding
+    assert PassSize.of(512, 7) == PassSize(512, 8)
+    assert PassSize.of(1, 8) == PassSize(32, 32)  # one of the requests is padding
     assert PassSize.of(1025, 1) is PassSize.of(0, 1) is None
