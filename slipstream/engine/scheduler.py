@@ -223,12 +223,12 @@ class Scheduler:
         While prompts wait for rows, drafts get at most half of the rows that are left: a long
         prompt must not stop speculation for all, nor speculation stop a prompt.
         """
-        prompts_wait = any(share.num_uncomputed for share in shares) or (
-            self._waiting and self._free_slots
-        )
-        drafts = Budget(budget.left // 2 if prompts_wait else budget.left)
+        waits = self._waiting and self._free_slots
+        prompts_wait = waits or any(share.num_uncomputed for share in shares)
+        drafts = Budget(budget.left // (2 if prompts_wait else 1))
         decoding = [it for it in shares if it.is_decoding and not it.num_uncomputed]
-        budget.prompts = self.limits.prompts_beside_decoding if decoding else None
+        if decoding:
+            budget.limit_prompts(self.limits.prompts_beside_decoding, len(shares) - len(decoding))
         for share, plan in zip(decoding, self._plans(decoding), strict=True):
             self._draft(share, drafts, plan)
             budget.take(share.num_draft_tokens)

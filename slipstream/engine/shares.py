@@ -80,6 +80,10 @@ class Budget:
         self.left -= taken
         return taken
 
+    def limit_prompts(self, most: int | None, num_given: int) -> None:
+        """Bound the rows of prompts, of which some have been given out already."""
+        self.prompts = None if most is None else most - num_given
+
     def room_for_prompt(self, least: int = 0) -> int:
         """Rows that a prompt may have, which has to get `least` at once or none."""
         if self.prompts is None:

@@ -6,6 +6,7 @@ rows are padded to one of some sizes and replayed. The padding belongs to a last
 context and writes nothing.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from slipstream.cache.spec import ModelCache
 from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
 from slipstream.models.decoder import Decoder
 from slipstream.runner.graphs import Between, Recorder
+
+logger = logging.getLogger("slipstream")
 
 ROWS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 MOST_ROWS = ROWS[-1]
@@ -152,6 +155,7 @@ class CapturedPasses:
         self._buffers: _Buffers | None = None
         self._wanted = Counter[PassSize]()
         self._graphs: dict[PassSize, Callable[[Between], _Result]] = {}
+        self._too_large = set[PassSize]()
 
     def run(self, token_ids: Tensor, inputs: PassInputs) -> _Result | None:
         """What the network returns for these exact rows; None: the pass is not captured."""
@@ -164,21 +168,31 @@ class CapturedPasses:
             return None
         if self._buffers is None:
             self._buffers = _Buffers(self._most_requests, inputs)
-        if size not in self._graphs:
-            self._buffers.clear(size)
-            self._graphs[size] = self._captured(size, self._buffers)
+        if size not in self._graphs and not self._capture(size, self._buffers):
+            return None
         self._buffers.fill(size, token_ids, inputs)
         hidden, streams = self._graphs[size](_nothing)
         # The next replay overwrites them.
         rows = len(token_ids)
         return hidden[:rows].clone(), [stream[:rows].clone() for stream in streams]
 
-    def _captured(self, size: PassSize, buffers: _Buffers) -> "Callable[[Between], _Result]":
+    def _capture(self, size: PassSize, buffers: _Buffers) -> bool:
+        """Capture a size; False: there is no memory for its results, now or earlier."""
+        if size in self._too_large:
+            return False
+
         def call(between: Between) -> _Result:
             given = buffers.token_ids[: size.rows], buffers.inputs(size)
             return self._network(*given, self._cache.layers, self._stream_layers)
 
-        return self._record(call, _nothing)
+        buffers.clear(size)
+        try:
+            self._graphs[size] = self._record(call, _nothing)
+        except torch.OutOfMemoryError:
+            logger.warning("no memory to capture passes of %d rows: they are launched", size.rows)
+            self._too_large.add(size)
+            return False
+        return True
 
 
 def _nothing(value: Any) -> Any:

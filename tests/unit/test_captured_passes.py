@@ -103,3 +103,20 @@ def test_sizes() -> None:
     assert PassSize.of(512, 7) == PassSize(512, 8)
     assert PassSize.of(1, 8) == PassSize(32, 32)  # one of the requests is padding
     assert PassSize.of(1025, 1) is PassSize.of(0, 1) is None
+
+
+def test_sizes_without_memory_are_launched(
+    network: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_passes, "WANTED_BEFORE_CAPTURE", 1)
+    tries: list[None] = []
+
+    class Full(DirectRecorder):
+        def __call__(self, function, buffers):  # type: ignore[no-untyped-def]
+            tries.append(None)
+            raise torch.OutOfMemoryError
+
+    exact, full = Prompts(network, None), Prompts(network, Full(CPU))
+    for _ in range(2):
+        assert full.run((0,), (40,)).hidden.equal(exact.run((0,), (40,)).hidden)
+    assert len(tries) == 1

@@ -228,12 +228,11 @@ def test_few_rows_are_for_prompts_while_others_decode() -> None:
         batch = engine.schedule()
         parts.append({name: rows for name, (_, rows, _) in plan(batch).items()})
         commit(engine, batch)
-    # A prompt that goes on has a row like those that decode, and then what prompts have left.
     assert parts == [
         {"a": 1, "e": 10},
-        {"a": 1, "e": 11},
-        {"a": 1, "e": 3, "f": 4, "g": 4},
-        {"a": 1, "e": 1, "f": 1, "g": 1},
+        {"a": 1, "e": 10},
+        {"a": 1, "e": 4, "f": 4, "g": 2},
+        {"a": 1, "e": 1, "f": 1, "g": 2},
     ]
 
 

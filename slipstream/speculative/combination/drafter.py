@@ -86,7 +86,7 @@ def read_options(options: Options) -> CombinationConfig:
     if whole is not None and most > whole:
         raise UsageError(
             f"speculative_config: one of drafters is to guess {most} tokens and all together "
-            f"{whole}; raise the num_speculative_tokens next to drafters, or lower the one inside"
+            f"{whole}; give a larger number next to drafters, or lower the one inside"
         )
     most = whole or most
     counts = (*(member.given or most for member in members[:-1]), of_last)
