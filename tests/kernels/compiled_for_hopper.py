@@ -18,6 +18,11 @@ from slipstream.kernels.triton.adapters import (
     _shrink_kernel,
     _shrink_rows_kernel,
 )
+from slipstream.kernels.triton.attention_segments import (
+    CHAINED,
+    SPLIT,
+    WHOLE,
+)
 from slipstream.kernels.triton.attention_stream_kernel import (
     SWIZZLED as SWIZZLED_PAGES,
 )
@@ -133,16 +138,18 @@ def grouped(
     return compiled(grouped_stream_kernel, types, constants, 4)
 
 
-def attention() -> Any:
-    """`attention.py`'s launch for prompts with trees and sinks, in pages of 16 tokens."""
+def attention(mode: int) -> Any:
+    """`attention_stream.py`'s launch for prompts with trees and sinks, in pages of 16 tokens."""
     pages = f"tensordesc<bf16[16, 64],{SWIZZLED_PAGES.value}>"
     types: dict[str, str | None] = {"keys": pages, "values": pages, "tables": "*i32"}
     types |= dict.fromkeys(("query", "out", "sinks"), "*bf16")
     lists = ("query_start", "context_lens", "positions", "tokens", "ancestors", "tree_starts")
     types |= dict.fromkeys(lists, "*i64")
-    ints = ("row_stride", "table_stride", "requests", "short_rows")
+    types |= dict.fromkeys(("part", "part_largest", "part_total"), "*fp32" if mode else None)
+    ints = ("row_stride", "table_stride", "count", "requests", "short_rows")
     types |= dict.fromkeys(ints, "i32") | {"scale": "fp32"}
     constants = {"kv_heads": 8, "groups": 8, "block_size": 16, "block_r": 16, "pdl": True}
+    constants |= {"mode": mode}
     return compiled(attention_stream_kernel, types, constants, 4)
 
 
@@ -247,7 +254,7 @@ def other_tiles(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
 
 def main(which: str) -> None:
     if which == "attention":  # alone, as it takes as long as all the others
-        print(json.dumps([attention()]))
+        print(json.dumps([attention(mode.value) for mode in (WHOLE, CHAINED, SPLIT)]))
         return
     listed = {"ways": each_way, "more": other_ways, "tiles": other_tiles}
     results = listed[which](torch.bfloat16, torch.float32)

@@ -16,8 +16,9 @@ pytest.importorskip("triton", reason="it is there for Linux only")
 from slipstream.kernels.attention import FLOAT8_PAGES
 from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, TreeInputs, Visibility
 from slipstream.kernels.reference import REFERENCE
-from slipstream.kernels.triton import attention as tuned
-from slipstream.kernels.triton.attention import SHORT_ROWS, AttentionShape, paged_attention
+from slipstream.kernels.triton import attention_stream
+from slipstream.kernels.triton.attention import paged_attention
+from slipstream.kernels.triton.attention_shapes import SHORT_ROWS, AttentionShape
 from slipstream.kernels.triton.matmul import is_hopper
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
 from tests.kernels.device import DEVICE, INTERPRETED
@@ -59,7 +60,7 @@ def case(shape: Shape, requests: Requests, sinks: bool = False) -> Case:
 def streamed(given: Case) -> bool:
     query, cache, inputs, scale, window, sinks = given
     layer = AttentionShape(query.shape[1], cache[0].shape[2], query.shape[2], scale, window, sinks)
-    return tuned.streams(query, layer, inputs.sees, cache)
+    return attention_stream.streams(query, layer, inputs.sees, cache)
 
 
 def assert_agrees(given: Case, monkeypatch: pytest.MonkeyPatch) -> Tensor:
@@ -73,7 +74,7 @@ def assert_agrees(given: Case, monkeypatch: pytest.MonkeyPatch) -> Tensor:
         query.float(), (keys.float(), values.float()), inputs, scale, window, wide
     )
     with monkeypatch.context() as patch:
-        patch.setattr(tuned, "streams", lambda *_: False)
+        patch.setattr(attention_stream, "streams", lambda *_: False)
         general = paged_attention(*given)
     starts = inputs.rows.query_start.tolist()
     worst, usual = (
@@ -101,6 +102,33 @@ def test_prompts_between_other_requests(name: str, monkeypatch: pytest.MonkeyPat
             assert torch.equal(paged_attention(query[own], cache, alone, *given[3:]), out[own])
 
 
+LONG = Requests([9000, 0, 8180, 34_000, 16_383], [100, 5, 40, 70, 17])
+
+
+@HOPPER_ONLY
+@pytest.mark.parametrize(
+    ("shape", "sinks"),
+    [(Shape(8, 2, 128, 16, HALF), False), (Shape(40, 8, 64, 32, HALF), True)],
+)
+def test_segments_of_long_contexts(
+    shape: Shape, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits do not depend on whether programs share a context, nor on the other requests."""
+    given = case(shape, LONG, sinks)
+    shared = assert_agrees(given, monkeypatch)
+    monkeypatch.setattr(attention_stream, "FEW_TILES", 0)
+    assert torch.equal(paged_attention(*given), shared)
+    query, cache, inputs = given[:3]
+    for few in (0, 10_000):
+        monkeypatch.setattr(attention_stream, "FEW_TILES", few)
+        for request, rows in enumerate(LONG.rows):
+            if rows > SHORT_ROWS:
+                alone, own = only(inputs, request)
+                assert torch.equal(
+                    paged_attention(query[own], cache, alone, *given[3:]), shared[own]
+                )
+
+
 def nodes_of_trees(inputs: PassInputs, requests: Requests) -> Visibility:
     """Requests of up to 63 rows are trees whose nodes see the root, one more and themselves."""
     words: list[int] = []
@@ -123,9 +151,10 @@ def rows_of_an_image(inputs: PassInputs, _: Requests) -> Visibility:
 def test_rows_that_do_not_see_up_to_themselves(
     seen: Callable[[PassInputs, Requests], Visibility], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = case(Shape(8, 2, 128, 16, HALF), MIXED)
-    inputs = replace(given[2], sees=seen(given[2], MIXED))
-    assert_agrees((*given[:2], inputs, *given[3:]), monkeypatch)
+    for requests in (MIXED, LONG):
+        given = case(Shape(8, 2, 128, 16, HALF), requests)
+        inputs = replace(given[2], sees=seen(given[2], requests))
+        assert_agrees((*given[:2], inputs, *given[3:]), monkeypatch)
 
 
 @HOPPER_ONLY
@@ -166,10 +195,11 @@ def test_what_the_kernel_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> bool:
         cache = torch.zeros(2, 3, block_size, 2, 128, dtype=pages or dtype).unbind(0)
         query = torch.zeros(20, 8 * 128, dtype=dtype)
-        return tuned.streams(query, replace(layer, **of_layer), sees, (cache[0], cache[1]))  # type: ignore[arg-type]
+        shaped = replace(layer, **of_layer)  # type: ignore[arg-type]
+        return attention_stream.streams(query, shaped, sees, (cache[0], cache[1]))
 
     assert not serves()  # on a CPU
-    monkeypatch.setattr(tuned, "is_hopper", lambda _: True)
+    monkeypatch.setattr(attention_stream, "is_hopper", lambda _: True)
     assert serves()
     assert serves(torch.float16, head_dim=64, sinks=torch.zeros(8), block_size=128)
     assert not serves(torch.float32)

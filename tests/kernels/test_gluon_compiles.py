@@ -18,7 +18,7 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program can have on an H200
     ("which", "count"),
     [
         ("ways", 5),
-        pytest.param("attention", 1, marks=pytest.mark.full),
+        pytest.param("attention", 3, marks=pytest.mark.full),
         pytest.param("more", 6, marks=pytest.mark.full),
         pytest.param("tiles", 6, marks=pytest.mark.full),
     ],

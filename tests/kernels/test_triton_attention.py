@@ -19,8 +19,9 @@ from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.reference.attention import store
 from slipstream.kernels.table import Heads, Norm
 from slipstream.kernels.triton import attention as tuned
-from slipstream.kernels.triton.attention import SHORT_ROWS, attend
+from slipstream.kernels.triton.attention import attend
 from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits, split_of, split_start
+from slipstream.kernels.triton.attention_shapes import SHORT_ROWS
 from slipstream.kernels.triton.attention_short_kernels import short_kernel
 from slipstream.layers.rope import RopeConfig, rope_table
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded

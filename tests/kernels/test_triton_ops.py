@@ -20,8 +20,9 @@ from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.triton import TRITON
 from slipstream.kernels.triton import attention as triton_attention
-from slipstream.kernels.triton.attention import SHORT_ROWS, paged_attention
+from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits, split_of, split_start
+from slipstream.kernels.triton.attention_shapes import SHORT_ROWS
 from tests.kernels import oracles
 from tests.kernels.batches import Requests, Shape, attention_inputs, filled_cache, only, seeded
 from tests.kernels.device import DEVICE, INTERPRETED, ON_GPU

@@ -6,10 +6,10 @@ m = row * groups + head, so that keys are read once for all of them and tensor c
 For a request of at most `SHORT_ROWS` rows, the context is split at fixed tokens
 (`attention_parts.py`), and the same kernel norms and rotates queries and keys. A longer request (a
 prompt chunk) is computed with larger tiles and without splits, after a kernel that rotates and
-stores; `streams` says when Hopper's own kernel does it. Whether a request is short depends only on
-its own number of rows, so a row of a decoding request has the same bits alone, in any batch, and
-with any number of draft rows up to that limit. The host reads shapes only, and never waits for the
-device.
+stores; `attention_stream.py` says when Hopper's own kernel does it, which may share out contexts.
+Whether a request is short depends only on its own number of rows, so a row of a decoding request
+has the same bits alone, in any batch, and with any number of draft rows up to that limit. The host
+reads shapes only, and never waits for the device.
 """
 
 from dataclasses import dataclass, replace
@@ -19,30 +19,27 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention import FLOAT8_PAGES, query_key_norms, split_heads
-from slipstream.kernels.pass_inputs import PassInputs, Visibility
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.table import Heads
+from slipstream.kernels.triton import attention_stream
 from slipstream.kernels.triton.activation import gated_rows
 from slipstream.kernels.triton.attention_chunk_kernel import chunk_kernel
 from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits
+from slipstream.kernels.triton.attention_shapes import (
+    MULTIPROCESSORS,
+    SHORT_ROWS,
+    AttentionShape,
+    most_tokens_of,
+    room_for,
+    tree_of,
+)
 from slipstream.kernels.triton.attention_short_kernels import combine_kernel, short_kernel
 from slipstream.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, options
-from slipstream.kernels.triton.matmul import ALIGNMENT, is_hopper
 from slipstream.kernels.triton.rope import pages_of, rotate_and_store
 
-try:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from slipstream.kernels.triton.attention_stream_kernel import SWIZZLED, attention_stream_kernel
-    from slipstream.kernels.triton.attention_stream_loads import HALF, LINES
-except ImportError:  # Gluon is still an experiment of Triton's
-    attention_stream_kernel = None
-
-SHORT_ROWS = 16
-LEAST_ROOM = 64  # requests; for fewer a kernel would be no faster, but compiled once more
 COMBINING = 1024  # programs of the combine kernel, about
 COMBINED_AT_ONCE = 16
 NARROW_WINDOW = 256  # tokens; up to here one program is faster than several and a combine kernel
-MULTIPROCESSORS = 132
 # With dependent launch, block tables, positions and cached tokens of earlier passes are read before
 # the previous kernel has ended. So between the kernels that write them and this one there must be
 # an ordinary launch (without dependent launch, as torch's are): the embedding of each pass is one.
@@ -58,33 +55,6 @@ class AttentionTiles:
     warps: int
     stages: int
     registers: int | None = None
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """Shapes of an attention layer, and how its scores are masked and scaled.
-
-    Attributes:
-        sinks: see `Heads`.
-        softcap: scores become softcap * tanh(score / softcap).
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None
-    sinks: Tensor | None
-    softcap: float | None = None
-
-    @property
-    def groups(self) -> int:
-        return self.heads // self.kv_heads
-
-    @property
-    def block_d(self) -> int:
-        """Columns of a tile: a power of two, at least 32, as tensor cores take 16 of each half."""
-        return int(max(32, next_power_of_2(self.head_dim)))
 
 
 def short_lines(lines: int) -> int:
@@ -257,8 +227,8 @@ def _chunks(
 ) -> None:
     """Write `out` for requests of more than `SHORT_ROWS` rows."""
     rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
-    if streams(query, layer, sees, cache):
-        _stream(query, layer, inputs, cache, out)
+    if attention_stream.streams(query, layer, sees, cache):
+        attention_stream.stream(query, layer, inputs, cache, out)
         return
     count, requests = len(query), len(paging.context_lens)
     tiles = chunk_tiles(layer.block_d, query.dtype)
@@ -275,72 +245,13 @@ def _chunks(
     )  # fmt: skip
 
 
-def streams(
-    query: Tensor, layer: AttentionShape, sees: Visibility, cache: tuple[Tensor, Tensor]
-) -> bool:
-    """Whether `attention_stream_kernel` computes the prompt chunks of this layer.
-
-    It is one kernel for requests of any length, so that a row's bits do not depend on the pass.
-    """
-    return (
-        attention_stream_kernel is not None
-        and is_hopper(query.device)
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and cache[0].dtype == query.dtype
-        and layer.head_dim in (64, 128)
-        and layer.window is None
-        and layer.softcap is None
-        and sees.causal
-        and sees.first_seen == 0
-        and cache[0].shape[1] in (8, 16, 32, 64, 128)  # the copy engine swizzles 8 rows at once
-        and all(pages.data_ptr() % ALIGNMENT == 0 for pages in cache)
-    )
-
-
-def _stream(
-    query: Tensor,
-    layer: AttentionShape,
-    inputs: PassInputs,
-    cache: tuple[Tensor, Tensor],
-    out: Tensor,
-) -> None:
-    """`_chunks` on Hopper: one program a multiprocessor, which has no room for two."""
-    rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
-    count, requests, block_size = len(query), len(paging.context_lens), cache[0].shape[1]
-    most = cdiv(count * layer.groups, 2 * LINES.value) + min(requests, count // SHORT_ROWS)
-    keys, values = (_described(pages) for pages in cache)
-    attention_stream_kernel[(min(MULTIPROCESSORS, layer.kv_heads * most),)](
-        query, keys, values, out, rows.query_start, paging.context_lens, paging.block_tables,
-        rows.in_context, *tree_of(sees), sees.last_seen, layer.sinks, query.stride(0),
-        paging.block_tables.stride(0), layer.scale, requests, SHORT_ROWS, kv_heads=layer.kv_heads,
-        groups=layer.groups, block_size=block_size,
-        block_r=room_for(requests), num_warps=4, **options(query.device),
-    )  # fmt: skip
-
-
-def _described(pages: Tensor) -> "TensorDescriptor":
-    """The cache as a matrix [tokens, Hk * D], of which a copy brings one head of some tokens."""
-    blocks, block_size, kv_heads, head_dim = pages.shape
-    sizes, strides = [blocks * block_size, kv_heads * head_dim], [kv_heads * head_dim, 1]
-    box = [min(block_size, HALF.value), head_dim]
-    return TensorDescriptor(pages, sizes, strides, box, SWIZZLED.value)
-
-
-def room_for(requests: int) -> int:
-    """The number of requests that a kernel over all of them is compiled for."""
-    return int(max(LEAST_ROOM, next_power_of_2(requests)))
-
-
 def most_rows_of(source: Tensor, inputs: PassInputs) -> int:
     return min(len(source), inputs.rows.max_rows or len(source))
 
 
 def most_splits_of(inputs: PassInputs, block_size: int, window: int | None, most_rows: int) -> int:
     """The largest number of splits that the rows of one request may see."""
-    tokens = int(inputs.paging.block_tables.shape[1]) * block_size
-    if inputs.paging.max_context is not None:
-        tokens = min(tokens, inputs.paging.max_context)
-    splits = most_splits(tokens)
+    splits = most_splits(most_tokens_of(inputs.paging, block_size))
     if window is None:
         return splits
     # The rows together see window + rows - 1 tokens, and a split has at least `SMALLEST` tokens.
@@ -374,14 +285,3 @@ def _turn(heads: Heads | None) -> tuple[Tensor | None, Tensor | None, float, Ten
         return None, None, 0.0, None
     query, key, eps = query_key_norms(heads) or (None, None, 0.0)
     return query, key, eps, heads.cos_sin
-
-
-def tree_of(sees: Visibility) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(index of each row's token, bits of its ancestors, first token of each tree), or Nones."""
-    tree = sees.tree
-    if tree is None:
-        return None, None, None
-    assert tree.tokens.is_contiguous()
-    assert tree.ancestors.is_contiguous()
-    assert tree.starts.is_contiguous()
-    return tree.tokens, tree.ancestors, tree.starts

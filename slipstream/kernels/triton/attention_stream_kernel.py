@@ -20,9 +20,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from slipstream.kernels.triton.attention_segments import (
+    CHAINED,
+    LEAST,
+    LINES,
+    SPLIT,
+    averaged,
+    joined,
+    keep_sums,
+    kept_sums,
+    last_segment,
+    scratch_of,
+    store_segment,
+)
 from slipstream.kernels.triton.attention_stream_loads import (
     INFO,
-    LINES,
     TOKENS,
     after,
     lines_of,
@@ -30,6 +42,7 @@ from slipstream.kernels.triton.attention_stream_loads import (
     load_queries,
     tile_at,
     tiles_of_requests,
+    tiles_of_segment,
     told_numbers,
 )
 from slipstream.kernels.triton.matmul_stream_parts import (
@@ -40,7 +53,6 @@ from slipstream.kernels.triton.matmul_stream_parts import (
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 WORD = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-LEAST = gl.constexpr(-3.0e38)
 LOG2_E = gl.constexpr(1.4426950408889634)
 STAGES = gl.constexpr(3)
 LOADERS = gl.constexpr(4)
@@ -101,10 +113,10 @@ def _hidden(score, start, ends, words, tree_start):
 
 @gluon.jit
 def _first_step(
-    place, rings, slot, phase, ends, words, tree_start, largest, total, factor,
+    place, rings, slot, phase, start, ends, words, tree_start, largest, total, factor,
     operand: gl.constexpr,
 ):  # fmt: skip
-    """Weights of the first tile of tokens, while there are no values to add up yet."""
+    """Weights of a segment's first tile of tokens, while there are no values to add up yet."""
     ring_k, _, _, empty = rings
     layout: gl.constexpr = largest.type.layout.parent
     _barrier()
@@ -114,7 +126,7 @@ def _first_step(
     _barrier()
     mbarrier.arrive(empty.index(slot))
     slot, phase = after(slot, phase, STAGES)
-    score = _hidden(score, 0, ends, words, tree_start)
+    score = _hidden(score, start, ends, words, tree_start)
     weight, largest, total, _ = _weights(score, largest, total, factor)
     weights = gl.convert_layout(weight.to(place.dtype), operand)
     return weights, largest, total, slot, phase
@@ -157,38 +169,69 @@ def _steps(
 
 
 @gluon.jit
-def _start_last_step(weights, mixed, value, count, context, copied: gl.constexpr):
-    """Start to add the last tile's weighted values; all keys have been used."""
-    if count * TOKENS > context:  # zero times what lies behind the context may be NaN
-        token = (count - 1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, copied))
+def _segment(
+    numbers, place, rings, slot, phase, ends, words, largest, total, factor, which: gl.constexpr,
+    operand: gl.constexpr,
+):  # fmt: skip
+    """A segment of the context: all but the last tile's weighted values, which are started.
+
+    Returns (weighted values, largest score, sum of weights, slot of the last values, phase).
+    """
+    _, _, context, _, count, plain, tree_start, segment, _, _ = numbers
+    _, ring_v, full, _ = rings
+    head_dim: gl.constexpr = ring_v.shape[2]
+    summed: gl.constexpr = operand.parent
+    begin, end = tiles_of_segment(segment, count)
+    mixed = gl.zeros([LINES, head_dim], gl.float32, summed)
+    mbarrier.wait(full.index(slot), phase)
+    weights, largest, total, slot, phase = _first_step(
+        place, rings, slot, phase, begin * TOKENS, ends, words, tree_start, largest, total, factor,
+        operand,
+    )  # fmt: skip
+    plain = gl.minimum(gl.maximum(plain, begin + 1), end)
+    state = (weights, mixed, largest, total, slot, phase)
+    state = _steps(
+        begin + 1, plain, state, place, rings, ends, words, tree_start, factor, which, False
+    )
+    state = _steps(plain, end, state, place, rings, ends, words, tree_start, factor, which, True)
+    weights, mixed, largest, total, slot, phase = state
+    mbarrier.wait(full.index(slot), phase)
+    value = ring_v.index(slot)
+    if end * TOKENS > context:  # zero times what lies behind the context may be NaN
+        copied: gl.constexpr = gl.BlockedLayout(
+            [1, 8], [256 // head_dim, head_dim // 8], [4, 1], [1, 0]
+        )
+        token = (end - 1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, copied))
         there = value.load(copied)
         value.store(gl.where((token < context)[:, None], there, gl.zeros_like(there)))
         fence_async_shared()
         _barrier()
-    return warpgroup_mma(weights, value, mixed, is_async=True)
+    mixed = warpgroup_mma(weights, value, mixed, is_async=True)
+    return mixed, largest, total, slot, phase
 
 
 @gluon.jit
-def _sums_before(sinks, head, lines: gl.constexpr):
-    """Largest score and sum of weights [lines] before any token.
+def _sums_before(sinks, head, first, lines: gl.constexpr):
+    """Largest score and sum of weights [lines] before any token of a segment, the `first` or not.
 
-    The score is finite, so that the weights of a line that sees nothing (padding) are zero.
+    The score is finite, so that the weights of a line that sees nothing are zero.
     """
     largest = gl.full([LINES], LEAST, gl.float32, lines)
     total = gl.zeros([LINES], gl.float32, lines)
     if sinks is not None:  # a sink adds to the sum of weights, but has no value
-        largest = gl.load(sinks + head).to(gl.float32) * LOG2_E
-        total += 1.0
+        largest = gl.where(first, gl.load(sinks + head).to(gl.float32) * LOG2_E, largest)
+        total = gl.where(first, 1.0, total)
     return largest, total
 
 
 @gluon.jit
 def _attend(shared, sizes: gl.constexpr, which: gl.constexpr):
     """The part of a warpgroup, for half of the lines of each tile."""
-    query, out, sinks, places, ring_k, ring_v, told, told_ends, full, empty, turns = shared[:11]
-    programs, ancestors, row_stride, scale = shared[11:]
+    query, out, parts, sinks, places, ring_k, ring_v, told, told_ends, full, empty = shared[:11]
+    turns, ancestors, row_stride, scale = shared[11:]
     kv_heads: gl.constexpr = sizes[0]
     groups: gl.constexpr = sizes[1]
+    mode: gl.constexpr = sizes[5]
     head_dim: gl.constexpr = ring_k.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     lines: gl.constexpr = gl.SliceLayout(1, layout)
@@ -203,16 +246,17 @@ def _attend(shared, sizes: gl.constexpr, which: gl.constexpr):
     slot, phase = 0, 0
     if which == 1:
         _turn_barrier("bar.arrive", 0)
-    head0 = tile_at(0, programs) % kv_heads * groups
+    all_largest = gl.full([LINES], LEAST, gl.float32, lines)
+    all_total = gl.zeros([LINES], gl.float32, lines)
+    more = (turns > 0).to(gl.int32)
     queries = load_queries(
-        query, told, full, slot, phase, which, head0, row_stride, groups, head_dim, copied,
-        turns > 0,
-    )  # fmt: skip
-    for turn in range(turns):
+        query, told, full, slot, phase, which, row_stride, groups, head_dim, copied, more > 0
+    )
+    while more > 0:
         # `load_queries` has read them too, but Triton 3.6 had trouble with numbers that the loop
         # carries.
         numbers = told_numbers(told, slot)
-        first, rows, context, tile, count, plain, tree_start = numbers
+        first, rows, _, tile, count, _, _, segment, kv_head, more = numbers
         place.store(queries)
         fence_async_shared()
         ends = told_ends.index(slot).slice(which * LINES, LINES).load(lines)
@@ -220,51 +264,51 @@ def _attend(shared, sizes: gl.constexpr, which: gl.constexpr):
         words = ancestors
         if ancestors is not None:
             words = gl.load(ancestors + first + line // groups, mask=line // groups < rows, other=0)
-        largest, total = _sums_before(sinks, head0 + line % groups, lines)
-        mixed = gl.zeros([LINES, head_dim], gl.float32, summed)
-        weights, largest, total, slot, phase = _first_step(
-            place, rings, slot, phase, ends, words, tree_start, largest, total, factor, operand
+        sink = kv_head * groups + line % groups
+        largest, total = _sums_before(sinks, sink, segment == 0, lines)
+        mixed, largest, total, slot, phase = _segment(
+            numbers, place, rings, slot, phase, ends, words, largest, total, factor, which, operand
         )
-        plain = gl.maximum(plain, 1)
-        state = (weights, mixed, largest, total, slot, phase)
-        state = _steps(1, plain, state, place, rings, ends, words, tree_start, factor, which, False)
-        state = _steps(
-            plain, count, state, place, rings, ends, words, tree_start, factor, which, True
-        )
-        weights, mixed, largest, total, slot, phase = state
-        mbarrier.wait(full.index(slot), phase)
-        mixed = _start_last_step(weights, mixed, ring_v.index(slot), count, context, copied)
-        row, head, inside = lines_of(numbers, which, head0, groups, copied)
+        row, head, inside = lines_of(numbers, which, groups, copied)
         column = gl.arange(0, head_dim, gl.SliceLayout(0, copied))[None, :]
         target = out + (row * kv_heads * groups + head) * head_dim + column
-        head0 = tile_at(turn + 1, programs) % kv_heads * groups
         done = empty.index(slot)
         slot, phase = after(slot, phase, STAGES)
         queries = load_queries(
-            query, told, full, slot, phase, which, head0, row_stride, groups, head_dim, copied,
-            turn + 1 < turns,
-        )  # fmt: skip
+            query, told, full, slot, phase, which, row_stride, groups, head_dim, copied, more > 0
+        )
         mixed = warpgroup_mma_wait(0, deps=(mixed,))
         _barrier()
         mbarrier.arrive(done)
-        share = 1.0 / gl.where(total == 0.0, 1.0, total)
-        mixed = mixed * gl.convert_layout(share, gl.SliceLayout(1, summed))[:, None]
-        place.store(mixed.to(ring_k.dtype))
+        if mode == CHAINED:
+            scratch = scratch_of(parts[0], which, summed, head_dim)
+            before = kept_sums(scratch, segment)
+            fresh = segment == 0
+            all_largest = gl.where(fresh, LEAST, all_largest)
+            all_total = gl.where(fresh, 0.0, all_total)
+            mixed, largest, total = joined(before, all_largest, all_total, mixed, largest, total)
+            all_largest, all_total = largest, total
+            inside &= keep_sums(scratch, mixed, last_segment(count * TOKENS) == segment)
+        if mode == SPLIT:
+            inside &= store_segment(parts, numbers, which, mixed, largest, total, kv_heads, groups)
+        place.store(averaged(mixed, total).to(ring_k.dtype))
         gl.store(target, place.load(copied), mask=inside)
 
 
 @gluon.jit(do_not_specialize=["requests"])
 def attention_stream_kernel(
-    query, keys, values, out, query_start, context_lens, tables, positions, tokens, ancestors,
-    tree_starts, last_seen, sinks, row_stride, table_stride, scale, requests, short_rows,
-    kv_heads: gl.constexpr, groups: gl.constexpr, block_size: gl.constexpr, block_r: gl.constexpr,
-    pdl: gl.constexpr,
+    query, keys, values, out, part, part_largest, part_total, query_start, context_lens, tables,
+    positions, tokens, ancestors, tree_starts, last_seen, sinks, row_stride, table_stride, scale,
+    count, requests, short_rows, kv_heads: gl.constexpr, groups: gl.constexpr,
+    block_size: gl.constexpr, block_r: gl.constexpr, mode: gl.constexpr, pdl: gl.constexpr,
 ):  # fmt: skip
     """Attention of requests with more than `short_rows` rows; see `_chunks` of `attention.py`.
 
     query [T, Hq * D] has rows `row_stride` apart; out [T, Hq * D] is contiguous. keys and values
     are TMA descriptors of the cache [tokens, Hk * D], in boxes of a page, or of half a tile where
-    pages are larger. block_r: a power of two, at least `requests`.
+    pages are larger. count: T. block_r: a power of two, at least `requests`. mode: see
+    `attention_segments.py`; if `SPLIT`, part, part_largest and part_total get what
+    `join_segments_kernel` reads; if `CHAINED`, part has room for [2, 64, D] of each program.
 
     Programs go through the tiles of all KV heads, the last tiles of each request first, as later
     tiles see more tokens.
@@ -283,14 +327,17 @@ def attention_stream_kernel(
         mbarrier.init(full.index(slot), count=LOADERS)
         mbarrier.init(empty.index(slot), count=2)
     wait_for_inputs(pdl)
-    _, _, _, tiles = tiles_of_requests(query_start, requests, short_rows, groups, block_r)
-    total = gl.sum(tiles, axis=0)
+    _, _, _, _, _, units = tiles_of_requests(
+        query_start, context_lens, requests, short_rows, groups, block_r, mode
+    )
+    total = gl.sum(units, axis=0)
     programs = gl.num_programs(0)
     turns = total * kv_heads // programs
     turns += (tile_at(turns, programs) < total * kv_heads).to(gl.int32)
-    sizes: gl.constexpr = (kv_heads, groups, block_size, block_r, pdl)
+    sizes: gl.constexpr = (kv_heads, groups, block_size, block_r, pdl, mode)
+    parts = (part, part_largest, part_total, count)
     shared = (
-        query, out, sinks, places, ring_k, ring_v, told, told_ends, full, empty, turns, programs,
+        query, out, parts, sinks, places, ring_k, ring_v, told, told_ends, full, empty, turns,
         ancestors, row_stride, scale,
     )  # fmt: skip
     lists = (

@@ -12,15 +12,8 @@ from torch import Tensor
 
 from slipstream.kernels.latent_attention import LatentHeads
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.triton.attention import (
-    EARLY,
-    SHORT_ROWS,
-    most_rows_of,
-    most_splits_of,
-    room_for,
-    short_lines,
-    tree_of,
-)
+from slipstream.kernels.triton.attention import EARLY, most_rows_of, most_splits_of, short_lines
+from slipstream.kernels.triton.attention_shapes import SHORT_ROWS, room_for, tree_of
 from slipstream.kernels.triton.latent_chunk_kernel import latent_chunk_kernel
 from slipstream.kernels.triton.latent_kernels import absorb_kernel, latent_kernel, values_kernel
 from slipstream.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, options
