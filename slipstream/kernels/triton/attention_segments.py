@@ -3,8 +3,8 @@
 A tile of a prompt chunk goes through its whole context. If a pass has few tiles, one program for
 each would leave most of the device idle, so that several programs share the context of a tile.
 Segments begin at fixed tokens, and the sums of each are computed on their own and then added in
-order, also where one program computes them all. So a row's bits do not depend on how many programs
-there are, nor on the other rows of the pass.
+order, also where one program computes them all. So a row's bits depend on the number of rows of its
+request, but not on how many programs there are, nor on other requests.
 """
 
 from triton.experimental import gluon
@@ -13,9 +13,10 @@ from triton.experimental.gluon import language as gl
 from slipstream.kernels.triton.matmul_stream_parts import launch_dependents, wait_for_inputs
 
 LINES = gl.constexpr(64)  # of one warpgroup; a tile has twice as many
-# Tokens. A prompt of 32k tokens in steps of 128 takes as long with 4,096, but programs that compute
-# several segments wait a little between two.
-SEGMENT = gl.constexpr(8192)
+# Tokens of a segment, for requests of at most `FEW_ROWS` rows in a pass, and of more. Shorter
+# segments can be shared out better, but programs that compute several wait a little between two.
+SHORT_SEGMENT, SEGMENT = gl.constexpr(4096), gl.constexpr(8192)
+FEW_ROWS = gl.constexpr(128)
 LEAST = gl.constexpr(-3.0e38)  # a score below all others, of which differences are no NaN
 # What a program computes: tiles whose context is one segment, tiles over any number of segments, or
 # one segment of a tile's context.
@@ -24,14 +25,20 @@ AT_ONCE = gl.constexpr(4)  # segments whose sums are loaded together
 
 
 @gluon.jit
-def last_segment(context):
+def segment_tokens(rows):
+    """The tokens of a segment for a request of `rows` rows."""
+    return gl.where(rows <= FEW_ROWS, SHORT_SEGMENT, SEGMENT)
+
+
+@gluon.jit
+def last_segment(context, rows):
     """The segment of the last token of a context; 0 without one."""
-    return (gl.maximum(context, 1) - 1) // SEGMENT
+    return (gl.maximum(context, 1) - 1) // segment_tokens(rows)
 
 
 def most_segments(tokens: int) -> int:
-    """The number of segments of a context of `tokens` tokens, at least 1."""
-    return (max(tokens, 1) - 1) // int(SEGMENT.value) + 1
+    """The largest number of segments of a context of `tokens` tokens, at least 1."""
+    return (max(tokens, 1) - 1) // int(SHORT_SEGMENT.value) + 1
 
 
 @gluon.jit
@@ -80,7 +87,7 @@ def store_segment(
     first, rows, context, tile, _, _, _, segment, kv_head, _ = numbers
     head_dim: gl.constexpr = mixed.shape[1]
     lines: gl.constexpr = largest.type.layout
-    one_segment = last_segment(context) == 0
+    one_segment = last_segment(context, rows) == 0
     line = (tile * 2 + which) * LINES + gl.arange(0, LINES, lines)
     row = gl.cast(segment, gl.int64) * count + first + line // groups
     at = (row * kv_heads + kv_head) * groups + line % groups
@@ -151,9 +158,9 @@ def join_segments_kernel(
     lines: gl.constexpr = gl.SliceLayout(1, layout)
     head = gl.program_id(1) * block_h + gl.arange(0, block_h, lines)
     column = gl.arange(0, head_dim, gl.SliceLayout(0, layout))
-    if (rows > short_rows) & (last_segment(context) > 0):
+    if (rows > short_rows) & (last_segment(context, rows) > 0):
         end = end_of_sight(positions, tokens, last_seen, first, rows, context, row - first)
-        segments = last_segment(end) + 1
+        segments = last_segment(end, rows) + 1
         largest = gl.full([block_h], LEAST, gl.float32, lines)
         total = gl.zeros([block_h], gl.float32, lines)
         mixed = gl.zeros([block_h, head_dim], gl.float32, layout)

@@ -1,5 +1,7 @@
 """Launches the attention of prompt chunks on Hopper: `attention_stream_kernel.py`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,7 @@ except ImportError:  # Gluon is still an experiment of Triton's
 
 # With more tiles of all KV heads, programs have enough to do without sharing contexts.
 FEW_TILES = MULTIPROCESSORS
+MOST_BYTES = 128 * 2**20  # of sums of segments
 JOINED_HEADS = 16  # of a program of `join_segments_kernel`
 
 
@@ -71,7 +74,8 @@ def stream(
     count, requests, block_size = len(query), len(paging.context_lens), cache[0].shape[1]
     most = cdiv(count * layer.groups, 2 * LINES.value) + min(requests, count // SHORT_ROWS)
     tiles = layer.kv_heads * most
-    mode, segments = _mode_of(tiles, most_segments(most_tokens_of(paging, block_size)))
+    segments = most_segments(most_tokens_of(paging, block_size))
+    mode = _mode_of(tiles, segments, segments * out.numel() * 4).value
     programs = MULTIPROCESSORS if mode == SPLIT.value else min(MULTIPROCESSORS, tiles)
     parts = _room_for_sums(mode, programs, segments, count, layer, query.device)
     keys, values = (_described(pages) for pages in cache)
@@ -90,11 +94,12 @@ def stream(
         )  # fmt: skip
 
 
-def _mode_of(tiles: int, segments: int) -> tuple[int, int]:
-    """(mode of `attention_stream_kernel`, largest number of segments) for a number of tiles."""
+def _mode_of(tiles: int, segments: int, size: int) -> Any:
+    """The mode of `attention_stream_kernel` for a number of tiles and of segments, whose sums take
+    `size` bytes."""
     if segments == 1:
-        return WHOLE.value, 1
-    return (SPLIT if tiles < FEW_TILES else CHAINED).value, segments
+        return WHOLE
+    return SPLIT if tiles < FEW_TILES and size <= MOST_BYTES else CHAINED
 
 
 def _room_for_sums(

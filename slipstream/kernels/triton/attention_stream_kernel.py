@@ -177,11 +177,11 @@ def _segment(
 
     Returns (weighted values, largest score, sum of weights, slot of the last values, phase).
     """
-    _, _, context, _, count, plain, tree_start, segment, _, _ = numbers
+    _, rows, context, _, count, plain, tree_start, segment, _, _ = numbers
     _, ring_v, full, _ = rings
     head_dim: gl.constexpr = ring_v.shape[2]
     summed: gl.constexpr = operand.parent
-    begin, end = tiles_of_segment(segment, count)
+    begin, end = tiles_of_segment(segment, count, rows)
     mixed = gl.zeros([LINES, head_dim], gl.float32, summed)
     mbarrier.wait(full.index(slot), phase)
     weights, largest, total, slot, phase = _first_step(
@@ -288,7 +288,7 @@ def _attend(shared, sizes: gl.constexpr, which: gl.constexpr):
             all_total = gl.where(fresh, 0.0, all_total)
             mixed, largest, total = joined(before, all_largest, all_total, mixed, largest, total)
             all_largest, all_total = largest, total
-            inside &= keep_sums(scratch, mixed, last_segment(count * TOKENS) == segment)
+            inside &= keep_sums(scratch, mixed, last_segment(count * TOKENS, rows) == segment)
         if mode == SPLIT:
             inside &= store_segment(parts, numbers, which, mixed, largest, total, kv_heads, groups)
         place.store(averaged(mixed, total).to(ring_k.dtype))

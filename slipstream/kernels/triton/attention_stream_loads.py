@@ -10,10 +10,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from slipstream.kernels.triton.attention_segments import (
     CHAINED,
     LINES,
-    SEGMENT,
     SPLIT,
     end_of_sight,
     last_segment,
+    segment_tokens,
 )
 from slipstream.kernels.triton.matmul_stream_parts import _barrier, _fetch, wait_for_inputs
 
@@ -41,7 +41,7 @@ def tiles_of_requests(
     tiles = gl.where(rows > short_rows, tiles, 0)
     units = tiles
     if mode == SPLIT:
-        units = tiles * (last_segment(contexts) + 1)
+        units = tiles * (last_segment(contexts, rows) + 1)
     return number, starts, rows, contexts, tiles, units
 
 
@@ -138,10 +138,10 @@ def load_half(pages, ring, shared, sizes: gl.constexpr, lag: gl.constexpr, half:
         count = (newest + TOKENS - 1) // TOKENS
         after_last = segment + 1
         if mode == CHAINED:
-            after_last = last_segment(newest) + 1
+            after_last = last_segment(newest, rows) + 1
         for part in range(segment, after_last):
             more_parts = (turn + 1 < turns) | (part + 1 < after_last)
-            begin, end = tiles_of_segment(part, count)
+            begin, end = tiles_of_segment(part, count, rows)
             start = begin * TOKENS + half * HALF - lag * TOKENS
             at = _rows_of_pages(table, start, context, box, block_size)
             for step in range(end - begin + 1):
@@ -167,12 +167,12 @@ def load_half(pages, ring, shared, sizes: gl.constexpr, lag: gl.constexpr, half:
 
 
 @gluon.jit
-def tiles_of_segment(segment, count):
+def tiles_of_segment(segment, count, rows):
     """The tiles of tokens [begin, end) of a segment for a tile that sees `count` of them: one at
-    least, of which it then sees nothing."""
-    begin = segment * (SEGMENT // TOKENS)
-    end = gl.minimum(count, begin + SEGMENT // TOKENS)
-    return begin, gl.maximum(end, begin + 1)
+    least, of which it then sees nothing. rows: of the request."""
+    across = segment_tokens(rows) // TOKENS
+    begin = segment * across
+    return begin, gl.maximum(gl.minimum(count, begin + across), begin + 1)
 
 
 @gluon.jit
