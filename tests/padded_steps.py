@@ -35,6 +35,7 @@ def use_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines that are built from here on run as if they captured graphs."""
     monkeypatch.setattr("slipstream.engine.resolve.captures_graphs", lambda *_: True)
     monkeypatch.setattr("slipstream.engine.assembly.Recorder", DirectRecorder)
+    monkeypatch.setattr("slipstream.runner.captured_passes.WANTED_BEFORE_CAPTURE", 1)
 
 
 def use_packed_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ that the rows of a mixture of experts do not all choose the same experts.
 
 from collections.abc import Sequence
 
+from slipstream.core.adapters import NamedAdapter
 from slipstream.core.batch import Batch, ScheduledRequest, Split, StepReport
 from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
@@ -39,11 +40,20 @@ class ArtificialRequests:
         self._known = [0] * limits.max_num_seqs  # upper bounds of their numbers of tokens
         self._began = [0] * limits.max_num_seqs  # their numbers of tokens when they were admitted
 
-    def admit(self, slots: Sequence[int], length: int, params: SamplingParams = GREEDY) -> None:
-        """Replace the requests in these slots by new ones of `length` tokens."""
+    def admit(
+        self,
+        slots: Sequence[int],
+        length: int,
+        params: SamplingParams = GREEDY,
+        adapted: bool = False,
+    ) -> None:
+        """Replace the requests in these slots by new ones of `length` tokens, whose steps are those
+        of requests with adapters if they are `adapted`."""
         self._drop(slots)
         for slot in slots:
-            self._requests[slot] = self._made(slot, length, params)
+            request = self._requests[slot] = self._made(slot, length, params)
+            # Their rows have no adapter, so nothing has to be loaded.
+            request.adapter = NamedAdapter("artificial", 0, None) if adapted else None
             self._known[slot] = self._began[slot] = length
 
     def fits(self, slot: int, length: int) -> bool:

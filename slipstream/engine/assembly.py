@@ -217,7 +217,7 @@ def run_first_steps(
         late: see `late_tokens`.
     """
     if config.warm_up and resolved.captures:
-        warm_up(step, resolved, widths, config.block_size, progress_bar)
+        warm_up(step, resolved, widths, config.block_size, progress_bar, config.enable_lora)
     if resolved.knows_costs:
         # With a fixed K nothing is chosen by them, and benchmarks start many engines.
         briefly, measured = not resolved.adaptive, (costs, step, resolved, widths)

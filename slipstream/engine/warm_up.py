@@ -40,6 +40,7 @@ class _Kind:
     Attributes:
         decodes: the requests decode afterwards.
         joined: another prompt is computed beside them then.
+        adapted: the steps are those of requests with adapters.
     """
 
     requests: int
@@ -47,6 +48,7 @@ class _Kind:
     params: SamplingParams = GREEDY
     decodes: bool = False
     joined: bool = False
+    adapted: bool = False
 
 
 def warm_up(
@@ -55,15 +57,17 @@ def warm_up(
     widths: Sequence[int],
     block_size: int,
     progress_bar: ProgressBar = no_progress_bar,
+    adapted: bool = False,
 ) -> None:
     """Run steps of all kinds. No request may be running; all slots and blocks are free afterwards.
 
     Args:
         widths: numbers of draft tokens that steps can have, rising from 0.
+        adapted: requests may have adapters.
     """
     growth = 1 + 2 * sum(width + 1 for width in widths)
     requests = ArtificialRequests(step, resolved, block_size, growth)
-    kinds = list(_kinds(resolved, requests.longest - growth, widths[-1]))
+    kinds = list(_kinds(resolved, requests.longest - growth, widths[-1], adapted))
     try:
         with progress_bar("running first steps", len(kinds), "kinds") as progress:
             for kind in kinds:
@@ -73,7 +77,7 @@ def warm_up(
         requests.clear()
 
 
-def _kinds(resolved: Resolved, longest: int, most_drafts: int) -> Iterator[_Kind]:
+def _kinds(resolved: Resolved, longest: int, most_drafts: int, adapted: bool) -> Iterator[_Kind]:
     """Kinds that the engine can run, the longest passes first: if memory is short, they fail."""
     limits = resolved.limits
     rows, slots = limits.max_num_batched_tokens, limits.max_num_seqs
@@ -82,7 +86,8 @@ def _kinds(resolved: Resolved, longest: int, most_drafts: int) -> Iterator[_Kind
     if short < 1:  # max_model_len is too small for these requests
         return
     for length in lengths:
-        yield from (_Kind(1, length),) * (WANTED_BEFORE_CAPTURE if length in ROWS else 1)
+        kinds = [_Kind(1, length), *[_Kind(1, length, adapted=True)] * adapted]
+        yield from kinds * (WANTED_BEFORE_CAPTURE if length in ROWS else 1)
     most = min(slots - 1, rows // short, (rows - short) // (most_drafts + 1))
     if most < 1:
         if most_drafts < rows:
@@ -96,7 +101,7 @@ def _kinds(resolved: Resolved, longest: int, most_drafts: int) -> Iterator[_Kind
 
 def _run(kind: _Kind, step: Launcher, requests: ArtificialRequests, widths: Sequence[int]) -> None:
     slots, other = range(kind.requests), kind.requests
-    requests.admit(slots, kind.length, kind.params)
+    requests.admit(slots, kind.length, kind.params, kind.adapted)
     requests.finish(step.launch(requests.with_prompts(requests.batch(()), slots)))
     if kind.requests > _FEW:
         widths = 0, widths[-1]

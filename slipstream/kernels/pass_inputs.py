@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 MOST_TREE_TOKENS = 63  # the bits of `TreeInputs.ancestors`, without the sign
@@ -29,6 +30,12 @@ class RowPlaces:
     def in_context(self) -> Tensor:
         """[T] int64, the index of each row's token in the paged context."""
         return self.positions if self.places is None else self.places
+
+    @property
+    def request(self) -> Tensor:
+        """[T] int64, the request of each row."""
+        row = torch.arange(len(self.positions), device=self.positions.device)
+        return torch.searchsorted(self.query_start[1:], row, right=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,20 +4,22 @@ The host takes longer to launch the kernels of such a pass than the device takes
 rows of Qwen3-8B take 15 ms on an H200, and their launches 50. So exact passes of up to `MOST_ROWS`
 rows are padded to one of some sizes and replayed. The padding belongs to a last request that has no
 context and writes nothing.
+
+Whatever tensors a pass reads (those of `PassInputs`, and its tokens or features) are copied to
+buffers, and whatever it returns is copied out of buffers. All sizes share these, so a graph has no
+memory of its own besides its list of kernels.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.cache.spec import ModelCache
-from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
-from slipstream.models.decoder import Decoder
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.runner.graphs import Between, Recorder
 
 logger = logging.getLogger("slipstream")
@@ -27,7 +29,24 @@ MOST_ROWS = ROWS[-1]
 # A capture takes as long as three passes that are launched one by one.
 WANTED_BEFORE_CAPTURE = 2
 
-_Result = tuple[Tensor, list[Tensor]]
+# Computes the inputs' rows, of which the other tensors have one entry each -> tensors likewise. It
+# reads no other tensors, except those that always stay in their place, such as weights and caches.
+Pass = Callable[..., Sequence[Tensor]]
+
+_QUERY_START = "rows.query_start"
+# The tensors of the inputs with one entry for each request; all others have one for each row.
+_OF_REQUESTS = {
+    *(_QUERY_START, "sees.tree.starts"),
+    *("paging.block_tables", "window_paging.block_tables"),
+    *("paging.context_lens", "window_paging.context_lens"),
+    *("states.slots", "states.num_known", "states.pending", "states.save_at", "states.saved"),
+}
+# What padding has in them; in other tensors it has whatever was there.
+_PADDING = {
+    **{"paging.slots": -1, "window_paging.slots": -1, "adapters": -1},
+    **{"paging.context_lens": 0, "window_paging.context_lens": 0},
+    **{"states.num_known": 0, "states.pending": 0, "states.save_at": -1},
+}
 
 
 @dataclass(frozen=True)
@@ -46,165 +65,129 @@ class PassSize:
 
     @staticmethod
     def padded(requests: int) -> int:
-        """The smallest of 2, 8, 32, 128 ... with room for one more: few, since each is captured for
-        every number of rows."""
-        return 1 << (requests.bit_length() | 1)
+        """The smallest of 2, 3, 5, 9, 17 ... with room for one more. Attention divides the device
+        among so many requests, so there should not be many more than have rows."""
+        return 1 + (1 << (requests - 1).bit_length())
 
 
-class _PagingBuffers:
-    """The fixed tensors of a `Paging`.
-
-    Args:
-        requests: maximum number of requests, padding included.
-        like: the paging of some pass.
-    """
-
-    def __init__(self, requests: int, like: Paging) -> None:
-        self._slots = like.slots.new_zeros(MOST_ROWS)
-        self._context_lens = like.context_lens.new_zeros(requests)
-        self._tables = like.block_tables.new_zeros((requests, like.block_tables.shape[1]))
-
-    def of(self, size: PassSize) -> Paging:
-        """Views for a pass of this size."""
-        tables, lengths = self._tables[: size.requests], self._context_lens[: size.requests]
-        return Paging(tables, lengths, self._slots[: size.rows])
-
-    def fill(self, size: PassSize, given: Paging | None) -> None:
-        """Copy the paging, and pad it; None: all is padding."""
-        rows = requests = 0
-        if given is not None:
-            rows, requests = len(given.slots), len(given.context_lens)
-            self._slots[:rows].copy_(given.slots)
-            self._context_lens[:requests].copy_(given.context_lens)
-            self._tables[:requests].copy_(given.block_tables)
-        self._slots[rows : size.rows].fill_(-1)
-        self._context_lens[requests : size.requests].fill_(0)
-
-
-class _Buffers:
-    """The fixed tensors that graphs of all sizes read.
-
-    Args:
-        requests: maximum number of requests, padding included.
-        like: the inputs of some pass.
-    """
-
-    def __init__(self, requests: int, like: PassInputs) -> None:
-        positions, query_start = like.rows.positions, like.rows.query_start
-        self.token_ids = positions.new_zeros(MOST_ROWS, dtype=torch.int32)
-        self._positions = positions.new_zeros(MOST_ROWS)
-        self._query_start = query_start.new_zeros(requests + 1)
-        self._paging = _PagingBuffers(requests, like.paging)
-        windowed = like.window_paging
-        self._windowed = None if windowed is None else _PagingBuffers(requests, windowed)
-
-    def inputs(self, size: PassSize) -> PassInputs:
-        """The inputs of a pass of this size, views of the buffers."""
-        places = self._query_start[: size.requests + 1], self._positions[: size.rows]
-        windowed = None if self._windowed is None else self._windowed.of(size)
-        rows = RowPlaces(*places, max_rows=size.rows)
-        return PassInputs(rows, self._paging.of(size), window_paging=windowed)
-
-    def fill(self, size: PassSize, token_ids: Tensor, inputs: PassInputs) -> None:
-        """Copy a pass, and pad it."""
-        rows, requests = len(token_ids), len(inputs.paging.context_lens)
-        self.token_ids[:rows].copy_(token_ids)
-        self._positions[:rows].copy_(inputs.rows.positions)
-        self._query_start[:requests].copy_(inputs.rows.query_start[:requests])
-        self._pad(size, rows, requests, inputs.paging, inputs.window_paging)
-
-    def clear(self, size: PassSize) -> None:
-        """Let a pass consist of padding."""
-        self._pad(size, 0, 0, None, None)
-
-    def _pad(
-        self,
-        size: PassSize,
-        rows: int,
-        requests: int,
-        paging: Paging | None,
-        windowed: Paging | None,
-    ) -> None:
-        self._query_start[requests : size.requests].fill_(rows)
-        self._query_start[size.requests].fill_(size.rows)
-        self._paging.fill(size, paging)
-        if self._windowed is not None:
-            self._windowed.fill(size, windowed)
+# A size, and which tensors the inputs have: their names and shapes without the first dimension.
+_Key = tuple[PassSize, tuple[Any, ...]]
 
 
 class CapturedPasses:
-    """Passes of a network over its caches, each captured when its size is wanted again.
+    """Passes of one kind, each captured when its size is wanted again.
 
     Args:
-        most_requests: maximum number of requests of a pass.
-        record: captures calls; its graphs are not those whose results a step still reads while the
-            network runs.
+        call: computes a pass, from its inputs and then the other tensors that it reads.
+        num_slots: number of slots of the device state; the last one is for padding.
+        record: captures calls; its graphs are not those whose results a step still reads while
+            these passes run.
     """
 
-    def __init__(
-        self,
-        network: Decoder,
-        cache: ModelCache,
-        stream_layers: Sequence[int],
-        most_requests: int,
-        record: Recorder,
-    ) -> None:
-        self._network, self._cache, self._record = network, cache, record
-        self._stream_layers = stream_layers
-        self._most_requests = PassSize.padded(most_requests)
-        self._buffers: _Buffers | None = None
-        self._wanted = Counter[PassSize]()
-        self._graphs: dict[PassSize, Callable[[Between], _Result]] = {}
-        self._too_large = set[PassSize]()
+    def __init__(self, call: Pass, num_slots: int, record: Recorder) -> None:
+        self._call, self._record = call, record
+        self._most_requests = PassSize.padded(num_slots)
+        self._padding = {**_PADDING, "states.slots": num_slots - 1, "states.saved": num_slots - 1}
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._results: list[Tensor] | None = None
+        self._wanted = Counter[_Key]()
+        self._graphs: dict[_Key, Callable[[Between], None]] = {}
+        self._too_large = set[_Key]()
 
-    def run(self, token_ids: Tensor, inputs: PassInputs) -> _Result | None:
-        """What the network returns for these exact rows; None: the pass is not captured."""
-        requests = len(inputs.paging.context_lens)
-        size = PassSize.of(len(token_ids), requests) if _is_plain(inputs) else None
-        if size is None:
+    def run(self, inputs: PassInputs, *given: Tensor) -> list[Tensor] | None:
+        """What `call` returns for these exact rows; None: the pass is not captured."""
+        rows, requests = len(given[0]), len(inputs.paging.context_lens)
+        size = PassSize.of(rows, requests)
+        # Ranks that share experts compute rows of each other.
+        if size is None or inputs.pooled_rows is not None:
             return None
-        self._wanted[size] += 1
-        if self._wanted[size] < WANTED_BEFORE_CAPTURE:
+        key = size, _form(inputs, given)
+        self._wanted[key] += 1
+        if self._wanted[key] < WANTED_BEFORE_CAPTURE:
             return None
-        if self._buffers is None:
-            self._buffers = _Buffers(self._most_requests, inputs)
-        if size not in self._graphs and not self._capture(size, self._buffers):
+        if key not in self._graphs and not self._capture(key, inputs, given):
             return None
-        self._buffers.fill(size, token_ids, inputs)
-        hidden, streams = self._graphs[size](_nothing)
-        # The next replay overwrites them.
-        rows = len(token_ids)
-        return hidden[:rows].clone(), [stream[:rows].clone() for stream in streams]
+        self._fill(size, inputs, given, rows, requests)
+        self._graphs[key](_nothing)
+        # The next replay overwrites the buffers.
+        return [result[:rows].clone() for result in self._results or ()]
 
-    def _capture(self, size: PassSize, buffers: _Buffers) -> bool:
-        """Capture a size; False: there is no memory for its results, now or earlier."""
-        if size in self._too_large:
+    def _capture(self, key: _Key, inputs: PassInputs, given: Sequence[Tensor]) -> bool:
+        """Capture passes like this one; False: there is no memory for it, now or earlier."""
+        if key in self._too_large:
             return False
-
-        def call(between: Between) -> _Result:
-            given = buffers.token_ids[: size.rows], buffers.inputs(size)
-            return self._network(*given, self._cache.layers, self._stream_layers)
-
-        buffers.clear(size)
+        size = key[0]
         try:
-            self._graphs[size] = self._record(call, _nothing)
+            # Of padding alone: the pass itself would change recurrent states more than once.
+            padding, own = self._fill(size, inputs, given, 0, 0)
+
+            def call(between: Between) -> None:
+                # A new copy of the inputs each time: none has prepared anything yet.
+                results = self._call(replace(padding), *own)
+                if self._results is None:
+                    self._results = [it.new_empty((MOST_ROWS, *it.shape[1:])) for it in results]
+                for kept, result in zip(self._results, results, strict=True):
+                    kept[: size.rows].copy_(result)
+
+            self._graphs[key] = self._record(call, _nothing)
         except torch.OutOfMemoryError:
             logger.warning("no memory to capture passes of %d rows: they are launched", size.rows)
-            self._too_large.add(size)
+            self._too_large.add(key)
             return False
         return True
+
+    def _fill(
+        self, size: PassSize, inputs: PassInputs, given: Sequence[Tensor], rows: int, requests: int
+    ) -> tuple[PassInputs, list[Tensor]]:
+        """Copy the first rows and requests of a pass to the buffers, and pad them to this size.
+        Returns views of the buffers."""
+
+        def padded(name: str, tensor: Tensor) -> Tensor:
+            count, end, most = rows, size.rows, MOST_ROWS
+            if name in _OF_REQUESTS:
+                count, end, most = requests, size.requests, self._most_requests
+            shape = tensor.shape[1:]
+            buffer = self._buffers.get((name, shape))
+            if buffer is None:
+                buffer = self._buffers[name, shape] = tensor.new_zeros((most + 1, *shape))
+            buffer[:count].copy_(tensor[:count])
+            if name == _QUERY_START:  # all but the last request of padding have no rows
+                buffer[count:end].fill_(rows)
+                buffer[end].fill_(size.rows)
+                return buffer[: end + 1]
+            if name in self._padding:
+                buffer[count:end].fill_(self._padding[name])
+            return buffer[:end]
+
+        views: PassInputs = _with_tensors(inputs, padded)
+        views = replace(views, rows=replace(views.rows, max_rows=size.rows))
+        return views, [padded(f"given {index}", it) for index, it in enumerate(given)]
+
+
+def _form(inputs: PassInputs, given: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Which tensors a pass reads, and what else distinguishes it from others of its size."""
+    found: list[tuple[str, torch.Size]] = []
+
+    def note(name: str, tensor: Tensor) -> Tensor:
+        found.append((name, tensor.shape[1:]))
+        return tensor
+
+    _with_tensors(inputs, note)
+    sees = inputs.sees
+    return sees.causal, sees.first_seen, *found, *(it.shape[1:] for it in given)
+
+
+def _with_tensors(part: Any, give: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """A copy of a dataclass in which give(name, tensor) replaces every tensor."""
+    changes = {}
+    for it in fields(part):
+        value, name = getattr(part, it.name), f"{path}{it.name}"
+        if isinstance(value, Tensor):
+            changes[it.name] = give(name, value)
+        elif is_dataclass(value):
+            changes[it.name] = _with_tensors(value, give, f"{name}.")
+    return replace(part, **changes)
 
 
 def _nothing(value: Any) -> Any:
     return value
-
-
-def _is_plain(inputs: PassInputs) -> bool:
-    """Whether the buffers hold everything that the layers read."""
-    others = (
-        *(inputs.rows.places, inputs.adapters, inputs.states),
-        *(inputs.layer_inputs, inputs.embedded, inputs.pooled_rows),
-    )
-    sees = inputs.sees
-    simple = sees.causal and not sees.first_seen and sees.tree is None and sees.last_seen is None
-    return simple and not inputs.prepared and all(it is None for it in others)

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from slipstream.cache.spec import ModelCache
 from slipstream.core.batch import LastCheckpoint
+from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.layers.delta_net import waiting_rows
 from slipstream.layers.embedding import LanguageModelHead
+from slipstream.layers.stack import StreamAddends
 from slipstream.models.decoder import Decoder
 from slipstream.runner.captured_passes import CapturedPasses
 from slipstream.runner.device_state import DeviceState
@@ -68,8 +70,7 @@ class ModelRunner:
         self.has_states = cache.has_states
         self._captured: CapturedPasses | None = None
         if record is not None:
-            layers, most = self._stream_layers, state.num_slots
-            self._captured = CapturedPasses(network, cache, layers, most, record)
+            self._captured = CapturedPasses(self._pass, state.num_slots, record)
 
     def forward(self, rows: PassRows) -> Forward:
         """Run a pass over `rows`, whose token ids are in the device state; writes their caches."""
@@ -80,16 +81,39 @@ class ModelRunner:
             layout = replace(layout, inputs=replace(layout.inputs, states=states))
         layout, num_rows = self._pooled(self._adapted(layout, rows))
         token_ids, embedded, added = embed(self._network, layout, rows.prompts)
-        found = None
-        if self._captured is not None and layout.row_starts and embedded is None:
-            found = self._captured.run(token_ids, layout.inputs)
-        if found is None:
-            given = token_ids, layout.inputs, self._cache.layers, self._stream_layers
-            # Ranks that share experts compute each other's rows, and agree on their number.
-            read = None if self._network.pool is not None else layout.read_rows(rows.num_read)
-            found = self._network(*given, embedded, added, read)
-        hidden, streams = found
+        # Ranks that share experts compute each other's rows, and agree on their number.
+        num_read = None if self._network.pool is not None else rows.num_read
+        hidden, *streams = self._compute(layout, token_ids, embedded, added, num_read)
         return Forward(hidden, layout, streams, embedded, num_rows)
+
+    def _compute(
+        self,
+        layout: RowLayout,
+        token_ids: Tensor,
+        embedded: Tensor | None = None,
+        added: StreamAddends | None = None,
+        num_read: int | None = None,
+    ) -> Sequence[Tensor]:
+        """Run the network, or replay its pass; see `_pass` and `Decoder`."""
+        if self._captured is not None and layout.row_starts and added is None:
+            given = (token_ids,) if embedded is None else (token_ids, embedded)
+            found = self._captured.run(layout.inputs, *given)
+            if found is not None:
+                return found
+        return self._pass(layout.inputs, token_ids, embedded, added, layout.read_rows(num_read))
+
+    def _pass(
+        self,
+        inputs: PassInputs,
+        token_ids: Tensor,
+        embedded: Tensor | None = None,
+        added: StreamAddends | None = None,
+        read: Tensor | None = None,
+    ) -> Sequence[Tensor]:
+        """Run the network; returns the hidden states, and then the streams."""
+        given = token_ids, inputs, self._cache.layers, self._stream_layers
+        hidden, streams = self._network(*given, embedded, added, read)
+        return [hidden, *streams]
 
     def _pooled(self, layout: RowLayout) -> tuple[RowLayout, int]:
         """The layout with the number of rows on which ranks agree if they share experts, and

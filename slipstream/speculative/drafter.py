@@ -248,7 +248,7 @@ class DrafterResources:
         target: the target's network, whose embedding and head a drafter may share.
         target_cache: the target's keys and values, which a drafter may read.
         captured: steps are captured in CUDA graphs, so some batches are padded.
-        record: captures passes over short prompts, see `ModelRunner`.
+        record: captures passes over short prompts (`CapturedPasses`); None: they are not captured.
         in_combination: another drafter's tokens may be verified instead of its own.
         gives_confidences: its drafts must have `confidences`, if the drafter has some.
         synthetic_rates: [L, K] float32, acceptance rates that a benchmark forces (see `VerifyOp`);

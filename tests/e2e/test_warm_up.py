@@ -8,6 +8,7 @@ from slipstream.core.batch import Batch
 from slipstream.engine.launcher import Launcher
 from slipstream.engine.step_results import Launched
 from slipstream.engine.warm_up import warm_up
+from slipstream.runner.captured_passes import PassSize
 from tests.drafters.assistants import write_sliding_target
 from tests.e2e.test_calibration import K, build, config_of, outputs
 from tests.padded_steps import use_padded_steps
@@ -65,6 +66,20 @@ def test_nothing_is_left_behind(
     asked = [item.request.params for batch in own for item in batch.requests]
     assert {0.0, 0.8, 1.0} == {params.temperature for params in asked}
     assert any(params.seed is not None for params in asked)
+
+
+def test_passes_of_adapters_are_captured_too(
+    tiny_target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_padded_steps(monkeypatch)
+    limits = {"max_num_batched_tokens": 64, "max_num_seqs": 2}
+    llm = build(tiny_target, None, warm_up=True, enable_lora=True, **limits)
+    passes = llm.engine._step._runner._captured
+    assert passes is not None
+    plain, adapted = set[PassSize](), set[PassSize]()
+    for size, form in passes._graphs:
+        (adapted if "adapters" in dict(form[2:-1]) else plain).add(size)
+    assert adapted == {PassSize(32, 2), PassSize(64, 2)} <= plain
 
 
 def test_layers_with_a_window(tmp_path_factory: pytest.TempPathFactory) -> None:

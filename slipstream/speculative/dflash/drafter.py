@@ -7,6 +7,7 @@ write their keys and values to the slots of the draft tokens; for accepted token
 overwrites them with those of the context before they are read.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.spec import ModelCache
+from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.runner.captured_passes import CapturedPasses
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.model_runner import Forward
 from slipstream.runner.rows import lay_out
@@ -41,6 +44,10 @@ class DFlashDrafter(Drafter):
         assert layout is not None, "its layers have keys and values"
         self._dtype = head.dtype
         self._cache = ModelCache(layout, resources.cache_sizes)
+        self._captured: CapturedPasses | None = None
+        if resources.record is not None:
+            sizes = self._state.num_slots, resources.record
+            self._captured = CapturedPasses(self._store, *sizes)
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """Run one pass over the draft blocks of all requests."""
@@ -53,18 +60,26 @@ class DFlashDrafter(Drafter):
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """Write the context of the computed tokens. Rejected tokens are left out if rows can be
         selected; otherwise their entries are overwritten before they are read."""
-        inputs = forward.layout.inputs
+        placed, streams = forward.layout.inputs, forward.streams
+        inputs = PassInputs(placed.rows, placed.paging)  # the others are of the target's layers
+        replayed = None
+        if self._captured is not None and forward.layout.row_starts:
+            replayed = self._captured.run(inputs, *streams)
+        if replayed is not None:
+            return
         rows = forward.layout.leading(batch.num_new_tokens + verdict.num_accepted)
         inputs = replace(
             inputs,
             rows=replace(inputs.rows, positions=inputs.rows.positions[rows]),
             paging=replace(inputs.paging, slots=inputs.paging.slots[rows]),
-            window_paging=None,  # only the target's layers have it
         )
-        context = self._network.context(
-            [stream[rows].to(self._dtype) for stream in forward.streams]
-        )
+        self._store(inputs, *(stream[rows] for stream in streams))
+
+    def _store(self, inputs: PassInputs, *streams: Tensor) -> Sequence[Tensor]:
+        """Write the context of rows with these streams of the target."""
+        context = self._network.context([stream.to(self._dtype) for stream in streams])
         self._network.store(context, inputs, self._cache.layers)
+        return ()
 
     def _hidden(self, batch: DeviceBatch, starts: Tensor, wanted: Tensor) -> Tensor:
         """Run the pass; returns [R, K, H], the lm_head's input of the rows that predict tokens."""

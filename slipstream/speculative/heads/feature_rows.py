@@ -24,10 +24,11 @@ from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.kernels.devices import upload
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.layers.embedding import Embedding, LanguageModelHead
+from slipstream.runner.captured_passes import MOST_ROWS, CapturedPasses
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.excerpts import Excerpt, ExcerptSizes, whole
 from slipstream.runner.model_runner import Forward
-from slipstream.runner.rows import PassRows, RowLayout, lay_out
+from slipstream.runner.rows import PassRows, lay_out
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
 from slipstream.speculative.heads.method import Head
@@ -97,6 +98,10 @@ class FeatureRowsDrafter(Drafter):
         self._features = torch.zeros(shape, dtype=head.dtype, device=state.device)
         # On the host: an upper bound of the rows of a slot that wait when the next step begins.
         self._waiting = [0] * state.num_slots
+        self._captured: CapturedPasses | None = None
+        if resources.record is not None:
+            sizes = state.num_slots, resources.record
+            self._captured = CapturedPasses(self._prompt_pass, *sizes)
 
     def prepare(self, batch: Batch) -> None:
         undrafted = [item.request.slot for item in batch.requests if self._waits(item)]
@@ -169,6 +174,8 @@ class FeatureRowsDrafter(Drafter):
         rows = [chunk.features(projected, kept[index]) for index, chunk in enumerate(chunks)]
         if any(chunk.length for chunk in chunks):
             longest = max(chunk.length for chunk in chunks)
+            if self._captured is not None:  # graphs have block tables of one width
+                longest = max(longest, MOST_ROWS)
             excerpt = self._excerpt(slots, window_ends, longest)
             counts = [chunk.length for chunk in chunks]
             placed = PassRows(
@@ -180,7 +187,9 @@ class FeatureRowsDrafter(Drafter):
                 embedded = torch.cat([chunk.rows(forward.embedded) for chunk in chunks])
                 embedded = embedded.to(self._features.dtype)
                 layout = replace(layout, inputs=replace(layout.inputs, embedded=embedded))
-            self._pass(layout, torch.cat(rows), 0)
+            given = layout.inputs, layout.token_ids, torch.cat(rows)
+            if self._captured is None or self._captured.run(*given) is None:
+                self._prompt_pass(*given)
         self._features[slots, 0] = projected[last]
         self._computed[slots] = ends
 
@@ -243,15 +252,24 @@ class FeatureRowsDrafter(Drafter):
         if layout.is_empty:  # no request drafts
             width = self._network.head.width
             return read(features.new_zeros(len(features), width)), torch.zeros_like(features[:, 0])
-        hidden, following = self._pass(layout, layout.spread(features), draft)
+        given = layout.inputs, layout.token_ids, layout.spread(features)
+        hidden, following = self._pass(*given, draft)
         return layout.over_last(read, hidden), layout.last(following)
 
-    def _pass(self, layout: RowLayout, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
+    def _pass(
+        self, inputs: PassInputs, token_ids: Tensor, features: Tensor, draft: int
+    ) -> tuple[Tensor, Tensor]:
         """Run the network. `draft` is the index of the draft token that the last rows predict; only
         networks that differ between draft tokens use it."""
-        sees = replace(layout.inputs.sees, first_seen=FIRST_ROW)
-        inputs = replace(layout.inputs, sees=sees)
-        return self._network(layout.token_ids, features, inputs, self._cache.layers)
+        inputs = replace(inputs, sees=replace(inputs.sees, first_seen=FIRST_ROW))
+        return self._network(token_ids, features, inputs, self._cache.layers)
+
+    def _prompt_pass(
+        self, inputs: PassInputs, token_ids: Tensor, features: Tensor
+    ) -> Sequence[Tensor]:
+        """Run the network over rows of prompts, for their keys and values alone."""
+        self._pass(inputs, token_ids, features, 0)
+        return ()
 
     def _features_of(
         self, batch: DeviceBatch, verdict: Verdict, forward: Forward, width: int

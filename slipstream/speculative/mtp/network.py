@@ -35,7 +35,6 @@ from slipstream.layers.rope import RopeTables
 from slipstream.layers.stack import Stack
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
-from slipstream.runner.rows import RowLayout
 from slipstream.speculative.drafter import Drafter, DrafterResources
 from slipstream.speculative.heads.feature_rows import FIRST_ROW, FeatureRowsDrafter
 from slipstream.speculative.heads.loading import HeadContext, HeadNetwork, load_head
@@ -165,19 +164,20 @@ class ModulesDrafter(FeatureRowsDrafter):
         )
         self._given = torch.zeros(shape, dtype=self._features.dtype, device=self._state.device)
 
-    def _pass(self, layout: RowLayout, features: Tensor, draft: int) -> tuple[Tensor, Tensor]:
+    def _pass(
+        self, inputs: PassInputs, token_ids: Tensor, features: Tensor, draft: int
+    ) -> tuple[Tensor, Tensor]:
         first, last = min(draft, self._mtp.num_modules - 1), self._mtp.num_modules - 1
-        slots = layout.inputs.paging.slots
+        slots = inputs.paging.slots
         places = torch.where(slots < 0, len(self._given) - 1, slots)
-        before = self._place_before(layout)
+        before = self._place_before(inputs)
         result = features
         for index in range(first, last + 1):
             # Rows before a module's first row are computed too, but masked out of attention.
             first_seen = FIRST_ROW + index
-            sees = replace(layout.inputs.sees, first_seen=first_seen)
-            inputs = replace(layout.inputs, sees=sees)
+            own = replace(inputs, sees=replace(inputs.sees, first_seen=first_seen))
             taken = features if index == first else self._given[before, index - 1]
-            given = self._mtp.run(index, layout.token_ids, taken, inputs, self._cache.layers[index])
+            given = self._mtp.run(index, token_ids, taken, own, self._cache.layers[index])
             means = (inputs.rows.positions >= first_seen).unsqueeze(1)
             given = torch.where(means, given, 0.0)
             if index < last:
@@ -186,11 +186,11 @@ class ModulesDrafter(FeatureRowsDrafter):
                 result = given
         return result, result
 
-    def _place_before(self, layout: RowLayout) -> Tensor:
+    def _place_before(self, inputs: PassInputs) -> Tensor:
         """[T] int64, the slot of each row's previous token."""
-        inputs, size, request = layout.inputs, self._state.block_size, layout.request
+        size, tables = self._state.block_size, inputs.paging.block_tables
         before = (inputs.rows.in_context - 1).clamp_min(0)
-        return inputs.paging.block_tables[request, before // size].long() * size + before % size
+        return tables[inputs.rows.request, before // size].long() * size + before % size
 
 
 def _build(head: Head[MtpConfig, MtpHead], resources: DrafterResources) -> Drafter:

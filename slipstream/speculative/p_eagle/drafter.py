@@ -49,7 +49,8 @@ class PEagleDrafter(FeatureRowsDrafter):
         layout = lay_out(state, rows)
         if layout.is_empty:  # no request drafts
             return Draft.empty(batch)
-        hidden, _ = self._pass(layout, self._row_features(rows, layout), 0)
+        features = self._row_features(rows, layout)
+        hidden, _ = self._pass(layout.inputs, layout.token_ids, features, 0)
         logits = self._network.head(layout.tails(hidden, wanted, batch.width).flatten(0, 1))
         draft = self._drafting.draft_at_once(batch, wanted, logits)
         computed = torch.where(wanted > 0, state.num_tokens[slots], starts)

@@ -99,8 +99,8 @@ class PardDrafter(ContextDrafter):
             runner = network.runner(resources)
         else:
             self._features = FeaturePages.empty(projection, network.width, resources)
-            given = network.decoder, network.cache(resources), resources.state
-            runner = FeatureFedRunner(*given, self._features)
+            given = network.decoder, network.cache(resources), self._features
+            runner = FeatureFedRunner(*given, resources)
         count, window = resources.num_speculative_tokens, network.excerpt_sizes(resources)
         longest, most = network.max_model_len, most_waiting(count)
         super().__init__(runner, resources, longest, most, None, window)

@@ -187,9 +187,9 @@ class FeatureFedRunner(ModelRunner):
     """Runs a decoder with the features added to its embeddings."""
 
     def __init__(
-        self, network: Decoder, cache: ModelCache, state: DeviceState, features: FeaturePages
+        self, network: Decoder, cache: ModelCache, features: FeaturePages, given: DrafterResources
     ) -> None:
-        super().__init__(network, cache, state)
+        super().__init__(network, cache, given.state, record=given.record)
         self._decoder, self._features = network, features
 
     def forward(self, rows: PassRows) -> Forward:
@@ -197,7 +197,5 @@ class FeatureFedRunner(ModelRunner):
         slots = rows.slots[layout.request]
         embedded = self._decoder.embed(layout.token_ids)
         embedded = embedded + self._features.read(self._state, slots, layout.inputs.rows.positions)
-        hidden, _ = self._decoder(
-            layout.token_ids, layout.inputs, self._cache.layers, embedded=embedded
-        )
+        hidden, *_ = self._compute(layout, layout.token_ids, embedded)
         return Forward(hidden, layout)

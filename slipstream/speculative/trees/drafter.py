@@ -87,7 +87,8 @@ class TreeDrafter(FeatureRowsDrafter):
         features = features.gather(1, index)
         if layout.is_empty:
             return features.new_zeros((*features.shape[:2], self._network.head.width)), features
-        hidden, following = self._pass(layout, layout.spread(features), level.depth)
+        given = layout.inputs, layout.token_ids, layout.spread(features)
+        hidden, following = self._pass(*given, level.depth)
         return layout.collect(hidden, width), layout.collect(following, width)
 
     def _logits(self, hidden: Tensor) -> Tensor:
