@@ -18,7 +18,7 @@ from slipstream.cli.bench_flags import (
     refuse_num_seqs,
 )
 from slipstream.cli.bench_views import Bar, about, note, progress_bar, show_report
-from slipstream.cli.drafter_flags import DEMO, is_method
+from slipstream.cli.drafter_flags import DEMO, DEMO_DRAFTERS, is_method
 from slipstream.cli.errors import FAILED, INTERRUPTED, say
 from slipstream.cli.flags import RunFlags
 from slipstream.cli.open_llm import open_llm
@@ -27,6 +27,7 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.config_values import MOST_DRAFTS
 from slipstream.core.errors import UsageError, counted
 from slipstream.core.flags import flag, like, parse_object
+from slipstream.speculative.catalogue import LOOKUPS
 
 if TYPE_CHECKING:
     from slipstream.bench.sweep import Cell, CellResult, Failure, Open, Sweep
@@ -45,8 +46,8 @@ class SweepFlags:
 
     drafter: tuple[str, ...] = flag(
         (),
-        "A checkpoint, ngram, suffix, or NAME=<json> with a speculative_config (repeatable). "
-        "[for the demo: all that are bundled, ngram and suffix]",
+        f"A checkpoint, {', '.join(LOOKUPS)}, or NAME=<json> with a speculative_config "
+        f"(repeatable). [for the demo: all that are bundled, {' and '.join(LOOKUPS)}]",
         metavar="<drafter>",
     )
     num_speculative_tokens: str = flag(
@@ -240,12 +241,7 @@ def read_drafters(given: Sequence[str], model: str) -> dict[str, dict[str, Any]]
     if not given:
         if model != DEMO:
             raise UsageError("no drafter is given; add --drafter for each drafter")
-        from slipstream.models.bundled import bundled_names
-        from slipstream.speculative.catalogue import METHODS
-
-        # Besides the bundled ones, methods that draft for any target without a checkpoint.
-        found = [it for it in METHODS.values() if it.without_model and not it.in_target]
-        given = [*(it for it in bundled_names() if it != DEMO), *(it.name for it in found)]
+        given = [*DEMO_DRAFTERS, *LOOKUPS]
     drafters: dict[str, dict[str, Any]] = {}
     for text in given:
         name, equals, config = text.partition("=")

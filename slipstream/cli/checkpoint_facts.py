@@ -62,9 +62,9 @@ class CheckpointFacts:
 
     @property
     def is_language_model(self) -> bool:
-        from slipstream.speculative.catalogue import DRAFT_MODEL
+        from slipstream.speculative.catalogue import LANGUAGE_MODEL
 
-        return self.kind == DRAFT_MODEL
+        return self.kind == LANGUAGE_MODEL
 
     def _experts(self) -> dict[str, Any] | None:
         """The experts and, for passes of some rows, how many of a layer are read (expected if every

@@ -9,8 +9,11 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError
 from slipstream.core.flags import flag, given_flags, parse_object
 from slipstream.core.paths import user_path
+from slipstream.models.bundled import bundled_names
+from slipstream.speculative.catalogue import IN_TARGET, LOOKUPS, METHODS
 
 DEMO, DEMO_DRAFT = "demo", "demo/draft"
+DEMO_DRAFTERS = tuple(name for name in bundled_names() if name != DEMO)
 AUTO = "auto"  # a number of draft tokens
 
 
@@ -30,9 +33,9 @@ class DrafterFlags:
 
     drafter: str | None = flag(
         None,
-        "The drafter: a checkpoint, one bundled for the demo (demo/draft, demo/eagle3, demo/mtp, "
-        "demo/p-eagle, demo/pard), mtp (the model's own), ngram or suffix. "
-        "[demo/draft for the demo]",
+        f"The drafter: a checkpoint, one bundled for the demo ({', '.join(DEMO_DRAFTERS)}), "
+        f"{', '.join(IN_TARGET)} (the model's own), {' or '.join(LOOKUPS)}. "
+        f"[{DEMO_DRAFT} for the demo]",
         panel="Drafting",
         also=("--spec-model",),
     )
@@ -45,8 +48,7 @@ class DrafterFlags:
     )
     spec_method: str | None = flag(
         None,
-        "Drafting method, such as draft_model, eagle3 or suffix; docs/drafters.md has all. "
-        "[found from the drafter]",
+        f"Drafting method: {', '.join(METHODS)}. [found from the drafter]",
     )
     drafter_quantization: str | None = flag(
         None,
@@ -56,7 +58,7 @@ class DrafterFlags:
     speculative_config: str | None = flag(
         None,
         'All drafting options as JSON: \'{"model": "...", "num_speculative_tokens": 4}\'; for '
-        'several drafters: \'{"drafters": [{"method": "ngram"}, {"model": "..."}]}\'',
+        f'several drafters: \'{{"drafters": [{{"method": "{LOOKUPS[0]}"}}, {{"model": "..."}}]}}\'',
         metavar="<json>",
         also=("-sc",),
     )
@@ -99,7 +101,7 @@ class DrafterFlags:
             names["model"] = DEMO_DRAFT
         config = {key: name for key, name in names.items() if name is not None}
         method = config.get("method", "")
-        if model == DEMO and "model" not in config and _is_in_target(method):
+        if model == DEMO and "model" not in config and method in IN_TARGET:
             raise UsageError(
                 f"the demo's modules are a separate checkpoint; give --drafter demo/{method}"
             )
@@ -118,22 +120,12 @@ class DrafterFlags:
 
 def is_method(drafter: str | None) -> bool:
     """Whether the value of --drafter is a method that needs no checkpoint."""
-    from slipstream.speculative.catalogue import METHODS
-
     return drafter in METHODS and METHODS[drafter].without_model
-
-
-def _is_in_target(name: str) -> bool:
-    from slipstream.speculative.catalogue import METHODS
-
-    return name in METHODS and METHODS[name].in_target
 
 
 def _require_no_bare_method(drafter: str | None) -> None:
     """Raise UsageError for a method that needs a checkpoint, and for one that is misspelled by its
     case: the hub would be asked for either."""
-    from slipstream.speculative.catalogue import METHODS
-
     name = "" if drafter is None else drafter.lower()
     if drafter is None or is_method(drafter) or name not in METHODS or Path(drafter).exists():
         return

@@ -22,6 +22,7 @@ from slipstream.cli.terminal import QUIET_STYLE, stdout_console
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import UsageError, counted
 from slipstream.core.flags import REQUIRED, flag, given_flags
+from slipstream.speculative.catalogue import LOOKUPS
 
 if TYPE_CHECKING:
     from slipstream.engine.drafting.step_costs import CostRow
@@ -29,12 +30,10 @@ if TYPE_CHECKING:
 
 def show_costs(engine: EngineConfig, flags: DrafterFlags, as_json: bool) -> None:
     """Load the model and its drafter (a lookup if none is given), and print what steps cost."""
-    from slipstream.speculative.catalogue import LOOKUP
-
     model = engine.model
     if flags.no_speculation:
         raise UsageError("--costs compares plain steps with drafts; leave out --no-speculation")
-    given = {"num_speculative_tokens": AUTO, **(flags.config(model) or {"method": LOOKUP})}
+    given = {"num_speculative_tokens": AUTO, **(flags.config(model) or {"method": LOOKUPS[0]})}
     options = {**given, "num_speculative_tokens": AUTO}  # with a fixed number none are measured
     config = replace(engine, speculative_config=options, skip_tokenizer_init=True)
     loaded = open_llm(config, verbose=False)[0].engine
@@ -119,7 +118,7 @@ def inspect(
 ) -> None:
     """Describe a checkpoint, or tell whether a drafter fits.
 
-    Weights are loaded only if --costs asks for times: of the drafter (ngram where none is given,
+    Weights are loaded only if --costs asks for times: of the drafter (look-ups where none is given,
     demo/draft for the demo) and the engine that the other flags describe, for up to -k draft
     tokens. With --target the exit code is 1 when it does not fit as a drafter.
     """

@@ -1,7 +1,7 @@
 """Command lines as `vllm serve` takes them, rewritten for `slipstream serve`.
 
 Typer does not support these itself: flags of other names, `--no-NAME` for every switch, several
-values after one name, and keys of JSON objects as flags (`--speculative-config.method ngram`).
+values after one name, and keys of JSON objects as flags (`--speculative-config.model PATH`).
 """
 
 import json

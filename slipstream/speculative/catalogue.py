@@ -36,10 +36,11 @@ def _method(folder: str) -> Method:
 
 
 METHODS: Final = {method.name: method for method in map(_method, _FOLDERS)}
-DRAFT_MODEL: Final = "draft_model"  # any language model is of this kind
-LOOKUP: Final = next(
+LANGUAGE_MODEL: Final = "draft_model"  # any language model is of this kind
+LOOKUPS: Final = tuple(
     it.name for it in METHODS.values() if it.without_model and not it.in_target
-)  # drafts for any target without a checkpoint
+)  # draft for any target without a checkpoint
+IN_TARGET: Final = tuple(it.name for it in METHODS.values() if it.in_target)
 DRAFTING_KEYS: Final = frozenset(key for method in METHODS.values() for key in method.config_keys)
 """Keys of a language model's config.json that only concern drafting."""
 
@@ -59,7 +60,7 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
 
     Returns:
         The name of a method or variant, or the speculators library's name of a kind that is not
-        supported here; `DRAFT_MODEL` for an ordinary language model.
+        supported here; `LANGUAGE_MODEL` for an ordinary language model.
     """
     wrapped = config.get("speculators_model_type")
     if wrapped is not None:
@@ -73,5 +74,5 @@ def recognise(config: Mapping[str, Any], tensor_names: Collection[str]) -> str:
 
 def parallel_method(kind: str) -> Method | None:
     """The method of language models of this kind, if they draft all tokens in one pass."""
-    found = (it for it in METHODS.values() if it.parallel_of == DRAFT_MODEL)
+    found = (it for it in METHODS.values() if it.parallel_of == LANGUAGE_MODEL)
     return next((it for it in found if kind in (it.name, *it.variants)), None)

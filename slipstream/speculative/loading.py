@@ -13,8 +13,8 @@ from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from slipstream.models.own_drafter import own_drafter_tensors
 from slipstream.models.sharing import require_equal_shares
 from slipstream.speculative.catalogue import (
-    DRAFT_MODEL,
     DRAFTING_KEYS,
+    LANGUAGE_MODEL,
     METHODS,
     method_named,
     recognise,
@@ -219,16 +219,18 @@ def _loader(method: Method) -> Loader:
 
 
 def _find(options: Options) -> tuple[str, int | None]:
-    """The kind of the drafter's checkpoint and the K that it proposes, if any. `DRAFT_MODEL` and
+    """The kind of the drafter's checkpoint and the K that it proposes, if any. `LANGUAGE_MODEL` and
     None if no checkpoint will be loaded, or the named method does not need to know."""
     model, revision, given = map(options.peek, ("model", "revision", "method"))
     if not isinstance(model, str) or model in METHODS:
-        return DRAFT_MODEL, None
+        return LANGUAGE_MODEL, None
     if options.peek("num_speculative_tokens") == 0 or not isinstance(revision, str | None):
-        return DRAFT_MODEL, None
+        return LANGUAGE_MODEL, None
     method = method_named(given) if isinstance(given, str) else None
-    if given is not None and (method is None or not (method.is_head or method.name == DRAFT_MODEL)):
-        return DRAFT_MODEL, None
+    if given is not None and (
+        method is None or not (method.is_head or method.name == LANGUAGE_MODEL)
+    ):
+        return LANGUAGE_MODEL, None
     checkpoint = HeadCheckpoint(resolve_checkpoint(model, revision, pickled=True))
     kind = recognise(checkpoint.config, checkpoint.tensor_names)
     count = wrapped_num_tokens(checkpoint.config)

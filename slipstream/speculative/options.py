@@ -21,7 +21,7 @@ from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint, Replaced
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.catalogue import DRAFT_MODEL, recognise
+from slipstream.speculative.catalogue import LANGUAGE_MODEL, recognise
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ def read_target_config(checkpoint: Checkpoint) -> DecoderConfig:
         return read_decoder_config(checkpoint)
     except CheckpointError as error:
         kind = recognise(checkpoint.config, ())
-        if kind == DRAFT_MODEL:
+        if kind == LANGUAGE_MODEL:
             raise
         raise CheckpointError(
             f"{checkpoint.path} is a drafter of the kind {kind}, which goes with a target: give "

@@ -14,7 +14,7 @@ from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.registry import kernels_for
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.catalogue import DRAFT_MODEL, recognise
+from slipstream.speculative.catalogue import LANGUAGE_MODEL, recognise
 from slipstream.speculative.medusa.checkpoint import MedusaCheckpoint, read_medusa_config
 from slipstream.speculative.medusa.network import MedusaHeads, load_medusa
 from slipstream.speculative.mlp_speculator.network import (
@@ -353,4 +353,4 @@ def test_the_kinds_are_recognised(tmp_path: Path, tiny_target: str) -> None:
         assert recognise(config, names) == "medusa"
     assert recognise(mlp(), mlp_tensors(WIDTH, VOCAB, INNER)) == "mlp_speculator"
     names = ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
-    assert recognise(plain, names) == DRAFT_MODEL
+    assert recognise(plain, names) == LANGUAGE_MODEL

@@ -13,7 +13,7 @@ from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.checkpoint import resolve_checkpoint
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.loading import LoadOptions
-from slipstream.speculative.catalogue import DRAFT_MODEL, recognise
+from slipstream.speculative.catalogue import LANGUAGE_MODEL, recognise
 from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Drafter, DrafterResources, LoadedDrafter
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
@@ -152,7 +152,7 @@ class HeadMethod(Generic[C, N]):
         path = resolve_checkpoint(options.model, options.revision, pickled=True)
         checkpoint, own = HeadCheckpoint(path), self.checkpoint(path)
         kind = recognise(checkpoint.config, checkpoint.tensor_names)
-        if kind == self.name or (kind == DRAFT_MODEL and own.may_be_head):
+        if kind == self.name or (kind == LANGUAGE_MODEL and own.may_be_head):
             return own
         raise CheckpointError(
             f"{path} is no checkpoint for method {self.name}: by its config.json and tensors it is "
