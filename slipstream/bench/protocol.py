@@ -36,7 +36,6 @@ class RequestForm:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def path(self, prompt: BenchPrompt) -> str:
-        """The path to send the prompt to."""
         return PATHS[self._endpoint(prompt)]
 
     def body(self, prompt: BenchPrompt) -> bytes:

@@ -83,7 +83,6 @@ class OfflineRun:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """The outputs of finished requests."""
         return [output for output in self.by_prompt() if output.finished]
 
     def by_prompt(self) -> list[RequestOutput]:

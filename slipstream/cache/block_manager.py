@@ -98,7 +98,6 @@ class BlockManager:
 
     @property
     def request_ids(self) -> KeysView[str]:
-        """The requests that have a table."""
         return self._tables.keys()
 
     def rank_of(self, request_id: str) -> int:
@@ -361,7 +360,6 @@ class BlockManager:
         return self._pool.index.child(parent, token_ids[first:end], extra)
 
     def _digests(self, blocks: Sequence[int]) -> list[bytes]:
-        """The digests of indexed blocks."""
         found = [self._pool.index.digest_of(block) for block in blocks]
         digests = [digest for digest in found if digest is not None]
         assert len(digests) == len(blocks), "only indexed blocks can be shared"

@@ -52,7 +52,6 @@ class PrefixIndex:
         return True
 
     def remove(self, block: int) -> None:
-        """Remove an indexed block."""
         del self._block_of[self._digest_of.pop(block)]
 
     def clear(self) -> None:

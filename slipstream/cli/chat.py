@@ -245,7 +245,6 @@ def _answer_lines(conversation: Conversation, params: SamplingParams) -> None:
 
 
 def open_image(file: Path) -> "Image":
-    """The image in a file."""
     from slipstream.engine.media import decode
 
     try:

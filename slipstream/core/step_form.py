@@ -147,7 +147,6 @@ class StepLimits:
 
     @property
     def drafts_trees(self) -> bool:
-        """Whether drafts are token trees."""
         return self.tree_depth is not None
 
     @property

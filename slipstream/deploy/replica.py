@@ -34,7 +34,6 @@ class QueueTimes(Observer):
             self._placed.append((perf_counter(), placed - submission.metrics.arrival_time))
 
     def request_ended(self, request_id: str, submission: Submission, reason: str) -> None:
-        """Forget a request that ended."""
         self._new.pop(submission.request_id, None)
 
     def mean(self) -> float:

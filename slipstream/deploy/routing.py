@@ -65,7 +65,6 @@ class ReplicaRouting:
 
     @property
     def replicas(self) -> Collection[Replica]:
-        """The running replicas."""
         return self._replicas.values()
 
     def update(self, replicas: Iterable[Replica]) -> None:

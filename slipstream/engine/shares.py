@@ -98,7 +98,6 @@ class Budget:
 
 
 def scheduled(share: RequestShare, blocks: BlockManager, adapter: int) -> ScheduledRequest:
-    """The share as a `ScheduledRequest`."""
     request, in_flight = share.request, share.drafts_in_flight
     name, most = request.request_id, share.start + share.num_new_tokens + (in_flight or 0)
     return ScheduledRequest(

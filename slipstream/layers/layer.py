@@ -232,5 +232,4 @@ def _addend(output: SublayerOutput, post_norm: PostNorm | None) -> Addend:
 
 
 def build_layers(specs: Sequence[LayerSpec], context: BuildContext) -> list[Layer]:
-    """Build all layers of a model."""
     return [spec.build(context, f"model.layers.{index}") for index, spec in enumerate(specs)]

@@ -62,7 +62,6 @@ class LayerNorms:
     def load_optional(
         self, source: ParameterSource, layer: str, name: str | None, width: int
     ) -> Norm | None:
-        """Load the norm `name` of a layer; None if `name` is."""
         return None if name is None else self.load(source, f"{layer}.{name}", width)
 
     def mixer_post_norm(self, source: ParameterSource, layer: str, width: int) -> PostNorm | None:

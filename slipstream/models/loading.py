@@ -67,7 +67,6 @@ def every_quantization(name: str, stored: StoredQuantization) -> None:
 
 
 def no_progress_bar(name: str, size: int, unit: str) -> AbstractContextManager[Progress]:
-    """Report no progress."""
     return nullcontext(no_progress)
 
 

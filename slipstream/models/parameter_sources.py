@@ -125,7 +125,6 @@ class CheckpointSource:
         return block if is_own else self._share.cut(block, [part])
 
     def _read_part(self, part: Part, entry: TensorEntry, destination: Tensor) -> None:
-        """Read the rows of a part from its tensor."""
         spans = part.spans
         if len(spans) == 1:
             self._read(entry.row_range(*spans[0]), destination)

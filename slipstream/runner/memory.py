@@ -44,7 +44,6 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Measure the memory of `device`."""
     if uses_gpu_memory(device):
         torch.cuda.empty_cache()  # count cached blocks of the allocator as free
         free, total = torch.cuda.mem_get_info(device)

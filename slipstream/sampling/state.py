@@ -218,7 +218,6 @@ class SamplingState:
         return frozenset(use for use, slots in self._slots.items() if not slots.isdisjoint(asked))
 
     def request(self, slot: int) -> Request:
-        """The request that holds the slot."""
         request = self._requests[slot]
         assert request is not None, f"slot {slot} is free"
         return request

@@ -68,7 +68,6 @@ class AdapterEndpoints:
         self._service = service
 
     def routes(self) -> list[Route]:
-        """The endpoints."""
         return [
             Route(
                 *("POST", "/v1/load_lora_adapter", self.load, AdapterChange, LoadAdapter),

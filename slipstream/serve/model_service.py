@@ -141,7 +141,6 @@ class ModelService:
 
     @cached_property
     def texts(self) -> TokenTexts:
-        """The texts of single tokens."""
         return TokenTexts(self.tokenizer)
 
     def token_names(self, by_id: bool | None) -> TokenTexts:
@@ -155,7 +154,6 @@ class ModelService:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template."""
         in_parts = self.answers.chat_template_content_format == "openai"
         return ChatTemplate(self.tokenizer, self.options.chat_template, in_parts)
 

@@ -32,7 +32,6 @@ class StepProfiler:
         self._profiler = torch.profiler.profile(activities=activities)
 
     def start(self) -> None:
-        """Start recording."""
         self._profiler.start()
 
     def stop(self) -> None:

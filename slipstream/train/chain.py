@@ -6,36 +6,18 @@ FastMTP does likewise).
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.cache.spec import LayerCache
-from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.layers.embedding import LanguageModelHead
+from slipstream.speculative.heads.feature_rows import FeatureNetwork
 from slipstream.train.batches import TrainingBatch
 from slipstream.train.dense import DenseContext
 from slipstream.train.losses import Agreement, agreement, distillation, is_top, weighted_mean
 from slipstream.train.recipe import BatchLoss, Config, Recipe
 from slipstream.train.target import TargetDistribution
-
-
-class ChainNetwork(Protocol):
-    """The network of an autoregressive head."""
-
-    @property
-    def head(self) -> LanguageModelHead: ...
-
-    def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
-        """Features [T, H] from the target's hidden states and residual streams."""
-
-    def __call__(
-        self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
-    ) -> tuple[Tensor, Tensor]:
-        """Returns (input of the lm_head, features for the next position), each [T, H]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +69,7 @@ class ChainRecipe(Recipe[Config]):
 
 
 def unroll(
-    network: ChainNetwork, num_layers: int, batch: TrainingBatch, count: int
+    network: FeatureNetwork, num_layers: int, batch: TrainingBatch, count: int
 ) -> Iterator[DraftPosition]:
     """The first `count` positions of drafts after all tokens, with teacher forcing."""
     size, length = batch.shape

@@ -78,7 +78,6 @@ class Eagle3Recipe(ChainRecipe[Eagle3Config]):
 
 
 def head_config(plan: RunPlan) -> dict[str, Any]:
-    """config.json of a head."""
     options, shape = plan.settings.options, plan.shape
     return {
         "architectures": ["LlamaForCausalLMEagle3"],

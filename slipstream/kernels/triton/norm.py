@@ -286,7 +286,6 @@ class ResidualSum:
 
 
 def _dtype(addend: SublayerOutput, residual: Tensor | None, norm: Norm | None) -> torch.dtype:
-    """The dtype of the sum."""
     if norm is not None:
         return norm.weight.dtype
     return addend.dtype if residual is None else residual.dtype

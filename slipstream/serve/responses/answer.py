@@ -195,7 +195,6 @@ class ResponsesAnswer(Answer[Increments]):
         return counts if usage.speculation is None else {**counts, "speculation": usage.speculation}
 
     def _encode(self, events: Sequence[Event]) -> bytes:
-        """Encode events for the stream."""
         return b"".join(
             self._numbered(event["type"], to_json(event, inf_nan_mode="null")) for event in events
         )

@@ -42,7 +42,6 @@ def check(body: responses.ResponsesRequest) -> None:
 
 
 def wants_logprobs(body: responses.ResponsesRequest) -> bool:
-    """Whether logprobs are requested."""
     return responses.LOGPROBS in (body.include or ())
 
 

@@ -97,7 +97,6 @@ class HeadCheckpoint(Checkpoint):
 
     @property
     def has_weights(self) -> bool:
-        """Whether the directory has weights."""
         return super().has_weights or bool(self._own_files or self._pickled_files)
 
     @property

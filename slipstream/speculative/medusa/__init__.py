@@ -33,7 +33,6 @@ def names_medusa(config: Mapping[str, Any], tensor_names: Collection[str]) -> bo
 
 
 def canonical_name(name: str) -> str:
-    """The canonical name of a tensor."""
     name = PREFIX.sub("", name)
     if layer := _LAYER.match(name):
         return f"blocks.{layer[1]}.layers.{layer[2]}.{layer[3]}"

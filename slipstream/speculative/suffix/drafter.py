@@ -87,7 +87,6 @@ class SuffixAutomaton:
         self.num_tokens = 0  # of all texts
 
     def add(self, text: Sequence[int]) -> None:
-        """Add a complete text."""
         self._whole = self._recent = 0
         self.extend(text)
 
