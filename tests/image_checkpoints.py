@@ -40,6 +40,7 @@ _VISION = {
     "out_hidden_size": 48,
     "num_position_embeddings": 64,
 }
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 _IDS: dict[str, Any] = {
     "image_token_id": IMAGE,
     "video_token_id": 91,
@@ -58,8 +59,29 @@ def qwen3_vl() -> Any:
     )
 
 
+def qwen3_vl_moe() -> Any:
+    """A config: experts in three layers of four, of which one gets features of the tower."""
+    rope = {**_ROPE, "mrope_section": [4, 2, 2]}
+    text = {**_TEXT, "num_hidden_layers": 4, "rope_parameters": rope, "mlp_only_layers": [1]}
+    return transformers.Qwen3VLMoeConfig(
+        text_config={**text, **_EXPERTS},
+        vision_config={**_VISION, "deepstack_visual_indexes": [0, 2]},
+        **_IDS,
+    )
+
+
 def qwen3_5() -> Any:
     """A config: states in two layers of four."""
+    return _qwen3_5(transformers.Qwen3_5Config, {})
+
+
+def qwen3_5_moe() -> Any:
+    """A config: states in two layers of four, and experts in all."""
+    text = {**_EXPERTS, "shared_expert_intermediate_size": 20}
+    return _qwen3_5(transformers.Qwen3_5MoeConfig, text)
+
+
+def _qwen3_5(kind: Any, experts: dict[str, Any]) -> Any:
     rope = {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
     kinds = ["linear_attention", "full_attention"] * 2
     text = {
@@ -71,7 +93,7 @@ def qwen3_5() -> Any:
         "num_hidden_layers": 4,
         "rope_parameters": rope,
     }
-    return transformers.Qwen3_5Config(text_config={**_TEXT, **text}, vision_config=_VISION, **_IDS)
+    return kind(text_config={**_TEXT, **text, **experts}, vision_config=_VISION, **_IDS)
 
 
 def gemma3() -> Any:
@@ -164,7 +186,9 @@ def _gemma4(text: dict[str, Any], vision: dict[str, Any], audio: Any) -> Any:
 
 _CONFIGS = {
     "Qwen3VL": qwen3_vl,
+    "Qwen3VLMoe": qwen3_vl_moe,
     "Qwen3_5": qwen3_5,
+    "Qwen3_5Moe": qwen3_5_moe,
     "Gemma3": gemma3,
     "Gemma4": gemma4,
     "Gemma4-E": gemma4_e,
@@ -186,7 +210,7 @@ def write(folder: Path, family: str = "Qwen3VL", seed: int = 1) -> Path:
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight") or ".norm" in name:
                 centred = (
-                    family in ("Qwen3_5", "Gemma3")
+                    family in ("Qwen3_5", "Qwen3_5Moe", "Gemma3")
                     and "language_model" in name
                     and ".linear_attn." not in name
                 )
@@ -197,8 +221,21 @@ def write(folder: Path, family: str = "Qwen3VL", seed: int = 1) -> Path:
                 parameter.normal_(std=0.2 if parameter.ndim > 1 else 0.1, generator=generator)
         _fill_buffers(model, generator)
     model.save_pretrained(folder)
+    if family == "Qwen3VLMoe":
+        _transpose_experts(folder, "layers.0.")
     processor(family).save_pretrained(folder)
     return folder
+
+
+def _transpose_experts(folder: Path, layer: str) -> None:
+    """Store the experts of a layer as published checkpoints have them."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in weights.items():
+        if f"{layer}mlp.experts" in name:
+            weights[name] = tensor.transpose(1, 2).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_text_of(folder: Path, into: Path) -> Path:

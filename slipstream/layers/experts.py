@@ -49,7 +49,7 @@ class ExpertNames:
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     fused: tuple[str, str] = ("gate_up_proj", "down_proj")
     alternating: bool = False
-    transposed: bool = False
+    transposed: bool | None = False
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
 

@@ -32,12 +32,13 @@ class FusedExperts(Fused):
         experts: number of experts, the first dimension of the tensor.
         alternating: the rows of an expert's parts are interleaved (a row of gate, a row of up, and
             so on) instead of stacked.
-        transposed: unquantised tensors are [experts, columns, rows].
+        transposed: unquantised tensors are [experts, columns, rows]; None: if they have that shape
+            and not [experts, rows, columns].
     """
 
     experts: int
     alternating: bool = False
-    transposed: bool = False
+    transposed: bool | None = False
 
 
 @dataclass(frozen=True)

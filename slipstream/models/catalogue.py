@@ -45,6 +45,7 @@ ARCHITECTURES: Final = {
     "Qwen3MoeForCausalLM": "slipstream.models.qwen:qwen3_moe",
     "Qwen3NextForCausalLM": "slipstream.models.qwen:qwen3_next",
     "Qwen3VLForConditionalGeneration": "slipstream.models.qwen:qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "slipstream.models.qwen:qwen3_vl_moe",
     "Qwen3_5ForCausalLM": "slipstream.models.qwen:qwen3_5",
     "Qwen3_5ForConditionalGeneration": "slipstream.models.qwen:qwen3_5",
     "Qwen3_5MoeForCausalLM": "slipstream.models.qwen:qwen3_5_moe",

@@ -98,8 +98,12 @@ class CheckpointSource:
         if not isinstance(fused, FusedExperts):
             return self._fill([Part(fused.name, rows, dtype=parts[0].dtype)], tail)
         rows //= fused.experts
+        shape = (fused.experts, rows, *tail)
         swapped = fused.transposed and bool(tail)
-        shape = (fused.experts, *tail, rows) if swapped else (fused.experts, rows, *tail)
+        if fused.transposed is None:
+            swapped = tuple(self._checkpoint.entries[fused.name].shape) != shape
+        if swapped:
+            shape = (fused.experts, *tail, rows)
         entry = self._entry(fused.name, shape)
         stacked = self._empty(shape)
         self._read(entry, stacked)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from slipstream.layers.experts import ExpertsSpec
+from slipstream.layers.experts import ExpertNames, ExpertsSpec
 from slipstream.models.config_keys import (
     Defaults,
     read_biases,
@@ -105,6 +105,32 @@ def qwen3_vl(reader: ConfigReader, architecture: str) -> DecoderConfig:
     )
     common = read_biases(reader, read_common(reader, architecture, defaults))
     return common.decoder(replace(common.attention, qk_norm=True))
+
+
+def qwen3_vl_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
+    """The language model of Qwen3-VL's mixtures: Qwen3 MoE with M-RoPE.
+
+    The weights of a token's chosen experts always sum to 1. Published checkpoints have transposed
+    matrices of all experts in one tensor, and those that transformers 5 trained have them upright.
+    """
+    reader.expect("model_type", "qwen3_vl_moe_text")
+    reader.expect("norm_topk_prob", True)
+    defaults = Defaults(
+        max_position_embeddings=128000,
+        num_kv_heads=16,
+        rope_theta=500_000.0,
+        sections=(24, 20, 20),
+    )
+    common = read_biases(reader, read_common(reader, architecture, defaults))
+    experts = ExpertsSpec(
+        routing=read_softmax_routing(reader, "num_experts", normalised=True),
+        intermediate_size=reader.take("moe_intermediate_size", int),
+        names=ExpertNames(transposed=None),
+    )
+    return common.decoder(
+        replace(common.attention, qk_norm=True),
+        feed_forwards=read_sparse_layers(reader, common, experts),
+    )
 
 
 def qwen3_next(reader: ConfigReader, architecture: str) -> DecoderConfig:

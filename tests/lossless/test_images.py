@@ -210,8 +210,8 @@ OTHERS: dict[str, Callable[[Path, str], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("family", "drafter"),
     [
-        *(("Qwen3_5", "mtp"), ("Qwen3_5", "p-eagle"), ("Qwen3_5", "combination")),
-        *(("Gemma3", "medusa"), ("Gemma3", "pard"), ("Qwen3VL", "dflash"), ("Qwen3VL", "tree")),
+        *(("Qwen3_5", "mtp"), ("Qwen3_5", "p-eagle"), ("Qwen3_5Moe", "combination")),
+        *(("Gemma3", "medusa"), ("Gemma3", "pard"), ("Qwen3VLMoe", "dflash"), ("Qwen3VL", "tree")),
     ],
 )
 def test_text_is_that_of_plain_decoding_with_other_drafters(

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from slipstream.core.errors import CheckpointError
+from slipstream.layers.experts import ExpertsSpec
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.wrappers import text_config
 
@@ -379,6 +380,35 @@ def test_keys_around_a_language_model() -> None:
         "vision_config": {"hidden_size": 32},
     }
     assert read_decoder_config(text_config({**outer, "text_config": inner})).num_layers == 4
+
+
+def test_keys_of_a_mixture_that_reads_images() -> None:
+    """Those of Qwen3-VL-30B-A3B."""
+    inner = {
+        **SIZES,
+        **MIXTURE,
+        **{key: USUAL[key] for key in ("bos_token_id", "dtype", "eos_token_id", "use_cache")},
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_vl_moe_text",
+        "norm_topk_prob": True,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20]},
+        "rope_theta": 5000000,
+    }
+    outer = {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "image_token_id": 151655,
+        "model_type": "qwen3_vl_moe",
+        "tie_word_embeddings": False,
+        "vision_config": {"depth": 27},
+    }
+    read = read_decoder_config(text_config({**outer, "text_config": inner}))
+    assert all(isinstance(layer.feed_forward, ExpertsSpec) for layer in read.layers)
+    inner["norm_topk_prob"] = False
+    with pytest.raises(CheckpointError, match='"norm_topk_prob" is false'):
+        read_decoder_config(text_config({**outer, "text_config": inner}))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ _FAMILIES: Final[Mapping[str, Callable[[Checkpoint], ImageFamily]]] = {
     "Gemma3ForConditionalGeneration": Gemma3Family,
     "Gemma4ForConditionalGeneration": Gemma4Family,
     "Qwen3VLForConditionalGeneration": Qwen3VLFamily,
+    "Qwen3VLMoeForConditionalGeneration": Qwen3VLFamily,
     "Qwen3_5ForConditionalGeneration": qwen3_5_family,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_family,
 }
 VISION: Final = "vision_config"
 

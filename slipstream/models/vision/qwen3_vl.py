@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.config_reader import architecture_names
 from slipstream.models.vision.library import image_processor, tower_of
 from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings
 
@@ -22,7 +23,6 @@ class Qwen3VLFamily(ImageFamily):
     which are added to the first layers of the decoder (DeepStack).
 
     Args:
-        names: names of the tower's class and of its config's class.
         token: default id of the image placeholder.
         deep: default layers of the tower whose features are added.
     """
@@ -33,14 +33,12 @@ class Qwen3VLFamily(ImageFamily):
     def __init__(
         self,
         checkpoint: Checkpoint,
-        names: tuple[str, str] = ("Qwen3VLVisionModel", "Qwen3VLVisionConfig"),
         token: int = 151655,
         deep: Sequence[int] = (8, 16, 24),
     ) -> None:
         config = checkpoint.whole_config
         token = config.get("image_token_id", token)
         super().__init__(checkpoint, Placeholder(token, token))
-        self._names = names
         self.num_added_layers = len(config["vision_config"].get(_LAYERS, deep)) if deep else 0
 
     @cached_property
@@ -64,13 +62,16 @@ class Qwen3VLFamily(ImageFamily):
             )
 
     def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
-        return _Tower(self._checkpoint, self._names, self._processor, dtype, device)
+        # Mixtures have classes of their own for the same tower.
+        (architecture,) = architecture_names(self._checkpoint.whole_config)
+        model = architecture.removesuffix("ForConditionalGeneration")
+        names = f"{model}VisionModel", f"{model}VisionConfig"
+        return _Tower(self._checkpoint, names, self._processor, dtype, device)
 
 
 def qwen3_5_family(checkpoint: Checkpoint) -> Qwen3VLFamily:
     """The family of Qwen3.5: like Qwen3-VL, but without DeepStack."""
-    names = "Qwen3_5VisionModel", "Qwen3_5VisionConfig"
-    return Qwen3VLFamily(checkpoint, names, 248056, ())
+    return Qwen3VLFamily(checkpoint, 248056, ())
 
 
 class _Tower:
