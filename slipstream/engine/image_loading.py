@@ -111,7 +111,7 @@ def image_reader(
     limits = resolved.limits
     return TowerReader(
         tower,
-        family.placeholder,
+        family,
         tokenizer,
         config.max_images,
         limits.max_model_len,

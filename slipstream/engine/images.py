@@ -14,13 +14,19 @@ from slipstream.core.errors import PromptTooLongError, UsageError
 from slipstream.core.spans import Span
 from slipstream.engine.media import as_rgb
 from slipstream.models.tokenizer import Tokenizer
-from slipstream.models.vision.tower import ImageTower, Placeholder, SpanEmbeddings
+from slipstream.models.vision.tower import (
+    ImageFamily,
+    ImageTower,
+    Placeholder,
+    SpanEmbeddings,
+)
 from slipstream.runner.memory import uses_gpu_memory
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _PERSON = b"slipstream.image"
+_LONGEST_REASON = 400  # characters of a message about options, which may repeat all of them
 
 
 class ImageReader:
@@ -45,7 +51,16 @@ class ImageReader:
         if count:
             raise UsageError(self._why)
 
-    def require_readable(self, image: "Image") -> None:
+    def require_options(self, options: Mapping[str, Any], may_exceed: bool = True) -> None:
+        """Raise UsageError for a wrong option of the image processor.
+
+        Args:
+            may_exceed: whether images may be larger than with the engine's own options.
+        """
+        if options:
+            raise UsageError(f"mm_processor_kwargs cannot take effect: {self._why}")
+
+    def require_readable(self, image: "Image", options: Mapping[str, Any]) -> None:
         """Raise UsageError if the model does not read images of this size."""
 
     def written(self, text: str) -> str:
@@ -64,7 +79,8 @@ class ImageReader:
             UsageError: the size of an image is not supported, or the number of images differs from
                 that of placeholders.
         """
-        self.require(len(images) or len(options))
+        self.require(len(images))
+        self.require_options(options)
         return token_ids
 
     def place(
@@ -97,7 +113,7 @@ class TowerReader(ImageReader):
     def __init__(
         self,
         tower: ImageTower,
-        placeholder: Placeholder,
+        family: ImageFamily,
         tokenizer: Tokenizer | None,
         most: int,
         max_tokens: int,
@@ -107,7 +123,8 @@ class TowerReader(ImageReader):
         most_whole: int | None = None,
     ) -> None:
         super().__init__()
-        self._tower, self._placeholder, self.most = tower, placeholder, most
+        self._tower, self._family, self.most = tower, family, most
+        self._placeholder = placeholder = family.placeholder
         self._max_tokens, self._options = max_tokens, dict(options)
         self._cache_bytes, self._kept_bytes = cache_bytes, 0
         self._kept: OrderedDict[bytes, SpanEmbeddings] = OrderedDict()
@@ -134,8 +151,24 @@ class TowerReader(ImageReader):
                 f'out, or raise limit_mm_per_prompt to {{"image": {count}}}'
             )
 
-    def require_readable(self, image: "Image") -> None:
-        self._grid(image, {})
+    def require_options(self, options: Mapping[str, Any], may_exceed: bool = True) -> None:
+        if not options:
+            return
+        family, whole = self._family, {**self._options, **options}
+        try:
+            family.require_options(whole, self._max_tokens)
+            allowed, asked = map(family.most_pixels, (self._options, whole))
+        except ValueError as error:
+            raise UsageError(f"mm_processor_kwargs: {str(error)[:_LONGEST_REASON]}") from error
+        if asked > allowed and not may_exceed:
+            raise UsageError(
+                f"mm_processor_kwargs: images of up to {asked} pixels are more than the {allowed} "
+                "that this server reads; ask for fewer, or raise max_pixels in its "
+                "--mm-processor-kwargs"
+            )
+
+    def require_readable(self, image: "Image", options: Mapping[str, Any]) -> None:
+        self._grid(image, options)
 
     def written(self, text: str) -> str:
         return text.replace(self._marker, self._written) if self._written else text
@@ -144,6 +177,7 @@ class TowerReader(ImageReader):
         self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
     ) -> list[int]:
         self.require(len(images))
+        self.require_options(options)
         marker, token = self._placeholder.marker, self._placeholder.token
         if images and self._surrounded and token not in token_ids:
             whole = self._surrounded

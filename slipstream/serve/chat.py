@@ -235,7 +235,8 @@ def prepare(service: ModelService, body: ChatRequest, ends_early: bool = False) 
     tools = choose_tools(body, service)
     params = _params(body, tools, service)
     ignored: list[str] = []
-    images = read_images(service, body.messages)
+    options = body.mm_processor_kwargs or {}
+    images = read_images(service, body.messages, options)
     written = render(service, body.messages, body, tools.in_prompt, ignored)
     given: Prompt = written if isinstance(written, str) else {"prompt_token_ids": written}
     cut = truncation(body, params.max_tokens, service.max_model_len)
@@ -247,7 +248,8 @@ def prepare(service: ModelService, body: ChatRequest, ends_early: bool = False) 
             )
         service.require_short([given], "messages")
         name = "prompt" if isinstance(written, str) else "prompt_token_ids"
-        seen: Any = {name: written, "multi_modal_data": {"image": images}}
+        media = {"multi_modal_data": {"image": images}, "mm_processor_kwargs": options}
+        seen: Any = {name: written, **media}
         given = seen
     special = body.add_special_tokens is True
     [found] = service.encode([given], params, special, "messages", cut)

@@ -1,7 +1,7 @@
 """The images of a conversation."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from slipstream.core.errors import UsageError
 from slipstream.engine.media import MOST_PIXELS_TOGETHER
@@ -13,12 +13,23 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def read_images(service: ModelService, messages: Sequence[Message]) -> list["Image"]:
+def read_images(
+    service: ModelService, messages: Sequence[Message], options: Mapping[str, Any] | None = None
+) -> list["Image"]:
     """Load the images of the messages, in order; slow, as it may download them.
 
+    Args:
+        options: of the model's image processor; they precede the server's.
+
     Raises:
-        ApiError: an image cannot be read, or there are more than the model supports.
+        ApiError: an image cannot be read, there are more than the model supports, or options are
+            wrong.
     """
+    options = options or {}
+    try:
+        service.engine.images.require_options(options, may_exceed=False)
+    except UsageError as error:
+        raise bad_request(str(error), "mm_processor_kwargs") from error
     parts = [
         (f"messages[{place}].content[{number}]", part)
         for place, message in enumerate(messages)
@@ -36,7 +47,7 @@ def read_images(service: ModelService, messages: Sequence[Message]) -> list["Ima
         where = part.where or place
         try:
             images.append(service.engine.media.open(part.image_url.url, left))
-            service.engine.images.require_readable(images[-1])
+            service.engine.images.require_readable(images[-1], options)
         except UsageError as error:
             raise bad_request(f"{where}: {error}", "messages") from error
         left -= images[-1].width * images[-1].height

@@ -1,7 +1,8 @@
 """/tokenize, /detokenize and /tokenizer_info."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -59,14 +60,15 @@ class TokenizeEndpoints:
         if body.messages is not None:
             if body.chat_template is not None:
                 service = service.with_template(body.chat_template)
-            images = read_images(service, body.messages)
+            images = read_images(service, body.messages, body.mm_processor_kwargs)
             given = render(service, body.messages, body, body.tools, ignored)
             field, adds_special = "messages", body.add_special_tokens is True
         else:
             assert body.prompt is not None, "one of the two is given"
             given, field = body.prompt, "prompt"
             adds_special = body.add_special_tokens is not False
-        tokens = tokens_with(service, given, images, adds_special, field)
+        options = body.mm_processor_kwargs or {}
+        tokens = tokens_with(service, given, images, adds_special, field, options)
         answer = server.TokenizeResponse(
             count=len(tokens), max_model_len=self._service.max_model_len, tokens=tokens
         )
@@ -91,8 +93,12 @@ def tokens_with(
     images: Sequence["Image"],
     adds_special: bool,
     field: str = "messages",
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
     """The tokens of a prompt and of its images, which are not read.
+
+    Args:
+        options: of the image processor.
 
     Raises:
         ApiError, UsageError: the text is too large, or images do not fit its placeholders.
@@ -102,7 +108,7 @@ def tokens_with(
         _require_small(prompt, field)
         text = reader.written(prompt) if images else prompt
         prompt = service.tokenizer.encode(text, add_special_tokens=adds_special)
-    return reader.spread(prompt, images, {}) if images else prompt
+    return reader.spread(prompt, images, options) if images else prompt
 
 
 def _require_small(text: str, field: str) -> None:

@@ -201,6 +201,9 @@ def test_chats_take_options_of_the_processor(sized: Path, tmp_path: Path) -> Non
     assert last.prompt_token_ids == smaller.prompt_token_ids
     with pytest.raises(UsageError, match="sighs"):
         llm.chat(messages, GREEDY, mm_processor_kwargs={"sighs": 3})
+    huge = {"min_pixels": 10**12, "max_pixels": 10**15}
+    with pytest.raises(UsageError, match=r"mm_processor_kwargs: .* lower it"):
+        llm.chat(messages, GREEDY, mm_processor_kwargs=huge)
 
 
 def test_what_was_read_of_an_image_is_kept_within_its_memory(sized: Path) -> None:

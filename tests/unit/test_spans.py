@@ -1,10 +1,17 @@
 """Images in prompts as the host knows them: the keys of their blocks, and their positions."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from slipstream.cache.block_manager import BlockManager
 from slipstream.core.spans import Span, position_offset
+from slipstream.engine.images import TowerReader
+from slipstream.models.vision.tower import ImageFamily, ImageTower, Placeholder, SpanEmbeddings
 from slipstream.runner.rows import prompt_rows
 from slipstream.runner.spans import rope_axes
 
@@ -53,6 +60,58 @@ def test_another_image_of_the_same_size_shares_no_block_from_it_on(
     before = min(places[changed][0] // SIZE, whole)
     assert len(blocks.match_prefix("", ids, spans_of(places, others))) == before
     assert len(blocks.match_prefix("", ids)) == min(places[0][0] // SIZE, whole)
+
+
+class Tower:
+    """A tower whose grids and embeddings do not depend on options."""
+
+    def grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
+        return 2, 3
+
+    def encode(self, image: Image.Image, options: Mapping[str, Any]) -> SpanEmbeddings:
+        return SpanEmbeddings(torch.zeros(6, 1), torch.zeros(0, 6, 1))
+
+
+class Family(ImageFamily):
+    """Has any option."""
+
+    def __init__(self) -> None:
+        self.placeholder = Placeholder(PLACEHOLDER, PLACEHOLDER)
+
+    def require_options(self, options: Mapping[str, Any], max_tokens: int) -> None:
+        pass
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> ImageTower:
+        raise NotImplementedError
+
+
+options_of_a_processor = st.dictionaries(
+    st.sampled_from(["min_pixels", "max_pixels", "size"]),
+    st.integers(0, 2) | st.dictionaries(st.sampled_from(["a", "b"]), st.integers(0, 2)),
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), options_of_a_processor), min_size=2, max_size=6))
+def test_images_share_blocks_only_if_they_were_read_with_the_same_options(
+    asked: list[tuple[int, dict[str, Any]]],
+) -> None:
+    """All have the same size, grid and text, and each comes after all before it."""
+    pictures = [Image.new("RGB", (4, 6), color) for color in ("red", "blue")]
+    reader = TowerReader(
+        Tower(), Family(), None, 1, 100, {"max_pixels": 1}, 1 << 20, torch.device("cpu")
+    )
+    blocks = BlockManager(64, SIZE, enable_prefix_caching=True)
+    earlier: list[tuple[int, dict[str, Any]]] = []
+    for number, (picture, options) in enumerate(asked):
+        ids, spans = reader.place([7, PLACEHOLDER, 7, 7], [pictures[picture]], options)
+        whole = {"max_pixels": 1, **options}
+        hits = len(blocks.match_prefix("", ids, spans))
+        assert hits == (2 if (picture, whole) in earlier else 0)
+        earlier.append((picture, whole))
+        blocks.admit(str(number))
+        blocks.grow(str(number), len(ids))
+        blocks.index(str(number), "", ids, len(ids), spans)
+    assert reader.num_encoded == sum(it not in earlier[:place] for place, it in enumerate(earlier))
 
 
 @given(laid_out(), st.data())

@@ -61,6 +61,10 @@ class Qwen3VLFamily(ImageFamily):
                 f"tokens or more, but max_model_len is {max_tokens}; lower it"
             )
 
+    def most_pixels(self, options: Mapping[str, Any]) -> int:
+        """See `ImageFamily`."""
+        return _size(self._processor, options)["longest_edge"]
+
     def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
         # Mixtures have classes of their own for the same tower.
         (architecture,) = architecture_names(self._checkpoint.whole_config)

@@ -94,6 +94,11 @@ class ImageFamily(ABC):
         """Raise ValueError for an unknown option of the image processor, a wrong value, or one with
         which no image fits into a prompt of `max_tokens`."""
 
+    def most_pixels(self, options: Mapping[str, Any]) -> int:
+        """Number of pixels of the largest image before it is resized to fewer; 0 if options do not
+        affect it, or hardly."""
+        return 0
+
     @abstractmethod
     def load(self, dtype: torch.dtype, device: torch.device) -> "ImageTower":
         """Load the tower; CheckpointError if tensors are missing or do not fit."""

@@ -62,7 +62,6 @@ REFUSALS: Final = {
     "logits_processors": "no code of a client is run; use logit_bias, allowed_token_ids, bad_words "
     "or structured_outputs",
     "media_io_kwargs": _NO_MEDIA,
-    "mm_processor_kwargs": "the server sets it for all images; leave it out",
     "moderation": "this server moderates nothing; leave it out",
     "prediction": "the server drafts by itself; use speculative to set how much",
     "prompt_cache_options": "the prefix cache has no options for a request; leave it out",

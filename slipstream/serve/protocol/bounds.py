@@ -25,6 +25,7 @@ MOST_LOGPROB_TOKENS: Final = 128
 MOST_TEMPLATE_CHARACTERS: Final = 1 << 17
 MOST_DOCUMENTS: Final = 1024
 MOST_LABELS: Final = 1024  # metadata, modalities, variables of the chat template
+MOST_OPTIONS: Final = 16  # of the image processor
 MOST_WORD_CHARACTERS: Final = 1000  # a stop string, a bad word
 MOST_GRAMMAR_CHARACTERS: Final = 1 << 15  # a regular expression, a grammar
 MOST_SPELLED_TOKENS: Final = 1 << 14  # each is tokenized by itself

@@ -147,6 +147,7 @@ class Tool(RequestBody):
 
 Tools = Annotated[list[Tool], FEW_VALUES, AtMost(bounds.MOST_TOOLS)]
 Documents = Annotated[list[dict[str, str]], FEW_VALUES, AtMost(bounds.MOST_DOCUMENTS)]
+ProcessorOptions = Annotated[dict[str, Any], FEW_VALUES, AtMost(bounds.MOST_OPTIONS)]
 TemplateVariables = Annotated[dict[str, Any], FEW_VALUES, AtMost(bounds.MOST_LABELS)]
 
 
@@ -168,7 +169,7 @@ ThinkingBudget = Annotated[int, Field(ge=-1, le=MOST_INT)]
 
 
 class TemplateFields(RequestBody):
-    """The fields of a request that determine what the chat template renders.
+    """The fields of a request that determine the tokens of its messages.
 
     Attributes:
         documents: the variable of that name of the chat template.
@@ -177,6 +178,7 @@ class TemplateFields(RequestBody):
         reasoning_effort: the variable of that name of the chat template; "none" switches thinking
             off.
         continue_final_message: continue the text of the last message.
+        mm_processor_kwargs: options of the image processor, which precede the server's.
     """
 
     tools: Tools | None = None
@@ -188,6 +190,7 @@ class TemplateFields(RequestBody):
     reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    mm_processor_kwargs: ProcessorOptions | None = None
 
 
 class ChatRequest(SamplingFields, TemplateFields):
@@ -220,7 +223,6 @@ class ChatRequest(SamplingFields, TemplateFields):
         Annotated[list[Literal["text"]], Field(min_length=1), AtMost(bounds.MOST_LABELS)] | None
     ) = None
     media_io_kwargs: Empty | None = None
-    mm_processor_kwargs: Empty | None = None
 
 
 class TopLogprob(ResponseBody):

@@ -10,6 +10,7 @@ from slipstream.serve.protocol.bounds import FEW_VALUES, AtMost
 from slipstream.serve.protocol.chat import (
     ChosenFunction,
     Function,
+    ProcessorOptions,
     ReasoningEffort,
     TemplateVariables,
     ThinkingBudget,
@@ -243,6 +244,7 @@ class ResponsesRequest(SamplingFields):
     store: bool | None = None  # type: ignore[assignment]  # chats store nothing
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    mm_processor_kwargs: ProcessorOptions | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: ThinkingBudget | None = None
 

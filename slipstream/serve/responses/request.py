@@ -13,7 +13,7 @@ from slipstream.serve.responses.messages import MessageBuilder, parse_messages
 # Fields with the same name and meaning in both requests.
 _COMMON: Final = (
     *(set(SamplingFields.model_fields) - {"store", "stream_options"}),
-    *("chat_template_kwargs", "include_reasoning", "thinking_token_budget"),
+    *("chat_template_kwargs", "include_reasoning", "mm_processor_kwargs", "thinking_token_budget"),
 )
 # Chat fields whose effects a response has no place for.
 _OF_CHATS: Final = ("prompt_logprobs", "return_token_ids", "return_weight_versions")

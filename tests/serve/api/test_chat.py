@@ -192,7 +192,7 @@ def test_thinking_that_a_model_lacks_can_be_switched_off(client: openai.OpenAI) 
         ({"speculative": {"num_speculative_tokens": 5}}, "at most 4"),
         ({"speculative": {"num_speculative_tokens": -1}}, "num_speculative_tokens"),
         ({"prompt_logprob": 5}, "did you mean prompt_logprobs?"),
-        ({"mm_processor_kwargs": {"a": 1}}, "for all images"),
+        ({"mm_processor_kwargs": {"a": 1}}, "text only"),
         ({"max_completion_tokens": 0}, "input should be greater than or equal to 1"),
         ({"max_tokns": 5}, "did you mean max_tokens?"),
         ({"messages": []}, "messages"),

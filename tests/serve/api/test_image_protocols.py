@@ -132,6 +132,12 @@ def test_all_protocols_say_what_a_chat_says(live: Live, client: openai.OpenAI) -
     _, tokenized = post(live, "/tokenize", messages=asked)
     assert tokenized["count"] == len(tokenized["tokens"]) == num_tokens
     assert encoded.num_encoded == before, "nothing is read to count"
+    fewer: Any = {"mm_processor_kwargs": {"min_pixels": 64, "max_pixels": 512}}
+    few = client.chat.completions.create(model="seeing", messages=asked, **GREEDY, extra_body=fewer)
+    content = [{**TEXT, "text": "w5 w6"}, *parts]
+    responded = respond(client, [{"role": "user", "content": content}], extra_body=fewer)
+    assert responded.output_text == few.choices[0].message.content
+    assert responded.usage.input_tokens == few.usage.prompt_tokens < num_tokens
 
 
 def test_counting_reads_no_image_and_knows_no_limit_of_length(live: Live) -> None:

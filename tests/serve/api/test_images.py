@@ -109,6 +109,54 @@ def test_detail_has_no_effect(detail: str, client: openai.OpenAI) -> None:
     assert hinted.choices[0].message.content == plain.choices[0].message.content
 
 
+def test_a_request_has_options_of_the_processor(
+    config: EngineConfig, live: Live, client: openai.OpenAI
+) -> None:
+    """Those of `LLM.chat`; an image that was read otherwise is another one to all caches."""
+    image = images(1, 21)[0]
+    picture = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": "w5"}]
+    parts, llm = message({"url": url_of(image)}, "w5"), LLM(config)
+    several: list[dict[str, Any]] = [
+        {},
+        {"min_pixels": 64, "max_pixels": 512},
+        {"size": {"shortest_edge": 64, "longest_edge": 1024}},
+        {"max_pixels": 512},
+    ]
+    for options in [*several, *several]:
+        [expected] = llm.chat(
+            [{"role": "user", "content": picture}],
+            SamplingParams(**GREEDY),
+            mm_processor_kwargs=options,
+        )
+        fields = {"extra_body": {"mm_processor_kwargs": options}}
+        answer = ask(client, parts, **fields)
+        assert answer.choices[0].message.content == expected.outputs[0].text
+        assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+        body = {"messages": parts, "mm_processor_kwargs": options}
+        counted = httpx.post(f"{live.url}/tokenize", json=body, timeout=60).json()
+        assert counted["tokens"] == list(expected.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sighs": "x" * 9999}, "options of the image processor are size"),
+        ({"max_pixels": 4097}, "up to 4097 pixels are more than the 4096 that this server reads"),
+        ({"min_pixels": 10**12}, "must be from 1 to longest_edge"),
+        (dict.fromkeys(map(str, range(17)), 1), "17 entries, more than 16"),
+        (5, "object"),
+    ],
+)
+def test_wrong_options_of_the_processor_are_a_clear_400(
+    options: Any, said: str, client: openai.OpenAI
+) -> None:
+    for parts in (message({"url": url_of(images(1)[0])}, "w5"), message("w5")):
+        with pytest.raises(openai.BadRequestError, match=said) as error:
+            ask(client, parts, extra_body={"mm_processor_kwargs": options})
+        assert error.value.param == "mm_processor_kwargs"
+        assert len(str(error.value)) < 1000
+
+
 def test_text_beside_images_is_as_ever(client: openai.OpenAI) -> None:
     texts = [{"role": "user", "content": "w5 w6"}], message("w5 w6")
     answers = [ask(client, messages).choices[0].message.content for messages in texts]
