@@ -94,6 +94,11 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
 
     @property
+    def adapts_drafts(self) -> bool:
+        """Whether its adapter has a part for the drafter."""
+        return self.adapter is not None and self.adapter.adapts_drafts
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

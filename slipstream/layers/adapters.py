@@ -1,6 +1,6 @@
 """Slots for LoRA adapters: the memory for their factors, which a network's matrices use."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -49,16 +49,23 @@ class AdapterSlots:
         share: this rank's share of each matrix. If rows are split over ranks, a rank has the
             whole A and its rows of B. If columns are split, it has its columns of A and the whole
             B; its product is a partial sum, like that of the matrix.
+        canonical: the name in `modules` of a module that an adapter names otherwise.
 
     Attributes:
         modules: modules by their names in a checkpoint, without ".weight".
     """
 
     def __init__(
-        self, count: int, rank: int, dtype: torch.dtype, device: torch.device, share: Share = WHOLE
+        self,
+        count: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        share: Share = WHOLE,
+        canonical: Callable[[str], str | None] = lambda name: name,
     ) -> None:
         self.count, self.rank, self.dtype, self.device = count, rank, dtype, device
-        self._share = share
+        self._share, self.canonical = share, canonical
         self.modules: dict[str, AdaptedModule] = {}
         self._all: list[LowRank] = []
 

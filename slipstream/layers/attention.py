@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slipstream.cache.paged import KVSpec
 from slipstream.cache.spec import LayerCache, SharedCache
+from slipstream.kernels.adapters import Adapted
 from slipstream.kernels.norm import SublayerOutput
 from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs
@@ -210,12 +211,11 @@ class Attention:
         """See `Mixer`; writes the rows' keys and values to `cache`, unless there is a
         `kv_source`."""
         addend, residual, second = entering
+        adapted = self.qkv.adapted(inputs)
         if residual is None and self._parts.needs_sources:
             assert isinstance(addend, Tensor), "the first addend is the stream itself"
-            assert self.qkv.adapters is None, "drafting heads have no adapters"
-            qkv, stream = self._first_qkv(ops, addend, second)
+            qkv, stream = self._first_qkv(ops, addend, second, adapted)
         else:
-            adapted = self.qkv.adapted(inputs)
             qkv, stream = ops.norm_linear(addend, residual, self.norm, *self.qkv.product, adapted)
         inputs = inputs.within_window(self.heads.window)
         if self._parts.reads_only:
@@ -258,7 +258,9 @@ class Attention:
             value = ops.norm(by_head, None, parts.value_norm)[0].view(value.shape)
         return torch.cat((query, key, value), -1)
 
-    def _first_qkv(self, ops: Ops, stream: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _first_qkv(
+        self, ops: Ops, stream: Tensor, second: Tensor | None, adapted: Adapted | None
+    ) -> tuple[Tensor, Tensor]:
         """The qkv projection of a layer at which the residual stream starts, and that stream.
 
         Args:
@@ -270,7 +272,7 @@ class Attention:
         sides: list[tuple[Tensor, Norm | None]] = [(stream, norm)]
         if second is not None:
             sides.insert(0, (second, self._parts.second_norm))
-        return ops.joined_linear(sides, *self.qkv.product), stream
+        return ops.joined_linear(sides, *self.qkv.product, adapted), stream
 
 
 def _kv_heads(spec: AttentionSpec, share: Share) -> int:

@@ -5,7 +5,7 @@ supported is refused by name.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import CheckpointError
-from slipstream.layers.adapters import AdaptedModule, Factors
+from slipstream.layers.adapters import AdapterSlots, Factors
 from slipstream.models.checkpoint import read_json_object
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.safetensors_file import MOST_WEIGHT, TensorEntry, read_entries, read_into
@@ -72,26 +72,20 @@ class Adapter:
         return sum(first.nbytes + second.nbytes for first, second in self.factors.values())
 
 
-def read_adapter(
-    folder: Path, modules: Mapping[str, AdaptedModule], max_rank: int, dtype: torch.dtype
-) -> Adapter:
-    """Read an adapter for a model.
-
-    Args:
-        modules: the modules of the model that may have adapters.
-        max_rank: the rank of the slots.
+def read_adapter(folder: Path, slots: AdapterSlots) -> Adapter:
+    """Read an adapter for the model that has these slots.
 
     Raises:
         CheckpointError: it is broken, does not fit the model, or needs an unsupported feature.
     """
     file = folder / CONFIG
     rank, scale, targets = _read_config(folder)
-    if rank > max_rank:
+    if rank > slots.rank:
         raise CheckpointError(
-            f"{file}: rank {rank} is above the maximum ({max_rank}); start "
+            f"{file}: rank {rank} is above the maximum ({slots.rank}); start "
             f"with --max-lora-rank {rank}"
         )
-    pairs = _paired(read_entries(folder / WEIGHTS), folder / WEIGHTS)
+    pairs = _paired(read_entries(folder / WEIGHTS), folder / WEIGHTS, slots.canonical)
     factors: dict[str, tuple[Tensor, Tensor]] = {}
     for name, (first, second) in pairs.items():
         stored = first.name.removeprefix(_PREFIX).rpartition(".lora_")[0]
@@ -99,12 +93,12 @@ def read_adapter(
             raise CheckpointError(
                 f"{folder / WEIGHTS} holds {name}, which target_modules in {CONFIG} does not name"
             )
-        module = modules.get(name)
+        module = slots.modules.get(name)
         if module is None:
             raise CheckpointError(f"{folder / WEIGHTS}: {_not_adapted(name)}")
         _check_shape(first, (rank, module.columns))
         _check_shape(second, (module.rows, rank))
-        factors[name] = _read(first, second, scale, dtype)
+        factors[name] = _read(first, second, scale, slots.dtype)
     if not factors:
         raise CheckpointError(f"{folder / WEIGHTS} holds no adapter of any module")
     return Adapter(factors)
@@ -166,14 +160,14 @@ def _read_config(folder: Path) -> tuple[int, float, object]:
 
 
 def _paired(
-    entries: Mapping[str, TensorEntry], file: Path
+    entries: Mapping[str, TensorEntry], file: Path, canonical: Callable[[str], str | None]
 ) -> dict[str, tuple[TensorEntry, TensorEntry]]:
     """The two tensors of each module, by the module's name in the base model's checkpoint."""
     found: dict[str, dict[str, TensorEntry]] = {}
     own = {name.removeprefix(_PREFIX): entry for name, entry in entries.items()}
     plain = text_names(own)
     for name, entry in own.items():
-        match = _NAME.fullmatch(plain.get(name, name))
+        match = _NAME.fullmatch(canonical(plain.get(name, name)) or name)
         if match is None:
             raise CheckpointError(
                 f"{file} holds {entry.name}, which is no factor of an adapter of linear layers; "

@@ -63,8 +63,8 @@ class AdapterLoader:
             return LoadedAdapter(_read(path, self._slots))
         if self._drafter is None:
             raise UsageError(
-                "only draft models take adapters, of attention and feed-forward layers without "
-                f"experts; leave the drafter's ({draft_path}) out"
+                "only draft models, EAGLE heads and MTP modules take adapters, of attention and "
+                f"feed-forward layers without experts; leave the drafter's ({draft_path}) out"
             )
         return LoadedAdapter(_read(path, self._slots), _read(draft_path, self._drafter))
 
@@ -115,4 +115,4 @@ def _parts(adapter: object, most_bytes: float) -> list[AdapterPart]:
 
 
 def _read(path: str, slots: AdapterSlots) -> Adapter:
-    return read_adapter(user_path(path), slots.modules, slots.rank, slots.dtype)
+    return read_adapter(user_path(path), slots)

@@ -142,8 +142,7 @@ class DeviceState:
 
 
 def _draft_adapter(item: ScheduledRequest) -> int:
-    adapter = item.request.adapter
-    return item.adapter if adapter is not None and adapter.adapts_drafts else NO_ADAPTER
+    return item.adapter if item.request.adapts_drafts else NO_ADAPTER
 
 
 def num_equal(one: Sequence[int], other: Sequence[int]) -> int:

@@ -141,8 +141,7 @@ class ModelRunner:
             return layout
         state = self._state
         slots = state.adapters if self._of_target else state.draft_adapters
-        adapters = layout.of_requests(slots[rows.slots])
-        return replace(layout, inputs=replace(layout.inputs, adapters=adapters))
+        return layout.with_adapters(slots[rows.slots])
 
     def _lay_out(self, rows: PassRows) -> RowLayout:
         """The layout of the rows. With M-RoPE, the position of a row after an image differs from

@@ -192,6 +192,10 @@ class RowLayout:
             return values.unsqueeze(1).expand(-1, self.width).flatten().contiguous()
         return values[self.request]
 
+    def with_adapters(self, slots: Tensor) -> "RowLayout":
+        """The layout with the adapters of the rows, from the slot of each request's [R]."""
+        return replace(self, inputs=replace(self.inputs, adapters=self.of_requests(slots)))
+
     def spread(self, values: Tensor) -> Tensor:
         """values [R, W, ...] of each request's first W rows -> [T, ...], row by row."""
         if self.is_single:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream import LLM, LoRARequest, SamplingParams, UsageError
+from slipstream import LLM, LoRARequest, RequestOutput, SamplingParams, UsageError
 from tests.adapters import write_adapter, write_merged
 from tests.lossless import test_sampled
 from tests.lossless.test_greedy import make_prompts, speculative_config, tokens
@@ -19,6 +19,7 @@ RANKS, ALPHAS = (4, 7, 1, 16), (4, 7, 3, 16)
 SIZES: dict[str, Any] = {
     "skip_tokenizer_init": True, "max_num_seqs": 6, "max_model_len": 128, "block_size": 8,
 }  # fmt: skip
+TREES = {"speculative_eagle_topk": 2, "speculative_num_steps": 3}
 # The adapter of each of eight prompts; -1: none.
 WHOSE = (0, 1, -1, 2, 3, 0, -1, 1)
 
@@ -181,7 +182,59 @@ def test_other_drafters_of_whole_models_take_adapters(
     assert accepted[0] != accepted[1]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
+@pytest.mark.parametrize(
+    ("drafter", "options", "steps", "sizes"),
+    [
+        ("eagle3", {}, "padded", {"max_num_batched_tokens": 24, "num_kv_blocks": 16}),  # preemption
+        ("eagle3", {}, "padded", {"max_num_batched_tokens": 24, "max_num_seqs": 1}),
+        ("eagle", {}, "exact", {}),
+        ("eagle3", TREES, "padded", {}),
+        ("mtp", {}, "exact", {}),
+    ],
+)
+def test_heads_with_adapters_draft_what_merged_heads_do(
+    drafter: str,
+    options: dict[str, int],
+    steps: str,
+    sizes: dict[str, int],
+    adapted: Adapted,
+    tiny_target: str,
+    tiny_draft: str,
+    tiny_heads: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside requests with another adapter of the head, with none, and without any adapter."""
+    if steps == "padded":
+        use_padded_steps(monkeypatch)
+    case = {"drafter": drafter, "k": 6}
+    speculative = speculative_config(case, tiny_target, tiny_draft, tiny_heads) | options
+    head, prompts, own = speculative["model"], make_prompts(8), [0, 1]
+    paths = [write_adapter(tmp_path / f"{it}", head, seed=it, rank=3 + it) for it in own]
+    merged = [write_merged(tmp_path / f"merged-{it}", head, paths[it]) for it in own]
+    asked: list[LoRARequest | None] = [*adapted.mixed]
+    for place, whose in enumerate(WHOSE):
+        if whose in own:
+            asked[place] = replace(adapted.requests[whose], draft_lora_path=paths[whose])
+    outputs = serving(tiny_target, speculative, **sizes).generate(prompts, PARAMS, asked)
+    assert tokens(outputs) == adapted.mixed_texts
+    if "num_kv_blocks" in sizes:  # how much is drafted depends on the other requests
+        assert any(it.metrics.num_preemptions for it in outputs)
+        return
+    expected: list[Any] = []
+    for model in (*merged, head):
+        llm = serving(tiny_target, {**speculative, "model": model}, **sizes)
+        expected.append([drafts_of(it) for it in llm.generate(prompts, PARAMS, adapted.mixed)])
+    for place, whose in enumerate(WHOSE):
+        assert drafts_of(outputs[place]) == expected[whose if whose in own else -1][place]
+    assert expected[0] != expected[-1] != expected[1], "adapters change the drafts"
+
+
+def drafts_of(output: RequestOutput) -> tuple[int, int]:
+    return output.metrics.num_draft_tokens, output.metrics.num_accepted_tokens
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "p-eagle"])
 def test_drafters_without_adapters_refuse_them(
     drafter: str,
     adapted: Adapted,
@@ -193,7 +246,7 @@ def test_drafters_without_adapters_refuse_them(
     speculative = speculative_config(case, tiny_target, tiny_draft, tiny_heads)
     llm, style = serving(tiny_target, speculative), adapted.requests[0]
     asked = replace(style, draft_lora_path=style.lora_path)
-    with pytest.raises(UsageError, match="only draft models take adapters"):
+    with pytest.raises(UsageError, match="only draft models, EAGLE heads and MTP modules take"):
         llm.generate(make_prompts(1), PARAMS, asked)
     assert tokens(llm.generate(make_prompts(8)[:1], PARAMS, style)) == adapted.expected[0][:1]
 
@@ -292,7 +345,7 @@ def _backend() -> str:
     ("name", "adapts_drafts"),
     [
         *(("draft_model", False), ("draft_model", True), ("pard", True), ("combination", True)),
-        *(("eagle3_dynamic_tree", False), ("mtp", False), ("block", False)),
+        *(("eagle3_dynamic_tree", True), ("mtp", False), ("block", False)),
     ],
 )
 def test_sampled_output_has_the_distribution_of_the_merged_model(
@@ -304,8 +357,9 @@ def test_sampled_output_has_the_distribution_of_the_merged_model(
 ) -> None:
     path = write_adapter(tmp_path / "adapter", pair[0], size=1.0)
     merged = write_merged(tmp_path / "merged", pair[0], path)
-    drafts = write_adapter(tmp_path / "drafts", pair[1], size=1.0) if adapts_drafts else None
     case = test_sampled.CASES[name]
+    drafter = heads.get(case["drafter"], pair[1])
+    drafts = write_adapter(tmp_path / "drafts", drafter, size=1.0) if adapts_drafts else None
     params = {"temperature": 1.0, **case.get("params", {})}
     exact = test_sampled.exact_distribution(merged, params)
     llm = LLM(

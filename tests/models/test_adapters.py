@@ -41,7 +41,7 @@ def slots(tiny_target: str) -> AdapterSlots:
 
 
 def read(folder: str | Path, slots: AdapterSlots) -> Adapter:
-    return read_adapter(Path(folder), slots.modules, slots.rank, slots.dtype)
+    return read_adapter(Path(folder), slots)
 
 
 def case(architecture: str, name: str = "") -> Case:

@@ -9,6 +9,7 @@ import pytest
 
 from slipstream import LLM, LoRARequest, SamplingParams
 from tests.adapters import write_adapter
+from tests.drafters.heads import write_eagle3
 from tests.hybrid_checkpoints import write_hybrid
 from tests.lossless.test_greedy import make_prompts, tokens
 from tests.models.small_cases import SMALL
@@ -46,8 +47,9 @@ def texts_of_one(model: str, adapters: Sequence[LoRARequest], ranked: Opener) ->
         ({"draft_tensor_parallel_size": 2}, NARROW),
         ({"draft_tensor_parallel_size": 2, "model": "self"}, {"max_num_batched_tokens": 24}),
         pytest.param({"method": "ngram"}, NARROW, marks=pytest.mark.full),
+        pytest.param({"model": "head"}, NARROW, marks=pytest.mark.full),
     ],
-    ids=["none", "draft", "shared draft", "shared self", "ngram"],
+    ids=["none", "draft", "shared draft", "shared self", "ngram", "head"],
 )
 def test_two_ranks_say_what_one_says(
     drafter: dict[str, Any] | None,
@@ -65,6 +67,13 @@ def test_two_ranks_say_what_one_says(
         drafter = {"num_speculative_tokens": 3, "model": tiny_draft, **drafter}
         drafter |= {"model": tiny_target} if own else {}
         drafter = {"method": "ngram"} if "method" in drafter else drafter
+    if drafter is not None and drafter.get("model") == "head":
+        drafter["model"] = head = str(write_eagle3(tmp_path / "head", tiny_target))
+        heads = [
+            write_adapter(tmp_path / f"head-{it}", head, seed=it) for it in range(len(adapters))
+        ]
+        pairs = zip(adapters, heads, strict=True)
+        adapters = [replace(it, draft_lora_path=path) for it, path in pairs]
     if own:
         adapters = [replace(it, draft_lora_path=it.lora_path) for it in adapters]
     llm = ranked(tiny_target, drafter, enable_lora=True, max_loras=2, **room)

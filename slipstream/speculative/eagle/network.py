@@ -74,5 +74,6 @@ HEAD = HeadMethod(
     network=partial(load_network, Eagle1Head),
     drafter=FeatureRowsDrafter,
     tree_drafter=TreeDrafter,
+    adapts=True,
     keys=ModelKeys(cache=True, window=True),
 )

@@ -248,5 +248,6 @@ HEAD = HeadMethod(
     network=partial(load_network, Eagle3Head),
     drafter=FeatureRowsDrafter,
     tree_drafter=TreeDrafter,
+    adapts=True,
     keys=ModelKeys(cache=True, window=True),
 )

@@ -23,12 +23,13 @@ from slipstream.cache.spec import LayerCache, ModelCache
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.kernels.devices import upload
 from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.layers.adapters import AdapterSlots
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.runner.captured_passes import MOST_ROWS, CapturedPasses
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.excerpts import Excerpt, ExcerptSizes, whole
 from slipstream.runner.model_runner import Forward
-from slipstream.runner.rows import PassRows, lay_out
+from slipstream.runner.rows import PassRows, RowLayout, lay_out
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
 from slipstream.speculative.heads.method import Head
@@ -41,11 +42,15 @@ class FeatureNetwork(Protocol):
 
     Attributes:
         feature_size: F, the size of a token's feature.
+        adapters: slots for LoRA adapters; None: there are none.
         head: the lm_head, over the tokens that may be drafted.
     """
 
     @property
     def feature_size(self) -> int: ...
+
+    @property
+    def adapters(self) -> AdapterSlots | None: ...
 
     @property
     def head(self) -> LanguageModelHead: ...
@@ -110,7 +115,8 @@ class FeatureRowsDrafter(Drafter):
             slots = [slot for slot in undrafted if 2 * (self._waiting[slot] - 1) >= self._most]
             for slot in slots:
                 self._waiting[slot] = 1
-            self._flush(upload(slots, self._state.device))
+            adapted = any(it.request.adapts_drafts for it in batch.requests)
+            self._flush(upload(slots, self._state.device), adapted)
 
     def propose(self, batch: DeviceBatch) -> Draft:
         """One pass over the rows that wait, then one row per request and draft token."""
@@ -178,10 +184,10 @@ class FeatureRowsDrafter(Drafter):
                 longest = max(longest, MOST_ROWS)
             excerpt = self._excerpt(slots, window_ends, longest)
             counts = [chunk.length for chunk in chunks]
-            placed = PassRows(
-                slots, excerpt.places(starts), lengths, excerpt=excerpt, counts=counts
-            )
-            layout = lay_out(self._state, placed)
+            adapted = any(chunk.item.request.adapts_drafts for chunk in chunks)
+            places = slots, excerpt.places(starts), lengths
+            placed = PassRows(*places, excerpt=excerpt, counts=counts, adapted=adapted)
+            layout = self._lay_out(placed)
             scaled = self._resources.target.config.embedding_scale is not None
             if forward.embedded is not None and not scaled:  # heads take those of tokens unscaled
                 embedded = torch.cat([chunk.rows(forward.embedded) for chunk in chunks])
@@ -215,12 +221,13 @@ class FeatureRowsDrafter(Drafter):
         self._waiting[slot] = min(self._waiting[slot] + 1, most)
         return not never
 
-    def _flush(self, slots: Tensor) -> None:
+    def _flush(self, slots: Tensor, adapted: bool) -> None:
         """Compute the rows that wait, without drafting."""
         starts = self._computed[slots]
         lengths = (self._state.num_tokens[slots] - starts).clamp(0, self._most)
         excerpt = self._excerpt(slots)
-        rows = PassRows(slots, excerpt.places(starts), lengths, self._most, excerpt=excerpt)
+        places = slots, excerpt.places(starts), lengths, self._most
+        rows = PassRows(*places, excerpt=excerpt, adapted=adapted)
         self._forward(rows, self._features[slots, : self._most])
         self._computed[slots] = starts + lengths
 
@@ -248,13 +255,20 @@ class FeatureRowsDrafter(Drafter):
     ) -> tuple[Tensor, Tensor]:
         """Run the network over rows with features [R, W, F]. For each request's last row, returns
         `read` of the head's input [R, H], and the next feature [R, F]. `draft`: see `_pass`."""
-        layout = lay_out(self._state, rows)
+        layout = self._lay_out(rows)
         if layout.is_empty:  # no request drafts
             width = self._network.head.width
             return read(features.new_zeros(len(features), width)), torch.zeros_like(features[:, 0])
         given = layout.inputs, layout.token_ids, layout.spread(features)
         hidden, following = self._pass(*given, draft)
         return layout.over_last(read, hidden), layout.last(following)
+
+    def _lay_out(self, rows: PassRows) -> RowLayout:
+        """The layout of the rows, with their adapters if the network has slots for adapters."""
+        layout = lay_out(self._state, rows)
+        if not rows.adapted or self._network.adapters is None:
+            return layout
+        return layout.with_adapters(self._state.draft_adapters[rows.slots])
 
     def _pass(
         self, inputs: PassInputs, token_ids: Tensor, features: Tensor, draft: int

@@ -12,6 +12,7 @@ from slipstream.kernels.formats.weight import Weight
 from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.registry import kernels_for
+from slipstream.layers.adapters import AdapterSlots
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.layers.layer import BuildContext, Layer, LayerSpec, build_layers
 from slipstream.layers.parameters import ParameterSource, Part
@@ -36,12 +37,14 @@ class HeadContext:
 
     Attributes:
         target_width: hidden size of the target.
+        adapters: receives slots for LoRA adapters of the layers; None: there are no adapters.
     """
 
     ops: Ops
     source: ParameterSource
     target_width: int
     options: LoadOptions
+    adapters: AdapterSlots | None = None
 
     def layers(
         self, config: DecoderConfig, specs: Sequence[LayerSpec] | None = None, shifted: bool = False
@@ -53,7 +56,7 @@ class HeadContext:
             shifted: see `RopeTables`.
         """
         ropes = RopeTables(self.options.max_positions, self.options.device, shifted=shifted)
-        built = BuildContext(self.source, config.hidden_size, ropes)
+        built = BuildContext(self.source, config.hidden_size, ropes, adapters=self.adapters)
         return build_layers(config.layers if specs is None else specs, built)
 
 
@@ -61,6 +64,7 @@ class HeadNetwork:
     """A drafting head, with its own embedding and lm_head if the checkpoint has them.
 
     Attributes:
+        adapters: slots for LoRA adapters of its layers; None: there are none.
         feature_size: F, the size of the features that are kept of each target token.
         vocabulary: [num_legal_tokens] int64, rising: the token id of each column of the lm_head;
             None if column i is token i.
@@ -75,7 +79,8 @@ class HeadNetwork:
         names: tuple[str, str] = (EMBEDDING, HEAD),
     ) -> None:
         layers, parts, source = config.layers, config.parts, context.source
-        self.feature_size = width = layers.hidden_size
+        self.feature_size, self.adapters = layers.hidden_size, context.adapters
+        width = layers.hidden_size
         self.num_legal_tokens = config.draft_vocab_size
         self._embedding: Embedding | None = None
         self._head: LanguageModelHead | None = None
@@ -149,7 +154,11 @@ def load_head(
 
     def built(tensors: TensorSource) -> T:
         source = in_precision(tensors, options.quantization, ops)
-        return build(HeadContext(ops, source, target.hidden_size, options))
+        slots: AdapterSlots | None = None
+        if options.adapters is not None:
+            sizes = *options.adapters, options.dtype, options.device
+            slots = AdapterSlots(*sizes, canonical=checkpoint.canonical)
+        return build(HeadContext(ops, source, target.hidden_size, options, slots))
 
     if options.load_format in RANDOM_FORMATS:  # random weights of a head predict nothing
         return built(DummySource(options.dtype, options.device, options.seed))

@@ -18,6 +18,7 @@ from slipstream.speculative.draft_sampling import DraftSampling
 from slipstream.speculative.drafter import Drafter, DrafterResources, LoadedDrafter
 from slipstream.speculative.heads.checkpoint import HeadCheckpoint
 from slipstream.speculative.heads.kinds import HeadConfig
+from slipstream.speculative.heads.loading import HeadNetwork
 from slipstream.speculative.model_options import ModelKeys, ModelOptions, read_model_options
 from slipstream.speculative.options import Options, TargetModel
 from slipstream.speculative.trees.shapes import TokenTree, require_fit
@@ -81,6 +82,7 @@ class HeadMethod(Generic[C, N]):
         network: builds the network with its weights, from checkpoint, config, target and options.
         drafter: builds the drafter of a head.
         tree_drafter: builds the drafter of a head that drafts token trees; None: it cannot.
+        adapts: whether its layers may have LoRA adapters.
         checkpoint: the class for the head's checkpoint, with its tensor names.
         keys: the keys of a `speculative_config` that it supports.
     """
@@ -91,6 +93,7 @@ class HeadMethod(Generic[C, N]):
     drafter: Callable[[Head[C, N], DrafterResources], Drafter]
     tree_drafter: Callable[[Head[C, N], TokenTree, DrafterResources], Drafter] | None = None
     checkpoint: type[HeadCheckpoint] = HeadCheckpoint
+    adapts: bool = False
     keys: ModelKeys = _USUAL_KEYS
 
     def read_options(self, options: Options) -> ModelOptions:
@@ -118,6 +121,7 @@ class HeadMethod(Generic[C, N]):
                 f"speculative_config: dtype {load.dtype} differs from the target's "
                 f"{target.load.dtype}, but {config.shared}; leave dtype out"
             )
+        load = load if self.adapts else replace(load, adapters=None)
         network = self.network(checkpoint, config, shape, load)
         window = options.window_within(load.max_positions)
         pages = options.pages_in(load)
@@ -141,8 +145,13 @@ class HeadMethod(Generic[C, N]):
             require_fit(tree, network.num_legal_tokens, shape)
             build = partial(self.tree_drafter, head, tree)
             limits = replace(limits, tree_depth=tree.depth)
+        adapters = network.adapters if isinstance(network, HeadNetwork) else None
         return LoadedDrafter(
-            build=build, limits=limits, needs=config.needs(shape), layout=head.layout
+            build=build,
+            limits=limits,
+            needs=config.needs(shape),
+            layout=head.layout,
+            adapters=adapters,
         )
 
     def _open(self, options: ModelOptions, target: TargetModel) -> HeadCheckpoint:

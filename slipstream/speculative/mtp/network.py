@@ -106,7 +106,8 @@ class MtpHead(HeadNetwork):
         self._feature_first = config.style.feature_first
         self._blanks_first = config.style.blanks_first
         ropes = RopeTables(options.max_positions, options.device, shifted=True)
-        built = BuildContext(context.source, layers.hidden_size, ropes)
+        slots = context.adapters
+        built = BuildContext(context.source, layers.hidden_size, ropes, adapters=slots)
         all_ends: dict[str, MtpEnds] = {}  # Qwen's modules share all but the layer
         self._modules: list[Stack] = []
         for spec, names in zip(layers.layers, config.modules, strict=True):
@@ -204,5 +205,6 @@ HEAD = HeadMethod(
     network=load_mtp,
     drafter=_build,
     checkpoint=MtpCheckpoint,
+    adapts=True,
     keys=ModelKeys(vocabulary=True, cache=True, window=True, in_target=True),
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.excerpts import Excerpt
 from slipstream.runner.model_runner import Forward
-from slipstream.runner.rows import TreeRows, lay_out
+from slipstream.runner.rows import TreeRows
 from slipstream.sampling.logits import allow_next
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, DrafterResources
@@ -82,7 +82,7 @@ class TreeDrafter(FeatureRowsDrafter):
         lengths = (wanted - (first - 1)).clamp(0, width)
         starts = tree.roots + first
         rows = batch.rows(starts, lengths, width, tree=tree, excerpt=excerpt)
-        layout = lay_out(self._state, rows)
+        layout = self._lay_out(rows)
         index = level.parents.unsqueeze(-1).expand(-1, -1, features.shape[-1])
         features = features.gather(1, index)
         if layout.is_empty:
