@@ -63,6 +63,11 @@ def before_whole(spans: Sequence[Span], end: int) -> int:
     return next(inside, end)
 
 
+def end_of_whole(spans: Sequence[Span], index: int) -> int:
+    """The end of the `whole` span that has this index; the index if none has it."""
+    return next((it.end for it in spans if it.whole and it.start <= index < it.end), index)
+
+
 def longest_whole(spans: Sequence[Span]) -> int:
     """Number of tokens of the longest `whole` span; 0 if there is none."""
     return max((span.length for span in spans if span.whole), default=0)

@@ -246,7 +246,7 @@ class Scheduler:
         """Give a request as many further prompt rows as the budget and its blocks allow."""
         request, name = share.request, share.request.request_id
         done = share.start + share.num_new_tokens
-        room = budget.room_for_prompt(longest_whole(request.spans))
+        room = budget.room_for_prompt(share.rest_of_image, share.num_new_tokens)
         end, covered = min(share.known, done + room), self.block_manager.capacity(name)
         budget.lacks_blocks |= covered < end
         end = self.block_manager.chunk_end(name, share.start, min(end, covered))

@@ -7,7 +7,7 @@ from slipstream.cache.block_manager import BlockManager
 from slipstream.cache.state_places import NO_PLACE
 from slipstream.core.batch import Batch, DraftPlan, ScheduledRequest
 from slipstream.core.request import Request
-from slipstream.core.spans import before_whole
+from slipstream.core.spans import before_whole, end_of_whole
 from slipstream.core.step_form import StepLimits
 
 NO_DRAFT = DraftPlan(0)
@@ -52,6 +52,12 @@ class RequestShare:
         return self.known - self.start - self.num_new_tokens
 
     @property
+    def rest_of_image(self) -> int:
+        """Further rows of an image that is read in one pass, if the first row belongs to one."""
+        end = end_of_whole(self.request.spans, self.start)
+        return max(0, end - self.start - self.num_new_tokens)
+
+    @property
     def is_decoding(self) -> bool:
         return self.num_new_tokens == 1 and self.start > 0
 
@@ -84,11 +90,12 @@ class Budget:
         """Bound the rows of prompts, of which some have been given out already."""
         self.prompts = None if most is None else most - num_given
 
-    def room_for_prompt(self, least: int = 0) -> int:
-        """Rows that a prompt may have, which has to get `least` at once or none."""
+    def room_for_prompt(self, least: int = 0, given: int = 0) -> int:
+        """Rows that a prompt may have besides those that it was given. It has to get `least` at
+        once or none, and gets them unless the rows of other prompts are as many as they may be."""
         if self.prompts is None:
             return self.left
-        return min(self.left, max(self.prompts, least)) if self.prompts > 0 else 0
+        return min(self.left, max(self.prompts, least)) if self.prompts + given > 0 else 0
 
     def take_for_prompt(self, wanted: int) -> int:
         taken = self.take(wanted)

@@ -11,10 +11,10 @@ from slipstream.core.batch import Batch, Committed, DraftPlan, StepReport
 from slipstream.core.errors import UsageError
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.spans import Span
 from slipstream.core.step_form import StepLimits
 from slipstream.engine.draft_policy import Candidate
 from slipstream.engine.scheduler import Scheduler
-from slipstream.engine.shares import Budget
 
 SIZE = 4
 EOS = 1000
@@ -236,12 +236,30 @@ def test_few_rows_are_for_prompts_while_others_decode() -> None:
     ]
 
 
-def test_an_image_is_read_at_once_whatever_prompts_may_have() -> None:
-    budget = Budget(64, prompts=10)
-    assert budget.room_for_prompt(30) == 30
-    assert budget.take_for_prompt(30) == 30
-    assert budget.room_for_prompt(30) == budget.room_for_prompt() == 0
-    assert budget.left == 34
+@pytest.mark.parametrize(
+    ("most", "parts"),
+    [
+        (10, [10, 3, 20, 10, 10, 7]),
+        (1, [*[1] * 13, 20, *[1] * 12, 8, *[1] * 7]),
+    ],
+)
+def test_an_image_is_read_at_once_whatever_prompts_may_have(most: int, parts: list[int]) -> None:
+    """And text is not: two images, of 20 and of 8 tokens, in and between texts."""
+    engine = scheduler(prompts_beside_decoding=most)
+    engine.add(request("a", 6, max_tokens=50, drafts=0))
+    commit(engine, engine.schedule())
+    seeing = request("b", 60, drafts=0)
+    seeing.spans = [
+        Span(start, length, b"", (1, length), None, whole=True)
+        for start, length in ((13, 20), (45, 8))
+    ]
+    engine.add(seeing)
+    found: list[int] = []
+    while seeing.num_computed < 60:
+        batch = engine.schedule()
+        found.append(plan(batch)["b"][1])
+        commit(engine, batch)
+    assert found == parts
 
 
 def test_drafts_take_at_most_half_while_a_prompt_waits_for_rows() -> None:
