@@ -154,7 +154,7 @@ class TowerReader(ImageReader):
     def require_options(self, options: Mapping[str, Any], may_exceed: bool = True) -> None:
         if not options:
             return
-        family, whole = self._family, {**self._options, **options}
+        family, whole = self._family, self._merged(options)
         try:
             family.require_options(whole, self._max_tokens)
             allowed, asked = map(family.most_pixels, (self._options, whole))
@@ -216,7 +216,7 @@ class TowerReader(ImageReader):
         spans: list[Span] = []
         start, is_whole = 0, self._most_whole is not None
         for image, grid in zip(images, grids, strict=True):
-            digest, embedded = self._embedded(image, grid, {**self._options, **options})
+            digest, embedded = self._embedded(image, grid, self._merged(options))
             start, count = ids.index(token, start), math.prod(grid)
             spans.append(Span(start, count, digest, grid, embedded, is_whole))
             start += count
@@ -230,12 +230,15 @@ class TowerReader(ImageReader):
                 f"{self._most_whole}; give a smaller one, or raise max_num_batched_tokens"
             )
 
+    def _merged(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return self._family.merged(self._options, options)
+
     def _grid(self, image: "Image", options: Mapping[str, Any]) -> tuple[int, int]:
         width, height = image.size
         if not width * height:
             raise UsageError(f"an image of {width} x {height} pixels is empty; leave it out")
         try:
-            return self._tower.grid(width, height, {**self._options, **options})
+            return self._tower.grid(width, height, self._merged(options))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise UsageError(
                 f"an image of {width} x {height} pixels cannot be read: {error}"

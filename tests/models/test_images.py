@@ -185,6 +185,13 @@ def test_options_of_the_processor_change_what_is_seen(sized: Path, sized_llm: LL
     smaller = sized_llm.generate(fewer, GREEDY)[0]
     assert len(smaller.prompt_token_ids) < len(whole.prompt_token_ids) <= MAX_POSITIONS
     always = make(sized, mm_processor_kwargs=size).generate(given, GREEDY)[0]
+    others: list[dict[str, Any]] = [
+        {"max_pixels": 4096, "min_pixels": 2048},
+        {"size": {"longest_edge": 2048}},
+    ]
+    for own in others:  # which the prompt's precede, in whatever way the engine names them
+        found = make(sized, mm_processor_kwargs=own).generate(fewer, GREEDY)[0]
+        assert found.outputs[0].token_ids == smaller.outputs[0].token_ids
     assert always.outputs[0].token_ids == smaller.outputs[0].token_ids
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _LAYERS = "deepstack_visual_indexes"
+_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _PREFIXES = ("model.visual.", "visual.")
 
 
@@ -60,6 +61,15 @@ class Qwen3VLFamily(ImageFamily):
                 f"with a shortest_edge (min_pixels) of {least} an image has {least // side**2} "
                 f"tokens or more, but max_model_len is {max_tokens}; lower it"
             )
+
+    def merged(self, own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """See `ImageFamily`. Both may name an edge in either way."""
+        edges, earlier = given.get("size"), own.get("size")
+        if not isinstance(edges, Mapping):
+            return {**own, **given}
+        kept = {key: it for key, it in own.items() if _EDGES.get(key) not in edges}
+        whole = {**earlier, **edges} if isinstance(earlier, Mapping) else edges
+        return {**kept, **given, "size": whole}
 
     def most_pixels(self, options: Mapping[str, Any]) -> int:
         """See `ImageFamily`."""
@@ -120,7 +130,7 @@ def _size(processor: Any, options: Mapping[str, Any]) -> dict[str, int]:
     if isinstance(edges := given.get("size") or {}, Mapping):
         size.update(edges)
         given.pop("size", None)
-    for name, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+    for old, name in _EDGES.items():
         size[name] = given.pop(old, None) or size[name]
     least, most, *others = size.values()
     if given or others or not all(type(it) is int for it in (least, most)):

@@ -94,6 +94,10 @@ class ImageFamily(ABC):
         """Raise ValueError for an unknown option of the image processor, a wrong value, or one with
         which no image fits into a prompt of `max_tokens`."""
 
+    def merged(self, own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of an engine, and those of a prompt, which precede them."""
+        return {**own, **given}
+
     def most_pixels(self, options: Mapping[str, Any]) -> int:
         """Number of pixels of the largest image before it is resized to fewer; 0 if options do not
         affect it, or hardly."""
