@@ -33,6 +33,7 @@ from slipstream.runner.graphs import captures_graphs
 from slipstream.runner.memory import DeviceMemory, StepSizes, device_memory, uses_gpu_memory
 from slipstream.speculative.drafter import LoadedDrafter
 from slipstream.speculative.loading import Speculation
+from slipstream.speculative.method import MOST_CHOSEN
 
 logger = logging.getLogger("slipstream")
 
@@ -41,6 +42,9 @@ _NOT_INVARIANT = (
     "of a tile"
 )
 _DRAFTER_KEY = "speculative_config: quantization"
+# Where the engine chooses K it is above MOST_CHOSEN only if all requests together have no more rows
+# than this (256 requests with 12 draft tokens): memory for logits and drafts is allocated for all.
+_MOST_CHOSEN_ROWS = 256 * 13
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ def resolve(
     if why:
         reasons.add("max_num_batched_tokens", rows, why)
     captures = captures_graphs(device, bool(config.enforce_eager) or speculation.enforce_eager)
-    speculation, count = _fitting(speculation, longest)
+    speculation, count = _fitting(speculation, longest, config.max_num_seqs)
     step = StepSizes(
         network=shape,
         itemsize=dtype.itemsize,
@@ -276,11 +280,16 @@ def _require_chains(shape: DecoderConfig, layout: CacheLayout, speculation: Spec
         )
 
 
-def _fitting(speculation: Speculation, max_model_len: int) -> tuple[Speculation, int]:
+def _fitting(
+    speculation: Speculation, max_model_len: int, max_num_seqs: int
+) -> tuple[Speculation, int]:
     """One token and K draft tokens have to fit into a text: UsageError if a given K is too large,
     and a smaller one if the engine chooses. Returns K, too."""
     count = speculation.num_speculative_tokens
     is_chain = speculation.drafter.limits.tree_depth is None  # trees are cut at the last position
+    if is_chain and speculation.adaptive:
+        count = min(count, max(MOST_CHOSEN, _MOST_CHOSEN_ROWS // max_num_seqs - 1))
+        speculation = replace(speculation, num_speculative_tokens=count)
     if is_chain and count >= max_model_len:
         if speculation.adaptive and max_model_len > 1:
             count = max_model_len - 1

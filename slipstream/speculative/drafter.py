@@ -134,7 +134,7 @@ class DrafterLimits:
         on_device: it needs no data from the host, so a step may be launched before the host has
             the results of the last one.
         keeps_probabilities: it stores nothing in the blocks, but q of every draft token.
-        parallel: it drafts all tokens in one pass over waiting tokens and mask tokens.
+        parallel: it drafts all tokens in one pass, over mask tokens and tokens that wait for it.
         is_lookup: it drafts nothing if it finds no match; its drafts are one-hot.
         may_skip_steps: it need not be called in every step: it catches up when it drafts again, if
             batches are exact.

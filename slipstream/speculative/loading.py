@@ -31,8 +31,6 @@ from slipstream.speculative.trees.shapes import TREE_KEYS, TokenTree, read_tree,
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 AUTO = "auto"
-# The largest K if the engine chooses; the second for drafters that look up matches at no cost.
-MOST_CHOSEN, MOST_LOOKED_UP = 7, 12
 
 
 class Loader(Protocol):
@@ -125,8 +123,8 @@ def choose(options: Options, usual: str | None = None) -> ChosenDrafter:
     adaptive = options.peek("num_speculative_tokens") == AUTO
     if adaptive:
         options.take("num_speculative_tokens")
-        most = MOST_CHOSEN if method.match_keys is None else MOST_LOOKED_UP
-        options.fill("num_speculative_tokens", min(most, num_tokens or most))
+        most = min(method.most_chosen, num_tokens or method.most_chosen)
+        options.fill("num_speculative_tokens", most)
     config = _loader(method).read_options(options)
     proposed = getattr(config, "num_speculative_tokens", num_tokens)
     return ChosenDrafter(method, _num_speculative_tokens(options), proposed, config, adaptive)

@@ -6,6 +6,10 @@ from typing import Any
 
 from slipstream.models.config_reader import architecture_names
 
+# Largest K that "auto" chooses: of most methods, of those that look up matches at no cost, and of
+# those whose draft tokens all come from one pass of their layers.
+MOST_CHOSEN, MOST_LOOKED_UP, MOST_AT_ONCE = 7, 12, 15
+
 
 @dataclass(frozen=True)
 class CheckpointSigns:
@@ -55,6 +59,7 @@ class Method:
             `parallel_drafting` chooses between the two.
         implied_by: a key of a `speculative_config` that implies this method if none is named.
         match_keys: the keys for its shortest and longest match, if it looks up matches.
+        most_chosen: the largest K if the engine chooses it.
     """
 
     name: str
@@ -74,6 +79,7 @@ class Method:
     parallel_of: str | None = None
     implied_by: str | None = None
     match_keys: tuple[str, str] | None = None
+    most_chosen: int = MOST_CHOSEN
 
     def kind_of(self, signs: CheckpointSigns) -> bool | str:
         """Whether a checkpoint belongs to this method; or the name of its variant in `variants`."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
+from slipstream.engine.drafting.sizes import captured_widths
 from slipstream.layers.parameters import WHOLE
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
@@ -18,6 +19,7 @@ from slipstream.speculative.draft_model.vocabularies import require_same_vocabul
 from slipstream.speculative.loading import _usual_number
 from tests.checkpoints import write_qwen3
 from tests.draft_traffic import learn_costs_while_running
+from tests.drafters.kinds import KINDS
 from tests.last_hidden_checkpoints import medusa_for
 
 
@@ -174,6 +176,42 @@ def test_auto_drafts_no_more_than_the_drafter_can(
     llm = make(tiny_target, json.loads(text.replace("MEDUSA", medusa)))
     assert llm.engine.resolved.drafts == f"auto (up to {most})"
     assert llm.engine.resolved.limits.num_speculative_tokens == most
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_num_seqs", "most", "at_once"),
+    [
+        ("pard", 64, 15, True),
+        ("p-eagle", 64, 15, True),
+        ("dflash", 64, 15, True),
+        ("dspark", 64, 15, False),
+        ("dflash", 256, 12, True),
+        ("dflash", 512, 7, True),
+    ],
+)
+def test_auto_drafts_more_tokens_where_all_come_from_one_pass(
+    kind: str,
+    max_num_seqs: int,
+    most: int,
+    at_once: bool,
+    tiny_target: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And no more than there is memory for with many requests."""
+    learn_costs_while_running(monkeypatch)
+    config = {**KINDS[kind](tmp_path, tiny_target).config, "num_speculative_tokens": "auto"}
+    llm = LLM(
+        tiny_target,
+        speculative_config=config,
+        skip_tokenizer_init=True,
+        num_kv_blocks=16,
+        max_num_seqs=max_num_seqs,
+    )
+    limits = llm.engine.resolved.limits
+    assert (limits.num_speculative_tokens, limits.drafts_at_once) == (most, at_once)
+    assert len(captured_widths(limits)) <= 6
+    assert captured_widths(limits)[-1] == most
 
 
 def test_auto_fits_into_short_texts(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from slipstream.core.step_form import StepForm, StepLimits
 
-# The values of K that graphs are captured for. They are close enough that padding to the next one
-# costs little, and few, since each is captured for every bucket of requests at start-up.
-_WIDTHS = (1, 2, 4, 7, 12)
+# The values of K that graphs are captured for, besides the largest. They are close enough that
+# padding to the next one costs little, and few, since each is captured for every bucket of requests
+# at start-up.
+_WIDTHS = (1, 2, 4, 7)
 _NARROW = (1, 2, 3, 4)  # further values of K to choose from where steps are not captured
 _MOST_SIZES = 4
 

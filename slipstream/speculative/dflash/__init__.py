@@ -1,6 +1,6 @@
 """`dflash`: drafts a block of tokens in one pass, from the target's hidden states (DFlash)."""
 
-from slipstream.speculative.method import Method
+from slipstream.speculative.method import MOST_AT_ONCE, Method
 
 METHOD = Method(
     name="dflash",
@@ -9,4 +9,5 @@ METHOD = Method(
     recognise=lambda signs: "dflash_config" in signs.config,
     library_names=("dflash",),
     is_head=True,
+    most_chosen=MOST_AT_ONCE,
 )

@@ -12,7 +12,7 @@ and no feed-forward part.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -60,7 +60,10 @@ class DFlashConfig(StreamHeadConfig):
         causal: per layer, whether attention within the draft block is causal.
         from_anchor: a row predicts the token after its own position, as in a language model.
         target_layers: number of layers of the target it was trained for; None if not stated.
+        parallel: see `DrafterLimits`.
     """
+
+    parallel: ClassVar[bool] = True
 
     mask_token: int
     block_size: int
@@ -122,7 +125,7 @@ class DFlashConfig(StreamHeadConfig):
 
     def limits(self, options: ModelOptions, longest: int, identity: str) -> DrafterLimits:
         limits = super().limits(options, longest, identity)
-        return replace(limits, max_speculative_tokens=self.max_drafts)
+        return replace(limits, max_speculative_tokens=self.max_drafts, parallel=self.parallel)
 
 
 class BlockKeys:

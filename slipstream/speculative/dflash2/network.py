@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -81,6 +81,8 @@ class DFlash2Config(DFlashConfig):
         embedding_scale, logit_scale: factors of embeddings and logits.
         softcap: soft cap of the logits; 0 for none.
     """
+
+    parallel: ClassVar[bool] = False
 
     taps: int
     group_size: int

@@ -1,6 +1,6 @@
 """`dspark`: DFlash with heads that condition each token of a block on the tokens before it."""
 
-from slipstream.speculative.method import Method
+from slipstream.speculative.method import MOST_AT_ONCE, Method
 
 METHOD = Method(
     name="dspark",
@@ -9,4 +9,5 @@ METHOD = Method(
     recognise=lambda signs: signs.has_tensors("markov_head."),
     library_names=("dspark",),
     is_head=True,
+    most_chosen=MOST_AT_ONCE,
 )

@@ -12,7 +12,7 @@ W1 has a row for each token of the target's vocabulary, W2 for each of the draft
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ class DSparkConfig(DFlashConfig):
         tells_confidence: there is a head that estimates acceptance probabilities.
         confidence_sees_token: the confidence head also reads the previous token's embedding.
     """
+
+    parallel: ClassVar[bool] = False
 
     rank: int
     head_type: str

@@ -1,7 +1,7 @@
 """`p-eagle`: EAGLE-3 heads that draft all tokens in one pass."""
 
 from slipstream.speculative.eagle3 import is_eagle3
-from slipstream.speculative.method import CheckpointSigns, Method
+from slipstream.speculative.method import MOST_AT_ONCE, CheckpointSigns, Method
 from slipstream.speculative.parallel import MASK_ID_KEYS
 
 
@@ -19,4 +19,5 @@ METHOD = Method(
     library_names=("peagle",),
     is_head=True,
     parallel_of="eagle3",
+    most_chosen=MOST_AT_ONCE,
 )

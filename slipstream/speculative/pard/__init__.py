@@ -1,6 +1,6 @@
 """`pard`: language models that draft all tokens in one pass (PARD, PARD-2)."""
 
-from slipstream.speculative.method import CheckpointSigns, Method
+from slipstream.speculative.method import MOST_AT_ONCE, CheckpointSigns, Method
 from slipstream.speculative.parallel import MASK_ID_KEYS, TRAINED_KEYS
 
 _PARD2_KEYS = ("pard2", "pard2_scale", "pard2_proj_bias", "pard2_target_dim", "pard2_target_layers")
@@ -24,4 +24,5 @@ METHOD = Method(
     config_keys=(*MASK_ID_KEYS, *TRAINED_KEYS, "spd_type", *_PARD2_KEYS),
     parallel_of="draft_model",
     implied_by="pard_token",
+    most_chosen=MOST_AT_ONCE,
 )
