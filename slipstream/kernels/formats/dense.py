@@ -16,9 +16,6 @@ class DenseMatrix(RowScaled):
     values: Tensor
     scales = None
 
-    def _like(self, values: Tensor, scales: Tensor | None) -> "DenseMatrix":
-        return DenseMatrix(values)
-
     @property
     def floats(self) -> Tensor:  # type: ignore[override]
         return self.values

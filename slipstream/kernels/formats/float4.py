@@ -3,9 +3,9 @@
 The low three bits of a code are the index of a magnitude, the highest bit is the sign.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from slipstream.kernels.formats.four_bits import FourBitMatrix
 from slipstream.kernels.formats.int4 import packed
-from slipstream.kernels.formats.weight import joined_rows, rounding_slices
+from slipstream.kernels.formats.weight import Rounding, rounding_slices
 
 MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FLOAT4_MAX = MAGNITUDES[-1]
@@ -37,17 +37,26 @@ class Float4Matrix(FourBitMatrix):
         """[N, K / group] float32: the factor of each group."""
         raise NotImplementedError
 
-    @classmethod
-    def stack(cls, weights: Sequence[Self]) -> Self:
-        tensors = [vars(weight) for weight in weights]
-        return cls(**{name: joined_rows([of[name] for of in tensors]) for name in tensors[0]})
-
     def dequantised(self) -> Tensor:
         magnitudes = torch.tensor(MAGNITUDES, device=self.values.device)
         table = torch.cat([magnitudes, -magnitudes])
         pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], -1)  # [256, 2]
         numbers = F.embedding(self.values.int(), pairs).view(*self.scales.shape, self.group)
         return numbers.mul_(self.group_scales().unsqueeze(-1)).flatten(1)
+
+
+class Float4Rounding(Rounding):
+    """Rounds to a `Float4Matrix`; matrices whose rows are no whole groups stay unquantised."""
+
+    weight: ClassVar[type[Float4Matrix]]
+    bits = 4
+
+    @property
+    def bytes_per_number(self) -> float:
+        return 0.5 + 1 / self.weight.group
+
+    def for_columns(self, columns: int) -> Rounding | None:
+        return None if columns % self.weight.group else self
 
 
 def round_groups(

@@ -26,10 +26,6 @@ class Float8Matrix(RowScaled):
     kept_on = frozenset({"cuda"})
     needs_float8 = True
 
-    def _like(self, values: Tensor, scales: Tensor | None) -> "Float8Matrix":
-        assert scales is not None
-        return Float8Matrix(values, scales)
-
     def logits(self, x: Tensor) -> Tensor:
         values, scales = round_rows(x)
         product = F.linear(values.float(), self.values.float())

@@ -3,16 +3,15 @@
 from collections.abc import Callable
 from typing import Self
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.core.errors import UsageError
-from slipstream.kernels.formats.weight import Weight, chosen_rows
+from slipstream.kernels.formats.weight import RowWise
 
 
-class FourBitMatrix(Weight):
-    """A weight [N, K]; subclasses are dataclasses whose tensors all have N rows.
+class FourBitMatrix(RowWise):
+    """A weight [N, K] in groups of columns.
 
     Attributes:
         values: [N, K / 2] uint8, two columns a byte, the even one in the lower half.
@@ -25,19 +24,6 @@ class FourBitMatrix(Weight):
     @property
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], 2 * self.values.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(it.nbytes for it in vars(self).values() if isinstance(it, Tensor))
-
-    def select(self, index: Tensor) -> Self:
-        return self._each(lambda tensor: chosen_rows(tensor, index))
-
-    def rows(self, start: int, stop: int | None = None) -> Self:
-        return self._each(lambda tensor: tensor[start:stop])
-
-    def to(self, device: torch.device) -> Self:
-        return self._each(lambda tensor: tensor.to(device))
 
     def columns(self, start: int, stop: int) -> Self:
         if start % self.group or stop % self.group:
@@ -61,8 +47,3 @@ class FourBitMatrix(Weight):
             return tensor if tensor.dim() < 2 else change(tensor, size)
 
         return self._each(changed)
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        found = vars(self).items()
-        changed = {name: change(it) if isinstance(it, Tensor) else it for name, it in found}
-        return type(self)(**changed)

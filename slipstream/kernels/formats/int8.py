@@ -1,8 +1,6 @@
 """Eight-bit integers with a scale for each row."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -38,16 +36,6 @@ class Int8Matrix(RowScaled):
     rounds_input: bool = False
 
     kept_on = frozenset({"cpu", "cuda"})
-
-    def _like(self, values: Tensor, scales: Tensor | None) -> "Int8Matrix":
-        assert scales is not None
-        return Int8Matrix(values, scales, self.rounds_input)
-
-    @classmethod
-    def stack(cls, weights: Sequence[Self]) -> Self | None:
-        if any(weight.rounds_input != weights[0].rounds_input for weight in weights):
-            return None
-        return super().stack(weights)
 
     def logits(self, x: Tensor) -> Tensor:
         return self._exact_product(x) if self.rounds_input else super().logits(x)

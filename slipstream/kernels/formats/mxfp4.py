@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.formats.float4 import Float4Matrix, round_groups
-from slipstream.kernels.formats.weight import Rounding
+from slipstream.kernels.formats.float4 import Float4Matrix, Float4Rounding, round_groups
 
 SCALE_BIAS = 127  # a stored scale s means 2 ** (s - 127)
 _LARGEST_EXPONENT = 2  # of e2m1
@@ -32,7 +31,7 @@ class Mxfp4Matrix(Float4Matrix):
 
 
 @dataclass(frozen=True)
-class ToMxfp4(Rounding):
+class ToMxfp4(Float4Rounding):
     """Rounds to an `Mxfp4Matrix`.
 
     A group is scaled so that its largest magnitude has the exponent of 4 and 6, the largest e2m1
@@ -40,15 +39,7 @@ class ToMxfp4(Rounding):
     """
 
     weight = Mxfp4Matrix
-    bits = 4
     words = "four-bit floats (e2m1) with a power of two for each 32 columns"
-
-    @property
-    def bytes_per_number(self) -> float:
-        return 0.5 + 1 / Mxfp4Matrix.group
-
-    def for_columns(self, columns: int) -> Rounding | None:
-        return None if columns % Mxfp4Matrix.group else self
 
     def round(self, matrix: Tensor) -> Mxfp4Matrix:
         return Mxfp4Matrix(*round_groups(matrix, Mxfp4Matrix.group, torch.uint8, _power_of_two))

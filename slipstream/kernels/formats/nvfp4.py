@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.formats.float4 import FLOAT4_MAX, Float4Matrix, round_groups
+from slipstream.kernels.formats.float4 import FLOAT4_MAX, Float4Matrix, Float4Rounding, round_groups
 from slipstream.kernels.formats.float8 import FLOAT8_MAX
-from slipstream.kernels.formats.weight import Rounding, rounding_slices
+from slipstream.kernels.formats.weight import rounding_slices
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Nvfp4Matrix(Float4Matrix):
 
 
 @dataclass(frozen=True)
-class ToNvfp4(Rounding):
+class ToNvfp4(Float4Rounding):
     """Rounds to an `Nvfp4Matrix` with one global scale.
 
     The largest magnitude of the matrix becomes 6 * 448, the largest number of the format; the
@@ -41,15 +41,7 @@ class ToNvfp4(Rounding):
     """
 
     weight = Nvfp4Matrix
-    bits = 4
     words = "four-bit floats (e2m1) with an e4m3 scale for each 16 columns"
-
-    @property
-    def bytes_per_number(self) -> float:
-        return 0.5 + 1 / Nvfp4Matrix.group
-
-    def for_columns(self, columns: int) -> Rounding | None:
-        return None if columns % Nvfp4Matrix.group else self
 
     def round(self, matrix: Tensor) -> Nvfp4Matrix:
         whole = (_largest(matrix) / (FLOAT4_MAX * FLOAT8_MAX)).clamp_min(

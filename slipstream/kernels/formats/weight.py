@@ -5,7 +5,7 @@ packs the matrix (`Ops.pack`) or reads its tensors; no other code depends on how
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import ClassVar, Self
 
@@ -105,7 +105,42 @@ class Weight(ABC):
         raise TypeError(f"{type(self).__name__} is no table of rows")
 
 
-class RowScaled(Weight):
+class RowWise(Weight):
+    """A weight [N, K]; subclasses are dataclasses whose tensors all have N rows."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(it.nbytes for it in vars(self).values() if isinstance(it, Tensor))
+
+    def select(self, index: Tensor) -> Self:
+        return self._each(lambda tensor: chosen_rows(tensor, index))
+
+    def rows(self, start: int, stop: int | None = None) -> Self:
+        return self._each(lambda tensor: tensor[start:stop])
+
+    def to(self, device: torch.device) -> Self:
+        return self._each(lambda tensor: tensor.to(device))
+
+    @classmethod
+    def stack(cls, weights: Sequence[Self]) -> "Weight | None":
+        fields = vars(weights[0])
+        settings = [
+            {name: it.dtype if isinstance(it, Tensor) else it for name, it in vars(each).items()}
+            for each in weights
+        ]
+        if any(own != settings[0] for own in settings):
+            return None
+        tensors = [name for name, it in fields.items() if isinstance(it, Tensor)]
+        joined = {name: joined_rows([vars(each)[name] for each in weights]) for name in tensors}
+        return cls(**{**fields, **joined})
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        found = vars(self).items()
+        changed = {name: change(it) if isinstance(it, Tensor) else it for name, it in found}
+        return type(self)(**changed)
+
+
+class RowScaled(RowWise):
     """A matrix with at most one scale for each row: W = values * scales[:, None].
 
     Attributes:
@@ -116,45 +151,16 @@ class RowScaled(Weight):
     values: Tensor
     scales: Tensor | None
 
-    @abstractmethod
-    def _like(self, values: Tensor, scales: Tensor | None) -> Self:
-        """A matrix of this format with these values and scales."""
-
     @property
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
 
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
-
-    def select(self, index: Tensor) -> Self:
-        values = chosen_rows(self.values, index)
-        return self._like(values, None if self.scales is None else self.scales[index])
-
-    def rows(self, start: int, stop: int | None = None) -> Self:
-        part = slice(start, stop)
-        return self._like(self.values[part], None if self.scales is None else self.scales[part])
-
     def columns(self, start: int, stop: int) -> Self:
-        return self._like(self.values[:, start:stop].contiguous(), self.scales)
-
-    @classmethod
-    def stack(cls, weights: Sequence[Self]) -> Self | None:
-        first = weights[0]
-        if any(weight.values.dtype != first.values.dtype for weight in weights):
-            return None
-        values = joined_rows([weight.values for weight in weights])
-        scales = [weight.scales for weight in weights if weight.scales is not None]
-        return first._like(values, torch.cat(scales) if scales else None)
+        return self._each(lambda it: it[:, start:stop].contiguous() if it.dim() == 2 else it)
 
     def dequantised(self) -> Tensor:
         values = self.values.float()
         return values if self.scales is None else values * self.scales.unsqueeze(-1)
-
-    def to(self, device: torch.device) -> Self:
-        scales = None if self.scales is None else self.scales.to(device)
-        return self._like(self.values.to(device), scales)
 
 
 def chosen_rows(tensor: Tensor, index: Tensor) -> Tensor:
