@@ -56,9 +56,9 @@ class EngineConfig:
     device: str = flag("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))
     quantization: str | None = flag(
         None,
-        "Quantise the model's weight matrices while loading: fp8, mxfp4, nvfp4, int8, int4, "
-        "int4-g128, int4-asym, int4-g128-asym, or on a CPU int8-dynamic. Formats of checkpoints "
-        "(awq, gptq, compressed-tensors, modelopt, quark) are found by themselves. [none]",
+        f"Quantise the model's weight matrices while loading: {', '.join(values.QUANTIZATIONS)} "
+        "(int8-dynamic on a CPU only). Formats of checkpoints (awq, gptq, compressed-tensors, "
+        "modelopt, quark) are found by themselves. [none]",
         also=("-q",),
     )
     max_model_len: int | None = flag(
