@@ -142,8 +142,8 @@ def require_finite(entry: TensorEntry, values: Tensor) -> None:
     where = f"tensor {entry.name} in {entry.file}"
     if values.float().isfinite().all():
         raise CheckpointError(
-            f"{where} holds numbers above {MOST_WEIGHT:.0e}, whose squares overflow, so no text "
-            f"can be made with it; {DAMAGED}, or use another checkpoint"
+            f"{where} holds numbers above {MOST_WEIGHT:.0e}, whose squares overflow, so the model "
+            f"cannot run; {DAMAGED}, or use another checkpoint"
         )
     if values.dtype == entry.dtype:
         raise CheckpointError(

@@ -251,8 +251,8 @@ class RowLayout:
         return values[(self.last_row + 1 - counts)[request] + place]
 
     def read_rows(self, num_read: int | None) -> Tensor | None:
-        """[n] int64, the last `num_read` rows of each request, for exact rows of which that leaves
-        out most; None: all rows."""
+        """The last `num_read` rows of each request, [n] int64; None (all rows) if these are more
+        than half of all rows, or if there is padding."""
         if num_read is None or not self.row_starts:
             return None
         if 2 * num_read * self.num_requests > self.row_starts[-1]:

@@ -96,8 +96,8 @@ class ModelOptions:
             )
         if (self.num_ranks or 1) > 1 and self.maps_tokens:
             raise UsageError(
-                "speculative_config: use_heterogeneous_vocab renumbers the draft model's "
-                "embeddings, which ranks do not share; give draft_tensor_parallel_size 1"
+                "speculative_config: use_heterogeneous_vocab needs the draft model's "
+                "embeddings on one rank; give draft_tensor_parallel_size 1"
             )
         self.require_num_ranks(num_ranks)
 

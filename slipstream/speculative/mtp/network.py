@@ -127,7 +127,8 @@ class MtpHead(HeadNetwork):
     def __call__(
         self, token_ids: Tensor, features: Tensor, inputs: PassInputs, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """Run the first module: token_ids [T], features [T, H] -> its output [T, H], twice."""
+        """Run the first module: token_ids [T], features [T, H] -> its output [T, H], which is both
+        the head's input and the next features."""
         following = self.run(0, token_ids, features, inputs, caches[0])
         return following, following
 
