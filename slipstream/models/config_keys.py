@@ -7,7 +7,7 @@ import torch
 
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.layer import FeedForwardSpec, LayerSpec, MixerSpec
-from slipstream.layers.mlp import GatedMLPSpec
+from slipstream.layers.mlp import MLPSpec
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import require_positive
 from slipstream.layers.rope import RopeConfig
@@ -69,7 +69,7 @@ class CommonKeys:
     hidden_size: int
     num_layers: int
     attention: AttentionSpec
-    feed_forward: GatedMLPSpec
+    feed_forward: MLPSpec
     norms: LayerNorms
     max_position_embeddings: int
     tie_word_embeddings: bool
@@ -162,7 +162,7 @@ def read_common(
             head_dim=_even_share(reader, hidden_size, num_heads) if head_dim is None else head_dim,
             rope=rope,
         ),
-        feed_forward=GatedMLPSpec(
+        feed_forward=MLPSpec(
             reader.take("intermediate_size", int, defaults.intermediate_size or REQUIRED)
         ),
         norms=LayerNorms(reader.take("rms_norm_eps", float, defaults.rms_norm_eps)),

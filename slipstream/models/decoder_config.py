@@ -14,7 +14,7 @@ from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.latent_attention import LatentAttentionSpec
 from slipstream.layers.layer import FeedForwardSpec, LayerSpec
 from slipstream.layers.layer_inputs import LayerInputsSpec, LayerInputSublayerSpec
-from slipstream.layers.mlp import GatedMLPSpec, PlainMLPSpec
+from slipstream.layers.mlp import MLPSpec
 from slipstream.layers.parallel_experts import ParallelExpertsSpec
 from slipstream.layers.parameters import WHOLE, Share, require_positive
 from slipstream.layers.rope import NO_ROPE, RopeConfig
@@ -147,7 +147,7 @@ class DecoderConfig:
         """Size of the first dense feed-forward part; in models without one, the total size of the
         experts that a token uses. UsageError if there is neither."""
         for part in self._feed_forwards:
-            if isinstance(part, GatedMLPSpec | PlainMLPSpec):
+            if isinstance(part, MLPSpec):
                 return part.intermediate_size
         if self.experts is not None:
             return self.experts.active_size
@@ -219,13 +219,13 @@ class DecoderConfig:
     def with_fields(
         self, attention: Mapping[str, Any], mlp: Mapping[str, Any] | None = None
     ) -> "DecoderConfig":
-        """A copy with these fields replaced in all attention parts, and all gated MLPs."""
+        """A copy with these fields replaced in all attention parts, and all dense MLPs."""
         layers = []
         for layer in self.layers:
             mixer, feed_forward = layer.mixer, layer.feed_forward
             if isinstance(mixer, AttentionSpec):
                 mixer = replace(mixer, **attention)
-            if isinstance(feed_forward, GatedMLPSpec):
+            if isinstance(feed_forward, MLPSpec):
                 feed_forward = replace(feed_forward, **(mlp or {}))
             layers.append(replace(layer, mixer=mixer, feed_forward=feed_forward))
         return replace(self, layers=tuple(layers))

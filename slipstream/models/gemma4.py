@@ -9,7 +9,7 @@ from slipstream.kernels.norm import Activation
 from slipstream.layers.experts import ExpertNames, ExpertsSpec
 from slipstream.layers.layer import FeedForwardSpec
 from slipstream.layers.layer_inputs import LayerInputsSpec, LayerInputSublayerSpec
-from slipstream.layers.mlp import GatedMLPSpec
+from slipstream.layers.mlp import MLPSpec
 from slipstream.layers.parallel_experts import ParallelExpertsSpec
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.decoder_config import DecoderConfig
@@ -76,7 +76,7 @@ def _read_experts(reader: ConfigReader) -> ExpertsSpec | None:
     )
 
 
-def _feed_forward(experts: ExpertsSpec | None, dense: GatedMLPSpec) -> FeedForwardSpec:
+def _feed_forward(experts: ExpertsSpec | None, dense: MLPSpec) -> FeedForwardSpec:
     if experts is None:
         return dense
     return ParallelExpertsSpec(

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from slipstream.kernels.norm import Activation
-from slipstream.layers.mlp import PlainMLPSpec
+from slipstream.layers.mlp import MLPSpec
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import require_positive
 from slipstream.layers.rope import NO_ROPE
@@ -141,7 +141,8 @@ def starcoder2(reader: ConfigReader, architecture: str) -> DecoderConfig:
     reader.expect("layer_norm_epsilon", norms.eps)
     bias = reader.take("use_bias", bool, True)
     inner = common.feed_forward.intermediate_size
-    feed_forward = PlainMLPSpec(inner, Activation.GELU_TANH, bias, up="c_fc", down="c_proj")
+    gelu = Activation.GELU_TANH
+    feed_forward = MLPSpec(inner, bias, activation=gelu, gated=False, up="c_fc", down="c_proj")
     return replace(common, norms=norms).decoder(
         replace(common.attention, qkv_bias=bias, output_bias=bias),
         read_single_window(reader, common.num_layers, None),

@@ -31,7 +31,7 @@ from slipstream.layers.delta_net import DeltaNetSpec
 from slipstream.layers.experts import ExpertsSpec
 from slipstream.layers.latent_attention import LatentAttentionSpec
 from slipstream.layers.layer import BuildContext, Layer, LayerCache, LayerSpec, SublayerInput
-from slipstream.layers.mlp import GatedMLPSpec
+from slipstream.layers.mlp import MLPSpec
 from slipstream.layers.norm import LayerNorms, rms_norm
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeConfig, RopeTables
@@ -84,7 +84,7 @@ ATTENTION = AttentionSpec(
     qkv_bias=True,
     qk_norm=True,
 )
-WHOLE = LayerSpec(ATTENTION, GatedMLPSpec(INNER, bias=True), NORMS)
+WHOLE = LayerSpec(ATTENTION, MLPSpec(INNER, bias=True), NORMS)
 MIXER = replace(WHOLE, feed_forward=None)
 DENSE = replace(WHOLE, mixer=None)
 CHOSEN = ExpertsSpec(
@@ -138,7 +138,7 @@ KEPT = starting(second_norm="second_norm", keeps_normed=True)
 UNNORMED = starting(mixer=None)
 UNNORMED_MIXER = replace(UNNORMED, feed_forward=None)
 CAPPED = replace(ATTENTION, scale=0.9, softcap=1.5, window=4)
-TANH = GatedMLPSpec(INNER, activation=Activation.GELU_TANH)
+TANH = MLPSpec(INNER, activation=Activation.GELU_TANH)
 POST_NORMS = replace(NORMS, post_mixer="post", post_feed_forward="post", zero_centred=True)
 SANDWICH = LayerSpec(CAPPED, TANH, POST_NORMS)
 POST = LayerSpec(ATTENTION, TANH, replace(POST_NORMS, mixer=None, feed_forward=None))

@@ -16,7 +16,7 @@ from slipstream.kernels.experts import ClampedGate, Routing, Scores
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.experts import ExpertNames, ExpertsSpec
 from slipstream.layers.layer import FeedForwardSpec, LayerSpec
-from slipstream.layers.mlp import GatedMLPSpec
+from slipstream.layers.mlp import MLPSpec
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parameters import InvalidSizesError
 from slipstream.layers.rope import RopeConfig, rope_table
@@ -257,7 +257,7 @@ def layer_of(layer: Any, config: Any) -> LayerSpec:
 def feed_forward_of(mlp: Any) -> FeedForwardSpec:
     if not hasattr(mlp, "experts"):
         bias = all_alike(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        return GatedMLPSpec(mlp.up_proj.weight.shape[0], bias)
+        return MLPSpec(mlp.up_proj.weight.shape[0], bias)
     clamped = hasattr(mlp, "router")  # as gpt-oss alone has it
     router = mlp.router if clamped else mlp.gate
     experts, one, other = mlp.experts.down_proj.shape

@@ -91,7 +91,7 @@ def test_each_module_of_a_mixture_has_its_own_algorithm(tmp_path: Path) -> None:
     layer = load(tmp_path).layers[1]
     for weight, kind, names in (
         (layer.mixer.qkv.weight, Float8Matrix, [f"self_attn.{it}_proj" for it in "qkv"]),
-        (layer.feed_forward.gate_up.weight, Nvfp4Matrix, ["mlp.gate_proj", "mlp.up_proj"]),
+        (layer.feed_forward.inner.weight, Nvfp4Matrix, ["mlp.gate_proj", "mlp.up_proj"]),
     ):
         assert type(weight) is kind
         expected = [meant[f"model.layers.1.{name}.weight"] for name in names]

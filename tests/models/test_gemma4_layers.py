@@ -18,7 +18,7 @@ from slipstream.kernels.registry import kernels_for
 from slipstream.layers.experts import ExpertNames, ExpertsSpec
 from slipstream.layers.layer import BuildContext, FeedForwardSpec, LayerSpec
 from slipstream.layers.layer_inputs import LayerInputs, LayerInputsSpec, LayerInputSublayerSpec
-from slipstream.layers.mlp import GatedMLPSpec
+from slipstream.layers.mlp import MLPSpec
 from slipstream.layers.norm import LayerNorms
 from slipstream.layers.parallel_experts import ParallelExpertsSpec
 from slipstream.layers.rope import RopeTables
@@ -29,7 +29,7 @@ from slipstream.models.precision import in_precision
 
 CPU = torch.device("cpu")
 WIDTH, INNER, LAYERS, SIZE, VOCAB, EPS = 36, 40, 3, 12, 29, 1e-6
-DENSE = GatedMLPSpec(INNER, activation=Activation.GELU_TANH)
+DENSE = MLPSpec(INNER, activation=Activation.GELU_TANH)
 EXPERTS = ExpertsSpec(
     routing=Routing(5, 2, Scores.CHOSEN_SOFTMAX),
     intermediate_size=16,

@@ -100,7 +100,7 @@ def test_random_weights_make_text_that_goes_on(load_format: str, tmp_path: Path)
         if isinstance(mixer, DeltaNet):
             stored.append(mixer.heads.taps)
         part: Any = layer.feed_forward
-        stored += [it.weight for it in (first, mixer.output, part.gate_up, part.down)]
+        stored += [it.weight for it in (first, mixer.output, part.inner, part.down)]
     assert planned == sum(4 * prod(weight.shape) for weight in stored)
     llm = LLM(str(tmp_path), load_format=load_format, skip_tokenizer_init=True, num_kv_blocks=64)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -71,7 +71,7 @@ def parameters(network: Decoder) -> dict[str, Tensor]:
         weights |= {
             f"{index}.qkv": attention.qkv.weight,
             f"{index}.output": attention.output.weight,
-            f"{index}.gate_up": mlp.gate_up.weight,
+            f"{index}.gate_up": mlp.inner.weight,
             f"{index}.down": mlp.down.weight,
         }
     return found | {name: floats(weight) for name, weight in weights.items()}
@@ -281,7 +281,7 @@ def test_parts_are_stacked_in_their_order(folder: Path) -> None:
         assert torch.equal(qkv[:96], query)
         assert torch.equal(qkv[96:128], key)
         assert torch.equal(qkv[128:], value)
-        gate_up = floats(layer.feed_forward.gate_up.weight)
+        gate_up = floats(layer.feed_forward.inner.weight)
         down = floats(layer.feed_forward.down.weight)
         assert torch.equal(gate_up[:80], tensors[name + "mlp.gate_proj.weight"])
         assert torch.equal(gate_up[80:], tensors[name + "mlp.up_proj.weight"])

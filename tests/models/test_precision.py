@@ -53,7 +53,7 @@ def matrices(network: Decoder) -> dict[str, Weight]:
         found |= {
             f"{index}.qkv": layer.mixer.qkv.weight,
             f"{index}.output": layer.mixer.output.weight,
-            f"{index}.gate_up": layer.feed_forward.gate_up.weight,
+            f"{index}.gate_up": layer.feed_forward.inner.weight,
             f"{index}.down": layer.feed_forward.down.weight,
         }
     return found

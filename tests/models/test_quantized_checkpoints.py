@@ -118,7 +118,7 @@ def matrices(network: Decoder) -> dict[str, tuple[Weight, tuple[str, ...]]]:
         gates = (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")
         found[f"{index}.qkv"] = layer.mixer.qkv.weight, queries
         found[f"{index}.output"] = layer.mixer.output.weight, (f"{attention}.o_proj.weight",)
-        found[f"{index}.gate_up"] = layer.feed_forward.gate_up.weight, gates
+        found[f"{index}.gate_up"] = layer.feed_forward.inner.weight, gates
         found[f"{index}.down"] = layer.feed_forward.down.weight, (f"{mlp}.down_proj.weight",)
     return found
 

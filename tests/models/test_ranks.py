@@ -148,7 +148,7 @@ def matrices(network: Decoder) -> dict[str, tuple[Weight, list[Part]]]:
         width = network.config.hidden_size
         found[f"{index}.qkv"] = layer.mixer.qkv.weight, [Part("", it, ROWS) for it in rows]
         found[f"{index}.output"] = layer.mixer.output.weight, [Part("", width, COLUMNS)]
-        found[f"{index}.gate_up"] = layer.feed_forward.gate_up.weight, [Part("", inner, ROWS)] * 2
+        found[f"{index}.gate_up"] = layer.feed_forward.inner.weight, [Part("", inner, ROWS)] * 2
         found[f"{index}.down"] = layer.feed_forward.down.weight, [Part("", width, COLUMNS)]
     return found
 

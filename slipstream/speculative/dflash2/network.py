@@ -25,7 +25,7 @@ from slipstream.kernels.pass_inputs import PassInputs, RowPlaces
 from slipstream.kernels.table import Norm
 from slipstream.layers.attention import Attention
 from slipstream.layers.linear import Linear, column_linear
-from slipstream.layers.mlp import GatedMLP
+from slipstream.layers.mlp import MLP
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.models.decoder_config import DecoderConfig
 from slipstream.models.safetensors_file import TensorEntry
@@ -208,7 +208,7 @@ class DFlash2Network(DFlashNetwork):
         for layer, (around_attention, around_mlp), cache, causal in parts:
             mixer, mlp = layer.mixer, layer.feed_forward
             assert isinstance(mixer, Attention)
-            assert isinstance(mlp, GatedMLP)
+            assert isinstance(mlp, MLP)
             assert mixer.norm is not None, "layers norm what they read"
             assert mlp.norm is not None, "layers norm what they read"
             own = replace(inputs, sees=replace(inputs.sees, causal=causal))
@@ -236,8 +236,8 @@ class DFlash2Network(DFlashNetwork):
         mixed = self._ops.attend(qkv, mixer.heads, inputs, cache)
         return self._ops.joined_linear([(mixed, None)], *mixer.output.product)
 
-    def _fed_forward(self, rows: Tensor, mlp: GatedMLP) -> Tensor:
-        gate, up = self._ops.joined_linear([(rows, None)], *mlp.gate_up.product).chunk(2, -1)
+    def _fed_forward(self, rows: Tensor, mlp: MLP) -> Tensor:
+        gate, up = self._ops.joined_linear([(rows, None)], *mlp.inner.product).chunk(2, -1)
         return self._ops.joined_linear([(F.silu(gate) * up, None)], *mlp.down.product)
 
     def places(self, hidden: Tensor) -> Places:

@@ -9,7 +9,7 @@ from slipstream.core.errors import CheckpointError
 from slipstream.kernels.norm import Activation
 from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.layer import LayerSpec
-from slipstream.layers.mlp import GatedMLPSpec
+from slipstream.layers.mlp import MLPSpec
 from slipstream.layers.parameters import InvalidSizesError
 from slipstream.layers.rope import RopeConfig
 from slipstream.models.config_keys import read_layer_types
@@ -185,7 +185,7 @@ def _read_layers(text: ConfigReader, checkpoint: HeadCheckpoint) -> DecoderConfi
         slides = read_layer_types(text, count) or usual
         attention = read_attention(text, sliding, positions, slides)
         inner = text.take("intermediate_size", int)
-        dense = GatedMLPSpec(inner, activation=Activation.GELU_TANH)
+        dense = MLPSpec(inner, activation=Activation.GELU_TANH)
         norms = sandwich_norms(text.take("rms_norm_eps", float, 1e-6))
         norms = replace(norms, scalar="layer_scalar")
         return DecoderConfig(
