@@ -49,6 +49,24 @@ _IDS: dict[str, Any] = {
 }
 
 
+_GEMMA4_TEXT: dict[str, Any] = {
+    **_TEXT,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 10,
+    "global_head_dim": 24,
+    "final_logit_softcapping": 20.0,
+    "pad_token_id": 5,
+}
+_GEMMA4_IDS: dict[str, Any] = {
+    "boi_token_id": START,
+    "eoi_token_id": END,
+    "image_token_id": IMAGE,
+    "video_token_id": VOCAB_SIZE + 1,  # those of a text would read the token that pads
+    "audio_token_id": VOCAB_SIZE + 2,
+}
+
+
 def qwen3_vl() -> Any:
     """A config: four layers, of which two get features of the tower's layers."""
     rope = {**_ROPE, "mrope_section": [4, 2, 2]}
@@ -150,17 +168,19 @@ def gemma4_e() -> Any:
     return _gemma4(text, {}, None)
 
 
+def gemma4_unified() -> Any:
+    """A config: no tower, and images whose tokens see each other in all layers."""
+    text = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "sliding_window": 72}
+    vision = {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 20, "output_proj_dims": 20}
+    return transformers.Gemma4UnifiedConfig(
+        text_config={**_GEMMA4_TEXT, **text},
+        vision_config={**vision, "mm_posemb_size": 80},
+        audio_config=None,
+        **_GEMMA4_IDS,
+    )
+
+
 def _gemma4(text: dict[str, Any], vision: dict[str, Any], audio: Any) -> Any:
-    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    whole = {
-        **_TEXT,
-        "num_hidden_layers": 4,
-        "layer_types": kinds,
-        "sliding_window": 10,
-        "global_head_dim": 24,
-        "final_logit_softcapping": 20.0,
-        "pad_token_id": 5,
-    }
     sizes = {
         "hidden_size": 24,
         "intermediate_size": 40,
@@ -173,14 +193,10 @@ def _gemma4(text: dict[str, Any], vision: dict[str, Any], audio: Any) -> Any:
         "position_embedding_size": 160,
     }
     return transformers.Gemma4Config(
-        text_config={**whole, **text},
+        text_config={**_GEMMA4_TEXT, **text},
         vision_config={**sizes, **vision},
         audio_config=audio,
-        boi_token_id=START,
-        eoi_token_id=END,
-        image_token_id=IMAGE,
-        video_token_id=VOCAB_SIZE + 1,  # those of a text would read the token that pads
-        audio_token_id=VOCAB_SIZE + 2,
+        **_GEMMA4_IDS,
     )
 
 
@@ -192,6 +208,7 @@ _CONFIGS = {
     "Gemma3": gemma3,
     "Gemma4": gemma4,
     "Gemma4-E": gemma4_e,
+    "Gemma4Unified": gemma4_unified,
 }
 FAMILIES = tuple(_CONFIGS)
 
@@ -300,6 +317,8 @@ class Oracle:
     def __init__(self, folder: Path, family: str = "Qwen3VL") -> None:
         self._model = model_class(family).from_pretrained(folder, dtype=torch.float32).eval()
         self._processor, self._family = processor(family), family
+        if family == "Gemma4Unified":  # its own, of torchvision, merges patches to larger ones
+            self._processor.patch_size, self._processor.pooling_kernel_size = 8, 1
 
     def generate(
         self, ids: Sequence[int], given: Sequence[Image.Image], count: int

@@ -9,12 +9,14 @@ from slipstream.engine.images import ImageReader, TowerReader
 from slipstream.engine.resolve import Resolved
 from slipstream.engine.sizing import Reasons
 from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.config_reader import architecture_names
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.vision.catalogue import VISION, image_family
 from slipstream.models.vision.library import missing_packages
 from slipstream.models.vision.tower import ImageFamily, ImageTower
 
 _NAME = "images"
+_UNSUPPORTED = "are not supported"
 
 
 def require_images(config: EngineConfig, checkpoint: Checkpoint) -> None:
@@ -50,8 +52,8 @@ def choose_family(
     family = image_family(checkpoint)
     if family is None:
         if VISION in checkpoint.whole_config:
-            name = checkpoint.config.get("architectures")
-            reasons.add(_NAME, 0, f"images of {name} are not supported")
+            [name] = architecture_names(checkpoint.whole_config)
+            reasons.add(_NAME, 0, f"images of {name} {_UNSUPPORTED}")
         return None
     missing = missing_packages()
     if not config.max_images:
@@ -133,4 +135,6 @@ def _none(resolved: Resolved) -> ImageReader:
             f"images need packages that are not installed ({why}); install them "
             "(pip install 'slipstream[vision]'), or leave images out"
         )
+    if why.endswith(_UNSUPPORTED):
+        return ImageReader(f"{why}; leave them out, or use a model of docs/images.md")
     return ImageReader(f"this engine reads no images ({why}); leave them out, or change this")

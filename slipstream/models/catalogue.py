@@ -23,6 +23,7 @@ ARCHITECTURES: Final = {
     "Gemma3ForConditionalGeneration": "slipstream.models.gemma:gemma3",
     "Gemma4ForCausalLM": "slipstream.models.gemma4",
     "Gemma4ForConditionalGeneration": "slipstream.models.gemma4",
+    "Gemma4UnifiedForConditionalGeneration": "slipstream.models.gemma4",
     "Glm4ForCausalLM": "slipstream.models.glm:glm",
     "Glm4MoeForCausalLM": "slipstream.models.glm:glm4_moe",
     "Glm4MoeLiteForCausalLM": "slipstream.models.glm:glm4_moe_lite",

@@ -1,5 +1,8 @@
 """Gemma 4: two head sizes, values shared with keys, layers that read another layer's KV cache, and
-in some models experts in parallel with a dense MLP (26B-A4B) or per-layer inputs (E2B, E4B)."""
+in some models experts in parallel with a dense MLP (26B-A4B) or per-layer inputs (E2B, E4B).
+
+The unified models (12B), which have no vision tower, have neither, and other defaults.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,12 +32,15 @@ _EXPERT_NAMES = ExpertNames(router="router.proj", experts="experts")
 
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
     """The language model. The vision tower is in `models/vision`; audio is not supported."""
-    reader.expect("model_type", "gemma4_text")
+    unified = architecture.startswith("Gemma4Unified")
+    reader.expect("model_type", "gemma4_unified_text" if unified else "gemma4_text")
     if reader.take("use_bidirectional_attention", str, "vision") != "vision":  # within images only
         raise reader.error(
             "use_bidirectional_attention", "is all; only causal models are supported"
         )
     defaults = replace(DEFAULTS, vocab_size=262144)
+    if unified:
+        defaults = replace(defaults, max_position_embeddings=262144)
     positions = reader.take("max_position_embeddings", int, defaults.max_position_embeddings)
     rope = read_ropes(reader, positions)[SLIDING]
     common = read_gemma(reader, architecture, defaults, rope)
@@ -44,7 +50,8 @@ def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
         slides[-1] = False
     if slides[-1]:
         raise reader.error("layer_types", "must end with full_attention")
-    mixers = read_attention(reader, common.attention, positions, slides)
+    window = 1024 if unified else 512
+    mixers = read_attention(reader, common.attention, positions, slides, window)
     sources = _read_kv_sources(reader, slides)
     mixers = [replace(mixer, kv_source=it) for mixer, it in zip(mixers, sources, strict=True)]
     dense = common.feed_forward
@@ -56,7 +63,8 @@ def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
         _feed_forward(experts, dense if source is None else wide) for source in sources
     ]
     decoder = scaled(reader, common.with_mixers(mixers, feed_forwards), None)
-    return _with_inputs(reader, replace(decoder, windowed_sight=True))
+    decoder = replace(decoder, windowed_sight=not unified)
+    return _with_inputs(reader, decoder, 0 if unified else 256)
 
 
 def _read_experts(reader: ConfigReader) -> ExpertsSpec | None:
@@ -88,10 +96,14 @@ def _feed_forward(experts: ExpertsSpec | None, dense: MLPSpec) -> FeedForwardSpe
     )
 
 
-def _with_inputs(reader: ConfigReader, decoder: DecoderConfig) -> DecoderConfig:
+def _with_inputs(reader: ConfigReader, decoder: DecoderConfig, size: int) -> DecoderConfig:
     """Add the per-layer inputs; the feed-forward's post-norm becomes a part of their spec, since
-    the layer now ends with the per-layer input's own post-norm."""
-    size = reader.take("hidden_size_per_layer_input", int, 256)
+    the layer now ends with the per-layer input's own post-norm.
+
+    Args:
+        size: value of a missing `hidden_size_per_layer_input`.
+    """
+    size = reader.take("hidden_size_per_layer_input", int, size)
     vocab_size = reader.take("vocab_size_per_layer_input", int, 262144)
     if not size:
         return decoder

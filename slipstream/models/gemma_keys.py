@@ -122,15 +122,20 @@ def read_ropes(reader: ConfigReader, max_positions: int) -> dict[str, RopeConfig
 
 
 def read_attention(
-    reader: ConfigReader, attention: AttentionSpec, max_positions: int, slides: Sequence[bool]
+    reader: ConfigReader,
+    attention: AttentionSpec,
+    max_positions: int,
+    slides: Sequence[bool],
+    window: int = 512,
 ) -> list[AttentionSpec]:
     """Read the attention of each layer; layers without a window may have heads of another size.
 
     Args:
         attention: spec with the heads of layers with a window; the rest is read here.
+        window: value of a missing `sliding_window`.
     """
     ropes = read_ropes(reader, max_positions)
-    window = reader.take("sliding_window", int, 512)
+    window = reader.take("sliding_window", int, window)
     if window < 1:
         raise reader.error("sliding_window", f"must be positive, not {window}")
     keys_as_values = reader.take("attention_k_eq_v", bool, False)

@@ -179,7 +179,9 @@ def check(
     llm = make(
         models(case["family"]),
         # Room for one image of those whose images must not be cut.
-        max_num_batched_tokens=max(case["rows"], 150 * (case["family"] in ("Gemma3", "Gemma4"))),
+        max_num_batched_tokens=max(
+            case["rows"], 150 * (case["family"] in ("Gemma3", "Gemma4", "Gemma4Unified"))
+        ),
         num_kv_blocks=case["blocks"],
         speculative_config=speculation,
     )
@@ -211,7 +213,8 @@ OTHERS: dict[str, Callable[[Path, str], dict[str, Any]]] = {
     ("family", "drafter"),
     [
         *(("Qwen3_5", "mtp"), ("Qwen3_5", "p-eagle"), ("Qwen3_5Moe", "combination")),
-        *(("Gemma3", "medusa"), ("Gemma3", "pard"), ("Qwen3VLMoe", "dflash"), ("Qwen3VL", "tree")),
+        *(("Gemma3", "medusa"), ("Qwen3VLMoe", "dflash"), ("Qwen3VL", "tree")),
+        ("Gemma4Unified", "pard"),
     ],
 )
 def test_text_is_that_of_plain_decoding_with_other_drafters(

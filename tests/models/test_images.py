@@ -226,7 +226,8 @@ def test_a_tower_that_is_not_whole_is_refused(folder: Path, tmp_path: Path) -> N
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")
-    name = next(name for name in weights if "visual" in name or "vision_tower" in name)
+    kinds = "visual", "vision_tower", "vision_embedder"
+    name = next(name for name in weights if any(it in name for it in kinds))
     del weights[name]
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     save_file(weights, tmp_path / "model.safetensors")
@@ -287,6 +288,12 @@ def test_the_budget_of_an_image_is_an_option(tmp_path: Path) -> None:
     more = make(folder, mm_processor_kwargs={"max_soft_tokens": 140}).generate(given, GREEDY)[0]
     assert len(few.prompt_token_ids) == 4 + 60
     assert len(more.prompt_token_ids) == 4 + 126
+
+
+def test_images_longer_than_a_window_are_refused_where_that_matters(tmp_path: Path) -> None:
+    folder = write(tmp_path, "Gemma4Unified")
+    with pytest.raises(UsageError, match=r"max_soft_tokens \(140\) .* sliding_window \(72\)"):
+        make(folder, mm_processor_kwargs={"max_soft_tokens": 140})
 
 
 def test_sounds_are_refused_where_a_part_that_hears_lies_beside(folder: Path, llm: LLM) -> None:

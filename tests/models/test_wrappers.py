@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
-from slipstream.core.errors import CheckpointError
+from slipstream import LLM
+from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import LoadOptions, load_decoder
@@ -70,6 +72,14 @@ def test_language_models_of_either_kind(case: Case, tmp_path: Path) -> None:
         with torch.inference_mode():
             expected = model(torch.tensor([prompt])).logits[0]
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    llm = LLM(str(tmp_path), skip_tokenizer_init=True, num_kv_blocks=16)
+    seen: Any = {
+        "prompt_token_ids": [1, 2],
+        "multi_modal_data": {"image": Image.new("RGB", (9, 9))},
+    }
+    told = "^images of Mistral3ForConditionalGeneration are not supported; leave them out, or"
+    with pytest.raises(UsageError, match=told):
+        llm.generate(seen)
 
 
 def load(folder: Path) -> Decoder:
