@@ -63,8 +63,8 @@ class AdapterLoader:
             return LoadedAdapter(_read(path, self._slots))
         if self._drafter is None:
             raise UsageError(
-                "only draft models, EAGLE heads and MTP modules take adapters, of attention and "
-                f"feed-forward layers without experts; leave the drafter's ({draft_path}) out"
+                f"this engine's drafter takes no adapters (docs/adapters.md has those that do); "
+                f"leave the drafter's ({draft_path}) out"
             )
         return LoadedAdapter(_read(path, self._slots), _read(draft_path, self._drafter))
 

@@ -53,9 +53,9 @@ def test_one_pass_computes_the_rows_of_several_requests(
     drafted, passes = record_drafts(monkeypatch), list[int]()
     flush = FeatureRowsDrafter._flush
 
-    def counted(self: FeatureRowsDrafter, slots: torch.Tensor) -> None:
+    def counted(self: FeatureRowsDrafter, slots: torch.Tensor, adapted: bool) -> None:
         passes.append(len(slots))
-        flush(self, slots)
+        flush(self, slots, adapted)
 
     monkeypatch.setattr(FeatureRowsDrafter, "_flush", counted)
     llm = LLM(

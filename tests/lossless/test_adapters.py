@@ -246,7 +246,7 @@ def test_drafters_without_adapters_refuse_them(
     speculative = speculative_config(case, tiny_target, tiny_draft, tiny_heads)
     llm, style = serving(tiny_target, speculative), adapted.requests[0]
     asked = replace(style, draft_lora_path=style.lora_path)
-    with pytest.raises(UsageError, match="only draft models, EAGLE heads and MTP modules take"):
+    with pytest.raises(UsageError, match="this engine's drafter takes no adapters"):
         llm.generate(make_prompts(1), PARAMS, asked)
     assert tokens(llm.generate(make_prompts(8)[:1], PARAMS, style)) == adapted.expected[0][:1]
 
