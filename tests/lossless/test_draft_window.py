@@ -143,24 +143,31 @@ class WindowedHead:
 
 
 @pytest.mark.parametrize(
-    ("name", "shares"),
+    ("name", "shares", "steps"),
     [
-        pytest.param("eagle3", True, marks=pytest.mark.full),
-        *(("eagle3", False), ("p-eagle", True), ("p-eagle", False)),
+        pytest.param("eagle3", True, "exact", marks=pytest.mark.full),
+        ("eagle3", False, "padded"),
+        *(("p-eagle", True, "padded"), ("p-eagle", False, "exact")),
     ],
 )
 def test_every_draft_of_a_head_sees_the_window(
-    name: str, shares: bool, make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    shares: bool,
+    steps: str,
+    make: Maker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Behind a prefix hit, too. Where nobody finds its blocks it computes no more of a prompt."""
     rows: list[int] = []
 
     def noted(state: DeviceState, placed: PassRows) -> RowLayout:
-        if sys._getframe(1).f_code.co_name == "read_prompts":
+        if sys._getframe(2).f_code.co_name == "read_prompts":
             rows.append(int(placed.lengths.sum()))
         return lay_out(state, placed)
 
     monkeypatch.setattr("slipstream.speculative.heads.feature_rows.lay_out", noted)
+    use_steps(steps, monkeypatch)
     drafted = record_drafts(monkeypatch)
     if name == "p-eagle":
         head = write_p_eagle(tmp_path, make.folders["target"], num_hidden_layers=1)
