@@ -443,6 +443,20 @@ def test_a_change_of_acceptance_is_followed_within_30_steps(form: str, size: int
     assert spent(430, 440, fixed=4) < 1.15
 
 
+def test_results_that_were_not_expected_are_learned_from_request_by_request() -> None:
+    """In a large batch; otherwise its requests take turns, which saves time."""
+    size, policy = 32, adaptive(LARGE, PADDED)
+    server = serve(policy, LARGE, PADDED, [lambda step: 0.95 if step < 100 else 0.0] * size, 100)
+
+    def numbers() -> list[int]:
+        return [policy.acceptance.of(it).num_results for it in server.requests]
+
+    usual, before = sum(numbers()) / 100, numbers()
+    assert usual < size / 2
+    server.run(6)
+    assert min(now - then for now, then in zip(numbers(), before, strict=True)) >= 3
+
+
 @pytest.mark.parametrize("form", ["exact", "padded"])
 @pytest.mark.parametrize("size", [1, 8])
 def test_probes_cost_little_and_go_on(form: str, size: int) -> None:

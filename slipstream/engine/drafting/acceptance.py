@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, islice, pairwise
-from operator import mul
+from operator import attrgetter, mul
 
 from slipstream.core.batch import FACTOR_PARTS, NUM_BINS, Committed, ScheduledRequest, StepReport
 from slipstream.core.request import Request
@@ -41,10 +41,13 @@ _LUCK = 0.25  # about two standard deviations of the factor of an average reques
 _LATEST = 0.3
 _FEWEST_DRAWN, _DRAWN_PLACES = 4, 3
 _MOST_FACTOR = 1.5
+_ACCEPTED = attrgetter("num_accepted")
 _STOPPED = 0.5  # weight, as a rejection, of a token that a chain lacks because it had ended
 _EXAMINED = 8  # every so many steps the prediction for one request is checked
 _RECENT = 128  # number of chains whose confidences are kept
-_MOST_JUDGED = 16  # about as many requests of a step are evaluated; they take turns
+# About as many requests of a step are evaluated, in turn. All are, for some steps, where there are
+# probes, and where results are not as expected.
+_MOST_JUDGED = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +140,7 @@ class Acceptance:
         # For each of the latest chains: the confidences, the factor of its request, its traffic.
         self._recent: deque[tuple[Sequence[float], float, Traffic]] = deque(maxlen=_RECENT)
         self.reliability = Reliability()
-        self.num_steps = self.all_until = 0  # up to step `all_until` all requests are evaluated
+        self.num_steps = self._all_until = 0  # up to that step all requests are evaluated
         self.has_confidences = False
         self.latest = 0.0  # accepted tokens of a request in a step
 
@@ -207,6 +210,10 @@ class Acceptance:
         """Expected accepted tokens of a tree of one of the sizes."""
         return self._depth * sum(chances[: self._sizes.index(size) + 1])
 
+    def expect_changes(self, steps: int) -> None:
+        """Evaluate all requests of the next steps."""
+        self._all_until = max(self._all_until, self.num_steps + steps)
+
     def observe(self, report: StepReport) -> list[int]:
         """Learn from the results of a step; of a large batch, from some requests in turn.
 
@@ -218,21 +225,20 @@ class Acceptance:
         items, gains, live = report.batch.requests, report.committed, report.live
         # Odd, so that a batch in which two kinds of requests alternate is sampled evenly.
         stride = 1 + 2 * -(-(len(items) - _MOST_JUDGED) // (2 * _MOST_JUDGED))
-        if self.num_steps <= self.all_until:
+        if self.num_steps <= self._all_until:
             stride = 1
         turn, rest = divmod(self.num_steps, _EXAMINED)
         examined = -1 if rest else turn % len(items)
         probes: list[int] = []
         looked_at = range(self.num_steps % stride, len(items), stride)
-        accepted = 0
         for index in looked_at:
             item, gain = items[index], gains[index]
-            accepted += gain.num_accepted
             if not live[index]:
                 self._histories.pop(item.request, None)
             elif gain.num_draft_tokens or item.stops or item.trim:
                 self._learn(item, gain, probes, index == examined)
-        self.latest += _LATEST * (accepted / len(looked_at) - self.latest)
+        accepted: int = sum(map(_ACCEPTED, gains))
+        self.latest += _LATEST * (accepted / len(gains) - self.latest)
         return probes
 
     def _learn(

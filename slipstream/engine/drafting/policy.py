@@ -35,7 +35,8 @@ from slipstream.engine.drafting.pace import Pace
 from slipstream.engine.drafting.probes import Probes, Sizes
 from slipstream.engine.drafting.sizes import chosen_widths, tree_sizes
 
-_SURPRISE = 0.5  # relative error of expected tokens or seconds that makes a new choice due soon
+# Relative error of expected tokens or seconds that makes a new choice due, and in how many plans.
+_SURPRISE, _CHOSEN_IN = 0.5, 3
 # Drafting is begun if it seems to be so many times as fast as plain steps. Estimates are noisy, the
 # best of many is rarely as good as it looks, and each change back and forth costs a little.
 _LEAST_GAIN = 1.04
@@ -140,8 +141,11 @@ class AdaptivePolicy:
         self._num_slow = self._num_slow + 1 if is_slow else 0
         if self._num_slow >= _MOST_SLOW:  # not just a probe: the tables are wrong
             self._num_slow, self._age = 0, _TABLE_AGE
-        if is_slow or off > _SURPRISE * (0.5 + self._expected):
-            self._left = min(self._left, 3)
+        is_other = off > _SURPRISE * (0.5 + self._expected)
+        if is_other:
+            self.acceptance.expect_changes(_CHOSEN_IN)
+        if is_slow or is_other:
+            self._left = min(self._left, _CHOSEN_IN)
         if self._probes.take_in(results, seconds):  # a probe succeeded: choose again soon
             self._left = min(self._left, len(self._requests) // 4)
 

@@ -203,7 +203,7 @@ class Probes:
     ) -> list[DraftPlan]:
         """The plans of a step that is a probe."""
         acceptance, width, unit = self._acceptance, self.next.width, self._unit
-        acceptance.all_until = acceptance.num_steps + _RESULTS_IN
+        acceptance.expect_changes(_RESULTS_IN)
         plans = list(chosen)
         self._rests = 2 + len(plans) // 4
         short: list[tuple[bool, int, int, int]] = []
