@@ -26,10 +26,11 @@ class DatasetFlags:
     dataset_name: str | None = flag(
         None,
         "demo (the bundled held-out prompts), mt-bench, spec-bench, humaneval, "
-        "instructcoder, sharegpt, custom or random. [custom with a path, else demo]",
+        "instructcoder, sharegpt, custom or random; or the file of custom prompts. [custom with a "
+        "path, else demo]",
         panel="Prompts",
         also=("--dataset",),
-        metavar="<name>",
+        metavar="<name|file>",
     )
     dataset_path: Path | None = flag(
         None,
@@ -71,12 +72,26 @@ class DatasetFlags:
         """The data set's name; raises UsageError for an unknown one."""
         from slipstream.bench.datasets import CUSTOM, DATASETS, DEMO
 
-        name = self.dataset_name or (DEMO if self.dataset_path is None else CUSTOM)
+        if self.dataset_path is None and self.path is not None:
+            return CUSTOM
+        name = self.dataset_name or (DEMO if self.path is None else CUSTOM)
         if name not in DATASETS:
-            raise UsageError(f"--dataset-name must be one of {', '.join(DATASETS)}, not {name}")
+            raise UsageError(
+                f"--dataset-name must be one of {', '.join(DATASETS)}, or a file, not {name}"
+            )
         if self.dataset_path is not None and name in (DEMO, "random"):
             raise UsageError(f"--dataset-path is for other data sets than {name}; leave one out")
         return name
+
+    @property
+    def path(self) -> Path | None:
+        """The file, which may be given in place of a data set's name; None: there is none."""
+        from slipstream.bench.datasets import DATASETS
+
+        given, path = self.dataset_name, self.dataset_path
+        if path is None and given is not None and given not in DATASETS and Path(given).is_file():
+            return Path(given)
+        return path
 
     @property
     def length(self) -> int:
@@ -100,7 +115,7 @@ class DatasetFlags:
         name = self.name
         self._require_use(name == RANDOM)
         if name != RANDOM:
-            found = read_dataset(name, self.dataset_path, self.category, encoder)
+            found = read_dataset(name, self.path, self.category, encoder)
             if self.max_tokens is not None:
                 found = [replace(prompt, max_tokens=None) for prompt in found]
             return take(found, self.num_prompts)

@@ -118,6 +118,7 @@ def test_what_cannot_be_measured_is_refused(
     assert says in ran.err
 
 
+@pytest.mark.parametrize("flag", ["--prompts", "--dataset"])
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -127,11 +128,11 @@ def test_what_cannot_be_measured_is_refused(
     ],
 )
 def test_a_broken_file_of_prompts_is_refused(
-    slipstream: CommandLine, tmp_path: Path, text: str, says: str
+    slipstream: CommandLine, tmp_path: Path, text: str, says: str, flag: str
 ) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(text)
-    ran = slipstream("bench", "sweep", "--prompts", str(file))
+    ran = slipstream("bench", "sweep", flag, str(file))
     assert ran.code == 2
     assert says in ran.err
 
