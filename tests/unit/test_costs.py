@@ -514,7 +514,8 @@ def points(slower: float = 1.0) -> list[MeasuredStep]:
 def test_a_point_that_was_disturbed_is_not_believed() -> None:
     sound = [
         MeasuredStep(
-            count, width, count * (width + 1), 64 * count, 0.1 * (width + 1), 1.0 + 0.1 * count
+            *(count, width, count * (width + 1), 64 * count),
+            *(0.1 * (width + 1), 1.0 + 0.1 * count, 0.2),
         )
         for count in (1, 4, 8)
         for width in (0, 1, 4)
@@ -522,10 +523,13 @@ def test_a_point_that_was_disturbed_is_not_believed() -> None:
     assert plausible(sound) == sound
     for index, point in enumerate(sound[:-1]):
         disturbed = [*sound]
-        disturbed[index] = replace(point, target=9.0, draft=9.0)
+        disturbed[index] = replace(point, target=9.0, draft=9.0, rest=9.0)
         found = plausible(disturbed)[index]
         assert found.target <= 1.25 * 1.8
         assert found.draft <= 1.25 * 0.5
+        assert found.rest <= 1.25 * 0.2
+        disturbed[index] = replace(point, rest=9.0, host=9.0)
+        assert plausible(disturbed)[index].rest == 9.0, "the device waited for the host"
     assert plausible([*sound, replace(sound[-1], rows=99, target=9.0)])[-1].target == 9.0
 
 

@@ -66,7 +66,10 @@ def plausible(points: Sequence[MeasuredStep]) -> list[MeasuredStep]:
         larger = [it for it in points if _does_more(it, point)]
         draft = min([point.draft, *(_MOST_OVER * it.draft for it in larger)])
         target = min([point.target, *(_MOST_OVER * it.target for it in larger)])
-        found.append(replace(point, draft=draft, target=target))
+        rest = point.rest
+        if not point.host:  # else it may be time in which the device waited for the host
+            rest = min([rest, *(_MOST_OVER * it.rest for it in larger)])
+        found.append(replace(point, draft=draft, target=target, rest=rest))
     return found
 
 
