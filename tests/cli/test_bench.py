@@ -11,6 +11,7 @@ import pytest
 
 from slipstream.cli import bench_sweep
 from slipstream.cli.bench_sweep import duration
+from slipstream.cli.open_llm import open_llm
 from tests.cli.conftest import CommandLine
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -177,7 +178,7 @@ class Interrupter:
     """Stands for a user who presses Ctrl-C once so many engines were opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, engines: int) -> None:
-        self._left, self._open = engines, bench_sweep.open_llm
+        self._left, self._open = engines, open_llm
         monkeypatch.setattr(bench_sweep, "open_llm", self._opened)
 
     def _opened(self, config: Any, verbose: bool) -> Any:
@@ -215,7 +216,7 @@ def test_a_cell_that_fails_is_told_and_the_others_are_measured(
     slipstream: CommandLine, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures, page = tmp_path / "sweep.json", tmp_path / "sweep.html"
-    opened = bench_sweep.open_llm
+    opened = open_llm
 
     def open_or_fail(config: Any, verbose: bool) -> Any:
         drafter = config.speculative_config or {}

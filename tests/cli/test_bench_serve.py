@@ -238,8 +238,8 @@ def test_the_flags_of_vllm_bench_serve_are_understood(
 ) -> None:
     script.events, results = told, tmp_path / "deep" / "results"
     port = url.rpartition(":")[2]
-    line = ("bench", "serve", "--port", port, "--prompts", str(prompts), "--num-prompts", "2")
-    line += ("--save-result", "--result-dir", str(results))
+    line = ["bench", "serve", "--port", port, "--prompts", str(prompts), "--num-prompts", "2"]
+    line += ["--save-result", "--result-dir", str(results)]
     ran = slipstream(*line, "--backend", "openai", "--host", "127.0.0.1")
     assert ran.code == 0, ran.err
     assert {path for path, _ in script.asked} == {"/v1/completions"}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,7 +123,7 @@ def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(
 ) -> None:
     plain_run = FakeLLM._run
 
-    def interrupted_run(self: FakeLLM, *arguments: object) -> Iterator[RequestOutput]:
+    def interrupted_run(self: FakeLLM, *arguments: Any) -> Iterator[RequestOutput]:
         for output in plain_run(self, *arguments):
             if len(self.conversations) == 1:
                 os.kill(os.getpid(), signal.SIGINT)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.engine.prompts import TokensPrompt
 from tests import fake_drafters
 from tests.gpu.engines import (
     BLOCK_SIZE,
@@ -246,7 +247,7 @@ def test_one_request_wants_logprobs(drafter: str, k: int, engines: Engines) -> N
     prompts = make_prompts(4)
     params = [GREEDY, replace(GREEDY, logprobs=3, max_tokens=18), GREEDY, GREEDY]
     llm, eager = engines.get(drafter, k), engines.get(drafter, k, enforce_eager=True)
-    token_ids = [{"prompt_token_ids": ids} for ids in prompts]
+    token_ids = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
     ours, theirs = llm.generate(token_ids, params), eager.generate(token_ids, params)
     for output, expected in zip(ours, theirs, strict=True):
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
@@ -267,7 +268,7 @@ def test_prefix_hits_change_nothing(drafter: str, k: int, engines: Engines) -> N
     llm = engines.get(drafter, k, enable_prefix_caching=True)
     prompts = make_prompts(8)
     expected = tokens(engines.get(drafter, k, enforce_eager=True), prompts, GREEDY)
-    token_ids = [{"prompt_token_ids": ids} for ids in prompts]
+    token_ids = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
     first, again = llm.generate(token_ids, GREEDY), llm.generate(token_ids, GREEDY)
     for outputs in (first, again):
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
@@ -286,7 +287,7 @@ def test_preemption_changes_nothing(drafter: str, k: int, engines: Engines) -> N
     params = replace(GREEDY, max_tokens=60)
     expected = tokens(engines.get(drafter, k, enforce_eager=True), prompts, params)
     llm = engines.get(drafter, k, num_kv_blocks=20)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], params)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     llm.engine.scheduler.check_invariants()

@@ -165,7 +165,7 @@ def test_a_node_sees_what_the_end_of_a_chain_sees(
     most = len(ways) + padding
     inputs = inputs_of([*trees, plain], tables, most)
     rows = rows_of(3 * most, 7)
-    out = ops.attend(rows, heads, inputs, tuple(pages.clone() for pages in cache))
+    out = ops.attend(rows, heads, inputs, (cache[0].clone(), cache[1].clone()))
     for request in range(2):
         for node, way in enumerate(ways):
             expected = chain_output(heads, before[request], rows[request * most :], way)

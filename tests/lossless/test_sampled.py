@@ -4,7 +4,7 @@ The big samples run at the verifier (test_verifier_distribution.py); here the en
 in play: positions and steps that key the noise, catch-up of the drafter, penalties across steps.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from functools import cache
 from itertools import product
@@ -15,6 +15,7 @@ import pytest
 from scipy.stats import chisquare
 
 from slipstream import LLM, LoRARequest, SamplingParams
+from slipstream.engine.prompts import TokensPrompt
 from tests.last_hidden_checkpoints import mapped_medusa_for, medusa_for, mlp_for
 from tests.lossless.counted_pair import VOCAB
 from tests.padded_steps import use_padded_steps
@@ -175,7 +176,7 @@ def speculation(
 ) -> dict[str, Any] | None:
     """The `speculative_config` of a case."""
     target, draft = pair
-    speculative: dict[str, Any] | None = {
+    chosen: dict[str, dict[str, Any]] = {
         "draft": {"model": draft},
         "medusa": {"method": "medusa", "model": medusa_for(target)},
         "mapped_medusa": {"method": "medusa", "model": mapped_medusa_for(target)},
@@ -201,7 +202,8 @@ def speculation(
             ]
         },
         "custom": {"method": "custom", "model": "tests.user_drafters:LastFollower"},
-    }.get(case["drafter"])
+    }
+    speculative = chosen.get(case["drafter"])
     if heads and case["drafter"] in heads:
         speculative = {"model": heads[case["drafter"]]}
     if speculative is not None:
@@ -215,7 +217,7 @@ def drawn_from(
     llm: LLM, sampling: SamplingParams, adapter: LoRARequest | None = None, *, is_drafted: bool
 ) -> Counter[tuple[int, ...]]:
     """Count the outputs; with a drafter, some draft tokens must be accepted."""
-    lot = [{"prompt_token_ids": PROMPT}] * (SAMPLES // LOTS)
+    lot = [TokensPrompt(prompt_token_ids=PROMPT)] * (SAMPLES // LOTS)
     outputs = [output for _ in range(LOTS) for output in llm.generate(lot, sampling, adapter)]
     if is_drafted:
         assert sum(output.metrics.num_accepted_tokens for output in outputs) > SAMPLES / 10
@@ -272,7 +274,7 @@ def processed(logits: np.ndarray, output: tuple[int, ...], params: dict[str, Any
 def p_value(drawn: Counter[tuple[int, ...]], exact: Distribution, places: tuple[int, int]) -> float:
     """Chi-square of the pairs of tokens at two places; rare pairs are counted together."""
     observed: Counter[tuple[int, ...]] = Counter()
-    expected: Counter[tuple[int, ...]] = Counter()
+    expected: defaultdict[tuple[int, ...], float] = defaultdict(float)
     for text, count in drawn.items():
         observed[tuple(text[place] for place in places)] += count
     for text, probability in exact.items():

@@ -27,6 +27,7 @@ from torch import Tensor
 from slipstream.core.request import Request, derive_seed
 from slipstream.core.sampling_params import SamplingParams, Verification
 from slipstream.kernels.reference import sampling as reference
+from slipstream.kernels.reference.block_verification import accepted_prefix
 from slipstream.kernels.reference.noise import Purpose, gumbel
 from slipstream.kernels.sampling import SampleRows, SamplingOps
 from slipstream.sampling import verification
@@ -232,7 +233,7 @@ def run_round(case: Case, state: SamplingState) -> Emitted:
     tokens = torch.full((NUM_REQUESTS, LENGTH + 2 * width), -1, device=DEVICE)
     length = torch.zeros(NUM_REQUESTS, dtype=torch.int64, device=DEVICE)
     last = torch.full((NUM_REQUESTS,), PROMPT[-1], device=DEVICE)
-    verdicts = []
+    verdicts: list[Any] = []
     while len(verdicts) < 2 or int(length.min()) < LENGTH:
         verdict = step(case, state, last, length + len(PROMPT))
         # A request far ahead of the slowest one writes in the last columns, which nobody reads.
@@ -535,7 +536,7 @@ def forget_the_weight(monkeypatch: pytest.MonkeyPatch) -> Case:
 
 def judge_prefixes_by_weight(monkeypatch: pytest.MonkeyPatch) -> Case:
     """Verify each prefix of a block as if it were the whole block."""
-    judge = reference.accepted_prefix
+    judge = accepted_prefix
     monkeypatch.setattr(
         reference, "accepted_prefix", lambda weights, masses, *rest: judge(weights, weights, *rest)
     )

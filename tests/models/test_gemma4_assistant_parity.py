@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -155,7 +156,7 @@ def test_drafts_are_those_of_the_library(ordered: bool, tmp_path: Path) -> None:
     theirs = export(tmp_path, ordered)
     checkpoint = HeadCheckpoint(tmp_path)
     config = read_assistant_config(checkpoint)
-    target = SimpleNamespace(layers=config.layers.layers[-2:], hidden_size=BACKBONE)
+    target: Any = SimpleNamespace(layers=config.layers.layers[-2:], hidden_size=BACKBONE)
     network = load_assistant(checkpoint, config, target, OPTIONS)
     generator = torch.Generator().manual_seed(6)
     table = torch.randn(VOCAB, BACKBONE, generator=generator)

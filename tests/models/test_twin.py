@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slipstream import LLM, CheckpointError, SamplingParams
+from slipstream.engine.prompts import TokensPrompt
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.reference.experts import experts, route
 from slipstream.kernels.table import ExpertsParts
@@ -57,7 +58,9 @@ SCALED = {
     "attention_multiplier": 0.1,
     "logits_scaling": 8.0,
 }
-PROMPTS = [{"prompt_token_ids": [(i * i + 7 * j) % 190 for i in range(20)]} for j in range(3)]
+PROMPTS = [
+    TokensPrompt(prompt_token_ids=[(i * i + 7 * j) % 190 for i in range(20)]) for j in range(3)
+]
 
 
 def write(folder: Path, config: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step_form import CapturedForm, bucket_sizes
+from slipstream.kernels import devices
 from slipstream.kernels.registry import kernels_for
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
@@ -212,7 +213,7 @@ def test_numbers_that_have_not_changed_are_not_copied_again(
     captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[Any] = []
-    upload = graphs.upload
+    upload = devices.upload
 
     def noted(values: Any, device: torch.device) -> Tensor:
         copied.append(values)
@@ -328,7 +329,7 @@ PENALTIES = frozenset({Uses.PENALTIES})
 SPECIAL = (Uses.SAMPLING, Uses.BAD_WORDS, *sorted(APART, key=lambda use: use.name))
 
 
-@pytest.mark.parametrize("use", sorted(APART, key=lambda use: use.name))
+@pytest.mark.parametrize("use", sorted(APART, key=str))
 def test_some_uses_stand_beside_the_others(captures: Captures, use: Uses) -> None:
     """Allowed tokens and verification modes are kept, whatever else a request uses."""
     apart = frozenset({use})

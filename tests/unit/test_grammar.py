@@ -40,7 +40,7 @@ def ids(text: str) -> list[int]:
     return [PIECES.index(letter) + 1 for letter in text]
 
 
-def guide_of(grammars: Grammars, *ends: int, **wish: Any) -> GrammarGuide:
+def guide_of(grammars: Grammars, *ends: int, **wish: Any) -> Any:
     return grammars.guide(StructuredOutput(**wish), frozenset(ends or (END,)))
 
 
@@ -351,11 +351,12 @@ def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_told_in_one_line(grammars: Grammars) -> None:
-    for wish, reason in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"regex": "("}, "this regex cannot be used: unclosed group"),
         ({"grammar": "start: missing"}, "missing"),
         ({"grammar": "start: /(/"}, "unclosed group"),
-    ):
+    ]
+    for wish, reason in cases:
         with pytest.raises(UsageError) as raised:
             grammars.compile(StructuredOutput(**wish))
         assert reason in str(raised.value)

@@ -15,6 +15,7 @@ from slipstream import LLM, RequestOutput, SamplingParams, StructuredOutput
 from slipstream.core.structured import Advance
 from slipstream.engine import guidance
 from slipstream.engine.draft_guide import GuidedDraft
+from slipstream.engine.prompts import TokensPrompt
 from slipstream.runner.graphs import GraphRunner
 from tests.checkpoints import VOCAB_SIZE
 from tests.padded_steps import use_padded_steps
@@ -121,7 +122,10 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 DRAFTERS = ["draft_model", "subset", "ngram", "suffix", "eagle3", "tree", "combination"]
-PROMPTS = [{"prompt_token_ids": [7 * place + index for place in range(1, 9)]} for index in range(6)]
+PROMPTS = [
+    TokensPrompt(prompt_token_ids=[7 * place + index for place in range(1, 9)])
+    for index in range(6)
+]
 TREE = "[(0,), (1,), (0, 0), (1, 0)]"
 WISH = StructuredOutput(regex="a rule")
 SAMPLINGS: dict[str, dict[str, Any]] = {

@@ -10,6 +10,7 @@ import pytest
 
 from slipstream import LLM, CheckpointError, SamplingParams, UsageError
 from slipstream.engine.drafting.sizes import captured_widths
+from slipstream.engine.prompts import TokensPrompt
 from slipstream.layers.parameters import WHOLE
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
@@ -273,7 +274,7 @@ def test_a_padded_draft_never_guesses_its_padding(tiny_target: str, tmp_path: Pa
     draft = write_qwen3(tmp_path / "draft", vocab_size=112, seed=5, keep_layers=1)
     for folder in (target, draft):
         write_tokenizer(folder, [f"t{i}" for i in range(96)])
-    prompt = {"prompt_token_ids": [5, 9, 14]}
+    prompt = TokensPrompt(prompt_token_ids=[5, 9, 14])
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True, seed=3)
         output = make(str(target), {"model": str(draft)}).generate(prompt, params)[0]

@@ -12,6 +12,7 @@ from slipstream import LLM
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams, Verification
+from slipstream.engine.prompts import TokensPrompt
 from slipstream.runner.device_state import DeviceState
 from slipstream.speculative.options import Options
 from slipstream.speculative.suffix.drafter import (
@@ -187,7 +188,7 @@ def test_a_request_is_read_on_from_where_its_last_guess_was() -> None:
 
 
 def test_an_output_that_was_given_before_is_given_in_fewer_steps(tiny_target: str) -> None:
-    prompt = {"prompt_token_ids": [5, 9, 14, 33]}
+    prompt = TokensPrompt(prompt_token_ids=[5, 9, 14, 33])
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     outputs = {}
     for kept in (0, 4):
@@ -233,7 +234,7 @@ def test_a_seeded_request_gives_the_same_text_again(tiny_target: str, method: st
         skip_tokenizer_init=True,
         num_kv_blocks=32,
     )
-    prompts = [{"prompt_token_ids": [5, 9, 14, first]} for first in range(6)]
+    prompts = [TokensPrompt(prompt_token_ids=[5, 9, 14, first]) for first in range(6)]
     params = SamplingParams(temperature=0.6, seed=7, max_tokens=40, ignore_eos=True)
     texts = [
         [output.outputs[0].token_ids for output in llm.generate(prompts, params)] for _ in range(3)
@@ -258,4 +259,4 @@ def request(
 
 def guesses(drafter: SuffixDrafter, *requests: Request) -> list[list[int]]:
     items = [ScheduledRequest(one, 0, 1, 4, [], False, True) for one in requests]
-    return [list(guess) for guess in drafter.prepare(Batch(tuple(items)))]
+    return [list(guess or ()) for guess in drafter.prepare(Batch(tuple(items)))]

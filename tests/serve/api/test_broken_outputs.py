@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.core.request import FinishReason
 from slipstream.engine import scheduler
-from slipstream.engine.stop_conditions import NOT_FINITE
+from slipstream.engine.stop_conditions import NOT_FINITE, append_output
 from slipstream.serve.errors import ApiError
 from slipstream.serve.logprobs_format import finite
 from slipstream.serve.metrics import ServerMetrics
@@ -26,7 +26,7 @@ PATHS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def broken(live: Live, monkeypatch: pytest.MonkeyPatch) -> Live:
     """Outputs end at their fourth token as those of a model with broken weights do."""
-    append = scheduler.append_output
+    append = append_output
 
     def end(request: Any, *arguments: Any) -> Any:
         ending = append(request, *arguments)

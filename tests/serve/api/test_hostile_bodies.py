@@ -63,7 +63,7 @@ def test_a_long_text_is_tokenized_beside_the_event_loop(live: Live) -> None:
 def post_beside_a_canary(live: Live, path: str, body: str) -> tuple[httpx.Response, float]:
     """The answer, and the longest wait of /health: of three tries the best, for the machine may
     have other things to do."""
-    address, waits = httpx.URL(live.url), []
+    address, waits = httpx.URL(live.url), list[float]()
     headers = {"Content-Type": "application/json"}
     while len(waits) < 3 and (not waits or min(waits) > LONGEST):
         with Canary(address.host, address.port or 0) as canary:

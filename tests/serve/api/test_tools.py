@@ -51,7 +51,7 @@ def short(client: openai.OpenAI, messages: Any = MESSAGES, **fields: Any) -> Any
 
 def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str, list[Any], str]:
     """Content, calls and the finish reason, put together as clients do."""
-    content, calls, reason = "", [], ""
+    content, calls, reason = "", list[Any](), ""
     for chunk in create(client, stream=True, **fields):
         for piece in chunk.choices:
             content += piece.delta.content or ""
@@ -230,7 +230,7 @@ def test_a_model_without_a_template_cannot_chat(tmp_path: Any) -> None:
     ):
         with pytest.raises(openai.BadRequestError, match="no chat template"):
             create(client, tools=[WEATHER])
-        assert client.models.list().data[0].speculative is None  # type: ignore[attr-defined]
+        assert client.models.list().data[0].speculative is None
         answer = client.completions.create(model="demo", prompt="def main(", max_tokens=2)
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 2
@@ -249,7 +249,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids() -> None:
         assert httpx.get(f"{live.url}/tokenizer_info").status_code == 400
         for fields in ({"echo": True}, {"logprobs": 1}, {"stop": "x"}):
             with pytest.raises(openai.BadRequestError, match="token"):
-                client.completions.create(model="demo", prompt=[466, 10], max_tokens=2, **fields)  # type: ignore[arg-type]
+                client.completions.create(model="demo", prompt=[466, 10], max_tokens=2, **fields)
         answer = client.completions.create(model="demo", prompt=[466, 10], max_tokens=2)
         assert answer.usage is not None
         assert (answer.choices[0].text, answer.usage.completion_tokens) == ("", 2)
