@@ -9,6 +9,7 @@ import torch
 from slipstream import LLM
 from slipstream.core.config import EngineConfig
 from slipstream.engine import build
+from slipstream.engine.ranks import processes
 from slipstream.engine.ranks.leader import Leader, start_ranks
 from slipstream.engine.ranks.processes import Followers
 from slipstream.engine.ranks.ranks import Ranks
@@ -18,27 +19,29 @@ Opener = Callable[..., LLM]
 
 
 class Pool:
-    """Followers by the number of ranks, restarted if a test has lost them."""
+    """Followers by the number of ranks and the module that they run, restarted if a test has lost
+    them."""
 
     def __init__(self) -> None:
-        self._followers: dict[int, Followers] = {}
+        self._followers: dict[tuple[int, str], Followers] = {}
         self._live: Leader | None = None
 
     def lead(self, config: EngineConfig, device: torch.device) -> Ranks:
         """Takes the place of `start_ranks`: one engine at a time."""
         self.leave()
         size = config.num_ranks
-        found = self._followers.get(size)
+        key = size, processes.FOLLOWER
+        found = self._followers.get(key)
         if found is None or found.loss or not all(it.alive for it in found.processes):
             if found is not None:
                 found.close()
-            found = self._followers[size] = Followers(size, device)
+            found = self._followers[key] = Followers(size, device)
         self._live = Leader(config, found, lambda: None)
         return self._live
 
     def followers(self, size: int) -> Followers:
         """Those that an engine of so many ranks has."""
-        return self._followers[size]
+        return self._followers[size, processes.FOLLOWER]
 
     def leave(self) -> None:
         """Let the followers go from the engine that they have."""

@@ -21,13 +21,12 @@ from slipstream.core.structured import StructuredOutput
 from slipstream.engine import build
 from slipstream.engine.launcher import Launcher
 from slipstream.engine.ranks import leader, processes
-from slipstream.engine.ranks.leader import start_ranks
 from slipstream.engine.ranks.messages import Writer
 from slipstream.models.checkpoint import Checkpoint, resolve_checkpoint
 from tests.adapters import write_adapter
 from tests.drafters.heads import write_eagle3
 from tests.drafters.mtp_heads import add_mtp
-from tests.lossless.test_greedy import make_prompts, tokens
+from tests.lossless.test_greedy import make_prompts, plain_tokens, tokens
 from tests.lossless.test_trees import TREES
 from tests.mixture_checkpoints import write_mixture
 from tests.models.parity_cases import Case
@@ -66,6 +65,11 @@ def alone(ranked: Opener, model: str, drafter: Any = None, **options: Any) -> LL
     return ranked(model, drafter, tensor_parallel_size=1, **options)
 
 
+def plain(target: str, number: int) -> list[list[int]]:
+    """The text of one process; computed once, since many tests compare with it."""
+    return plain_tokens(target, number, REQUESTS[:number], "float32")
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """GLM-4.5: its first layer is dense, others have a shared expert, and it has an MTP module."""
@@ -90,10 +94,9 @@ def drafter_of(name: str, models: Models, count: int | str = 4) -> Any:
 
 
 def run_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that are built from here on, in processes of their own, run padded steps."""
+    """Engines that are built from here on run padded steps, on all ranks."""
     use_packed_steps(monkeypatch)
     monkeypatch.setattr(processes, "FOLLOWER", "tests.ranks.padded_follower")
-    monkeypatch.setattr(build, "start_ranks", start_ranks)
 
 
 @pytest.fixture
@@ -123,7 +126,7 @@ def test_the_text_is_the_text_of_one_process(
 ) -> None:
     """Prompts come in chunks, some requests are preempted, and ranks are busy unequally."""
     prompts = make_prompts(8)
-    expected = tokens(alone(ranked, models["target"]).generate(prompts, REQUESTS))
+    expected = plain(models["target"], 8)
     loads.clear()
     llm = apart(ranked, models["target"], drafter_of(name, models), **NARROW)
     outputs = llm.generate(prompts, REQUESTS)
@@ -137,7 +140,7 @@ def test_the_text_is_the_text_of_one_process(
 def test_prefixes_are_found_on_both_ranks(models: Models, ranked: Opener) -> None:
     """And a drafter whose costs are measured on both."""
     prompts = make_prompts(8)
-    expected = tokens(alone(ranked, models["target"]).generate(prompts, REQUESTS))
+    expected = plain(models["target"], 8)
     llm = apart(ranked, models["target"], drafter_of("eagle3", models, "auto"), **WIDE)
     first = llm.generate(prompts, REQUESTS)
     again = llm.generate(prompts, REQUESTS)
@@ -189,16 +192,13 @@ def test_ranks_agree_on_the_shapes_of_captured_steps(
     if packs := name in ("draft_model", "ngram"):
         pairs = zip(REQUESTS, (1, 2, 3, 4, 1, 2, 3, 4), strict=True)
         params = [replace(it, num_speculative_tokens=count) for it, count in pairs]
-    expected = tokens(alone(ranked, models["target"]).generate(prompts, REQUESTS))
+    expected = plain(models["target"], 8)
     run_padded(monkeypatch)
     llm = apart(ranked, models["target"], drafter_of(name, models), warm_up=name == "draft_model")
     loads.clear()
-    try:
-        assert tokens(llm.generate(prompts, params)) == expected
-        assert any(one != other for one, other in loads)
-        assert bool(packed_rows(llm)) == packs
-    finally:
-        llm.engine.ranks.close()
+    assert tokens(llm.generate(prompts, params)) == expected
+    assert any(one != other for one, other in loads)
+    assert bool(packed_rows(llm)) == packs
 
 
 @pytest.mark.parametrize("name", ["draft_model", "tree"])
@@ -240,12 +240,12 @@ def test_adapters_are_whole_on_each_rank(tmp_path: Path, ranked: Opener) -> None
     paths = [write_adapter(tmp_path / it, target, seed=int(it), targets=modules) for it in "012"]
     adapters = [LoRARequest(f"style-{it}", it + 1, path) for it, path in enumerate(paths)]
     whose = [None if it % 4 == 3 else adapters[it % 3] for it in range(8)]
-    plain = tokens(alone(ranked, target).generate(prompts, REQUESTS))
+    bare = plain(target, 8)
     found = []
     for opened in (alone, apart):
         llm = opened(ranked, target, enable_lora=True, max_loras=2)
         found.append(tokens(llm.generate(prompts, REQUESTS, whose)))
-    assert found[0] == found[1] != plain
+    assert found[0] == found[1] != bare
 
 
 @pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.full), True])
@@ -270,13 +270,10 @@ def test_each_rank_walks_the_grammars_of_its_requests(
     if padded:
         run_padded(monkeypatch)
     llm = apart(ranked, str(target), drafter, **options)
-    try:
-        outputs = llm.generate(prompts, params)
-        assert tokens(outputs) == expected
-        for index in (0, 2, 3, 5):
-            assert re.fullmatch(structured.regex or "", outputs[index].outputs[0].text)
-    finally:
-        llm.engine.ranks.close()
+    outputs = llm.generate(prompts, params)
+    assert tokens(outputs) == expected
+    for index in (0, 2, 3, 5):
+        assert re.fullmatch(structured.regex or "", outputs[index].outputs[0].text)
 
 
 @pytest.mark.breaks_steps
@@ -284,7 +281,7 @@ def test_a_step_that_fails_is_undone(
     models: Models, ranked: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, calls = make_prompts(4), list[int]()
-    expected = tokens(alone(ranked, models["target"]).generate(prompts, REQUESTS[:4]))
+    expected = plain(models["target"], 4)
     llm = apart(ranked, models["target"])
     commit = llm.engine.scheduler.commit
 
@@ -306,7 +303,7 @@ def test_a_rank_that_fails_alone_fails_with_the_other(
 ) -> None:
     """Only the request that causes the failure ends with an error."""
     prompts: list[Any] = make_prompts(4)
-    expected = tokens(alone(ranked, models["target"]).generate(prompts, REQUESTS[:4]))
+    expected = plain(models["target"], 4)
     bad = {"prompt_token_ids": [95, *prompts[0]["prompt_token_ids"]]}
     drafter = {"method": "custom", "model": "tests.user_drafters:Fussy"}
     llm = apart(ranked, models["target"], {**drafter, "num_speculative_tokens": 3})
@@ -333,7 +330,7 @@ def test_a_rank_that_fails_before_a_step_begins_is_heard_of(
 ) -> None:
     """The other one does not wait for it: both undo the step."""
     prompts, failed = make_prompts(4), list[Batch]()
-    expected = tokens(alone(ranked, models["target"]).generate(prompts, REQUESTS[:4]))
+    expected = plain(models["target"], 4)
     llm = apart(ranked, models["target"])
     apply, write = llm.engine._step._state.apply, Writer._scheduled
     steps: list[Batch] = []
@@ -396,7 +393,7 @@ def test_families(kind: str, size: int, tmp_path: Path, ranked: Opener) -> None:
     target = str(write_mixture(tmp_path / "target", kind))
     drafter = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}
     prompts = make_prompts(8)
-    expected = tokens(alone(ranked, target).generate(prompts, REQUESTS))
+    expected = plain(target, 8)
     llm = apart(ranked, target, drafter, size, **NARROW)
     assert tokens(llm.generate(prompts, REQUESTS)) == expected
 
@@ -421,7 +418,7 @@ def test_every_kind_of_layer_is_beside_shared_experts(
     """Delta nets, latent attention, and a dense part beside the experts."""
     target = str(write_checkpoint(replace(case, shard_size=None), tmp_path / "target"))
     prompts = make_prompts(8)
-    expected = tokens(alone(ranked, target).generate(prompts, REQUESTS))
+    expected = plain(target, 8)
     drafter = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}
     llm = apart(ranked, target, drafter, **NARROW)
     assert tokens(llm.generate(prompts, REQUESTS)) == expected
