@@ -156,6 +156,9 @@ def test_images_of_absurd_shapes_and_options_are_refused(sized_llm: LLM) -> None
         ({"foo": 1}, "options of the image processor are size .*, not {'foo': 1}"),
         ({"size": 5}, "options of the image processor are size .*, not {'size': 5}"),
         ({"min_pixels": "9"}, "options of the image processor are"),
+        ({"max_pixels": False}, "options of the image processor are"),
+        ({"size": 0}, "options of the image processor are"),
+        ({"max_pixels": 0}, "must be from 1 to longest_edge"),
         ({"min_pixels": -1}, "must be from 1 to longest_edge .*, but they are -1 and"),
         ({"min_pixels": 10**15}, "must be from 1 to longest_edge"),
         (
@@ -272,7 +275,7 @@ def test_the_budget_of_an_image_is_an_option(tmp_path: Path) -> None:
     few = llm.generate(given, GREEDY)[0]
     with pytest.raises(UsageError, match=r"an image has 126 tokens.*room for 72"):
         llm.generate(larger, GREEDY)
-    for options in ({"max_soft_tokens": 71}, {"size": 3}):
+    for options in ({"max_soft_tokens": 71}, {"max_soft_tokens": 0}, {"size": 3}):
         refused: Any = {**given, "mm_processor_kwargs": options}
         with pytest.raises(UsageError, match="max_soft_tokens, one of"):
             llm.generate(refused, GREEDY)

@@ -173,7 +173,8 @@ class _Tower(_Sizes):
 def _budget(processor: Any, options: Mapping[str, Any]) -> int:
     """The maximum number of tokens of an image."""
     given = dict(options)
-    budget = given.pop(_BUDGET, None) or processor.max_soft_tokens
+    budget = given.pop(_BUDGET, None)
+    budget = processor.max_soft_tokens if budget is None else budget
     if given or budget not in _BUDGETS:
         raise ValueError(
             f"the option of the image processor is {_BUDGET}, one of {_BUDGETS}, not "

@@ -127,11 +127,12 @@ def _size(processor: Any, options: Mapping[str, Any]) -> dict[str, int]:
     """The minimum and the maximum number of pixels of an image."""
     size = {name: processor.size[name] for name in ("shortest_edge", "longest_edge")}
     given = dict(options)
-    if isinstance(edges := given.get("size") or {}, Mapping):
-        size.update(edges)
+    if isinstance(edges := given.get("size"), Mapping | None):
+        size.update(edges or {})
         given.pop("size", None)
     for old, name in _EDGES.items():
-        size[name] = given.pop(old, None) or size[name]
+        if (pixels := given.pop(old, None)) is not None:
+            size[name] = pixels
     least, most, *others = size.values()
     if given or others or not all(type(it) is int for it in (least, most)):
         raise ValueError(
