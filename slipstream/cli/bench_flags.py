@@ -77,7 +77,8 @@ class DatasetFlags:
         name = self.dataset_name or (DEMO if self.path is None else CUSTOM)
         if name not in DATASETS:
             raise UsageError(
-                f"--dataset-name must be one of {', '.join(DATASETS)}, or a file, not {name}"
+                f"--dataset-name must be one of {', '.join(DATASETS)}, or a file that exists, "
+                f"not {name}"
             )
         if self.dataset_path is not None and name in (DEMO, "random"):
             raise UsageError(f"--dataset-path is for other data sets than {name}; leave one out")

@@ -90,7 +90,7 @@ def test_all_drafters_are_measured_at_every_k(
         (("-k", "4,2000"), "-k must be numbers from 1 to 1024, not '4,2000'"),
         (("--batch-sizes", ""), "--batch-sizes must be a list"),
         (("some/model",), "no drafter is given; add --drafter"),
-        (("--dataset", "mtbench"), "--dataset-name must be one of demo, custom, mt-bench"),
+        (("--dataset", "no/such.jsonl"), "random, or a file that exists, not no/such.jsonl"),
         (("--dataset", "mt-bench"), "name its file with --dataset-path"),
         (("--random-input-len", "9"), "add --dataset-name random"),
         (("--dataset", "random", "--category", "x"), "--category is for data sets with categories"),
