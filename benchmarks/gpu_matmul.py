@@ -199,7 +199,7 @@ def _inputs(rows: int) -> PassInputs:
     slots = tables[:, -1].long() * BLOCK_SIZE + (CONTEXT - 1) % BLOCK_SIZE
     return PassInputs(
         RowPlaces(torch.arange(rows + 1, device=DEVICE), positions, max_rows=1),
-        Paging(tables, positions + 1, slots, max_context=CONTEXT),
+        Paging(tables, positions + 1, slots),
     )
 
 

@@ -18,12 +18,11 @@ def pass_inputs(
     positions: Tensor,
     slots: Tensor,
     max_rows: int | None = None,
-    max_context: int | None = None,
     **sees: Any,
 ) -> PassInputs:
     return PassInputs(
         RowPlaces(query_start, positions, max_rows),
-        Paging(block_tables, context_lens, slots, max_context),
+        Paging(block_tables, context_lens, slots),
         Visibility(**sees),
     )
 

@@ -58,7 +58,7 @@ class ImageReader:
             may_exceed: whether images may be larger than with the engine's own options.
         """
         if options:
-            raise UsageError(f"mm_processor_kwargs cannot take effect: {self._why}")
+            raise UsageError(f"leave mm_processor_kwargs out: {self._why}")
 
     def require_readable(self, image: "Image", options: Mapping[str, Any]) -> None:
         """Raise UsageError if the model does not read images of this size."""

@@ -46,13 +46,11 @@ class Paging:
         block_tables: [R, max_blocks] int32.
         context_lens: [R] int64, tokens of each request in the cache after this pass has written.
         slots: [T] int64, where each row's key and value are stored; -1: nowhere.
-        max_context: upper bound on `context_lens`; a hint like `RowPlaces.max_rows`.
     """
 
     block_tables: Tensor
     context_lens: Tensor
     slots: Tensor
-    max_context: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -100,7 +100,9 @@ def read_adapter(folder: Path, slots: AdapterSlots) -> Adapter:
         _check_shape(second, (module.rows, rank))
         factors[name] = _read(first, second, scale, slots.dtype)
     if not factors:
-        raise CheckpointError(f"{folder / WEIGHTS} holds no adapter of any module")
+        raise CheckpointError(
+            f"{folder / WEIGHTS} holds no adapter of any module of this model; give another one"
+        )
     return Adapter(factors)
 
 

@@ -7,7 +7,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.core.paths import user_path
 from slipstream.layers.adapters import AdapterSlots, Factors
 from slipstream.models.adapters import Adapter, read_adapter
@@ -66,7 +66,11 @@ class AdapterLoader:
                 f"this engine's drafter takes no adapters (docs/adapters.md has those that do); "
                 f"leave the drafter's ({draft_path}) out"
             )
-        return LoadedAdapter(_read(path, self._slots), _read(draft_path, self._drafter))
+        adapter = _read(path, self._slots)
+        try:
+            return LoadedAdapter(adapter, _read(draft_path, self._drafter))
+        except CheckpointError as error:
+            raise CheckpointError(f"the drafter's adapter: {error}") from error
 
     def write(self, slot: int, adapter: object) -> None:
         """Copy a `LoadedAdapter` to a slot that no coming step uses, and wait for the copy."""

@@ -28,6 +28,7 @@ ROWS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 MOST_ROWS = ROWS[-1]
 # A capture takes as long as three passes that are launched one by one.
 WANTED_BEFORE_CAPTURE = 2
+MOST_GRAPHS = 160  # of one kind of passes: each holds a list of hundreds of kernels
 
 # Computes the inputs' rows, of which the other tensors have one entry each -> tensors likewise. It
 # reads no other tensors, except those that always stay in their place, such as weights and caches.
@@ -113,8 +114,8 @@ class CapturedPasses:
         return [result[:rows].clone() for result in self._results or ()]
 
     def _capture(self, key: _Key, inputs: PassInputs, given: Sequence[Tensor]) -> bool:
-        """Capture passes like this one; False: there is no memory for it, now or earlier."""
-        if key in self._too_large:
+        """Capture passes like this one; False: there is no memory for it, or there are too many."""
+        if key in self._too_large or len(self._graphs) >= MOST_GRAPHS:
             return False
         size = key[0]
         try:

@@ -139,6 +139,20 @@ def test_a_size_is_captured_when_it_is_wanted_again(network: Decoder) -> None:
         assert len(passes._graphs) == count
 
 
+def test_there_are_not_more_graphs_than_allowed(
+    network: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_passes, "WANTED_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr(captured_passes, "MOST_GRAPHS", 2)
+    exact, prompts = Prompts(network, None), Prompts(network, DirectRecorder(CPU))
+    for length in (33, 10, 70, 10):
+        ours, theirs = prompts.run((0,), (length,)), exact.run((0,), (length,))
+        assert_close(ours.hidden, theirs.hidden, atol=1e-5, rtol=0)
+    passes = prompts.runner._captured
+    assert passes is not None
+    assert sorted(size.rows for size, _ in passes._graphs) == [32, 64]
+
+
 def test_sizes() -> None:
     assert PassSize.of(33, 1) == PassSize(64, 2)
     assert PassSize.of(512, 7) == PassSize(512, 9)

@@ -46,8 +46,7 @@ def room_for(requests: int) -> int:
 
 def most_tokens_of(paging: Paging, block_size: int) -> int:
     """The largest number of tokens that the context of one request may have."""
-    tokens = int(paging.block_tables.shape[1]) * block_size
-    return tokens if paging.max_context is None else min(tokens, paging.max_context)
+    return int(paging.block_tables.shape[1]) * block_size
 
 
 def tree_of(sees: Visibility) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -102,7 +102,9 @@ def test_a_drafter_gets_an_adapter_of_its_own(
     for wrong, told in ((folders[1], "this model"), ("nowhere", "has no adapter_config.json")):
         refused = load(adapted, "pair", folders[1], draft_lora_path=wrong)
         assert refused.status_code == 400
-        assert told in refused.json()["error"]["message"]
+        message = refused.json()["error"]["message"]
+        assert told in message
+        assert "the drafter's adapter" in message
 
 
 def test_every_protocol_takes_adapters(adapted: Live, asked: openai.OpenAI) -> None:
