@@ -107,8 +107,8 @@ class Proposal:
     """A draft, with the times at which the step began and drafting ended."""
 
     draft: Draft
-    began: Tensor
-    drafted: Tensor
+    began: Tensor | int
+    drafted: Tensor | int
 
     def first(self, requests: int) -> "Proposal":
         """The rows of the first `requests`, without the padding of a captured batch."""
@@ -147,7 +147,7 @@ class Outcome:
         largest: Tensor,
         draft: Draft,
         cached: Tensor,
-        times: Sequence[Tensor],
+        times: Sequence[Tensor | int],
         logits: Tensor,
         forward: Forward,
     ) -> "Outcome":
@@ -161,7 +161,8 @@ class Outcome:
             drafted = drafted + draft.looked_up * _LOOKED_UP
         gains = (verdict.num_tokens, verdict.num_accepted, drafted)
         counts = (*gains, forward.layout.first_row, cached)
-        rows = torch.stack(tuple(times)).expand(len(cached), _NUM_TIMES)
+        stamps = [it for it in times if isinstance(it, Tensor)]
+        rows = (torch.stack(stamps) if stamps else torch.tensor(times)).expand(len(cached), -1)
         bits = [_bits(largest)]
         if draft.confidences is not None:
             bits.append(_bits(draft.confidences))

@@ -73,7 +73,8 @@ class Columns:
 
     def largest(self, rows: Tensor) -> Tensor:
         """[N, 1], the largest number of each row [N, v]; NaN where there is one."""
-        return self.joined(rows.amax(-1, keepdim=True)).amax(0)
+        largest = rows.amax(-1, keepdim=True)
+        return largest if self.gather is None else self.joined(largest).amax(0)
 
     def best(self, rows: Tensor) -> Tensor:
         """[N] int64, the token of the largest number of each row [N, v], the first among equals."""

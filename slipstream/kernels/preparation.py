@@ -251,6 +251,6 @@ class PreparationOps(ABC):
         """
 
     @abstractmethod
-    def timestamp(self, device: torch.device) -> Tensor:
-        """Record the time when the device reaches this op: a scalar int64 on `device`, in
-        nanoseconds of a clock; always 0 if the device has no clock."""
+    def timestamp(self, device: torch.device) -> Tensor | int:
+        """Record the time when the device reaches this op, in nanoseconds of a clock: a scalar
+        int64 on `device`, always 0 if the device has no clock; on a CPU a number."""

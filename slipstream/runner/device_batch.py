@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,12 +87,16 @@ class PackedBatch:
     def on(self, device: torch.device) -> "DeviceBatch":
         """The batch as tensors, without padding."""
         columns = upload(self.columns(self.width), device)
-        batch = DeviceBatch.over(columns, self.width, self.uses, True)
         num_rows = sum(self.num_new_tokens) + self.num_verified if self.trims else None
         again = self.rereads or [0] * len(self.slots)
         known = [new + more for new, more in zip(self.num_new_tokens, again, strict=True)]
-        batch = replace(batch, stops=self.stops, num_rows=num_rows, prompts=self.prompts)
-        return replace(batch, known_counts=known, reads_all=self.reads_all)
+        return DeviceBatch.over(
+            *(columns, self.width, self.uses, True, num_rows),
+            stops=self.stops,
+            prompts=self.prompts,
+            known_counts=known,
+            reads_all=self.reads_all,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,8 +154,13 @@ class DeviceBatch:
         uses: frozenset[Uses],
         exact: bool,
         num_rows: int | None = None,
+        **of_host: Any,
     ) -> "DeviceBatch":
-        """Views of `PackedBatch.columns` [7 or 7 + K, R] int64 on the device."""
+        """Views of `PackedBatch.columns` [7 or 7 + K, R] int64 on the device.
+
+        Args:
+            of_host: the other attributes, of exact batches.
+        """
         slots, new, drafts, at_end, rereads, factors, saved = columns[:7].unbind(0)
         guesses = columns[7:].T.contiguous()
         return cls(
@@ -166,6 +176,7 @@ class DeviceBatch:
             uses,
             exact,
             num_rows=num_rows,
+            **of_host,
         )
 
     @property

@@ -308,4 +308,4 @@ def lay_out(state: DeviceState, rows: PassRows, windowed: bool = False) -> RowLa
     inputs = layout.inputs if rows.tree is None else rows.tree.inputs(layout)
     if excerpt is not None and excerpt.skipped is not None:
         inputs = excerpt.inputs(inputs, layout.of_requests(excerpt.skipped))
-    return replace(layout, inputs=inputs)
+    return layout if inputs is layout.inputs else replace(layout, inputs=inputs)

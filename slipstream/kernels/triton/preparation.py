@@ -368,7 +368,7 @@ def _timestamp_kernel(out):
     tl.store(out, globaltimer())
 
 
-def timestamp(device: torch.device) -> Tensor:
+def timestamp(device: torch.device) -> Tensor | int:
     """Read the GPU's clock, so that the parts of a captured graph can be timed."""
     if device.type == "cpu":  # the interpreter has no clock
         return timestamp_of_host(device)
