@@ -29,6 +29,7 @@ from slipstream.models.quantized.catalogue import read_quantization
 
 OWN_MODULES = "mtp"  # as a draft: the MTP modules of the target's own checkpoint
 HEADROOM = 64  # positions after the longest output
+WARM_UPS = 3  # passes over prompts are captured when they come for the second time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +304,8 @@ def measure_batch(
     def run(length: int) -> _Run:
         return _run(llm, prompts(batch), length, count)
 
-    run(method.short)  # compiles kernels, and captures what is left
+    for _ in range(WARM_UPS):
+        run(method.short)  # compiles kernels, and captures what is left
     pairs = [(run(method.short), run(method.long)) for _ in range(method.repeat)]
     steps = [
         (long.seconds - short.seconds) / (method.long - method.short) * long.al * 1e3

@@ -12,6 +12,7 @@ from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.reference.experts import route
 from slipstream.layers.experts import Experts
 from slipstream.layers.layer import SublayerInput
+from slipstream.runner.captured_passes import CapturedPasses
 
 _FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 _WINDOWS = 8  # places in each text
@@ -51,9 +52,10 @@ def _choices(llm: LLM, text: Sequence[int]) -> list[Tensor]:
 
 @contextmanager
 def _recorded() -> Iterator[dict[int, list[Tensor]]]:
-    """Keeps what rows choose, on the host, by layer; prompts are not captured, so all are seen."""
+    """Keeps what rows choose, on the host, by layer; meanwhile passes over prompts are launched and
+    not replayed, so that all are seen."""
     found: dict[int, list[Tensor]] = {}
-    plain = Experts.apply
+    plain, replayed = Experts.apply, CapturedPasses.run
 
     def recording(self: Experts, ops: Any, entering: SublayerInput, inputs: PassInputs) -> Any:
         normed, _ = ops.norm(entering.addend, entering.residual, self.norm)
@@ -61,7 +63,9 @@ def _recorded() -> Iterator[dict[int, list[Tensor]]]:
         return plain(self, ops, entering, inputs)
 
     Experts.apply = recording  # type: ignore[method-assign]
+    CapturedPasses.run = lambda *_: None  # type: ignore[assignment,method-assign]
     try:
         yield found
     finally:
         Experts.apply = plain  # type: ignore[method-assign]
+        CapturedPasses.run = replayed  # type: ignore[method-assign]

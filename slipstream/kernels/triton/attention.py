@@ -213,7 +213,7 @@ def _short(
         combine_kernel[(min(most_rows * layer.heads, cdiv(COMBINING, requests)), requests)](
             part, part_exponent, part_total, out, rows.query_start, paging.context_lens,
             layer.sinks, window, most_rows, splits, heads=layer.heads, head_dim=layer.head_dim,
-            block_d=layer.block_d, block_s=64, at_once=COMBINED_AT_ONCE, num_warps=1, early=early,
+            block_d=layer.block_d, block_s=64, at_once=COMBINED_AT_ONCE, num_warps=4, early=early,
             **launched,
         )  # fmt: skip
 

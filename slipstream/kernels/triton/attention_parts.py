@@ -103,32 +103,43 @@ def halves(source, place, inside, head_dim: tl.constexpr, block_d: tl.constexpr)
 
 
 @triton.jit
-def _rotated(first, second, cos, sin, weight, eps, head_dim: tl.constexpr):
+def gains_of(weight, rotary_dim: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr):
+    """The `gains` argument of `rotated`: a norm's weights of the first half of a head and of the
+    second, and those of their partners, each [1, block_d / 2]."""
+    pair = tl.arange(0, block_d // 2)
+    more, inside = pair + head_dim // 2, pair < head_dim // 2
+    first, second = _weights_at(weight, pair, inside), _weights_at(weight, more, inside)
+    of_first = _weights_at(weight, _partner(pair, rotary_dim), inside)
+    return first, second, of_first, _weights_at(weight, _partner(more, rotary_dim), inside)
+
+
+@triton.jit
+def _weights_at(weight, number, inside):
+    return tl.load(weight + number, mask=inside, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _rotated(first, second, cos, sin, gains, eps, head_dim: tl.constexpr):
     """`rotated` where rotary_dim is head_dim."""
     dtype: tl.constexpr = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
-    if weight is not None:
-        half: tl.constexpr = head_dim // 2
-        pair = tl.arange(0, first.shape[1])
-        one = tl.load(weight + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
-        two = tl.load(weight + half + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    if gains is not None:
         scale = tl.rsqrt(tree_sum(first * first + second * second) / head_dim + eps)[:, None]
         # Rounded to the model's dtype, as between two layers.
-        first = (first * scale * one).to(dtype).to(tl.float32)
-        second = (second * scale * two).to(dtype).to(tl.float32)
+        first = (first * scale * gains[0]).to(dtype).to(tl.float32)
+        second = (second * scale * gains[1]).to(dtype).to(tl.float32)
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
 @triton.jit
-def _normed(x, scale, weight, number, inside):
-    """x [L, C] times `scale` and the norm's weights at indices `number` [C], in x's dtype."""
-    weights = tl.load(weight + number, mask=inside, other=0.0).to(tl.float32)
-    return (x.to(tl.float32) * scale * weights[None, :]).to(x.dtype)
+def _normed(x, scale, gain):
+    """x [L, C] times `scale` and the norm's weights, in x's dtype."""
+    return (x.to(tl.float32) * scale * gain).to(x.dtype)
 
 
 @triton.jit
 def _partly_rotated(
-    source, place, inside, first, second, turn, weight, eps, rotary_dim: tl.constexpr,
+    source, place, inside, first, second, turn, gains, eps, rotary_dim: tl.constexpr,
     head_dim: tl.constexpr,
 ):  # fmt: skip
     """`rotated` where rotary_dim is less than head_dim: partners are read from `source`."""
@@ -136,18 +147,15 @@ def _partly_rotated(
     dtype: tl.constexpr = first.dtype
     half: tl.constexpr = head_dim // 2
     pair = tl.arange(0, first.shape[1])
-    known = pair < half
     one, two = _partner(pair, rotary_dim), _partner(pair + half, rotary_dim)
-    start, loaded = source + place[:, None], inside[:, None] & known[None, :]
+    start, loaded = source + place[:, None], inside[:, None] & (pair < half)[None, :]
     other = tl.load(start + one[None, :], mask=loaded, other=0.0)
     more = tl.load(start + two[None, :], mask=loaded, other=0.0)
-    if weight is not None:
+    if gains is not None:
         wide, wider = first.to(tl.float32), second.to(tl.float32)
         scale = tl.rsqrt(tree_sum(wide * wide + wider * wider) / head_dim + eps)[:, None]
-        first = _normed(first, scale, weight, pair, known)
-        second = _normed(second, scale, weight, pair + half, known)
-        other = _normed(other, scale, weight, one, known)
-        more = _normed(more, scale, weight, two, known)
+        first, second = _normed(first, scale, gains[0]), _normed(second, scale, gains[1])
+        other, more = _normed(other, scale, gains[2]), _normed(more, scale, gains[3])
     first = first.to(tl.float32) * cos + other.to(tl.float32) * sin
     second = second.to(tl.float32) * more_cos + more.to(tl.float32) * more_sin
     return first.to(dtype), second.to(dtype)
@@ -155,19 +163,19 @@ def _partly_rotated(
 
 @triton.jit
 def rotated(
-    source, place, inside, first, second, turn, weight, eps, rotary_dim: tl.constexpr,
+    source, place, inside, first, second, turn, gains, eps, rotary_dim: tl.constexpr,
     head_dim: tl.constexpr,
 ):  # fmt: skip
-    """RMS norm (if `weight` is not None) and rotary embedding of both halves of heads.
+    """RMS norm (if `gains` is not None) and rotary embedding of both halves of heads.
 
     `first` and `second` [L, block_d / 2] are the halves of the heads at `place` [L] of `source`,
-    and `turn` comes from `turns`. Returns both halves in their dtype.
+    `turn` comes from `turns`, and `gains` from `gains_of`. Returns both halves in their dtype.
     """
     if rotary_dim == head_dim:
-        first, second = _rotated(first, second, turn[0], turn[1], weight, eps, head_dim)
+        first, second = _rotated(first, second, turn[0], turn[1], gains, eps, head_dim)
     else:
         first, second = _partly_rotated(
-            source, place, inside, first, second, turn, weight, eps, rotary_dim, head_dim
+            source, place, inside, first, second, turn, gains, eps, rotary_dim, head_dim
         )
     return first, second
 

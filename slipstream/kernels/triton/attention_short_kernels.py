@@ -19,6 +19,7 @@ from slipstream.kernels.triton.attention_parts import (
     capped,
     entries_of,
     finite,
+    gains_of,
     halves,
     hidden,
     oldest_token,
@@ -72,14 +73,14 @@ def _store(
 
 @triton.jit
 def _store_new(
-    qkv, source, stored, turn, key_weight, eps, keys, values, key_scales, value_scales, place,
+    qkv, source, stored, turn, gains, eps, keys, values, key_scales, value_scales, place,
     rotary_dim: tl.constexpr, head_dim: tl.constexpr, kv_heads: tl.constexpr,
     block_d: tl.constexpr,
 ):  # fmt: skip
     """Rotate the keys at `source` [L] of `qkv`, and store them and their values at `place` [L]."""
     one, two = halves(qkv, source, stored, head_dim, block_d)
     value_one, value_two = halves(qkv, source + kv_heads * head_dim, stored, head_dim, block_d)
-    one, two = rotated(qkv, source, stored, one, two, turn, key_weight, eps, rotary_dim, head_dim)
+    one, two = rotated(qkv, source, stored, one, two, turn, gains, eps, rotary_dim, head_dim)
     at = place // 4
     store_heads(keys, key_scales, place, at, stored, one, two, head_dim)
     store_heads(values, value_scales, place, at, stored, value_one, value_two, head_dim)
@@ -136,12 +137,13 @@ def _added(exponent, total, one, two, more_exponent, more_total, more_one, more_
 
 @triton.jit
 def _fold_splits(
-    query_one, query_two, keys, values, key_scales, value_scales, table, begin, end, row_begins,
-    row_ends, row, rows, ancestors, tree_start, scale, softcap, window, part, part_exponent,
-    part_total, place, split, first_seen: tl.constexpr, place_stride: tl.constexpr,
+    query_one, query_two, keys, values, key_scales, value_scales, table, entries, begin, end,
+    row_begins, row_ends, row, rows, ancestors, tree_start, scale, softcap, window, part,
+    part_exponent, part_total, place, split, first_seen: tl.constexpr, place_stride: tl.constexpr,
     block_size: tl.constexpr, head_dim: tl.constexpr, block_n: tl.constexpr, hopper: tl.constexpr,
 ):  # fmt: skip
     """Reduce the tokens [begin, end), split by split from `split` on, and return their sums.
+    `entries` are those of the first tile.
 
     If `part` is not None, the partial sums of each split are stored there instead, from index
     `place` [block_m] on. Sums are those of both halves of heads, or with `key_scales` of their even
@@ -161,7 +163,6 @@ def _fold_splits(
     two = tl.zeros(query_one.shape, tl.float32)
     sum_exponent, sum_total, sum_one, sum_two = exponent, total, one, two
     until = split_start(split + 1)
-    entries = entries_of(table, begin, end, block_size, block_n)
     for start in range(begin, end, block_n):
         token = start + tl.arange(0, block_n)
         places = places_of(entries, start, place_stride, block_size, block_n)
@@ -315,17 +316,23 @@ def short_kernel(
             positions, places, tokens, slots, first, rows, begin, end, new_rows
         )
         new_turn = turns(cos_sin, new_position, stored, rotary_dim, head_dim, block_d)
+    query_gains = None
+    key_gains = None
+    if query_weight is not None:
+        query_gains = gains_of(query_weight, rotary_dim, head_dim, block_d)
+        key_gains = gains_of(key_weight, rotary_dim, head_dim, block_d)
+    entries = entries_of(table, begin, end, block_size, block_n)
     wait_for_inputs(pdl)
     source = (first + row).to(tl.int64) * row_stride + head * head_dim
     one, two = halves(qkv, source, row < rows, head_dim, block_d)
     if cos_sin is not None:
         new = (first + new_row).to(tl.int64) * row_stride + (kv_heads * groups + kv_head) * head_dim
         _store_new(
-            qkv, new, stored, new_turn, key_weight, eps, keys, values, key_scales, value_scales,
+            qkv, new, stored, new_turn, key_gains, eps, keys, values, key_scales, value_scales,
             slot * place_stride, rotary_dim, head_dim, kv_heads, block_d,
         )  # fmt: skip
         one, two = rotated(
-            qkv, source, row < rows, one, two, turn, query_weight, eps, rotary_dim, head_dim
+            qkv, source, row < rows, one, two, turn, query_gains, eps, rotary_dim, head_dim
         )
         tl.debug_barrier()  # other threads of this program read the stored tokens next
     words = ancestors if ancestors is None else ancestors + first
@@ -333,13 +340,42 @@ def short_kernel(
     line = first + row if part is None else request * most_rows + row
     place = line.to(tl.int64) * kv_heads * groups + head
     exponent, total, one, two = _fold_splits(
-        one, two, keys, values, key_scales, value_scales, table, begin, end, begins, ends, row,
-        rows, words, tree_start, scale, softcap, window, part, part_exponent, part_total, place *
-        most_splits + split - first_split, split, first_seen, place_stride, block_size, head_dim,
-        block_n, pdl,
+        one, two, keys, values, key_scales, value_scales, table, entries, begin, end, begins, ends,
+        row, rows, words, tree_start, scale, softcap, window, part, part_exponent, part_total,
+        place * most_splits + split - first_split, split, first_seen, place_stride, block_size,
+        head_dim, block_n, pdl,
     )  # fmt: skip
     if part is None:
         _write(exponent, total, one, two, out, place, head, row < rows, sinks, head_dim, key_scales)
+
+
+@triton.jit
+def _parts_at(
+    part, part_exponent, part_total, place, start, splits, column, head_dim: tl.constexpr,
+    count: tl.constexpr,
+):  # fmt: skip
+    """(exponents, sums of weights, sums of weighted values [D]) of the splits start + [0, count)
+    of a line, loaded without waiting; of those past the last, what adds nothing."""
+    exponents, totals, values = (), (), ()
+    for index in tl.static_range(count):
+        split = start + index
+        there = place + split
+        known = split < splits
+        exponents += (tl.load(part_exponent + there, mask=known, other=float("-inf")),)
+        totals += (tl.load(part_total + there, mask=known, other=0.0),)
+        inside = (column < head_dim) & (split + 0 * column < splits)
+        values += (tl.load(part + there * head_dim + column, mask=inside, other=0.0),)
+    return exponents, totals, values
+
+
+@triton.jit
+def _with_parts(total, mixed, exponent, exponents, totals, values, count: tl.constexpr):
+    """The sums of weights and of weighted values with `count` parts added, in order."""
+    for index in tl.static_range(count):
+        moved = power_of_two(exponents[index] - finite(exponent))
+        total += totals[index] * moved
+        mixed += values[index] * moved
+    return total, mixed
 
 
 @triton.jit(do_not_specialize=["most_rows", "most_splits"])
@@ -367,25 +403,23 @@ def combine_kernel(
     for own in range(tl.program_id(0), lines, tl.num_programs(0)):
         line = first.to(tl.int64) * heads + own
         place = ((request * most_rows).to(tl.int64) * heads + own) * most_splits
-        exponent = tl.full((), float("-inf"), tl.float32)
-        for start in range(0, splits, block_s):
+        exponents, totals, values = _parts_at(
+            part, part_exponent, part_total, place, 0, splits, column, head_dim, at_once
+        )
+        exponent = exponents[0]
+        for index in tl.static_range(1, at_once):
+            exponent = tl.maximum(exponent, exponents[index])
+        for start in range(at_once, splits, block_s):
             split = start + tl.arange(0, block_s)
             known = tl.load(part_exponent + place + split, mask=split < splits, other=float("-inf"))
             exponent = tl.maximum(exponent, tl.max(known, axis=0))
-        total = tl.zeros((), tl.float32)
-        mixed = tl.zeros((block_d,), tl.float32)
-        for start in range(0, splits, at_once):
-            for split in tl.static_range(at_once):  # loads overlap; sums are in order
-                there = place + start + split
-                inside = (column < head_dim) & (start + split + 0 * column < splits)
-                known = tl.load(
-                    part_exponent + there, mask=start + split < splits, other=float("-inf")
-                )
-                more = tl.load(part_total + there, mask=start + split < splits, other=0.0)
-                values = tl.load(part + there * head_dim + column, mask=inside, other=0.0)
-                moved = power_of_two(known - finite(exponent))
-                total += more * moved
-                mixed += values * moved
+        total, mixed = tl.zeros((), tl.float32), tl.zeros((block_d,), tl.float32)
+        total, mixed = _with_parts(total, mixed, exponent, exponents, totals, values, at_once)
+        for start in range(at_once, splits, at_once):
+            exponents, totals, values = _parts_at(
+                part, part_exponent, part_total, place, start, splits, column, head_dim, at_once
+            )
+            total, mixed = _with_parts(total, mixed, exponent, exponents, totals, values, at_once)
         kept = tl.full((), 1.0, tl.float32)
         if sinks is not None:
             sink = tl.load(sinks + line % heads).to(tl.float32) * LOG2_E

@@ -99,7 +99,7 @@ def _short(
         first_seen=sees.first_seen, causal=sees.causal, **_blocks(heads), num_warps=WARPS,
         num_stages=1 if floats else STAGES, **launched,
     )  # fmt: skip
-    block_m = 16 if len(out) <= 16 else 32
+    block_m = int(min(32, max(8, next_power_of_2(len(out)))))
     block_v = min(64, max(16, next_power_of_2(heads.value_dim)))
     grid = cdiv(heads.value_dim, block_v), heads.num_heads, cdiv(len(out), block_m)
     values_kernel[grid](

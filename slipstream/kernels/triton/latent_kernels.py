@@ -239,6 +239,8 @@ def latent_kernel(
     if early:
         known = tl.minimum(split_start(after), context - rows)  # tokens of earlier passes
         _ask_for(pages, table, split_start(split), known, width, block_size, ASKED)
+    until = tl.minimum(split_start(split + 1), context)
+    entries = entries_of(table, split_start(split), until, block_size, block_n)
     wait_for_inputs(pdl)
     inside, line = row < rows, ((first + row).to(tl.int64) * heads + head) * width
     query, turned_query = latents_at(absorbed, line, inside, rank, rotary_dim, block_c, block_p)
@@ -254,7 +256,6 @@ def latent_kernel(
         exponent = tl.full((block_m,), float("-inf"), tl.float32)
         total = tl.zeros((block_m,), tl.float32)
         mixed = tl.zeros((block_m, block_c), tl.float32)
-        entries = entries_of(table, begin, end, block_size, block_n)
         for start in range(begin, end, block_n):
             token = start + tl.arange(0, block_n)
             there = places_of(entries, start, width, block_size, block_n)
@@ -266,6 +267,8 @@ def latent_kernel(
                 query, turned_query, latents, turned, exponent, total, mixed, token, begins, ends,
                 row, rows, words, tree_start, scale, first_seen,
             )  # fmt: skip
+        until = tl.minimum(split_start(index + 2), context)
+        entries = entries_of(table, end, until, block_size, block_n)
         if joined:
             highest = tl.maximum(all_exponent, exponent)
             kept = power_of_two(all_exponent - finite(highest))
@@ -281,6 +284,36 @@ def latent_kernel(
         tl.store(target, all_mixed, mask=stored)
         tl.store(part_exponent + place, all_exponent, mask=inside)
         tl.store(part_total + place, all_total, mask=inside)
+
+
+@triton.jit
+def _parts_at(
+    part, part_exponent, part_total, place, start, splits, column, rank: tl.constexpr,
+    count: tl.constexpr,
+):  # fmt: skip
+    """(exponents [M], sums of weights [M], sums of weighted latents [M, C]) of the splits
+    start + [0, count) of lines, loaded without waiting; of those past the last, what adds nothing.
+    """
+    exponents, totals, values = (), (), ()
+    for index in tl.static_range(count):
+        known = start + index < splits
+        there = place + start + index
+        exponents += (tl.load(part_exponent + there, mask=known, other=float("-inf")),)
+        totals += (tl.load(part_total + there, mask=known, other=0.0),)
+        loaded = known[:, None] & (column < rank)[None, :]
+        at = part + there[:, None] * rank + column[None, :]
+        values += (tl.load(at, mask=loaded, other=0.0),)
+    return exponents, totals, values
+
+
+@triton.jit
+def _with_parts(total, mixed, exponent, exponents, totals, values, count: tl.constexpr):
+    """The sums of weights and of weighted latents with `count` parts added, in order."""
+    for index in tl.static_range(count):
+        moved = power_of_two(exponents[index] - finite(exponent))
+        total += totals[index] * moved
+        mixed += values[index] * moved[:, None]
+    return total, mixed
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -316,8 +349,13 @@ def values_kernel(
     wait_for_inputs(pdl)
     most = tl.max(splits, axis=0)
     place = ((request * most_rows + row - begins) * heads + head) * most_parts
-    exponent = tl.full((block_m,), float("-inf"), tl.float32)
-    for start in range(0, most, block_s):
+    exponents, totals, values = _parts_at(
+        part, part_exponent, part_total, place, 0, splits, column, rank, at_once
+    )
+    exponent = exponents[0]
+    for index in tl.static_range(1, at_once):
+        exponent = tl.maximum(exponent, exponents[index])
+    for start in range(at_once, most, block_s):
         split = start + tl.arange(0, block_s)
         inside_splits = split[None, :] < splits[:, None]
         of_splits = tl.load(
@@ -326,17 +364,12 @@ def values_kernel(
         exponent = tl.maximum(exponent, tl.max(of_splits, axis=1))
     total = tl.zeros((block_m,), tl.float32)
     mixed = tl.zeros((block_m, block_c), tl.float32)
-    for start in range(0, most, at_once):
-        for other in tl.static_range(at_once):  # loads overlap; sums are in order
-            there = start + other < splits
-            own = place + start + other
-            of_split = tl.load(part_exponent + own, mask=there, other=float("-inf"))
-            more = tl.load(part_total + own, mask=there, other=0.0)
-            loaded = there[:, None] & (column < rank)[None, :]
-            values = tl.load(part + own[:, None] * rank + column[None, :], mask=loaded, other=0.0)
-            moved = power_of_two(of_split - finite(exponent))
-            total += more * moved
-            mixed += values * moved[:, None]
+    total, mixed = _with_parts(total, mixed, exponent, exponents, totals, values, at_once)
+    for start in range(at_once, most, at_once):
+        exponents, totals, values = _parts_at(
+            part, part_exponent, part_total, place, start, splits, column, rank, at_once
+        )
+        total, mixed = _with_parts(total, mixed, exponent, exponents, totals, values, at_once)
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     sums = tl.dot(weight, tl.trans(mixed.to(weight.dtype)), input_precision="ieee")
     target = out + row.to(tl.int64) * (heads * value_dim) + head * value_dim

@@ -7,7 +7,13 @@ from torch import Tensor
 
 from slipstream.kernels.attention import FLOAT8_PAGES
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.kernels.triton.attention_parts import halves, rotated, store_heads, turns
+from slipstream.kernels.triton.attention_parts import (
+    gains_of,
+    halves,
+    rotated,
+    store_heads,
+    turns,
+)
 from slipstream.kernels.triton.launch import (
     cdiv,
     launch_dependents,
@@ -44,8 +50,11 @@ def _rotate_and_store_kernel(
         place = row * query_stride + head * head_dim
         first, second = halves(query, place, head < query_heads, head_dim, block_d)
         turn = turns(cos_sin, position, head < query_heads, rotary_dim, head_dim, block_d)
+        query_gains = None  # two names: branches that both set one must agree on its type
+        if query_weight is not None:
+            query_gains = gains_of(query_weight, rotary_dim, head_dim, block_d)
         first, second = rotated(
-            query, place, head < query_heads, first, second, turn, query_weight, eps, rotary_dim,
+            query, place, head < query_heads, first, second, turn, query_gains, eps, rotary_dim,
             head_dim,
         )  # fmt: skip
         inside = (head < query_heads)[:, None] & (pair < half)[None, :]
@@ -58,8 +67,11 @@ def _rotate_and_store_kernel(
         place = row * key_stride + head * head_dim
         first, second = halves(key, place, head < kv_heads, head_dim, block_d)
         turn = turns(cos_sin, position, head < kv_heads, rotary_dim, head_dim, block_d)
+        key_gains = None
+        if key_weight is not None:
+            key_gains = gains_of(key_weight, rotary_dim, head_dim, block_d)
         first, second = rotated(
-            key, place, head < kv_heads, first, second, turn, key_weight, eps, rotary_dim, head_dim
+            key, place, head < kv_heads, first, second, turn, key_gains, eps, rotary_dim, head_dim
         )
         stored = head < tl.where(slot >= 0, kv_heads, 0)
         goes = slot * kv_heads * stored_dim + head * head_dim
