@@ -35,7 +35,7 @@ if ON_GPU:
     DTYPES.append(torch.bfloat16)
 # Both ways to see, in both types; the interpreter takes each once.
 WINDOWED = [(window, dtype) for window in (None, 33) for dtype in DTYPES][:: 1 if ON_GPU else 3]
-TILE = 64  # tokens of a tile in half precision
+TILE = 128  # tokens of a tile in half precision
 Case = tuple[Tensor, Heads, PassInputs, tuple[Tensor, Tensor]]
 
 

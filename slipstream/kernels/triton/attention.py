@@ -81,14 +81,18 @@ def short_tiles(
         return AttentionTiles(lines, 32, 8, 2), MULTIPROCESSORS
     if block_d > 128:
         return AttentionTiles(lines, 64, 8, 2), 2 * MULTIPROCESSORS
+    # A tile's latency hardly depends on its tokens, so larger ones are faster; but those of 8 bits
+    # need more registers to convert.
+    tokens = 64 if eight_bits else 128
     # For 32 lines one program a multiprocessor is enough; for 16, more and shorter ones are faster.
     if pairs * 3 <= MULTIPROCESSORS or (lines > 16 and pairs <= MULTIPROCESSORS):
         # A page of 8 bits takes half the shared memory, and its conversion more time than loading.
-        return AttentionTiles(lines, 64, 4, 5), MULTIPROCESSORS * (2 if eight_bits else 1)
+        programs, stages = MULTIPROCESSORS * (2 if eight_bits else 1), 5 if eight_bits else 3
+        return AttentionTiles(lines, tokens, 4, stages), programs
     if pairs * 2 <= 3 * MULTIPROCESSORS:
-        return AttentionTiles(lines, 64, 4, 3, 168), 3 * MULTIPROCESSORS
-    # Pages of 8 bits need more registers to convert than this limit leaves.
-    return AttentionTiles(lines, 64, 4, 4, None if eight_bits else 168), pairs
+        registers, stages = (168, 3) if eight_bits else (None, 2)
+        return AttentionTiles(lines, tokens, 4, stages, registers), 3 * MULTIPROCESSORS
+    return AttentionTiles(lines, tokens, 4, 4 if eight_bits else 2), pairs
 
 
 def chunk_tiles(block_d: int, dtype: torch.dtype) -> AttentionTiles:

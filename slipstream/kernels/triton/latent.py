@@ -19,7 +19,7 @@ from slipstream.kernels.triton.latent_kernels import absorb_kernel, latent_kerne
 from slipstream.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, options
 
 PROGRAMS = 132
-TOKENS, STAGES, WARPS = 64, 3, 8  # of a tile
+TOKENS, STAGES, WARPS = 128, 2, 8  # of a tile
 FEWEST_LINES = 16  # two folds of more do not fit into registers
 
 
