@@ -336,6 +336,6 @@ def weight_of(norm: Norm | None) -> tuple[Tensor | None, float]:
 
 
 def _warps(block: int) -> int:
-    """Number of warps of a program: 4 numbers for each thread. With more, the compiler saves
+    """Number of warps of a program: 2 or 4 numbers for each thread. With more, the compiler saves
     registers by loading one addend after the other, each of which waits for the memory."""
-    return min(32, max(1, block // 128))
+    return 32 if block >= 2048 else max(1, block // 128)

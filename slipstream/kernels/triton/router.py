@@ -103,7 +103,7 @@ def normed_logits(
             *weight_of(norm), out, None if total is values else total, router.weight, gate,
             router.bias,
             logits, values.stride(0) if parts > 1 else 0, values.stride(-2), width, parts=parts,
-            experts=experts, own=EXPERTS, block=block, num_warps=min(8, max(1, block // 256)),
+            experts=experts, own=EXPERTS, block=block, num_warps=min(16, max(1, block // 128)),
             **launch.options(device),
         )  # fmt: skip
     return MatmulRows(out, None), total, logits
