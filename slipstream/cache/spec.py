@@ -198,6 +198,11 @@ class ModelCache:
         """Whether any layer has a state for each request."""
         return bool(self._states)
 
+    @property
+    def num_waiting(self) -> int:
+        """The most accepted draft tokens of a request that its states do not include."""
+        return self._sizes.num_drafts if self._states else 0
+
     def places_of(self, checkpoints: Sequence[int]) -> list[int]:
         """The places of checkpoints in the pools, where they follow those of the slots."""
         return [self._sizes.num_slots + it for it in checkpoints]

@@ -72,7 +72,8 @@ def assemble(
     can_share, costs = shares_prefixes(config, layout, own), _costs(resolved, config, shape, form)
     late = late_tokens(loaded_drafter, can_share, limits)
     adapters = make_adapters(network.adapters, loaded_drafter.adapters, ranks)
-    blocks = block_manager(resolved, own, can_share, division.num_parts)
+    replays = record is not None or not resolved.captures
+    blocks = block_manager(resolved, own, can_share, division.num_parts, replays)
     scheduler = Scheduler(limits, blocks, draft_policy(resolved, costs, form, late), adapters)
     resources = DrafterResources(
         state=state,
@@ -128,27 +129,28 @@ def target_sizes(resolved: Resolved, sizes: CacheSizes, rereads: bool) -> CacheS
 
 
 def block_manager(
-    resolved: Resolved, sizes: CacheSizes, shares_prefixes: bool, num_ranks: int
+    resolved: Resolved, sizes: CacheSizes, shares_prefixes: bool, num_ranks: int, replays: bool
 ) -> BlockManager:
     """The manager that allocates the blocks of the target's cache, or one for each rank.
 
     Args:
         sizes: those of `target_sizes`.
         num_ranks: number of ranks that have caches of their own for different requests.
+        replays: see `StatePlaces`.
     """
-    make = partial(_manager_of_one, resolved, sizes, shares_prefixes)
+    make = partial(_manager_of_one, resolved, sizes, shares_prefixes, replays)
     return make() if num_ranks == 1 else PerRankBlocks([make() for _ in range(num_ranks)])
 
 
-def _manager_of_one(resolved: Resolved, sizes: CacheSizes, shares_prefixes: bool) -> BlockManager:
+def _manager_of_one(
+    resolved: Resolved, sizes: CacheSizes, shares_prefixes: bool, replays: bool
+) -> BlockManager:
     window = states = None
     size = sizes.block_size
     if resolved.num_window_blocks:
         window = WindowBlocks(resolved.num_window_blocks, size, resolved.window)
     if shares_prefixes and sizes.num_checkpoints:
         interval = resolved.checkpoint_interval
-        # On a GPU, launching the replays of all layers takes longer than reading the tokens again.
-        replays = not resolved.captures
         states = StatePlaces(sizes.num_checkpoints, size, interval, sizes.rereads, replays)
     return BlockManager(resolved.num_blocks, size, shares_prefixes, window, states)
 
@@ -187,7 +189,8 @@ def graph_runner(
 
 
 def pass_recorder(resolved: Resolved, network: Decoder) -> Recorder | None:
-    """What captures passes over short prompts; None: they are not captured."""
+    """What captures passes over short prompts and last checkpoints; None: nothing does, and on a
+    GPU launching the latter for all layers would take longer than reading the tokens again."""
     is_whole = network.pool is None and network.head.columns.num_ranks == 1
     return Recorder(resolved.device) if resolved.captures and is_whole else None
 

@@ -11,7 +11,6 @@ from slipstream.cache.recurrent import RecurrentSpec
 from slipstream.cache.spec import LayerCache
 from slipstream.core.errors import UsageError
 from slipstream.kernels.delta_net import DeltaCache, DeltaHeads
-from slipstream.kernels.devices import upload
 from slipstream.kernels.norm import SublayerOutput
 from slipstream.kernels.ops import Ops
 from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces, StateInputs
@@ -147,24 +146,31 @@ class WaitingRows:
 
 
 def waiting_rows(
-    slots: Sequence[int], counts: Sequence[int], places: Sequence[int], device: torch.device
-) -> WaitingRows:
-    """The first counts[r] rows that wait in each of these slots."""
-    pairs = list(zip(slots, counts, strict=True))
-    of_slots = [slot for slot, count in pairs for _ in range(count)]
-    numbers = [row for count in counts for row in range(count)]
-    owners, rows = upload([of_slots, numbers], device).unbind(0)
-    given = [[*slots], [*counts], [*places], [*range(len(slots))]]
-    slot, known, place, own = upload(given, device).unbind(0)
+    slots: Sequence[int], counts: Sequence[int], places: Sequence[int]
+) -> list[Sequence[int]]:
+    """The tensors of `waiting_inputs`, as numbers, for the first counts[r] rows that wait in each
+    of these slots."""
+    owners = [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)]
+    rows = [row for count in counts for row in range(count)]
+    return [slots, places, owners, rows, counts, [0, *accumulate(counts)]]
+
+
+def waiting_inputs(tensors: Sequence[Tensor], most_rows: int) -> WaitingRows:
+    """Args:
+    tensors: int64: slots, places, owners and rows of `WaitingRows`, how many rows each slot has,
+        [R], and where these begin, [R + 1].
+    most_rows: at least the largest number of rows of a slot.
+    """
+    slots, places, owners, rows, known, starts = tensors
     none, nowhere = torch.zeros_like(known), torch.full_like(known, -1)
-    start = upload([0, *accumulate(counts)], device)
-    tables = torch.zeros((len(slots), 1), dtype=torch.int32, device=device)
+    tables = torch.zeros((len(slots), 1), dtype=torch.int32, device=slots.device)
+    own = torch.arange(len(slots), device=slots.device)
     inputs = PassInputs(
-        RowPlaces(start, torch.zeros_like(rows), max_rows=max(counts)),
+        RowPlaces(starts, torch.zeros_like(rows), max_rows=most_rows),
         Paging(tables, known, torch.full_like(rows, -1)),
         states=StateInputs(own, known, pending=none, save_at=nowhere, saved=none),
     )
-    return WaitingRows(slot, place, owners, rows, inputs)
+    return WaitingRows(slots, places, owners, rows, inputs)
 
 
 class DeltaNet:

@@ -7,12 +7,14 @@ from torch import Tensor
 
 from slipstream.cache.spec import ModelCache
 from slipstream.core.batch import LastCheckpoint
+from slipstream.kernels.devices import upload
 from slipstream.kernels.pass_inputs import PassInputs
-from slipstream.layers.delta_net import waiting_rows
+from slipstream.layers.delta_net import WaitingRows, waiting_inputs, waiting_rows
 from slipstream.layers.embedding import LanguageModelHead
 from slipstream.layers.stack import StreamAddends
 from slipstream.models.decoder import Decoder
 from slipstream.runner.captured_passes import CapturedPasses
+from slipstream.runner.captured_saves import CapturedSave
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import Recorder
 from slipstream.runner.rows import PassRows, RowLayout, lay_out
@@ -69,8 +71,12 @@ class ModelRunner:
         self._stream_layers, self._of_target = tuple(stream_layers), of_target
         self.has_states = cache.has_states
         self._captured: CapturedPasses | None = None
+        self._captured_save: CapturedSave | None = None
         if record is not None:
             self._captured = CapturedPasses(self._pass, state.num_slots, record)
+            if cache.num_waiting:
+                sizes = cache.num_waiting, state.num_slots - 1, state.device
+                self._captured_save = CapturedSave(self._save, *sizes, record)
 
     def forward(self, rows: PassRows) -> Forward:
         """Run a pass over `rows`, whose token ids are in the device state; writes their caches."""
@@ -176,12 +182,16 @@ class ModelRunner:
         """Write checkpoints of ended requests, whose last pass was the last in their slots."""
         if not checkpoints:
             return
-        waiting = waiting_rows(
-            [it.slot for it in checkpoints],
-            [it.count for it in checkpoints],
-            self._cache.places_of([it.place for it in checkpoints]),
-            self._state.device,
-        )
+        slots, counts = [it.slot for it in checkpoints], [it.count for it in checkpoints]
+        places = self._cache.places_of([it.place for it in checkpoints])
+        if self._captured_save is not None:
+            for one in zip(slots, counts, places, strict=True):
+                self._captured_save(*one)
+            return
+        numbers, device = waiting_rows(slots, counts, places), self._state.device
+        self._save(waiting_inputs([upload(it, device) for it in numbers], max(counts)))
+
+    def _save(self, waiting: WaitingRows) -> None:
         self._network.save_states(waiting, self._cache.layers)
 
     def commit(self, slots: Tensor, num_accepted: Tensor) -> None:

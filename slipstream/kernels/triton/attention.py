@@ -24,6 +24,7 @@ from slipstream.kernels.table import Heads
 from slipstream.kernels.triton import attention_stream
 from slipstream.kernels.triton.activation import gated_rows
 from slipstream.kernels.triton.attention_chunk_kernel import chunk_kernel
+from slipstream.kernels.triton.attention_combine_kernel import combine_kernel
 from slipstream.kernels.triton.attention_parts import SMALLEST, most_splits
 from slipstream.kernels.triton.attention_shapes import (
     MULTIPROCESSORS,
@@ -33,7 +34,7 @@ from slipstream.kernels.triton.attention_shapes import (
     room_for,
     tree_of,
 )
-from slipstream.kernels.triton.attention_short_kernels import combine_kernel, short_kernel
+from slipstream.kernels.triton.attention_short_kernels import short_kernel
 from slipstream.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, options
 from slipstream.kernels.triton.rope import pages_of, rotate_and_store
 

@@ -228,7 +228,7 @@ def _ask_for(
 
 
 @triton.jit
-def _with_sink(exponent, total, sink):
+def with_sink(exponent, total, sink):
     """(sum of weights with the sink, factor for the sums of values).
 
     The sink is a score without a value. The exponent is raised to it as for any other score.
@@ -245,7 +245,7 @@ def _write(
     kept = tl.full(total.shape, 1.0, tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)[:, None] * LOG2_E
-        total, kept = _with_sink(exponent[:, None], total, sink)
+        total, kept = with_sink(exponent[:, None], total, sink)
     total = tl.where(total == 0.0, 1.0, total)  # a row that sees no token: output 0
     one, two = one * kept / total, two * kept / total
     dtype: tl.constexpr = out.dtype.element_ty
@@ -254,10 +254,19 @@ def _write(
 
 
 @triton.jit
-def _splits(context, rows, window):
+def seen_splits(context, rows, window):
     """(first split that the rows of a request see, number of splits that they see)."""
     first_split = split_of(oldest_token(context, rows, window))
     return first_split, split_of(tl.maximum(context, 1) - 1) + 1 - first_split
+
+
+@triton.jit
+def _splits_of_lane(lane, lanes, context, rows, window):
+    """(first split that the rows of a request see, first split of a lane, first after it)."""
+    first_split, _ = seen_splits(context, rows, window)
+    seen_from, newest = split_start(first_split), tl.maximum(context, 1)
+    split = split_of_lane(lane, lanes, seen_from, newest)
+    return first_split, split, split_of_lane(lane + 1, lanes, seen_from, newest)
 
 
 @triton.jit(do_not_specialize=["most_rows", "most_splits"])
@@ -285,16 +294,12 @@ def short_kernel(
     first = tl.load(query_start + request).to(tl.int32)
     rows = tl.load(query_start + request + 1).to(tl.int32) - first
     context = tl.load(context_lens + request).to(tl.int32)
-    oldest = oldest_token(context, rows, window)
-    first_split, _ = _splits(context, rows, window)
-    seen_from, newest = split_start(first_split), tl.maximum(context, 1)
-    split = split_of_lane(lane, lanes, seen_from, newest)
-    after = split_of_lane(lane + 1, lanes, seen_from, newest)
+    first_split, split, after = _splits_of_lane(lane, lanes, context, rows, window)
     if (rows > most_rows) | (tile * block_m >= rows * groups) | (split >= after):
         wait_for_inputs(pdl)
         return
-    begin = tl.maximum(split_start(split), oldest // block_n * block_n)
-    end = tl.minimum(split_start(after), context)
+    oldest = oldest_token(context, rows, window) // block_n * block_n
+    begin, end = tl.maximum(split_start(split), oldest), tl.minimum(split_start(after), context)
     keys, values = keys + kv_head * head_dim, values + kv_head * head_dim
     if key_scales is not None:  # stored after all heads of a token
         key_scales += kv_heads * head_dim // 4 + kv_head
@@ -316,11 +321,9 @@ def short_kernel(
             positions, places, tokens, slots, first, rows, begin, end, new_rows
         )
         new_turn = turns(cos_sin, new_position, stored, rotary_dim, head_dim, block_d)
-    query_gains = None
-    key_gains = None
-    if query_weight is not None:
-        query_gains = gains_of(query_weight, rotary_dim, head_dim, block_d)
-        key_gains = gains_of(key_weight, rotary_dim, head_dim, block_d)
+    has_norms: tl.constexpr = query_weight is not None
+    query_gains = gains_of(query_weight, rotary_dim, head_dim, block_d) if has_norms else None
+    key_gains = gains_of(key_weight, rotary_dim, head_dim, block_d) if has_norms else None
     entries = entries_of(table, begin, end, block_size, block_n)
     wait_for_inputs(pdl)
     source = (first + row).to(tl.int64) * row_stride + head * head_dim
@@ -347,83 +350,3 @@ def short_kernel(
     )  # fmt: skip
     if part is None:
         _write(exponent, total, one, two, out, place, head, row < rows, sinks, head_dim, key_scales)
-
-
-@triton.jit
-def _parts_at(
-    part, part_exponent, part_total, place, start, splits, column, head_dim: tl.constexpr,
-    count: tl.constexpr,
-):  # fmt: skip
-    """(exponents, sums of weights, sums of weighted values [D]) of the splits start + [0, count)
-    of a line, loaded without waiting; of those past the last, what adds nothing."""
-    exponents, totals, values = (), (), ()
-    for index in tl.static_range(count):
-        split = start + index
-        there = place + split
-        known = split < splits
-        exponents += (tl.load(part_exponent + there, mask=known, other=float("-inf")),)
-        totals += (tl.load(part_total + there, mask=known, other=0.0),)
-        inside = (column < head_dim) & (split + 0 * column < splits)
-        values += (tl.load(part + there * head_dim + column, mask=inside, other=0.0),)
-    return exponents, totals, values
-
-
-@triton.jit
-def _with_parts(total, mixed, exponent, exponents, totals, values, count: tl.constexpr):
-    """The sums of weights and of weighted values with `count` parts added, in order."""
-    for index in tl.static_range(count):
-        moved = power_of_two(exponents[index] - finite(exponent))
-        total += totals[index] * moved
-        mixed += values[index] * moved
-    return total, mixed
-
-
-@triton.jit(do_not_specialize=["most_rows", "most_splits"])
-def combine_kernel(
-    part, part_exponent, part_total, out, query_start, context_lens, sinks, window, most_rows,
-    most_splits, heads: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr,
-    block_s: tl.constexpr, at_once: tl.constexpr, pdl: tl.constexpr, early: tl.constexpr,
-):  # fmt: skip
-    """Programs (lane, request): add up the partial sums of all splits, in order, into `out`.
-
-    The lanes of a request take turns at its pairs of row and head. Splits that a row does not see
-    contribute nothing.
-    """
-    launch_dependents(pdl)
-    if not early:
-        wait_for_inputs(pdl)
-    request = tl.program_id(1)
-    first = tl.load(query_start + request).to(tl.int32)
-    rows = tl.load(query_start + request + 1).to(tl.int32) - first
-    context = tl.load(context_lens + request).to(tl.int32)
-    splits = tl.where(context > 0, _splits(context, rows, window)[1], 0)
-    lines = tl.where(rows > most_rows, 0, rows * heads)
-    wait_for_inputs(pdl)
-    column = tl.arange(0, block_d)
-    for own in range(tl.program_id(0), lines, tl.num_programs(0)):
-        line = first.to(tl.int64) * heads + own
-        place = ((request * most_rows).to(tl.int64) * heads + own) * most_splits
-        exponents, totals, values = _parts_at(
-            part, part_exponent, part_total, place, 0, splits, column, head_dim, at_once
-        )
-        exponent = exponents[0]
-        for index in tl.static_range(1, at_once):
-            exponent = tl.maximum(exponent, exponents[index])
-        for start in range(at_once, splits, block_s):
-            split = start + tl.arange(0, block_s)
-            known = tl.load(part_exponent + place + split, mask=split < splits, other=float("-inf"))
-            exponent = tl.maximum(exponent, tl.max(known, axis=0))
-        total, mixed = tl.zeros((), tl.float32), tl.zeros((block_d,), tl.float32)
-        total, mixed = _with_parts(total, mixed, exponent, exponents, totals, values, at_once)
-        for start in range(at_once, splits, at_once):
-            exponents, totals, values = _parts_at(
-                part, part_exponent, part_total, place, start, splits, column, head_dim, at_once
-            )
-            total, mixed = _with_parts(total, mixed, exponent, exponents, totals, values, at_once)
-        kept = tl.full((), 1.0, tl.float32)
-        if sinks is not None:
-            sink = tl.load(sinks + line % heads).to(tl.float32) * LOG2_E
-            total, kept = _with_sink(exponent, total, sink)
-        result = mixed * kept / tl.where(total == 0.0, 1.0, total)
-        target = out + line * head_dim + column
-        tl.store(target, result.to(out.dtype.element_ty), mask=column < head_dim)

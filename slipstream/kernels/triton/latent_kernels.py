@@ -219,12 +219,11 @@ def latent_kernel(
     if not early:
         wait_for_inputs(pdl)
     width: tl.constexpr = rank + rotary_dim
-    tile, request = tl.program_id(0), tl.program_id(1)
-    lane, lanes = tl.program_id(2), tl.num_programs(2)
+    tile, request, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(query_start + request).to(tl.int32)
     rows = tl.load(query_start + request + 1).to(tl.int32) - first
     context = tl.load(context_lens + request).to(tl.int32)
-    newest = tl.maximum(context, 1)
+    lanes, newest = tl.num_programs(2), tl.maximum(context, 1)
     split = split_of_lane(lane, lanes, 0, newest)
     after = split_of_lane(lane + 1, lanes, 0, newest)
     if (rows > most_rows) | (tile * block_m >= rows * heads) | (split >= after):
@@ -239,36 +238,33 @@ def latent_kernel(
     if early:
         known = tl.minimum(split_start(after), context - rows)  # tokens of earlier passes
         _ask_for(pages, table, split_start(split), known, width, block_size, ASKED)
-    until = tl.minimum(split_start(split + 1), context)
-    entries = entries_of(table, split_start(split), until, block_size, block_n)
+    begin, end = split_start(split), tl.minimum(split_start(split + 1), context)
+    entries = entries_of(table, begin, end, block_size, block_n)
     wait_for_inputs(pdl)
     inside, line = row < rows, ((first + row).to(tl.int64) * heads + head) * width
     query, turned_query = latents_at(absorbed, line, inside, rank, rotary_dim, block_c, block_p)
-    column = tl.arange(0, block_c)
-    stored = inside[:, None] & (column < rank)[None, :]
+    column = tl.arange(0, block_c)[None, :]
+    stored = inside[:, None] & (column < rank)
     place = ((request * most_rows + row).to(tl.int64) * heads + head) * most_parts
-    target = part + place[:, None] * rank + column[None, :]
+    target = part + place[:, None] * rank + column
     all_exponent = tl.full((block_m,), float("-inf"), tl.float32)
     all_total = tl.zeros((block_m,), tl.float32)
     all_mixed = tl.zeros((block_m, block_c), tl.float32)
     for index in range(split, after):
-        begin, end = split_start(index), tl.minimum(split_start(index + 1), context)
         exponent = tl.full((block_m,), float("-inf"), tl.float32)
         total = tl.zeros((block_m,), tl.float32)
         mixed = tl.zeros((block_m, block_c), tl.float32)
         for start in range(begin, end, block_n):
             token = start + tl.arange(0, block_n)
-            there = places_of(entries, start, width, block_size, block_n)
+            at = places_of(entries, start, width, block_size, block_n)
             entries = entries_of(table, start + block_n, end, block_size, block_n)
-            latents, turned = latents_at(
-                pages, there, token < end, rank, rotary_dim, block_c, block_p
-            )
+            latents, turned = latents_at(pages, at, token < end, rank, rotary_dim, block_c, block_p)
             exponent, total, mixed = _fold(
                 query, turned_query, latents, turned, exponent, total, mixed, token, begins, ends,
                 row, rows, words, tree_start, scale, first_seen,
             )  # fmt: skip
-        until = tl.minimum(split_start(index + 2), context)
-        entries = entries_of(table, end, until, block_size, block_n)
+        begin, end = end, tl.minimum(split_start(index + 2), context)
+        entries = entries_of(table, begin, end, block_size, block_n)
         if joined:
             highest = tl.maximum(all_exponent, exponent)
             kept = power_of_two(all_exponent - finite(highest))
@@ -298,11 +294,12 @@ def _parts_at(
     for index in tl.static_range(count):
         known = start + index < splits
         there = place + start + index
-        exponents += (tl.load(part_exponent + there, mask=known, other=float("-inf")),)
-        totals += (tl.load(part_total + there, mask=known, other=0.0),)
+        exponent = tl.load(part_exponent + there, mask=known, other=float("-inf"))
+        exponents += (exponent,)  # type: ignore[assignment]
+        totals += (tl.load(part_total + there, mask=known, other=0.0),)  # type: ignore[assignment]
         loaded = known[:, None] & (column < rank)[None, :]
         at = part + there[:, None] * rank + column[None, :]
-        values += (tl.load(at, mask=loaded, other=0.0),)
+        values += (tl.load(at, mask=loaded, other=0.0),)  # type: ignore[assignment]
     return exponents, totals, values
 
 

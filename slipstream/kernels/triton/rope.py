@@ -50,9 +50,8 @@ def _rotate_and_store_kernel(
         place = row * query_stride + head * head_dim
         first, second = halves(query, place, head < query_heads, head_dim, block_d)
         turn = turns(cos_sin, position, head < query_heads, rotary_dim, head_dim, block_d)
-        query_gains = None  # two names: branches that both set one must agree on its type
-        if query_weight is not None:
-            query_gains = gains_of(query_weight, rotary_dim, head_dim, block_d)
+        has_norm: tl.constexpr = query_weight is not None
+        query_gains = gains_of(query_weight, rotary_dim, head_dim, block_d) if has_norm else None
         first, second = rotated(
             query, place, head < query_heads, first, second, turn, query_gains, eps, rotary_dim,
             head_dim,
@@ -67,9 +66,8 @@ def _rotate_and_store_kernel(
         place = row * key_stride + head * head_dim
         first, second = halves(key, place, head < kv_heads, head_dim, block_d)
         turn = turns(cos_sin, position, head < kv_heads, rotary_dim, head_dim, block_d)
-        key_gains = None
-        if key_weight is not None:
-            key_gains = gains_of(key_weight, rotary_dim, head_dim, block_d)
+        has_key_norm: tl.constexpr = key_weight is not None
+        key_gains = gains_of(key_weight, rotary_dim, head_dim, block_d) if has_key_norm else None
         first, second = rotated(
             key, place, head < kv_heads, first, second, turn, key_gains, eps, rotary_dim, head_dim
         )
