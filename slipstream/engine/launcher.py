@@ -23,7 +23,7 @@ from slipstream.engine.step_results import (
     pack,
 )
 from slipstream.kernels.devices import Download, upload
-from slipstream.runner.device_batch import PackedBatch
+from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner
 from slipstream.runner.model_runner import ModelRunner
@@ -67,6 +67,7 @@ class Launcher(Step):
         self._ended = 0.0  # when the last step ended
         self._ranks, self._check_every, self._num_launched = ranks, check_every, 0
         self.division, self._launch_part = division, division.guarding(self._launch)
+        self._sent: tuple[PackedBatch, DeviceBatch] | None = None  # the last exact batch
         self._rated: Outcome | None = None  # of the last step, if logprobs may be asked for
         # The functions that follower ranks call when the leader calls its method of this name.
         self.followed: Mapping[str, Callable[..., Any]] = {
@@ -134,7 +135,9 @@ class Launcher(Step):
             packed = replace(packed, uses=graphs.widened(packed.uses))
         if graphs is not None and packed.width and packed.guesses is None:
             proposal = graphs.run("propose", self.propose, packed).first(len(batch.requests))
-        outcome = self.run(packed.on(self._state.device), steering, proposal)
+        if self._sent is None or self._sent[0] != packed:
+            self._sent = packed, packed.on(self._state.device, not self.runs_ahead)
+        outcome = self.run(self._sent[1], steering, proposal)
         if any(item.is_prompt_chunk for item in batch.requests):
             self._drafter.read_prompts(batch, outcome.forward)
             slots = upload(packed.slots, self._state.device)

@@ -27,7 +27,7 @@ from slipstream.kernels.sampling import SampleRows, rates_by_request
 from slipstream.runner.device_batch import DeviceBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.model_runner import Forward, ModelRunner
-from slipstream.runner.rows import RowLayout, TreeRows
+from slipstream.runner.rows import TreeRows
 from slipstream.sampling.state import SamplingState
 from slipstream.sampling.verification import DraftedTrees, Verdict, verify, verify_trees
 from slipstream.speculative.drafter import Draft, Drafter
@@ -88,7 +88,8 @@ class Step:
             logits = self._runner.logits(self._judged(batch, draft, forward))
         computed = self._now()
         with label(_VERIFY):
-            verdict, largest = self._verify(batch, draft, logits, allowed, forward.layout)
+            layout = forward.layout.judged(batch.judges_all)
+            verdict, largest = self._verify(batch, draft, logits, allowed, layout)
             verdict = self._commit(batch, verdict)
             self._drafter.observe(batch, verdict, forward)
         cached = self._drafter.cached_tokens(batch.slots)
@@ -98,12 +99,14 @@ class Step:
     def propose(self, batch: DeviceBatch) -> Proposal:
         """The drafter's tokens, written after the known tokens of every request."""
         began, drafts = self._now(), batch.width > 0
-        if drafts:
+        if drafts and batch.draft_counts is not None:
+            drafts = any(batch.draft_counts)  # else exact passes would have no rows
+        elif drafts:
             # The host may have planned before the last step's results arrived. Apply its limits to
             # what the device knows: a seeded text must not depend on when a step was planned.
             room = torch.minimum(batch.num_draft_tokens, self._most_useful_drafts(batch.slots))
             batch = replace(batch, num_draft_tokens=room)
-            drafts = not batch.exact or bool(room.any())  # else exact passes would have no rows
+            drafts = not batch.exact or bool(room.any())
         draft = self._drafter.propose(batch) if drafts else Draft.empty(batch, batch.width)
         if not draft.written:
             self._write(batch, draft)
@@ -142,6 +145,8 @@ class Step:
 
     def _judged(self, batch: DeviceBatch, draft: Draft, forward: Forward) -> Tensor:
         """[N, hidden_size], the rows of a pass whose logits are needed to verify the draft."""
+        if batch.judges_all:
+            return forward.hidden
         if batch.exact and not draft.token_ids.shape[1]:  # the host need not wait for their number
             return forward.layout.last(forward.hidden)
         return forward.layout.ends(forward.hidden, draft.num_tokens + 1)
@@ -152,9 +157,10 @@ class Step:
         draft: Draft,
         logits: Tensor,
         allowed: Tensor | None,
-        layout: RowLayout,
+        layout: tuple[Tensor, Tensor, Tensor] | None,
     ) -> tuple[Verdict, Tensor]:
-        """The verdict on every request's draft; and [R, K + 1], for each token of the verdict, the
+        """The verdict on every request's draft, given the `SampleRows.layout` of the logits if it
+        is known; and [R, K + 1], for each token of the verdict, the
         largest logit of its row, which is finite if all logits of the row are."""
         columns = self._sampling.columns
         # Ops that get whole rows of logits compute these numbers themselves.
@@ -170,7 +176,7 @@ class Step:
             draft.vocabulary,
             num_rows=logits.shape[0],
             certain=draft.certain_tokens(chances) if draft.tree is None else None,
-            layout=layout.packed,
+            layout=layout,
             draft_chances=chances if draft.shares else None,
             peaks=peaks,
         )

@@ -67,7 +67,7 @@ def pack(
         width=width,
         uses=uses,
         guesses=guesses,
-        rereads=again,
+        rereads=again if any(again) else None,
         reads_all=needs.hidden or any(item.reads_prompt for item in items),
         stops=stops if any(stops) else (),
         trims=trims if any(trims) else (),

@@ -131,11 +131,14 @@ class SampleRows:
 
         Args:
             num_rows: the sum of `num_draft_tokens` + 1, for ragged rows; None: rows are uniform.
-            layout: the layout, if it is known; None: it follows from `num_draft_tokens`.
+            layout: the layout of ragged rows, if it is known; None: it follows from
+                `num_draft_tokens`.
         """
         # Rows are uniform if no draft is shorter; these need no layout.
         uniform = num_rows is None or num_rows == draft_tokens.numel() + slots.shape[0]
-        if layout is None and num_rows is not None and not uniform:
+        if uniform:
+            layout = None
+        elif layout is None and num_rows is not None:
             layout = _ragged(num_draft_tokens, num_rows)
         sampled_from = draft_probs, draft_vocabulary, layout
         return cls(

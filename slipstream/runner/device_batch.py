@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class PackedBatch:
         uses: the sampling features that at least one of the requests needs.
         guesses: see `Guesses`; None: the device drafts for all requests.
         rereads: number of tokens before the new ones that the target computes again, for their
-            features (0 or 1 per request); None: 0 for all.
+            features (0 or 1 per request), if any request has some; None: 0 for all.
         stops: see `DraftPlan`, per request; empty if no chain may end early.
         trims: see `DraftPlan`, per request; empty if all draft tokens are verified.
         saved: see `ScheduledRequest`, per request; empty if no checkpoint is written.
@@ -84,17 +85,24 @@ class PackedBatch:
             rows.extend([row[place] for row in padded] for place in range(width))
         return rows
 
-    def on(self, device: torch.device) -> "DeviceBatch":
-        """The batch as tensors, without padding."""
+    def on(self, device: torch.device, follows_results: bool = False) -> "DeviceBatch":
+        """The batch as tensors, without padding.
+
+        Args:
+            follows_results: it was planned with the results of the last step.
+        """
         columns = upload(self.columns(self.width), device)
         num_rows = sum(self.num_new_tokens) + self.num_verified if self.trims else None
-        again = self.rereads or [0] * len(self.slots)
-        known = [new + more for new, more in zip(self.num_new_tokens, again, strict=True)]
+        known = self.num_new_tokens
+        if self.rereads is not None:
+            known = [new + more for new, more in zip(known, self.rereads, strict=True)]
         return DeviceBatch.over(
             *(columns, self.width, self.uses, True, num_rows),
             stops=self.stops,
             prompts=self.prompts,
             known_counts=known,
+            draft_counts=self.num_draft_tokens if follows_results else None,
+            most_rereads=max(self.rereads or (0,)),
             reads_all=self.reads_all,
         )
 
@@ -108,7 +116,7 @@ class DeviceBatch:
         num_new_tokens: [R] int64, known tokens that the target computes; 0 for padding.
         num_draft_tokens: [R] int64, at most K.
         at_end: [R] bool, the last known token is among the new ones, so the request gets tokens.
-        rereads: [R] int64, see `PackedBatch`; 0 unless the batch is exact.
+        rereads: [R] int64, see `PackedBatch`.
         guesses: [R, K] int64, draft tokens that the host found, -1 in the rows of requests for
             which the device drafts; [R, 0] if there are none.
         width: K.
@@ -125,6 +133,9 @@ class DeviceBatch:
             have their planned length.
         prompts: see `PassRows`; empty unless the batch is exact.
         known_counts: `num_known_rows` on the host; empty unless the batch is exact.
+        draft_counts: `num_draft_tokens` on the host, of an exact batch that was planned with the
+            results of the last step, so that they are within the limits of requests; else None.
+        most_rereads: the largest of `rereads`; 0 unless the batch is exact.
         reads_all: see `PackedBatch`.
     """
 
@@ -144,6 +155,8 @@ class DeviceBatch:
     stops: Sequence[ChainStops | None] = ()
     prompts: Sequence[PromptRows | None] = ()
     known_counts: Sequence[int] = ()
+    draft_counts: Sequence[int] | None = None
+    most_rereads: int = 0
     reads_all: bool = True
 
     @classmethod
@@ -191,17 +204,19 @@ class DeviceBatch:
     @property
     def num_known_rows(self) -> Tensor:
         """[R] int64, number of rows of the target's pass for known tokens."""
-        return self.num_new_tokens + self.rereads
+        return self.num_new_tokens + self.rereads if self.most_rereads else self.num_new_tokens
 
-    @property
-    def most_rereads(self) -> int:
-        """The largest value that `rereads` may have."""
-        return int(self.exact)
+    @cached_property
+    def judges_all(self) -> bool:
+        """Whether the batch is exact, and every row of the target's pass has its logits judged."""
+        return bool(self.known_counts) and all([count == 1 for count in self.known_counts])
 
     @property
     def num_featured_drafts(self) -> Tensor:
         """[R] int64, number of draft tokens; 0 for requests whose last known token has no features
         of the target yet: after a prefix hit, this step computes them."""
+        if not self.most_rereads:
+            return self.num_draft_tokens
         return torch.where(self.rereads > 0, 0, self.num_draft_tokens)
 
     def rows(
@@ -232,21 +247,21 @@ class DeviceBatch:
     ) -> PassRows:
         """The rows of the target's pass: known tokens from `starts` on, then num_drafts[r] draft
         tokens, at most `most_drafts`."""
-        lengths, adapted = self.num_new_tokens + num_drafts, Uses.ADAPTER in self.uses
+        lengths, adapted = self.num_known_rows + num_drafts, Uses.ADAPTER in self.uses
         if not self.exact:
             most, total = most_drafts + 1, self.num_rows
             if total is not None and total >= self.num_requests * most:
                 total = None
             return PassRows(
                 *(self.slots, starts, lengths, most, total),
-                num_known=self.num_new_tokens,  # there are no `rereads`
+                num_known=self.num_new_tokens,
                 saved=self.saved,
                 tree=tree,
                 adapted=adapted,
             )
         return PassRows(
-            *(self.slots, starts - self.rereads, lengths + self.rereads),
-            rereads=self.rereads,
+            *(self.slots, starts - self.rereads if self.most_rereads else starts, lengths),
+            rereads=self.rereads if self.most_rereads else None,
             num_known=self.num_known_rows,
             saved=self.saved,
             tree=tree,
@@ -260,4 +275,4 @@ class DeviceBatch:
         """A copy with other numbers of draft tokens, at most `width`."""
         if self.exact:
             width = int(num_draft_tokens.max())
-        return replace(self, num_draft_tokens=num_draft_tokens, width=width)
+        return replace(self, num_draft_tokens=num_draft_tokens, width=width, draft_counts=None)

@@ -167,10 +167,14 @@ class RowLayout:
             return [*self.row_starts] == [*range(self.num_requests + 1)]
         return self.width == 1
 
-    @property
-    def packed(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(`request`, `offset`, `first_row`) of packed rows; None for other layouts."""
-        if self.width is not None or self.row_starts:
+    def judged(self, all_rows: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(`request`, `offset`, `first_row`) of the rows whose logits are judged, if these are all
+        rows and not equally many of each request; else None.
+
+        Args:
+            all_rows: whether they are all rows of exact passes; they are in others.
+        """
+        if self.width is not None or (self.row_starts and not all_rows):
             return None
         return self.request, self.offset, self.first_row
 

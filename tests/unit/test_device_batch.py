@@ -1,7 +1,7 @@
 """A step on the device: its numbers, its padding, and the state that it works on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from slipstream import LLM
 from slipstream.cache.spec import CacheSizes, ModelCache
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.request import Request
@@ -17,6 +18,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step_form import CapturedForm, bucket_sizes
 from slipstream.kernels import devices
 from slipstream.kernels.registry import kernels_for
+from slipstream.kernels.sampling import SampleRows
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import LoadOptions, load_decoder
@@ -94,6 +96,39 @@ def test_an_exact_turn_is_of_the_plans_requests_alone() -> None:
     assert batch.rows(starts, tensor(1, 0, 2), 3).width is None
     padded = DeviceBatch.over(torch.tensor(plan([4]).columns(0)), 0, GREEDY, False)
     assert padded.rows(tensor(1), tensor(1), 3).width == 3
+
+
+def test_an_exact_turn_says_what_the_host_knows() -> None:
+    batch = plan([4, 0], [1, 0]).on(CPU, follows_results=True)
+    assert batch.judges_all
+    assert batch.draft_counts == [1, 0]
+    rows = batch.target_rows(tensor(5, 7), tensor(1, 0), 1, None)
+    assert rows.rereads is None  # nothing is computed again
+    again = replace(plan([4, 0], [1, 0]), rereads=[0, 1]).on(CPU)
+    assert not again.judges_all
+    assert again.draft_counts is None  # it may have been planned ahead
+    rows = again.target_rows(tensor(5, 7), tensor(1, 0), 1, None)
+    assert rows.rereads is not None
+    assert (rows.starts.tolist(), rows.lengths.tolist()) == ([5, 6], [2, 2])
+
+
+def test_the_numbers_of_a_step_are_sent_once(
+    tiny_target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[PackedBatch] = []
+    send = PackedBatch.on
+
+    def on(packed: PackedBatch, *given: Any) -> DeviceBatch:
+        sent.append(packed)
+        return send(packed, *given)
+
+    monkeypatch.setattr(PackedBatch, "on", on)
+    llm = LLM(tiny_target, skip_tokenizer_init=True, num_kv_blocks=16)
+    few = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    more = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": [5, 9, 14]}, {"prompt_token_ids": [7]}], [few, more])
+    # Both prompts; then both decode, and then the second one alone.
+    assert [len(packed.slots) for packed in sent] == [2, 2, 1]
 
 
 # ---------------------------------------------------------------------- graphs
@@ -430,6 +465,19 @@ def test_the_ends_of_a_pass() -> None:
     assert layout.ends(rows, tensor(5, 1, 3, 2)) is rows
     layout, rows = padded_layout(2, 3, 1, 0)
     assert layout.ends(rows, tensor(1, 1)) is rows
+
+
+def test_rows_that_are_all_judged_are_laid_out_already() -> None:
+    layout, _ = layout_of(3, 1, 2)
+    found = layout.judged(True)
+    assert found is not None
+    built = SampleRows.build(*(tensor(0, 0, 0),) * 2, torch.zeros(3, 3).long(), tensor(2, 0, 1),
+                             tensor(1, 1, 1) > 0, num_rows=6)  # fmt: skip
+    assert built.layout is not None
+    for ours, theirs in zip(found, built.layout, strict=True):
+        assert ours.equal(theirs)
+    assert layout.judged(False) is None
+    assert padded_layout(2, 3, 1, 0)[0].judged(False) is None
 
 
 def test_the_heads_and_tails_of_a_pass() -> None:
