@@ -227,6 +227,38 @@ void commit(const Tables& tables, const Array& slots_in, const Array& new_in,
     }
 }
 
+// `more` [R, n]: float32, of which the bits are taken, or int64; `out` [R, 2 W + n + 9].
+void pack_results(const Array& tokens_in, const Array& largest_in, const Optional& more_in,
+                  const Array& num_tokens, const Array& num_accepted, const Array& num_drafted,
+                  const Array& first_rows, const Array& cached, int64_t began, int64_t drafted,
+                  int64_t computed, int64_t ended, const Array& out) {
+    const int64_t requests = length(tokens_in, 2, 0, "tokens"),
+                  width = length(tokens_in, 2, 1, "tokens"),
+                  extra = more_in ? length(*more_in, 2, 1, "more") : 0;
+    const int64_t* tokens = dense<int64_t>(tokens_in, {requests, width}, "tokens");
+    const auto* largest = reinterpret_cast<const int32_t*>(
+        dense<float>(largest_in, {requests, width}, "largest"));
+    const bool has_bits = more_in && number_of(*more_in) == Number::f32;
+    const auto* bits = has_bits ? reinterpret_cast<const int32_t*>(
+                                      dense<float>(more_in, {requests, extra}, "more"))
+                                : nullptr;
+    const auto* more = has_bits ? nullptr : dense<int64_t>(more_in, {requests, extra}, "more");
+    const int64_t* counts[] = {dense<int64_t>(num_tokens, {requests}, "num_tokens"),
+                               dense<int64_t>(num_accepted, {requests}, "num_accepted"),
+                               dense<int64_t>(num_drafted, {requests}, "num_drafted"),
+                               dense<int64_t>(first_rows, {requests}, "first_rows"),
+                               dense<int64_t>(cached, {requests}, "cached")};
+    auto* to = dense<int64_t>(out, {requests, 2 * width + extra + 9}, "out");
+    for (int64_t request = 0; request < requests; ++request) {
+        to = std::copy_n(tokens + request * width, width, to);
+        to = std::copy_n(largest + request * width, width, to);
+        if (bits) to = std::copy_n(bits + request * extra, extra, to);
+        if (more) to = std::copy_n(more + request * extra, extra, to);
+        for (const int64_t* count : counts) *to++ = count[request];
+        for (int64_t time : {began, drafted, computed, ended}) *to++ = time;
+    }
+}
+
 // `pages` [num_pages, blocks, block_size, heads, numbers], of any type and strides. A node never
 // stands before its new place, and its old one is read before anything is written there, as the
 // ways rise.
@@ -301,6 +333,10 @@ void bind_preparation(nb::module_& module) {
                nb::arg("numbers"));
     module.def("write_tokens", write_tokens);
     module.def("commit", commit);
+    module.def("pack_results", pack_results, nb::arg("tokens"), nb::arg("largest"),
+               nb::arg("more").none(), nb::arg("num_tokens"), nb::arg("num_accepted"),
+               nb::arg("num_drafted"), nb::arg("first_rows"), nb::arg("cached"), nb::arg("began"),
+               nb::arg("drafted"), nb::arg("computed"), nb::arg("ended"), nb::arg("out"));
     module.def("keep_path", keep_path);
     module.def("suffix_lookup", run_suffix_lookup);
 }

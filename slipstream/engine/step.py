@@ -94,7 +94,8 @@ class Step:
             self._drafter.observe(batch, verdict, forward)
         cached = self._drafter.cached_tokens(batch.slots)
         times = (proposal.began, proposal.drafted, computed, self._now())
-        return Outcome.of(verdict, largest, draft, cached, times, logits, forward)
+        ops = self._state.ops
+        return Outcome.of(ops, verdict, largest, draft, cached, times, logits, forward)
 
     def propose(self, batch: DeviceBatch) -> Proposal:
         """The drafter's tokens, written after the known tokens of every request."""

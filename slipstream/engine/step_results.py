@@ -21,6 +21,7 @@ from slipstream.core.batch import (
     Trim,
 )
 from slipstream.kernels.devices import Download, send, upload
+from slipstream.kernels.preparation import PreparationOps
 from slipstream.runner.device_batch import Guesses, PackedBatch
 from slipstream.runner.model_runner import Forward, ModelRunner
 from slipstream.runner.rows import prompt_rows
@@ -143,6 +144,7 @@ class Outcome:
     @classmethod
     def of(
         cls,
+        ops: PreparationOps,
         verdict: Verdict,
         largest: Tensor,
         draft: Draft,
@@ -161,14 +163,10 @@ class Outcome:
             drafted = drafted + draft.looked_up * _LOOKED_UP
         gains = (verdict.num_tokens, verdict.num_accepted, drafted)
         counts = (*gains, forward.layout.first_row, cached)
-        stamps = [it for it in times if isinstance(it, Tensor)]
-        rows = (torch.stack(stamps) if stamps else torch.tensor(times)).expand(len(cached), -1)
-        bits = [_bits(largest)]
-        if draft.confidences is not None:
-            bits.append(_bits(draft.confidences))
-        elif verdict.path is not None:
-            bits.append(verdict.path[:, 1:])
-        numbers = torch.cat((verdict.token_ids, *bits, torch.stack(counts, 1), rows), 1)
+        more = draft.confidences
+        if more is None and verdict.path is not None:
+            more = verdict.path[:, 1:]
+        numbers = ops.pack_results(verdict.token_ids, largest, more, counts, times)
         return cls(numbers, verdict.token_ids.shape[1], logits, forward, verdict.path)
 
     def laid_out(self, count: int, width: int) -> Tensor:
@@ -326,11 +324,6 @@ class StepResult:
 def num_columns(width: int) -> int:
     """The number of columns of `Outcome.laid_out`."""
     return 3 * width - 1 + _NUM_COUNTS + _NUM_TIMES
-
-
-def _bits(numbers: Tensor) -> Tensor:
-    """float32 -> int64, which `cat` would convert to more slowly."""
-    return numbers.view(torch.int32).to(torch.int64)
 
 
 def _committed(

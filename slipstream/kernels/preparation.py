@@ -227,6 +227,28 @@ class PreparationOps(ABC):
         """
 
     @abstractmethod
+    def pack_results(
+        self,
+        tokens: Tensor,
+        largest: Tensor,
+        more: Tensor | None,
+        counts: Sequence[Tensor],
+        times: Sequence[Tensor | int],
+    ) -> Tensor:
+        """Join the results of a step, so that one copy brings them to the host.
+
+        Args:
+            tokens: [R, W] int64.
+            largest: [R, W] float32.
+            more: [R, n], float32 or int64; None: n is 0.
+            counts: five [R] int64.
+            times: four numbers, or four scalars int64 on the device; see `timestamp`.
+
+        Returns:
+            [R, 2 W + n + 9] int64: all of these, in this order; of float32 numbers the bits.
+        """
+
+    @abstractmethod
     def keep_path(
         self,
         tables: RequestTables,

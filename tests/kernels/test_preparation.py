@@ -427,3 +427,26 @@ def test_tensors_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         ops.expand_rows(replace(tables, num_tokens=tables.num_tokens.int()), one, one, one, 2)
     with pytest.raises(TypeError, match="incompatible function arguments"):
         ops.write_tokens(tables, one.to("meta"), tokens, one)
+
+
+@pytest.mark.parametrize(("requests", "width", "extra"), [(1, 1, None), (3, 5, 4), (2, 1, 0)])
+@pytest.mark.parametrize("floats", [True, False])
+def test_results_are_joined(
+    backend: str, requests: int, width: int, extra: int | None, floats: bool
+) -> None:
+    generator = seeded(width)
+    tokens = torch.randint(-1, 1 << 40, (requests, width), generator=generator).to(DEVICE)
+    largest = torch.randn(requests, width, generator=generator).to(DEVICE)
+    largest[0, 0] = torch.nan
+    more = None
+    if extra is not None:
+        more = torch.randn(requests, extra + 1, generator=generator).to(DEVICE)[:, 1:]
+        more = more if floats else (more * 9).long()
+    counts = torch.randint(1 << 33, (requests, 5), generator=generator).to(DEVICE).unbind(1)
+    given = tokens, largest, more, counts, (1, 1 << 60, 3, 4)
+    ours = ops_of(backend).pack_results(*given)
+    assert torch.equal(ours, REFERENCE.pack_results(*given))
+    assert ours.shape == (requests, 2 * width + (extra or 0) + 9)
+    assert ours[-1, -9:].tolist() == [*(int(count[-1]) for count in counts), 1, 1 << 60, 3, 4]
+    bits = ours[:, width : 2 * width].int().view(torch.float32)
+    assert torch.equal(bits.nan_to_num(7), largest.nan_to_num(7))

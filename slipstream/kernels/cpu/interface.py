@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.errors import UsageError
 
-INTERFACE = "988a5779463c5c09"
+INTERFACE = "0eb293b15b073b82"
 """Digest of the functions that the modules here call; change it with them: the message of
 `require_current` tells it."""
 

@@ -130,6 +130,23 @@ def commit(
     return _part(gains, 0, requests), _part(gains, requests, requests)
 
 
+def pack_results(
+    tokens: Tensor,
+    largest: Tensor,
+    more: Tensor | None,
+    counts: Sequence[Tensor],
+    times: Sequence[Tensor | int],
+) -> Tensor:
+    requests, width = tokens.shape
+    extra = 0 if more is None else more.shape[1]
+    out = torch.empty((requests, 2 * width + extra + len(counts) + len(times)), dtype=torch.int64)
+    cpp.pack_results(
+        tokens.contiguous(), largest.contiguous(), None if more is None else more.contiguous(),
+        *[count.contiguous() for count in counts], *times, out,
+    )  # fmt: skip
+    return out
+
+
 def keep_path(
     tables: RequestTables,
     slots: Tensor,
@@ -167,6 +184,7 @@ class CppPreparation(ReferencePreparation):
     advance_drafts = staticmethod(advance_drafts)
     write_tokens = staticmethod(write_tokens)
     commit = staticmethod(commit)
+    pack_results = staticmethod(pack_results)
     keep_path = staticmethod(keep_path)
 
 

@@ -154,6 +154,26 @@ def commit(
     return gained, accepted
 
 
+def pack_results(
+    tokens: Tensor,
+    largest: Tensor,
+    more: Tensor | None,
+    counts: Sequence[Tensor],
+    times: Sequence[Tensor | int],
+) -> Tensor:
+    stamps = [it for it in times if isinstance(it, Tensor)]
+    row = torch.stack(stamps) if stamps else send(torch.tensor(times), tokens.device)
+    parts = [tokens, largest, *(() if more is None else (more,))]
+    return torch.cat(
+        (*map(_bits, parts), torch.stack([*counts], 1), row.expand(len(tokens), -1)), 1
+    )
+
+
+def _bits(numbers: Tensor) -> Tensor:
+    """float32 -> int64, which `cat` would convert to more slowly; int64 as it is."""
+    return numbers.view(torch.int32).long() if numbers.dtype == torch.float32 else numbers
+
+
 def keep_path(
     tables: RequestTables,
     slots: Tensor,
@@ -209,6 +229,7 @@ class ReferencePreparation(PreparationOps):
     trim_drafts = staticmethod(trim_drafts)
     write_tokens = staticmethod(write_tokens)
     commit = staticmethod(commit)
+    pack_results = staticmethod(pack_results)
     keep_path = staticmethod(keep_path)
     timestamp = staticmethod(timestamp)
 
