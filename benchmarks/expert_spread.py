@@ -63,7 +63,7 @@ def _recorded() -> Iterator[dict[int, list[Tensor]]]:
         return plain(self, ops, entering, inputs)
 
     Experts.apply = recording  # type: ignore[method-assign]
-    CapturedPasses.run = lambda *_: None  # type: ignore[assignment,method-assign]
+    CapturedPasses.run = lambda *_: None  # type: ignore[method-assign]
     try:
         yield found
     finally:
