@@ -135,9 +135,11 @@ class Launcher(Step):
             packed = replace(packed, uses=graphs.widened(packed.uses))
         if graphs is not None and packed.width and packed.guesses is None:
             proposal = graphs.run("propose", self.propose, packed).first(len(batch.requests))
-        if self._sent is None or self._sent[0] != packed:
-            self._sent = packed, packed.on(self._state.device, not self.runs_ahead)
-        outcome = self.run(self._sent[1], steering, proposal)
+        sent = self._sent
+        if sent is None or sent[0] != packed:
+            sent = packed, packed.on(self._state.device, not self.runs_ahead)
+        self._sent = None if packed.prompts else sent  # images are not kept
+        outcome = self.run(sent[1], steering, proposal)
         if any(item.is_prompt_chunk for item in batch.requests):
             self._drafter.read_prompts(batch, outcome.forward)
             slots = upload(packed.slots, self._state.device)
@@ -179,7 +181,7 @@ class Launcher(Step):
         self._reset(running)
 
     def _reset(self, running: Sequence[Request]) -> None:
-        self._rated = None
+        self._rated = self._sent = None
         self._drafter.forget(running)
         for request in running:
             request.lose_place()

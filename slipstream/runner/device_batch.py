@@ -109,7 +109,8 @@ class PackedBatch:
 
 @dataclass(frozen=True, eq=False)
 class DeviceBatch:
-    """The requests of one step on the device.
+    """The requests of one step on the device. Nothing writes to its tensors, since a later step
+    with equal numbers uses them again.
 
     Attributes:
         slots: [R] int64, rows of the device state; padding has a reserved slot.
