@@ -205,7 +205,13 @@ class DeviceBatch:
     @property
     def num_known_rows(self) -> Tensor:
         """[R] int64, number of rows of the target's pass for known tokens."""
-        return self.num_new_tokens + self.rereads if self.most_rereads else self.num_new_tokens
+        return self.num_new_tokens + self.rereads if self._may_reread else self.num_new_tokens
+
+    @property
+    def _may_reread(self) -> bool:
+        """Whether any of `rereads` may be above 0: where steps are captured, drafts of exact steps
+        are proposed by a batch that is padded."""
+        return not self.exact or self.most_rereads > 0
 
     @cached_property
     def judges_all(self) -> bool:
@@ -216,7 +222,7 @@ class DeviceBatch:
     def num_featured_drafts(self) -> Tensor:
         """[R] int64, number of draft tokens; 0 for requests whose last known token has no features
         of the target yet: after a prefix hit, this step computes them."""
-        if not self.most_rereads:
+        if not self._may_reread:
             return self.num_draft_tokens
         return torch.where(self.rereads > 0, 0, self.num_draft_tokens)
 
@@ -248,18 +254,20 @@ class DeviceBatch:
     ) -> PassRows:
         """The rows of the target's pass: known tokens from `starts` on, then num_drafts[r] draft
         tokens, at most `most_drafts`."""
-        lengths, adapted = self.num_known_rows + num_drafts, Uses.ADAPTER in self.uses
+        adapted = Uses.ADAPTER in self.uses
         if not self.exact:
+            lengths = self.num_new_tokens + num_drafts
             most, total = most_drafts + 1, self.num_rows
             if total is not None and total >= self.num_requests * most:
                 total = None
             return PassRows(
                 *(self.slots, starts, lengths, most, total),
-                num_known=self.num_new_tokens,
+                num_known=self.num_new_tokens,  # there are no `rereads`
                 saved=self.saved,
                 tree=tree,
                 adapted=adapted,
             )
+        lengths = self.num_known_rows + num_drafts
         return PassRows(
             *(self.slots, starts - self.rereads if self.most_rereads else starts, lengths),
             rereads=self.rereads if self.most_rereads else None,

@@ -236,7 +236,7 @@ def test_the_row_that_is_kept_is_behind_what_is_read_again() -> None:
     columns = torch.tensor(
         [[2, 0, 1], [2, 4, 1], [0, 0, 3], [1, 0, 1], [1, 0, 0], [8, 8, 8], [-1, -1, -1]]
     )
-    batch = DeviceBatch.over(columns, 3, frozenset(), exact=True)
+    batch = DeviceBatch.over(columns, 3, frozenset(), exact=True, most_rereads=1)
     hidden = torch.arange(11.0).unsqueeze(1).expand(-1, 2)  # rows 0-2, 3-6, 7-10
     first, final = torch.tensor([0, 3, 7]), torch.tensor([2, 6, 10])
     accepted = torch.tensor([0, 0, 2])
