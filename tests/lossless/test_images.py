@@ -302,7 +302,9 @@ def test_heads_take_the_embeddings_of_images(
 
     monkeypatch.setattr(HeadNetwork, "embedded", spy)
     given, options = prompts(0)[1], {**drafters["eagle3"], "num_speculative_tokens": 2}
-    llm = make(models("Qwen3VL"), max_num_batched_tokens=24, speculative_config=options)
+    # Launched, since a replayed pass shows its embeddings to nobody.
+    settings = {"max_num_batched_tokens": 24, "enforce_eager": True}
+    llm = make(models("Qwen3VL"), speculative_config=options, **settings)
     llm.generate(given, params(False))
     ids, seen = given["prompt_token_ids"], given["multi_modal_data"]["image"]
     _, spans = llm.engine.images.place(ids, seen, {})
