@@ -15,7 +15,8 @@ from slipstream.kernels.pass_inputs import PassInputs
 from slipstream.kernels.triton.attention import EARLY, most_rows_of, most_splits_of, short_lines
 from slipstream.kernels.triton.attention_shapes import SHORT_ROWS, room_for, tree_of
 from slipstream.kernels.triton.latent_chunk_kernel import latent_chunk_kernel
-from slipstream.kernels.triton.latent_kernels import absorb_kernel, latent_kernel, values_kernel
+from slipstream.kernels.triton.latent_kernels import TASKS, absorb_kernel, latent_kernel
+from slipstream.kernels.triton.latent_values_kernel import values_kernel
 from slipstream.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, options
 
 PROGRAMS = 132
@@ -54,7 +55,7 @@ def _absorbed(
     block_m = int(min(64, max(16, next_power_of_2(rows))))
     block_n = min(64 if rows <= 64 else 128, max(16, next_power_of_2(rank)))
     tiles = cdiv(rank, block_n)
-    others = cdiv(2 * min(rows, block_m), tiles)
+    others = cdiv(TASKS.value * min(rows, block_m), tiles)
     grid = tiles, heads.num_heads + others, cdiv(rows, block_m)
     launched = options(queries.device)
     absorb_kernel[grid](
@@ -99,15 +100,16 @@ def _short(
         first_seen=sees.first_seen, causal=sees.causal, **_blocks(heads), num_warps=WARPS,
         num_stages=1 if floats else STAGES, **launched,
     )  # fmt: skip
-    block_m = int(min(32, max(8, next_power_of_2(len(out)))))
+    rows_at_once = min(32, next_power_of_2(len(out)))
+    block_m = max(8, rows_at_once)
     block_v = min(64, max(16, next_power_of_2(heads.value_dim)))
-    grid = cdiv(heads.value_dim, block_v), heads.num_heads, cdiv(len(out), block_m)
+    grid = cdiv(heads.value_dim, block_v), heads.num_heads, cdiv(len(out), rows_at_once)
     values_kernel[grid](
         part, part_exponent, part_total, heads.values, out, rows.query_start, paging.context_lens,
         heads.values.stride(0), requests, len(out), most_rows, parts, heads=heads.num_heads,
-        rank=rank, value_dim=heads.value_dim, block_m=block_m, block_v=block_v,
-        block_c=_blocks(heads)["block_c"], block_r=next_power_of_2(requests), block_s=16,
-        at_once=1 if joined else 64 // block_m, early=early, num_warps=8, **launched,
+        rank=rank, value_dim=heads.value_dim, lines=rows_at_once, block_m=block_m,
+        block_v=block_v, block_c=_blocks(heads)["block_c"], block_r=next_power_of_2(requests),
+        block_s=16, at_once=1 if joined else 64 // block_m, early=early, num_warps=8, **launched,
     )  # fmt: skip
 
 

@@ -6,13 +6,11 @@ import triton.language as tl
 from slipstream.kernels.triton.attention_chunk_kernel import tile_of_program
 from slipstream.kernels.triton.attention_parts import (
     LOG2_E,
-    entries_of,
     finite,
     hidden,
-    places_of,
     sight,
 )
-from slipstream.kernels.triton.latent_kernels import latents_at
+from slipstream.kernels.triton.latent_kernels import groups_of, latents_at, places_in
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
 
@@ -30,12 +28,12 @@ def _fold(
     block_c: tl.constexpr = query.shape[1]
     block_p: tl.constexpr = turned_query.shape[1]
     width: tl.constexpr = rank + rotary_dim
-    entries = entries_of(table, begin, end, block_size, block_n)
+    groups = groups_of(table, begin, end, block_size, block_n)
     for start in range(begin, end, block_n):
         token = start + tl.arange(0, block_n)
-        there = places_of(entries, start, width, block_size, block_n)
-        entries = entries_of(table, start + block_n, end, block_size, block_n)
-        latent, turned = latents_at(pages, there, token < end, rank, rotary_dim, block_c, block_p)
+        there = places_in(groups, start, end, width, block_n)
+        groups = groups_of(table, start + block_n, end, block_size, block_n)
+        latent, turned = latents_at(pages, there, None, rank, rotary_dim, block_c, block_p)
         score = tl.dot(query, tl.trans(latent), input_precision="ieee")
         score = tl.dot(turned_query, tl.trans(turned), score, input_precision="ieee")
         factor = scale * LOG2_E

@@ -1,4 +1,4 @@
-"""The kernels of latent attention for requests of few rows; `latent.py` launches them.
+"""The first two kernels of latent attention for requests of few rows; `latent.py` launches them.
 
 Queries are projected to the latent space, so that all heads of a layer share one key per token,
 [latent, rotated], and one value, the latent. Line m of a request is its row m // heads and its head
@@ -14,27 +14,17 @@ import triton.language as tl
 
 from slipstream.kernels.triton.attention_parts import (
     LOG2_E,
-    entries_of,
     finite,
     hidden,
-    places_of,
     power_of_two,
     sight,
-    split_of_each,
     split_of_lane,
     split_start,
 )
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
 ASKED = tl.constexpr(128)  # tokens at a time, one a thread
-
-
-@triton.jit
-def request_of(query_start, requests, row, block_r: tl.constexpr):
-    """[L]: the requests that rows [L] belong to."""
-    number = tl.arange(0, block_r)
-    ends = tl.load(query_start + number + 1, mask=number < requests - 1, other=1 << 40)
-    return tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1)
+TASKS = tl.constexpr(3)  # of a row, beside the heads' products
 
 
 @triton.jit
@@ -63,19 +53,19 @@ def _turn(source, target, inside, cos, sin, by, rotary_dim: tl.constexpr):
 
 
 @triton.jit
-def _store_latents(
-    source, target, stored, norm_weight, eps, cos, sin, rank: tl.constexpr,
-    rotary_dim: tl.constexpr, block_c: tl.constexpr,
+def _store_normed(
+    source, target, stored, norm_weight, eps, rank: tl.constexpr, block_c: tl.constexpr,
+    pdl: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate a row's latents, and write them to the cache; `stored` is 0 or 1."""
-    column, zero = tl.arange(0, block_c), tl.arange(0, 1)
-    value = tl.load(source + column, mask=column < rank, other=0.0)
+    """Norm a row's latents once they are there, and store them; `stored` is 0 or 1."""
+    column = tl.arange(0, block_c)
     gain = tl.load(norm_weight + column, mask=column < rank, other=0.0).to(tl.float32)
+    wait_for_inputs(pdl)
+    value = tl.load(source + column, mask=column < rank, other=0.0)
     wide = value.to(tl.float32)
     factor = tl.rsqrt(tl.sum(wide * wide, axis=0) / rank + eps)
     normed = (wide * factor * gain).to(value.dtype)
     tl.store(target + column, normed, mask=column < rank * stored)
-    _turn(source + rank + zero, target + rank + zero, zero < stored, cos, sin, 1.0, rotary_dim)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -87,8 +77,8 @@ def absorb_kernel(
     block_p: tl.constexpr, pdl: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile of the rank, head, tile of rows): queries [T, H (N + P)] to `absorbed`
-    [T, H, R + P]. After the last head, two programs per row store its latents and rotate its
-    queries.
+    [T, H, R + P]. After the last head, three programs per row store its normed latents, their
+    rotated part, and rotate its queries.
     """
     launch_dependents(pdl)
     if not early:
@@ -100,43 +90,45 @@ def absorb_kernel(
         known = (depth < plain_dim)[:, None] & (column < rank)[None, :]
         at = weights + head.to(tl.int64) * head_stride + depth[:, None] * rank + column[None, :]
         weight = tl.load(at, mask=known, other=0.0)
-        wait_for_inputs(pdl)
         row = begin + tl.arange(0, block_m)
         inside = row < num_rows
+        if query_scales is not None:
+            each_by = tl.load(query_scales + tl.load(positions + row, mask=inside, other=0))
+        wait_for_inputs(pdl)
         source = queries + row.to(tl.int64) * query_stride + head * (plain_dim + rotary_dim)
         loaded = inside[:, None] & (depth < plain_dim)[None, :]
         x = tl.load(source[:, None] + depth[None, :], mask=loaded, other=0.0)
         sums = tl.dot(tl.trans(weight), tl.trans(x), input_precision="ieee")
         if query_scales is not None:
-            position = tl.load(positions + row, mask=inside, other=0)
-            sums *= tl.load(query_scales + position)[None, :]
+            sums *= each_by[None, :]
         place = (row.to(tl.int64) * heads + head) * width
         stored = inside[None, :] & (column < rank)[:, None]
         numbers = sums.to(absorbed.dtype.element_ty)
         tl.store(absorbed + place[None, :] + column[:, None], numbers, mask=stored)
     else:
         task = (head - heads) * tl.num_programs(0) + tile
-        own = begin + task // 2
-        if (task < 2 * block_m) & (own < num_rows):
-            own_position, slot = tl.load(positions + own), tl.load(slots + own)
-            cos, sin = _turns(cos_sin, own_position, rotary_dim, block_p)
-            wait_for_inputs(pdl)
-            if task % 2 == 0:
-                _store_latents(
-                    latents + own.to(tl.int64) * latent_stride, pages + slot * width,
-                    (slot >= 0).to(tl.int32), norm_weight, eps, cos, sin, rank, rotary_dim, block_c,
-                )  # fmt: skip
+        own = (begin + task // TASKS).to(tl.int64)
+        if (task < TASKS * block_m) & (own < num_rows):
+            position, slot = tl.load(positions + own), tl.load(slots + own)
+            latent, page = latents + own * latent_stride, pages + slot * width
+            stored = (slot >= 0).to(tl.int32)
+            if task % TASKS == 0:
+                _store_normed(latent, page, stored, norm_weight, eps, rank, block_c, pdl)
             else:
+                cos, sin = _turns(cos_sin, position, rotary_dim, block_p)
                 by = 1.0
                 if query_scales is not None:
-                    by = tl.load(query_scales + own_position)
-                line = tl.arange(0, block_h)
-                each = queries + own.to(tl.int64) * query_stride + plain_dim
-                target = absorbed + (own.to(tl.int64) * heads + line) * width + rank
-                _turn(
-                    each + line * (plain_dim + rotary_dim), target, line < heads, cos, sin, by,
-                    rotary_dim,
-                )  # fmt: skip
+                    by = tl.load(query_scales + position)
+                wait_for_inputs(pdl)
+                if task % TASKS == 1:
+                    zero = tl.arange(0, 1)
+                    at = rank + zero
+                    _turn(latent + at, page + at, zero < stored, cos, sin, 1.0, rotary_dim)
+                else:
+                    line = tl.arange(0, block_h)
+                    each = queries + own * query_stride + line * (plain_dim + rotary_dim)
+                    target = absorbed + (own * heads + line) * width + rank
+                    _turn(each + plain_dim, target, line < heads, cos, sin, by, rotary_dim)
         else:
             wait_for_inputs(pdl)
 
@@ -163,20 +155,55 @@ def _ask_for(
 
 
 @triton.jit
+def groups_of(table, start, end, block_size: tl.constexpr, block_n: tl.constexpr):
+    """[block_n // G] int32: where the cache has every G-th token from `start` on, counted in
+    tokens; G tokens lie side by side. `start` is a multiple of block_n, and tokens from `end` on
+    are taken as the one before it.
+    """
+    apart: tl.constexpr = block_size & -block_size
+    size: tl.constexpr = apart if apart < block_n else block_n
+    token = tl.minimum(start + tl.arange(0, block_n // size) * size, tl.maximum(end, 1) - 1)
+    return tl.load(table + token // block_size) * block_size + token % block_size
+
+
+@triton.jit
+def places_in(groups, start, end, width: tl.constexpr, block_n: tl.constexpr):
+    """[block_n] int64: where the rows of the tokens from `start` on begin in the cache; the last
+    row's place for tokens from `end` on. So loads need no mask: their scores are hidden."""
+    size: tl.constexpr = block_n // groups.shape[0]
+    unit: tl.constexpr = width & -width  # so that 32 bits are enough for all but the last product
+    last = end - 1 - start - tl.arange(0, groups.shape[0]) * size  # of each group
+    within = tl.minimum(tl.arange(0, size)[None, :], tl.maximum(last, 0)[:, None])
+    places = tl.reshape((groups[:, None] + within) * (width // unit), (block_n,))
+    return tl.multiple_of(places.to(tl.uint32).to(tl.int64) * unit, unit)
+
+
+@triton.jit
 def latents_at(
     source, places, inside, rank: tl.constexpr, rotary_dim: tl.constexpr, block_c: tl.constexpr,
     block_p: tl.constexpr,
 ):  # fmt: skip
     """Rows at `places` [L]: (latents [L, block_c], rotated part [L, block_p]); zeros if not
-    `inside`."""
+    `inside`, unless that is None."""
     column, pair = tl.arange(0, block_c), tl.arange(0, block_p)
-    at, of_latents, of_turned = source + places[:, None], inside[:, None], inside[:, None]
-    if block_c != rank:
-        of_latents = of_latents & (column < rank)[None, :]
-    if block_p != rotary_dim:
-        of_turned = of_turned & (pair < rotary_dim)[None, :]
-    latents = tl.load(at + column[None, :], mask=of_latents, other=0.0)
-    return latents, tl.load(at + rank + pair[None, :], mask=of_turned, other=0.0)
+    # A thread's column is added first, so that it takes one instruction for each row.
+    at, turned_at = (source + column)[None, :], (source + rank + pair)[None, :]
+    latents = _numbers_at(at + places[:, None], column, inside, rank, block_c)
+    return latents, _numbers_at(turned_at + places[:, None], pair, inside, rotary_dim, block_p)
+
+
+@triton.jit
+def _numbers_at(at, column, inside, size: tl.constexpr, block: tl.constexpr):
+    if inside is not None:
+        loaded = inside[:, None]
+        if block != size:
+            loaded = loaded & (column < size)[None, :]
+        value = tl.load(at, mask=loaded, other=0.0)
+    elif block != size:
+        value = tl.load(at, mask=(column < size)[None, :], other=0.0)
+    else:
+        value = tl.load(at)
+    return value
 
 
 @triton.jit
@@ -239,7 +266,7 @@ def latent_kernel(
         known = tl.minimum(split_start(after), context - rows)  # tokens of earlier passes
         _ask_for(pages, table, split_start(split), known, width, block_size, ASKED)
     begin, end = split_start(split), tl.minimum(split_start(split + 1), context)
-    entries = entries_of(table, begin, end, block_size, block_n)
+    groups = groups_of(table, begin, end, block_size, block_n)
     wait_for_inputs(pdl)
     inside, line = row < rows, ((first + row).to(tl.int64) * heads + head) * width
     query, turned_query = latents_at(absorbed, line, inside, rank, rotary_dim, block_c, block_p)
@@ -256,15 +283,15 @@ def latent_kernel(
         mixed = tl.zeros((block_m, block_c), tl.float32)
         for start in range(begin, end, block_n):
             token = start + tl.arange(0, block_n)
-            at = places_of(entries, start, width, block_size, block_n)
-            entries = entries_of(table, start + block_n, end, block_size, block_n)
-            latents, turned = latents_at(pages, at, token < end, rank, rotary_dim, block_c, block_p)
+            at = places_in(groups, start, end, width, block_n)
+            groups = groups_of(table, start + block_n, end, block_size, block_n)
+            latents, turned = latents_at(pages, at, None, rank, rotary_dim, block_c, block_p)
             exponent, total, mixed = _fold(
                 query, turned_query, latents, turned, exponent, total, mixed, token, begins, ends,
                 row, rows, words, tree_start, scale, first_seen,
             )  # fmt: skip
         begin, end = end, tl.minimum(split_start(index + 2), context)
-        entries = entries_of(table, begin, end, block_size, block_n)
+        groups = groups_of(table, begin, end, block_size, block_n)
         if joined:
             highest = tl.maximum(all_exponent, exponent)
             kept = power_of_two(all_exponent - finite(highest))
@@ -280,95 +307,3 @@ def latent_kernel(
         tl.store(target, all_mixed, mask=stored)
         tl.store(part_exponent + place, all_exponent, mask=inside)
         tl.store(part_total + place, all_total, mask=inside)
-
-
-@triton.jit
-def _parts_at(
-    part, part_exponent, part_total, place, start, splits, column, rank: tl.constexpr,
-    count: tl.constexpr,
-):  # fmt: skip
-    """(exponents [M], sums of weights [M], sums of weighted latents [M, C]) of the splits
-    start + [0, count) of lines, loaded without waiting; of those past the last, what adds nothing.
-    """
-    exponents, totals, values = (), (), ()
-    for index in tl.static_range(count):
-        known = start + index < splits
-        there = place + start + index
-        exponent = tl.load(part_exponent + there, mask=known, other=float("-inf"))
-        exponents += (exponent,)  # type: ignore[assignment]
-        totals += (tl.load(part_total + there, mask=known, other=0.0),)  # type: ignore[assignment]
-        loaded = known[:, None] & (column < rank)[None, :]
-        at = part + there[:, None] * rank + column[None, :]
-        values += (tl.load(at, mask=loaded, other=0.0),)  # type: ignore[assignment]
-    return exponents, totals, values
-
-
-@triton.jit
-def _with_parts(total, mixed, exponent, exponents, totals, values, count: tl.constexpr):
-    """The sums of weights and of weighted latents with `count` parts added, in order."""
-    for index in tl.static_range(count):
-        moved = power_of_two(exponents[index] - finite(exponent))
-        total += totals[index] * moved
-        mixed += values[index] * moved[:, None]
-    return total, mixed
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def values_kernel(
-    part, part_exponent, part_total, weights, out, query_start, context_lens, head_stride, requests,
-    num_rows, most_rows, most_parts, heads: tl.constexpr, rank: tl.constexpr,
-    value_dim: tl.constexpr, block_m: tl.constexpr, block_v: tl.constexpr, block_c: tl.constexpr,
-    block_r: tl.constexpr, block_s: tl.constexpr, at_once: tl.constexpr, pdl: tl.constexpr,
-    early: tl.constexpr,
-):  # fmt: skip
-    """Programs (tile of a value, head, tile of rows): add up the parts, and project the sums with
-    the values' weights [H, V, R]: out [T, H V].
-
-    Rows of requests with more than `most_rows` rows are skipped.
-    """
-    launch_dependents(pdl)
-    head = tl.program_id(1)
-    number, column = tl.program_id(0) * block_v + tl.arange(0, block_v), tl.arange(0, block_c)
-    at = weights + head.to(tl.int64) * head_stride + number[:, None] * rank + column[None, :]
-    weighed = (number < value_dim)[:, None] & (column < rank)[None, :]
-    weight = tl.load(at, mask=weighed, other=0.0)
-    if not early:
-        wait_for_inputs(pdl)
-    row = tl.program_id(2) * block_m + tl.arange(0, block_m)
-    inside = row < num_rows
-    request = request_of(query_start, requests, row, block_r)
-    begins = tl.load(query_start + request, mask=inside, other=0)
-    ends = tl.load(query_start + request + 1, mask=inside, other=0)
-    context = tl.load(context_lens + request, mask=inside, other=0).to(tl.int32)
-    inside &= ends - begins <= most_rows
-    splits = tl.minimum(split_of_each(tl.maximum(context, 1) - 1) + 1, most_parts)
-    splits = tl.where(inside & (context > 0), splits, 0)
-    wait_for_inputs(pdl)
-    most = tl.max(splits, axis=0)
-    place = ((request * most_rows + row - begins) * heads + head) * most_parts
-    exponents, totals, values = _parts_at(
-        part, part_exponent, part_total, place, 0, splits, column, rank, at_once
-    )
-    exponent = exponents[0]
-    for index in tl.static_range(1, at_once):
-        exponent = tl.maximum(exponent, exponents[index])
-    for start in range(at_once, most, block_s):
-        split = start + tl.arange(0, block_s)
-        inside_splits = split[None, :] < splits[:, None]
-        of_splits = tl.load(
-            part_exponent + place[:, None] + split[None, :], mask=inside_splits, other=float("-inf")
-        )
-        exponent = tl.maximum(exponent, tl.max(of_splits, axis=1))
-    total = tl.zeros((block_m,), tl.float32)
-    mixed = tl.zeros((block_m, block_c), tl.float32)
-    total, mixed = _with_parts(total, mixed, exponent, exponents, totals, values, at_once)
-    for start in range(at_once, most, at_once):
-        exponents, totals, values = _parts_at(
-            part, part_exponent, part_total, place, start, splits, column, rank, at_once
-        )
-        total, mixed = _with_parts(total, mixed, exponent, exponents, totals, values, at_once)
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    sums = tl.dot(weight, tl.trans(mixed.to(weight.dtype)), input_precision="ieee")
-    target = out + row.to(tl.int64) * (heads * value_dim) + head * value_dim
-    stored = inside[None, :] & (number < value_dim)[:, None]
-    tl.store(target[None, :] + number[:, None], sums.to(out.dtype.element_ty), mask=stored)
