@@ -31,7 +31,6 @@ from slipstream.kernels.triton.fragments import (
 from slipstream.kernels.triton.grouped_kernels import FLOAT8_BLOCKS, PLAIN, grouped_kernel
 from slipstream.kernels.triton.launch import cdiv, empty_rows, next_power_of_2
 from slipstream.kernels.triton.matmul import is_hopper
-from slipstream.kernels.triton.matmul_kernels import PREFETCHED_BYTES
 from slipstream.kernels.triton.norm import MatmulRows
 from slipstream.kernels.triton.operands import FRAGMENTS, ChosenExperts, Operand
 
@@ -49,9 +48,6 @@ except ImportError:  # Gluon is still an experiment of Triton's
 FEW_PROGRAMS = 256  # with fewer programs a sum over K is split, where that is allowed
 SHORTEST = 1024  # fewest columns of a part of a split sum
 EARLY_PAIRS = 8  # up to so many unsorted pairs, weights are loaded before the rows are ready
-# Columns that a waiting program prefetches: of the second product, whose experts are known, and of
-# the shared expert in the first one, which waits longer.
-AHEAD, AHEAD_SHARED = 512, 2048
 MEMORY = 221 * 1024  # bytes of shared memory of a multiprocessor, for tiles in flight
 
 
@@ -271,24 +267,9 @@ def _multiply(
         chosen=choice.weights.shape[1] if choice else 1, gathers=not scatters, form=weight.form,
         block_rows=weight.block_rows, block_columns=weight.block_columns, gated=GATES[gated],
         limit=clamp.limit if clamp else None, alpha=clamp.alpha if clamp else None, block_m=tile,
-        block_n=block_n, block_k=block_k, stages=stages,
-        ahead=_ahead(weight, choice, scatters, shared), num_warps=warps, num_stages=stages,
+        block_n=block_n, block_k=block_k, stages=stages, num_warps=warps, num_stages=stages,
         **launch.options(out.device),
     )  # fmt: skip
-
-
-def _ahead(
-    weight: Operand, choice: ChosenExperts | None, scatters: bool, shared: Operand | None
-) -> int:
-    """Columns of an expert that a program prefetches while it waits (`grouped_kernel`)."""
-    depth, values = weight.shape[1], weight.values
-    known = choice is not None and choice.order is None and (scatters or shared is not None)
-    whole = (
-        weight.form == PLAIN.value and depth * values.element_size() % PREFETCHED_BYTES.value == 0
-    )
-    if not (known and whole and launch.overlaps(values.device)):
-        return 0
-    return min(AHEAD if scatters else AHEAD_SHARED, next_power_of_2(depth + 1) // 2)
 
 
 def could_join(stacked: Operand, one: Operand, experts: int) -> bool:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from slipstream.kernels.triton.activation import gated_value
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
-from slipstream.kernels.triton.matmul_kernels import halves, prefetch, weight_rows
+from slipstream.kernels.triton.matmul_kernels import halves, weight_rows
 
 # How weights are stored: see `operands.py`.
 PLAIN, MXFP4, NVFP4, FLOAT8_BLOCKS, INT4, INT8 = (
@@ -221,21 +221,6 @@ def _begin(gathers: tl.constexpr, chosen: tl.constexpr, pdl: tl.constexpr):
         launch_dependents(pdl)
 
 
-@triton.jit
-def _ask_for_shared(
-    shared, row, slot, depth: tl.constexpr, ahead: tl.constexpr, chosen: tl.constexpr
-):
-    if slot == chosen - 1:
-        prefetch(shared, row, 0, depth, ahead)
-
-
-@triton.jit
-def _wait_for_rows(values, row, depth: tl.constexpr, ahead: tl.constexpr, pdl: tl.constexpr):
-    if ahead:
-        prefetch(values, row, 0, depth, ahead)
-    wait_for_inputs(pdl)
-
-
 @triton.jit(do_not_specialize=["rows"])
 def grouped_kernel(
     x, x_scales, values, scales, zeros, row_scales, bias, shared, choices, pairs, starts, ends,
@@ -243,7 +228,7 @@ def grouped_kernel(
     block: tl.constexpr, chosen: tl.constexpr, gathers: tl.constexpr, form: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr, gated: tl.constexpr,
     limit: tl.constexpr, alpha: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
-    block_k: tl.constexpr, stages: tl.constexpr, ahead: tl.constexpr, pdl: tl.constexpr,
+    block_k: tl.constexpr, stages: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile of n, tile of rows). values [experts * width, depth], twice the rows if
     `gated`; row_scales (float32) and bias: one number for each of these rows. `shared` is the last
@@ -255,15 +240,11 @@ def grouped_kernel(
     factor. Without `pairs` and `choices` there is one expert, and row i of x gives row i of `out`.
     A program without a tile may end without waiting. At least the first pair's program waits, so
     this kernel ends after the previous one, which later kernels rely on.
-
-    Before it waits, a program prefetches `ahead` columns of its expert if it knows it: the second
-    product does, and the first one if the pair is the first row's with the shared expert.
     """
-    tile, slot, line = tl.program_id(0), tl.program_id(1), tl.arange(0, block_m)
+    tile = tl.program_id(0)
     row = weight_rows(tile, width, block_n, gated)
-    if ahead and gathers:
-        _ask_for_shared(shared, row, slot, depth, ahead, chosen)
     _begin(gathers, choices is not None or pairs is not None, pdl)
+    slot, line = tl.program_id(1), tl.arange(0, block_m)
     expert, place, pair, valid = _tile_of(
         choices, pairs, starts, ends, slot, line, rows, experts, block, chosen
     )
@@ -279,7 +260,7 @@ def grouped_kernel(
     x_at = x + source.to(tl.int64)[:, None] * row_stride
     there = valid[:, None]
     if not gathers:
-        _wait_for_rows(values, row, depth, ahead, pdl)
+        wait_for_inputs(pdl)
     sums = tl.zeros((block_n, block_m), dtype=tl.float32)
     if scales is None:
         sums = _plain(sums, values, row, x_at, column, there, depth, block_k, stages)

@@ -44,7 +44,7 @@ def halves(total):
 
 
 @triton.jit
-def prefetch(weight, row, first, depth: tl.constexpr, columns: tl.constexpr):
+def _prefetch(weight, row, first, depth: tl.constexpr, columns: tl.constexpr):
     """Prefetch `columns` columns of the given rows, from column `first` on, into the L2 cache."""
     size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     piece = tl.arange(0, columns * size // PREFETCHED_BYTES) * (PREFETCHED_BYTES // size)
@@ -128,7 +128,7 @@ def matmul_kernel(
     column = tl.arange(0, block_k)
     weight_at = weight + row[:, None] * depth + column[None, :]
     if ahead:
-        prefetch(weight, row, first, depth, ahead)
+        _prefetch(weight, row, first, depth, ahead)
     wait_for_inputs(pdl)
     line = tl.program_id(0) * block_m + tl.arange(0, block_m)
     valid = line < rows
