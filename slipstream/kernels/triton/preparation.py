@@ -19,6 +19,7 @@ from slipstream.kernels.triton.launch import (
     options,
     wait_for_inputs,
 )
+from slipstream.kernels.triton.results import pack_results
 
 TABLE_BLOCK = 1024
 PART = tl.constexpr(1 / FACTOR_PARTS)
@@ -386,6 +387,7 @@ class TritonPreparation(ReferencePreparation):
     write_tokens = staticmethod(write_tokens)
     commit = staticmethod(commit)
     keep_path = staticmethod(keep_path)
+    pack_results = staticmethod(pack_results)
     timestamp = staticmethod(timestamp)
 
 
