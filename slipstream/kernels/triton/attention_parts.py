@@ -181,22 +181,22 @@ def rotated(
 
 
 @triton.jit
-def store_heads(pages, scales, place, scale_at, inside, first, second, head_dim: tl.constexpr):
-    """Store both halves of heads [L, C] at `place` [L] of `pages`. With `scales` they are quantized
-    to e4m3 (maximum 448), with a float32 scale for each head, stored at `scale_at` [L]."""
+def store_heads(target, scale_at, inside, first, second, head_dim: tl.constexpr):
+    """Store both halves of heads [L, C] at `target` [L]. With `scale_at` they are quantized to e4m3
+    (maximum 448), with a float32 scale for each head, stored at `scale_at` [L]."""
     half: tl.constexpr = head_dim // 2
     pair = tl.arange(0, first.shape[1])
     stored = inside[:, None] & (pair < half)[None, :]
-    if scales is not None:
+    if scale_at is not None:
         first, second = first.to(tl.float32), second.to(tl.float32)
         magnitude = tl.where(stored, tl.maximum(tl.abs(first), tl.abs(second)), 0.0)
         scale = tl.math.div_rn(tl.max(magnitude, axis=1), 448.0)
-        tl.store(scales + scale_at, scale, mask=inside)
+        tl.store(scale_at, scale, mask=inside)
         by = tl.where(scale > 0.0, scale, 1.0)[:, None] + tl.zeros_like(first)
         first, second = tl.math.div_rn(first, by), tl.math.div_rn(second, by)
-    target = pages + place[:, None] + pair[None, :]
-    tl.store(target, first.to(pages.dtype.element_ty), mask=stored)
-    tl.store(target + half, second.to(pages.dtype.element_ty), mask=stored)
+    at = target[:, None] + pair[None, :]
+    tl.store(at, first.to(target.dtype.element_ty), mask=stored)
+    tl.store(at + half, second.to(target.dtype.element_ty), mask=stored)
 
 
 @triton.jit

@@ -42,12 +42,13 @@ SUM_COLUMNS = tl.constexpr(16)  # the fewest columns that `tl.dot` takes
 def _new_tokens(
     positions, places, tokens, slots, first, rows, begin, end, new_rows: tl.constexpr
 ):  # fmt: skip
-    """(row, position, slot, whether this program stores it), each [new_rows], of a request's rows.
+    """(row, position, slot, whether this program stores it), each [2 new_rows], of a request's
+    rows; all of them twice, see `_store_new`.
 
     New tokens are the last `rows` of the context. A program stores those in [begin, end) that have
     a slot.
     """
-    row = tl.arange(0, new_rows)
+    row = tl.arange(0, 2 * new_rows) % new_rows
     position = tl.load(positions + first + row, mask=row < rows, other=0)
     slot = tl.load(slots + first + row, mask=row < rows, other=-1)
     token = position
@@ -77,13 +78,22 @@ def _store_new(
     rotary_dim: tl.constexpr, head_dim: tl.constexpr, kv_heads: tl.constexpr,
     block_d: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the keys at `source` [L] of `qkv`, and store them and their values at `place` [L]."""
+    """Rotate the keys at `source` [L] of `qkv`, and store them and their values at `place` [L].
+
+    All lines occur twice: first for keys, then for values. Loads of values of their own would be
+    moved behind the rotation by the compiler, and so wait for the memory once more.
+    """
+    is_value = tl.arange(0, source.shape[0]) >= source.shape[0] // 2
+    source += tl.where(is_value, kv_heads * head_dim, 0)
     one, two = halves(qkv, source, stored, head_dim, block_d)
-    value_one, value_two = halves(qkv, source + kv_heads * head_dim, stored, head_dim, block_d)
-    one, two = rotated(qkv, source, stored, one, two, turn, gains, eps, rotary_dim, head_dim)
-    at = place // 4
-    store_heads(keys, key_scales, place, at, stored, one, two, head_dim)
-    store_heads(values, value_scales, place, at, stored, value_one, value_two, head_dim)
+    turned_one, turned_two = rotated(
+        qkv, source, stored, one, two, turn, gains, eps, rotary_dim, head_dim
+    )
+    one = tl.where(is_value[:, None], one, turned_one)
+    two = tl.where(is_value[:, None], two, turned_two)
+    scaled: tl.constexpr = key_scales is not None
+    scale_at = tl.where(is_value, value_scales, key_scales) + place // 4 if scaled else None
+    store_heads(tl.where(is_value, values, keys) + place, scale_at, stored, one, two, head_dim)
 
 
 @triton.jit

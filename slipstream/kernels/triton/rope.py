@@ -74,11 +74,14 @@ def _rotate_and_store_kernel(
         stored = head < tl.where(slot >= 0, kv_heads, 0)
         goes = slot * kv_heads * stored_dim + head * head_dim
         scale_at = (slot * kv_heads * stored_dim + kv_heads * head_dim) // 4 + head
-        store_heads(keys, key_scales, goes, scale_at, stored, first, second, head_dim)
+        scaled: tl.constexpr = key_scales is not None
+        key_scale_at = key_scales + scale_at if scaled else None
+        value_scale_at = value_scales + scale_at if scaled else None
+        store_heads(keys + goes, key_scale_at, stored, first, second, head_dim)
         first, second = halves(
             value, row * value_stride + head * head_dim, stored, head_dim, block_d
         )
-        store_heads(values, value_scales, goes, scale_at, stored, first, second, head_dim)
+        store_heads(values + goes, value_scale_at, stored, first, second, head_dim)
 
 
 def pages_of(cache: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
