@@ -121,7 +121,7 @@ DraftedRows rows_of(const RowTensors& given, int64_t num_rows, int64_t tokens,
 
 void run_verify(const Array& logits_in, const RowTensors& given, const SlotTensors& slots,
                 const Needs& needs, const Optional& rates, const Array& token_ids,
-                const Array& numbers) {
+                const Array& numbers, const Array& largest) {
     const int64_t num_rows = length(logits_in, 2, 0, "logits"),
                   tokens = length(logits_in, 2, 1, "logits");
     const LogitRows logits = logits_of(logits_in, num_rows, tokens);
@@ -135,8 +135,9 @@ void run_verify(const Array& logits_in, const RowTensors& given, const SlotTenso
         require(slots.bias && slots.vocab_size == tokens, "a bias needs a number for all tokens");
     auto* chosen = dense<int64_t>(token_ids, {requests, rows.most_drafts + 1}, "token_ids");
     auto* counts = dense<int64_t>(numbers, {2, requests}, "numbers");
+    auto* peaks = dense<float>(largest, {requests, rows.most_drafts + 1}, "largest");
     nb::gil_scoped_release released;
-    verify(logits, rows, slots, needs, chances, {chosen, counts, counts + requests});
+    verify(logits, rows, slots, needs, chances, {chosen, counts, counts + requests, peaks});
 }
 
 void run_best_tokens(const Array& logits_in, int64_t tokens, const Optional& confidence_out,
@@ -201,7 +202,7 @@ void bind_sampling(nb::module_& module) {
              nb::arg("allowed").none(), nb::arg("certain").none());
     module.def("verify", run_verify, nb::arg("logits"), nb::arg("rows"), nb::arg("slots"),
                nb::arg("needs"), nb::arg("rates").none(), nb::arg("token_ids"),
-               nb::arg("numbers"));
+               nb::arg("numbers"), nb::arg("largest"));
     module.def("best_tokens", run_best_tokens, nb::arg("logits"), nb::arg("tokens"),
                nb::arg("confidence_out").none(), nb::arg("out"));
     module.def("draft", run_draft, nb::arg("logits"), nb::arg("tokens"), nb::arg("slots"),

@@ -62,8 +62,9 @@ struct SamplingKernels {
     // Tokens [first, first + count) of a row, to `out` at the same places.
     void (*process)(const Processors& how, const float* logits, int64_t first, int64_t count,
                     float* out);
-    // The first of the largest logits; the largest of each group where `groups` is given.
-    Best (*largest)(const float* logits, int64_t count, float* groups);
+    // The first of the largest logits; the largest of each group where `groups` is given; at `peak`
+    // the largest, or NaN if there is one.
+    Best (*largest)(const float* logits, int64_t count, float* groups, float* peak);
     // The sum of weights that reach the lowest.
     float (*sum_weights)(const float* logits, int64_t count, const Distribution& row);
     // Logits to weights, in place.

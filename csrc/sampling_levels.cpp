@@ -94,17 +94,23 @@ int64_t first_equal(const float* logits, int64_t count, float value) {
     return 0;  // only numbers that are none
 }
 
-Best largest_of(const float* logits, int64_t count, float* groups) {
-    F16 best = broadcast(lowest);
+Best largest_of(const float* logits, int64_t count, float* groups, float* peak) {
+    F16 best = broadcast(lowest), seen = zero();
     for (int64_t i = 0; i < count; i += group_tokens) {
-        F16 group = broadcast(lowest);
-        // Of two operands the second is taken where the first is NaN.
-        for (int64_t j = i; j < i + group_tokens && j < count; j += lanes)
-            group = maximum(load_up_to(logits + j, count - j), group);
+        F16 group = broadcast(lowest), negative = zero();
+        for (int64_t j = i; j < i + group_tokens && j < count; j += lanes) {
+            const F16 logit = load_up_to(logits + j, count - j);
+            // Of two operands the second is taken where one is NaN: a maximum hides it, and the sum
+            // of numbers of which none is above 0 shows it, and nothing else.
+            group = maximum(logit, group);
+            negative = negative + minimum(zero(), logit);
+        }
         if (groups) groups[i / group_tokens] = largest(group);
         best = maximum(group, best);
+        seen = seen + negative;
     }
-    const float most = largest(best);
+    const float most = largest(best), total = sum(seen);
+    *peak = total == total ? most : total;
     return {most, first_equal(logits, count, most)};
 }
 

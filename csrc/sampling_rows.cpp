@@ -96,19 +96,27 @@ void cut_off(Row& row, int64_t tokens, double total) {
     set_total(row, static_cast<double>(total_mass(values, count)) / mass_units);
 }
 
+// NaN if one of them is.
+float larger(float a, float b) { return b > a || b != b ? b : a; }
+
 void find_best(std::vector<Row>& rows, int64_t tokens, Workspace& space) {
     const auto& kernels = sampling_kernels.active();
     const int64_t slices = num_slices(tokens), count = static_cast<int64_t>(rows.size());
     space.bests.resize(count * slices);
+    space.peaks.resize(count * slices);
     Best* bests = space.bests.data();
+    float* peaks = space.peaks.data();
     spread(count * slices, count * tokens / 4, [&](int64_t task) {
         Row& row = rows[task / slices];
         if (!row.is_used) return;
         const int64_t first = task % slices * slice_tokens, size = slice_size(first, tokens);
-        if (row.processed) kernels.process(row.how, row.logits, first, size, row.processed);
-        const float* logits = (row.processed ? row.processed : row.logits) + first;
-        bests[task] = kernels.largest(
-            logits, size, row.groups ? row.groups + first / group_tokens : nullptr);
+        float* groups = row.groups ? row.groups + first / group_tokens : nullptr;
+        bests[task] = kernels.largest(row.logits + first, size, groups, &peaks[task]);
+        if (row.processed) {
+            float processed;
+            kernels.process(row.how, row.logits, first, size, row.processed);
+            bests[task] = kernels.largest(row.processed + first, size, groups, &processed);
+        }
         bests[task].token += first;
     });
     for (int64_t index = 0; index < count; ++index) {
@@ -116,9 +124,12 @@ void find_best(std::vector<Row>& rows, int64_t tokens, Workspace& space) {
         if (!row.is_used) continue;
         if (row.processed) row.logits = row.processed;
         row.best = bests[index * slices];
-        for (int64_t slice = 1; slice < slices; ++slice)
-            if (bests[index * slices + slice].score > row.best.score)
-                row.best = bests[index * slices + slice];
+        row.peak = peaks[index * slices];
+        for (int64_t slice = 1; slice < slices; ++slice) {
+            const Best& best = bests[index * slices + slice];
+            if (best.score > row.best.score) row.best = best;
+            row.peak = larger(row.peak, peaks[index * slices + slice]);
+        }
         row.distribution.largest = row.best.score == no_limit ? 0.0f : row.best.score;
     }
 }

@@ -53,6 +53,7 @@ struct Row {
     float top_p, min_p;
     float* groups;  // the largest of each group; null where nothing is cut off
     Best best;
+    float peak;                 // the largest logit before processing; NaN if there is one
     Distribution distribution;  // of sampled rows
 };
 
@@ -64,7 +65,7 @@ void set_sampling(Row& row, const SlotTensors& slots, int64_t slot, const Needs&
 struct Workspace {
     std::vector<Row> rows;
     std::vector<Best> bests;
-    std::vector<float> sums, groups;
+    std::vector<float> sums, groups, peaks;
     std::vector<int64_t> list;
 };
 Workspace& workspace();

@@ -283,6 +283,9 @@ void verify(const LogitRows& logits, const DraftedRows& rows, const SlotTensors&
     for (int64_t request = 0; request < rows.num_requests; ++request) {
         const int64_t first = rows.first(request), drafts = rows.num_drafts(request);
         int64_t* tokens = out.token_ids + request * width;
+        for (int64_t place = 0; place < width; ++place)
+            out.largest[request * width + place] =
+                space.rows[first + std::min(place, drafts)].peak;
         if (needs.coupled && space.rows[first].is_sampled &&
             slots.is_coupled(rows.slots[request])) {
             std::fill(tokens, tokens + width, padding);

@@ -43,6 +43,7 @@ struct VerdictOut {
     int64_t* token_ids;     // [R, K + 1]
     int64_t* num_tokens;    // [R]
     int64_t* num_accepted;  // [R]
+    float* largest;         // [R, K + 1], of the row of each token
 };
 
 // `rates`: [R, K] or null.

@@ -17,7 +17,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from slipstream.core.step_form import StepLimits
 from slipstream.engine.guidance import SteeredDraft
@@ -89,13 +88,13 @@ class Step:
         computed = self._now()
         with label(_VERIFY):
             layout = forward.layout.judged(batch.judges_all)
-            verdict, largest = self._verify(batch, draft, logits, allowed, layout)
+            verdict = self._verify(batch, draft, logits, allowed, layout)
             verdict = self._commit(batch, verdict)
             self._drafter.observe(batch, verdict, forward)
         cached = self._drafter.cached_tokens(batch.slots)
         times = (proposal.began, proposal.drafted, computed, self._now())
         ops = self._state.ops
-        return Outcome.of(ops, verdict, largest, draft, cached, times, logits, forward)
+        return Outcome.of(ops, verdict, draft, cached, times, logits, forward)
 
     def propose(self, batch: DeviceBatch) -> Proposal:
         """The drafter's tokens, written after the known tokens of every request."""
@@ -159,10 +158,9 @@ class Step:
         logits: Tensor,
         allowed: Tensor | None,
         layout: tuple[Tensor, Tensor, Tensor] | None,
-    ) -> tuple[Verdict, Tensor]:
+    ) -> Verdict:
         """The verdict on every request's draft, given the `SampleRows.layout` of the logits if it
-        is known; and [R, K + 1], for each token of the verdict, the
-        largest logit of its row, which is finite if all logits of the row are."""
+        is known."""
         columns = self._sampling.columns
         # Ops that get whole rows of logits compute these numbers themselves.
         peaks = None if columns.gather is None else columns.peaks(logits)
@@ -181,8 +179,6 @@ class Step:
             draft_chances=chances if draft.shares else None,
             peaks=peaks,
         )
-        largest = columns.largest(logits) if peaks is None else peaks[0]
-        largest = rows.by_request(largest.squeeze(-1))
         if allowed is not None:
             assert self._sampling.allowed_next is not None
             allowed.index_copy_(0, rows.first_row, self._sampling.allowed_next[batch.slots])
@@ -191,7 +187,7 @@ class Step:
             rates = self._synthetic_rates
             if rates is not None:
                 rates = rates_by_request(rates, self._sampling.seeds[batch.slots])
-            return verify(logits, rows, self._sampling, batch.uses, rates), largest
+            return verify(logits, rows, self._sampling, batch.uses, rates)
         trees = DraftedTrees(
             *(draft.tree, batch.slots, rows.positions, draft.token_ids, draft.num_tokens),
             most_accepted=self._acceptable(batch.slots),
@@ -202,8 +198,7 @@ class Step:
         verdict = verify_trees(logits, trees, self._sampling, batch.uses)
         assert verdict.path is not None
         self._runner.keep_path(batch.slots, verdict.path, verdict.num_accepted)
-        largest = largest.gather(1, verdict.path)
-        return verdict, pad(largest, (0, verdict.token_ids.shape[1] - largest.shape[1]))
+        return verdict
 
     def _commit(self, batch: DeviceBatch, verdict: Verdict) -> Verdict:
         """Append the accepted tokens. The slots of rejected ones are free again, and requests whose
@@ -220,7 +215,7 @@ class Step:
         self._sampling.commit(batch.slots, verdict.token_ids, num_tokens, batch.uses)
         if self._runner.has_states:
             self._runner.commit(batch.slots, num_accepted)
-        return Verdict(verdict.token_ids, num_tokens, num_accepted, verdict.path)
+        return replace(verdict, num_tokens=num_tokens, num_accepted=num_accepted)
 
     def _most_useful_drafts(self, slots: Tensor) -> Tensor:
         """[R] int64, the most draft tokens that may be useful; see `Scheduler._most_drafts`."""

@@ -146,7 +146,6 @@ class Outcome:
         cls,
         ops: PreparationOps,
         verdict: Verdict,
-        largest: Tensor,
         draft: Draft,
         cached: Tensor,
         times: Sequence[Tensor | int],
@@ -154,7 +153,6 @@ class Outcome:
         forward: Forward,
     ) -> "Outcome":
         """Args:
-        largest: [R, K + 1] float32, the largest logit of the row of each token.
         cached: [R] int64, tokens that the drafter has cached.
         times: see `numbers`.
         """
@@ -166,7 +164,7 @@ class Outcome:
         more = draft.confidences
         if more is None and verdict.path is not None:
             more = verdict.path[:, 1:]
-        numbers = ops.pack_results(verdict.token_ids, largest, more, counts, times)
+        numbers = ops.pack_results(verdict.token_ids, verdict.largest, more, counts, times)
         return cls(numbers, verdict.token_ids.shape[1], logits, forward, verdict.path)
 
     def laid_out(self, count: int, width: int) -> Tensor:

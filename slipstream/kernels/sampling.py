@@ -237,7 +237,11 @@ def rates_by_request(rates: Tensor, seeds: Tensor) -> Tensor:
 
 
 class VerifyOp(Protocol):
-    """Logits [N, V] -> (token_ids [R, K + 1], num_tokens [R], num_accepted [R]) int64.
+    """Logits [N, V] -> (token_ids [R, K + 1], num_tokens [R], num_accepted [R]) int64, and
+    largest [R, K + 1] float32.
+
+    `largest` is the largest raw logit of the row of each token; if one is NaN, it is NaN or +inf.
+    After the rows of a shorter draft it is arbitrary.
 
     `rates` [R, K] float32: for benchmarks, the probability with which each draft token is accepted
     whatever the logits; None: drafts are verified.
@@ -250,7 +254,7 @@ class VerifyOp(Protocol):
         state: SamplingSlots,
         needs: SamplingNeeds,
         rates: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
 
 class DraftOp(Protocol):

@@ -35,6 +35,8 @@ class Verdict:
             then -1.
         num_tokens: [R] int64, `num_accepted` + 1.
         num_accepted: [R] int64, accepted draft tokens.
+        largest: [R, K+1] float32, the largest raw logit of the row of each token: NaN or +inf if
+            one of its logits is; undefined from `num_tokens` on.
         path: [R, W] int64, for trees: the row of the request from which each token comes; undefined
             from `num_tokens` on. None: the first rows, in order.
     """
@@ -42,6 +44,7 @@ class Verdict:
     token_ids: Tensor
     num_tokens: Tensor
     num_accepted: Tensor
+    largest: Tensor
     path: Tensor | None = None
 
 
@@ -70,13 +73,18 @@ def verify(
     Returns:
         The verdict for the R requests of `rows`.
     """
+    largest = None
     if Uses.BAD_WORDS in uses:
+        largest = rows.peaks[0] if rows.peaks else state.columns.largest(logits)
         logits, rows = ban_words(logits, rows, state), replace(rows, peaks=None)
     if rates is not None or not rows.max_draft_tokens:
         uses -= {Uses.BLOCK, Uses.COUPLED}
     if rates is not None:
         rates = rates[:, : rows.max_draft_tokens]
-    return Verdict(*state.ops.verify(logits, rows, state.tensors(), needs_of(uses), rates))
+    verdict = Verdict(*state.ops.verify(logits, rows, state.tensors(), needs_of(uses), rates))
+    if largest is None:
+        return verdict
+    return replace(verdict, largest=rows.by_request(largest.squeeze(-1)))
 
 
 def sample_draft(
@@ -221,10 +229,10 @@ def verify_trees(
     )
     # Each row is verified without a draft, so its sample equals plain decoding in all modes.
     plain = uses - {Uses.COUPLED}
-    sampled = verify(logits, _node_rows(trees, layout, uses), state, plain).token_ids[:, 0]
+    alone = verify(logits, _node_rows(trees, layout, uses), state, plain)
     node = torch.arange(width, device=logits.device)
     row = layout.first_row.unsqueeze(1) + torch.minimum(node, trees.num_nodes.unsqueeze(1))
-    return _walk(trees, sampled[row])
+    return _walk(trees, alone.token_ids[:, 0][row], alone.largest[:, 0][row])
 
 
 def _node_rows(trees: DraftedTrees, layout: SampleRows, uses: frozenset[Uses]) -> SampleRows:
@@ -258,8 +266,9 @@ def _paths_to_nodes(trees: DraftedTrees) -> Tensor:
     return paths.scatter_(2, place, trees.token_ids.unsqueeze(1).expand_as(place))[..., :depth]
 
 
-def _walk(trees: DraftedTrees, sampled: Tensor) -> Verdict:
-    """The path from the root, given the token that was sampled after every node [R, K + 1].
+def _walk(trees: DraftedTrees, sampled: Tensor, largest: Tensor) -> Verdict:
+    """The path from the root, given the token that was sampled after every node, and the largest
+    logit of its row, both [R, K + 1].
 
     A node is on the path if it and each of its ancestors equals the token that was sampled after
     its parent. Siblings have different tokens, so there is one path; node numbers rise along it.
@@ -278,4 +287,5 @@ def _walk(trees: DraftedTrees, sampled: Tensor) -> Verdict:
     path = path.scatter_(1, place, node.expand_as(place))[:, :width]
     num_accepted = on_path.sum(1) - 1
     token_ids = torch.where(node <= num_accepted.unsqueeze(1), sampled.gather(1, path), PADDING)
-    return Verdict(token_ids, num_accepted + 1, num_accepted, path[:, : nodes.depth + 1])
+    largest = largest.gather(1, path)
+    return Verdict(token_ids, num_accepted + 1, num_accepted, largest, path[:, : nodes.depth + 1])

@@ -142,12 +142,29 @@ def judge(
     state: SamplingState,
     rates: Tensor | None = None,
 ) -> tuple[list[Any], ...]:
+    """The tokens and counts of the verdict, after a check of its `largest`."""
     with served_by(ops, state):
         uses = state.uses(rows.slots.tolist())
         verdict = verify(logits, rows, state, uses, rates)
+    check_largest(verdict.largest, logits, rows)
     return tuple(
         part.tolist() for part in (verdict.token_ids, verdict.num_tokens, verdict.num_accepted)
     )
+
+
+def check_largest(found: Tensor, logits: Tensor, rows: SampleRows) -> None:
+    """They are those of the raw logits, of every row that a request has."""
+    expected = logits.amax(-1) if rows.peaks is None else rows.peaks[0].squeeze(-1)
+    place = torch.arange(rows.max_draft_tokens + 1, device=logits.device)
+    used = place <= rows.num_draft_tokens.unsqueeze(-1)
+    assert found.shape == used.shape
+    assert found.dtype == torch.float32
+    row = (rows.first_row.unsqueeze(-1) + place)[used]
+    assert torch.equal(without_nan(found[used]), without_nan(expected[row]))
+
+
+def without_nan(numbers: Tensor) -> Tensor:
+    return torch.where(numbers.isnan(), torch.inf, numbers)
 
 
 def check_confidences(

@@ -109,6 +109,8 @@ def test_bad_words_are_banned_first() -> None:
     logits[:, 5], logits[:, 6] = 9.0, 8.0
     expected = judge(PLAIN, logits, rows, state)
     assert judge(CPP, logits, rows, state) == expected
+    logits[:, 6] = torch.nan  # `judge` checks that the verdict shows it
+    judge(CPP, logits, rows, state)
 
 
 def test_processed_logits_equal_the_reference_to_the_bit() -> None:

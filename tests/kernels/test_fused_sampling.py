@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -125,6 +126,39 @@ def test_rows_without_a_legal_logit_give_a_legal_token(
         logits[:] = value
         for tokens, count, _ in zip(*judge(backend.ops, logits, rows, state), strict=True):
             assert all(0 <= token < 300 for token in tokens[:count])
+
+
+@pytest.mark.parametrize("uniform_rows", [True, False])
+@pytest.mark.parametrize(
+    ("name", "vocab_size"),
+    [("greedy", 1), ("greedy", 8197), ("lean", 301), ("full", 37), ("full", 8197), ("coupled", 65)],
+)
+def test_the_largest_logits_show_what_is_no_number(
+    name: str, vocab_size: int, uniform_rows: bool, backend: Backend
+) -> None:
+    """Wherever it is in a row, and also if a grammar forbids its token; `judge` checks them."""
+    vocab_size = vocab_size if backend.quick else min(vocab_size, 301)
+    state = make_state(KINDS[name], vocab_size, backend.device)
+    columns = sorted({0, vocab_size // 2, vocab_size - 1})
+    words = -(-vocab_size // 32)
+    for seed, value in enumerate((torch.nan, -torch.nan, torch.inf)):
+        logits, rows = make_batch(state, 2, seed, False, uniform_rows)
+        for index, column in enumerate(columns):
+            logits[index :: len(columns) + 1, column] = value
+        logits[len(columns) :: 4, 0] = -torch.inf  # which is allowed
+        allowed = torch.full((rows.num_rows, words), -1, dtype=torch.int32)
+        for column in columns:
+            allowed[:, column // 32] ^= 1 << column % 32
+        masked = replace(rows, allowed=allowed.to(backend.device))
+        for ops, given in product((PLAIN, backend.ops), (rows, masked)):
+            judge(ops, logits, given, state)
+
+
+def test_the_largest_logits_of_all_zeros_are_zero(backend: Backend) -> None:
+    """The host takes such rows, too, for broken ones."""
+    state = make_state(LEAN, 151, backend.device)
+    logits, rows = make_batch(state, 2, 0, False, True)
+    judge(backend.ops, logits * 0, rows, state)
 
 
 def test_an_empty_residual_samples_the_target(backend: Backend) -> None:

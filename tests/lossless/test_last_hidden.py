@@ -240,7 +240,8 @@ def test_the_row_that_is_kept_is_behind_what_is_read_again() -> None:
     hidden = torch.arange(11.0).unsqueeze(1).expand(-1, 2)  # rows 0-2, 3-6, 7-10
     first, final = torch.tensor([0, 3, 7]), torch.tensor([2, 6, 10])
     accepted = torch.tensor([0, 0, 2])
-    verdict = Verdict(torch.zeros(3, 4).long(), torch.tensor([1, 0, 3]), accepted)
+    tokens = torch.zeros(3, 4)
+    verdict = Verdict(tokens.long(), torch.tensor([1, 0, 3]), accepted, largest=tokens)
     inputs: Any = None  # not looked at
     layout = RowLayout(torch.arange(11), inputs, first, final, None, (0, 3, 7, 11))
     last.keep(batch, verdict, Forward(hidden, layout))

@@ -28,6 +28,8 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 1.3, "top_p": 0.8, "min_p": 0.02, "logit_bias": {3: 2.0}},
     {"temperature": 0.0, "min_tokens": 6, "stop_token_ids": [1, 7, 9]},
 ]
+# Tokens, nodes of the way, and the largest logit of each.
+Walk = tuple[list[int], list[int], list[float]]
 KNOWN = [5, 8, 8, 2]  # of every request; the first three are its prompt
 
 
@@ -97,8 +99,8 @@ def logits_of(trees: DraftedTrees, parents: list[list[int]], seed: int) -> Tenso
 
 def plain_walk(
     logits: Tensor, trees: DraftedTrees, parents: list[list[int]], state: SamplingState
-) -> list[tuple[list[int], list[int]]]:
-    """(tokens, nodes of the way) of every request: one plain decoding step after another.
+) -> list[Walk]:
+    """The way of every request: one plain decoding step after another.
 
     What was sampled is committed before the next step, so penalties and min_tokens see it.
     """
@@ -127,19 +129,22 @@ def plain_walk(
                 break
             node = children[0]
             way.append(node)
-        found.append((tokens, way))
+        largest = [float(logits[first + node].max()) for node in way]
+        found.append((tokens, way, largest))
         first += (count if trees.num_rows is not None else len(own) - 1) + 1
     return found
 
 
-def check(verdict: Verdict, expected: Sequence[tuple[list[int], list[int]]]) -> None:
+def check(verdict: Verdict, expected: Sequence[Walk]) -> None:
     assert verdict.path is not None
-    for request, (tokens, way) in enumerate(expected):
+    assert verdict.largest.shape == verdict.token_ids.shape
+    for request, (tokens, way, largest) in enumerate(expected):
         count = int(verdict.num_tokens[request])
         assert verdict.token_ids[request, :count].tolist() == tokens
         assert (verdict.token_ids[request, count:] == -1).all()
         assert int(verdict.num_accepted[request]) == count - 1
         assert verdict.path[request, :count].tolist() == way
+        assert verdict.largest[request, :count].tolist() == largest
 
 
 @pytest.mark.parametrize("ragged", [True, False])
@@ -190,8 +195,8 @@ def test_fused_ops_go_the_same_way(
         monkeypatch.setattr(fused, "TILES", fused.SamplingTiles(block=32, group=16))
     found = verify_trees(logits, trees, make_state(fused.SAMPLING), uses)
     for ours, theirs in zip(
-        (found.token_ids, found.num_tokens, found.num_accepted),
-        (expected.token_ids, expected.num_tokens, expected.num_accepted),
+        (found.token_ids, found.num_tokens, found.num_accepted, found.largest),
+        (expected.token_ids, expected.num_tokens, expected.num_accepted, expected.largest),
         strict=True,
     ):
         assert torch.equal(ours, theirs)

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.errors import UsageError
 
-INTERFACE = "0eb293b15b073b82"
+INTERFACE = "1cec728fc000a3b3"
 """Digest of the functions that the modules here call; change it with them: the message of
 `require_current` tells it."""
 

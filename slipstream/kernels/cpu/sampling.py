@@ -19,16 +19,17 @@ def verify(
     state: SamplingSlots,
     needs: SamplingNeeds,
     rates: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     requests, most_drafts = rows.draft_tokens.shape
     token_ids = torch.empty((requests, most_drafts + 1), dtype=torch.int64)
     numbers = torch.empty((2, requests), dtype=torch.int64)
+    largest = torch.empty((requests, most_drafts + 1), dtype=torch.float32)
     if requests:
         cpp.verify(
             _lines(logits), _rows(rows), _slots(state), _needs(needs), _dense(rates), token_ids,
-            numbers,
+            numbers, largest,
         )  # fmt: skip
-    return token_ids, numbers[0], numbers[1]
+    return token_ids, numbers[0], numbers[1], largest
 
 
 def draft(

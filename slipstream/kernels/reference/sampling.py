@@ -42,7 +42,7 @@ def verify(
     rates: Tensor | None,
     fp64: bool = False,
     columns: Columns = ALL_COLUMNS,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `VerifyOp`.
 
     Args:
@@ -50,8 +50,8 @@ def verify(
         columns: columns of the logits: all V tokens, or this rank's share.
     """
     raw, logits = logits, process(logits, rows, state, needs, columns)
-    known = rows.peaks if logits is raw else None
-    largest, choice = columns.peaks(logits) if known is None else known
+    peaks = rows.peaks or columns.peaks(raw)
+    largest, choice = peaks if logits is raw else columns.peaks(logits)
     is_sampled = state.float_column("temperature", rows.slots) > 0
     target = None
     if needs.sampling:
@@ -80,7 +80,8 @@ def verify(
     if target is not None:
         drawn = _sample_last(target, rows, num_accepted, weight, state, fp64, columns)
         last_token = torch.where(is_sampled, drawn, last_token)
-    return _token_ids(rows, num_accepted, last_token), num_accepted + 1, num_accepted
+    token_ids = _token_ids(rows, num_accepted, last_token)
+    return token_ids, num_accepted + 1, num_accepted, rows.by_request(peaks[0].squeeze(-1))
 
 
 def draft(

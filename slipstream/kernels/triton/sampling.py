@@ -58,12 +58,15 @@ class Scan:
 
     Attributes:
         source: the logits to sample from, [N, V or more], processed if a request needs it.
+        peaks: [N, chunks], the largest logit before processing, +inf if one is NaN; None: not
+            computed.
         largest, choice, total: [N, chunks], largest logit, its token and sum of weights.
         mass: [N, chunks], the sums of weights at temperature 1; None: not computed.
         facts: [N, 4], see `row_facts`, for batches with truncations; else None.
     """
 
     source: Tensor
+    peaks: Tensor | None
     largest: Tensor
     choice: Tensor
     total: Tensor
@@ -82,17 +85,18 @@ def verify(
     state: SamplingSlots,
     needs: SamplingNeeds,
     rates: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     device, vocab_size = logits.device, logits.shape[1]
     requests, most_drafts = rows.draft_tokens.shape
     width = most_drafts + 1
     token_ids = torch.empty((requests, width), dtype=torch.int64, device=device)
     num_tokens = torch.empty(requests, dtype=torch.int64, device=device)
     num_accepted = torch.empty_like(num_tokens)
+    largest = torch.empty((requests, width), dtype=torch.float32, device=device)
     if not requests:
-        return token_ids, num_tokens, num_accepted
+        return token_ids, num_tokens, num_accepted, largest
     rows = _dense_rows(rows)
-    scanned = _scan(_aligned(logits), rows, state, needs, vocab_size)
+    scanned = _scan(_aligned(logits), rows, state, needs, vocab_size, with_peaks=True)
     chunks, launch = scanned.chunks, options(device)
     last = torch.empty((requests, 3), dtype=torch.int32, device=device)
     last_facts = torch.empty((requests, 4), dtype=torch.float32, device=device)
@@ -131,12 +135,12 @@ def verify(
     if needs.coupled:
         drawn_scores, drawn_tokens = _draw(scanned, rows, state, vocab_size)
     accept_kernel[(requests,)](
-        scanned.source, scanned.largest, scanned.choice, scanned.total, scanned.facts, token_ids,
-        num_tokens, num_accepted, last, last_facts, arrivals, prefixes, masses, drawn_scores,
-        drawn_tokens, first_row, rows.slots, rows.positions, *drafted, *numbers, stride,
-        rows.draft_tokens.stride(0), *draft_strides, width, vocab_size, chunks,
-        None if rates is None else rates.contiguous(), sampled=needs.sampling, block_k=block_k,
-        num_warps=4, **place,
+        scanned.source, scanned.peaks, scanned.largest, scanned.choice, scanned.total,
+        scanned.facts, token_ids, num_tokens, num_accepted, largest, last, last_facts, arrivals,
+        prefixes, masses, drawn_scores, drawn_tokens, first_row, rows.slots, rows.positions,
+        *drafted, *numbers, stride, rows.draft_tokens.stride(0), *draft_strides, width, vocab_size,
+        chunks, None if rates is None else rates.contiguous(), sampled=needs.sampling,
+        block_k=block_k, num_warps=4, **place,
     )  # fmt: skip
     if needs.sampling:
         scores = torch.empty((requests, 2, chunks), dtype=torch.float32, device=device)
@@ -148,7 +152,7 @@ def verify(
             block_s=scanned.block_s,
             num_warps=TILES.race_warps, **launch,
         )  # fmt: skip
-    return token_ids, num_tokens, num_accepted
+    return token_ids, num_tokens, num_accepted, largest
 
 
 def draft(
@@ -219,6 +223,7 @@ def _scan(
     vocab_size: int,
     arrivals: Tensor | None = None,
     with_mass: bool = False,
+    with_peaks: bool = False,
 ) -> Scan:
     """Run the scan, and compute the thresholds if any row may have some."""
     num_rows, device, tiles = len(logits), logits.device, TILES
@@ -229,6 +234,7 @@ def _scan(
     total = torch.empty_like(largest)
     choice = torch.empty((num_rows, chunks), dtype=torch.int32, device=device)
     mass = torch.empty_like(total) if with_mass else None
+    peaks = torch.empty_like(total) if with_peaks else None
     source, processed = logits, None
     if needs.penalties or needs.bias or needs.min_tokens or rows.allowed is not None:
         source = processed = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
@@ -243,8 +249,8 @@ def _scan(
     numbers = (state.ints, state.floats, state.ints.stride(0), state.floats.stride(0))
     prompt_mask = None if state.prompt_mask is None else state.prompt_mask.view(torch.uint8)
     scan_kernel[(chunks, num_rows)](
-        logits, processed, largest, choice, total, mass, group_largest, arrivals, request, offset,
-        rows.slots, lengths, rows.draft_tokens, rows.draft_tokens.stride(0), *numbers,
+        logits, processed, peaks, largest, choice, total, mass, group_largest, arrivals, request,
+        offset, rows.slots, lengths, rows.draft_tokens, rows.draft_tokens.stride(0), *numbers,
         state.stop_ids if needs.min_tokens else None, state.stop_ids.shape[1],
         state.output_counts if needs.penalties else None,
         prompt_mask if needs.penalties else None, state.bias if needs.bias else None,
@@ -260,7 +266,7 @@ def _scan(
             group=tiles.group, tile=tiles.groups_at_once, block_g=next_power_of_2(groups),
             block_s=next_power_of_2(chunks), num_warps=tiles.threshold_warps, **place,
         )  # fmt: skip
-    return Scan(source, largest, choice, total, mass, facts, chunks)
+    return Scan(source, peaks, largest, choice, total, mass, facts, chunks)
 
 
 def _draw(

@@ -129,8 +129,8 @@ def _process(
 
 @triton.jit(do_not_specialize=["width"])
 def scan_kernel(
-    logits, processed, chunk_largest, chunk_choice, chunk_sum, chunk_mass, group_largest, arrivals,
-    request, offset, slots, num_draft_tokens, draft_tokens, draft_stride,
+    logits, processed, chunk_peak, chunk_largest, chunk_choice, chunk_sum, chunk_mass,
+    group_largest, arrivals, request, offset, slots, num_draft_tokens, draft_tokens, draft_stride,
     all_ints, all_floats, ints_stride, floats_stride, stop_ids, num_stop_ids, output_counts,
     prompt_mask, bias, allowed, logits_stride, allowed_stride, width, vocab_size, groups,
     uniform_rows: tl.constexpr, sampled: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
@@ -138,10 +138,11 @@ def scan_kernel(
 ):  # fmt: skip
     """Programs (chunk, row). Steps whose arguments are None are skipped.
 
-    Writes, for each chunk of `block` tokens: its largest logit, the smallest token id that has it,
-    and (`sampled`) the sum of weights relative to that logit, [N, chunks], and that sum at
-    temperature 1 (chunk_mass); for each `group` of tokens its largest logit, [N, groups]; and the
-    processed logits [N, V]. Rows after a request's draft are skipped. Sets arrivals [N] to 0.
+    Writes, for each chunk of `block` tokens: the largest logit before processing, or +inf if one is
+    NaN (chunk_peak); its largest logit, the smallest token id that has it, and (`sampled`) the sum
+    of weights relative to that logit, [N, chunks], and that sum at temperature 1 (chunk_mass); for
+    each `group` of tokens its largest logit, [N, groups]; and the processed logits [N, V]. Rows
+    after a request's draft are skipped. Sets arrivals [N] to 0.
     """
     launch_dependents(pdl)
     wait_for_inputs(pdl)
@@ -159,6 +160,10 @@ def scan_kernel(
     inside = column < vocab_size
     source = logits + row.to(tl.int64) * logits_stride + column
     logit = tl.load(source, mask=inside, other=float("-inf")).to(tl.float32)
+    cell = row * tl.num_programs(0) + chunk
+    if chunk_peak is not None:
+        # A maximum hides NaN.
+        tl.store(chunk_peak + cell, tl.max(tl.where(logit == logit, logit, float("inf")), axis=0))
     logit = _process(
         logit, column, inside, row, found, place, slot, ints, floats, processed, stop_ids,
         num_stop_ids, output_counts, prompt_mask, bias, allowed, allowed_stride, draft_tokens,
@@ -166,7 +171,6 @@ def scan_kernel(
     )  # fmt: skip
     largest = tl.max(logit, axis=0)
     choice = tl.min(tl.where((logit == largest) & inside, column, NO_TOKEN), axis=0)
-    cell = row * tl.num_programs(0) + chunk
     tl.store(chunk_largest + cell, largest)
     tl.store(chunk_choice + cell, choice)
     if chunk_mass is not None:
@@ -183,6 +187,14 @@ def scan_kernel(
                 best = tl.max(tl.reshape(logit, (block // group, group)), axis=1)
                 number = chunk * (block // group) + tl.arange(0, block // group)
                 tl.store(group_largest + row * groups + number, best, mask=number < groups)
+
+
+@triton.jit
+def peaks_of(chunk_peak, rows, chunks, block_s: tl.constexpr):
+    """[n, chunks], the peaks of the chunks of rows [n]."""
+    chunk = tl.arange(0, block_s)
+    cell = rows[:, None] * chunks + chunk[None, :]
+    return tl.load(chunk_peak + cell, mask=(chunk < chunks)[None, :], other=float("-inf"))
 
 
 @triton.jit

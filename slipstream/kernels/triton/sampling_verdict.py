@@ -22,6 +22,7 @@ from slipstream.kernels.triton.sampling_scan import (
     VERIFICATION,
     choices,
     inverse_of,
+    peaks_of,
     place_of,
     row_sums,
     tree_sum,
@@ -65,9 +66,12 @@ def row_facts(
 
 @triton.jit
 def _store_last(
-    line, facts, here, rows, count, in_use, drafted, largest, total, lowest_logit, lowest_weight
-):
+    last, last_facts, arrivals, request, here, rows, count, in_use, drafted, largest, total,
+    lowest_logit, lowest_weight,
+):  # fmt: skip
     """Store the source of a sampled request's last token: see `accept_kernel`."""
+    line, facts = last + request * 3, last_facts + request * 4 + rows * 0
+    tl.store(arrivals + request, 0)
     refused = tl.sum(tl.where(here & in_use, drafted + 1, 0)) - 1
     tl.store(line, tl.sum(tl.where(here, rows, 0)))
     tl.store(line + 1, count)
@@ -143,16 +147,17 @@ def _or_drawn(
 
 @triton.jit(do_not_specialize=["width"])
 def accept_kernel(
-    source, chunk_largest, chunk_choice, chunk_sum, result, token_ids, num_tokens, num_accepted,
-    last, last_facts, arrivals, prefixes, masses, drawn_scores, drawn_tokens, first_row, slots,
-    positions, draft_tokens, num_draft_tokens, one_hot, certain, draft_probs, draft_columns,
-    all_ints, all_floats, ints_stride, floats_stride, source_stride, draft_stride, probs_stride,
-    probs_place_stride, probs_width, width, vocab_size, chunks, rates, uniform_rows: tl.constexpr,
-    sampled: tl.constexpr, truncated: tl.constexpr, block_k: tl.constexpr, block_s: tl.constexpr,
-    pdl: tl.constexpr,
+    source, chunk_peak, chunk_largest, chunk_choice, chunk_sum, result, token_ids, num_tokens,
+    num_accepted, peaks, last, last_facts, arrivals, prefixes, masses, drawn_scores, drawn_tokens,
+    first_row, slots, positions, draft_tokens, num_draft_tokens, one_hot, certain, draft_probs,
+    draft_columns, all_ints, all_floats, ints_stride, floats_stride, source_stride, draft_stride,
+    probs_stride, probs_place_stride, probs_width, width, vocab_size, chunks, rates,
+    uniform_rows: tl.constexpr, sampled: tl.constexpr, truncated: tl.constexpr,
+    block_k: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Program (request): the number of accepted draft tokens. This completes greedy requests, and
-    coupled ones, for which there are drawn_scores and drawn_tokens [N, chunks].
+    """Program (request): the number of accepted draft tokens, and peaks [R, K + 1]. It completes
+    greedy requests, and coupled ones, for which there are drawn_scores and drawn_tokens
+    [N, chunks].
 
     For others it stores last [R, 3] (row of logits, offset, rejected token or -1) and
     last_facts [R, 4] of that row, and sets arrivals [R] to 0.
@@ -168,6 +173,7 @@ def accept_kernel(
     in_use = (column < drafts) & (column < width - 1)
     rows = first_row_of(request, first_row, width, uniform_rows) + tl.minimum(column, drafts)
     # All loads before the first reduction, so that their latencies overlap.
+    peak = peaks_of(chunk_peak, rows, chunks, block_s)
     temperature = tl.load(all_floats + slot * floats_stride + TEMPERATURE)
     inverse = inverse_of(temperature)
     if sampled:
@@ -209,18 +215,17 @@ def accept_kernel(
             count, temperature, prefixes, masses, request, column, in_use & (drafted >= 0), ints,
             positions, width, chunks, block_k, block_s,
         )  # fmt: skip
-    here = column == count
+    here, cell, inside = column == count, request * width + column, column < width
     after_draft = tl.where(here, choice, -1).to(tl.int64)
-    token_ids += request * width + column
-    tl.store(token_ids, tl.where(column < count, drafted, after_draft), mask=column < width)
+    tl.store(token_ids + cell, tl.where(column < count, drafted, after_draft), mask=inside)
+    tl.store(peaks + cell, tl.max(peak, axis=1), mask=inside)
     tl.store(num_tokens + request, (count + 1).to(tl.int64))
     tl.store(num_accepted + request, count.to(tl.int64))
     if sampled:
         if temperature > 0:
-            tl.store(arrivals + request, 0)
             _store_last(
-                last + request * 3, last_facts + request * 4 + column * 0, here, rows, count,
-                in_use, drafted, largest, total, lowest_logit, lowest_weight,
+                last, last_facts, arrivals, request, here, rows, count, in_use, drafted, largest,
+                total, lowest_logit, lowest_weight,
             )  # fmt: skip
 
 
