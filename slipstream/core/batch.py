@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from slipstream.core.request import Request
@@ -175,12 +176,12 @@ class Batch:
     preempted: tuple[Request, ...] = ()
     checkpoints: tuple[LastCheckpoint, ...] = ()
 
-    @property
+    @cached_property
     def admitted(self) -> list[ScheduledRequest]:
         """The requests that get their slots in this step."""
         return [item for item in self.requests if item.admitted]
 
-    @property
+    @cached_property
     def is_decode(self) -> bool:
         """Whether all requests decode: no prompt chunk, and no request is admitted."""
         for item in self.requests:

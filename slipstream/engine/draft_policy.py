@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, Protocol
 
 from slipstream.core.batch import DraftPlan, StepReport
@@ -40,6 +41,9 @@ class DraftPolicy(Protocol):
         """Learn from a step's results; called once a step, maybe after the next one was planned."""
 
 
+_plain_plan = cache(DraftPlan)  # by the number of tokens
+
+
 @dataclass(frozen=True)
 class FixedPolicy:
     """Always drafts as many tokens as may be useful, up to the request's and the engine's K.
@@ -62,7 +66,7 @@ class FixedPolicy:
     def plan(self, candidates: Sequence[Candidate]) -> Sequence[DraftPlan]:
         most = self.num_speculative_tokens
         return [
-            DraftPlan(min(it.most, it.request.num_speculative_tokens, most)) for it in candidates
+            _plain_plan(min(it.most, it.request.num_speculative_tokens, most)) for it in candidates
         ]
 
     def observe(self, report: StepReport) -> None:

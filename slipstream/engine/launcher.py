@@ -90,7 +90,7 @@ class Launcher(Step):
     def _launch(self, whole: Batch) -> Launched:
         began, batch = perf_counter(), self.division.own(whole)
         self._sampling.admit({item.request.slot: item.request for item in whole.admitted})
-        uses = self._sampling.uses(item.request.slot for item in whole.requests)
+        uses = self._sampling.uses([item.request.slot for item in whole.requests])
         graphs = self.division.begin(whole, self._graphs, uses)
         padded = graphs is not None and whole.is_decode
         self._drafter.forget(batch.preempted)
@@ -112,8 +112,8 @@ class Launcher(Step):
         elif batch.requests:
             outcome = self._run_exactly(batch, packed, steering, graphs)
         num_rows = self._runner.assist() if outcome is None else outcome.forward.num_rows
-        asks = (item.request.params for item in whole.requests)
-        rates = any(it.logprobs is not None or it.prompt_logprobs is not None for it in asks)
+        asks = [item.request.params for item in whole.requests]
+        rates = any([it.logprobs is not None or it.prompt_logprobs is not None for it in asks])
         self._rated = outcome if rates else None
         self._num_launched += 1
         if self._check_every is not None and self._num_launched % self._check_every == 0:
@@ -140,7 +140,7 @@ class Launcher(Step):
             sent = packed, packed.on(self._state.device, not self.runs_ahead)
         self._sent = None if packed.prompts else sent  # images are not kept
         outcome = self.run(sent[1], steering, proposal)
-        if any(item.is_prompt_chunk for item in batch.requests):
+        if not batch.is_decode and any(item.is_prompt_chunk for item in batch.requests):
             self._drafter.read_prompts(batch, outcome.forward)
             slots = upload(packed.slots, self._state.device)
             outcome.set_cached(self._drafter.cached_tokens(slots))

@@ -159,7 +159,8 @@ class Scheduler:
         last = {it.request.request_id: it for it in batch.requests if not it.request.finished}
         shares = [RequestShare.of(it, last.get(it.request_id)) for it in self._running]
         shares = [share for share in shares if share.may_run(self.limits)]
-        if not all([self._secure(share) for share in shares]):
+        secured = [self._secure(it.request, it.most_known, it.num_uncomputed) for it in shares]
+        if not all(secured):
             return None
         budget = self._give_rows(shares)
         if budget.lacks_blocks:  # `batch` may give some back
@@ -195,19 +196,19 @@ class Scheduler:
         secured = 0
         while secured < len(self._running):
             request = self._running[secured]
-            if self._secure(RequestShare.of(request)):
+            known = request.num_tokens
+            if self._secure(request, known, known - request.num_computed):
                 secured += 1
             else:
                 last = last_on_rank(self._running, request.request_id, self.block_manager)
                 preempted.append(self._preempt(last))  # it is not secured yet
         return preempted
 
-    def _secure(self, share: RequestShare) -> bool:
+    def _secure(self, request: Request, most_known: int, num_uncomputed: int) -> bool:
         """Get blocks for the known tokens of a running request; False if there are not enough."""
-        most = min(share.most_known, self.limits.max_model_len)
+        most = min(most_known, self.limits.max_model_len)
         # One row of a prompt, for layers with a window; `_extend_chunks` gives more.
-        next_row = most - share.num_uncomputed + 1
-        return self.block_manager.grow(share.request.request_id, most, next_row)
+        return self.block_manager.grow(request.request_id, most, most - num_uncomputed + 1)
 
     def _preempt(self, request: Request) -> Request:
         self._running.remove(request)
@@ -229,6 +230,8 @@ class Scheduler:
         decoding = [it for it in shares if it.is_decoding and not it.num_uncomputed]
         if decoding:
             budget.limit_prompts(self.limits.prompts_beside_decoding, len(shares) - len(decoding))
+        if not self.limits.num_speculative_tokens:
+            return
         for share, plan in zip(decoding, self._plans(decoding), strict=True):
             self._draft(share, drafts, plan)
             budget.take(share.num_draft_tokens)

@@ -1,7 +1,7 @@
 """Inputs of a step as numbers; its results as one tensor, which is copied to the host at once."""
 
 import struct
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,7 +24,7 @@ from slipstream.kernels.devices import Download, send, upload
 from slipstream.kernels.preparation import PreparationOps
 from slipstream.runner.device_batch import Guesses, PackedBatch
 from slipstream.runner.model_runner import Forward, ModelRunner
-from slipstream.runner.rows import prompt_rows
+from slipstream.runner.rows import PromptRows, prompt_rows
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.verification import Verdict
 from slipstream.speculative.drafter import Draft, Needs
@@ -56,10 +56,12 @@ def pack(
         trims = []
     stops = [item.stops for item in items]
     again = [int(needs.features and item.admitted and item.start > 0) for item in items]
-    prompts = [
-        prompt_rows(item.request.spans, item.start - less, item.start + item.num_new_tokens)
-        for item, less in zip(items, again, strict=True)
-    ]
+    prompts: Sequence[PromptRows | None] = ()
+    if any([item.request.spans for item in items]):
+        prompts = [
+            prompt_rows(item.request.spans, item.start - less, item.start + item.num_new_tokens)
+            for item, less in zip(items, again, strict=True)
+        ]
     return PackedBatch(
         slots=slots,
         num_new_tokens=[item.num_new_tokens for item in items],
@@ -252,7 +254,7 @@ class Launched:
         first = [row[_FIRST_ROW] for row in rows]
         if self.padded:
             return committed, first, first, seconds, waited
-        starts, ends = [], Counter[int]()  # by rank
+        starts, ends = [], defaultdict[int, int](int)  # by rank
         for gain, item in zip(committed, self.batch.requests, strict=True):
             starts.append(ends[item.rank])
             ends[item.rank] += gain.num_draft_tokens + 1
@@ -335,9 +337,8 @@ def _committed(
     # Without a trim all draft tokens were verified.
     known = drafts if item.trim is None else max(drafts, item.num_draft_tokens)
     # Logits that are all 0 come from numbers whose squares overflowed in a norm.
-    sound = next(
-        (place for place, it in enumerate(bits) if not 0 < it & _EXPONENT < _EXPONENT), count
-    )
+    broken = [place for place, it in enumerate(bits) if not 0 < it & _EXPONENT < _EXPONENT]
+    sound = broken[0] if broken else count
     accepted, more = min(accepted, sound), places[2 * width :]
     return Committed(
         token_ids=tuple(tokens[:sound]),
@@ -354,6 +355,6 @@ def _committed(
 
 def _confidences(bits: Sequence[int]) -> tuple[float, ...]:
     """Bits of float32 -> numbers; empty if any place has no confidence."""
-    if any(it & _EXPONENT == _EXPONENT for it in bits):
+    if not bits or any([it & _EXPONENT == _EXPONENT for it in bits]):
         return ()
     return struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))

@@ -147,6 +147,8 @@ def _draft_adapter(item: ScheduledRequest) -> int:
 
 def num_equal(one: Sequence[int], other: Sequence[int]) -> int:
     """The length of the common prefix of two sequences of the same type."""
+    if one[: len(other)] == other:
+        return len(other)
     same, run = 0, 64
     while same + run <= len(other) and one[same : same + run] == other[same : same + run]:
         same += run

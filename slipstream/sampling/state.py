@@ -128,7 +128,7 @@ class SamplingState:
         self.bias: Tensor | None = None
         self.allowed_next: Tensor | None = None
         self._requests: list[Request | None] = [None] * max_num_seqs
-        self._slots: dict[Uses, set[int]] = {use: set() for use in Uses}
+        self._uses = [frozenset[Uses]()] * max_num_seqs  # of the request in each slot
         # The contents of tensors on the device, so that only changes are copied.
         self._stop_ids: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._biased: set[int] = set()
@@ -167,9 +167,7 @@ class SamplingState:
     def _admit(self, slot: int, request: Request) -> None:
         """Write the parameters that only few requests have."""
         self._requests[slot] = request
-        uses = _uses(request)
-        for use, slots in self._slots.items():
-            (slots.add if use in uses else slots.discard)(slot)
+        uses = self._uses[slot] = _uses(request)
         self._fill_stop_ids(slot, sorted(request.stop_token_ids))
         if Uses.PENALTIES in uses:
             self._fill_history(slot, request)
@@ -214,8 +212,7 @@ class SamplingState:
 
     def uses(self, host_slots: Iterable[int]) -> frozenset[Uses]:
         """The features that any request in these slots needs."""
-        asked = set(host_slots)
-        return frozenset(use for use, slots in self._slots.items() if not slots.isdisjoint(asked))
+        return frozenset[Uses]().union(*[self._uses[slot] for slot in host_slots])
 
     def request(self, slot: int) -> Request:
         request = self._requests[slot]
@@ -302,7 +299,7 @@ class SamplingState:
         self._biased.add(slot)
 
 
-def _uses(request: Request) -> set[Uses]:
+def _uses(request: Request) -> frozenset[Uses]:
     params = request.params
     penalised = params.presence_penalty or params.frequency_penalty
     answers = {
@@ -319,7 +316,7 @@ def _uses(request: Request) -> set[Uses]:
         Uses.COUPLED: request.verification is Verification.COUPLED and not params.greedy,
         Uses.ADAPTER: request.adapter is not None,
     }
-    return {use for use, answer in answers.items() if answer}
+    return frozenset(use for use, answer in answers.items() if answer)
 
 
 def _float_parameters(params: SamplingParams) -> list[float]:

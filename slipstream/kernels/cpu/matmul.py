@@ -58,7 +58,7 @@ class CpuMatrix(Weight):
         assert self.table_dtype is not None, "rounded weights are no tables"
         rows = torch.empty((index.numel(), self.shape[1]), dtype=self.table_dtype)
         cpp.look_up(self.handle, index.long().contiguous(), rows)
-        return rows.view(*index.shape, self.shape[1])
+        return rows if index.dim() == 1 else rows.view(*index.shape, self.shape[1])
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         out = x.new_empty((x.shape[0], self._shape[0]))
