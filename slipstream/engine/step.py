@@ -136,7 +136,7 @@ class Step:
 
     def _forward(self, batch: DeviceBatch, draft: Draft) -> Forward:
         """One pass of the target over prompt chunks, last tokens and draft tokens."""
-        starts = self._state.num_computed[batch.slots]
+        starts = self._state.num_computed.index_select(0, batch.slots)
         tree = None
         if draft.tree is not None:
             tree = TreeRows(draft.tree, starts, 0, draft.num_tokens > 0)

@@ -147,6 +147,13 @@ class PassInputs:
     pooled_rows: int | None = None
     prepared: dict[str, object] = field(default_factory=dict, init=False, repr=False)
 
+    def seeing(self, sees: Visibility) -> "PassInputs":
+        """These inputs with another visibility; faster than `replace`, for every pass of a draft."""
+        return PassInputs(
+            *(self.rows, self.paging, sees, self.adapters, self.window_paging, self.states),
+            *(self.layer_inputs, self.embedded, self.pooled_rows),
+        )
+
     def of_rows(self, rows: Tensor) -> "PassInputs":
         """The inputs of a feed-forward part that computes these rows only, [n] int64."""
         adapters, layer_inputs = self.adapters, self.layer_inputs

@@ -214,6 +214,41 @@ class DeviceBatch:
         return not self.exact or self.most_rereads > 0
 
     @cached_property
+    def zeros(self) -> Tensor:
+        """[R] int64."""
+        return torch.zeros_like(self.slots)
+
+    @cached_property
+    def ones(self) -> Tensor:
+        """[R] bool."""
+        return torch.ones_like(self.at_end)
+
+    @cached_property
+    def draft_slots(self) -> Tensor:
+        """[R * K] int64, the slot of the request of each draft token."""
+        return self.slots.repeat_interleave(self.width, output_size=len(self.slots) * self.width)
+
+    @cached_property
+    def draft_places(self) -> Tensor:
+        """[R * K] int64, the place of each draft token in its draft."""
+        return torch.arange(self.width, device=self.slots.device).repeat(self.num_requests)
+
+    @cached_property
+    def all_draft(self) -> bool:
+        """Whether the host knows that each request drafts (`num_featured_drafts` is positive)."""
+        return bool(self.draft_counts) and all(self.draft_counts) and not self._may_reread
+
+    @cached_property
+    def drafts_fill(self) -> bool:
+        """Whether the host knows that each request drafts `width` tokens."""
+        return self.all_draft and self.draft_counts == [self.width] * self.num_requests
+
+    def where_drafts(self, wanted: Tensor, values: Tensor, others: Tensor | int) -> Tensor:
+        """[R], `values` for the requests that draft `wanted` [R] tokens, `others` for those with 0
+        (by `num_draft_tokens` or `num_featured_drafts`)."""
+        return values if self.all_draft else torch.where(wanted > 0, values, others)
+
+    @cached_property
     def judges_all(self) -> bool:
         """Whether the batch is exact, and every row of the target's pass has its logits judged."""
         return bool(self.known_counts) and all([count == 1 for count in self.known_counts])

@@ -160,12 +160,19 @@ class RowLayout:
         """Whether no request has a row; False if the host does not know."""
         return bool(self.row_starts) and not self.row_starts[-1]
 
+    @cached_property
+    def num_each(self) -> int | None:
+        """The number of rows of every request; None: they differ, or the host does not know."""
+        if not self.row_starts:
+            return self.width
+        count = self.row_starts[-1] // max(1, self.num_requests)
+        evenly = [it * count for it in range(len(self.row_starts))]
+        return count if [*self.row_starts] == evenly else None
+
     @property
     def is_single(self) -> bool:
         """Whether every request has exactly one row."""
-        if self.row_starts:
-            return [*self.row_starts] == [*range(self.num_requests + 1)]
-        return self.width == 1
+        return self.num_each == 1
 
     def judged(self, all_rows: bool) -> tuple[Tensor, Tensor, Tensor] | None:
         """(`request`, `offset`, `first_row`) of the rows whose logits are judged, if these are all
@@ -201,11 +208,11 @@ class RowLayout:
         return replace(self, inputs=replace(self.inputs, adapters=self.of_requests(slots)))
 
     def spread(self, values: Tensor) -> Tensor:
-        """values [R, W, ...] of each request's first W rows -> [T, ...], row by row."""
+        """values [R, W, ...] of each request's first W rows or more -> [T, ...], row by row."""
         if self.is_single:
             return values[:, 0]
-        if self.width is not None:
-            return values.flatten(0, 1)
+        if self.num_each is not None:
+            return values[:, : self.num_each].flatten(0, 1)
         return values[self.request, self.offset]
 
     def collect(self, values: Tensor, width: int) -> Tensor:
@@ -219,14 +226,14 @@ class RowLayout:
 
     def heads(self, values: Tensor, width: int) -> Tensor:
         """values [T, ...] -> [R, width, ...]: each request's first rows; undefined after them."""
-        if self.width == width:
+        if self.num_each == width:
             return values.view(self.num_requests, width, *values.shape[1:])
         place = torch.arange(width, device=self.first_row.device)
         return values[(self.first_row.unsqueeze(1) + place).clamp_max(len(values) - 1)]
 
     def last(self, values: Tensor) -> Tensor:
         """values [T, ...] -> [R, ...]: each request's last row."""
-        return values if self.is_single else values[self.last_row]
+        return values if self.is_single else values.index_select(0, self.last_row)
 
     def over_last(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
         """`last(function(values))` for a function of single rows and values [T, ...], computed for
@@ -235,9 +242,11 @@ class RowLayout:
             return self.last(function(values))
         return function(self.last(values))
 
-    def tails(self, values: Tensor, counts: Tensor, width: int) -> Tensor:
+    def tails(self, values: Tensor, counts: Tensor, width: int, fill: bool = False) -> Tensor:
         """values [T, ...] -> [R, width, ...]: the last counts[r] rows of each request, at most
-        `width`; undefined after them."""
+        `width`; undefined after them. With `fill` the host knows that all counts are `width`."""
+        if fill and self.row_starts and self.num_each is not None:
+            return values.view(self.num_requests, self.num_each, *values.shape[1:])[:, -width:]
         place = torch.arange(width, device=counts.device)
         first = self.last_row + 1 - counts
         return values[torch.minimum(first.unsqueeze(1) + place, self.last_row.unsqueeze(1))]

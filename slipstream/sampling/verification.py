@@ -99,6 +99,7 @@ def sample_draft(
     vocabulary: Tensor | None = None,
     confidence_out: Tensor | None = None,
     shares: bool = False,
+    ahead: int | Tensor = 0,
 ) -> Tensor:
     """Sample one draft token for each request.
 
@@ -109,7 +110,7 @@ def sample_draft(
     Args:
         logits: [R, V], the drafter's, any float dtype.
         slots: [R] int64.
-        positions: [R] int64, positions of the tokens to be drafted.
+        positions: [R] int64, positions of the tokens to be drafted, less `ahead`.
         uses: features of these requests.
         num_legal_tokens: columns from here on are padding and are never drafted.
         greedy_only: take the argmax for all requests.
@@ -125,8 +126,10 @@ def sample_draft(
         [R] int64, columns of `logits`.
     """
     columns = state.columns if shares else ALL_COLUMNS
-    logits = allow_next(logits, slots, positions, state, uses, vocabulary, columns)
     is_plain = greedy_only or Uses.SAMPLING not in uses
+    if not is_plain or Uses.GRAMMAR in uses:  # else nothing depends on positions
+        positions = positions + ahead
+    logits = allow_next(logits, slots, positions, state, uses, vocabulary, columns)
     assert (probs_out is None) == is_plain, "probs_out belongs to batches that are sampled"
     tensors, needs = state.tensors(), needs_of(uses)
     draft = state.ops.draft_shares if shares else state.ops.draft

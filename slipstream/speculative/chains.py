@@ -145,11 +145,12 @@ class Chains:
 
     def finish(self, draft: Draft) -> Draft:
         """The draft of all positions, cut to the lengths of its chains, with its confidences."""
-        confidences = None if self._confidences is None else self._known()
+        if self._confidences is None:
+            return draft
+        confidences = self._known()
         if self._tokens is None:
             return replace(draft, confidences=confidences)
         most, probs = max(self._tokens), draft.probs
-        assert confidences is not None
         return replace(
             draft,
             token_ids=draft.token_ids[:, :most],

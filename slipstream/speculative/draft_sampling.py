@@ -1,7 +1,7 @@
 """Samples draft tokens from the logits of a drafter's network."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -75,13 +75,13 @@ class DraftSampling:
         probs = self.probabilities(batch)
         chains = Chains(batch, self.resources, wanted)
         placed, starts = excerpt.places(known), excerpt.places(starts)
-        lengths = torch.where(wanted > 0, placed - starts, 0)
+        lengths = batch.where_drafts(wanted, placed - starts, 0)
         for index in range(batch.width):
             most = 1 if index else most
             logits = forward(batch.rows(starts, lengths, most, excerpt=excerpt), index)
             probs_out = None if probs is None else probs[:, index]
             confidences = chains.out(index)
-            picked = self.sample(logits, slots, known + index, batch, probs_out, confidences)
+            picked = self.sample(logits, slots, known, index, batch, probs_out, confidences)
             goes_on = chains.take(index)
             starts, lengths = state.ops.advance_drafts(
                 *(excerpt.tables, excerpt.rows, placed, chains.num_passes),
@@ -89,8 +89,7 @@ class DraftSampling:
             )
             if not goes_on:
                 break
-        draft = self.draft(batch, tokens, wanted, probs)
-        draft = replace(draft, written=excerpt.skipped is None)
+        draft = self.draft(batch, tokens, wanted, probs, written=excerpt.skipped is None)
         return chains.finish(draft), chains.num_passes
 
     def draft_places(self, batch: DeviceBatch, wanted: Tensor, places: Places) -> Draft:
@@ -100,14 +99,14 @@ class DraftSampling:
             wanted: [R] int64, how many tokens to draft for each request.
         """
         state, slots = self.resources.state, batch.slots
-        known = state.num_tokens[slots]
+        known = state.num_tokens.index_select(0, slots)
         last = state.token_ids[slots, (known - 1).clamp_min(0)]
         tokens = slots.new_zeros((batch.num_requests, batch.width))
         probs, chains = self.probabilities(batch), Chains(batch, self.resources, wanted)
         for index in range(batch.width):
             logits, confidences = places(index, last)
             probs_out, out = None if probs is None else probs[:, index], chains.out(index)
-            picked = self.sample(logits, slots, known + index, batch, probs_out, out)
+            picked = self.sample(logits, slots, known, index, batch, probs_out, out)
             if out is not None and confidences is not None:
                 out.copy_(confidences)
             last = self.token_ids(picked)
@@ -119,19 +118,18 @@ class DraftSampling:
     def draft_at_once(self, batch: DeviceBatch, wanted: Tensor, logits: Tensor) -> Draft:
         """The draft from the logits [R * K, V] of each request's last rows (`RowLayout.tails`),
         without the positions after the end of a chain (`Chains`)."""
-        slots, width = batch.slots, batch.width
-        place = torch.arange(width, device=slots.device)
-        probs = self.probabilities(batch)
+        slots, probs = batch.draft_slots, self.probabilities(batch)
         chains = Chains(batch, self.resources, wanted, at_once=True)
         picked = self.sample(
             logits,
-            slots.unsqueeze(1).expand(-1, width).contiguous().flatten(),
-            (self.resources.state.num_tokens[slots].unsqueeze(1) + place).flatten(),
+            slots,
+            self.resources.state.num_tokens.index_select(0, slots),
+            batch.draft_places,
             batch,
             None if probs is None else probs.flatten(0, 1),
             chains.confidences_out(),
         )
-        tokens = self.token_ids(picked).view(-1, width)
+        tokens = self.token_ids(picked).view(-1, batch.width)
         chains.take_all()
         return chains.finish(self.draft(batch, tokens, wanted, probs))
 
@@ -139,7 +137,8 @@ class DraftSampling:
         self,
         logits: Tensor,
         slots: Tensor,
-        positions: Tensor,
+        known: Tensor,
+        ahead: int | Tensor,
         batch: DeviceBatch,
         probs_out: Tensor | None,
         confidence_out: Tensor | None,
@@ -148,7 +147,7 @@ class DraftSampling:
         return sample_draft(
             logits,
             slots,
-            positions,
+            known,
             self.resources.sampling,
             batch.uses,
             self.num_legal_tokens,
@@ -157,6 +156,7 @@ class DraftSampling:
             vocabulary=self.vocabulary,
             confidence_out=confidence_out,
             shares=self.num_ranks > 1,
+            ahead=ahead,
         )
 
     def token_ids(self, columns: Tensor) -> Tensor:
@@ -169,10 +169,11 @@ class DraftSampling:
         tokens: Tensor,
         wanted: Tensor,
         probs: Tensor | None,
+        written: bool = False,
     ) -> Draft:
         """The draft of these tokens [R, K] (the target's ids), which were sampled from `probs`."""
-        one_hot = self.resources.sampling.temperature[batch.slots] == 0
-        if self.greedy_only:
-            one_hot = torch.ones_like(one_hot)
+        one_hot = batch.ones
+        if probs is not None:
+            one_hot = self.resources.sampling.temperature[batch.slots] == 0
         shares = self.num_ranks > 1
-        return Draft(tokens, wanted, one_hot, probs, self.vocabulary, shares=shares)
+        return Draft(tokens, wanted, one_hot, probs, self.vocabulary, written, shares=shares)

@@ -111,14 +111,14 @@ class Draft:
     def empty(batch: DeviceBatch, width: int = 0) -> "Draft":
         return Draft(
             token_ids=batch.slots.new_zeros((batch.num_requests, width)),
-            num_tokens=torch.zeros_like(batch.slots),
-            one_hot=torch.ones_like(batch.at_end),
+            num_tokens=batch.zeros,
+            one_hot=batch.ones,
             written=True,
         )
 
     @staticmethod
     def of_guesses(batch: DeviceBatch) -> "Draft":
-        return Draft(batch.guesses, batch.num_draft_tokens, torch.ones_like(batch.at_end))
+        return Draft(batch.guesses, batch.num_draft_tokens, batch.ones)
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Drafter:
     def cached_tokens(self, slots: Tensor) -> Tensor:
         """[R] int64: for the requests in these slots, how many leading tokens have this drafter's
         keys and values in their blocks."""
-        return self._state.num_computed[slots]
+        return self._state.num_computed.index_select(0, slots)
 
 
 class NoDrafter(Drafter):

@@ -433,7 +433,8 @@ def layout_of(*lengths: int) -> tuple[RowLayout, Tensor]:
     first = ends - tensor(*lengths)
     places = request, torch.arange(count) - first[request]
     rows = torch.arange(count)
-    layout = RowLayout(rows.int(), INPUTS, first, ends - 1, None, [0, *ends.tolist()], places)
+    last = (ends - 1).clamp_min(0)
+    layout = RowLayout(rows.int(), INPUTS, first, last, None, [0, *ends.tolist()], places)
     return layout, rows
 
 

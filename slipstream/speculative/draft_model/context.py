@@ -59,7 +59,8 @@ class ContextDrafter(Drafter):
         return self._window.excerpt(self._state, slots, known, self._window.ring)
 
     def cached_tokens(self, slots: Tensor) -> Tensor:
-        return (self._computed if self._window is None else self._state.num_computed)[slots]
+        computed = self._computed if self._window is None else self._state.num_computed
+        return computed.index_select(0, slots)
 
     def prepare(self, batch: Batch) -> None:
         """Compute missing tokens of requests that miss more than a round can compute itself."""
@@ -99,12 +100,6 @@ class ContextDrafter(Drafter):
             return False
         return item.request.num_tokens - item.request.drafter_computed > self._most_missing
 
-    def _advance(self, slots: Tensor, wanted: Tensor, computed: Tensor) -> None:
-        """Set how many tokens are computed, draft tokens included, of requests that drafted."""
-        self._computed.index_copy_(
-            0, slots, torch.where(wanted > 0, computed, self._computed[slots])
-        )
-
     def _settle(self, batch: DeviceBatch, gained: Tensor) -> None:
         """Lower the counts to the tokens that were accepted.
 
@@ -112,7 +107,8 @@ class ContextDrafter(Drafter):
             gained: [R] int64, tokens that became known since the round began.
         """
         slots, state = batch.slots, self._state
-        computed = torch.minimum(self._computed[slots], state.num_computed[slots])
+        counts = self._computed.index_select(0, slots), state.num_computed.index_select(0, slots)
+        computed = torch.minimum(*counts)
         if batch.kept is not None:
             computed = torch.minimum(computed, state.num_tokens[slots] - gained + batch.kept)
         self._computed.index_copy_(0, slots, computed)

@@ -243,7 +243,8 @@ class DraftModelDrafter(ContextDrafter):
     def propose(self, batch: DeviceBatch) -> Draft:
         """One ragged pass over the missing tokens, then one row per request and draft token."""
         slots, wanted = batch.slots, batch.num_draft_tokens
-        known, starts = self._state.num_tokens[slots], self._computed[slots]
+        known = self._state.num_tokens.index_select(0, slots)
+        starts = self._computed.index_select(0, slots)
         runner = self._runner
 
         def logits(rows: PassRows, index: int) -> Tensor:
@@ -252,7 +253,8 @@ class DraftModelDrafter(ContextDrafter):
 
         places = known, starts, wanted, self._most_missing
         draft, passes = self._drafting.draft_chain(batch, *places, logits, self._excerpt(slots))
-        self._advance(slots, wanted, known + passes - 1)
+        computed = batch.where_drafts(wanted, known + passes - 1, starts)
+        self._computed.index_copy_(0, slots, computed)
         return draft
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:

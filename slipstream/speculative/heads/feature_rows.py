@@ -22,7 +22,7 @@ from torch import Tensor
 from slipstream.cache.spec import LayerCache, ModelCache
 from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.kernels.devices import upload
-from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.pass_inputs import CAUSAL, PassInputs, Visibility
 from slipstream.layers.adapters import AdapterSlots
 from slipstream.layers.embedding import Embedding, LanguageModelHead
 from slipstream.runner.captured_passes import MOST_ROWS, CapturedPasses
@@ -35,6 +35,7 @@ from slipstream.speculative.drafter import Draft, Drafter, DrafterResources
 from slipstream.speculative.heads.method import Head
 
 FIRST_ROW = 1  # the first token that has a row
+_FROM_FIRST_ROW = Visibility(first_seen=FIRST_ROW)
 
 
 class FeatureNetwork(Protocol):
@@ -101,6 +102,7 @@ class FeatureRowsDrafter(Drafter):
             self._window = ExcerptSizes(size, ahead, state.block_size, first_tokens=0)
         shape = (state.num_slots, self._most + 1, self._network.feature_size)
         self._features = torch.zeros(shape, dtype=head.dtype, device=state.device)
+        self._drafted: DeviceBatch | None = None  # its requests have all drafted, and none waits
         # On the host: an upper bound of the rows of a slot that wait when the next step begins.
         self._waiting = [0] * state.num_slots
         self._captured: CapturedPasses | None = None
@@ -121,27 +123,33 @@ class FeatureRowsDrafter(Drafter):
     def propose(self, batch: DeviceBatch) -> Draft:
         """One pass over the rows that wait, then one row per request and draft token."""
         slots, wanted = batch.slots, batch.num_featured_drafts
-        known, starts = self._state.num_tokens[slots], self._computed[slots]
-        features = self._features[slots, : self._most]
+        known = self._state.num_tokens.index_select(0, slots)
+        starts = self._computed.index_select(0, slots)
+        features = self._features.index_select(0, slots)
 
         def forward(rows: PassRows, index: int) -> Tensor:
             nonlocal features
-            logits, last = self._forward(rows, features, index, self._network.head)
-            features = last.unsqueeze(1)
+            logits, features = self._forward(rows, features, index, self._network.head)
             return logits
 
         places = known, starts, wanted, self._most
         draft, _ = self._drafting.draft_chain(batch, *places, forward, self._excerpt(slots))
-        computed = torch.where(wanted > 0, known, starts)
-        self._computed.index_copy_(0, slots, computed)
+        self._computed.index_copy_(0, slots, batch.where_drafts(wanted, known, starts))
+        self._drafted = batch if batch.all_draft and batch.judges_all else None
         return draft
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
         """Buffer the features of accepted tokens; `read_prompts` handles those of prompts."""
         slots = batch.slots
+        width = min(batch.width + 1, self._most) + batch.most_rereads
+        if batch is self._drafted:
+            # The target's rows begin with the first one that is not computed here. Those after the
+            # accepted ones are overwritten before they are read.
+            features = self._features_of(batch, verdict, forward, width)
+            self._features[:, :width].index_copy_(0, slots, features)
+            return
         decodes = batch.at_end & (batch.num_new_tokens == 1)
         counts = torch.where(decodes, 1 + verdict.num_accepted + batch.rereads, 0)
-        width = min(batch.width + 1, self._most) + batch.most_rereads
         place = torch.arange(width, device=slots.device)
         before = self._state.num_computed[slots] - batch.num_new_tokens - verdict.num_accepted
         first = before - batch.rereads + FIRST_ROW - self._computed[slots]
@@ -200,7 +208,7 @@ class FeatureRowsDrafter(Drafter):
         self._computed[slots] = ends
 
     def cached_tokens(self, slots: Tensor) -> Tensor:
-        return self._computed[slots]
+        return self._computed.index_select(0, slots)
 
     def _waits(self, item: ScheduledRequest) -> bool:
         """Update the number of rows that wait after this step. Returns whether rows that waited
@@ -253,14 +261,16 @@ class FeatureRowsDrafter(Drafter):
         draft: int = 0,
         read: Callable[[Tensor], Tensor] = lambda hidden: hidden,
     ) -> tuple[Tensor, Tensor]:
-        """Run the network over rows with features [R, W, F]. For each request's last row, returns
-        `read` of the head's input [R, H], and the next feature [R, F]. `draft`: see `_pass`."""
+        """Run the network over rows with features [R, W, F], or [R, F] if no request has more than
+        one row. For each request's last row, returns `read` of the head's input [R, H], and the
+        next feature [R, F]. `draft`: see `_pass`."""
         layout = self._lay_out(rows)
         if layout.is_empty:  # no request drafts
             width = self._network.head.width
-            return read(features.new_zeros(len(features), width)), torch.zeros_like(features[:, 0])
-        given = layout.inputs, layout.token_ids, layout.spread(features)
-        hidden, following = self._pass(*given, draft)
+            nothing = features.new_zeros(len(features), features.shape[-1])
+            return read(features.new_zeros(len(features), width)), nothing
+        taken = layout.of_requests(features) if features.dim() == 2 else layout.spread(features)
+        hidden, following = self._pass(layout.inputs, layout.token_ids, taken, draft)
         return layout.over_last(read, hidden), layout.last(following)
 
     def _lay_out(self, rows: PassRows) -> RowLayout:
@@ -275,8 +285,10 @@ class FeatureRowsDrafter(Drafter):
     ) -> tuple[Tensor, Tensor]:
         """Run the network. `draft` is the index of the draft token that the last rows predict; only
         networks that differ between draft tokens use it."""
-        inputs = replace(inputs, sees=replace(inputs.sees, first_seen=FIRST_ROW))
-        return self._network(token_ids, features, inputs, self._cache.layers)
+        sees = _FROM_FIRST_ROW
+        if inputs.sees is not CAUSAL:
+            sees = replace(inputs.sees, first_seen=FIRST_ROW)
+        return self._network(token_ids, features, inputs.seeing(sees), self._cache.layers)
 
     def _prompt_pass(
         self, inputs: PassInputs, token_ids: Tensor, features: Tensor

@@ -42,19 +42,20 @@ class PEagleDrafter(FeatureRowsDrafter):
         state, slots = self._state, batch.slots
         # After a prefix hit the first feature comes with this step.
         wanted = batch.num_featured_drafts
-        starts = self._computed[slots]
+        known = state.num_tokens.index_select(0, slots)
+        starts = self._computed.index_select(0, slots)
         rows = parallel_rows(
-            *(state, batch, starts, wanted, self._most_rows, self._mask_token), self._excerpt(slots)
+            *(batch, known, starts, wanted, self._most_rows, self._mask_token), self._excerpt(slots)
         )
         layout = lay_out(state, rows)
         if layout.is_empty:  # no request drafts
             return Draft.empty(batch)
         features = self._row_features(rows, layout)
         hidden, _ = self._pass(layout.inputs, layout.token_ids, features, 0)
-        logits = self._network.head(layout.tails(hidden, wanted, batch.width).flatten(0, 1))
+        places = wanted, batch.width, batch.drafts_fill
+        logits = self._network.head(layout.tails(hidden, *places).flatten(0, 1))
         draft = self._drafting.draft_at_once(batch, wanted, logits)
-        computed = torch.where(wanted > 0, state.num_tokens[slots], starts)
-        self._computed.index_copy_(0, slots, computed)
+        self._computed.index_copy_(0, slots, batch.where_drafts(wanted, known, starts))
         return draft
 
     def _row_features(self, rows: PassRows, layout: RowLayout) -> Tensor:

@@ -20,7 +20,6 @@ from torch import Tensor
 from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.runner.device_batch import DeviceBatch
-from slipstream.runner.device_state import DeviceState
 from slipstream.runner.excerpts import Excerpt
 from slipstream.runner.rows import PassRows
 from slipstream.speculative.parallel import MASK_ID_KEYS, TRAINED_KEYS
@@ -37,8 +36,8 @@ def most_rows(num_speculative_tokens: int) -> int:
 
 
 def parallel_rows(
-    state: DeviceState,
     batch: DeviceBatch,
+    known: Tensor,
     starts: Tensor,
     wanted: Tensor,
     most: int,
@@ -48,14 +47,15 @@ def parallel_rows(
     """The rows of the pass.
 
     Args:
-        starts: [R] int64, number of tokens that the drafter has computed.
+        known, starts: [R] int64, numbers of known tokens, and of tokens that the drafter has
+            computed.
         wanted: [R] int64, number of draft tokens; a request with 0 has no rows.
         most: see `most_rows`.
         excerpt: the part of the context to which the rows attend.
     """
     starts = excerpt.places(starts)
-    waiting = excerpt.places(state.num_tokens[batch.slots]) - starts
-    lengths = torch.where(wanted > 0, waiting + wanted - 1, 0)
+    waiting = excerpt.places(known) - starts
+    lengths = batch.where_drafts(wanted, waiting + wanted - 1, 0)
     return batch.rows(starts, lengths, most, mask_token=mask_token, excerpt=excerpt)
 
 

@@ -111,16 +111,16 @@ class PardDrafter(ContextDrafter):
     def propose(self, batch: DeviceBatch) -> Draft:
         """Run one ragged pass over the uncomputed committed tokens and the mask tokens."""
         state, slots, wanted = self._state, batch.slots, batch.num_draft_tokens
-        starts = self._computed[slots]
+        known = state.num_tokens.index_select(0, slots)
+        starts = self._computed.index_select(0, slots)
         rows = parallel_rows(
-            *(state, batch, starts, wanted, self._most_rows, self._mask_token),
+            *(batch, known, starts, wanted, self._most_rows, self._mask_token),
             self._excerpt(slots),
         )
         forward = self._runner.forward(rows)
-        logits = self._runner.logits(
-            forward.layout.tails(forward.hidden, wanted, batch.width).flatten(0, 1)
-        )
-        self._advance(slots, wanted, state.num_tokens[slots])
+        places = wanted, batch.width, batch.drafts_fill
+        logits = self._runner.logits(forward.layout.tails(forward.hidden, *places).flatten(0, 1))
+        self._computed.index_copy_(0, slots, batch.where_drafts(wanted, known, starts))
         return self._drafting.draft_at_once(batch, wanted, logits)
 
     def observe(self, batch: DeviceBatch, verdict: Verdict, forward: Forward) -> None:
