@@ -176,7 +176,7 @@ class Batch:
     preempted: tuple[Request, ...] = ()
     checkpoints: tuple[LastCheckpoint, ...] = ()
 
-    @cached_property
+    @property
     def admitted(self) -> list[ScheduledRequest]:
         """The requests that get their slots in this step."""
         return [item for item in self.requests if item.admitted]

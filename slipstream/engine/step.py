@@ -107,7 +107,7 @@ class Step:
             room = torch.minimum(batch.num_draft_tokens, self._most_useful_drafts(batch.slots))
             batch = replace(batch, num_draft_tokens=room)
             drafts = not batch.exact or bool(room.any())
-        draft = self._drafter.propose(batch) if drafts else Draft.empty(batch, batch.width)
+        draft = self._drafter.propose(batch) if drafts else Draft.empty(batch)
         if not draft.written:
             self._write(batch, draft)
         return Proposal(draft, began, self._now())

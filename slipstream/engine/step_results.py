@@ -1,7 +1,6 @@
 """Inputs of a step as numbers; its results as one tensor, which is copied to the host at once."""
 
 import struct
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -254,10 +253,11 @@ class Launched:
         first = [row[_FIRST_ROW] for row in rows]
         if self.padded:
             return committed, first, first, seconds, waited
-        starts, ends = [], defaultdict[int, int](int)  # by rank
+        starts: list[int] = []
+        ends: dict[int, int] = {}  # by rank
         for gain, item in zip(committed, self.batch.requests, strict=True):
-            starts.append(ends[item.rank])
-            ends[item.rank] += gain.num_draft_tokens + 1
+            starts.append(ends.get(item.rank, 0))
+            ends[item.rank] = starts[-1] + gain.num_draft_tokens + 1
         return committed, first, starts, seconds, waited
 
     def times(

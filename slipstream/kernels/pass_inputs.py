@@ -148,7 +148,7 @@ class PassInputs:
     prepared: dict[str, object] = field(default_factory=dict, init=False, repr=False)
 
     def seeing(self, sees: Visibility) -> "PassInputs":
-        """These inputs with another visibility; faster than `replace`, for every pass of a draft."""
+        """These inputs with another visibility; faster than `replace`."""
         return PassInputs(
             *(self.rows, self.paging, sees, self.adapters, self.window_paging, self.states),
             *(self.layer_inputs, self.embedded, self.pooled_rows),

@@ -7,6 +7,7 @@ Triton backend needs one launch for each.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,9 +65,8 @@ class RequestTables:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class PlacedRows:
-    """The rows of a pass.
+class PlacedRows(NamedTuple):
+    """The rows of a pass; a tuple, since one is made for every pass of a draft.
 
     Attributes:
         token_ids: [T] int32.

@@ -214,6 +214,11 @@ class DeviceBatch:
         return not self.exact or self.most_rereads > 0
 
     @cached_property
+    def no_tokens(self) -> Tensor:
+        """[R, K] int64, zeros."""
+        return self.slots.new_zeros((self.num_requests, self.width))
+
+    @cached_property
     def zeros(self) -> Tensor:
         """[R] int64."""
         return torch.zeros_like(self.slots)
@@ -222,6 +227,16 @@ class DeviceBatch:
     def ones(self) -> Tensor:
         """[R] bool."""
         return torch.ones_like(self.at_end)
+
+    @cached_property
+    def planned_rows(self) -> tuple[Tensor, Sequence[int]]:
+        """The number of rows of the target's pass for each request that drafts as many tokens as
+        planned, on the device [R] int64 and on the host (empty: not known)."""
+        counts: list[int] = []
+        if self.known_counts and self.draft_counts is not None:
+            pairs = zip(self.known_counts, self.draft_counts, strict=True)
+            counts = [known + drafts for known, drafts in pairs]
+        return self.num_known_rows + self.num_draft_tokens, counts
 
     @cached_property
     def draft_slots(self) -> Tensor:
@@ -302,7 +317,12 @@ class DeviceBatch:
                 tree=tree,
                 adapted=adapted,
             )
-        lengths = self.num_known_rows + num_drafts
+        if not most_drafts:
+            lengths, counts = self.num_known_rows, self.known_counts
+        elif num_drafts is self.num_draft_tokens:
+            lengths, counts = self.planned_rows
+        else:
+            lengths, counts = self.num_known_rows + num_drafts, ()
         return PassRows(
             *(self.slots, starts - self.rereads if self.most_rereads else starts, lengths),
             rereads=self.rereads if self.most_rereads else None,
@@ -311,7 +331,7 @@ class DeviceBatch:
             tree=tree,
             adapted=adapted,
             prompts=self.prompts,
-            counts=() if most_drafts else self.known_counts,
+            counts=counts,
             num_read=None if self.reads_all else most_drafts + 1,
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,9 +83,9 @@ def prompt_rows(spans: Sequence[Span], first: int, end: int) -> PromptRows | Non
     return PromptRows(spans, first, end) if first < end_of_spans(spans) else None
 
 
-@dataclass(frozen=True, eq=False)
-class PassRows:
-    """The tokens that a pass computes: for each request, `lengths` rows from `starts` on.
+class PassRows(NamedTuple):
+    """The tokens that a pass computes: for each request, `lengths` rows from `starts` on. A tuple,
+    since one is made for every pass of a draft.
 
     Attributes:
         slots: [R] int64.
@@ -183,7 +184,7 @@ class RowLayout:
         """
         if self.width is not None or (self.row_starts and not all_rows):
             return None
-        return self.request, self.offset, self.first_row
+        return *self._places, self.first_row
 
     @property
     def request(self) -> Tensor:

@@ -47,6 +47,9 @@ class Uses(Enum):
     ADAPTER = "an adapter"
 
 
+_NOTHING: frozenset[Uses] = frozenset()
+
+
 class SamplingState:
     """Sampling parameters and counts of generated tokens, on the device, indexed by slot.
 
@@ -128,7 +131,7 @@ class SamplingState:
         self.bias: Tensor | None = None
         self.allowed_next: Tensor | None = None
         self._requests: list[Request | None] = [None] * max_num_seqs
-        self._uses = [frozenset[Uses]()] * max_num_seqs  # of the request in each slot
+        self._uses = [_NOTHING] * max_num_seqs  # of the request in each slot
         # The contents of tensors on the device, so that only changes are copied.
         self._stop_ids: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._biased: set[int] = set()
@@ -212,7 +215,7 @@ class SamplingState:
 
     def uses(self, host_slots: Iterable[int]) -> frozenset[Uses]:
         """The features that any request in these slots needs."""
-        return frozenset[Uses]().union(*[self._uses[slot] for slot in host_slots])
+        return _NOTHING.union(*[self._uses[slot] for slot in host_slots])
 
     def request(self, slot: int) -> Request:
         request = self._requests[slot]

@@ -108,9 +108,9 @@ class Draft:
         )
 
     @staticmethod
-    def empty(batch: DeviceBatch, width: int = 0) -> "Draft":
+    def empty(batch: DeviceBatch) -> "Draft":
         return Draft(
-            token_ids=batch.slots.new_zeros((batch.num_requests, width)),
+            token_ids=batch.no_tokens,
             num_tokens=batch.zeros,
             one_hot=batch.ones,
             written=True,

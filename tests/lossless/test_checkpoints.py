@@ -223,7 +223,7 @@ def draft_what_follows(llm: LLM, talks: Talks) -> None:
     texts = [[*prompt["prompt_token_ids"], *answer] for prompt, answer in pairs]
 
     def propose(batch: DeviceBatch) -> Draft:
-        state, draft = drafter._state, replace(Draft.empty(batch, batch.width), written=False)
+        state, draft = drafter._state, replace(Draft.empty(batch), written=False)
         for row, slot in enumerate(batch.slots):
             known = state.token_ids[slot, : state.num_tokens[slot]].tolist()
             found = (it[len(known) :] for it in texts if it[: len(known)] == known)

@@ -88,7 +88,7 @@ class Division:
             padded: it was captured, in the shape that all ranks have.
         """
         assert outcome is not None, "a step has requests"
-        numbers = outcome.numbers[: len(batch.requests)]
+        numbers = outcome.numbers[: len(batch.requests)] if padded else outcome.numbers
         return Collected(numbers, outcome.width, num_rows, outcome.path)
 
     def rated(
