@@ -112,6 +112,47 @@ def test_an_exact_turn_says_what_the_host_knows() -> None:
     assert (rows.starts.tolist(), rows.lengths.tolist()) == ([5, 6], [2, 2])
 
 
+def test_what_is_kept_of_a_batch_follows_its_numbers() -> None:
+    batch = plan([4, 0], [2, 2]).on(CPU, follows_results=True)
+    values, others = tensor(7, 8), tensor(1, 2)
+    assert batch.all_draft
+    assert batch.drafts_fill
+    assert batch.where_drafts(batch.num_draft_tokens, values, others) is values
+    assert (batch.no_tokens.tolist(), batch.zeros.tolist()) == ([[0, 0], [0, 0]], [0, 0])
+    assert batch.draft_slots.tolist() == [4, 4, 0, 0]
+    assert batch.draft_places.tolist() == [0, 1, 0, 1]
+    rows = batch.target_rows(tensor(5, 7), batch.num_draft_tokens, 2, None)
+    assert (rows.lengths.tolist(), rows.counts) == ([3, 3], [3, 3])
+    rows = batch.target_rows(tensor(5, 7), tensor(0, 1), 2, None)  # other drafts than planned
+    assert (rows.lengths.tolist(), rows.counts) == ([1, 2], ())
+    rows = batch.target_rows(tensor(5, 7), batch.zeros, 0, None)
+    assert (rows.lengths.tolist(), rows.counts) == ([1, 1], [1, 1])
+    fewer = batch.asking_for(tensor(0, 1), 1)
+    assert not fewer.all_draft
+    assert not fewer.drafts_fill
+    assert fewer.where_drafts(fewer.num_draft_tokens, values, others).tolist() == [1, 8]
+    assert fewer.no_tokens.tolist() == [[0], [0]]
+    assert fewer.draft_slots.tolist() == [4, 0]
+    rows = fewer.target_rows(tensor(5, 7), fewer.num_draft_tokens, 1, None)
+    assert (rows.lengths.tolist(), [*rows.counts]) == ([1, 2], [])
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        plan([4, 0], [2, 0]),
+        plan([4, 0], [2, 1]),
+        replace(plan([4, 0], [2, 2]), rereads=[0, 1]),  # features of one are not known yet
+    ],
+)
+def test_not_all_drafts_fill_their_width(packed: PackedBatch) -> None:
+    batch = packed.on(CPU, follows_results=True)
+    assert not batch.drafts_fill
+    wanted = batch.num_featured_drafts
+    expected = torch.where(wanted > 0, tensor(7, 8), tensor(1, 2))
+    assert batch.where_drafts(wanted, tensor(7, 8), tensor(1, 2)).equal(expected)
+
+
 def test_the_numbers_of_a_step_are_sent_once(
     tiny_target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,6 +520,22 @@ def test_rows_that_are_all_judged_are_laid_out_already() -> None:
         assert ours.equal(theirs)
     assert layout.judged(False) is None
     assert padded_layout(2, 3, 1, 0)[0].judged(False) is None
+
+
+def test_the_heads_and_tails_of_requests_with_equally_many_rows() -> None:
+    layout, rows = layout_of(3, 3)
+    assert layout.num_each == 3
+    assert layout.heads(rows, 3).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert layout.heads(rows, 2).tolist() == [[0, 1], [3, 4]]
+    assert layout.tails(rows, tensor(2, 2), 2, fill=True).tolist() == [[1, 2], [4, 5]]
+    assert layout.tails(rows, tensor(2, 1), 2).tolist() == [[1, 2], [5, 5]]
+    wider = torch.arange(8.0).view(2, 4, 1)
+    assert layout.spread(wider).flatten().tolist() == [0, 1, 2, 4, 5, 6]
+    layout, rows = layout_of(2, 3)
+    assert layout.num_each is None
+    assert layout.tails(rows, tensor(2, 2), 2, fill=True).tolist() == [[0, 1], [3, 4]]
+    assert layout_of(0, 2)[0].num_each is None
+    assert padded_layout(2, 3, 1, 0)[0].num_each == 3
 
 
 def test_the_heads_and_tails_of_a_pass() -> None:

@@ -251,6 +251,7 @@ def test_a_slot_is_reused() -> None:
     state.admit({1: make_request([1, 2], [3, 3], seed=-5, **PROCESSED["everything"])})
     assert Uses.PENALTIES in state.uses([0, 1])
     assert Uses.PENALTIES not in state.uses([0])
+    assert state.uses([]) == frozenset()
     assert state.seeds[1] == -5
     state.admit({1: make_request([4], [5], presence_penalty=1.0, seed=(1 << 64) - 1)})
     assert state.seeds[1] == -1
