@@ -159,8 +159,7 @@ class Scheduler:
         last = {it.request.request_id: it for it in batch.requests if not it.request.finished}
         shares = [RequestShare.of(it, last.get(it.request_id)) for it in self._running]
         shares = [share for share in shares if share.may_run(self.limits)]
-        secured = [self._secure(it.request, it.most_known, it.num_uncomputed) for it in shares]
-        if not all(secured):
+        if not all([self._secure(it.request, it.most_known, it.num_uncomputed) for it in shares]):
             return None
         budget = self._give_rows(shares)
         if budget.lacks_blocks:  # `batch` may give some back
@@ -196,8 +195,7 @@ class Scheduler:
         secured = 0
         while secured < len(self._running):
             request = self._running[secured]
-            known = request.num_tokens
-            if self._secure(request, known, known - request.num_computed):
+            if self._secure(request, request.num_tokens, request.num_tokens - request.num_computed):
                 secured += 1
             else:
                 last = last_on_rank(self._running, request.request_id, self.block_manager)
@@ -230,9 +228,8 @@ class Scheduler:
         decoding = [it for it in shares if it.is_decoding and not it.num_uncomputed]
         if decoding:
             budget.limit_prompts(self.limits.prompts_beside_decoding, len(shares) - len(decoding))
-        if not self.limits.num_speculative_tokens:
-            return
-        for share, plan in zip(decoding, self._plans(decoding), strict=True):
+        drafting = decoding if self.limits.num_speculative_tokens else []
+        for share, plan in zip(drafting, self._plans(drafting), strict=True):
             self._draft(share, drafts, plan)
             budget.take(share.num_draft_tokens)
         budget.lacks_blocks = drafts.lacks_blocks

@@ -241,7 +241,7 @@ class DeviceBatch:
     @cached_property
     def draft_slots(self) -> Tensor:
         """[R * K] int64, the slot of the request of each draft token."""
-        return self.slots.repeat_interleave(self.width, output_size=len(self.slots) * self.width)
+        return self.slots.unsqueeze(1).expand(-1, self.width).contiguous().flatten()
 
     @cached_property
     def draft_places(self) -> Tensor:
@@ -251,7 +251,7 @@ class DeviceBatch:
     @cached_property
     def all_draft(self) -> bool:
         """Whether the host knows that each request drafts (`num_featured_drafts` is positive)."""
-        return bool(self.draft_counts) and all(self.draft_counts) and not self._may_reread
+        return all(self.draft_counts or (0,)) and not self._may_reread
 
     @cached_property
     def drafts_fill(self) -> bool:

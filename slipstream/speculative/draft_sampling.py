@@ -143,7 +143,8 @@ class DraftSampling:
         probs_out: Tensor | None,
         confidence_out: Tensor | None,
     ) -> Tensor:
-        """Logits [n, V] -> draft tokens [n], as columns and not as ids; see `sample_draft`."""
+        """Logits [n, V] -> draft tokens [n], as columns and not as ids, for the positions `known`
+        + `ahead`; see `sample_draft`."""
         return sample_draft(
             logits,
             slots,

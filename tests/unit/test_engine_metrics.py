@@ -1,6 +1,6 @@
 """What speculation costs and gains, by step and request."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -70,3 +70,16 @@ def test_steps_with_prompts_do_not_count_as_decoding() -> None:
     assert parts[0] == RequestMetrics()
     assert whole.speculation.estimated_speedup is None
     assert whole.speculation.num_steps_by_draft_tokens == [1, 0, 1]
+
+
+def test_a_snapshot_holds_every_number_and_stays_as_it_was() -> None:
+    metrics = EngineMetrics()
+    for number, field in enumerate(fields(metrics), 1):
+        if isinstance(getattr(metrics, field.name), int | float):
+            setattr(metrics, field.name, number)
+    metrics.speculation.num_steps = 3
+    metrics.adapters["one"] = RequestMetrics(num_steps=4)
+    kept, before = metrics.snapshot(), replace(metrics)
+    assert kept == before
+    metrics.adapters["one"].num_steps = metrics.speculation.num_steps = metrics.num_steps = 50
+    assert (kept.adapters["one"].num_steps, kept.speculation.num_steps, kept.num_steps) == (4, 3, 1)

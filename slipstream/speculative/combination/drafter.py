@@ -253,7 +253,8 @@ class CombinedDrafter(Drafter):
         # The buffer of a drafter that reads features has `count` + 1 rows. A token that is computed
         # again takes one of them, so there may be one draft token less.
         most = self._count - batch.rereads
-        batch = replace(batch, num_draft_tokens=torch.minimum(batch.num_draft_tokens, most))
+        counts = torch.minimum(batch.num_draft_tokens, most)
+        batch = replace(batch, num_draft_tokens=counts, draft_counts=None)
         draft, looked_up = _host_draft(batch), torch.zeros_like(batch.at_end)
         for member in self._on_device:
             taken = draft.num_tokens > 0
