@@ -146,16 +146,16 @@ def judge(
     with served_by(ops, state):
         uses = state.uses(rows.slots.tolist())
         verdict = verify(logits, rows, state, uses, rates)
-    check_largest(verdict.largest, logits, rows)
+    largest = state.columns.largest(logits) if rows.peaks is None else rows.peaks[0]
+    check_largest(verdict.largest, largest.squeeze(-1), rows)
     return tuple(
         part.tolist() for part in (verdict.token_ids, verdict.num_tokens, verdict.num_accepted)
     )
 
 
-def check_largest(found: Tensor, logits: Tensor, rows: SampleRows) -> None:
-    """They are those of the raw logits, of every row that a request has."""
-    expected = logits.amax(-1) if rows.peaks is None else rows.peaks[0].squeeze(-1)
-    place = torch.arange(rows.max_draft_tokens + 1, device=logits.device)
+def check_largest(found: Tensor, expected: Tensor, rows: SampleRows) -> None:
+    """[R, K + 1] has what is `expected` [N] of every row that a request has."""
+    place = torch.arange(rows.max_draft_tokens + 1, device=found.device)
     used = place <= rows.num_draft_tokens.unsqueeze(-1)
     assert found.shape == used.shape
     assert found.dtype == torch.float32
