@@ -155,9 +155,8 @@ def accept_kernel(
     uniform_rows: tl.constexpr, sampled: tl.constexpr, truncated: tl.constexpr,
     block_k: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Program (request): the number of accepted draft tokens, and peaks [R, K + 1]. It completes
-    greedy requests, and coupled ones, for which there are drawn_scores and drawn_tokens
-    [N, chunks].
+    """Program (request): how many draft tokens are accepted, and peaks [R, K + 1]. This completes
+    greedy requests, and coupled ones, which have drawn_scores and drawn_tokens [N, chunks].
 
     For others it stores last [R, 3] (row of logits, offset, rejected token or -1) and
     last_facts [R, 4] of that row, and sets arrivals [R] to 0.
