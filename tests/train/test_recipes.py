@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ def _logits(model: Path, tokens: list[int]) -> torch.Tensor:
     forward = ModelRunner.forward
 
     def recorded(self: ModelRunner, rows: Any) -> Any:
-        result = forward(self, replace(rows, num_read=None))  # the logits of all rows
+        result = forward(self, rows._replace(num_read=None))  # the logits of all rows
         if not seen:
             seen.append(self.logits(result.hidden))
         return result
