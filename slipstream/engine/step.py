@@ -105,8 +105,8 @@ class Step:
             # The host may have planned before the last step's results arrived. Apply its limits to
             # what the device knows: a seeded text must not depend on when a step was planned.
             room = torch.minimum(batch.num_draft_tokens, self._most_useful_drafts(batch.slots))
-            batch = replace(batch, num_draft_tokens=room)
-            drafts = not batch.exact or bool(room.any())
+            batch = batch.asking_for(room, batch.width)
+            drafts = batch.width > 0  # an exact batch has the width of its longest draft now
         draft = self._drafter.propose(batch) if drafts else Draft.empty(batch)
         if not draft.written:
             self._write(batch, draft)

@@ -598,3 +598,28 @@ def test_a_hit_that_leaves_one_token_may_wait_long_for_its_first_draft(make: Mak
         assert output.metrics.num_cached_tokens == 8
         texts.append((list(output.outputs[0].token_ids), output.metrics.num_accepted_tokens))
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("most", [8, 9, 10])
+def test_drafts_end_early_beside_a_chunk_that_is_not_captured(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host plans ahead for more draft tokens than the request's `max_tokens` leaves."""
+    use_padded_steps(monkeypatch)
+    limits = {"num_kv_blocks": 60, "max_num_batched_tokens": 40, "max_num_seqs": 12}
+    drafter = {"model": "demo/draft", "num_speculative_tokens": K}
+    llm = LLM("demo", dtype="float32", speculative_config=drafter, max_model_len=400, **limits)
+    failures: list[Exception] = []
+    recover = llm.engine._recover
+    monkeypatch.setattr(llm.engine, "_recover", lambda it: failures.append(it) or recover(it))
+    first = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+    other = SamplingParams(temperature=0, max_tokens=3, bad_words=["self"])  # in exact steps
+    prompts = [
+        "class A:\n    def __init__(self, a):\n",
+        "import numpy as np\nimport pandas as pd\n" * 9,
+    ]
+    texts = [output.outputs[0].text for output in llm.generate(prompts, [first, other])]
+    given = zip(prompts, (first, other), strict=True)
+    alone = [llm.generate(*each)[0].outputs[0].text for each in given]
+    assert texts == alone
+    assert not failures
