@@ -28,6 +28,11 @@ from slipstream.kernels.table import ExpertsParts, Norm, SharedExpert
 from slipstream.kernels.triton import TRITON, TRITON_INVARIANT
 from slipstream.kernels.triton.chosen_experts import choose
 from slipstream.kernels.triton.fragments import (
+    E2M1_CHOSEN,
+    E2M1_PAIR,
+    E2M1_RESTS,
+    E2M1_SHIFT,
+    E2M1_TURNS,
     Fragments,
     from_float8_blocks,
     from_int4,
@@ -399,9 +404,15 @@ def test_fragments_keep_every_number(form: ToMxfp4 | ToNvfp4, columns: int) -> N
             column // 64, column // 32 % 2, column // 16 % 2, column // 8 % 2, column // 2 % 4,
             column % 2,
         )  # fmt: skip
-        half = int(words[group, chunk, unit, g, t, lower, word]) >> (16 * one)
-        sign, magnitude = ((15, 6), (12, 3), (14, 0), (13, 9))[2 * step + eight]
-        bits = (half >> magnitude & 7) << 6 | (half >> sign & 1) << 15
+        first, second = (int(each) & 0xFFFFFFFF for each in words[group, chunk, unit, g, t, lower])
+        pair = 2 * step + eight
+        if pair < 3:
+            held, turn = (first, second)[word], E2M1_TURNS[pair]
+        else:
+            held = first & E2M1_CHOSEN | second << E2M1_SHIFT & ~E2M1_CHOSEN & 0xFFFFFFFF
+            turn = E2M1_RESTS[word]
+        held = (held << turn | held >> 32 - turn) & E2M1_PAIR
+        bits = held >> (16 * one) & 0xFFFF
         own = scales[group, chunk]
         code = own[0, unit * 8 + g, 2 * lower + word]
         if isinstance(form, ToNvfp4):

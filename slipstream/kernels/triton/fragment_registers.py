@@ -14,18 +14,28 @@ E2M1, INT4 = gl.constexpr(fragments.E2M1), gl.constexpr(fragments.INT4)
 INT4_ZEROS, INT8 = gl.constexpr(fragments.INT4_ZEROS), gl.constexpr(fragments.INT8)
 FLOAT8 = gl.constexpr(fragments.FLOAT8)
 
-# The eight e2m1 numbers of a word ($4) -> four words of two bfloat16, times their scales ($5, $9).
-# Exponent and mantissa are shifted to their places in a bfloat16, whose value is then 2 ** -126
-# times the number; the scales contain the factor 2 ** 126.
-_UNPACK_E2M1 = gl.constexpr("""{
-.reg .b32 a, b;
-and.b32 a, $4, 0x81C081C0; mul.rn.bf16x2 $0, a, $5;
-shl.b32 a, $4, 3; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $1, a, $5;
-shl.b32 a, $4, 6; shl.b32 b, $4, 1; and.b32 a, a, 0x01C001C0;
-lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $2, a, $9;
-shr.u32 a, $4, 3; shl.b32 b, $4, 2; and.b32 a, a, 0x01C001C0;
-lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $3, a, $9;
-}""")
+# Sixteen e2m1 numbers in two words ($8, $9), which are stored as `E2M1_TURNS` says, -> eight words
+# of two bfloat16, times their scales. Sign, exponent and mantissa come to their places in a
+# bfloat16, whose value is then 2 ** -126 times the number; the scales contain the factor 2 ** 126.
+# A word ($10, $14) has two scales, of the two words if a group has 32 columns (MXFP4), of its own
+# first and last 16 columns otherwise. A register with two equal halves costs nothing here: the
+# product takes either half of a register for both.
+_UNPACK_E2M1 = """{
+.reg .b32 a, r, s, t, u, v; .reg .b16 l, h;
+mov.b32 {l, h}, $10; mov.b32 s, {l, l}; mov.b32 t, {h, h};
+mov.b32 {l, h}, $14; mov.b32 u, {l, l}; mov.b32 v, {h, h};
+and.b32 a, $8, PAIR; mul.rn.bf16x2 $0, a, s;
+and.b32 a, $9, PAIR; mul.rn.bf16x2 $2, a, SECOND;
+shl.b32 a, $8, 6; and.b32 a, a, PAIR; mul.rn.bf16x2 $1, a, s;
+shl.b32 a, $9, 6; and.b32 a, a, PAIR; mul.rn.bf16x2 $3, a, SECOND;
+shf.l.wrap.b32 a, $8, $8, 10; and.b32 a, a, PAIR; mul.rn.bf16x2 $4, a, FIRST;
+shf.l.wrap.b32 a, $9, $9, 10; and.b32 a, a, PAIR; mul.rn.bf16x2 $6, a, v;
+shl.b32 r, $9, 2; lop3.b32 r, $8, r, CHOSEN, 0xE4;
+shl.b32 a, r, 2; and.b32 a, a, PAIR; mul.rn.bf16x2 $5, a, FIRST;
+shf.l.wrap.b32 a, r, r, 12; and.b32 a, a, PAIR; mul.rn.bf16x2 $7, a, v;
+}""".replace("PAIR", hex(fragments.E2M1_PAIR)).replace("CHOSEN", hex(fragments.E2M1_CHOSEN))
+_UNPACK_MXFP4 = gl.constexpr(_UNPACK_E2M1.replace("SECOND", "v").replace("FIRST", "s"))
+_UNPACK_NVFP4 = gl.constexpr(_UNPACK_E2M1.replace("SECOND", "u").replace("FIRST", "t"))
 # The bits of an integer up to 255, read as a bfloat16, are the integer times 2 ** -133: subnormal
 # numbers and those of the least exponent have the same spacing. One fused multiply-add, by the
 # factors of `_INT4_FACTORS` or the constants of `_UNPACK_INT8`, subtracts the zero point and
@@ -72,40 +82,40 @@ _INT4_FACTORS = gl.constexpr("""{
 .reg .b32 a, s, m; prmt.b32 a, $2, 0, $3;
 mov.b32 s, 0x7E807E80; mul.rn.bf16x2 $0, a, s; mov.b32 m, 0xBD80BD80; mul.rn.bf16x2 $1, a, m;
 }""")
-# A byte of a word -> the bfloat16 with the bits (byte << shift) + lift, in both halves.
-_SCALE_OF_BYTE = gl.constexpr("{ .reg .b32 a; prmt.b32 a, $1, 0, $2; mad.lo.u32 $0, a, $3, $4; }")
+# Two bytes of a word -> two bfloat16 with the bits (byte << shift) + lift.
+_SCALES_OF_BYTES = gl.constexpr("{ .reg .b32 a; prmt.b32 a, $1, 0, $2; mad.lo.u32 $0, a, $3, $4; }")
 
 
 @gluon.jit
 def _unpacked_scales(raw, coding: gl.constexpr, words: gl.constexpr, shift: gl.constexpr, lift):
     """raw: scales [2, chunks, words, 2, 4, 2, 1, 1, 1] of two chunks, or of both together.
 
-    Returns words with two equal bfloat16: for E2M1 the scales of the first and of the second 16 of
-    32 columns, for integers the scales and what `_UNPACK_INT4` adds or `_UNPACK_ZEROS`
-    subtracts.
+    Returns two words for each word of weights: for E2M1 twice the same, two bfloat16 that
+    `_UNPACK_E2M1` explains; else two equal bfloat16 each, the scale and what `_UNPACK_INT4` adds or
+    `_UNPACK_ZEROS` subtracts.
     """
     layout: gl.constexpr = _register_layout()
     half = gl.convert_layout(gl.reshape(_zero_and_one(), (1, 1, 1, 1, 1, 1, 2, 1, 1)), layout)
     pair = gl.convert_layout(gl.reshape(_zero_and_one(), (1, 1, 1, 1, 1, 1, 1, 2, 1)), layout)
     if coding == INT4:
         raw = gl.convert_layout(gl.permute(raw, (0, 1, 3, 4, 5, 6, 7, 2, 8)), layout)
-        even, odd = gl.inline_asm_elementwise(
+        scales, added = gl.inline_asm_elementwise(
             _INT4_FACTORS, "=r,=r,r,r", [raw, 0x1010 + 0x2222 * half],
             dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     elif coding == INT4_ZEROS:
         apart = gl.reshape(raw, _zero_point_shape(raw.shape))
         raw = gl.convert_layout(gl.permute(apart, (0, 1, 4, 5, 6, 7, 3, 2, 8)), layout)
-        even, odd = _repeated_half(raw, 0x1010), _repeated_half(raw, 0x3232)
-    elif words == 1:
-        raw = gl.convert_layout(gl.permute(raw, (0, 1, 3, 4, 5, 6, 2, 7, 8)), layout)
-        even = _scale_of_byte(raw, half * 2 + pair, shift, lift)
-        odd = even
+        scales, added = _repeated_half(raw, 0x1010), _repeated_half(raw, 0x3232)
     else:
         raw = gl.convert_layout(gl.permute(raw, (0, 1, 3, 4, 5, 6, 2, 7, 8)), layout)
-        even = _scale_of_byte(raw, pair * 2, shift, lift)
-        odd = _scale_of_byte(raw, pair * 2 + 1, shift, lift)
-    return even, odd
+        bytes_ = 0x4140 + 0x0202 * (half if words == 1 else pair)
+        scales = gl.inline_asm_elementwise(
+            _SCALES_OF_BYTES, "=r,r,r,r,r", [raw, bytes_, 1 << shift, lift],
+            dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        added = scales
+    return scales, added
 
 
 @gluon.constexpr_function
@@ -138,14 +148,6 @@ def _zero_and_one():
         [[1]], [[0], [0], [0], [0], [0]], [[0], [0]], [], [2]
     )
     return gl.arange(0, 2, layout=layout)
-
-
-@gluon.jit
-def _scale_of_byte(raw, byte, shift: gl.constexpr, lift):
-    return gl.inline_asm_elementwise(
-        _SCALE_OF_BYTE, "=r,r,r,r,r", [raw, byte * 0x0101 + 0x4040, 1 << shift, lift],
-        dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -205,14 +207,19 @@ def dequantized(
         both = gl.permute(both, (0, 2, 6, 3, 4, 1, 7, 8, 5, 9))
         weights = gl.reshape(both, (64, 64))
     else:
-        even, odd = _unpacked_scales(raw_scales, coding, words, shift, lift)
-        unpack4: gl.constexpr = (
-            _UNPACK_E2M1 if coding == E2M1 else _UNPACK_INT4 if coding == INT4 else _UNPACK_ZEROS
-        )
-        low, high = gl.inline_asm_elementwise(
-            unpack4, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [raw, even, odd],
-            dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
-        )  # fmt: skip
+        factors, added = _unpacked_scales(raw_scales, coding, words, shift, lift)
+        if coding == E2M1:
+            unpack8: gl.constexpr = _UNPACK_MXFP4 if words == 1 else _UNPACK_NVFP4
+            low, high = gl.inline_asm_elementwise(
+                unpack8, "=r" + ",=r" * 7 + ",r" * 10, [raw, factors],
+                dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=8,
+            )  # fmt: skip
+        else:
+            unpack4: gl.constexpr = _UNPACK_INT4 if coding == INT4 else _UNPACK_ZEROS
+            low, high = gl.inline_asm_elementwise(
+                unpack4, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [raw, factors, added],
+                dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
+            )  # fmt: skip
         both = gl.reshape(gl.join(low, high), (2, 2, 2, 4, 2, 4, 2, 2, 2, 2, 2))
         both = gl.permute(both, (0, 2, 6, 3, 4, 1, 7, 10, 8, 5, 9))
         weights = gl.reshape(both, (64, 128))

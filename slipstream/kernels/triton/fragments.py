@@ -32,10 +32,18 @@ COLUMNS, ROWS = 64, 32
 PAIR = 2 * COLUMNS  # the larger group of columns that can share a scale of INT4
 E2M1, INT4, INT4_ZEROS, INT8, FLOAT8 = 0, 1, 2, 3, 4  # values of `Fragments.coding`
 _SLICE = 1 << 26  # numbers that are rearranged at once
-# Half a word (16 bits) has the numbers of columns 0, 8, 16 and 24. For each of them: the position
-# of its highest bit, and that of its lower three bits.
-_E2M1_BITS = ((15, 6), (12, 3), (14, 0), (13, 9))
-_INT4_BITS = ((3, 0), (7, 4), (11, 8), (15, 12))
+# The lowest bits in a word of INT4 of columns 2 t, 2 t + 8, 2 t + 16 and 2 t + 24.
+# Those of the next column are 16 bits higher.
+_INT4_BITS = (0, 4, 8, 12)
+# Sign, exponent and mantissa of two e2m1 numbers, in their places in two bfloat16.
+E2M1_PAIR = 0x81C081C0
+# Three pairs of each word are in these places if it is rotated to the left by E2M1_TURNS: columns
+# 2 t, 2 t + 8 and 2 t + 16, with the columns next to them. A fourth pair does not fit into the bits
+# that remain, but two pairs fit into those of two words: the bits E2M1_CHOSEN of the first and the
+# others of the second, shifted to the left by E2M1_SHIFT. Rotated by E2M1_RESTS, they are columns
+# 2 t + 24 of the first and of the second word.
+E2M1_TURNS, E2M1_RESTS = (0, 6, 10), (2, 12)
+E2M1_CHOSEN, E2M1_SHIFT = 0x0C180C18, 2
 _FourBits = TypeVar("_FourBits", bound=FourBitMatrix)
 _LIFT_BACK = 2.0**7  # `lift_back` of integers, which are unpacked to 2 ** -7 times their value
 _BFLOAT16_128 = 0x4300  # bits of 128 in bfloat16; plus an integer up to 127: bits of the sum
@@ -205,7 +213,7 @@ def from_int4(weight: Int4Matrix) -> Fragments:
         zeros = (weight.zeros.to(torch.int16) + _BFLOAT16_128).unsqueeze(-1)
         scales = torch.cat((scales, zeros), -1)
     packed = _scale_fragments(scales.contiguous().view(torch.uint8), coding, group)
-    values = _fragments(weight.values, _INT4_BITS, lambda codes, part: codes)
+    values = _fragments(weight.values, _integer_words, lambda codes, part: codes)
     return Fragments(shape, coding, values, packed, None, group=group, lift_back=lift_back)
 
 
@@ -254,18 +262,18 @@ def _float_fragments(weight: Float4Matrix, is_zero: Tensor, negative: Tensor | N
             codes = codes ^ (negative[part].unsqueeze(-1).to(torch.uint8) << 3)
         return codes.masked_fill(is_zero[part].unsqueeze(-1), 0)
 
-    return _fragments(weight.values, _E2M1_BITS, transform)
+    return _fragments(weight.values, _float_words, transform)
 
 
 def _fragments(
     values: Tensor,
-    places: tuple[tuple[int, int], ...],
+    words: Callable[[Tensor], Tensor],
     transform: Callable[[Tensor, slice], Tensor],
 ) -> Tensor:
     """values [N, K / 2] uint8 -> fragments [N K / 256, 128] uint8.
 
     Args:
-        places: the positions of a number's bits: `_E2M1_BITS` or `_INT4_BITS`.
+        words: `_float_words` or `_integer_words`.
         transform: maps the codes of some rows, and the slice of these rows, to the stored codes.
     """
     rows, columns = values.shape[0], 2 * values.shape[1]
@@ -275,20 +283,41 @@ def _fragments(
         part = slice(start, min(rows, start + step))
         codes = torch.stack((values[part] & 15, values[part] >> 4), -1)
         codes = transform(codes, part)
-        made = _words(codes.view(-1, 2, 2, 8, columns // COLUMNS, 2, 2, 2, 4, 2), places)
-        out[start * columns // 256 : part.stop * columns // 256] = made.view(-1, 128)
+        made = words(codes.view(-1, 2, 2, 8, columns // COLUMNS, 2, 4, 4, 2))
+        ordered = made.permute(0, 4, 1, 3, 6, 2, 5).contiguous().view(torch.uint8)
+        out[start * columns // 256 : part.stop * columns // 256] = ordered.view(-1, 128)
     return out
 
 
-def _words(codes: Tensor, places: tuple[tuple[int, int], ...]) -> Tensor:
-    """[group, unit, row 8, row 1, chunk, word, 16, 8, thread, 1] -> bytes of fragments."""
-    halves = torch.zeros((), dtype=torch.int32, device=codes.device)
-    for number, (highest, lower) in enumerate(places):
-        own = codes[..., number // 2, number % 2, :, :].int()
-        halves = halves + ((own >> 3 << highest) | ((own & 7) << lower))
-    # group, unit, row 8, row 1, chunk, word, thread, 1
-    ordered = halves.permute(0, 4, 1, 3, 6, 2, 5, 7).contiguous()
-    return ordered.to(torch.int16).view(torch.uint8)
+def _integer_words(codes: Tensor) -> Tensor:
+    """Codes [group, unit, row 8, row 1, chunk, word, 8, thread, 1] uint8 -> [group, unit, row 8,
+    row 1, chunk, word, thread] int32."""
+    words = torch.zeros((), dtype=torch.int32, device=codes.device)
+    for number, lowest in enumerate(_INT4_BITS):
+        first, second = codes[..., number, :, :].int().unbind(-1)
+        words = words | first << lowest | second << lowest + 16
+    return words
+
+
+def _float_words(codes: Tensor) -> Tensor:
+    """Like `_integer_words`, of e2m1."""
+    words, rests = [], torch.zeros((), dtype=torch.int32, device=codes.device)
+    for word, rest in enumerate(E2M1_RESTS):
+        own = codes[..., word, :, :, :].int()
+        first, second = ((own & 8) << 12 | (own & 7) << 6).unbind(-1)
+        *pairs, last = (first | second << 16).unbind(-2)
+        words.append(sum(map(_turned_back, pairs, E2M1_TURNS), torch.zeros_like(last)))
+        rests = rests | _turned_back(last, rest)
+    words[0] |= rests & E2M1_CHOSEN
+    words[1] |= (rests & ~E2M1_CHOSEN) >> E2M1_SHIFT
+    return torch.stack(words, -2)
+
+
+def _turned_back(words: Tensor, bits: int) -> Tensor:
+    """int32 words, rotated to the right."""
+    if not bits:
+        return words
+    return words >> bits & (1 << 32 - bits) - 1 | words << 32 - bits
 
 
 def _scale_fragments(scales: Tensor, coding: int, group: int) -> Tensor:
