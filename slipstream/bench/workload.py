@@ -30,11 +30,7 @@ class Workload:
     @property
     def title(self) -> str:
         """A description."""
-        tokens = f"{counted(self.params.max_tokens or 0, 'token')} each"
-        if any(prompt.max_tokens is not None for prompt in self.prompts):
-            tokens = "output lengths of the data set"
-        elif not self.params.ignore_eos:
-            tokens = f"up to {tokens}"
+        tokens = output_lengths(self.prompts, self.params.max_tokens or 0, self.params.ignore_eos)
         return (
             f"{counted(len(self.prompts), 'prompt')}, {tokens}, "
             f"temperature {self.params.temperature:g}"
@@ -45,6 +41,16 @@ class Workload:
         given = [engine_prompt(llm, prompt) for prompt in self.prompts]
         lengths = [prompt.max_tokens or self.params.max_tokens for prompt in self.prompts]
         return llm.stream(given, [replace(self.params, max_tokens=it) for it in lengths])
+
+
+def output_lengths(prompts: Sequence[BenchPrompt], default: int, exact: bool) -> str:
+    """The prompts' output tokens in words; `exact`: no output ends earlier by itself."""
+    lengths = [default if prompt.max_tokens is None else prompt.max_tokens for prompt in prompts]
+    least, most = min(lengths, default=default), max(lengths, default=default)
+    if least < most:
+        varied = f"{least} to {counted(most, 'token')}"
+        return f"{varied} each" if exact else f"limits of {varied}"
+    return f"{'' if exact else 'up to '}{counted(most, 'token')} each"
 
 
 def chat_tokens(tokenizer: "Tokenizer", prompt: BenchPrompt) -> list[int]:

@@ -49,10 +49,12 @@ class DatasetFlags:
     max_tokens: int | None = flag(
         None,
         "Output tokens of each request. [what the data set says, else 128]",
-        also=("--output-len",),
+        also=("--output-len", "--random-output-len"),
         at_least=1,
     )
-    random_input_len: int = flag(128, "Tokens of a random prompt.", at_least=1)
+    random_input_len: int = flag(
+        128, "Tokens of a random prompt.", also=("--input-len",), at_least=1
+    )
     random_range_ratio: float = flag(
         0.0,
         "Vary random lengths by up to this share of the given length, 0 to 1.",

@@ -202,16 +202,13 @@ def _as_tokens(prompt: "BenchPrompt", tokenizer: "Tokenizer") -> "BenchPrompt":
 
 def _describe_prompts(dataset: DatasetFlags, plan: "ServePlan") -> str:
     from slipstream.bench.load import num_requests
+    from slipstream.bench.workload import output_lengths
 
     distinct = len({str(prompt.shown()) for prompt in plan.prompts})
     again = "" if distinct == len(plan.prompts) else f" ({distinct} different ones)"
-    own = any(prompt.max_tokens is not None for prompt in plan.prompts)
-    length = (
-        "output lengths of the data set"
-        if own
-        else f"up to {counted(dataset.length, 'token')} each"
-    )
-    temperature = plan.form.fields.get("temperature", 0)
+    fields = plan.form.fields
+    length = output_lengths(plan.prompts, dataset.length, bool(fields.get("ignore_eos")))
+    temperature = fields.get("temperature", 0)
     requests = num_requests(plan.prompts)
     turns = "" if requests == len(plan.prompts) else f" with all turns, {requests} requests"
     number = len(plan.prompts)

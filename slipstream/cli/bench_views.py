@@ -113,6 +113,8 @@ def machine() -> str:
     """The GPU, or the CPU and its threads, that this process uses."""
     import torch
 
+    from slipstream.kernels.registry import threads_in_use
+
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
-    return f"{platform.machine()} CPU, {counted(torch.get_num_threads(), 'thread')}"
+    return f"{platform.machine()} CPU, {counted(threads_in_use(), 'thread')}"

@@ -10,6 +10,7 @@ import functools
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -164,3 +165,10 @@ def use_threads(device: torch.device, dtype: torch.dtype, count: int) -> None:
         importlib.import_module("_slipstream_cpu").set_num_threads(count)
         count = 1
     torch.set_num_threads(count)
+
+
+def threads_in_use() -> int:
+    """The number of threads that ops on the CPU use since `use_threads`: torch's, or those of the
+    C++ kernels if torch got only one."""
+    cpp = sys.modules.get("_slipstream_cpu")
+    return max(torch.get_num_threads(), 1 if cpp is None else cpp.num_threads())

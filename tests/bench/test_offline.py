@@ -17,7 +17,7 @@ from slipstream.bench.profile import GROUPS, group_of, read_trace
 from slipstream.bench.report import PageChart, write_page
 from slipstream.bench.sweep import PLAIN, CellResult, best
 from slipstream.bench.tables import ReportTable, by_position, drafting_tables, sweep_table
-from slipstream.bench.workload import Workload, run_offline
+from slipstream.bench.workload import Workload, output_lengths, run_offline
 from slipstream.core.errors import GenerationError
 from slipstream.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from slipstream.core.sampling_params import SamplingParams
@@ -207,3 +207,20 @@ def test_the_report_of_the_example() -> None:
     shares = [float(told[f"acceptance at token {position}"]) for position in range(3)]
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) == pytest.approx(accepted / drafts, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("own", "exact", "said"),
+    [
+        ((None, None), False, "up to 32 tokens each"),
+        ((None, None), True, "32 tokens each"),
+        ((8, 8), True, "8 tokens each"),
+        ((1, None), False, "limits of 1 to 32 tokens"),
+        ((40, 5), True, "5 to 40 tokens each"),
+    ],
+)
+def test_output_lengths_are_told_in_words(
+    own: tuple[int | None, ...], exact: bool, said: str
+) -> None:
+    prompts = [BenchPrompt(id=str(at), text="x", max_tokens=most) for at, most in enumerate(own)]
+    assert output_lengths(prompts, 32, exact) == said

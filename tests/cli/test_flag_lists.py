@@ -35,8 +35,9 @@ SAMPLING = f"""
     --min-tokens --no-skip-special-tokens --skip-special-tokens --stop --stop-token-ids
 """
 DATASET = """
-    --category --dataset --dataset-name --dataset-path --num-prompts --output-len --prompts
-    --random-input-len --random-prefix-len --random-range-ratio --random-vocab-size
+    --category --dataset --dataset-name --dataset-path --input-len --num-prompts --output-len
+    --prompts --random-input-len --random-output-len --random-prefix-len --random-range-ratio
+    --random-vocab-size
 """
 BENCH = f"{COMMON} {REQUEST_SAMPLING} {DATASET} --output --output-json --profile"
 OFFLINE = f"{BENCH} {ENGINE} {RUN} --profile-steps"

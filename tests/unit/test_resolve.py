@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slipstream import LLM, UsageError
+from slipstream.kernels.registry import threads_in_use, use_threads
 from slipstream.runner.capability import resolve_cache_dtype
 from slipstream.runner.threads import set_threads, usable_cores
 from tests.checkpoints import write_qwen3
@@ -187,6 +188,19 @@ def test_threads_follow_the_model_unless_they_are_given(
         assert set_threads(CPU, half, None, 1 << 20) == (2, "OMP_NUM_THREADS")
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_threads_are_counted_whoever_has_them(dtype: torch.dtype) -> None:
+    """Torch and the C++ kernels, which leave torch only one."""
+    before = threads_in_use()
+    try:
+        use_threads(CPU, dtype, 2)
+        assert threads_in_use() == 2
+        use_threads(CPU, dtype, 1)
+        assert threads_in_use() == 1
+    finally:
+        use_threads(CPU, torch.float32, before)
 
 
 def test_threads_without_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
