@@ -47,7 +47,8 @@ class Server:
     tokenizer: str | None = flag(
         None,
         "A model's directory, hub name or a demo. Its tokenizer counts tokens where the server "
-        "does not, draws random prompts, and renders chats as prompts.",
+        "does not, draws random prompts, and renders chats as prompts. [for random prompts that of "
+        "--model, if that is here]",
     )
     request_timeout: float = flag(600.0, "Seconds that one request may take in all.", above=0)
     ready_timeout: float = flag(0.0, "Seconds to wait for the server to start.", at_least=0)

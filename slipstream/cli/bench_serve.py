@@ -160,7 +160,7 @@ def _plan(
     from slipstream.bench.serve import ServePlan
 
     endpoint = server.wanted_endpoint()
-    tokenizer = None if server.tokenizer is None else model_tokenizer(server.tokenizer)
+    tokenizer = _tokenizer(server, dataset)
     prompts = dataset.prompts(tokenizer, as_text=endpoint == CHAT)
     if endpoint == COMPLETIONS and tokenizer is not None:
         prompts = [_as_tokens(prompt, tokenizer) for prompt in prompts]
@@ -175,6 +175,17 @@ def _plan(
         load=load,
         encoder=tokenizer,
     )
+
+
+def _tokenizer(server: Server, dataset: DatasetFlags) -> "Tokenizer | None":
+    """The tokenizer of --tokenizer, or for prompts that are made with one that of --model, if it
+    names a directory here or a demo."""
+    from slipstream.models.checkpoint import local_path
+
+    name = server.tokenizer
+    if name is None and dataset.wants_tokenizer and local_path(server.model or ""):
+        name = server.model
+    return None if name is None else model_tokenizer(name)
 
 
 def _with_turns(prompts: "Sequence[BenchPrompt]", turns: str, endpoint: str) -> "list[BenchPrompt]":

@@ -52,10 +52,8 @@ def resolve_checkpoint(
         pickled: download pickled weights as well; some drafters have no others.
     """
     name = str(name_or_path)
-    bundled = bundled_path(name)
-    path = user_path(name)
-    local = bundled if bundled is not None and bundled.is_dir() else path
-    if name and (local.is_dir() or local.is_file()):  # no name would be the working directory
+    bundled, path = bundled_path(name), user_path(name)
+    if (local := local_path(name)) is not None:
         if revision is not None:
             raise UsageError(f"{name} is a local path and has no revision; leave revision out")
         return _local(local)
@@ -77,6 +75,15 @@ def resolve_checkpoint(
             )
         return fetch_model(*tagged, revision)
     return _download(name, revision, pickled)
+
+
+def local_path(name: str) -> Path | None:
+    """The directory or file of this machine that is meant by a checkpoint's name: a bundled demo's
+    before the user's own."""
+    bundled = bundled_path(name)
+    path = bundled if bundled is not None and bundled.is_dir() else user_path(name)
+    # An empty name would be the working directory.
+    return path if name and (path.is_dir() or path.is_file()) else None
 
 
 def _local(path: Path) -> Path:

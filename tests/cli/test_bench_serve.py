@@ -299,6 +299,16 @@ def test_chats_become_prompts_where_a_tokenizer_is_named(
     assert "or --tokenizer for its chat template" in ran.err
 
 
+def test_random_prompts_take_the_tokenizer_of_a_model_that_is_here(
+    slipstream: CommandLine, script: Script, url: str
+) -> None:
+    script.events, script.model = told, OURS
+    line = ("--dataset", "random", "--random-input-len", "9", "--model", "demo")
+    ran = slipstream("bench", "serve", "--base-url", url, *line, "--num-prompts", "2")
+    assert ran.code == 0, ran.err
+    assert [len(body["prompt"]) for _, body in script.asked[-2:]] == [9, 9]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -328,6 +338,7 @@ def test_chats_become_prompts_where_a_tokenizer_is_named(
         (("--plot", "x.gif"), "--plot x.gif must end in one of"),
         (("--top-p", "3"), "top_p must be above 0 and at most 1"),
         (("--dataset", "random"), "name the model's directory with --tokenizer"),
+        (("--dataset", "random", "--model", "mine"), "name the model's directory with --tokenizer"),
         (("--dataset", "demo", "--dataset-path", "x"), "is for other data sets than demo"),
     ],
 )
