@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.tokenizers import write_tokenizer
 
 VOCAB_SIZE, IMAGE, START, END = 97, 90, 92, 93
+ROW_END, IMAGE_END = 12, 13  # of Mistral 3
 SIZES = ((37, 53), (20, 90), (64, 64), (7, 5))
 MAX_POSITIONS = 512
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
@@ -114,6 +115,25 @@ def _qwen3_5(kind: Any, experts: dict[str, Any]) -> Any:
     return kind(text_config={**_TEXT, **text, **experts}, vision_config=_VISION, **_IDS)
 
 
+def mistral3() -> Any:
+    """A config: images with a token at the end of each row, features of two layers of the tower."""
+    vision = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 12,
+        "image_size": 64,
+        "patch_size": 4,
+    }
+    return transformers.Mistral3Config(
+        text_config={**_TEXT, "model_type": "mistral", "num_hidden_layers": 4, "sliding_window": 9},
+        vision_config={"model_type": "pixtral", **vision},
+        image_token_index=IMAGE,
+        spatial_merge_size=2,
+    )
+
+
 def gemma3() -> Any:
     """A config: images of 4 x 4 tokens, windows shorter than an image."""
     text = {**_TEXT, "num_hidden_layers": 4, "sliding_window": 10, "query_pre_attn_scalar": 16}
@@ -205,6 +225,7 @@ _CONFIGS = {
     "Qwen3VLMoe": qwen3_vl_moe,
     "Qwen3_5": qwen3_5,
     "Qwen3_5Moe": qwen3_5_moe,
+    "Mistral3": mistral3,
     "Gemma3": gemma3,
     "Gemma4": gemma4,
     "Gemma4-E": gemma4_e,
@@ -285,6 +306,10 @@ def processor(family: str) -> Any:
         )
     if family == "Gemma3":
         return transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    if family == "Mistral3":
+        return transformers.PixtralImageProcessorPil(
+            patch_size={"height": 4, "width": 4}, size={"longest_edge": 64}
+        )
     sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
     limits = {"shortest_edge": 64, "longest_edge": 4096}
     return transformers.Qwen2VLImageProcessorPil(**sizes, size=limits)
@@ -319,27 +344,33 @@ class Oracle:
         self._processor, self._family = processor(family), family
         if family == "Gemma4Unified":  # its own, of torchvision, merges patches to larger ones
             self._processor.patch_size, self._processor.pooling_kernel_size = 8, 1
+        if family == "Mistral3":  # so does its processor
+            self._processor.patch_size = {"height": 8, "width": 8}
 
     def generate(
         self, ids: Sequence[int], given: Sequence[Image.Image], count: int
     ) -> tuple[list[int], Tensor]:
         """Greedy tokens, and the logits [count, vocab] that they come from."""
         read = dict(self._processor(images=list(given), return_tensors="pt"))
-        if self._family == "Gemma3":
-            sizes, kinds = iter([16] * len(given)), "token_type_ids"
-            read.pop("num_crops", None)
-        elif self._family.startswith("Gemma4"):
-            sizes, kinds = iter(read.pop("num_soft_tokens_per_image")), "mm_token_type_ids"
+        kinds: str | None = "mm_token_type_ids"
+        if self._family == "Mistral3":
+            grids, kinds = (read["image_sizes"] // 8).tolist(), None
+            rows = [([*[IMAGE] * wide, ROW_END] * high)[:-1] for high, wide in grids]
+            spelled = iter([[*row, IMAGE_END] for row in rows])
         else:
-            sizes, kinds = (
-                iter((read["image_grid_thw"].prod(-1) // 4).tolist()),
-                "mm_token_type_ids",
-            )
-        whole = [it for known in ids for it in [known] * (next(sizes) if known == IMAGE else 1)]
+            if self._family == "Gemma3":
+                sizes, kinds = [16] * len(given), "token_type_ids"
+                read.pop("num_crops", None)
+            elif self._family.startswith("Gemma4"):
+                sizes = read.pop("num_soft_tokens_per_image")
+            else:
+                sizes = (read["image_grid_thw"].prod(-1) // 4).tolist()
+            spelled = iter([[IMAGE] * size for size in sizes])
+        whole = [it for known in ids for it in (next(spelled) if known == IMAGE else [known])]
         inputs = torch.tensor([whole])
         found = self._model.generate(
             input_ids=inputs,
-            **{kinds: (inputs == IMAGE).int()},
+            **({} if kinds is None else {kinds: (inputs == IMAGE).int()}),
             **read,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=count,

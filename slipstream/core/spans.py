@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """An image within a prompt: the placeholder tokens from `start` to before `end`.
+    """An image within a prompt: the tokens from `start` to before `end`.
 
     Attributes:
         digest: digest of the image, its grid and the processor's settings; equal digests mean equal
@@ -15,6 +15,7 @@ class Span:
         grid: (rows, columns) of the image's tokens; (1, length) if only their order is known.
         embedded: the embeddings, in the runner's form.
         whole: attention within the image is bidirectional, so it must be computed in one pass.
+        row_ends: after each row of the grid there is one more token, whose embedding stays.
     """
 
     start: int
@@ -23,6 +24,7 @@ class Span:
     grid: tuple[int, int]
     embedded: object
     whole: bool = False
+    row_ends: bool = False
 
     @property
     def end(self) -> int:

@@ -163,8 +163,7 @@ class TowerReader(ImageReader):
         if asked > allowed and not may_exceed:
             raise UsageError(
                 f"mm_processor_kwargs: images of up to {asked} pixels are more than the {allowed} "
-                "that this server reads; ask for fewer, or raise max_pixels in its "
-                "--mm-processor-kwargs"
+                "that this server reads; ask for fewer, or let its --mm-processor-kwargs allow more"
             )
 
     def require_readable(self, image: "Image", options: Mapping[str, Any]) -> None:
@@ -195,10 +194,8 @@ class TowerReader(ImageReader):
             )
         if not images:
             return token_ids
-        sizes = iter([math.prod(self._grid(image, options)) for image in images])
-        return [
-            it for known in token_ids for it in [known] * (next(sizes) if known == token else 1)
-        ]
+        found = iter([self._placeholder.tokens(self._grid(image, options)) for image in images])
+        return [it for known in token_ids for it in (next(found) if known == token else [known])]
 
     def place(
         self, token_ids: list[int], images: Sequence["Image"], options: Mapping[str, Any]
@@ -217,8 +214,9 @@ class TowerReader(ImageReader):
         start, is_whole = 0, self._most_whole is not None
         for image, grid in zip(images, grids, strict=True):
             digest, embedded = self._embedded(image, grid, self._merged(options))
-            start, count = ids.index(token, start), math.prod(grid)
-            spans.append(Span(start, count, digest, grid, embedded, is_whole))
+            start, count = ids.index(token, start), len(self._placeholder.tokens(grid))
+            row_ends = self._placeholder.row_end is not None
+            spans.append(Span(start, count, digest, grid, embedded, is_whole, row_ends))
             start += count
         return ids, tuple(spans)
 

@@ -78,8 +78,8 @@ def embed(
             continue
         for span, first, end in prompt.pieces:
             assert isinstance(span.embedded, SpanEmbeddings)
-            own = slice(first - span.start, end - span.start)
-            index.append(torch.arange(first, end) + (first_row - prompt.first))
+            places, own = _replaced(span, first - span.start, end - span.start)
+            index.append(places + (span.start + first_row - prompt.first))
             rows.append(span.embedded.rows[own])
             added.append(span.embedded.added[:, own])
     if not index:
@@ -94,6 +94,16 @@ def embed(
     if not len(values):
         return token_ids, embedded, None
     return token_ids, embedded, StreamAddends(places, send(values, device).to(dtype))
+
+
+def _replaced(span: Span, first: int, end: int) -> tuple[Tensor, slice | Tensor]:
+    """Which of an image's tokens `first` to before `end` get embeddings, and which ones."""
+    places = torch.arange(first, end)
+    if not span.row_ends:
+        return places, slice(first, end)
+    across = span.grid[1] + 1
+    places = places[places % across < span.grid[1]]
+    return places, places - places // across
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:

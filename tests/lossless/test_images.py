@@ -44,7 +44,7 @@ from tests.padded_steps import use_steps
 from tests.pairwise import Case
 
 AXES: dict[str, list[Any]] = {
-    "family": ["Qwen3VL"],
+    "family": ["Qwen3VL", "Mistral3"],
     "drafter": ["none", "ngram", "suffix", "draft_model", "eagle3", "in turn"],
     "k": [1, 5],
     "rows": [512, 24],  # 24: chunks cut images, mixed with decoding

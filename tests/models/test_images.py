@@ -1,6 +1,7 @@
 """Prompts with images give the logits and greedy text of transformers' own processor and model."""
 
 import io
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,9 @@ from tests.image_checkpoints import (
     END,
     FAMILIES,
     IMAGE,
+    IMAGE_END,
     MAX_POSITIONS,
+    ROW_END,
     START,
     VOCAB_SIZE,
     Oracle,
@@ -291,6 +294,33 @@ def test_the_budget_of_an_image_is_an_option(tmp_path: Path) -> None:
     more = make(folder, mm_processor_kwargs={"max_soft_tokens": 140}).generate(given, GREEDY)[0]
     assert len(few.prompt_token_ids) == 4 + 60
     assert len(more.prompt_token_ids) == 4 + 126
+
+
+def test_rows_of_mistrals_images_end_with_the_tokens_that_the_tokenizer_has(
+    tmp_path: Path,
+) -> None:
+    folder, given = write(tmp_path, "Mistral3"), with_images([1, IMAGE, 3], images(1))
+    named = {"40": {"content": "[IMG_BREAK]"}, "41": {"content": "[IMG_END]"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": named}))
+    whole = make(folder).generate(given, GREEDY)[0]
+    assert whole.prompt_token_ids == [1, *([*[IMAGE] * 7, 40] * 5)[:-1], 41, 3]
+
+
+def test_the_longer_side_of_an_image_is_an_option(tmp_path: Path) -> None:
+    folder, given = write(tmp_path, "Mistral3"), with_images([1, IMAGE, 3], images(1))
+    llm = make(folder)
+    fewer: Any = {**given, "mm_processor_kwargs": {"size": {"longest_edge": 16}}}
+    smaller = llm.generate(fewer, GREEDY)[0]
+    assert smaller.prompt_token_ids == [1, IMAGE, IMAGE, ROW_END, IMAGE, IMAGE, IMAGE_END, 3]
+    always = make(folder, mm_processor_kwargs={"size": {"longest_edge": 16}})
+    assert always.generate(given, GREEDY)[0].outputs[0].token_ids == smaller.outputs[0].token_ids
+    for options in ({"size": 3}, {"size": {"longest_edge": 0}}, {"size": {"height": 9}}):
+        refused: Any = {**given, "mm_processor_kwargs": options}
+        with pytest.raises(UsageError, match=r"the option of the image processor is size"):
+            llm.generate(refused, GREEDY)
+    thin = with_images([1, IMAGE, 3], [images(1)[0].resize((900, 2))])
+    with pytest.raises(UsageError, match="900 x 2 pixels cannot be read: it is too thin"):
+        llm.generate(thin, GREEDY)
 
 
 def test_images_longer_than_a_window_are_refused_where_that_matters(tmp_path: Path) -> None:

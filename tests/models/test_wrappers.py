@@ -55,7 +55,9 @@ PIXTRAL = {
 
 
 @pytest.mark.parametrize("case", [MISTRAL[1], SMALL[-1]], ids=str)
-def test_language_models_of_either_kind(case: Case, tmp_path: Path) -> None:
+def test_language_models_of_either_kind(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = getattr(transformers, f"{case.architecture}Config")(
         vocab_size=97,
         num_hidden_layers=2,
@@ -72,6 +74,7 @@ def test_language_models_of_either_kind(case: Case, tmp_path: Path) -> None:
         with torch.inference_mode():
             expected = model(torch.tensor([prompt])).logits[0]
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    monkeypatch.setattr("slipstream.models.vision.catalogue._FAMILIES", {})
     llm = LLM(str(tmp_path), skip_tokenizer_init=True, num_kv_blocks=16)
     seen: Any = {
         "prompt_token_ids": [1, 2],

@@ -45,6 +45,7 @@ class Placeholder:
         begin: token before the placeholders if the marker is a placeholder token; `begin` and `end`
             are added unless the prompt has them. None: no tokens around the placeholders.
         around: text before and after all of these.
+        row_end: token after each row of an image's tokens but the last, after which is `end`.
     """
 
     marker: int
@@ -52,6 +53,15 @@ class Placeholder:
     end: int | None = None
     begin: int | None = None
     around: str = ""
+    row_end: int | None = None
+
+    def tokens(self, grid: tuple[int, int]) -> list[int]:
+        """What a placeholder becomes for an image with these rows and columns of tokens."""
+        rows, columns = grid
+        if self.row_end is None:
+            return [self.token] * (rows * columns)
+        assert self.end is not None
+        return [*([*[self.token] * columns, self.row_end] * rows)[:-1], self.end]
 
 
 class ImageFamily(ABC):
