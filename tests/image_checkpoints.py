@@ -50,6 +50,11 @@ _IDS: dict[str, Any] = {
 }
 
 
+_QWEN2_TEXT: dict[str, Any] = {
+    **{key: value for key, value in _TEXT.items() if key != "head_dim"},
+    "num_hidden_layers": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+}
 _GEMMA4_TEXT: dict[str, Any] = {
     **_TEXT,
     "num_hidden_layers": 4,
@@ -66,6 +71,29 @@ _GEMMA4_IDS: dict[str, Any] = {
     "video_token_id": VOCAB_SIZE + 1,  # those of a text would read the token that pads
     "audio_token_id": VOCAB_SIZE + 2,
 }
+
+
+def qwen2_vl() -> Any:
+    """A config: sections of positions in order."""
+    vision = {
+        "depth": 2,
+        "embed_dim": 24,
+        "hidden_size": 48,
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    return transformers.Qwen2VLConfig(text_config=_QWEN2_TEXT, vision_config=vision, **_IDS)
+
+
+def qwen2_5_vl() -> Any:
+    """A config: sections of positions in order, and a tower with windows of 2 x 2 tokens."""
+    vision: dict[str, Any] = {**_VISION}
+    del vision["num_position_embeddings"]
+    vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+    return transformers.Qwen2_5_VLConfig(text_config=_QWEN2_TEXT, vision_config=vision, **_IDS)
 
 
 def qwen3_vl() -> Any:
@@ -221,6 +249,8 @@ def _gemma4(text: dict[str, Any], vision: dict[str, Any], audio: Any) -> Any:
 
 
 _CONFIGS = {
+    "Qwen2VL": qwen2_vl,
+    "Qwen2_5_VL": qwen2_5_vl,
     "Qwen3VL": qwen3_vl,
     "Qwen3VLMoe": qwen3_vl_moe,
     "Qwen3_5": qwen3_5,

@@ -41,6 +41,8 @@ class RopeConfig:
         sections: for positions with three axes (time, row, column), which are equal for text
             (M-RoPE, Bai et al. 2025): pairs 3i + 1 below 3 sections[1] are rotated by the row,
             pairs 3i + 2 below 3 sections[2] by the column, and others by the time.
+        in_order: the first sections[0] pairs are rotated by the time, the next sections[1] by the
+            row, and the rest by the column, as in Qwen2-VL (Wang et al. 2024).
     """
 
     theta: float
@@ -59,6 +61,7 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     query_growth: float = 0.0
     sections: tuple[int, ...] = ()
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         require_positive(
@@ -106,6 +109,9 @@ class RopeConfig:
 
     def axes(self, num_pairs: int) -> list[int]:
         """The axis of the position by which each pair is rotated."""
+        if self.in_order:
+            time, rows, _ = self.sections
+            return [(pair >= time) + (pair >= time + rows) for pair in range(num_pairs)]
         return [
             pair % 3 if self.sections and pair < 3 * self.sections[pair % 3] else 0
             for pair in range(num_pairs)

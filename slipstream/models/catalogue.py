@@ -42,6 +42,8 @@ ARCHITECTURES: Final = {
     "Phi3ForCausalLM": "slipstream.models.llama:phi3",
     "Qwen2ForCausalLM": "slipstream.models.qwen:qwen2",
     "Qwen2MoeForCausalLM": "slipstream.models.qwen:qwen2_moe",
+    "Qwen2VLForConditionalGeneration": "slipstream.models.qwen:qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "slipstream.models.qwen:qwen2_vl",
     "Qwen3ForCausalLM": "slipstream.models.qwen:qwen3",
     "Qwen3MoeForCausalLM": "slipstream.models.qwen:qwen3_moe",
     "Qwen3NextForCausalLM": "slipstream.models.qwen:qwen3_next",

@@ -26,7 +26,7 @@ from slipstream.models.safetensors_file import (
     read_entries,
     require_content,
 )
-from slipstream.models.wrappers import text_config, text_names
+from slipstream.models.wrappers import is_wrapper, text_config, text_names
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -185,7 +185,8 @@ class Checkpoint:
         if self._is_gguf:
             return renamed_entries(self.container)
         entries = self.all_entries
-        return {short: entries[name] for name, short in text_names(entries).items()}
+        names = text_names(entries, is_wrapper(self.whole_config))
+        return {short: entries[name] for name, short in names.items()}
 
     @cached_property
     def all_entries(self) -> dict[str, TensorEntry]:

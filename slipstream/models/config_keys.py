@@ -31,7 +31,7 @@ class Defaults:
         num_kv_heads, head_dim: None stands for num_heads and hidden_size / num_heads.
         rotated: fraction of a head that RoPE rotates; None: always the whole head.
         queries_grow: whether queries are scaled by their position.
-        sections: see `read_rope`.
+        sections, in_order: see `read_rope`.
         intermediate_size, num_heads, vocab_size: None: the key is required.
         hidden_act: the only activation that the architecture has.
     """
@@ -45,6 +45,7 @@ class Defaults:
     tie_word_embeddings: bool = False
     queries_grow: bool = False
     sections: tuple[int, ...] = ()
+    in_order: bool = False
     intermediate_size: int | None = None
     num_heads: int | None = None
     vocab_size: int | None = None
@@ -150,6 +151,7 @@ def read_common(
             defaults.rotated,
             defaults.queries_grow,
             defaults.sections,
+            defaults.in_order,
         )
     return CommonKeys(
         architecture=architecture,

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and MiMo; Qwen3, Qwen3-Next, Qwen3-VL and Qwen3.5 to 3.8."""
+"""Qwen2, Qwen2.5, Qwen2-VL, Qwen2.5-VL and MiMo; Qwen3, Qwen3-Next, Qwen3-VL and Qwen3.5 to 3.8."""
 
 from dataclasses import replace
 
@@ -91,6 +91,25 @@ def qwen3_moe(reader: ConfigReader, architecture: str) -> DecoderConfig:
         read_single_window(reader, common.num_layers, 4096, switched_on),
         read_sparse_layers(reader, common, experts),
     )
+
+
+def qwen2_vl(reader: ConfigReader, architecture: str) -> DecoderConfig:
+    """The language model of Qwen2-VL and Qwen2.5-VL: Qwen2 with M-RoPE. Published files have its
+    keys beside `vision_config`, and newer ones in `text_config`."""
+    kind = reader.take("model_type", str)
+    if kind.removesuffix("_text") not in ("qwen2_vl", "qwen2_5_vl"):
+        raise reader.error("model_type", f"is {kind!r}, but qwen2_vl or qwen2_5_vl is meant here")
+    defaults = Defaults(
+        max_position_embeddings=32768,
+        num_kv_heads=8,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        sections=(16, 24, 24),
+        in_order=True,
+    )
+    common = read_common(reader, architecture, defaults)
+    windows = read_switched_windows(reader, common.num_layers)
+    return common.decoder(replace(common.attention, qkv_bias=True), windows)
 
 
 def qwen3_vl(reader: ConfigReader, architecture: str) -> DecoderConfig:

@@ -22,6 +22,7 @@ def read_rope(
     rotated: float | None = None,
     queries_grow: bool = False,
     sections: Sequence[int] = (),
+    in_order: bool = False,
 ) -> RopeConfig:
     """Read `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters`, which has both.
 
@@ -32,6 +33,7 @@ def read_rope(
         queries_grow: whether the architecture scales queries by their position.
         sections: default for the sections of positions with three axes; empty: positions have one
             axis.
+        in_order: see `RopeConfig`.
     """
     theta = reader.take("rope_theta", float, default_theta)
     if rotated is not None:
@@ -51,7 +53,7 @@ def read_rope(
         parameters.take("max_position_embeddings", int, max_positions)
         growth = parameters.take("llama_4_scaling_beta", float)
     rope = read_rope_parameters(parameters, max_positions, theta, rotated, original)
-    return replace(rope, query_growth=growth, sections=tuple(given))
+    return replace(rope, query_growth=growth, sections=tuple(given), in_order=in_order)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,9 @@ def _rope_reader(reader: ConfigReader) -> ConfigReader:
 
 
 def _kind(inner: ConfigReader) -> str:
-    old_kind, new_kind = (inner.take(key, str, "") for key in ("type", "rope_type"))
+    kinds = [inner.take(key, str, "") for key in ("type", "rope_type")]
+    # Older files of Qwen2-VL say that there are sections.
+    old_kind, new_kind = ("default" if kind == "mrope" else kind for kind in kinds)
     kind = new_kind or old_kind or "default"
     if old_kind not in ("", kind):
         raise inner.error("type", f'is {old_kind!r}, but "rope_type" is {kind!r}; remove one')

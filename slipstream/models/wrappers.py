@@ -14,6 +14,11 @@ _WRAPPED = "ForConditionalGeneration"
 # Keys of the outer config that override `text_config`; `_OF_EITHER` only fill in missing ones.
 _OF_THE_WHOLE: Final = ("architectures", "quantization_config", "compression_config")
 _TIED = "tie_word_embeddings"
+# Keys of the whole where the language model's are not apart.
+_OF_IMAGES: Final = (
+    *("vision_config", "image_token_id", "video_token_id", "vision_token_id"),
+    *("vision_start_token_id", "vision_end_token_id"),
+)
 _OF_EITHER: Final = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id")
 # Prefixes of the language model's tensors, and those that replace them.
 _PREFIXES: Final = {
@@ -27,23 +32,34 @@ _NOT_LANGUAGE: Final = (
 )
 
 
+def is_wrapper(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a multimodal model."""
+    names = architecture_names(config)
+    return len(names) == 1 and names[0].endswith(_WRAPPED)
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's config: taken from `text_config`, or `config` itself without one."""
-    inner, names = config.get(_INNER), architecture_names(config)
-    wraps = len(names) == 1 and names[0].endswith(_WRAPPED)
-    if not wraps or not isinstance(inner, Mapping):
+    inner = config.get(_INNER)
+    if not is_wrapper(config):
         return config
+    if not isinstance(inner, Mapping):
+        return {key: value for key, value in config.items() if key not in _OF_IMAGES}
     whole = {key: config[key] for key in (*_OF_THE_WHOLE, _TIED) if key in config}
     either = {key: config[key] for key in _OF_EITHER if config.get(key) is not None}
     own = {key: value for key, value in inner.items() if value is not None}
     return {**either, **own, **whole}
 
 
-def text_names(names: Iterable[str]) -> dict[str, str]:
+def text_names(names: Iterable[str], wrapped: bool = False) -> dict[str, str]:
     """Map the stored names of the language model's tensors to canonical names; if no tensor has a
-    multimodal prefix, all names are unchanged."""
+    multimodal prefix, all names are unchanged.
+
+    Args:
+        wrapped: whether they are of a multimodal model even then.
+    """
     names = list(names)
-    if not any(name.startswith(tuple(_PREFIXES)) for name in names):
+    if not wrapped and not any(name.startswith(tuple(_PREFIXES)) for name in names):
         return {name: name for name in names}
     found = {}
     for name in names:

@@ -296,6 +296,29 @@ def test_the_budget_of_an_image_is_an_option(tmp_path: Path) -> None:
     assert len(more.prompt_token_ids) == 4 + 126
 
 
+@pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL"])
+def test_files_as_they_were_published_first(family: str, tmp_path: Path) -> None:
+    """The language model's keys beside those of the tower, and shorter names of tensors."""
+    from safetensors.torch import load_file, save_file
+
+    given = with_images(prompt(2), images(2))
+    folder = write(tmp_path, family)
+    known = make(folder).generate(given, GREEDY)[0].outputs[0]
+    config = json.loads((folder / "config.json").read_text())
+    text = config.pop("text_config")
+    parameters = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": parameters["mrope_section"]}
+    flat = {**text, **config, "rope_scaling": scaling, "rope_theta": parameters["rope_theta"]}
+    (folder / "config.json").write_text(json.dumps(flat))
+    weights = load_file(folder / "model.safetensors")
+    names = {
+        name: name.replace("language_model.", "").replace("model.visual", "visual")
+        for name in weights
+    }
+    save_file({names[name]: it for name, it in weights.items()}, folder / "model.safetensors")
+    assert make(folder).generate(given, GREEDY)[0].outputs[0] == known
+
+
 def test_rows_of_mistrals_images_end_with_the_tokens_that_the_tokenizer_has(
     tmp_path: Path,
 ) -> None:

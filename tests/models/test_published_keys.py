@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from slipstream.core.errors import CheckpointError
+from slipstream.layers.attention import AttentionSpec
 from slipstream.layers.experts import ExpertsSpec
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.wrappers import text_config
@@ -380,6 +381,38 @@ def test_keys_around_a_language_model() -> None:
         "vision_config": {"hidden_size": 32},
     }
     assert read_decoder_config(text_config({**outer, "text_config": inner})).num_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"), [("Qwen2VL", "qwen2_vl"), ("Qwen2_5_VL", "qwen2_5_vl")]
+)
+def test_keys_of_a_language_model_beside_those_of_images(architecture: str, kind: str) -> None:
+    """Those of Qwen2-VL-7B and Qwen2.5-VL-7B."""
+    whole = {
+        **SIZES,
+        **USUAL,
+        "architectures": [f"{architecture}ForConditionalGeneration"],
+        "image_token_id": 151655,
+        "max_position_embeddings": 128000,
+        "max_window_layers": 28,
+        "model_type": kind,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_section": [2, 3, 3], "type": "mrope"},
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "video_token_id": 151656,
+        "vision_config": {"depth": 32},
+        "vision_end_token_id": 151653,
+        "vision_start_token_id": 151652,
+        "vision_token_id": 151654,
+    }
+    read = read_decoder_config(text_config(whole))
+    mixer = read.layers[0].mixer
+    assert isinstance(mixer, AttentionSpec)
+    assert mixer.rope is not None
+    assert mixer.rope.axes(8) == [0, 0, 1, 1, 1, 2, 2, 2]
 
 
 def test_keys_of_a_mixture_that_reads_images() -> None:

@@ -8,7 +8,7 @@ from slipstream.models.config_reader import architecture_names
 from slipstream.models.vision.gemma3 import Gemma3Family
 from slipstream.models.vision.gemma4 import Gemma4Family, Gemma4UnifiedFamily
 from slipstream.models.vision.mistral3 import Mistral3Family
-from slipstream.models.vision.qwen3_vl import Qwen3VLFamily, qwen3_5_family
+from slipstream.models.vision.qwen_vl import Qwen2VLFamily, Qwen3VLFamily, qwen3_5_family
 from slipstream.models.vision.tower import ImageFamily
 
 _FAMILIES: Final[Mapping[str, Callable[[Checkpoint], ImageFamily]]] = {
@@ -16,6 +16,8 @@ _FAMILIES: Final[Mapping[str, Callable[[Checkpoint], ImageFamily]]] = {
     "Gemma4ForConditionalGeneration": Gemma4Family,
     "Gemma4UnifiedForConditionalGeneration": Gemma4UnifiedFamily,
     "Mistral3ForConditionalGeneration": Mistral3Family,
+    "Qwen2VLForConditionalGeneration": Qwen2VLFamily,
+    "Qwen2_5_VLForConditionalGeneration": Qwen2VLFamily,
     "Qwen3VLForConditionalGeneration": Qwen3VLFamily,
     "Qwen3VLMoeForConditionalGeneration": Qwen3VLFamily,
     "Qwen3_5ForConditionalGeneration": qwen3_5_family,

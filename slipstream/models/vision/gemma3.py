@@ -8,7 +8,7 @@ import torch
 
 from slipstream.core.errors import UsageError
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.vision.library import image_processor, require_class, tower_of
+from slipstream.models.vision.library import TowerClasses, image_processor, require_class, tower_of
 from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings, load_tensors
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class _Tower:
         self, checkpoint: Checkpoint, num_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._device, self._dtype, self._side = device, dtype, isqrt(num_tokens)
-        names = "SiglipVisionModel", "SiglipVisionConfig"
-        self._tower = tower_of(checkpoint, names, _TOWER, dtype, device)
+        classes = TowerClasses("SiglipVisionModel", "SiglipVisionConfig")
+        self._tower = tower_of(checkpoint, classes, _TOWER, dtype, device)
         config = require_class("Gemma3Config")(**checkpoint.whole_config)
         name = "Gemma3MultiModalProjector"
         projector = require_class(name, ".models.gemma3.modeling_gemma3")

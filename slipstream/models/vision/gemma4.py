@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.vision.library import image_processor, require_class, tower_of
+from slipstream.models.vision.library import (
+    TowerClasses,
+    image_processor,
+    require_class,
+    tower_of,
+)
 from slipstream.models.vision.tower import (
     ImageFamily,
     ImageTower,
@@ -153,8 +158,8 @@ class _Tower(_Sizes):
     ) -> None:
         super().__init__(processor)
         self._device, self._dtype = device, dtype
-        names = "Gemma4VisionModel", "Gemma4VisionConfig"
-        self._tower = tower_of(checkpoint, names, _TOWER, dtype, device)
+        classes = TowerClasses("Gemma4VisionModel", "Gemma4VisionConfig")
+        self._tower = tower_of(checkpoint, classes, _TOWER, dtype, device)
         config = require_class("Gemma4Config")(**checkpoint.whole_config)
         embedder = require_class("Gemma4MultimodalEmbedder", ".models.gemma4.modeling_gemma4")
         embedder = embedder(config.vision_config, config.text_config)

@@ -1,6 +1,7 @@
 """Loads vision towers and image processors of transformers from a checkpoint's files."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -42,9 +43,19 @@ def require_class(name: str, module: str = "") -> Any:
         ) from error
 
 
+@dataclass(frozen=True)
+class TowerClasses:
+    """The names of a tower's class and its config's in transformers, and the submodule of the
+    former if transformers does not export it."""
+
+    model: str
+    config: str
+    module: str = ""
+
+
 def tower_of(
     checkpoint: Checkpoint,
-    names: Sequence[str],
+    classes: TowerClasses,
     prefixes: Sequence[str],
     dtype: torch.dtype,
     device: torch.device,
@@ -52,10 +63,9 @@ def tower_of(
     """Load a vision tower from the checkpoint.
 
     Args:
-        names: names of its class and of its config's class.
         prefixes: see `load_tensors`.
     """
-    model, config = map(require_class, names)
+    model, config = require_class(classes.model, classes.module), require_class(classes.config)
     given = checkpoint.whole_config["vision_config"]
     try:
         read = config(**{key: it for key, it in given.items() if key != "dtype"})

@@ -8,7 +8,7 @@ import torch
 
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.tokenizer import tokenizer_settings
-from slipstream.models.vision.library import image_processor, require_class, tower_of
+from slipstream.models.vision.library import TowerClasses, image_processor, require_class, tower_of
 from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings, load_tensors
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class _Tower:
         self, checkpoint: Checkpoint, processor: Any, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._device, self._dtype, self._processor = device, dtype, processor
-        names = "PixtralVisionModel", "PixtralVisionConfig"
-        self._tower = tower_of(checkpoint, names, _TOWER, dtype, device)
+        classes = TowerClasses("PixtralVisionModel", "PixtralVisionConfig")
+        self._tower = tower_of(checkpoint, classes, _TOWER, dtype, device)
         config = require_class("Mistral3Config")(**checkpoint.whole_config)
         name = "Mistral3MultiModalProjector"
         projector = require_class(name, ".models.mistral3.modeling_mistral3")

@@ -1,4 +1,4 @@
-"""Images of Qwen3-VL and Qwen3.5: the number of patches grows with the image's size."""
+"""Images of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: as many patches as the image is large."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -8,7 +8,7 @@ import torch
 
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import architecture_names
-from slipstream.models.vision.library import image_processor, tower_of
+from slipstream.models.vision.library import TowerClasses, image_processor, tower_of
 from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings
 
 if TYPE_CHECKING:
@@ -17,6 +17,18 @@ if TYPE_CHECKING:
 _LAYERS = "deepstack_visual_indexes"
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _PREFIXES = ("model.visual.", "visual.")
+_OLDER = {
+    "Qwen2VLForConditionalGeneration": TowerClasses(
+        "Qwen2VisionTransformerPretrainedModel",
+        "Qwen2VLVisionConfig",
+        ".models.qwen2_vl.modeling_qwen2_vl",
+    ),
+    "Qwen2_5_VLForConditionalGeneration": TowerClasses(
+        "Qwen2_5_VisionTransformerPretrainedModel",
+        "Qwen2_5_VLVisionConfig",
+        ".models.qwen2_5_vl.modeling_qwen2_5_vl",
+    ),
+}
 
 
 class Qwen3VLFamily(ImageFamily):
@@ -76,11 +88,23 @@ class Qwen3VLFamily(ImageFamily):
         return _size(self._processor, options)["longest_edge"]
 
     def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
+        return _Tower(self._checkpoint, self._classes(), self._processor, dtype, device)
+
+    def _classes(self) -> TowerClasses:
         # Mixtures have classes of their own for the same tower.
         (architecture,) = architecture_names(self._checkpoint.whole_config)
         model = architecture.removesuffix("ForConditionalGeneration")
-        names = f"{model}VisionModel", f"{model}VisionConfig"
-        return _Tower(self._checkpoint, names, self._processor, dtype, device)
+        return TowerClasses(f"{model}VisionModel", f"{model}VisionConfig")
+
+
+class Qwen2VLFamily(Qwen3VLFamily):
+    """Qwen2-VL and Qwen2.5-VL: without DeepStack."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint, 151655, ())
+
+    def _classes(self) -> TowerClasses:
+        return _OLDER[architecture_names(self._checkpoint.whole_config)[0]]
 
 
 def qwen3_5_family(checkpoint: Checkpoint) -> Qwen3VLFamily:
@@ -92,13 +116,13 @@ class _Tower:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        names: tuple[str, str],
+        classes: TowerClasses,
         processor: Any,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._device, self._dtype, self._processor = device, dtype, processor
-        self._tower = tower_of(checkpoint, names, _PREFIXES, dtype, device)
+        self._tower = tower_of(checkpoint, classes, _PREFIXES, dtype, device)
         self._merge = self._tower.config.spatial_merge_size
 
     def grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
