@@ -17,5 +17,6 @@ void bind_low_rank(nanobind::module_& module);
 void bind_rows(nanobind::module_& module);
 void bind_preparation(nanobind::module_& module);
 void bind_sampling(nanobind::module_& module);
+void bind_drafting(nanobind::module_& module);
 
 }  // namespace slipstream

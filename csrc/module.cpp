@@ -93,4 +93,5 @@ NB_MODULE(_slipstream_cpu, module) {
     slipstream::bind_rows(module);
     slipstream::bind_preparation(module);
     slipstream::bind_sampling(module);
+    slipstream::bind_drafting(module);
 }

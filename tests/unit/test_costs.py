@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -337,7 +336,7 @@ def test_a_device_that_waits_for_the_host_drafts_for_nothing() -> None:
     assert model.seconds(1, 0, 1, 100) == pytest.approx(1.95, rel=0.03)
     assert StepEstimate.of(step(4), model).plain == pytest.approx(2.0, rel=0.05)
     table = CostTable(model, CapturedForm(1, (0, 4), packs=False), 1, 100)
-    assert choose(np.full((1, 4), 0.1), (0, 4), table).width == 4
+    assert choose([[0.1] * 4], (0, 4), table).width == 4
 
 
 def test_steps_in_which_few_requests_go_on_say_nothing_of_many() -> None:

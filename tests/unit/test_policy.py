@@ -105,7 +105,7 @@ def test_the_choice_is_as_good_as_the_best_of_all(shape: str, form: str) -> None
         if number % 2:
             continue
         running = min(1 + number // 2 % 4, len(step))
-        gains = np.array([survivals(it.chances, most) for it in histories[:running]])
+        gains = [survivals(it.chances, most) for it in histories[:running]]
         table = CostTable(costs, steps, running, 100 * running)
         choice = choose(gains, range(5) if form == "exact" else widths, table)
 
@@ -124,24 +124,6 @@ def test_the_choice_is_as_good_as_the_best_of_all(shape: str, form: str) -> None
     assert drafted_at_all  # else nothing was compared
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_few_requests_get_the_choice_that_many_would(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noise = random.Random(4)
-    for size in range(2, 9):
-        chances = [[noise.random() for _ in range(K)] for _ in range(size)]
-        gains = np.array([survivals(it, K) for it in chances])
-        found = []
-        for few in (8, 1):  # plain Python, then numpy
-            monkeypatch.setattr("slipstream.engine.drafting.choice._FEW", few)
-            table = CostTable(MIDDLE, FORMS[form], size, 100 * size)
-            found.append(choose(gains, WIDTHS, table))
-        assert list(found[0].counts) == list(found[1].counts)
-        assert found[0].width == found[1].width
-        assert found[0].seconds == pytest.approx(found[1].seconds)
-
-
 class Bumpy(Costs):
     """A model that overestimates passes for four requests, and underestimates those for three."""
 
@@ -152,7 +134,7 @@ class Bumpy(Costs):
 
 def test_errors_of_single_numbers_of_requests_do_not_decide_who_drafts() -> None:
     table = CostTable(Bumpy(fixed=1.0, row=0.05), EXACT, 4, 400)
-    choice = choose(np.array([[0.7], [0.69], [0.68], [0.67]]), (0, 1), table)
+    choice = choose([[0.7], [0.69], [0.68], [0.67]], (0, 1), table)
     assert choice.counts == [1, 1, 1, 1]
 
 
@@ -166,13 +148,13 @@ class Falls(Costs):
 @pytest.mark.parametrize(("size", "target"), [(2, 0.5), (9, 1.0)])
 def test_no_step_is_taken_to_last_no_time(size: int, target: float) -> None:
     table = CostTable(Falls(fixed=target), EXACT, size, 100 * size)
-    choice = choose(np.array([[0.9, 0.9]] + [[0.9, 0.0]] * (size - 1)), (0, 1, 2), table)
+    choice = choose([[0.9, 0.9]] + [[0.9, 0.0]] * (size - 1), (0, 1, 2), table)
     assert 0 < choice.speed < np.inf
 
 
 def test_a_longer_chain_never_stands_behind_a_gap() -> None:
     table = CostTable(MIDDLE, EXACT, 3, 300)
-    gains = np.array([[0.9, 0.9, 0.9], [0.9, 0.1, 0.0], [0.0, 0.0, 0.0]])
+    gains = [[0.9, 0.9, 0.9], [0.9, 0.1, 0.0], [0.0, 0.0, 0.0]]
     choice = choose(gains, (0, 1, 2, 3), table)
     assert list(choice.counts) == [3, 1, 0]
     assert choice.least == 0.9

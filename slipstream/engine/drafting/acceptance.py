@@ -24,6 +24,7 @@ from operator import attrgetter, mul
 
 from slipstream.core.batch import FACTOR_PARTS, NUM_BINS, Committed, ScheduledRequest, StepReport
 from slipstream.core.request import Request
+from slipstream.engine.drafting import native
 from slipstream.engine.drafting.traffic import (
     KNOWN_TRIALS,
     MANY,
@@ -141,12 +142,17 @@ class Acceptance:
         self._recent: deque[tuple[Sequence[float], float, Traffic]] = deque(maxlen=_RECENT)
         self.reliability = Reliability()
         self.num_steps = self._all_until = 0  # up to that step all requests are evaluated
-        self.has_confidences = False
+        self._learn_native = None if sizes else native.learn_drafts
         self.latest = 0.0  # accepted tokens of a request in a step
 
     def __len__(self) -> int:
         """Number of requests with a history."""
         return len(self._histories)
+
+    @property
+    def has_confidences(self) -> bool:
+        """Whether a draft has had confidences."""
+        return bool(self._recent)
 
     def of(self, request: Request) -> History:
         """The history of a request; a new one if there is none."""
@@ -230,13 +236,23 @@ class Acceptance:
         turn, rest = divmod(self.num_steps, _EXAMINED)
         examined = -1 if rest else turn % len(items)
         probes: list[int] = []
-        looked_at = range(self.num_steps % stride, len(items), stride)
-        for index in looked_at:
+        index = self.num_steps % stride
+        while index < len(items):
+            if (
+                self._learn_native is not None
+            ):  # learn up to the next request that has ended, or is special
+                index = self._learn_native(
+                    self._histories, items, gains, live, index, stride, examined, self._places,
+                    self._recent,
+                )  # fmt: skip
+                if index >= len(items):
+                    break
             item, gain = items[index], gains[index]
             if not live[index]:
                 self._histories.pop(item.request, None)
             elif gain.num_draft_tokens or item.stops or item.trim:
                 self._learn(item, gain, probes, index == examined)
+            index += stride
         accepted: int = sum(map(_ACCEPTED, gains))
         self.latest += _LATEST * (accepted / len(gains) - self.latest)
         return probes
@@ -286,7 +302,6 @@ class Acceptance:
         verdicts: Sequence[float],
         examined: bool,
     ) -> None:
-        self.has_confidences = True
         traffic, chances = history.traffic, history.chances
         table, counts = traffic.rates, traffic.results_by_bin
         rounded, factor = history.rounded_factor, history.factor

@@ -7,24 +7,22 @@ second. Survival falls along a chain, so the tokens taken are a prefix of every 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, islice, pairwise
 from math import inf
 from operator import add, truediv
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.core.batch import StepReport
 from slipstream.core.step_form import StepForm
+from slipstream.engine.drafting import native
 from slipstream.engine.drafting.tables import LEAST
 
 LEAST_SURVIVAL = 0.02  # tokens with less are never drafted
-_ALL = 16  # costs for up to so many units or requests are all computed, and others interpolated
-_FEW = 8  # up to this many requests, plain Python is faster than numpy
+_FEW = 8  # up to this many requests, costs of drafting are smoothed
 
-Floats = NDArray[np.float64]
-Gains = Sequence[Sequence[float]] | Floats
+Gains = Sequence[Sequence[float]]
 
 
 class StepCosts(Protocol):
@@ -67,7 +65,6 @@ class CostTable:
         self._requests, self._context = requests, context
         self.exact, self.least = form.ends_chains, max(LEAST, costs.host_seconds(requests))
         self._targets: dict[int, Sequence[float]] = {}
-        self._arrays: dict[int, Floats] = {}
         self._added: dict[int, list[float]] = {}
         self._drafted: dict[int, Sequence[float]] = {}
         self._flat: dict[int, bool] = {}
@@ -117,19 +114,11 @@ class CostTable:
             return self._costs.target_seconds(requests, rows, self._context)
 
         if self.exact:
-            most = max(units, 2 * len(found), _ALL)
-            found = _sampled(lambda count: seconds(rows(count)), most)
+            most = 1 << units.bit_length()
+            found = _sampled(lambda count: seconds(rows(count)), most, 8)
         else:
             found = _stepped(rows, seconds, 0, requests * width)
         self._targets[key] = found
-        return found
-
-    def array(self, units: int, width: int) -> Floats:
-        """`targets` as an array."""
-        targets = self.targets(units, width)
-        found = self._arrays.get(width)
-        if found is None or len(found) < len(targets):
-            found = self._arrays[width] = np.array(targets)
         return found
 
     def added(self, place: int) -> Sequence[float]:
@@ -182,7 +171,7 @@ class CostTable:
         if found is None:
             requests = self._requests
             if self.exact:
-                found = _sampled(lambda count: self._drafting(count, width), requests)
+                found = _sampled(lambda count: self._drafting(count, width), requests, 4)
             else:
                 found = [self._drafting(requests, width)]
             self._drafted[width] = found
@@ -206,15 +195,17 @@ def _line(values: Sequence[float]) -> list[float]:
     return [mean + slope * (index - middle) for index in range(len(values))]
 
 
-def _sampled(function: Callable[[int], float], most: int) -> list[float]:
-    """The values for 0 to `most`. Above `_ALL` about every sixteenth is computed and the others
-    are interpolated, which is as precise as costs are known."""
-    at = [*range(min(most, _ALL) + 1)]
-    if len(at) > most:
-        return [function(it) for it in at]
+def _sampled(function: Callable[[int], float], most: int, parts: int) -> list[float]:
+    """The values for 0 to `most`. Between a power of two and the next, `parts` of them are computed
+    and the others interpolated, which is as precise as costs are known."""
+    at = [0]
     while at[-1] < most:
-        at.append(min(most, at[-1] * 17 // 16))
-    found: list[float] = np.interp(range(most + 1), at, [function(it) for it in at]).tolist()
+        power = 1 << at[-1].bit_length() >> 1
+        at.append(min(most, at[-1] + max(1, power // parts)))
+    values = [function(it) for it in at]
+    if len(at) > most:
+        return values
+    found: list[float] = np.interp(np.arange(most + 1), at, values).tolist()
     return found
 
 
@@ -267,42 +258,8 @@ def choose(
     requests = len(gains)
     if requests == 1:
         return _choose_alone(gains[0], widths, table, least_gain)
-    if requests <= _FEW:
-        return _choose_for_few(gains, widths, table, least_gain)
-    plain = table.plain
-    flat = np.array(gains).T.ravel()  # by place, then by request
-    order = np.argsort(-flat, kind="stable")  # of equal gains the nearer place, earlier request
-    order = order[: np.count_nonzero(flat > LEAST_SURVIVAL)]
-    ranked, places = flat[order], order // requests + 1
-    longest = int(places.max(initial=0))
-    pairs = [(narrower, width) for narrower, width in pairwise(widths) if narrower < longest]
-    if not pairs:
-        return Choice(0, [0] * requests, 1.0, requests, plain)
-    # All that follows: [widths, units], for the units up to each and within a width.
-    within = places <= np.array([width for _, width in pairs])[:, None]
-    gained = requests + np.cumsum(within * ranked, 1)
-    spent = _seconds(within, places, [width for _, width in pairs], table)
-    spent = np.maximum(spent, table.least)
-    speeds = gained / spent
-    if table.exact:
-        speeds[~within] = 0.0
-    else:  # what fits into a narrower step is left to that
-        reached = np.maximum.accumulate(within * places, 1)
-        speeds[reached <= np.array([narrower for narrower, _ in pairs])[:, None]] = 0.0
-    row, last = divmod(int(speeds.argmax()), len(order))
-    if speeds[row, last] <= least_gain * requests / plain:
-        return Choice(0, [0] * requests, 1.0, requests, plain)
-    taken = order[: last + 1][within[row, : last + 1]]
-    counts = np.bincount(taken % requests, minlength=requests).tolist()
-    width, least = max(counts) if table.exact else pairs[row][1], float(flat[taken[-1]])
-    return Choice(width, counts, least, float(gained[row, last]), float(spent[row, last]))
-
-
-def _choose_for_few(
-    gains: Gains, widths: Sequence[int], table: CostTable, least_gain: float
-) -> Choice:
-    """`choose` for few requests; plain Python takes a fifth of numpy's time."""
-    requests = len(gains)
+    if native.choose_drafts is not None:
+        return Choice(*native.choose_drafts(gains, widths, table, least_gain, LEAST_SURVIVAL))
     flat = [gain for column in zip(*gains, strict=True) for gain in column]
     order = [index for index, gain in enumerate(flat) if gain > LEAST_SURVIVAL]
     longest = 1 + order[-1] // requests if order else 0
@@ -335,25 +292,6 @@ def _choose_for_few(
     if table.exact:
         width = max(counts)
     return Choice(width, counts, flat[chosen[-1]] if chosen else 1.0, tokens, seconds)
-
-
-def _seconds(
-    within: NDArray[np.bool_], places: NDArray[np.int64], widths: Sequence[int], table: CostTable
-) -> Floats:
-    """[widths, units] seconds of steps that draft the units up to each that are within a width."""
-    taken = np.cumsum(within, 1)
-    if not table.exact:
-        most = taken[:, -1].tolist()
-        parts = [
-            table.array(count, width)[row] + table.padded_drafting(width)
-            for width, count, row in zip(widths, most, taken, strict=True)
-        ]
-        return np.array(parts)
-    passes = np.empty(len(places))
-    numbers = np.bincount(places).tolist()
-    added = [table.added(place)[1 : number + 1] for place, number in enumerate(numbers) if number]
-    passes[np.argsort(places, kind="stable")] = list(chain.from_iterable(added))
-    return table.array(len(places), 0)[taken] + np.cumsum(within * passes, 1)
 
 
 def _choose_alone(

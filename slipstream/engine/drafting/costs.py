@@ -25,11 +25,11 @@ changes is taken to be h, so that plain steps and those with drafts are charged 
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from slipstream.core.batch import StepReport
-from slipstream.engine.drafting.step_costs import CostRow, MeasuredStep
+from slipstream.engine.drafting.step_costs import CostRow, MeasuredStep, fitted_slopes
 from slipstream.engine.drafting.step_facts import context_of, drafting_counts, has_ended_early
 from slipstream.engine.drafting.tables import GAIN, LEAST, Grid, Knot, Slope, Table, finite
 
@@ -74,6 +74,10 @@ class CostModel:
         self._targets: dict[tuple[int, int], tuple[float, float]] = {}
         self._drafts: dict[tuple[int, int], tuple[float, float]] = {}
         self._chains: dict[tuple[int, tuple[int, ...]], tuple[float, float]] = {}
+        # Parts of these: by requests the host's shares (without drafts, and what these add to it),
+        # and by width the drafting of all numbers of requests that have a table.
+        self._shares: dict[int, tuple[float, float]] = {}
+        self._columns: dict[int, list[float]] = {}
 
     # ------------------------------------------------------------------ predictions
 
@@ -145,8 +149,7 @@ class CostModel:
         """Seconds, and seconds per token of context."""
         requests = self._pad(requests)
         rows = max(rows, requests)
-        fixed = self._rows(rows) + self._rest(requests)
-        fixed += self._slopes["requests"].value * requests
+        fixed = self._rows(rows) + self._share(requests)[0]
         return max(LEAST, fixed), self._per_token(requests, rows)
 
     def _chain(self, requests: int, counts: Sequence[int]) -> tuple[float, float]:
@@ -156,8 +159,18 @@ class CostModel:
 
     def _draft(self, requests: int, width: int) -> tuple[float, float]:
         requests = self._pad(requests)
-        fixed = max(0.0, self._drafting(requests, width)) + max(0.0, self._added_rest(requests))
+        column = self._columns.get(width)
+        if column is None:
+            column = self._columns[width] = [table(width) for table in self._drafting.tables]
+        fixed = max(0.0, self._drafting.between(column, requests)) + self._share(requests)[1]
         return fixed, self._slopes["draft_context"].value * width
+
+    def _share(self, requests: int) -> tuple[float, float]:
+        found = self._shares.get(requests)
+        if found is None:
+            plain = self._rest(requests) + self._slopes["requests"].value * requests
+            found = self._shares[requests] = plain, max(0.0, self._added_rest(requests))
+        return found
 
     def _per_token(self, requests: int, rows: int) -> float:
         """Seconds of the target's pass per token of context."""
@@ -194,7 +207,8 @@ class CostModel:
         short: dict[tuple[int, int], MeasuredStep] = {}
         for point in sorted(points, key=lambda it: it.context, reverse=True):
             short[point.requests, point.width] = point  # the last is the shortest
-        self._fit_slopes(points, short)
+        for name, value in fitted_slopes(points, short).items():
+            self._slopes[name].set(value)
         for point in sorted(short.values(), key=lambda it: it.width):
             requests, context = point.requests, point.context
             self._rows.knot(point.rows).set(max(LEAST, point.target - self._of_requests(point)))
@@ -209,38 +223,6 @@ class CostModel:
             drafting -= self._slopes["draft_context"].value * point.width * context
             self._drafting.knot(requests, point.width).set(max(0.0, drafting))
         self._forget_predictions()
-
-    def _fit_slopes(
-        self, points: Sequence[MeasuredStep], short: Mapping[tuple[int, int], MeasuredStep]
-    ) -> None:
-        # For each slope its values by pairs of points, with the differences of amounts as weights.
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in self._slopes}
-        for point in sorted(points, key=lambda it: it.width):
-            base = short[point.requests, point.width]
-            longer = point.context - base.context
-            if longer < base.context:
-                continue
-            slope = (point.target - base.target) / longer
-            if not point.width:
-                found["context"].append((slope, longer))
-                continue
-            if found["context"]:
-                more = point.rows / point.requests - 1
-                plain = fmean(*zip(*found["context"], strict=True))
-                found["attention"].append(((slope - plain) / more, longer * more))
-            slope = (point.draft - base.draft) / longer / point.width
-            found["draft_context"].append((slope, longer * point.width))
-        found["draft_prompt"] = [(point.prompt, 1.0) for point in points if point.prompt]
-        by_rows: dict[int, MeasuredStep] = {}
-        for point in short.values():
-            other = by_rows.setdefault(point.rows, point)
-            apart = point.requests - other.requests
-            if apart:
-                slope = (point.target - other.target) / apart
-                found["requests"].append((slope, abs(apart)))
-        for name, slopes in found.items():
-            if slopes:
-                self._slopes[name].set(max(0.0, fmean(*zip(*slopes, strict=True))))
 
     def observe(self, report: StepReport) -> None:
         """Learn from a step, unless it has prompt chunks or ran uncaptured where others do not."""
@@ -346,6 +328,8 @@ class CostModel:
         self._targets.clear()
         self._drafts.clear()
         self._chains.clear()
+        self._shares.clear()
+        self._columns.clear()
 
     # ------------------------------------------------------------------ saving and restoring
 

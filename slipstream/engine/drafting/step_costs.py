@@ -1,7 +1,9 @@
 """Steps that were measured when the engine started, and predictions for others."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 _MOST_OVER = 1.25
 
@@ -76,3 +78,40 @@ def plausible(points: Sequence[MeasuredStep]) -> list[MeasuredStep]:
 def _does_more(one: MeasuredStep, other: MeasuredStep) -> bool:
     requests, width = one.requests >= other.requests, one.width >= other.width
     return requests and width and one.rows >= other.rows and one.context * 2 >= other.context
+
+
+def fitted_slopes(
+    points: Sequence[MeasuredStep], short: Mapping[tuple[int, int], MeasuredStep]
+) -> dict[str, float]:
+    """The values of the slopes of `CostModel` that follow from pairs of points.
+
+    Args:
+        short: by requests and width the point with the shortest context.
+    """
+    # For each slope its values by pairs of points, with the differences of amounts as weights.
+    found = defaultdict[str, list[tuple[float, float]]](list)
+    for point in sorted(points, key=lambda it: it.width):
+        base = short[point.requests, point.width]
+        longer = point.context - base.context
+        if longer < base.context:
+            continue
+        slope = (point.target - base.target) / longer
+        if not point.width:
+            found["context"].append((slope, longer))
+            continue
+        if found["context"]:
+            more = point.rows / point.requests - 1
+            plain = fmean(*zip(*found["context"], strict=True))
+            found["attention"].append(((slope - plain) / more, longer * more))
+        slope = (point.draft - base.draft) / longer / point.width
+        found["draft_context"].append((slope, longer * point.width))
+    found["draft_prompt"] = [(point.prompt, 1.0) for point in points if point.prompt]
+    by_rows: dict[int, MeasuredStep] = {}
+    for point in short.values():
+        other = by_rows.setdefault(point.rows, point)
+        apart = point.requests - other.requests
+        if apart:
+            slope = (point.target - other.target) / apart
+            found["requests"].append((slope, abs(apart)))
+    items = found.items()
+    return {name: max(0.0, fmean(*zip(*it, strict=True))) for name, it in items if it}

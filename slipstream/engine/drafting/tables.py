@@ -146,6 +146,10 @@ class Grid:
             total += weight * self.tables[index](width)
         return total
 
+    def between(self, column: Sequence[float], requests: int) -> float:
+        """The value for a number of requests, by those of all tables at a width."""
+        return sum([weight * column[index] for index, weight in _around(self.counts, requests)])
+
     def items(self) -> list[tuple[int, list[tuple[int, float]]]]:
         """The numbers of requests and the items of their tables."""
         tables = zip(self.counts, self.tables, strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.errors import UsageError
 
-INTERFACE = "1cec728fc000a3b3"
+INTERFACE = "c4b6195607093ca3"
 """Digest of the functions that the modules here call; change it with them: the message of
 `require_current` tells it."""
 
