@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "bindings.h"
 
@@ -83,24 +84,35 @@ double own_weight(int64_t trials) {
     return number * memory < 1 ? 1 / number : memory;
 }
 
-// One request of which nothing is tried, and its draft, a chain.
+// What is known of the traffic of a request.
+struct Traffic {
+    nb::object owner;
+    Numbers chances, num_results, rates, results_by_bin;
+    Traffic(const Names& names, const nb::object& traffic)
+        : owner(traffic),
+          chances(names.chances.of(traffic)),
+          num_results(names.num_results.of(traffic)),
+          rates(names.rates.of(traffic)),
+          results_by_bin(names.results_by_bin.of(traffic)) {}
+};
+
+// A draft of one request.
 struct Chain {
     const Names& names;
     nb::handle history;
-    nb::object traffic;
+    Traffic& traffic;
     Numbers chances;
     int64_t judged, accepted, num_results;
 
     double verdict(int64_t place) const { return place < accepted ? 1.0 : 0.0; }
 
     void learn_confidences(nb::handle confidences, int64_t places, nb::handle recent) {
-        Numbers rates(names.rates.of(traffic)), counts(names.results_by_bin.of(traffic));
-        const int64_t last = rates.size() - 1;
+        const int64_t last = traffic.rates.size() - 1;
         double factor = names.factor.real(history);
         const double rounded = std::abs(factor - 1) < luck
                                    ? 1.0
                                    : std::nearbyint(factor * factor_parts) / factor_parts;
-        const nb::object chain = nb::make_tuple(confidences, rounded, traffic);
+        const nb::object chain = nb::make_tuple(confidences, rounded, traffic.owner);
         nb::steal(checked(PyObject_CallMethodOneArg(recent.ptr(), names.append.text, chain.ptr())));
         const double weight = own_weight(std::max<int64_t>(0, num_results) + prior_trials);
         const int64_t length = std::min(static_cast<int64_t>(nb::len(confidences)), places);
@@ -108,11 +120,12 @@ struct Chain {
             const double confidence = nb::cast<double>(item_of(confidences, place));
             const int64_t bin =
                 confidence < 1.0 ? static_cast<int64_t>(confidence * (last + 1)) : last;
-            const double by_table = rates[bin];
+            const double by_table = traffic.rates[bin];
             chances.move(place, weight, std::min(1.0, by_table * rounded));
             if (place >= judged) continue;
             const double predicted = std::min(1.0, by_table * factor);
-            rates.move(bin, counts.count(bin, many_in_bin, bin_memory), verdict(place));
+            traffic.rates.move(bin, traffic.results_by_bin.count(bin, many_in_bin, bin_memory),
+                               verdict(place));
             factor += memory * (verdict(place) - predicted);
             factor = std::min(most_factor, std::max(0.0, factor));
         }
@@ -120,20 +133,21 @@ struct Chain {
     }
 
     void learn_verdicts(double weight) {
-        Numbers usual(names.chances.of(traffic)), counts(names.num_results.of(traffic));
         for (int64_t place = 0; place < judged; ++place) {
             chances.move(place, weight, verdict(place));
-            usual.move(place, counts.count(place, many, traffic_memory), verdict(place));
+            const double in_all = traffic.num_results.count(place, many, traffic_memory);
+            traffic.chances.move(place, in_all, verdict(place));
         }
     }
 };
 
-// Learn from the chains of requests `index`, `index + stride`, .. of a step, up to the first that is
-// not usual: it has ended, is a probe, or is `examined`. Returns its index, or one beyond the last.
+// Learn from the chains of requests `index`, `index + stride`, .. of a step, up to the first that
+// has ended, is a probe, or is `examined`. Returns its index, or one past the last.
 int64_t learn(nb::dict histories, nb::handle items, nb::handle gains, nb::handle live,
               int64_t index, int64_t stride, int64_t examined, int64_t places, nb::handle recent) {
     static const Names names;
     const int64_t past = static_cast<int64_t>(nb::len(items));
+    std::optional<Traffic> traffic;
     for (; index < past && index != examined; index += stride) {
         const nb::object item = item_of(items, index), gain = item_of(gains, index);
         if (!nb::cast<bool>(item_of(live, index))) return index;
@@ -147,11 +161,16 @@ int64_t learn(nb::dict histories, nb::handle items, nb::handle gains, nb::handle
         if (!found) continue;
         const nb::object history = nb::borrow(found);
         if (names.probed.whole(history)) return index;
-        const nb::object traffic = names.traffic.of(history);
-        Chain chain{names,   history,  traffic, Numbers(names.chances.of(history)),
+        const nb::object owner = names.traffic.of(history);
+        if (!traffic || !traffic->owner.is(owner)) traffic.emplace(names, owner);
+        Chain chain{names,
+                    history,
+                    *traffic,
+                    Numbers(names.chances.of(history)),
                     std::min({accepted + 1, drafted, places}),
-                    accepted, names.num_results.whole(history)};
-        const bool is_known = Numbers(names.num_results.of(traffic))[0] >= many;
+                    accepted,
+                    names.num_results.whole(history)};
+        const bool is_known = traffic->num_results[0] >= many;
         double weight = own_weight(chain.num_results + (is_known ? known_trials : prior_trials));
         const nb::object confidences = names.confidences.of(gain);
         if (nb::len(confidences)) {
@@ -168,9 +187,37 @@ int64_t learn(nb::dict histories, nb::handle items, nb::handle gains, nb::handle
     return index;
 }
 
+// The survival of each draft token, 0 beyond a request's bound. The chances at the first places are
+// shrunk towards their mean.
+std::vector<std::vector<double>> gains_of(std::vector<std::vector<double>> chances,
+                                          const std::vector<int64_t>& bounds, size_t drawn_places,
+                                          double noise) {
+    if (chances.empty() || chances.size() != bounds.size())
+        throw nb::value_error("there is no request, or one without a bound");
+    const double requests = static_cast<double>(chances.size());
+    for (size_t place = 0; place < drawn_places && place < chances[0].size(); ++place) {
+        double mean = 0.0, spread = 0.0;
+        for (const auto& row : chances) mean += row.at(place) / requests;
+        for (const auto& row : chances) spread += (row[place] - mean) * (row[place] - mean);
+        const double by_chance = mean * (1 - mean) * noise;
+        const double share = by_chance * requests < spread ? by_chance * requests / spread : 1.0;
+        for (auto& row : chances) row[place] += share * (mean - row[place]);
+    }
+    for (size_t request = 0; request < chances.size(); ++request) {
+        double survival = 1.0;
+        int64_t place = 0;
+        for (double& chance : chances[request]) {
+            survival = place++ < bounds[request] ? survival * chance : 0.0;
+            chance = survival;
+        }
+    }
+    return chances;
+}
+
 // (width, units of each request, smallest gain taken, expected tokens, seconds)
 nb::tuple choose(const std::vector<std::vector<double>>& gains, const std::vector<int64_t>& widths,
                  nb::handle table, double least_gain, double least_survival) {
+    if (gains.empty()) throw nb::value_error("there is no request");
     const int64_t requests = static_cast<int64_t>(gains.size());
     std::vector<double> flat;  // by place, then by request
     for (size_t place = 0; place < gains[0].size(); ++place)
@@ -187,7 +234,10 @@ nb::tuple choose(const std::vector<std::vector<double>>& gains, const std::vecto
         passes.emplace_back(table.attr("added")(place));
     std::vector<int64_t> numbers(passes.size());
     std::vector<double> added;
-    for (int64_t index : order) added.push_back(passes[index / requests][++numbers[index / requests]]);
+    for (int64_t index : order) {
+        const int64_t place = index / requests;
+        added.push_back(passes[place][++numbers[place]]);
+    }
 
     const double least = nb::cast<double>(table.attr("least"));
     double tokens = static_cast<double>(requests), seconds = nb::cast<double>(table.attr("plain")),
@@ -217,7 +267,8 @@ nb::tuple choose(const std::vector<std::vector<double>>& gains, const std::vecto
     std::vector<int64_t> counts(gains.size());
     for (size_t rank = 0; rank < taken; ++rank)
         if (order[rank] < width * requests) ++counts[order[rank] % requests];
-    if (nb::cast<bool>(table.attr("exact"))) width = *std::max_element(counts.begin(), counts.end());
+    if (nb::cast<bool>(table.attr("exact")))
+        width = *std::max_element(counts.begin(), counts.end());
     return nb::make_tuple(width, counts, smallest, tokens, seconds);
 }
 
@@ -227,6 +278,8 @@ void bind_drafting(nb::module_& module) {
     module.def("learn_drafts", learn, nb::arg("histories"), nb::arg("items"),
                nb::arg("gains"), nb::arg("live"), nb::arg("index"), nb::arg("stride"),
                nb::arg("examined"), nb::arg("places"), nb::arg("recent"));
+    module.def("draft_gains", gains_of, nb::arg("chances"), nb::arg("bounds"),
+               nb::arg("drawn_places"), nb::arg("noise"));
     module.def("choose_drafts", choose, nb::arg("gains"), nb::arg("widths"),
                nb::arg("table"), nb::arg("least_gain"), nb::arg("least_survival"));
 }

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from slipstream.core.batch import ChainStops, StepReport, Trim
@@ -94,3 +95,19 @@ def test_the_same_is_chosen(
         assert chosen() == expected
         drafted += expected.width > 0
     assert 10 < drafted < 90
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0])
+@pytest.mark.parametrize("size", [4, 50])
+def test_the_same_gains_are_expected(
+    spread: float, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise, acceptance = random.Random(6), Acceptance(K)
+    histories = [acceptance.of(request(f"{it}", K)) for it in range(size)]
+    for history in histories:
+        history.chances[:] = [0.5 + spread * (noise.random() - 0.5) for _ in range(K)]
+    bounds = [noise.randrange(K + 2) for _ in range(size)]
+    found = acceptance.gains_of(histories, bounds, None)
+    monkeypatch.setattr(native, "draft_gains", None)
+    expected = acceptance.gains_of(histories, bounds, None)
+    assert np.array(found) == pytest.approx(np.array(expected), rel=1e-12)

@@ -17,7 +17,7 @@ has a factor on it.
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, islice, pairwise
 from operator import attrgetter, mul
@@ -25,6 +25,7 @@ from operator import attrgetter, mul
 from slipstream.core.batch import FACTOR_PARTS, NUM_BINS, Committed, ScheduledRequest, StepReport
 from slipstream.core.request import Request
 from slipstream.engine.drafting import native
+from slipstream.engine.drafting.reliability import Reliability
 from slipstream.engine.drafting.traffic import (
     KNOWN_TRIALS,
     MANY,
@@ -84,41 +85,6 @@ class History:
         return round(self.factor * FACTOR_PARTS) / FACTOR_PARTS
 
 
-@dataclass(frozen=True)
-class Bin:
-    """Draft tokens whose predicted chances are in one range.
-
-    Attributes:
-        predicted: the sum of their predicted chances.
-        accepted: how many of the `count` tokens were accepted.
-    """
-
-    predicted: float = 0.0
-    accepted: int = 0
-    count: int = 0
-
-
-@dataclass(eq=False)
-class Reliability:
-    """How well chances are predicted: verified tokens of one request in every eighth step, in bins
-    by predicted chance."""
-
-    _sums: list[list[float]] = field(
-        default_factory=lambda: [[0.0, 0.0, 0.0] for _ in range(NUM_BINS)]
-    )
-
-    def add(self, predicted: float, accepted: float) -> None:
-        sums = self._sums[int(predicted * NUM_BINS) if predicted < 1.0 else NUM_BINS - 1]
-        sums[0] += predicted
-        sums[1] += accepted
-        sums[2] += 1
-
-    @property
-    def bins(self) -> tuple[Bin, ...]:
-        """All bins by predicted chance, from 0 to 1."""
-        return tuple(Bin(sums[0], int(sums[1]), int(sums[2])) for sums in self._sums)
-
-
 class Acceptance:
     """Estimates chances from the results of all steps.
 
@@ -162,6 +128,11 @@ class Acceptance:
             found = self._histories[request] = History(list(traffic.chances), traffic)
         return found
 
+    def of_all(self, requests: Sequence[Request]) -> list[History]:
+        """The histories of several requests."""
+        found = list(map(self._histories.get, requests))
+        return [history or self.of(it) for history, it in zip(found, requests, strict=True)]
+
     def drop_finished(self, num_live: int) -> None:
         """Drop histories of finished requests once they are more than half of all."""
         if len(self._histories) > 2 * num_live + 8:
@@ -183,6 +154,18 @@ class Acceptance:
             share = noise / spread if spread > noise else 1.0
             columns[place] = [it + share * (mean - it) for it in column]
         return [*zip(*columns, strict=True)]
+
+    def gains_of(
+        self,
+        histories: Sequence[History],
+        bounds: Sequence[int],
+        chances: Sequence[Sequence[float]] | None,
+    ) -> list[list[float]]:
+        """See `chain_gains`; `chances` count in place of those of the requests, unless None."""
+        if chances is not None or len(histories) < _FEWEST_DRAWN or native.draft_gains is None:
+            return chain_gains(chances or self.chances_of(histories), bounds)
+        own = [it.chances for it in histories]
+        return native.draft_gains(own, bounds, _DRAWN_PLACES, _NOISE)
 
     def recent_chances(self, number: int) -> list[Sequence[float]]:
         """The chances by position of the latest `number` chains, from their confidences, and after

@@ -1,7 +1,7 @@
 """The policy's work for each request and token in C++; None where this module was not built.
 
-`choose_drafts` does what `choose` in choice.py does, `learn_drafts` learns from chains as
-`Acceptance` does in acceptance.py.
+`choose_drafts` does what `choose` in choice.py does, `learn_drafts` and `draft_gains` what
+`Acceptance` does with chains (acceptance.py).
 """
 
 from collections.abc import Callable
@@ -14,3 +14,4 @@ except ImportError:
 
 choose_drafts: Callable[..., Any] | None = getattr(cpp, "choose_drafts", None)
 learn_drafts: Callable[..., int] | None = getattr(cpp, "learn_drafts", None)
+draft_gains: Callable[..., list[list[float]]] | None = getattr(cpp, "draft_gains", None)

@@ -20,6 +20,7 @@ these more often than the target does.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import repeat
 from math import log2
 from operator import attrgetter
 
@@ -27,7 +28,7 @@ from slipstream.core.batch import FACTOR_PARTS, ChainStops, DraftPlan, StepRepor
 from slipstream.core.request import Request
 from slipstream.core.step_form import StepForm, StepLimits
 from slipstream.engine.draft_policy import Candidate
-from slipstream.engine.drafting.acceptance import Acceptance, History, chain_gains, survivals
+from slipstream.engine.drafting.acceptance import Acceptance, History, survivals
 from slipstream.engine.drafting.choice import Choice, CostTable, LearningCosts, choose
 from slipstream.engine.drafting.lateness import Lateness
 from slipstream.engine.drafting.lookups import Lookups
@@ -45,7 +46,7 @@ _LEAST_GAIN = 1.04
 # than expected. Elsewhere that would follow noise.
 _TABLE_AGE, _OUTDATED, _MOST_SLOW = 48, 0.15, 4
 _MOST_UNCHANGED = 28  # a choice serves 4 plans and at most this many more
-_REQUEST, _MOST = attrgetter("request"), attrgetter("most")
+_OWN_MOST, _TOKEN_IDS = attrgetter("num_speculative_tokens"), attrgetter("token_ids")
 _LEAST_TO_STOP, _MOST_TO_STOP = 0.02, 0.9
 
 
@@ -81,7 +82,7 @@ class AdaptivePolicy:
         self._tables: dict[tuple[int, int, int], CostTable] = {}
         self._choice, self._unit = Choice(0, (), 1.0, 1.0, 1.0), 1  # see `CostTable`
         # The plans that follow from it, for these requests; `_left` calls of `plan` use them.
-        self._requests: list[Request] = []
+        self._requests: Sequence[Request] = ()
         self._plans: list[DraftPlan] = []
         self._known: dict[Request, DraftPlan] = {}  # filled when requests change
         self._longest = self._left = self._age = self._num_slow = 0
@@ -109,15 +110,14 @@ class AdaptivePolicy:
             return ()
         self._left -= 1
         self._age += 1
-        requests = list(map(_REQUEST, candidates))
+        requests, most = zip(*candidates, strict=True)
         if requests != self._requests:
             if self._left > 0 and 4 * len(requests) <= len(self._requests):
-                return [
-                    self._plan_for_new(it) for it in candidates
-                ]  # few, at the end of their prompts
-            self._replan(requests, candidates)
+                # Few, at the end of their prompts.
+                return [self._plan_for_new(*it) for it in candidates]
+            self._replan(requests, most)
         elif self._left <= 0:
-            self._choose(requests, candidates)
+            self._choose(requests, most)
         plans: Sequence[DraftPlan] = self._plans
         if self._probes.plain_is_due(self._longest > 0):
             return [self._simple[0]] * len(plans)
@@ -125,7 +125,7 @@ class AdaptivePolicy:
             plans = self._lookups.tried(candidates, plans)
         if self._probes.is_due():
             plans = self._probes.plans(candidates, plans)
-        if min(map(_MOST, candidates)) < self._longest:
+        if min(most) < self._longest:
             plans = [plan.cut(it.most) for plan, it in zip(plans, candidates, strict=True)]
         return plans
 
@@ -151,32 +151,31 @@ class AdaptivePolicy:
 
     # ------------------------------------------------------------------ the choice
 
-    def _replan(self, requests: list[Request], candidates: Sequence[Candidate]) -> None:
+    def _replan(self, requests: Sequence[Request], most: Sequence[int]) -> None:
         """Plan for a set of requests that differs from that of the last choice."""
         size, chosen_for = len(requests), len(self._choice.counts)
         if self._left <= 0 or size <= 8:
-            self._choose(requests, candidates)
+            self._choose(requests, most)
             return
         if not self._known:
             self._known = dict(zip(self._requests, self._plans, strict=True))
         known = self._known
-        new = [it for it in candidates if it.request not in known]
+        pairs = zip(requests, most, strict=True)
+        new = [(request, room) for request, room in pairs if request not in known]
         changed = max(len(new), chosen_for - size)
         if 8 * changed >= max(size, chosen_for):
-            self._choose(requests, candidates)
+            self._choose(requests, most)
             return
-        for it in new:
-            plan = known[it.request] = self._plan_for_new(it)
+        for request, room in new:
+            plan = known[request] = self._plan_for_new(request, room)
             self._longest = max(self._longest, plan.num_tokens)
         self._plans = list(map(known.__getitem__, requests))
         self._requests = requests
 
-    def _plan_for_new(self, candidate: Candidate) -> DraftPlan:
+    def _plan_for_new(self, request: Request, most: int) -> DraftPlan:
         """A plan for a request that is new since the latest choice, by the same thresholds."""
-        choice, request = self._choice, candidate.request
-        history = self.acceptance.of(request)
-        bound = min(candidate.most, request.num_speculative_tokens)
-        bound = self._lateness.bound(request, bound)
+        choice, history = self._choice, self.acceptance.of(request)
+        bound = self._lateness.bound(request, min(most, request.num_speculative_tokens))
         if self._sizes or not self._form.ends_chains:
             like = next(iter(self._plans), None)
             trim = None if like is None else like.trim
@@ -187,29 +186,31 @@ class AdaptivePolicy:
         gains = survivals(history.chances, min(bound, choice.width))
         return DraftPlan(sum(gain >= choice.least for gain in gains))
 
-    def _choose(self, requests: list[Request], candidates: Sequence[Candidate]) -> None:
+    def _choose(self, requests: Sequence[Request], most: Sequence[int]) -> None:
         acceptance, size = self.acceptance, len(requests)
         acceptance.drop_finished(size)
-        histories = list(map(acceptance.of, requests))
-        bounds = [min(it.most, it.request.num_speculative_tokens, self._most) for it in candidates]
-        context = sum([request.num_tokens for request in requests])
+        histories = acceptance.of_all(requests)
+        bounds = list(map(min, most, map(_OWN_MOST, requests), repeat(self._most)))
+        context = sum(map(len, map(_TOKEN_IDS, requests)))
         table = self._table(size, context, 1)
         bounds = self._lateness.bounds(requests, bounds, table)
         trims = acceptance.has_confidences and not (self._form.ends_chains or self._sizes)
         trims = trims and not table.is_flat(self._most)
-        found = acceptance.recent_chances(size) if trims else acceptance.chances_of(histories)
         least_gain, trees = 1.0 if self._choice.width else _LEAST_GAIN, None
         if self._sizes:
-            table, trees = self._choose_size(found, bounds, context, least_gain)
+            chances = acceptance.chances_of(histories)
+            table, trees = self._choose_size(chances, bounds, context, least_gain)
         else:
-            self._choice = choose(chain_gains(found, bounds), self._choices, table, least_gain)
+            recent = acceptance.recent_chances(size) if trims else None
+            gains = acceptance.gains_of(histories, bounds, recent)
+            self._choice = choose(gains, self._choices, table, least_gain)
         choice, self._unit = self._choice, table.unit
         self._requests, self._known = requests, {}
         self._expected = choice.tokens / size - 1
         self._left = min(4 + min(2 * size - 2, _MOST_UNCHANGED), 1 + acceptance.num_steps // 4)
         if table.is_flat(choice.width):  # then no draft token within it costs anything
-            most = choice.width * self._unit
-            self._plans = [self._simple[min(most, bound)] for bound in bounds]
+            widest = choice.width * self._unit
+            self._plans = [self._simple[min(widest, bound)] for bound in bounds]
         elif trims:
             self._plans = self._trimmed_plans(histories, bounds)
         elif trees is not None:

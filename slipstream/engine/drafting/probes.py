@@ -142,7 +142,10 @@ class Probes:
         if trees is not None and self._exact:
             self._room = self._unit
         pairs = zip(plans, bounds, strict=True)
-        short = [plan.drafted // self._unit for plan, it in pairs if self._is_short(plan, it)]
+        short, room = list[int](), self._room
+        if not (plans[0].stops or plans[0].trim):  # then the others have none either
+            counts = [plan.num_tokens for plan, bound in pairs if plan.num_tokens < bound]
+            short = [count // self._unit for count in counts if count < room]
         if short:
             self.next = self._for_some(short, table)
             if trees is not None:
@@ -207,16 +210,19 @@ class Probes:
         plans = list(chosen)
         self._rests = 2 + len(plans) // 4
         short: list[tuple[bool, int, int, int]] = []
-        for index, it in enumerate(candidates):
-            history, count = acceptance.of(it.request), plans[index].drafted
+        for index, (request, most) in enumerate(candidates):
+            plan, bound = plans[index], min(most, request.num_speculative_tokens, self._most)
+            if not (width or self._is_short(plan, bound)):
+                continue
+            history = acceptance.of(request)
             if history.ends_soon:
                 continue
-            bound = min(it.most, it.request.num_speculative_tokens, self._most)
             if width:
                 history.probed = self.next.place
-                plans[index] = plans[index].drafting(min(width, bound))
-            elif self._is_short(plans[index], bound):
-                short.append((count > 0, history.probed_at, index, min(count + unit, bound)))
+                plans[index] = plan.drafting(min(width, bound))
+            else:
+                more = min(plan.drafted + unit, bound)
+                short.append((plan.drafted > 0, history.probed_at, index, more))
         for _, _, index, count in sorted(short)[: self.next.requests]:
             history = acceptance.of(candidates[index].request)
             history.probed, history.probed_at = self.next.place or count, acceptance.num_steps

@@ -1,7 +1,7 @@
 """What the time of a step depends on, from its report."""
 
+from bisect import bisect_left
 from collections.abc import Callable
-from itertools import accumulate
 from operator import attrgetter
 
 from slipstream.core.batch import StepReport
@@ -32,13 +32,9 @@ def drafting_counts(
     if looks_up:
         pairs = zip(drafted, report.committed, strict=True)
         drafted = [0 if gain.looked_up else count for count, gain in pairs]
-    most = max(drafted)
-    if most == min(drafted):
-        return (len(items),) * most
-    ending = [0] * (most + 1)
-    for number in drafted:
-        ending[number] += 1
-    return (*reversed([*accumulate(reversed(ending[1:]))]),)
+    drafted.sort()
+    size = len(drafted)
+    return tuple([size - bisect_left(drafted, place) for place in range(1, drafted[-1] + 1)])
 
 
 def has_ended_early(report: StepReport) -> bool:
