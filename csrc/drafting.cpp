@@ -142,9 +142,11 @@ struct Chain {
 };
 
 // Learn from the chains of requests `index`, `index + stride`, .. of a step, up to the first that
-// has ended, is a probe, or is `examined`. Returns its index, or one past the last.
+// has ended or is `examined`. Returns its index, or one past the last. Results of probes are added to
+// `probes`.
 int64_t learn(nb::dict histories, nb::handle items, nb::handle gains, nb::handle live,
-              int64_t index, int64_t stride, int64_t examined, int64_t places, nb::handle recent) {
+              int64_t index, int64_t stride, int64_t examined, int64_t places, nb::handle recent,
+              nb::list probes) {
     static const Names names;
     const int64_t past = static_cast<int64_t>(nb::len(items));
     std::optional<Traffic> traffic;
@@ -160,7 +162,6 @@ int64_t learn(nb::dict histories, nb::handle items, nb::handle gains, nb::handle
         if (!found && PyErr_Occurred()) throw nb::python_error();
         if (!found) continue;
         const nb::object history = nb::borrow(found);
-        if (names.probed.whole(history)) return index;
         const nb::object owner = names.traffic.of(history);
         if (!traffic || !traffic->owner.is(owner)) traffic.emplace(names, owner);
         Chain chain{names,
@@ -171,7 +172,15 @@ int64_t learn(nb::dict histories, nb::handle items, nb::handle gains, nb::handle
                     accepted,
                     names.num_results.whole(history)};
         const bool is_known = traffic->num_results[0] >= many;
-        double weight = own_weight(chain.num_results + (is_known ? known_trials : prior_trials));
+        const int64_t prior = is_known ? known_trials : prior_trials;
+        const int64_t probed = names.probed.whole(history);
+        if (probed && drafted >= probed) {
+            const int64_t gained = std::max<int64_t>(0, accepted - (probed - 1));
+            probes.append(gained);
+            if (gained) chain.num_results = prior_trials - prior;
+            names.probed.set(history, nb::int_(0));
+        }
+        double weight = own_weight(chain.num_results + prior);
         const nb::object confidences = names.confidences.of(gain);
         if (nb::len(confidences)) {
             chain.learn_confidences(confidences, places, recent);
@@ -277,7 +286,8 @@ nb::tuple choose(const std::vector<std::vector<double>>& gains, const std::vecto
 void bind_drafting(nb::module_& module) {
     module.def("learn_drafts", learn, nb::arg("histories"), nb::arg("items"),
                nb::arg("gains"), nb::arg("live"), nb::arg("index"), nb::arg("stride"),
-               nb::arg("examined"), nb::arg("places"), nb::arg("recent"));
+               nb::arg("examined"), nb::arg("places"), nb::arg("recent"),
+               nb::arg("probes"));
     module.def("draft_gains", gains_of, nb::arg("chances"), nb::arg("bounds"),
                nb::arg("drawn_places"), nb::arg("noise"));
     module.def("choose_drafts", choose, nb::arg("gains"), nb::arg("widths"),

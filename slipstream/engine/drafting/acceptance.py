@@ -226,7 +226,7 @@ class Acceptance:
             ):  # learn up to the next request that has ended, or is special
                 index = self._learn_native(
                     self._histories, items, gains, live, index, stride, examined, self._places,
-                    self._recent,
+                    self._recent, probes,
                 )  # fmt: skip
                 if index >= len(items):
                     break

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 from math import inf
-from operator import add, truediv
+from operator import add, sub, truediv
 from typing import Protocol
 
 import numpy as np
@@ -64,6 +64,10 @@ class CostTable:
         self._costs, self._form, self.unit = costs, form, unit
         self._requests, self._context = requests, context
         self.exact, self.least = form.ends_chains, max(LEAST, costs.host_seconds(requests))
+        # In exact steps drafting is interpolated between these numbers of requests.
+        self._numbers: Sequence[int] = [requests]
+        if self.exact:
+            self._numbers = _spread(requests, 2) if requests > _FEW else range(requests + 1)
         self._targets: dict[int, Sequence[float]] = {}
         self._added: dict[int, list[float]] = {}
         self._drafted: dict[int, Sequence[float]] = {}
@@ -114,8 +118,11 @@ class CostTable:
             return self._costs.target_seconds(requests, rows, self._context)
 
         if self.exact:
-            most = 1 << units.bit_length()
-            found = _sampled(lambda count: seconds(rows(count)), most, 8)
+            # Some are computed and the others interpolated, as precisely as costs are known.
+            at = _spread(1 << units.bit_length(), 8)
+            found = [seconds(rows(count)) for count in at]
+            if len(at) <= at[-1]:
+                found = np.interp(np.arange(at[-1] + 1), at, found).tolist()
         else:
             found = _stepped(rows, seconds, 0, requests * width)
         self._targets[key] = found
@@ -126,13 +133,18 @@ class CostTable:
         compared with one request less; entry 0 is 0. All are 0 where steps are padded."""
         found = self._added.get(place)
         if found is None:
-            passes = [0.0] * (self._requests + 1)
-            if self.exact:
-                columns = zip(self._drafts(place), self._drafts(place - 1), strict=True)
-                passes = [now - before for now, before in columns]
+            if not self.exact:
+                found = [0.0] * (self._requests + 1)
+            else:
+                passes = list(map(sub, self._drafts(place), self._drafts(place - 1)))
                 if self._requests <= _FEW:
                     passes[1:] = _line(passes[1:])
-            found = self._added[place] = [0.0, *(now - last for last, now in pairwise(passes))]
+                found = [0.0]
+                for low, high, before, now in zip(
+                    self._numbers, self._numbers[1:], passes, passes[1:], strict=False
+                ):
+                    found += [(now - before) / (high - low)] * (high - low)
+            self._added[place] = found
         return found
 
     def alone(self, most: int, widths: Sequence[int]) -> Sequence[float]:
@@ -165,15 +177,10 @@ class CostTable:
         return 0.0 if self.exact else self._drafts(width)[-1]
 
     def _drafts(self, width: int) -> Sequence[float]:
-        """Seconds of drafting `width` units for 0, 1, .. all requests; in padded steps only for
-        all."""
+        """Seconds of drafting `width` units for each of `_numbers` of requests."""
         found = self._drafted.get(width)
         if found is None:
-            requests = self._requests
-            if self.exact:
-                found = _sampled(lambda count: self._drafting(count, width), requests, 4)
-            else:
-                found = [self._drafting(requests, width)]
+            found = [self._drafting(count, width) for count in self._numbers]
             self._drafted[width] = found
         return found
 
@@ -195,17 +202,12 @@ def _line(values: Sequence[float]) -> list[float]:
     return [mean + slope * (index - middle) for index in range(len(values))]
 
 
-def _sampled(function: Callable[[int], float], most: int, parts: int) -> list[float]:
-    """The values for 0 to `most`. Between a power of two and the next, `parts` of them are computed
-    and the others interpolated, which is as precise as costs are known."""
-    at = [0]
-    while at[-1] < most:
-        power = 1 << at[-1].bit_length() >> 1
-        at.append(min(most, at[-1] + max(1, power // parts)))
-    values = [function(it) for it in at]
-    if len(at) > most:
-        return values
-    found: list[float] = np.interp(np.arange(most + 1), at, values).tolist()
+def _spread(most: int, parts: int) -> list[int]:
+    """Numbers from 0 to `most`, of which `parts` are between a power of two and the next."""
+    found = [0]
+    while found[-1] < most:
+        power = 1 << found[-1].bit_length() >> 1
+        found.append(min(most, found[-1] + max(1, power // parts)))
     return found
 
 
