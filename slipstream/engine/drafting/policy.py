@@ -207,7 +207,8 @@ class AdaptivePolicy:
         choice, self._unit = self._choice, table.unit
         self._requests, self._known = requests, {}
         self._expected = choice.tokens / size - 1
-        self._left = min(4 + min(2 * size - 2, _MOST_UNCHANGED), 1 + acceptance.num_steps // 4)
+        known = acceptance.num_steps * max(4, min(size, 16)) // 16  # by results
+        self._left = min(4 + min(2 * size - 2, _MOST_UNCHANGED), 1 + known)
         if table.is_flat(choice.width):  # then no draft token within it costs anything
             widest = choice.width * self._unit
             self._plans = [self._simple[min(widest, bound)] for bound in bounds]
