@@ -109,7 +109,7 @@ class Acceptance:
         self.reliability = Reliability()
         self.num_steps = self._all_until = 0  # up to that step all requests are evaluated
         self._learn_native = None if sizes else native.learn_drafts
-        self.latest = 0.0  # accepted tokens of a request in a step
+        self.latest = 0.0  # accepted tokens of an evaluated request in a step
 
     def __len__(self) -> int:
         """Number of requests with a history."""
@@ -236,8 +236,9 @@ class Acceptance:
             elif gain.num_draft_tokens or item.stops or item.trim:
                 self._learn(item, gain, probes, index == examined)
             index += stride
-        accepted: int = sum(map(_ACCEPTED, gains))
-        self.latest += _LATEST * (accepted / len(gains) - self.latest)
+        looked_at = gains[self.num_steps % stride :: stride]
+        accepted: int = sum(map(_ACCEPTED, looked_at))
+        self.latest += _LATEST * (accepted / len(looked_at) - self.latest)
         return probes
 
     def _learn(

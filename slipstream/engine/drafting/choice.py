@@ -65,9 +65,7 @@ class CostTable:
         self._requests, self._context = requests, context
         self.exact, self.least = form.ends_chains, max(LEAST, costs.host_seconds(requests))
         # In exact steps drafting is interpolated between these numbers of requests.
-        self._numbers: Sequence[int] = [requests]
-        if self.exact:
-            self._numbers = _spread(requests, 2) if requests > _FEW else range(requests + 1)
+        self._numbers = _spread(requests, 2) if self.exact else [requests]
         self._targets: dict[int, Sequence[float]] = {}
         self._added: dict[int, list[float]] = {}
         self._drafted: dict[int, Sequence[float]] = {}
@@ -133,17 +131,16 @@ class CostTable:
         compared with one request less; entry 0 is 0. All are 0 where steps are padded."""
         found = self._added.get(place)
         if found is None:
-            if not self.exact:
-                found = [0.0] * (self._requests + 1)
-            else:
+            found = [0.0]
+            if self.exact:
                 passes = list(map(sub, self._drafts(place), self._drafts(place - 1)))
-                if self._requests <= _FEW:
-                    passes[1:] = _line(passes[1:])
-                found = [0.0]
-                for low, high, before, now in zip(
-                    self._numbers, self._numbers[1:], passes, passes[1:], strict=False
-                ):
+                for (low, before), (high, now) in pairwise(zip(self._numbers, passes, strict=True)):
                     found += [(now - before) / (high - low)] * (high - low)
+                if self._requests <= _FEW:
+                    passes = [0.0, *_line([*accumulate(found)][1:])]
+                    found[1:] = [now - before for before, now in pairwise(passes)]
+            else:
+                found *= self._requests + 1
             self._added[place] = found
         return found
 

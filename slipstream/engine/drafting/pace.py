@@ -10,7 +10,7 @@ _BURST = 8  # steps that are learnt from after a change, and steps between two o
 _CHANGE = 0.15  # relative difference of a step's time from the usual one
 _MEMORY = 0.3
 _MOST_KINDS = 256
-_MANY, _LONG_AGO = 32, 128  # steps
+_MANY, _LONG_AGO = 64, 128  # steps
 
 
 class Pace:

@@ -78,7 +78,7 @@ class Probes:
         self._ledger = 0.0  # seconds
         self._rests = 0  # plans until the next probe is allowed
         self._with_drafts = 0  # plans since the latest plain one; below 1 while these go on
-        self._lost = 0.0  # seconds that a plain step loses
+        self._between: float = _FEWEST_BETWEEN  # plans from a plain one to the next
 
     def plain_is_due(self, drafts: bool) -> bool:
         """Whether this step is to be plain, to measure it; called once for every plan.
@@ -90,8 +90,7 @@ class Probes:
             self._with_drafts = 0
             return False
         self._with_drafts += 1
-        worth = self._lost / self._choice.seconds * _PLAIN_STEPS / _PLAIN_SHARE
-        if self._with_drafts > min(max(worth, _FEWEST_BETWEEN), _MOST_BETWEEN):
+        if self._with_drafts > self._between:
             self._with_drafts = 1 - _PLAIN_STEPS
             return True
         return self._with_drafts <= 0
@@ -136,7 +135,9 @@ class Probes:
             trees: of what size its trees are; None: drafts are chains.
         """
         self._choice, self._unit = choice, table.unit
-        self._lost = table.plain - len(bounds) / choice.speed  # which has these tokens sooner
+        lost = table.plain - len(bounds) / choice.speed  # by a plain step, for its tokens
+        worth = lost / choice.seconds * _PLAIN_STEPS / _PLAIN_SHARE
+        self._between = min(max(worth, _FEWEST_BETWEEN), _MOST_BETWEEN)
         # The most that a request may draft without a change for the others.
         self._room = self._most if self._exact else choice.width * self._unit
         if trees is not None and self._exact:
