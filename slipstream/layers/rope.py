@@ -130,6 +130,10 @@ class RopeConfig:
                 raise InvalidSizesError(
                     f'"{name}_factor" has {len(factors)} numbers, but heads have {pairs} pairs'
                 )
+        if self.in_order and sum(self.sections) != pairs:
+            raise InvalidSizesError(
+                f'"mrope_section" is {[*self.sections]}, but heads have {pairs} pairs'
+            )
         if self.kind == "dynamic" and pairs < 2:
             raise InvalidSizesError('rope of the kind "dynamic" needs more than one pair a head')
 

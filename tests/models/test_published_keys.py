@@ -413,6 +413,9 @@ def test_keys_of_a_language_model_beside_those_of_images(architecture: str, kind
     assert isinstance(mixer, AttentionSpec)
     assert mixer.rope is not None
     assert mixer.rope.axes(8) == [0, 0, 1, 1, 1, 2, 2, 2]
+    whole["rope_scaling"] = {"mrope_section": [2, 2, 3], "type": "mrope"}
+    with pytest.raises(CheckpointError, match=r'"mrope_section" is \[2, 2, 3\], .* 8 pairs'):
+        read_decoder_config(text_config(whole))
 
 
 def test_keys_of_a_mixture_that_reads_images() -> None:
