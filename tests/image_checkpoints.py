@@ -162,6 +162,24 @@ def mistral3() -> Any:
     )
 
 
+def internvl() -> Any:
+    """A config: tiles of 4 tokens, and a language model of Qwen3."""
+    vision = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": [16, 16],
+        "patch_size": [4, 4],
+    }
+    return transformers.InternVLConfig(
+        text_config={**_TEXT, "model_type": "qwen3", "num_hidden_layers": 4},
+        vision_config=vision,
+        image_token_id=IMAGE,
+        image_seq_length=4,
+    )
+
+
 def gemma3() -> Any:
     """A config: images of 4 x 4 tokens, windows shorter than an image."""
     text = {**_TEXT, "num_hidden_layers": 4, "sliding_window": 10, "query_pre_attn_scalar": 16}
@@ -256,6 +274,7 @@ _CONFIGS = {
     "Qwen3_5": qwen3_5,
     "Qwen3_5Moe": qwen3_5_moe,
     "Mistral3": mistral3,
+    "InternVL": internvl,
     "Gemma3": gemma3,
     "Gemma4": gemma4,
     "Gemma4-E": gemma4_e,
@@ -292,6 +311,10 @@ def write(folder: Path, family: str = "Qwen3VL", seed: int = 1) -> Path:
     if family == "Qwen3VLMoe":
         _transpose_experts(folder, "layers.0.")
     processor(family).save_pretrained(folder)
+    if family == "InternVL":
+        named = {str(START): {"content": "<img>"}, str(END): {"content": "</img>"}}
+        told = json.dumps({"added_tokens_decoder": named})
+        (folder / "tokenizer_config.json").write_text(told)
     return folder
 
 
@@ -336,6 +359,8 @@ def processor(family: str) -> Any:
         )
     if family == "Gemma3":
         return transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    if family == "InternVL":
+        return transformers.GotOcr2ImageProcessorPil(size={"height": 16, "width": 16})
     if family == "Mistral3":
         return transformers.PixtralImageProcessorPil(
             patch_size={"height": 4, "width": 4}, size={"longest_edge": 64}
@@ -381,14 +406,17 @@ class Oracle:
         self, ids: Sequence[int], given: Sequence[Image.Image], count: int
     ) -> tuple[list[int], Tensor]:
         """Greedy tokens, and the logits [count, vocab] that they come from."""
-        read = dict(self._processor(images=list(given), return_tensors="pt"))
+        cuts = {"crop_to_patches": True} if self._family == "InternVL" else {}
+        read = dict(self._processor(images=list(given), return_tensors="pt", **cuts))
         kinds: str | None = "mm_token_type_ids"
         if self._family == "Mistral3":
             grids, kinds = (read["image_sizes"] // 8).tolist(), None
             rows = [([*[IMAGE] * wide, ROW_END] * high)[:-1] for high, wide in grids]
             spelled = iter([[*row, IMAGE_END] for row in rows])
         else:
-            if self._family == "Gemma3":
+            if self._family == "InternVL":
+                sizes, kinds = [4 * it for it in read.pop("num_patches").tolist()], None
+            elif self._family == "Gemma3":
                 sizes, kinds = [16] * len(given), "token_type_ids"
                 read.pop("num_crops", None)
             elif self._family.startswith("Gemma4"):

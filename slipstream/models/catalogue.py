@@ -30,6 +30,7 @@ ARCHITECTURES: Final = {
     "GlmForCausalLM": "slipstream.models.glm:glm",
     "GptOssForCausalLM": "slipstream.models.gpt_oss",
     "GraniteForCausalLM": "slipstream.models.llama:granite",
+    "InternVLForConditionalGeneration": "slipstream.models.internvl",
     "LlamaForCausalLM": "slipstream.models.llama:llama",
     "MiMoForCausalLM": "slipstream.models.qwen:qwen2",
     "Ministral3ForCausalLM": "slipstream.models.mistral:ministral3",

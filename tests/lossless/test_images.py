@@ -215,6 +215,7 @@ OTHERS: dict[str, Callable[[Path, str], dict[str, Any]]] = {
         *(("Qwen3_5", "mtp"), ("Qwen3_5", "p-eagle"), ("Qwen3_5Moe", "combination")),
         *(("Gemma3", "medusa"), ("Qwen3VLMoe", "dflash"), ("Qwen3VL", "tree")),
         *(("Gemma4Unified", "pard"), ("Qwen2VL", "combination"), ("Qwen2_5_VL", "p-eagle")),
+        ("InternVL", "medusa"),
     ],
 )
 def test_text_is_that_of_plain_decoding_with_other_drafters(

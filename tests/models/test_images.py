@@ -319,6 +319,23 @@ def test_files_as_they_were_published_first(family: str, tmp_path: Path) -> None
     assert make(folder).generate(given, GREEDY)[0].outputs[0] == known
 
 
+def test_the_number_of_tiles_is_an_option(tmp_path: Path) -> None:
+    folder, given = write(tmp_path, "InternVL"), with_images([1, IMAGE, 3], images(1))
+    llm = make(folder)
+    whole = llm.generate(given, GREEDY)[0]
+    assert whole.prompt_token_ids == [1, START, *[IMAGE] * 4 * (2 * 3 + 1), END, 3]
+    long = with_images([1, IMAGE, 3], images(2)[1:])  # 20 x 90 pixels
+    fewer: Any = {**long, "mm_processor_kwargs": {"max_patches": 2}}
+    smaller = llm.generate(fewer, GREEDY)[0]
+    assert smaller.prompt_token_ids == [1, START, *[IMAGE] * 4 * (2 + 1), END, 3]
+    one = make(folder, mm_processor_kwargs={"max_patches": 1}).generate(given, GREEDY)[0]
+    assert one.prompt_token_ids == [1, START, *[IMAGE] * 4, END, 3]
+    for options in ({"max_patches": 0}, {"max_patches": 65}, {"size": 3}):
+        refused: Any = {**given, "mm_processor_kwargs": options}
+        with pytest.raises(UsageError, match="the option of the image processor is max_patches"):
+            llm.generate(refused, GREEDY)
+
+
 def test_rows_of_mistrals_images_end_with_the_tokens_that_the_tokenizer_has(
     tmp_path: Path,
 ) -> None:

@@ -12,6 +12,8 @@ from transformers.utils import logging as transformers_logging
 
 from slipstream import LLM
 from slipstream.core.errors import CheckpointError, UsageError
+from slipstream.layers.attention import AttentionSpec
+from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import LoadOptions, load_decoder
@@ -172,3 +174,26 @@ def test_keys_of_the_whole_count_where_they_are_its_own() -> None:
 )
 def test_names_lose_what_wraps_them(names: list[str], found: list[str] | None) -> None:
     assert list(text_names(names).values()) == (found or names)
+
+
+def test_internvl_has_language_models_of_several_families() -> None:
+    whole = {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl"}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 300,
+    }
+    for kind, bias in (("qwen2", True), ("qwen3", False)):
+        text = {**sizes, "model_type": kind}
+        read = read_decoder_config(text_config({**whole, "text_config": text}))
+        mixer = read.layers[0].mixer
+        assert isinstance(mixer, AttentionSpec)
+        assert (mixer.qkv_bias, read.architecture) == (bias, whole["architectures"][0])
+    other = {**sizes, "model_type": "mamba"}
+    with pytest.raises(
+        CheckpointError, match="\"model_type\" is 'mamba', not one of gpt_oss, llam"
+    ):
+        read_decoder_config(text_config({**whole, "text_config": other}))

@@ -7,6 +7,7 @@ from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import architecture_names
 from slipstream.models.vision.gemma3 import Gemma3Family
 from slipstream.models.vision.gemma4 import Gemma4Family, Gemma4UnifiedFamily
+from slipstream.models.vision.internvl import InternVLFamily
 from slipstream.models.vision.mistral3 import Mistral3Family
 from slipstream.models.vision.qwen_vl import Qwen2VLFamily, Qwen3VLFamily, qwen3_5_family
 from slipstream.models.vision.tower import ImageFamily
@@ -15,6 +16,7 @@ _FAMILIES: Final[Mapping[str, Callable[[Checkpoint], ImageFamily]]] = {
     "Gemma3ForConditionalGeneration": Gemma3Family,
     "Gemma4ForConditionalGeneration": Gemma4Family,
     "Gemma4UnifiedForConditionalGeneration": Gemma4UnifiedFamily,
+    "InternVLForConditionalGeneration": InternVLFamily,
     "Mistral3ForConditionalGeneration": Mistral3Family,
     "Qwen2VLForConditionalGeneration": Qwen2VLFamily,
     "Qwen2_5_VLForConditionalGeneration": Qwen2VLFamily,
