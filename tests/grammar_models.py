@@ -20,7 +20,11 @@ def drafter_of(case: Case, target: str, draft: str, heads: dict[str, str]) -> di
 
 
 def make_llm(
-    target: str, words: str, config: dict[str, Any] | None, case: Case | None = None
+    target: str,
+    words: str,
+    config: dict[str, Any] | None,
+    case: Case | None = None,
+    **options: Any,
 ) -> LLM:
     return LLM(
         target,
@@ -31,4 +35,5 @@ def make_llm(
         num_kv_blocks=case["blocks"] if case else 400,
         block_size=8,
         max_model_len=256,
+        **options,
     )

@@ -23,15 +23,11 @@ class GuidedDraft:
 class DraftGuide:
     """The state of one sample in its grammar, which can walk along a draft and back.
 
-    Args:
-        ends: tokens that end the output.
-
     Attributes:
         problem: why a token was refused.
     """
 
-    def __init__(self, ends: frozenset[int]) -> None:
-        self._ends = ends
+    def __init__(self) -> None:
         self.problem = ""
 
     def advance(self, token: int) -> Advance:
@@ -59,7 +55,7 @@ class DraftGuide:
         """Walk ahead by this token; returns whether it was allowed and anything can follow it."""
         if not self.try_token(token):
             return False
-        if token in self._ends:
+        if self.complete:
             self.leave()
             return False
         return True

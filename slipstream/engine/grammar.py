@@ -52,14 +52,11 @@ class GrammarGuide(DraftGuide):
     """The state of a sample in its grammar.
 
     Args:
-        ends: end tokens, which end an output.
         withheld: end tokens that do not end this request, and so are not allowed.
     """
 
-    def __init__(
-        self, matcher: "LLMatcher", ends: frozenset[int], withheld: frozenset[int]
-    ) -> None:
-        super().__init__(ends)
+    def __init__(self, matcher: "LLMatcher", withheld: frozenset[int]) -> None:
+        super().__init__()
         self.matcher, self.withheld = matcher, withheld
 
     def advance(self, token: int) -> Advance:
@@ -123,7 +120,7 @@ class Grammars:
             matcher = self._matcher(structured)
             assert self._backend is not None
             ends = frozenset(self._backend.eos_tokens)
-            rest = GrammarGuide(matcher.deep_copy(), ends, ends - stop_token_ids)
+            rest = GrammarGuide(matcher.deep_copy(), ends - stop_token_ids)
         if structured.thought is not None:
             return ThoughtGuide(structured.thought, rest, ends)
         assert rest is not None

@@ -65,8 +65,8 @@ class ThoughtGuide(DraftGuide):
     """
 
     def __init__(self, thought: Thought, rest: DraftGuide | None, ends: frozenset[int]) -> None:
-        super().__init__(ends)
-        self._thought, self.rest = thought, rest
+        super().__init__()
+        self._thought, self.rest, self._ends = thought, rest, ends
         self._states = [_State(Phase.THOUGHT if thought.begun else Phase.START)]
 
     def advance(self, token: int) -> Advance:

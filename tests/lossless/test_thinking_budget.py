@@ -114,3 +114,40 @@ def test_a_structure_behind_a_thought_is_that_of_plain_decoding(
     config = drafter_of({"drafter": drafter, "k": 4}, tiny_target, tiny_draft, tiny_heads)
     outputs = make_llm(tiny_target, words, config).generate(prompts, params)
     assert tokens(outputs) == tokens(wanted)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "regex", "budget"),
+    [("perfect", None, 1), ("perfect", "[a-z]{3}[0-9]{2}", 0), ("tree", "[a-z]{3}[0-9]{2}", 2)],
+)
+def test_marks_and_thoughts_may_have_end_tokens_that_end_nothing(
+    drafter: str,
+    regex: str | None,
+    budget: int,
+    tiny_target: str,
+    tiny_draft: str,
+    tiny_heads: dict[str, str],
+    words: str,
+    plain: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With ignore_eos. What follows a drafted one is masked as though it was another token."""
+    monkeypatch.setitem(METHODS, "fake", fake_drafters.METHOD)
+    prompts = make_prompts(8)
+    free = tokens(plain.generate(prompts, replace(GREEDY, ignore_eos=True)))
+    # Without a grammar the thought itself begins with one.
+    ends = {CLOSING} if regex else {own[0] for own in free} - {CLOSING}
+    thought = Thought(opening=0, closing=CLOSING, begun=True, budget=budget)
+    wish = StructuredOutput(regex=regex, thought=thought)
+    params = replace(GREEDY, structured=wish, ignore_eos=True)
+    ended = {"eos_token_id": sorted(ends)}
+    wanted = make_llm(tiny_target, words, None, hf_overrides=ended).generate(prompts, params)
+    if regex is None:
+        assert all(own[0] in ends and own[1] == CLOSING for own in tokens(wanted))
+    remember(prompts, [[*own, *[0] * 8] for own in tokens(wanted)])
+    config = {"method": "fake", "model": "perfect", "num_speculative_tokens": 4}
+    if drafter == "tree":
+        config = drafter_of({"drafter": drafter, "k": 4}, tiny_target, tiny_draft, tiny_heads)
+    outputs = make_llm(tiny_target, words, config, hf_overrides=ended).generate(prompts, params)
+    assert tokens(outputs) == tokens(wanted)
+    assert {it.outputs[0].finish_reason for it in outputs} <= {"stop", "length"}
