@@ -221,9 +221,8 @@ class Acceptance:
         probes: list[int] = []
         index = self.num_steps % stride
         while index < len(items):
-            if (
-                self._learn_native is not None
-            ):  # learn up to the next request that has ended, or is special
+            if self._learn_native is not None:
+                # Up to the next request that has ended, or whose predictions are examined.
                 index = self._learn_native(
                     self._histories, items, gains, live, index, stride, examined, self._places,
                     self._recent, probes,
