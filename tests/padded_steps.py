@@ -41,6 +41,11 @@ def use_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def use_packed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Besides, steps have few rows left over where requests draft different numbers of tokens."""
     use_padded_steps(monkeypatch)
+    pack_small_steps(monkeypatch)
+
+
+def pack_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines that pack their steps pack small ones, too, for as long as this is patched."""
 
     def row_totals(bucket: int, width: int) -> list[int]:
         full = bucket * (width + 1)

@@ -54,6 +54,7 @@ def test_nothing_breaks(
     assert seen["prefix hits"] > 0
     assert seen["preempted"] > 0
     assert seen["error sprung"] + seen["interrupt sprung"] > 0
+    assert seen["packed"] > 0 or steps != "packed"
 
 
 @pytest.mark.parametrize(("seed", "drafter", "slots"), [(12, "self", 1), (15, "draft_model", 2)])

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import pytest
+
 from slipstream.core.errors import UsageError
 from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import PromptEncoder
@@ -19,6 +21,7 @@ from tests.chaos.checks import check_answer, check_counts, check_engine, check_m
 from tests.chaos.models import Answers, Models, params_of, timeless
 from tests.chaos.traps import BrokenOffError, Traps, is_meant
 from tests.e2e.test_interrupted_steps import broken_off
+from tests.padded_steps import pack_small_steps, packed_rows
 
 OPERATIONS = (
     *("add", "step", "abort", "reset", "preempt", "poison"),
@@ -84,8 +87,8 @@ class World:
     def __init__(self, models: Models, answers: Answers, case: Case) -> None:
         self._answers, self._settings = answers, case.settings
         self.seen: Counter[str] = Counter()
-        llm = models.build(case.settings)
-        self.engine: Engine = llm.engine
+        self.llm = models.build(case.settings)
+        self.engine: Engine = self.llm.engine
         self._encoder = PromptEncoder(self.engine.tokenizer, self.engine.resolved.vocab_size)
         self._live: list[Asked] = []
         self._number = self._faults_due = 0
@@ -141,6 +144,8 @@ class World:
         for _ in range(MOST_STEPS):
             if not self.engine.has_unfinished:
                 assert not self._live, "a request ended without a word"
+                if self._settings.steps == "packed":
+                    self.seen["packed"] += len(packed_rows(self.llm))
                 return
             self._step()
             self.seen["step"] += 1
@@ -359,7 +364,10 @@ def run(case: Case, models: Models, answers: Answers) -> Counter[str]:
     usual = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        return _run(case, models, answers)
+        with pytest.MonkeyPatch.context() as patch:
+            if case.settings.steps == "packed":  # this is read while steps run
+                pack_small_steps(patch)
+            return _run(case, models, answers)
     finally:
         logger.setLevel(usual)
 
