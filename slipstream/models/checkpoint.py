@@ -185,7 +185,8 @@ class Checkpoint:
         if self._is_gguf:
             return renamed_entries(self.container)
         entries = self.all_entries
-        names = text_names(entries, is_wrapper(self.whole_config))
+        wrapped = self.config_file.is_file() and is_wrapper(self.whole_config)
+        names = text_names(entries, wrapped)
         return {short: entries[name] for name, short in names.items()}
 
     @cached_property

@@ -52,7 +52,7 @@ def read_rope(
     if queries_grow:
         parameters.take("max_position_embeddings", int, max_positions)
         growth = parameters.take("llama_4_scaling_beta", float)
-    rope = read_rope_parameters(parameters, max_positions, theta, rotated, original)
+    rope = read_rope_parameters(parameters, max_positions, theta, rotated, original, bool(sections))
     return replace(rope, query_growth=growth, sections=tuple(given), in_order=in_order)
 
 
@@ -87,15 +87,17 @@ def read_rope_parameters(
     default_theta: float,
     rotated: float | None = None,
     original: int | None = None,
+    has_sections: bool = False,
 ) -> RopeConfig:
     """Read one object of RoPE parameters and all its keys; arguments as in `read_rope`.
 
     Args:
         original: `original_max_position_embeddings` from outside the object, which takes
             precedence over the one inside.
+        has_sections: whether positions may have three axes.
     """
     theta = reader.take("rope_theta", float, default_theta)
-    kind = _kind(reader)
+    kind = _kind(reader, has_sections)
     if rotated is None and kind != "proportional":
         reader.expect(_ROTATED, 1.0)
     share = reader.take(_ROTATED, float, 1.0 if rotated is None else rotated)
@@ -114,10 +116,11 @@ def _rope_reader(reader: ConfigReader) -> ConfigReader:
     return reader.nested("rope_scaling" if old else "rope_parameters")
 
 
-def _kind(inner: ConfigReader) -> str:
+def _kind(inner: ConfigReader, has_sections: bool) -> str:
     kinds = [inner.take(key, str, "") for key in ("type", "rope_type")]
-    # Older files of Qwen2-VL say that there are sections.
-    old_kind, new_kind = ("default" if kind == "mrope" else kind for kind in kinds)
+    if has_sections:  # as older files of Qwen2-VL say of them
+        kinds = ["default" if kind == "mrope" else kind for kind in kinds]
+    old_kind, new_kind = kinds
     kind = new_kind or old_kind or "default"
     if old_kind not in ("", kind):
         raise inner.error("type", f'is {old_kind!r}, but "rope_type" is {kind!r}; remove one')
