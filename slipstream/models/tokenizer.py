@@ -30,6 +30,18 @@ def tokenizer_settings(path: Path) -> dict[str, Any]:
     return read_settings(path) if is_gguf(path) else _optional(path / "tokenizer_config.json")
 
 
+def declared_token_ids(path: Path) -> dict[str, int]:
+    """Ids of the added tokens in tokenizer_config.json, by their texts. What is malformed there is
+    left out here; `Tokenizer` refuses it."""
+    declared = tokenizer_settings(path).get("added_tokens_decoder")
+    pairs = declared.items() if isinstance(declared, dict) else ()
+    return {
+        token["content"]: int(key)
+        for key, token in pairs
+        if key.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str)
+    }
+
+
 class Tokenizer:
     """The tokenizer of a model directory, or of a GGUF file.
 

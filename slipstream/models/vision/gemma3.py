@@ -8,8 +8,15 @@ import torch
 
 from slipstream.core.errors import UsageError
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.vision.library import TowerClasses, image_processor, require_class, tower_of
-from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings, load_tensors
+from slipstream.models.vision.library import (
+    PROJECTOR,
+    TowerClasses,
+    image_processor,
+    projector_of,
+    require_class,
+    tower_of,
+)
+from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -19,13 +26,12 @@ _TOWER = (
     *("model.vision_tower.vision_model.", "vision_tower.vision_model."),
     *("model.vision_tower.", "vision_tower."),
 )
-_PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
 
 
 class Gemma3Family(ImageFamily):
     """Gemma 3, with tokens for the beginning and the end of an image."""
 
-    prefixes = _PROJECTOR
+    prefixes = PROJECTOR
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.whole_config
@@ -60,9 +66,8 @@ class _Tower:
         self._tower = tower_of(checkpoint, classes, _TOWER, dtype, device)
         config = require_class("Gemma3Config")(**checkpoint.whole_config)
         name = "Gemma3MultiModalProjector"
-        projector = require_class(name, ".models.gemma3.modeling_gemma3")
-        self._projector = projector(config).to(device, dtype).eval().requires_grad_(False)
-        load_tensors(self._projector, checkpoint, _PROJECTOR)
+        module = ".models.gemma3.modeling_gemma3"
+        self._projector = projector_of(checkpoint, name, module, config, dtype, device)
         size = {name: config.vision_config.image_size for name in ("height", "width")}
         self._processor = image_processor(checkpoint, "Gemma3ImageProcessorPil", {"size": size})
         if getattr(self._processor, "do_pan_and_scan", False):

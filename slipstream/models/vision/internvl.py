@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.tokenizer import tokenizer_settings
+from slipstream.models.tokenizer import declared_token_ids
 from slipstream.models.vision.library import (
+    PROJECTOR,
     TowerClasses,
     image_processor,
+    projector_of,
     require_class,
     tower_of,
 )
-from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings, load_tensors
+from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _TOWER = ("model.vision_tower.", "vision_tower.")
-_PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
 _MOST = "max_patches"
 _MOST_TILES = 64
 
@@ -28,12 +29,11 @@ _MOST_TILES = 64
 class InternVLFamily(ImageFamily):
     """InternVL 3 and 3.5, as converted for transformers, with tokens around each image."""
 
-    prefixes = _PROJECTOR
+    prefixes = PROJECTOR
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.whole_config
-        named = tokenizer_settings(checkpoint.path).get("added_tokens_decoder") or {}
-        ids = {entry.get("content"): int(key) for key, entry in named.items()}
+        ids = declared_token_ids(checkpoint.path)
         token = config.get("image_token_id", 151667)
         begin, end = ids.get("<img>", 151665), ids.get("</img>", 151666)
         super().__init__(checkpoint, Placeholder(token, token, end, begin))
@@ -68,9 +68,8 @@ class _Tower:
         self._tower = tower_of(checkpoint, classes, _TOWER, dtype, device)
         self._config = config = require_class("InternVLConfig")(**checkpoint.whole_config)
         module = ".models.internvl.modeling_internvl"
-        projector = require_class("InternVLMultiModalProjector", module)
-        self._projector = projector(config).to(device, dtype).eval().requires_grad_(False)
-        load_tensors(self._projector, checkpoint, _PROJECTOR)
+        name = "InternVLMultiModalProjector"
+        self._projector = projector_of(checkpoint, name, module, config, dtype, device)
         self._shuffle = require_class("InternVLModel", module).pixel_shuffle
 
     def grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:

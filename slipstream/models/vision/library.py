@@ -11,6 +11,7 @@ from slipstream.core.errors import CheckpointError, UsageError
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.vision.tower import load_tensors
 
+PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -74,6 +75,21 @@ def tower_of(
         raise CheckpointError(f"{checkpoint.config_file}: vision_config: {error}") from error
     load_tensors(tower, checkpoint, prefixes)
     return tower.requires_grad_(False)
+
+
+def projector_of(
+    checkpoint: Checkpoint, name: str, module: str, config: Any, dtype: torch.dtype,
+    device: torch.device,
+) -> Any:  # fmt: skip
+    """Load the projector from a tower's features to the language model's embeddings.
+
+    Args:
+        name, module: its class, and the submodule of transformers that has it.
+        config: of the whole model.
+    """
+    projector = require_class(name, module)(config).to(device, dtype).eval()
+    load_tensors(projector, checkpoint, PROJECTOR)
+    return projector.requires_grad_(False)
 
 
 def image_processor(checkpoint: Checkpoint, name: str, sizes: Mapping[str, Any]) -> Any:

@@ -7,28 +7,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.models.checkpoint import Checkpoint
-from slipstream.models.tokenizer import tokenizer_settings
-from slipstream.models.vision.library import TowerClasses, image_processor, require_class, tower_of
-from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings, load_tensors
+from slipstream.models.tokenizer import declared_token_ids
+from slipstream.models.vision.library import (
+    PROJECTOR,
+    TowerClasses,
+    image_processor,
+    projector_of,
+    require_class,
+    tower_of,
+)
+from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _TOWER = ("model.vision_tower.", "vision_tower.")
-_PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
 _EDGE = "longest_edge"
 
 
 class Mistral3Family(ImageFamily):
     """Mistral Small 3.1 and later, and Ministral 3, with the tower of Pixtral."""
 
-    prefixes = _PROJECTOR
+    prefixes = PROJECTOR
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.whole_config
         token = config.get("image_token_index", config.get("image_token_id", 10))
-        named = tokenizer_settings(checkpoint.path).get("added_tokens_decoder") or {}
-        ids = {entry.get("content"): int(key) for key, entry in named.items()}
+        ids = declared_token_ids(checkpoint.path)
         row_end, end = ids.get("[IMG_BREAK]", 12), ids.get("[IMG_END]", 13)
         super().__init__(checkpoint, Placeholder(token, token, end, row_end=row_end))
 
@@ -64,9 +69,8 @@ class _Tower:
         self._tower = tower_of(checkpoint, classes, _TOWER, dtype, device)
         config = require_class("Mistral3Config")(**checkpoint.whole_config)
         name = "Mistral3MultiModalProjector"
-        projector = require_class(name, ".models.mistral3.modeling_mistral3")
-        self._projector = projector(config).to(device, dtype).eval().requires_grad_(False)
-        load_tensors(self._projector, checkpoint, _PROJECTOR)
+        module = ".models.mistral3.modeling_mistral3"
+        self._projector = projector_of(checkpoint, name, module, config, dtype, device)
         layers = config.vision_feature_layer
         self._layers = [layers] if isinstance(layers, int) else [*layers]
 
