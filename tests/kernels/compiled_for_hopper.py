@@ -28,7 +28,7 @@ from slipstream.kernels.triton.attention_stream_kernel import (
 )
 from slipstream.kernels.triton.attention_stream_kernel import attention_stream_kernel
 from slipstream.kernels.triton.fragments import E2M1, FLOAT8, INT4, INT4_ZEROS, INT8
-from slipstream.kernels.triton.grouped_stream_kernels import BYTES, HALVES, grouped_stream_kernel
+from slipstream.kernels.triton.grouped_stream_kernels import HALVES, grouped_stream_kernel
 from slipstream.kernels.triton.matmul_stream_kernels import (
     SWIZZLED,
     SWIZZLED_BYTES,
@@ -103,8 +103,7 @@ def grouped(
     """`grouped.py`'s launch; tile: rows of x, chunks and stages. A few pairs are not sorted."""
     count, chunks, stages = tile
     columns = 32 if coding in (INT8, FLOAT8) else 64
-    described = f"tensordesc<u8[{8 * chunks}, 128],{BYTES.value}>"
-    types: dict[str, str | None] = {"x": "*bf16", "weight": described}
+    types: dict[str, str | None] = {"x": "*bf16", "weight": "*u8"}
     types["scales"] = "*fp32" if coding == FLOAT8 else "*i32" if words else None
     types |= {"bias": "*bf16", "out": f"*{NAMES[out]}", "lift_back": "fp32"}
     if words == 2 or coding == INT8:
@@ -112,7 +111,7 @@ def grouped(
     if sorted_pairs:
         types |= dict.fromkeys(("choices",) if few else ("pairs", "starts", "ends"), "*i32")
         types["factors"] = None if gated else "*fp32"
-    else:
+    elif count > 8:
         types["x_tiles"] = f"tensordesc<bf16[{count}, {columns * chunks}],{HALVES.value}>"
     ints = ("row_stride", "rows", "width", "depth", "part", "size", "pitch", "lift")
     types |= dict.fromkeys(ints, "i32")
@@ -214,7 +213,7 @@ def compiled(
     program = result.asm["ptx"]
     return {
         "shared": result.metadata.shared,
-        "wgmma": program.count("wgmma.mma_async"),
+        "products": program.count("wgmma.mma_async") + program.count("mma.sync"),
         "machine_code": len(result.asm["cubin"]),
     }
 

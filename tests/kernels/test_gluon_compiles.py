@@ -34,6 +34,6 @@ def test_kernels_without_an_interpreter_compile(which: str, count: int, tmp_path
     results = json.loads(done.stdout)
     assert len(results) == count
     for result in results:
-        assert result["wgmma"] > 0
+        assert result["products"] > 0
         assert result["shared"] <= SHARED_MEMORY
         assert result["machine_code"] > 0

@@ -38,7 +38,6 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from slipstream.kernels.triton.grouped_stream_kernels import (
-        BYTES,
         HALVES,
         grouped_stream_kernel,
     )
@@ -107,15 +106,12 @@ def stream_multiply(
     if parts.scales is not None and parts.coding != FLOAT8:
         words, span = parts.scales.shape[1], max(1, parts.group // columns)
     chunks, stages = _stream_tiles(count, columns, words, tiles * splits * busy)
-    described = TensorDescriptor(
-        weight.values, list(weight.values.shape), [128, 1], [8 * chunks, 128], BYTES.value
-    )
     x_tiles = None
-    if choice is None and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+    if count > 8 and choice is None and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
         tile = [count, columns * chunks]
         x_tiles = TensorDescriptor(x, list(x.shape), list(x.stride()), tile, HALVES.value)
     grouped_stream_kernel[(tiles, slots, splits)](
-        x, x_tiles, described, weight.scales, weight.row_scales, bias,
+        x, x_tiles, weight.values, weight.scales, weight.row_scales, bias,
         *(choice.tensors if choice else [None] * 4),
         choice.weights if choice is not None and scatters else None, out, x.stride(0),
         len(choice.weights) if choice else len(x),
@@ -147,10 +143,11 @@ def _stream_tiles(count: int, columns: int, words: int, programs: float) -> tupl
     """
     chunks = 4 if count * columns <= 1024 else 2
     size = chunks * (2048 + 2 * columns * count + max(256, 128 * words))
-    together = min(4 if count <= 32 else 3 if count <= 64 else 2, int(programs) // 132 + 1)
+    most = 5 if count == 8 else 4 if count <= 32 else 3 if count <= 64 else 2
+    together = min(most, int(programs) // 132 + 1)
     # Measured for Llama 8B's qkv: four stages are faster than more, except with one word of scales.
-    most = 4 if count == 8 and programs < 132 and words != 1 else 12
-    return chunks, max(3, min(most, MEMORY // max(2, together) // size))
+    deepest = 4 if count == 8 and programs < 132 and words != 1 else 12
+    return chunks, max(3, min(deepest, MEMORY // max(2, together) // size))
 
 
 FEW_ROWS = 64

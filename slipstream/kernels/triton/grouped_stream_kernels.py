@@ -1,12 +1,15 @@
-"""The grouped matmul of quantized weights on Hopper, with TMA and wgmma.
+"""The grouped matmul of quantized weights on Hopper, with asynchronous copies and tensor cores.
 
     out[pair, n] = sum of x[row, k] * weight[expert, n, k]
 
 Weights are stored in the order of the tensor cores' operands (`fragments.py`), so that a thread
 dequantizes its part from 16 contiguous bytes, in registers, without going through shared memory
-again. TMA loads them into a ring buffer of `stages` tiles, and gathered rows of x and scales are
-loaded with them. A sum over k is one chain of steps for any number of rows; with FLOAT8 one for
-each block of 128 columns, whose sums are multiplied by their scales and added up.
+again. Threads copy weights, scales and rows of x into a ring buffer of `stages` tiles; rows of x
+that are contiguous come with TMA if tiles have more than 8. Tiles of 8 rows are multiplied with
+`mma.sync`, which takes half the time of a `wgmma` of 8 rows and fewer registers, larger tiles with
+`wgmma`; a row has the same bits with both. A sum over k is one chain of steps for any number of
+rows; with FLOAT8 one for each block of 128 columns, whose sums are multiplied by their scales and
+added up.
 
 For few pairs, the second product loads its first weights before it waits for its rows. As in
 `grouped_kernels.py`, the first product starts it only after its own wait.
@@ -14,7 +17,7 @@ For few pairs, the second product loads its first weights before it waits for it
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -29,66 +32,22 @@ from slipstream.kernels.triton.fragment_registers import (
     raw_layout,
     scale_layout,
 )
+from slipstream.kernels.triton.grouped_stream_copies import (
+    fetch_rest,
+    fetch_weights,
+    scale_pointers,
+    weight_pointers,
+)
 from slipstream.kernels.triton.matmul_stream_kernels import gated_value
 from slipstream.kernels.triton.matmul_stream_parts import (
     _barrier,
-    _fetch,
     launch_dependents,
     wait_for_inputs,
 )
 
-# Triton 3.6 has the second name, later versions the first.
-_fetch_by_thread = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-
-BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
+BYTES = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 1, [1, 0]))
 HALVES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def _fetch_weights(
-    weight, ring, barrier, slot, group, up_offset, chunk, of_group, chunks: gl.constexpr,
-    more: gl.constexpr, wanted,
-):  # fmt: skip
-    """Load both halves of a tile of weights, 32 rows each; the second `up_offset` groups later.
-
-    The barrier also expects `more` bytes, of x."""
-    mbarrier.expect(barrier, 2048 * chunks + more, wanted)
-    place = ring.index(slot)
-    per_row: gl.constexpr = 8 * chunks
-    first = (group * of_group + chunk) * 8
-    second = ((group + up_offset) * of_group + chunk) * 8
-    _fetch(weight, [first, 0], barrier, place.slice(0, per_row), wanted)
-    _fetch(weight, [second, 0], barrier, place.slice(per_row, per_row), wanted)
-
-
-@gluon.jit
-def _fetch_rest(
-    x_tiles, barrier, place0, x_rows, there, scales, ring_x, ring_scales, slot, group, up_offset,
-    chunk, end, of_group, chunks: gl.constexpr, words: gl.constexpr, span: gl.constexpr, wanted,
-):  # fmt: skip
-    """Load rows of x, and scales, of the columns from `chunk` on; zeros from column `end` on."""
-    width: gl.constexpr = ring_x.shape[2]
-    column0 = chunk * (width // chunks)
-    if x_tiles is None:
-        x_layout: gl.constexpr = x_rows.type.layout.parent
-        column = column0 + gl.arange(0, width, layout=gl.SliceLayout(0, x_layout))
-        inside = (there & wanted)[:, None] & (column < end)[None, :]
-        _fetch_by_thread(ring_x.index(slot), x_rows[:, None] + column[None, :], mask=inside)
-    else:
-        _fetch(x_tiles, [place0, column0], barrier, ring_x.index(slot), wanted)
-    if words:
-        of_entry: gl.constexpr = 16 * words
-        count: gl.constexpr = 2 * of_entry * (chunks // span)
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        word = gl.arange(0, count, layout=layout)
-        half = word // (count // 2)
-        at = word % (count // 2)
-        entry = chunk // span + at // of_entry
-        first = ((group + half * up_offset) * (of_group // span) + chunk // span).to(gl.int64)
-        known = (entry * span < of_group) & wanted
-        _fetch_by_thread(ring_scales.index(slot), scales + first * of_entry + at, mask=known)
-    async_copy.commit_group()
 
 
 @gluon.jit
@@ -216,21 +175,29 @@ def _product(
     layout: gl.constexpr = before.type.layout
     taken = dequantized(codes[0], pair_scales[0], layout, coding, words, shift, lift)
     rows = tile_x.slice(0, 2 * columns, dim=1).permute((1, 0))
-    begun = warpgroup_mma(taken, rows, before, use_acc=adds, is_async=True)
-    if chunks == 4:  # dequantize the rest while the tensor cores work
-        more = dequantized(codes[1], pair_scales[1], layout, coding, words, shift, lift)
-        rest = tile_x.slice(2 * columns, 2 * columns, dim=1).permute((1, 0))
-        begun = warpgroup_mma(more, rest, begun, is_async=True)
-        done, _, _ = warpgroup_mma_wait(0, deps=(begun, taken, more))
+    if layout.version[0] == 2:
+        operand: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+        start = gl.where(adds, before, 0.0)
+        done = mma_v2(taken, rows.load(operand), start)
+        if chunks == 4:
+            more = dequantized(codes[1], pair_scales[1], layout, coding, words, shift, lift)
+            rest = tile_x.slice(2 * columns, 2 * columns, dim=1).permute((1, 0))
+            done = mma_v2(more, rest.load(operand), done)
     else:
-        done, _ = warpgroup_mma_wait(0, deps=(begun, taken))
+        begun = warpgroup_mma(taken, rows, before, use_acc=adds, is_async=True)
+        if chunks == 4:  # dequantize the rest while the tensor cores work
+            more = dequantized(codes[1], pair_scales[1], layout, coding, words, shift, lift)
+            rest = tile_x.slice(2 * columns, 2 * columns, dim=1).permute((1, 0))
+            begun = warpgroup_mma(more, rest, begun, is_async=True)
+            done, _, _ = warpgroup_mma_wait(0, deps=(begun, taken, more))
+        else:
+            done, _ = warpgroup_mma_wait(0, deps=(begun, taken))
     return done
 
 
 @gluon.jit
-def _block_factor(scales, group, up_offset, column, depth, ends, sums):
+def _block_factor(scales, group, up_offset, column, depth, ends, layout: gl.constexpr):
     """[64, 1]: the scales of a tile's rows for the block of a column; 0 unless the block `ends`."""
-    layout: gl.constexpr = sums.type.layout
     half = gl.arange(0, 64, layout=gl.SliceLayout(1, layout)) // 32
     row = (group + half * up_offset).to(gl.int64)
     factor = gl.load(scales + row * (depth // 128) + column // 128)
@@ -239,93 +206,108 @@ def _block_factor(scales, group, up_offset, column, depth, ends, sums):
 
 @gluon.jit
 def _added(
-    sums, block_sums, codes, pair_scales, tile_x, scales, group, up_offset, chunk, step, depth,
-    lift, coding: gl.constexpr, columns: gl.constexpr, words: gl.constexpr, shift: gl.constexpr,
-    chunks: gl.constexpr,
+    sums, block_sums, ring, ring_x, ring_scales, slot, factor, continues, lift,
+    coding: gl.constexpr, columns: gl.constexpr, words: gl.constexpr, span: gl.constexpr,
+    shift: gl.constexpr, chunks: gl.constexpr,
 ):  # fmt: skip
-    """`sums` and, for FLOAT8, the sums of the present block, with the products of a step."""
+    """`sums` and, for FLOAT8, the sums of the present block, with the products of a slot."""
+    raw = ring.index(slot).load(raw_layout(chunks))
+    codes = chunk_pairs(gl.reshape(raw, (2, chunks, 2, 4, 2, 4, 2, 2, 4)), chunks)
+    tile_x = ring_x.index(slot)
+    scales = (None, None)
+    if words:
+        scales = _scale_pairs(ring_scales, slot, chunks, words, span)
     if coding == FLOAT8:
-        block: gl.constexpr = 128 // (columns * chunks)  # steps
-        ends = step % block == block - 1
-        factor = _block_factor(scales, group, up_offset, chunk * columns, depth, ends, sums)
         block_sums = _product(
-            codes, pair_scales, tile_x, block_sums, step % block != 0, lift, coding, columns, words,
-            shift, chunks,
+            codes, scales, tile_x, block_sums, continues, lift, coding, columns, words, shift,
+            chunks,
         )  # fmt: skip
         sums += block_sums * factor
     else:
         sums = _product(
-            codes, pair_scales, tile_x, sums, True, lift, coding, columns, words, shift, chunks
+            codes, scales, tile_x, sums, True, lift, coding, columns, words, shift, chunks
         )
     return sums, block_sums
+
+
+@gluon.constexpr_function
+def _sums_layout(count):
+    """The layout of the sums of `mma.sync` for tiles of 8 rows, else of `wgmma`."""
+    if count == 8:
+        return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, count, 16]
+    )
 
 
 @gluon.jit
 def _sum(
     x, x_tiles, weight, scales, choices, pairs, ring, ring_x, ring_scales, full, row_stride, expert,
-    base, tile, width, depth, place0, end, lift, part, chosen: gl.constexpr, gathers: gl.constexpr,
-    late: gl.constexpr, coding: gl.constexpr, columns: gl.constexpr, words: gl.constexpr,
-    span: gl.constexpr, shift: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr,
-    pdl: gl.constexpr,
+    base, tile, width, depth, place0, end_place, lift, part, chosen: gl.constexpr,
+    gathers: gl.constexpr, late: gl.constexpr, coding: gl.constexpr, columns: gl.constexpr,
+    words: gl.constexpr, span: gl.constexpr, shift: gl.constexpr, gated: gl.constexpr,
+    stages: gl.constexpr, pdl: gl.constexpr,
 ):  # fmt: skip
     """[64, count]: the tile's sums over the split's part of k."""
     count: gl.constexpr = ring_x.shape[1]
     chunks: gl.constexpr = ring_x.shape[2] // columns
-    of_x: gl.constexpr = 0 if x_tiles is None else 2 * columns * count * chunks
     group = (base + tile * (32 if gated else 64)) // 32
-    up_offset = width // 32 if gated else 1
+    # A last tile of 32 rows has its only half twice.
+    up_offset = width // 32 if gated else (tile * 64 + 32 < width).to(gl.int32)
     first = gl.program_id(2) * part
     last_column = gl.minimum(first + part, depth)
     steps = (last_column - first + columns * chunks - 1) // (columns * chunks)
     first, of_group = first // columns, (depth + columns * span - 1) // (columns * span) * span
-    for slot in gl.static_range(stages - 1):
-        _fetch_weights(
-            weight, ring, full.index(slot), slot, group, up_offset, first + slot * chunks, of_group,
-            chunks, of_x, slot < steps,
-        )  # fmt: skip
-    if late:
-        wait_for_inputs(pdl)
+    end = (last_column + columns * span - 1) // (columns * span) * span
+    weights, line_chunk = weight_pointers(weight, group, up_offset, of_group, chunks)
+    words_at = scales
+    if words:
+        words_at = scale_pointers(
+            scales, group, up_offset, of_group // span, 16 * words, 32 * words * chunks // span
+        )
     across: gl.constexpr = columns * chunks // 8
     x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
     line = gl.arange(0, count, layout=gl.SliceLayout(1, x_layout))
-    place, pair, there = _pairs(choices, pairs, expert, place0, end, line, gathers, chosen)
+    for slot in gl.static_range(stages - 1):
+        fetch_weights(weights, line_chunk, ring, slot, first + slot * chunks, end)
+    if late:
+        wait_for_inputs(pdl)
+    place, pair, there = _pairs(choices, pairs, expert, place0, end_place, line, gathers, chosen)
     source = pair // chosen if gathers else place
     x_rows = x + source.to(gl.int64) * row_stride
     for slot in gl.static_range(stages - 1):
-        _fetch_rest(
-            x_tiles, full.index(slot), place0, x_rows, there, scales, ring_x, ring_scales, slot,
-            group, up_offset, first + slot * chunks, last_column, of_group, chunks, words, span,
-            slot < steps,
+        fetch_rest(
+            x_tiles, x_rows, there, place0, words_at, ring_x, ring_scales, full, slot,
+            first + slot * chunks, end, last_column, chunks, words, span,
         )  # fmt: skip
-    sums_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, count, 16]
-    )
+    sums_layout: gl.constexpr = _sums_layout(count)
     sums = gl.zeros([64, count], gl.float32, sums_layout)
     block_sums = sums
     now, turn, last = 0, 0, stages - 1
+    block: gl.constexpr = max(1, 128 // (columns * chunks))  # steps of a block of FLOAT8
     for step in range(steps):
+        chunk = first + step * chunks
+        factor = 1.0
+        if coding == FLOAT8:
+            ends = step % block == block - 1
+            factor = _block_factor(
+                scales, group, up_offset, chunk * columns, depth, ends, sums_layout
+            )
         async_copy.wait_group(stages - 2)
-        mbarrier.wait(full.index(now), turn)
-        fence_async_shared()
-        _barrier()  # the tile is complete, and all warps are done with the last step
-        raw = gl.reshape(ring.index(now).load(raw_layout(chunks)), (2, chunks, 2, 4, 2, 4, 2, 2, 4))
-        pair_scales = (None, None)
-        if words:
-            pair_scales = _scale_pairs(ring_scales, now, chunks, words, span)
-        chunk, wanted = first + (step + stages - 1) * chunks, step + stages - 1 < steps
-        _fetch_weights(
-            weight, ring, full.index(last), last, group, up_offset, chunk, of_group, chunks, of_x,
-            wanted,
+        if count > 8:
+            fence_async_shared()
+        _barrier()  # what threads copied is there, and all warps are done with the last step
+        ahead = chunk + (stages - 1) * chunks
+        fetch_weights(weights, line_chunk, ring, last, ahead, end)
+        fetch_rest(
+            x_tiles, x_rows, there, place0, words_at, ring_x, ring_scales, full, last, ahead, end,
+            last_column, chunks, words, span,
         )  # fmt: skip
-        _fetch_rest(
-            x_tiles, full.index(last), place0, x_rows, there, scales, ring_x, ring_scales, last,
-            group, up_offset, chunk, last_column, of_group, chunks, words, span, wanted,
-        )  # fmt: skip
-        codes = chunk_pairs(raw, chunks)
-        tile_x = ring_x.index(now)
+        if x_tiles is not None:
+            mbarrier.wait(full.index(now), turn)
         sums, block_sums = _added(
-            sums, block_sums, codes, pair_scales, tile_x, scales, group, up_offset,
-            first + step * chunks, step, depth, lift, coding, columns, words, shift, chunks,
+            sums, block_sums, ring, ring_x, ring_scales, now, factor, step % block != 0, lift,
+            coding, columns, words, span, shift, chunks,
         )  # fmt: skip
         last = now
         now += 1
@@ -349,9 +331,9 @@ def grouped_stream_kernel(
     A split adds up `part` columns. In `out`, splits are `size` elements apart, and rows `pitch`
     elements.
 
-    x_tiles is a TMA descriptor of x if its rows are contiguous, else None. weight is a descriptor
-    of the fragments [.., 128] bytes, in tiles of 32 rows and `chunks` chunks of `columns` columns;
-    scales has `words` words for every 16 rows and `span` chunks, in order.
+    x_tiles is a TMA descriptor of x if its rows are contiguous and tiles are large, else None.
+    weight points to the fragments [.., 128] bytes, tiles of 32 rows and one chunk of `columns`
+    columns; scales has `words` words for every 16 rows and `span` chunks, in order.
 
     With `late`, the kernel waits for its inputs after it has started to load the first weights.
     That needs the expert early: there is no choice, or a second product reads the choice early.
@@ -369,9 +351,11 @@ def grouped_stream_kernel(
         ring_scales = gl.allocate_shared_memory(
             gl.int32, [stages, 32 * words * chunks // span], WORDS
         )
-    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(stages):
-        mbarrier.init(full.index(slot), count=1)
+    full = None
+    if x_tiles is not None:
+        full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+        for slot in gl.static_range(stages):
+            mbarrier.init(full.index(slot), count=1)
     if not late:
         wait_for_inputs(pdl)
     if gathers:
