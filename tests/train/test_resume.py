@@ -60,8 +60,9 @@ def train_until(arguments: list[str], out: Path, step: int) -> None:
     assert process.returncode == -signal.SIGKILL, complaint
 
 
-def test_a_run_that_is_killed_twice_ends_with_the_same_curve(
-    taught_target: str, own_words: Path, tmp_path: Path
+@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_run_that_is_killed_ends_with_the_same_curve(
+    kills: int, taught_target: str, own_words: Path, tmp_path: Path
 ) -> None:
     """The last part runs here, with settings that must be those of the command."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -83,7 +84,7 @@ def test_a_run_that_is_killed_twice_ends_with_the_same_curve(
 
     run_to_the_end(whole)
     arguments = command(taught_target, own_words, killed)
-    for step in (EVERY + 2, 2 * EVERY + 1):
+    for step in (EVERY + 2, 2 * EVERY + 1)[:kills]:
         train_until(arguments, killed, step)
         assert not (killed / "README.md").exists()
     run_to_the_end(killed)
