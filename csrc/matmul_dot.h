@@ -108,24 +108,29 @@ class ProductUnit {
         constexpr int panels = panels_of(R, sizeof(Number));
         const int depth = lines.depth;
         const int64_t stride = lines.stride(), panel_numbers = depth * panel_rows;
-        for (int panel = 0; panel < block_panels; panel += panels, sums += panels * panel_rows) {
-            decltype(load(sums)) acc[R][panels];
+        // From memory all of a tile before the next one: that is the order of its addresses.
+        const int64_t run = asks_ahead && panels < block_panels ? 1 : num_tiles;
+        for (int64_t first = 0; first < num_tiles; first += run)
+            for (int panel = 0; panel < block_panels; panel += panels) {
+                Sum* own = sums + panel * panel_rows;
+                decltype(load(sums)) acc[R][panels];
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r)
+                for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-                for (int p = 0; p < panels; ++p)
-                    acc[r][p] = adds ? load(sums + r * block_rows + p * panel_rows) : start(sums);
-            for (int64_t tile = 0; tile < num_tiles; ++tile) {
-                const Weight* w = weight + (tile * block_panels + panel) * panel_numbers;
-                if (asks_ahead) look_ahead<panels * 1024, panels == block_panels>(w);
-                multiply_tile(x + tile * depth, stride, depth, w, acc);
+                    for (int p = 0; p < panels; ++p)
+                        acc[r][p] = adds || first ? load(own + r * block_rows + p * panel_rows)
+                                                  : start(sums);
+                for (int64_t tile = first; tile < first + run; ++tile) {
+                    const Weight* w = weight + (tile * block_panels + panel) * panel_numbers;
+                    if (asks_ahead) look_ahead<panels * 1024>(w);
+                    multiply_tile(x + tile * depth, stride, depth, w, acc);
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+                    for (int p = 0; p < panels; ++p)
+                        store(own + r * block_rows + p * panel_rows, acc[r][p]);
             }
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-                for (int p = 0; p < panels; ++p)
-                    store(sums + r * block_rows + p * panel_rows, acc[r][p]);
-        }
     }
 
     static F16 start(const float*) { return zero(); }

@@ -47,13 +47,12 @@ struct Lines {
 
 // Prefetches what is read later: few rows are done with a weight so soon that the hardware
 // prefetcher, which stops at the end of a page, falls behind. First into the second cache, whose
-// requests for memory are more than the first one's, and later from there into the first. Weights are
-// read in order, or else a part of every tile of 4 KiB.
+// requests for memory are more than the first one's, and later from there into the first.
 // Always inlined: gcc treats a function that only prefetches as one without effect, and drops it.
-template <int64_t bytes, bool in_order = true>
+template <int64_t bytes>
 inline __attribute__((always_inline)) void look_ahead([[maybe_unused]] const void* from) {
 #if defined(__AVX2__)
-    constexpr int64_t far = in_order ? 4096 : 12288, near = in_order ? 2048 : 4096;
+    constexpr int64_t far = 4096, near = 2048;
     for (int64_t line = 0; line < bytes; line += 64) {
         _mm_prefetch(static_cast<const char*>(from) + far + line, _MM_HINT_T1);
         _mm_prefetch(static_cast<const char*>(from) + near + line, _MM_HINT_T0);
