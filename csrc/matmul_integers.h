@@ -18,16 +18,19 @@ inline float from_float16(uint16_t half) {
     return half >> 15 ? -value : value;
 }
 
-// Sums [digits][64] of a row with int8, less what their zeros add: sixteen numbers. The difference
-// is taken in integers, for both sides are many times as large.
-inline F16 join_digits(const int32_t* sums, const int32_t* x_sums, int digits) {
-    F16 value = zero();
-    for (int digit = 0; digit < digits; ++digit) {
-        const F16 part =
-            floats(load(sums + digit * block_rows) - integers(zero_of(Storage::i8) * x_sums[digit]));
-        value = digit ? fma(value, broadcast(128.0f), part) : part;
+// Sums [lines][64] of a row's digits with int8, less what their zeros add, joined exactly and rounded
+// once, so that it does not matter which of them were joined before: sixteen numbers.
+template <typename Sum>
+F16 join_digits(const Sum* sums, const int32_t* x_sums, int lines) {
+    double joined[lanes] = {};
+    for (int line = 0; line < lines; ++line) {
+        const double of_zero = double{zero_of(Storage::i8)} * x_sums[line];
+        for (int i = 0; i < lanes; ++i)
+            joined[i] = joined[i] * 128.0 + (static_cast<double>(sums[line * block_rows + i]) - of_zero);
     }
-    return value;
+    float values[lanes];
+    for (int i = 0; i < lanes; ++i) values[i] = static_cast<float>(joined[i]);
+    return load(values);
 }
 
 // ---- in groups --------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
 // Products with packed weights. Compiled once for each level of instructions.
+#include <algorithm>
+
 #include "matmul.h"
 #include "matmul_groups.h"
 #include "matmul_integers.h"
@@ -46,21 +48,47 @@ void finish_by_groups(const MatmulCall& call, int64_t block, int64_t row, const 
     finish_row(call, block, row, values, factors ? factors + block * block_rows : nullptr);
 }
 
+// Sums of lines first .. first + count with a block: of two digits joined for so many tiles at a time
+// as fit into 32 bits, which are added in float64, exactly.
+constexpr int64_t joined_tiles = 8;  // of 64 columns of up to 255, times numbers up to 127 * 128
+
+template <typename Part>
+const double* joined_sums(const Part& part, ProductUnit& unit, const uint8_t* weight) {
+    const auto& lines = part.rows.lines;
+    const int64_t tiles = part.call.weight->num_tiles(), numbers = part.count * block_rows;
+    auto* sums = sums_of<int32_t>(part.count);
+    auto* totals = static_cast<double*>(scratch(Scratch::values, numbers * int64_t{sizeof(double)}));
+    std::fill_n(totals, numbers, 0.0);
+    for (int64_t tile = 0; tile < tiles; tile += joined_tiles) {
+        const int64_t some = std::min(joined_tiles, tiles - tile);
+        unit.multiply(lines, part.first, part.count, tile, weight + tile * lines.depth * block_rows,
+                      some, sums);
+        for (int64_t i = 0; i < numbers; ++i) totals[i] += sums[i];
+    }
+    return totals;
+}
+
+template <typename Part, typename Sum>
+void finish_int8(const Part& part, const Sum* sums) {
+    const RoundedRows& rows = part.rows;
+    for (int64_t line = 0; line < part.count; line += rows.row_lines) {
+        float values[block_rows];
+        for (int n = 0; n < block_rows; n += lanes)
+            store(values + n, join_digits(sums + line * block_rows + n,
+                                          rows.sums + part.first + line, rows.row_lines));
+        finish_rounded(part.call, rows, part.block, (part.first + line) / rows.row_lines, values);
+    }
+}
+
 void run_int8(const Calls<RoundedRows>& calls) {
     calls.for_parts([](const auto& part, ProductUnit& unit) {
-        const Matrix& weight = *part.call.weight;
-        const RoundedRows& rows = part.rows;
+        const auto* weight = reinterpret_cast<const uint8_t*>(part.call.weight->block(part.block));
+        if (part.rows.row_lines < part.rows.digits)
+            return finish_int8(part, joined_sums(part, unit, weight));
         auto* sums = sums_of<int32_t>(part.count);
-        unit.multiply(rows.lines, part.first, part.count, 0,
-                      reinterpret_cast<const uint8_t*>(weight.block(part.block)),
-                      weight.num_tiles(), sums);
-        for (int64_t line = 0; line < part.count; line += rows.digits) {
-            float values[block_rows];
-            for (int n = 0; n < block_rows; n += lanes)
-                store(values + n, join_digits(sums + line * block_rows + n,
-                                              rows.sums + part.first + line, rows.digits));
-            finish_rounded(part.call, rows, part.block, (part.first + line) / rows.digits, values);
-        }
+        unit.multiply(part.rows.lines, part.first, part.count, 0, weight,
+                      part.call.weight->num_tiles(), sums);
+        finish_int8(part, sums);
     });
 }
 

@@ -10,10 +10,10 @@ constexpr int64_t most_direct_lines = in_tiles ? 10 : int64_t{1} << 60;
 // From so many rows on `WholeTiles` is faster with small groups than digits are.
 constexpr int64_t least_whole_rows = in_tiles ? 13 : int64_t{1} << 60;
 
-// In how many lines a row is written. A line has a digit, or in words the first two joined, where a
-// group's sums of these fit into 32 bits.
+// In how many lines a row is written. A line has a digit, or in words the first two joined: where a
+// group's sums of these fit into 32 bits, or where there are no others.
 constexpr int lines_of_digits(int digits, bool in_groups) {
-    return takes_words && in_groups ? digits - 1 : digits;
+    return takes_words && (in_groups || digits == 2) ? digits - 1 : digits;
 }
 
 // Sixteen integers as digits, to memory.
@@ -136,7 +136,8 @@ struct RoundedRows {
     int digits, row_lines;
     int64_t count, groups;
     float* scales;     // [rows]; [rows, groups] where the weight is e2m1, whose table they halve
-    int32_t* sums;     // [rows, digits, groups], of the numbers of a group; in groups only of a third
+    int32_t* sums;     // [rows, lines], of the numbers of a line; in groups [rows, digits, groups], of
+                       // those of a third digit
     int32_t* offsets;  // [groups, rows] of groups: of the first one or two digits joined, times the
                        // zero that all weights have, if they do
     float* x_sums;     // in place of `offsets`, where the weight has minima: of all digits joined
@@ -275,8 +276,8 @@ struct RoundedRows {
         if constexpr (in_groups) {
             write_group_sums<digits>(*call.weight, row, group, totals);
         } else {
-            for (int digit = 0; digit < digits; ++digit)
-                sums[row * digits + digit] = sum(totals[digit]);
+            for (int line = 0; line < num_lines; ++line)
+                sums[row * num_lines + line] = sum(totals[line]);
         }
     }
 
