@@ -44,6 +44,7 @@ class Decoder:
         pool: ExpertPool | None = None,
     ) -> None:
         self.config, self.adapters, self.pool = config, adapters, pool
+        self._last_id: int | None = None  # larger ids are read as this one
         width = config.hidden_size
         self.embedding = Embedding(source, "model.embed_tokens", config.vocab_size, width, share)
         self.ropes = ropes = RopeTables(
@@ -74,10 +75,17 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> [T, hidden_size], the scaled embeddings that enter the first layer."""
-        x, scale = self.embedding(token_ids), self.config.embedding_scale
+        x, scale = self.embedding(self._known(token_ids)), self.config.embedding_scale
         if scale is not None and self.config.embedding_scale_rounded:
             scale = torch.tensor(scale, dtype=x.dtype).item()
         return x if scale is None else x * scale
+
+    def read_larger_ids(self) -> None:
+        """Let ids that have no row, which are another model's padding, be read as the last one."""
+        self._last_id = self.config.vocab_size - 1
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        return token_ids if self._last_id is None else token_ids.clamp(max=self._last_id)
 
     def assist(self, num_rows: int) -> None:
         """Compute shares of experts in a pass of `num_rows` rows of other ranks, with no rows of
@@ -131,7 +139,9 @@ class Decoder:
         """
         x = self.embed(token_ids) if embedded is None else embedded
         if self._layer_inputs is not None:
-            inputs = replace(inputs, layer_inputs=self._layer_inputs(self._ops, token_ids, x))
+            inputs = replace(
+                inputs, layer_inputs=self._layer_inputs(self._ops, self._known(token_ids), x)
+            )
         hidden, streams = self._stack([x], inputs, caches, stream_layers, added, read)
         scale = self.config.stream_scale
         return hidden, streams if scale is None else [stream * scale for stream in streams]

@@ -7,6 +7,8 @@ down_proj_blocks, down_proj_scales: the same for the down projection
 
 from dataclasses import dataclass
 
+import torch
+
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.config_reader import ConfigReader
@@ -38,7 +40,7 @@ class Mxfp4Experts(OneForm):
         module.require_groups(columns, group)
         shape = (experts, rows, columns // group)
         values = module.take_interleaved("blocks", BYTES, (*shape, group // 2), turns)
-        powers = module.take_interleaved("scales", POWERS, shape, turns)
+        powers = module.take_interleaved("scales", POWERS, shape, turns).view(torch.uint8)
         require_powers(module, "scales", powers)
         return Mxfp4Matrix(values.flatten(1), powers)
 

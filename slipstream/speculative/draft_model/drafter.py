@@ -144,6 +144,8 @@ class DraftNetwork:
         self.mask_token = mask_token
         if tokens is not None:
             self._renumber(tokens, target.vocab_size, load.device)
+        elif shape.vocab_size < target.vocab_size:
+            self.decoder.read_larger_ids()
         self._sampling = *drafted, config.greedy_only, self.decoder.head.columns.num_ranks
         longest = config.max_model_len or shape.max_position_embeddings
         self.max_model_len = min(longest, shape.max_position_embeddings, target.load.max_positions)
