@@ -110,6 +110,8 @@ def stream_multiply(
     if count > 8 and choice is None and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
         tile = [count, columns * chunks]
         x_tiles = TensorDescriptor(x, list(x.shape), list(x.stride()), tile, HALVES.value)
+    elif x.stride(0) % 16 or x.data_ptr() % 16:
+        x = x.contiguous()  # threads copy 16 bytes at a time
     grouped_stream_kernel[(tiles, slots, splits)](
         x, x_tiles, weight.values, weight.scales, weight.row_scales, bias,
         *(choice.tensors if choice else [None] * 4),
