@@ -143,6 +143,19 @@ def test_the_largest_sums_of_small_groups_are_exact_for_many_rows(
         assert torch.equal(product(x[row : row + 1], packed)[0], together[row]), row
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_of_int8_fit(level: str, sign: int) -> None:
+    """There are more columns than a 32-bit sum of the largest products holds."""
+    columns = 1472
+    packed = matmul.pack(
+        Int8Matrix(torch.full((64, columns), 127, dtype=torch.int8), torch.ones(64))
+    )
+    for count in (1, 5, 33):
+        x = torch.full((count, columns), float(sign), dtype=torch.bfloat16)
+        expected = torch.full((count, 64), 127.0 * sign * columns)
+        torch.testing.assert_close(product(x, packed), expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_every_power_of_two_of_mxfp4_is_exact(level: str, dtype: torch.dtype) -> None:
     powers = torch.arange(255).to(torch.uint8).unsqueeze(1)
