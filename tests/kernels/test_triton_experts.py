@@ -25,7 +25,7 @@ from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.reference.experts import choose as reference_choose
 from slipstream.kernels.reference.experts import experts as reference_experts
 from slipstream.kernels.table import ExpertsParts, Norm, SharedExpert
-from slipstream.kernels.triton import TRITON, TRITON_INVARIANT
+from slipstream.kernels.triton import TRITON, TRITON_INVARIANT, grouped
 from slipstream.kernels.triton.chosen_experts import choose
 from slipstream.kernels.triton.fragments import (
     E2M1_CHOSEN,
@@ -323,6 +323,26 @@ def test_rows_do_not_depend_on_their_number(form: str) -> None:
 
 
 # the ops of dense layers
+
+
+@pytest.mark.skipif(not ON_GPU, reason="fragments are for the tensor cores of a GPU")
+@pytest.mark.parametrize("form", ["blocks", "mxfp4", "nvfp4", *INTEGERS])
+def test_two_tiles_of_weights_in_a_program(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = packed(weight(320, 640, FORMATS[form], HALF, 1))
+    parts = on_device(mixture(128, 128, HALF, form))
+    x, rows = randn(150, 640, dtype=HALF).to(DEVICE), randn(70, 128, dtype=HALF).to(DEVICE)
+    norm = Norm(torch.ones(640, dtype=HALF, device=DEVICE), 1e-5)
+
+    def outputs() -> list[Tensor]:
+        gated, _ = TRITON.norm_gated_linear(x[:61], None, norm, made, None)
+        mixed, _ = TRITON.experts(rows, None, parts)
+        return [*(whole(TRITON.linear(x[:n], made, None)) for n in (33, 64, 126)), gated, mixed]
+
+    monkeypatch.setattr(grouped, "MANY_PROGRAMS", 1 << 30)
+    single = outputs()
+    monkeypatch.setattr(grouped, "MANY_PROGRAMS", 0)
+    for one, two in zip(single, outputs(), strict=True):
+        assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("form", ["blocks", "mxfp4", "nvfp4", *INTEGERS])

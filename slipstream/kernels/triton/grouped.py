@@ -45,6 +45,7 @@ except ImportError:  # Gluon is still an experiment of Triton's
     grouped_stream_kernel = None
 
 FEW_PROGRAMS = 256  # with fewer programs a sum over K is split, where that is allowed
+MANY_PROGRAMS = 400  # from so many on, two tiles of weights may share a program
 SHORTEST = 1024  # fewest columns of a part of a split sum
 EARLY_PAIRS = 8  # up to so many unsorted pairs, weights are loaded before the rows are ready
 MEMORY = 221 * 1024  # bytes of shared memory of a multiprocessor, for tiles in flight
@@ -105,14 +106,14 @@ def stream_multiply(
     columns, words, span = parts.fragment_columns, 0, 1
     if parts.scales is not None and parts.coding != FLOAT8:
         words, span = parts.scales.shape[1], max(1, parts.group // columns)
-    chunks, stages = _stream_tiles(count, columns, words, tiles * splits * busy)
+    high, chunks, stages = _stream_tiles(count, columns, words, tiles * splits * busy)
     x_tiles = None
     if count > 8 and choice is None and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
         tile = [count, columns * chunks]
         x_tiles = TensorDescriptor(x, list(x.shape), list(x.stride()), tile, HALVES.value)
     elif x.stride(0) % 16 or x.data_ptr() % 16:
         x = x.contiguous()  # threads copy 16 bytes at a time
-    grouped_stream_kernel[(tiles, slots, splits)](
+    grouped_stream_kernel[(cdiv(tiles, high), slots, splits)](
         x, x_tiles, weight.values, weight.scales, weight.row_scales, bias,
         *(choice.tensors if choice else [None] * 4),
         choice.weights if choice is not None and scatters else None, out, x.stride(0),
@@ -123,7 +124,7 @@ def stream_multiply(
         late=choice is None or (scatters and pairs <= EARLY_PAIRS), words=words, span=span,
         shift=parts.shift, gated=GATES[gated], limit=clamp.limit if clamp else None,
         alpha=clamp.alpha if clamp else None, count=count, chunks=chunks, stages=stages,
-        num_warps=4, **launch.options(out.device),
+        high=high, num_warps=4, **launch.options(out.device),
     )  # fmt: skip
 
 
@@ -137,19 +138,24 @@ def splits_of(width: int, depth: int) -> tuple[int, int]:
     return cdiv(depth, part), part
 
 
-def _stream_tiles(count: int, columns: int, words: int, programs: float) -> tuple[int, int]:
-    """(chunks, stages) of tiles for `count` rows of x, with enough loads in flight to saturate the
-    memory. At least two programs fit into a multiprocessor, one of this kernel and one of the next.
+def _stream_tiles(count: int, columns: int, words: int, programs: float) -> tuple[int, int, int]:
+    """(tiles of 64 rows of weights, chunks, stages) of programs for `count` rows of x, with enough
+    loads in flight to saturate the memory. At least two programs fit into a multiprocessor, one of
+    this kernel and one of the next.
 
-    A chunk has `columns` columns, and `words` words of scales for every 16 rows.
+    A chunk has `columns` columns, and `words` words of scales for every 16 rows. Programs of two
+    tiles of weights read x half as often. That pays for tiles of 64 rows of x, if enough programs
+    are left; two tiles for 128 rows would not fit into the registers.
     """
+    high = 2 if count == 64 and programs >= MANY_PROGRAMS else 1
+    programs /= high
     chunks = 4 if count * columns <= 1024 else 2
-    size = chunks * (2048 + 2 * columns * count + max(256, 128 * words))
+    size = chunks * (2048 * high + 2 * columns * count + high * max(256, 128 * words))
     most = 5 if count == 8 else 4 if count <= 32 else 3 if count <= 64 else 2
     together = min(most, int(programs) // 132 + 1)
     # Measured for Llama 8B's qkv: four stages are faster than more, except with one word of scales.
     deepest = 4 if count == 8 and programs < 132 and words != 1 else 12
-    return chunks, max(3, min(deepest, MEMORY // max(2, together) // size))
+    return high, chunks, max(3, min(deepest, MEMORY // max(2, together) // size))
 
 
 FEW_ROWS = 64

@@ -16,24 +16,42 @@ _fetch_by_thread = getattr(async_copy, "async_load", None) or async_copy.async_c
 
 
 @gluon.jit
-def weight_pointers(weight, group, up_offset, of_group, chunks: gl.constexpr):
-    """(pointers to a tile of weights at chunk 0, how many chunks later each line is).
-
-    A tile has two halves of 32 rows, the second `up_offset` groups later."""
+def weight_pointers(
+    weight, group, last, up_offset, of_group, chunks: gl.constexpr, high: gl.constexpr
+):
+    """(pointers to `high` tiles of weights at chunk 0, how many chunks later each line is)."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    line = gl.arange(0, 16 * chunks, layout=gl.SliceLayout(1, layout))
+    line = gl.arange(0, 16 * chunks * high, layout=gl.SliceLayout(1, layout))
     byte = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
-    half, line = line // (8 * chunks), line % (8 * chunks)
-    start = (group + half * up_offset).to(gl.int64) * of_group * 1024
+    own = group + group_offset(line // (8 * chunks), last, up_offset)
+    line = line % (8 * chunks)
+    start = own.to(gl.int64) * of_group * 1024
     return (weight + start + line * 128)[:, None] + byte[None, :], line // 8
 
 
 @gluon.jit
-def scale_pointers(scales, group, up_offset, of_group, of_entry: gl.constexpr, size: gl.constexpr):
-    """Pointers to the `size` words of scales of the same tile; a group has `of_group` entries."""
-    word = gl.arange(0, size, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    half, word = word // (size // 2), word % (size // 2)
-    return scales + (group + half * up_offset).to(gl.int64) * of_group * of_entry + word
+def scale_pointers(
+    scales, group, last, up_offset, of_group, of_entry: gl.constexpr, of_half: gl.constexpr,
+    high: gl.constexpr,
+):  # fmt: skip
+    """Pointers to the scales of the same tiles, `of_half` words for 32 rows; a group has `of_group`
+    entries."""
+    word = gl.arange(0, 2 * high * of_half, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    own = group + group_offset(word // of_half, last, up_offset)
+    return scales + own.to(gl.int64) * of_group * of_entry + word % of_half
+
+
+@gluon.jit
+def group_offset(half, last, up_offset):
+    """How many groups behind a program's first one the `half`-th 32 rows of its tiles are.
+
+    If there is an `up_offset`, each tile has 32 rows of gate and then 32 of up. What lies behind
+    the `last` group is that group."""
+    if up_offset is None:
+        offset = gl.minimum(half, last)
+    else:
+        offset = gl.minimum(half // 2, last) + half % 2 * up_offset
+    return offset
 
 
 @gluon.jit
@@ -47,6 +65,7 @@ def fetch_weights(weights, line_chunk, ring, slot, chunk, end):
 def fetch_rest(
     x_tiles, x_rows, there, place0, scales, ring_x, ring_scales, full, slot, chunk, end,
     last_column, chunks: gl.constexpr, words: gl.constexpr, span: gl.constexpr,
+    high: gl.constexpr,
 ):  # fmt: skip
     """Load x and scales, like `fetch_weights`; x has zeros from `last_column` on."""
     width: gl.constexpr = ring_x.shape[2]
@@ -63,7 +82,7 @@ def fetch_rest(
     if words:
         of_entry: gl.constexpr = 16 * words
         count: gl.constexpr = of_entry * (chunks // span)
-        word = gl.arange(0, 2 * count, layout=scales.type.layout) % count
+        word = gl.arange(0, 2 * high * count, layout=scales.type.layout) % count
         known = word // of_entry * span < end - chunk
         _fetch_by_thread(ring_scales.index(slot), scales + chunk // span * of_entry, mask=known)
     async_copy.commit_group()

@@ -17,26 +17,20 @@ For few pairs, the second product loads its first weights before it waits for it
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from slipstream.kernels.triton.fragment_registers import (
-    FLOAT8,
-    chunk_pairs,
-    dequantized,
-    raw_layout,
-    scale_layout,
-)
+from slipstream.kernels.triton.fragment_registers import FLOAT8
 from slipstream.kernels.triton.grouped_stream_copies import (
     fetch_rest,
     fetch_weights,
     scale_pointers,
     weight_pointers,
+)
+from slipstream.kernels.triton.grouped_stream_products import (
+    add_products,
+    block_factors,
+    no_sums,
 )
 from slipstream.kernels.triton.matmul_stream_kernels import gated_value
 from slipstream.kernels.triton.matmul_stream_parts import (
@@ -68,11 +62,38 @@ def _gated(sums, gated: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr):
 
 @gluon.jit
 def _store(
-    out, sums, bias, row_scales, factors, base, tile, choices, pairs, expert, place0, end, width,
+    out, tiles, bias, row_scales, factors, base, first, choices, pairs, expert, place0, end, width,
     pitch, lift_back, chosen: gl.constexpr, gated: gl.constexpr, scatters: gl.constexpr,
     limit: gl.constexpr, alpha: gl.constexpr,
 ):  # fmt: skip
-    count: gl.constexpr = sums.shape[1]
+    """Store the sums of a program's `tiles`, of which `first` is the number of the first."""
+    count: gl.constexpr = tiles[0].shape[1]
+    own: gl.constexpr = 32 if gated else 64
+    along: gl.constexpr = own // 32
+    stored: gl.constexpr = gl.BlockedLayout([2, 1], [16, 2], [along, 4 // along], [0, 1])
+    line = gl.arange(0, count, layout=gl.SliceLayout(0, stored))
+    place, pair, valid = _pairs(choices, pairs, expert, place0, end, line, scatters, chosen)
+    goes = pair if scatters else place
+    for each in gl.static_range(len(tiles)):
+        tile = first + each
+        sums = _finished(
+            tiles[each], bias, row_scales, base, tile, width, lift_back, gated, limit, alpha
+        )
+        sums = gl.convert_layout(sums, stored)
+        if scatters:
+            sums *= gl.load(factors + goes, mask=valid, other=0.0)[None, :]
+        column = tile * own + gl.arange(0, own, layout=gl.SliceLayout(1, stored))
+        at = goes[None, :].to(gl.int64) * pitch + column[:, None]
+        inside = (column < width)[:, None] & valid[None, :]
+        gl.store(out + at, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _finished(
+    sums, bias, row_scales, base, tile, width, lift_back, gated: gl.constexpr, limit: gl.constexpr,
+    alpha: gl.constexpr,
+):  # fmt: skip
+    """The outputs of a tile: its sums times the scales of their rows, plus bias, and gated."""
     line = gl.arange(0, 64, layout=gl.SliceLayout(1, sums.type.layout))
     if gated:
         row = gl.minimum(tile * 32 + line % 32, width - 1) + line // 32 * width
@@ -87,19 +108,7 @@ def _store(
         sums += gl.where(gl.program_id(2) == 0, added, 0.0)[:, None]
     if gated:
         sums = _gated(sums, gated, limit, alpha)
-    own: gl.constexpr = sums.shape[0]
-    along: gl.constexpr = own // 32
-    stored: gl.constexpr = gl.BlockedLayout([2, 1], [16, 2], [along, 4 // along], [0, 1])
-    sums = gl.convert_layout(sums, stored)
-    line = gl.arange(0, count, layout=gl.SliceLayout(0, stored))
-    place, pair, valid = _pairs(choices, pairs, expert, place0, end, line, scatters, chosen)
-    goes = pair if scatters else place
-    if scatters:
-        sums *= gl.load(factors + goes, mask=valid, other=0.0)[None, :]
-    column = tile * own + gl.arange(0, own, layout=gl.SliceLayout(1, stored))
-    at = goes[None, :].to(gl.int64) * pitch + column[:, None]
-    inside = (column < width)[:, None] & valid[None, :]
-    gl.store(out + at, sums.to(out.dtype.element_ty), mask=inside)
+    return sums
 
 
 @gluon.jit
@@ -159,112 +168,31 @@ def _expert_tile(starts, ends, slot, experts: gl.constexpr, block: gl.constexpr)
 
 
 @gluon.jit
-def _scale_pairs(ring_scales, slot, chunks: gl.constexpr, words: gl.constexpr, span: gl.constexpr):
-    """The scales in a slot, as `chunk_pairs` returns them."""
-    raw = ring_scales.index(slot).load(scale_layout(chunks // span, words))
-    raw = gl.reshape(raw, (2, chunks // span, words, 2, 4, 2, 1, 1, 1))
-    return chunk_pairs(raw, chunks)
-
-
-@gluon.jit
-def _product(
-    codes, pair_scales, tile_x, before, adds, lift, coding: gl.constexpr, columns: gl.constexpr,
-    words: gl.constexpr, shift: gl.constexpr, chunks: gl.constexpr,
-):  # fmt: skip
-    """The product of a tile of weights and one of x, plus `before` if it `adds`."""
-    layout: gl.constexpr = before.type.layout
-    taken = dequantized(codes[0], pair_scales[0], layout, coding, words, shift, lift)
-    rows = tile_x.slice(0, 2 * columns, dim=1).permute((1, 0))
-    if layout.version[0] == 2:
-        operand: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
-        start = gl.where(adds, before, 0.0)
-        done = mma_v2(taken, rows.load(operand), start)
-        if chunks == 4:
-            more = dequantized(codes[1], pair_scales[1], layout, coding, words, shift, lift)
-            rest = tile_x.slice(2 * columns, 2 * columns, dim=1).permute((1, 0))
-            done = mma_v2(more, rest.load(operand), done)
-    else:
-        begun = warpgroup_mma(taken, rows, before, use_acc=adds, is_async=True)
-        if chunks == 4:  # dequantize the rest while the tensor cores work
-            more = dequantized(codes[1], pair_scales[1], layout, coding, words, shift, lift)
-            rest = tile_x.slice(2 * columns, 2 * columns, dim=1).permute((1, 0))
-            begun = warpgroup_mma(more, rest, begun, is_async=True)
-            done, _, _ = warpgroup_mma_wait(0, deps=(begun, taken, more))
-        else:
-            done, _ = warpgroup_mma_wait(0, deps=(begun, taken))
-    return done
-
-
-@gluon.jit
-def _block_factor(scales, group, up_offset, column, depth, ends, layout: gl.constexpr):
-    """[64, 1]: the scales of a tile's rows for the block of a column; 0 unless the block `ends`."""
-    half = gl.arange(0, 64, layout=gl.SliceLayout(1, layout)) // 32
-    row = (group + half * up_offset).to(gl.int64)
-    factor = gl.load(scales + row * (depth // 128) + column // 128)
-    return gl.where(ends, factor, 0.0)[:, None]
-
-
-@gluon.jit
-def _added(
-    sums, block_sums, ring, ring_x, ring_scales, slot, factor, continues, lift,
-    coding: gl.constexpr, columns: gl.constexpr, words: gl.constexpr, span: gl.constexpr,
-    shift: gl.constexpr, chunks: gl.constexpr,
-):  # fmt: skip
-    """`sums` and, for FLOAT8, the sums of the present block, with the products of a slot."""
-    raw = ring.index(slot).load(raw_layout(chunks))
-    codes = chunk_pairs(gl.reshape(raw, (2, chunks, 2, 4, 2, 4, 2, 2, 4)), chunks)
-    tile_x = ring_x.index(slot)
-    scales = (None, None)
-    if words:
-        scales = _scale_pairs(ring_scales, slot, chunks, words, span)
-    if coding == FLOAT8:
-        block_sums = _product(
-            codes, scales, tile_x, block_sums, continues, lift, coding, columns, words, shift,
-            chunks,
-        )  # fmt: skip
-        sums += block_sums * factor
-    else:
-        sums = _product(
-            codes, scales, tile_x, sums, True, lift, coding, columns, words, shift, chunks
-        )
-    return sums, block_sums
-
-
-@gluon.constexpr_function
-def _sums_layout(count):
-    """The layout of the sums of `mma.sync` for tiles of 8 rows, else of `wgmma`."""
-    if count == 8:
-        return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, count, 16]
-    )
-
-
-@gluon.jit
 def _sum(
     x, x_tiles, weight, scales, choices, pairs, ring, ring_x, ring_scales, full, row_stride, expert,
     base, tile, width, depth, place0, end_place, lift, part, chosen: gl.constexpr,
     gathers: gl.constexpr, late: gl.constexpr, coding: gl.constexpr, columns: gl.constexpr,
     words: gl.constexpr, span: gl.constexpr, shift: gl.constexpr, gated: gl.constexpr,
-    stages: gl.constexpr, pdl: gl.constexpr,
+    stages: gl.constexpr, high: gl.constexpr, pdl: gl.constexpr,
 ):  # fmt: skip
-    """[64, count]: the tile's sums over the split's part of k."""
+    """`high` times [64, count]: the tiles' sums over the split's part of k."""
     count: gl.constexpr = ring_x.shape[1]
     chunks: gl.constexpr = ring_x.shape[2] // columns
-    group = (base + tile * (32 if gated else 64)) // 32
-    # A last tile of 32 rows has its only half twice.
-    up_offset = width // 32 if gated else (tile * 64 + 32 < width).to(gl.int32)
+    group = (base + tile * high * (32 if gated else 64)) // 32
+    up_offset = width // 32 if gated else None
+    last = (base + width + 31) // 32 - 1 - group
     first = gl.program_id(2) * part
     last_column = gl.minimum(first + part, depth)
     steps = (last_column - first + columns * chunks - 1) // (columns * chunks)
     first, of_group = first // columns, (depth + columns * span - 1) // (columns * span) * span
     end = (last_column + columns * span - 1) // (columns * span) * span
-    weights, line_chunk = weight_pointers(weight, group, up_offset, of_group, chunks)
+    weights, line_chunk = weight_pointers(weight, group, last, up_offset, of_group, chunks, high)
     words_at = scales
     if words:
         words_at = scale_pointers(
-            scales, group, up_offset, of_group // span, 16 * words, 32 * words * chunks // span
-        )
+            scales, group, last, up_offset, of_group // span, 16 * words,
+            16 * words * chunks // span, high,
+        )  # fmt: skip
     across: gl.constexpr = columns * chunks // 8
     x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
     line = gl.arange(0, count, layout=gl.SliceLayout(1, x_layout))
@@ -278,21 +206,21 @@ def _sum(
     for slot in gl.static_range(stages - 1):
         fetch_rest(
             x_tiles, x_rows, there, place0, words_at, ring_x, ring_scales, full, slot,
-            first + slot * chunks, end, last_column, chunks, words, span,
+            first + slot * chunks, end, last_column, chunks, words, span, high,
         )  # fmt: skip
-    sums_layout: gl.constexpr = _sums_layout(count)
-    sums = gl.zeros([64, count], gl.float32, sums_layout)
+    sums = no_sums(count, high)
     block_sums = sums
+    layout: gl.constexpr = sums[0].type.layout
     now, turn, last = 0, 0, stages - 1
     block: gl.constexpr = max(1, 128 // (columns * chunks))  # steps of a block of FLOAT8
     for step in range(steps):
         chunk = first + step * chunks
-        factor = 1.0
+        factors = ()
         if coding == FLOAT8:
-            ends = step % block == block - 1
-            factor = _block_factor(
-                scales, group, up_offset, chunk * columns, depth, ends, sums_layout
-            )
+            factors = block_factors(
+                scales, group, last, up_offset, chunk * columns, depth, step % block == block - 1,
+                high, layout,
+            )  # fmt: skip
         async_copy.wait_group(stages - 2)
         if count > 8:
             fence_async_shared()
@@ -301,12 +229,12 @@ def _sum(
         fetch_weights(weights, line_chunk, ring, last, ahead, end)
         fetch_rest(
             x_tiles, x_rows, there, place0, words_at, ring_x, ring_scales, full, last, ahead, end,
-            last_column, chunks, words, span,
+            last_column, chunks, words, span, high,
         )  # fmt: skip
         if x_tiles is not None:
             mbarrier.wait(full.index(now), turn)
-        sums, block_sums = _added(
-            sums, block_sums, ring, ring_x, ring_scales, now, factor, step % block != 0, lift,
+        sums, block_sums = add_products(
+            sums, block_sums, ring, ring_x, ring_scales, now, factors, step % block != 0, lift,
             coding, columns, words, span, shift, chunks,
         )  # fmt: skip
         last = now
@@ -324,9 +252,10 @@ def grouped_stream_kernel(
     block: gl.constexpr, chosen: gl.constexpr, gathers: gl.constexpr, late: gl.constexpr,
     coding: gl.constexpr, columns: gl.constexpr, words: gl.constexpr, span: gl.constexpr,
     shift: gl.constexpr, gated: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr,
-    count: gl.constexpr, chunks: gl.constexpr, stages: gl.constexpr, pdl: gl.constexpr,
+    count: gl.constexpr, chunks: gl.constexpr, stages: gl.constexpr, high: gl.constexpr,
+    pdl: gl.constexpr,
 ):  # fmt: skip
-    """Programs (tile of n, tile of `count` rows, split); arguments as of `grouped_kernel`.
+    """Programs (`high` tiles of n, tile of `count` rows, split); arguments as of `grouped_kernel`.
 
     A split adds up `part` columns. In `out`, splits are `size` elements apart, and rows `pitch`
     elements.
@@ -342,14 +271,14 @@ def grouped_stream_kernel(
     if not gathers:
         launch_dependents(pdl)
     tile = gl.program_id(0)
-    ring = gl.allocate_shared_memory(gl.uint8, [stages, 16 * chunks, 128], BYTES)
+    ring = gl.allocate_shared_memory(gl.uint8, [stages, high * 16 * chunks, 128], BYTES)
     ring_x = gl.allocate_shared_memory(
         x.dtype.element_ty, [stages, count, columns * chunks], HALVES
     )
     ring_scales = None
     if words:
         ring_scales = gl.allocate_shared_memory(
-            gl.int32, [stages, 32 * words * chunks // span], WORDS
+            gl.int32, [stages, high * 32 * words * chunks // span], WORDS
         )
     full = None
     if x_tiles is not None:
@@ -374,10 +303,10 @@ def grouped_stream_kernel(
         sums = _sum(
             x, x_tiles, weight, scales, choices, pairs, ring, ring_x, ring_scales, full,
             row_stride, expert, base, tile, width, depth, place, end, lift, part, chosen, gathers,
-            late, coding, columns, words, span, shift, gated, stages, pdl,
+            late, coding, columns, words, span, shift, gated, stages, high, pdl,
         )  # fmt: skip
         own = out + gl.program_id(2).to(gl.int64) * size
         _store(
-            own, sums, bias, row_scales, factors, base, tile, choices, pairs, expert, place, end,
-            width, pitch, lift_back, chosen, gated, scatters, limit, alpha,
+            own, sums, bias, row_scales, factors, base, tile * high, choices, pairs, expert, place,
+            end, width, pitch, lift_back, chosen, gated, scatters, limit, alpha,
         )  # fmt: skip
