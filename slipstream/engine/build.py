@@ -38,6 +38,7 @@ from slipstream.models.loading import (
     load_decoder,
     no_progress_bar,
 )
+from slipstream.models.precision import names_stored_form
 from slipstream.models.quantized.catalogue import read_quantization, require_format
 from slipstream.models.sharing import require_equal_shares
 from slipstream.models.tokenizer import Tokenizer
@@ -172,8 +173,11 @@ def _as_stored(
 ) -> EngineConfig:
     """Drop a `quantization` that only names the checkpoint's own format, after checking it."""
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
-    if config.quantization in STORED_QUANTIZATIONS:
-        require_format(checkpoint, config.quantization)
+    named = config.quantization
+    if named in STORED_QUANTIZATIONS:
+        require_format(checkpoint, named)
+        config = replace(config, quantization=None)
+    elif named is not None and stored is not None and names_stored_form(named, stored):
         config = replace(config, quantization=None)
     if stored is not None:
         require_stored_precision(config, device, checkpoint.path.name, stored)

@@ -74,6 +74,13 @@ PRECISIONS: Final = {
 }
 
 
+def names_stored_form(quantization: str, stored: StoredQuantization) -> bool:
+    """Whether `quantization` names the four-bit floats in which a checkpoint stores all matrices
+    that it quantises: then its other matrices are meant to stay as they are, too."""
+    precision = PRECISIONS[quantization]
+    return precision.head is None and stored.kinds == {precision.matrix.weight}
+
+
 class PreparedSource:
     """Parameters packed for a backend, and quantised first if a precision is given.
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream import LLM
 from slipstream.core.errors import CheckpointError
 from slipstream.layers.parameters import Share
 from slipstream.models.catalogue import read_decoder_config
@@ -174,6 +175,19 @@ def test_fused_experts(dtype: torch.dtype, gpt_oss: Path, tmp_path: Path) -> Non
     scales = {name: it.view(dtype) for name, it in tensors.items() if name.endswith("_scales")}
     save_file({**tensors, **scales}, folder / "model.safetensors")
     assert_same_logits(folder, write_whole(tmp_path / "whole", folder, meant))
+
+
+def test_naming_the_form_of_the_experts_changes_nothing(gpt_oss: Path, tmp_path: Path) -> None:
+    """gpt-oss with quantization=mxfp4 is the checkpoint as it is: attention is not rounded."""
+    folder = copied(gpt_oss, tmp_path / "m")
+    fused_mxfp4(folder)
+    told = []
+    for name in (None, "mxfp4", "nvfp4"):
+        llm = LLM(str(folder), skip_tokenizer_init=True, num_kv_blocks=8, quantization=name)
+        told.append({name: value for name, value, _ in llm.engine.resolved.reasons})
+    assert told[0] == told[1]
+    assert "quantization" not in told[1]
+    assert told[2]["quantization"] == "nvfp4"
 
 
 def fused_anew(folder: Path) -> None:
