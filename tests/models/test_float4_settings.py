@@ -243,6 +243,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (of_modelopt(pre_quant_scale=True), 'pre_quant_scale" is true, but only false'),
     (of_modelopt(group_size=32), 'group_size" is 32, but only 16'),
     (changed(modelopt(), *WEIGHTS, group_size=24), 'weights.group_size" is 24, but only 16'),
+    (
+        changed(modelopt(), *WEIGHTS, num_bits=8),
+        r'group_0\.weights\.num_bits" is 8, but "quant_algo" is NVFP4, which means 4; they contra',
+    ),
+    (
+        changed(modelopt(), *WEIGHTS, type="int"),
+        'weights.type" is \'int\', but "quant_algo" is NVF',
+    ),
+    (
+        of_modelopt(quant_algo="FP8"),
+        r'config_groups\.group_0\.weights\.num_bits" is 4, but "quant_algo" is FP8, which means 8',
+    ),
+    (
+        of_modelopt(
+            quant_algo="MIXED_PRECISION",
+            quantized_layers={"model.a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}},
+            config_groups={"one": {"targets": ["b", "a"], "weights": {"num_bits": 4}}},
+        ),
+        r'config_groups\.one\.weights\.num_bits" is 4, but "quantized_layers" gives a FP8',
+    ),
     (of_modelopt(ignore=[3]), 'ignore" must be names of modules'),
     (of_modelopt(ignore=["re:*"]), r"ignore\" holds 're:\*', which is no regular expression"),
     (of_modelopt(odd=1), 'odd" is unknown'),

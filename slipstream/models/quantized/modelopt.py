@@ -96,25 +96,53 @@ def read_settings(reader: ConfigReader) -> ModelOpt:
         return ModelOpt(None, _read_layers(reader), unquantised)
     whole = _algorithm(reader, "quant_algo", name)
     _require_group(reader, whole)
-    groups = reader.nested("config_groups")
-    for key in reader.take("config_groups", dict, {}):
-        _require_group(groups.nested(key).nested("weights"), whole)
+    for group in _groups(reader):
+        weights = group.nested("weights")
+        _require_group(weights, whole)
+        _require_bits(weights, whole, f'"quant_algo" is {name}')
     return ModelOpt(whole, {}, unquantised)
 
 
+def _groups(reader: ConfigReader) -> list[ConfigReader]:
+    """The groups of compressed-tensors' scheme, which repeat what the algorithms say."""
+    groups = reader.nested("config_groups")
+    return [groups.nested(key) for key in reader.take("config_groups", dict, {})]
+
+
+def _require_bits(weights: ConfigReader, found: StoredForm, source: str) -> None:
+    """Raise CheckpointError if a group's settings contradict the algorithm.
+
+    Args:
+        source: where the algorithm is given, in words.
+    """
+    for key, value in (("num_bits", found.bits), ("type", "float")):
+        given = weights.take_any(key)
+        if given is not None and given != value:
+            raise weights.error(
+                key,
+                f"is {given!r}, but {source}, which means {value!r}; they contradict each other: "
+                "correct the one that does not describe the tensors",
+            )
+
+
 def _read_layers(reader: ConfigReader) -> dict[str, StoredForm]:
-    for key in ("config_groups", "group_size"):  # the table has the same information
-        reader.take_any(key)
-    layers, table = {}, reader.nested("quantized_layers")
+    reader.take_any("group_size")  # the table has it too
+    layers, algorithms, table = {}, {}, reader.nested("quantized_layers")
     named = reader.take("quantized_layers", dict)
     require_expressions(reader, "quantized_layers", named)
     for name in named:
         own = table.nested(name)
-        found = _algorithm(own, "quant_algo", own.take("quant_algo", str).upper())
+        algorithm = own.take("quant_algo", str).upper()
+        found = _algorithm(own, "quant_algo", algorithm)
         _require_group(own, found)
-        layers[bare(name)] = found
+        layers[bare(name)], algorithms[bare(name)] = found, algorithm
     if not layers:
         raise reader.error("quantized_layers", "names no module, which MIXED_PRECISION asks for")
+    for group in _groups(reader):
+        for name in read_list(group, "targets").entries:
+            if bare(name) in layers:
+                source = f'"quantized_layers" gives {name} {algorithms[bare(name)]}'
+                _require_bits(group.nested("weights"), layers[bare(name)], source)
     return layers
 
 
