@@ -41,6 +41,7 @@ from slipstream.models.loading import (
 from slipstream.models.precision import names_stored_form
 from slipstream.models.quantized.catalogue import read_quantization, require_format
 from slipstream.models.sharing import require_equal_shares
+from slipstream.models.tensor_check import require_tensors
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.vision.tower import ImageFamily
 from slipstream.runner.capability import (
@@ -91,7 +92,9 @@ def _build_engine(config: EngineConfig, progress_bar: ProgressBar, ranks: Ranks 
         require_rows(tokenizer, shape)
     device, why = choose_device(config.device)
     reasons.add("device", device, why)
-    if ranks is None:  # before processes are started
+    if ranks is None:  # before processes are started, and drafters are read
+        if config.load_format not in RANDOM_FORMATS:
+            require_tensors(checkpoint, shape)
         require_sharing(config, checkpoint, shape)
     ranks = ranks or start_ranks(config, device)
     try:

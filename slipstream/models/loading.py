@@ -44,6 +44,7 @@ from slipstream.models.quantized.source import (
 )
 from slipstream.models.safetensors_file import TensorEntry
 from slipstream.models.sharing import shared_unit, without_experts
+from slipstream.models.tensor_check import require_tensors
 from slipstream.models.twin import TwinSource, require_twin
 
 logger = logging.getLogger("slipstream")
@@ -157,6 +158,7 @@ def load_decoder(
         if stored is not None:
             random = RandomQuantizedSource(random, stored, _kept_formats(options))
         return _build(ops, config, random, options)
+    require_tensors(checkpoint, config)
     name = f"loading {checkpoint.path.name}"
     drafter_tensors = own_drafter_tensors(checkpoint.entries)  # only an MTP drafter reads them
     total = checkpoint.size_bytes - sum(checkpoint.entries[it].nbytes for it in drafter_tensors)

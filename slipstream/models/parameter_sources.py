@@ -144,10 +144,7 @@ class CheckpointSource:
     def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
         entry = self._checkpoint.entries.get(name)
         if entry is None:
-            raise CheckpointError(
-                f"{self._checkpoint.path} has no tensor {name}, which its config.json asks for "
-                f"with shape {list(shape)}"
-            )
+            raise self._no_tensor(name, shape)
         if len(shape) == 2 and len(entry.shape) == 3 and entry.shape[1] == 1:  # a convolution's
             entry = replace(entry, shape=(entry.shape[0], entry.shape[2]))
         if tuple(entry.shape) != shape:
@@ -157,6 +154,12 @@ class CheckpointSource:
             )
         self._unused.discard(name)
         return entry
+
+    def _no_tensor(self, name: str, shape: tuple[int, ...]) -> CheckpointError:
+        return CheckpointError(
+            f"{self._checkpoint.path} has no tensor {name}, which its config.json asks for with "
+            f"shape {list(shape)}"
+        )
 
 
 # endings of the names of scales

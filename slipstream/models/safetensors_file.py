@@ -110,7 +110,7 @@ def read_into(entry: TensorEntry, destination: Tensor, *, raw: bool = False) -> 
     """
     if not destination.is_contiguous():
         raise ValueError(f"the destination of {entry.name} must be contiguous")
-    _check_fits(entry, destination, raw)
+    check_fits(entry, destination, raw)
     flat = destination.detach().view(-1)
     with _opened(entry.file) as file:
         file.seek(entry.offset)
@@ -302,7 +302,8 @@ def check_layout(
         )
 
 
-def _check_fits(entry: TensorEntry, destination: Tensor, raw: bool) -> None:
+def check_fits(entry: TensorEntry, destination: Tensor, raw: bool = False) -> None:
+    """Raise CheckpointError unless a tensor can be read into `destination`; see `read_into`."""
     where = f"tensor {entry.name} in {entry.file}"
     if tuple(destination.shape) != entry.shape:
         raise CheckpointError(

@@ -179,6 +179,28 @@ def test_of_many_surplus_tensors_some_are_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (
+            4,
+            r"has no tensor model\.layers\.2\.input_layernorm\.weight, .* shape \[48\]; 21 more "
+            r"are missing \(model\.layers\.2\..*, model\.layers\.2\..*, \.\.\.\): it has tensors "
+            "of 2 layers, where num_hidden_layers asks for 4$",
+        ),
+        (1, r"does not use \(model\.layers\.1\..*: it has tensors of 2 layers, where .* for 1$"),
+    ],
+)
+def test_wrong_numbers_of_layers_are_found_in_the_headers(
+    layers: int, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without reading a number."""
+    configure(folder, num_hidden_layers=layers)
+    monkeypatch.setattr(parameter_sources, "read_into", None)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
     "name",
     [ATTENTION + "rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "lm_head.weight"],
 )

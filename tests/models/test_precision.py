@@ -130,8 +130,10 @@ def test_one_matrix_at_a_time_is_in_memory_unrounded(
     read, made, alive = CheckpointSource.matrix, [], []
 
     def spy(self: CheckpointSource, parts: Sequence[Part], columns: int) -> Tensor:
-        alive.append(sum(tensor() is not None for tensor in made))
         matrix = read(self, parts, columns)
+        if matrix.is_meta:  # of the comparison with the headers
+            return matrix
+        alive.append(sum(tensor() is not None for tensor in made))
         made.append(weakref.ref(matrix))
         return matrix
 

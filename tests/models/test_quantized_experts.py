@@ -16,6 +16,7 @@ from slipstream.layers.parameters import Share
 from slipstream.models.catalogue import read_decoder_config
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.loading import LoadOptions, decoder_bytes, load_decoder
+from slipstream.models.tensor_check import require_tensors
 from tests.float4_checkpoints import modelopt, mxfp4_numbers, packed_mxfp4, packed_nvfp4, quark
 from tests.models.expert_cases import mixture, of_glm, of_gpt_oss
 from tests.models.latent_cases import YARN, latent
@@ -147,6 +148,27 @@ def fused_mxfp4(folder: Path) -> Tensors:
     save_file(tensors, folder / "model.safetensors")
     edit_config(folder, quantization_config=MXFP4)
     return meant
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "int4", "fp8"])
+@pytest.mark.parametrize("more", [-1, 1])
+def test_wrong_numbers_of_layers_are_found_in_the_headers(
+    name: str, more: int, gpt_oss: Path, qwen3: Path, tmp_path: Path
+) -> None:
+    folder = copied(gpt_oss if name == "gpt-oss" else qwen3, tmp_path / "m")
+    if name == "gpt-oss":
+        fused_mxfp4(folder)
+    else:
+        quantised(folder, FORMATS[name], lambda it: "proj" in it, {})
+    config = read_decoder_config(Checkpoint(folder))
+    require_tensors(Checkpoint(folder), config)
+    number = len(config.layers)
+    edit_config(folder, num_hidden_layers=number + more, layer_types=None)
+    checkpoint = Checkpoint(folder)
+    beginning = rf"has no tensor model\.layers\.{number}\." if more > 0 else "does not use"
+    note = f"it has tensors of {number} layers?, where num_hidden_layers asks for {number + more}"
+    with pytest.raises(CheckpointError, match=f"{beginning}.*: {note}"):
+        require_tensors(checkpoint, read_decoder_config(checkpoint))
 
 
 def taken_apart(folder: Path) -> Tensors:

@@ -102,8 +102,8 @@ class QuantizedSource(CheckpointSource):
         unneeded = [
             name
             for name in self._unused
-            if name.endswith(_OF_CACHES)
-            or (name.removesuffix(_BIAS) in self._modules and self._is_zero(name))
+            if is_unneeded(name, self._modules)
+            and (not name.endswith(_BIAS) or self._is_zero(name))
         ]
         super().finish((*ignored, *unneeded))
 
@@ -163,7 +163,7 @@ class QuantizedSource(CheckpointSource):
         if found["weight"].dtype != torch.float8_e4m3fn or not (
             stacks and plain and _SCALE in found
         ):
-            raise self._unread(fused)
+            raise _unread(self._checkpoint, self._stored, fused)
         rows = sum(part.rows for part in parts) // fused.experts
         allocator = StackAllocator(fused.experts, self._device)
         experts = []
@@ -183,12 +183,6 @@ class QuantizedSource(CheckpointSource):
         self._unused.difference_update(names.values())
         return self._joined(experts, parts)
 
-    def _unread(self, fused: FusedExperts) -> CheckpointError:
-        return CheckpointError(
-            f"{self._checkpoint.path}: fused experts ({fused.name}) in {self._stored.description} "
-            "are not read; use a file with one tensor per expert"
-        )
-
     def _is_quantised(self, name: str) -> bool:
         entry = self._checkpoint.entries.get(name)
         return entry is None or entry.dtype not in WEIGHT_DTYPES
@@ -199,16 +193,7 @@ class QuantizedSource(CheckpointSource):
         name = part.name.removesuffix(_WEIGHT)
         entries = self._by_module.get(name, {})
         if not entries:
-            if isinstance(part.fused, FusedExperts):
-                beginning = part.fused.name
-                stacks = (it for it in self._checkpoint.entries if it.startswith(beginning))
-                if any(not it.endswith("_bias") for it in stacks):
-                    raise self._unread(part.fused)
-            also = "" if part.fused is None else f", nor {part.fused.name}"
-            raise CheckpointError(
-                f"{self._checkpoint.path} has no tensor {part.name}, nor one of its quantised "
-                f"form{also}, which its config.json asks for with shape {[part.rows, columns]}"
-            )
+            raise no_quantised_tensor(self._checkpoint, self._stored, part, columns)
         module = self._module(name, entries, allocator)
         weight = self._stored.read(module, part.tensor_rows, columns)
         self._modules.add(name)
@@ -267,6 +252,38 @@ class QuantizedSource(CheckpointSource):
         values = torch.empty(entry.shape, dtype=entry.dtype)
         read_into(entry, values, raw=True)
         return not bool(values.any())
+
+
+def is_unneeded(name: str, modules: Collection[str]) -> bool:
+    """Whether a tensor may be left unread: a scale of a cache, or a bias of one of these quantised
+    modules, if it is zero."""
+    return name.endswith(_OF_CACHES) or (
+        name.endswith(_BIAS) and name.removesuffix(_BIAS) in modules
+    )
+
+
+def no_quantised_tensor(
+    checkpoint: Checkpoint, stored: StoredQuantization, part: Part, columns: int
+) -> CheckpointError:
+    """The error for a part of a matrix that has no tensors."""
+    if isinstance(part.fused, FusedExperts):
+        stacks = (it for it in checkpoint.entries if it.startswith(part.fused.name))
+        if any(not it.endswith("_bias") for it in stacks):
+            return _unread(checkpoint, stored, part.fused)
+    also = "" if part.fused is None else f", nor {part.fused.name}"
+    return CheckpointError(
+        f"{checkpoint.path} has no tensor {part.name}, nor one of its quantised form{also}, which "
+        f"its config.json asks for with shape {[part.rows, columns]}"
+    )
+
+
+def _unread(
+    checkpoint: Checkpoint, stored: StoredQuantization, fused: FusedExperts
+) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.path}: fused experts ({fused.name}) in {stored.description} are not read; "
+        "use a file with one tensor per expert"
+    )
 
 
 def whole_numbers(weight: Weight, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
