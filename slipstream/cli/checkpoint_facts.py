@@ -66,6 +66,20 @@ class CheckpointFacts:
 
         return self.kind == LANGUAGE_MODEL
 
+    @property
+    def problem(self) -> str | None:
+        """The error with which loading would refuse the tensors of a language model, by their
+        headers; None: they fit its config, or there are none."""
+        from slipstream.models.tensor_check import require_tensors
+
+        if self.config is None or self.head is not None or not self.checkpoint.has_weights:
+            return None
+        try:
+            require_tensors(self.checkpoint, self.config)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
     def _experts(self) -> dict[str, Any] | None:
         """The experts and, for passes of some rows, how many of a layer are read (expected if every
         row chose independently) and the bytes of all matrices; None where no layer has experts."""
@@ -141,6 +155,7 @@ class CheckpointFacts:
             "has_chat_template": self.has_chat_template,
             **self._cache_sizes(),
             "kernels": kernel_backend(),
+            "problem": self.problem,
         }
 
     def _sizes(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.cli.checkpoint_facts import BLOCK_SIZE, CheckpointFacts, read_facts
+from slipstream.cli.checkpoint_facts import BLOCK_SIZE, read_facts
 from slipstream.cli.drafter_fit import Fit, check_fit
 from slipstream.cli.drafter_flags import AUTO, DrafterFlags, is_method
 from slipstream.cli.errors import FAILED
@@ -120,7 +120,8 @@ def inspect(
 
     Weights are loaded only if --costs asks for times: of the drafter (look-ups where none is given,
     demo/draft for the demo) and the engine that the other flags describe, for up to -k draft
-    tokens. With --target the exit code is 1 when it does not fit as a drafter.
+    tokens. The exit code is 1 if tensors of a language model do not fit its config.json, or, with
+    --target, if it does not fit as a drafter.
     """
     path, target = flags.path, flags.target
     if flags.costs and target is not None:
@@ -137,19 +138,19 @@ def inspect(
         return
     facts = read_facts(path)
     fit = None if target is None else check_fit(facts, read_facts(target))
+    document = facts.document()
     if flags.json:
-        document = facts.document()
         if fit is not None:
             document["drafter"] = {"target": target, **fit.document()}
         print(json.dumps(document, ensure_ascii=False, indent=2))
     else:
-        _show(stdout_console(), facts, fit, str(target))
-    if fit is not None and not fit.fits:
+        _show(stdout_console(), document, fit, str(target))
+    if document["problem"] is not None or (fit is not None and not fit.fits):
         raise typer.Exit(FAILED)
 
 
-def _show(console: Console, facts: CheckpointFacts, fit: Fit | None, target: str) -> None:
-    for name, value in _rows(facts.document()).items():
+def _show(console: Console, facts: dict[str, Any], fit: Fit | None, target: str) -> None:
+    for name, value in _rows(facts).items():
         console.print(Text.assemble((f"{name:17}", QUIET_STYLE), value), soft_wrap=True)
     if fit is None:
         return
@@ -181,6 +182,7 @@ def _rows(facts: dict[str, Any]) -> dict[str, str]:
         "dtype": "; ".join(filter(None, (facts["dtype"], facts["dtype_note"]))) or None,
         **_shape_rows(facts),
         "kernels": facts["kernels"],
+        "does not load": facts["problem"],
     }
     return {name: row for name, row in rows.items() if row is not None}
 

@@ -72,10 +72,38 @@ def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> Non
         "state_bytes_per_request": 0,
         "state_bytes_per_draft_token": 0,
         "kernels": document["kernels"],
+        "problem": None,
     }
     words = slipstream("inspect", tiny_target).out
     for part in ("Qwen3ForCausalLM", "512 bytes per token", "8.00 KiB per block of 16", "tied"):
         assert part in words
+
+
+def test_tensors_that_do_not_fit_are_told_from_their_headers(
+    slipstream: CommandLine, tmp_path: Path
+) -> None:
+    folder = write_qwen3(tmp_path / "model")
+    file = folder / "config.json"
+    content = json.loads(file.read_text())
+    for changes, problem in (
+        (
+            {"num_hidden_layers": 3},
+            "has no tensor model.layers.2.input_layernorm.weight, which its",
+        ),
+        (
+            {"num_hidden_layers": 1},
+            "it has tensors of 2 layers, where num_hidden_layers asks for 1",
+        ),
+        ({"intermediate_size": 81}, "has shape [80, 48], but its config.json asks for [81, 48]"),
+    ):
+        file.write_text(json.dumps({**content, **changes}))
+        ran = slipstream("inspect", str(folder), "--json")
+        assert ran.code == 1
+        assert problem in json.loads(ran.out)["problem"]
+        shown = slipstream("inspect", str(folder))
+        assert shown.code == 1
+        (line,) = [line for line in shown.out.splitlines() if line.startswith("does not load")]
+        assert problem in line
 
 
 def test_layers_with_a_window_keep_less(slipstream: CommandLine, tmp_path: Path) -> None:
