@@ -13,7 +13,7 @@ _NAMES = {"ttft": "TTFT", "tpot": "TPOT", "step": "step"}
 
 def joined(runs: Sequence[OfflineRun]) -> OfflineRun:
     """Several runs of one engine as one run."""
-    whole = OfflineRun()
+    whole = OfflineRun(adaptive=any(run.adaptive for run in runs))
     for run in runs:
         whole.latest |= run.latest
         whole.iterations += run.iterations

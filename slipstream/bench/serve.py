@@ -197,6 +197,8 @@ async def _measure(
     speculation = from_usage(run.records)
     if speculation is None and before is not None and after is not None:
         speculation = after.since(before)
+    if speculation is not None and plan.load.num_speculative_tokens is None:
+        speculation.adaptive = bool((model.speculative or {}).get("adaptive"))
     return ServeResult(model, run, speculation)
 
 

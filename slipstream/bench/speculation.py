@@ -30,9 +30,18 @@ class SpeculationCounts(RequestMetrics):
 
     Attributes:
         source: where the counts come from, in words.
+        adaptive: whether the engine chose in each step how much to draft (K auto).
     """
 
     source: str = ""
+    adaptive: bool = False
+
+    @property
+    def note(self) -> str | None:
+        """Why an engine with a drafter drafted nothing; None where it did, or has a fixed K."""
+        if self.num_drafts or not self.adaptive:
+            return None
+        return "none: K is auto, and no draft was expected to save time"
 
     @property
     def acceptance_rate(self) -> float:
@@ -120,9 +129,9 @@ def from_metrics(text: str) -> SpeculationCounts | None:
     return None
 
 
-def from_outputs(metrics: Iterable[RequestMetrics]) -> SpeculationCounts:
-    """Sum over the outputs of an engine in this process."""
-    total = SpeculationCounts(source="the engine")
+def from_outputs(metrics: Iterable[RequestMetrics], adaptive: bool) -> SpeculationCounts:
+    """Sum over the outputs of an engine in this process; `adaptive` as in `SpeculationCounts`."""
+    total = SpeculationCounts(source="the engine", adaptive=adaptive)
     for one in metrics:
         total.add(one)
     return total

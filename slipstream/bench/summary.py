@@ -110,6 +110,7 @@ def speculation_figures(counts: SpeculationCounts | None) -> dict[str, Any]:
         "spec_decode_steps_by_draft_tokens": counts.steps_by_draft_tokens,
         "spec_decode_estimated_speedup": counts.estimated_speedup,
         "spec_decode_refused_drafting_seconds": counts.seconds_refused,
+        "spec_decode_note": counts.note,
     }
 
 

@@ -68,7 +68,7 @@ def texts_table(compared: int, wrong: Sequence[str]) -> ReportTable:
 def speculation_rows(counts: SpeculationCounts) -> list[tuple[str, str]]:
     """Rows about drafts and their acceptance."""
     if not counts.num_drafts:
-        return [("drafts", "none")]
+        return [("drafts", counts.note or "none")]
     rows = [
         ("acceptance length (AL)", f"{counts.acceptance_length:.2f}"),
         ("acceptance rate", f"{counts.acceptance_rate:.1%}"),

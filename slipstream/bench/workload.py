@@ -79,6 +79,7 @@ class OfflineRun:
         iterations: seconds of each step, prompt chunks included.
         parts: seconds by PARTS.
         stopped: whether it was interrupted.
+        adaptive: see `SpeculationCounts`.
     """
 
     latest: dict[int, RequestOutput] = field(default_factory=dict)
@@ -86,6 +87,7 @@ class OfflineRun:
     parts: tuple[float, ...] = (0.0,) * len(PARTS)
     seconds: float = 0.0
     stopped: bool = False
+    adaptive: bool = False
 
     @property
     def outputs(self) -> list[RequestOutput]:
@@ -125,7 +127,7 @@ class OfflineRun:
 
     @property
     def speculation(self) -> SpeculationCounts:
-        return from_outputs([output.metrics for output in self.latest.values()])
+        return from_outputs([output.metrics for output in self.latest.values()], self.adaptive)
 
     def tpots_ms(self) -> list[float]:
         """Milliseconds per output token after the first, of each finished request."""
@@ -158,7 +160,7 @@ def run_offline(
 
     Raises GenerationError for an output that ended with an error.
     """
-    run = OfflineRun()
+    run = OfflineRun(adaptive=llm.engine.resolved.adaptive)
     clock = _Clock(llm)
     done = tokens = 0
     began = perf_counter()

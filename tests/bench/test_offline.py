@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.bench.datasets import BenchPrompt
+from slipstream.bench.offline import joined
 from slipstream.bench.pictures import sweep_figure
 from slipstream.bench.profile import GROUPS, group_of, read_trace
 from slipstream.bench.report import PageChart, write_page
@@ -35,9 +36,22 @@ def test_an_output_that_ended_with_an_error_ends_the_run() -> None:
         sample = CompletionOutput(0, "", [], None, None, [], "error", "not finite")
         yield RequestOutput("0", "x", [1], None, [sample], True, RequestMetrics())
 
-    llm: Any = SimpleNamespace(metrics=EngineMetrics(), stream=stream)
+    engine = SimpleNamespace(resolved=SimpleNamespace(adaptive=False))
+    llm: Any = SimpleNamespace(metrics=EngineMetrics(), stream=stream, engine=engine)
     with pytest.raises(GenerationError, match="not finite"):
         run_offline(llm, Workload([BenchPrompt(id="a", text="x")], SamplingParams()))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_run_knows_whether_drafts_were_chosen_step_by_step(adaptive: bool) -> None:
+    def stream(*_: Any) -> Iterator[RequestOutput]:
+        sample = CompletionOutput(0, "x", [5], None, None, [], "length", None)
+        yield RequestOutput("0", "x", [1], None, [sample], True, RequestMetrics())
+
+    engine = SimpleNamespace(resolved=SimpleNamespace(adaptive=adaptive))
+    llm: Any = SimpleNamespace(metrics=EngineMetrics(), stream=stream, engine=engine)
+    run = run_offline(llm, Workload([BenchPrompt(id="a", text="x")], SamplingParams()))
+    assert (joined([run, run]).speculation.note is not None) == adaptive
 
 
 def test_ops_count_their_own_time_in_the_range_that_they_lie_in() -> None:

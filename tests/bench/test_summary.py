@@ -244,6 +244,19 @@ def test_nothing_drafted_is_an_acceptance_length_of_one() -> None:
     assert (none.acceptance_length, none.acceptance_rate, none.without_drafts) == (1.0, 0.0, 1.0)
 
 
+def test_of_auto_that_drafts_nothing_the_reason_is_told() -> None:
+    note = "none: K is auto, and no draft was expected to save time"
+    for counts, expected in (
+        (SpeculationCounts(num_steps=9, source="x", adaptive=True), note),
+        (SpeculationCounts(num_steps=9, source="x"), None),
+        (SpeculationCounts(3, 6, 2, [2], source="x", adaptive=True), None),
+    ):
+        summary = summarise(run(FIRST), counts, SummaryOptions())
+        assert summary["spec_decode_note"] == expected
+        if not counts.num_drafts:
+            assert dict(speculation_rows(counts)) == {"drafts": expected or "none"}
+
+
 def test_of_many_numbers_of_draft_tokens_the_frequent_ones_are_shown() -> None:
     shown = by_draft_tokens([0, *[1] * 20, 79])
     assert shown.startswith("mean ")

@@ -143,7 +143,14 @@ def test_a_peer_is_asked_for_nothing_of_ours_and_its_counters_are_read(
     assert "does not report the number of tokens per chunk" in " ".join(ran.out.split())
     script.pages.clear()
     script.model = {**OURS, "speculative": {**OURS["speculative"], "adaptive": True}}
-    assert "drafter: demo/draft, K = auto, up to 4" in bench(*line).out
+    script.pages[:] = [COUNTERS.format(p="slipstream:", d=4, n=8, a=3)] * 2  # none in the load
+    script.events = lambda body: told({**body, "return_speculation": False})
+    ran = bench(*line)
+    assert "drafter: demo/draft, K = auto, up to 4" in ran.out
+    note = json.loads(figures.read_text())["spec_decode_note"]
+    assert note == "none: K is auto, and no draft was expected to save time"
+    assert note in " ".join(ran.out.split())
+    script.pages.clear()
     script.model = {"id": "fake"}
     ran = bench(*line)
     assert json.loads(figures.read_text())["spec_decode_source"] == "not reported"
