@@ -95,7 +95,7 @@ def decoder_config(reader: ConfigReader) -> DecoderConfig:
     try:
         return read(reader, architecture)
     except InvalidSizesError as error:
-        raise CheckpointError(f"{reader.file}: {error}") from error
+        raise CheckpointError(f"{reader.file}: {reader.named(str(error))}") from error
 
 
 def _architecture(reader: ConfigReader) -> str:

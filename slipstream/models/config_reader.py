@@ -12,6 +12,14 @@ from slipstream.core.errors import CheckpointError, UsageError
 T = TypeVar("T")
 
 
+# Names that some families have for keys whose values are checked under their usual names.
+_OTHER_NAMES: Final = {
+    "num_experts": ("num_local_experts", "n_routed_experts"),
+    "num_experts_per_tok": ("experts_per_token", "top_k_experts"),
+    "moe_intermediate_size": ("intermediate_size",),
+}
+
+
 class _Required:
     """Marks a key without a default."""
 
@@ -164,6 +172,14 @@ class ConfigReader:
                 f"is unknown (value {_shown(value)}) and might change what the model computes; if "
                 f"it does not, remove it from the file (or from hf_overrides)",
             )
+
+    def named(self, text: str) -> str:
+        """A text about keys in quotes, with the names that this config has for them."""
+        for key, others in _OTHER_NAMES.items():
+            own = next((it for it in others if it in self._config), key)
+            if key not in self._config:
+                text = text.replace(f'"{key}"', f'"{own}"')
+        return text
 
     def error(self, key: str, what: str) -> CheckpointError:
         """An error about `key`; its message is the file, the key, then `what`."""

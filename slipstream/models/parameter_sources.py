@@ -11,6 +11,7 @@ from slipstream.core.errors import CheckpointError
 from slipstream.layers.parameters import ROWS, WHOLE, Fused, FusedExperts, Part, Share
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.safetensors_file import TensorEntry, read_into
+from slipstream.models.wrappers import stored_name
 
 Progress = Callable[[int], None]  # called with the number of bytes just read
 
@@ -68,7 +69,9 @@ class CheckpointSource:
             ignored: tensors that need not be read, such as a tied head.
         """
         surplus = sorted(
-            name for name in self._unused if name not in ignored and not name.endswith(_DERIVED)
+            self._checkpoint.entries[name].name
+            for name in self._unused
+            if name not in ignored and not name.endswith(_DERIVED)
         )
         if surplus:
             more = f" and {len(surplus) - 3} more" if len(surplus) > 3 else ""
@@ -149,17 +152,20 @@ class CheckpointSource:
             entry = replace(entry, shape=(entry.shape[0], entry.shape[2]))
         if tuple(entry.shape) != shape:
             raise CheckpointError(
-                f"tensor {name} in {self._checkpoint.path} has shape {list(entry.shape)}, but its "
-                f"config.json asks for {list(shape)}"
+                f"tensor {entry.name} in {self._checkpoint.path} has shape {list(entry.shape)}, "
+                f"but its config.json asks for {list(shape)}"
             )
         self._unused.discard(name)
         return entry
 
     def _no_tensor(self, name: str, shape: tuple[int, ...]) -> CheckpointError:
         return CheckpointError(
-            f"{self._checkpoint.path} has no tensor {name}, which its config.json asks for with "
-            f"shape {list(shape)}"
+            f"{self._checkpoint.path} has no tensor {self._stored_name(name)}, which its "
+            f"config.json asks for with shape {list(shape)}"
         )
+
+    def _stored_name(self, name: str) -> str:
+        return stored_name(name, [it.name for it in self._checkpoint.entries.values()])
 
 
 # endings of the names of scales

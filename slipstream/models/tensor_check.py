@@ -62,10 +62,12 @@ class _Headers(CheckpointSource):
         self._by_module: dict[str, list[str]] = {}
         for name in checkpoint.entries:
             self._by_module.setdefault(name.rpartition(".")[0], []).append(name)
+        self._last_names = {name.rpartition(".")[2] for name in checkpoint.entries}
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
         if self._first_error is not None:
-            count, named = len(self._missing) - 1, ", ".join([*self._missing][1:_NAMED])
+            count, others = len(self._missing) - 1, [*self._missing][1:_NAMED]
+            named = ", ".join(self._stored_name(name) for name in others)
             more = ", ..." if len(self._missing) > _NAMED else ""
             rest = f"; {count} more are missing ({named}{more})" if count else ""
             raise CheckpointError(f"{self._first_error}{rest}")
@@ -74,6 +76,11 @@ class _Headers(CheckpointSource):
 
     def _fill(self, parts: Sequence[Part], tail: tuple[int, ...]) -> Tensor:
         fused = parts[0].fused
+        if isinstance(fused, FusedExperts) and (stack := self._missing_stack(fused, parts[0])):
+            self._entry(
+                stack, (fused.experts, sum(it.rows for it in parts) // fused.experts, *tail)
+            )
+            return self._empty((sum(part.rows for part in parts), *tail))
         if self._stored is None or not tail or (fused is not None and self._is_float(fused.name)):
             return super()._fill(parts, tail)
         if fused is None or not self._take(fused.name, isinstance(fused, FusedExperts)):
@@ -86,6 +93,18 @@ class _Headers(CheckpointSource):
                         self._checkpoint, self._stored, part, tail[0]
                     )
         return self._empty((sum(part.rows for part in parts), *tail))
+
+    def _missing_stack(self, fused: FusedExperts, part: Part) -> str | None:
+        """The tensor of all experts that a layer lacks; None: it has it, or it has `part` of one
+        expert, or no layer has its experts in one tensor."""
+        experts, _, last = fused.name.rpartition(".")
+        beside = (name.rpartition(".")[2] for name in self._by_module.get(experts, ()))
+        packed = () if self._stored is None else self._stored.fused_endings
+        endings = [last, *(f"{last}_{ending}" for ending in packed)]
+        names = [it for it in endings if it in self._last_names]
+        if part.name.rpartition(".")[0] in self._by_module or not names or {*endings} & {*beside}:
+            return None
+        return f"{experts}.{names[0]}"
 
     def _is_float(self, name: str) -> bool:
         entry = self._checkpoint.entries.get(name)

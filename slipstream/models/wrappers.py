@@ -67,3 +67,12 @@ def text_names(names: Iterable[str], wrapped: bool = False) -> dict[str, str]:
         if prefix or not name.removeprefix("model.").startswith(_NOT_LANGUAGE):
             found[name] = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
     return found
+
+
+def stored_name(name: str, stored: Iterable[str]) -> str:
+    """How a checkpoint with these stored names calls the tensor with this canonical name."""
+    stored = list(stored)
+    for prefix, short in _PREFIXES.items():
+        if name.startswith(short) and any(it.startswith(prefix) for it in stored):
+            return prefix + name.removeprefix(short)
+    return name

@@ -573,11 +573,21 @@ def test_a_config_of_absurdly_many_layers_or_positions_is_refused_at_once(
         read_decoder_config(tiny("LlamaForCausalLM", **{key: 1_000_000_000}))
 
 
-def test_a_config_of_absurdly_many_experts_is_refused_at_once() -> None:
-    with pytest.raises(
-        CheckpointError, match='"num_experts" is 1000000000, but at most 65536 work'
-    ):
-        read_decoder_config(tiny("MixtralForCausalLM", num_local_experts=1_000_000_000))
+@pytest.mark.parametrize(
+    ("architecture", "key", "value", "message"),
+    [
+        ("MixtralForCausalLM", "num_local_experts", 10**9, "is 1000000000, but at most 65536 work"),
+        ("MixtralForCausalLM", "num_local_experts", 0, "must be above 0"),
+        ("GptOssForCausalLM", "num_local_experts", -3, "must be above 0, not -3"),
+        ("Glm4MoeForCausalLM", "n_routed_experts", 10**9, "is 1000000000, but at most 65536"),
+        ("Qwen3MoeForCausalLM", "num_experts", 0, "must be above 0"),
+    ],
+)
+def test_numbers_of_experts_are_refused_at_once_by_the_key_that_the_config_has(
+    architecture: str, key: str, value: int, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f'"{key}" {message}'):
+        read_decoder_config(tiny(architecture, **{key: value}))
 
 
 def test_matrices_with_more_bytes_than_torch_counts_are_refused() -> None:

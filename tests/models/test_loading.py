@@ -106,6 +106,22 @@ def test_a_missing_tensor_is_named_with_its_shape(folder: Path, name: str, shape
     assert shape in str(caught.value)
 
 
+def test_tensors_of_multimodal_models_are_named_as_they_are_stored(folder: Path) -> None:
+    whole = {
+        name.replace("model.", "model.language_model."): it for name, it in stored(folder).items()
+    }
+    name = QUERY.replace("model.", "model.language_model.")
+    left = {other: it for other, it in whole.items() if other != name}
+    for tensors, message in (
+        (left, f"has no tensor {name}, which"),
+        ({**whole, name: torch.zeros(3)}, f"tensor {name} in {folder} has shape"),
+        ({**whole, f"{name}s": torch.zeros(3)}, rf"does not use \({name}s\)"),
+    ):
+        store(folder, tensors)
+        with pytest.raises(CheckpointError, match=message):
+            load(folder)
+
+
 def test_an_untied_head_must_be_there(folder: Path) -> None:
     configure(folder, tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"no tensor lm_head\.weight.*\[96, 48\]"):

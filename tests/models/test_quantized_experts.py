@@ -171,6 +171,25 @@ def test_wrong_numbers_of_layers_are_found_in_the_headers(
         require_tensors(checkpoint, read_decoder_config(checkpoint))
 
 
+def test_messages_name_what_the_file_has(gpt_oss: Path, tmp_path: Path) -> None:
+    """Not single experts where others are stacked, nor blocks of modules that have none."""
+    folder = copied(gpt_oss, tmp_path / "m")
+    fused_mxfp4(folder)
+    number = len(read_decoder_config(Checkpoint(folder)).layers)
+    layer = f"model.layers.{number - 1}.mlp"
+    whole = load_file(folder / "model.safetensors")
+    router = {f"{layer}.router.weight": torch.ones(4, 4, dtype=torch.uint8)}
+    alone = [f"{layer}.experts.gate_up_proj_{ending}" for ending in ("blocks", "scales")]
+    for tensors, message in (
+        ({n: t for n, t in whole.items() if n not in alone}, "experts.gate_up_proj_blocks, which"),
+        ({n: t for n, t in whole.items() if n not in router}, r"router\.weight, nor one of its"),
+        ({**whole, **router}, r"router\.weight in a dtype that is not read: .* experts alone"),
+    ):
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            load(folder)
+
+
 def taken_apart(folder: Path) -> Tensors:
     """gpt-oss's fused experts under the names of single ones; the fused ones leave the file."""
     tensors, alone = load_file(folder / "model.safetensors"), Tensors()

@@ -33,6 +33,14 @@ class Mxfp4Experts(OneForm):
     def rounding(self, module: str) -> Rounding | None:
         return super().rounding(module) if _EXPERTS in module else None
 
+    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
+        if _EXPERTS not in module.name:
+            raise module.error(
+                f"holds {module.name}.weight in a dtype that is not read: its quantization_config "
+                "(mxfp4) is about experts alone, and all else must be floats"
+            )
+        return super().read(module, rows, columns)
+
     def read_fused(
         self, module: StoredModule, experts: int, rows: int, columns: int, turns: int
     ) -> Weight:

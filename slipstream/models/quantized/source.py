@@ -16,6 +16,7 @@ from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.parameter_sources import CheckpointSource, Progress, TensorSource
 from slipstream.models.quantized.module import StackAllocator, StoredModule, StoredQuantization
 from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_into
+from slipstream.models.wrappers import stored_name
 
 logger = logging.getLogger("slipstream")
 
@@ -270,9 +271,11 @@ def no_quantised_tensor(
         stacks = (it for it in checkpoint.entries if it.startswith(part.fused.name))
         if any(not it.endswith("_bias") for it in stacks):
             return _unread(checkpoint, stored, part.fused)
-    also = "" if part.fused is None else f", nor {part.fused.name}"
+    stored_names = [it.name for it in checkpoint.entries.values()]
+    also = "" if part.fused is None else f", nor {stored_name(part.fused.name, stored_names)}"
+    name = stored_name(part.name, stored_names)
     return CheckpointError(
-        f"{checkpoint.path} has no tensor {part.name}, nor one of its quantised form{also}, which "
+        f"{checkpoint.path} has no tensor {name}, nor one of its quantised form{also}, which "
         f"its config.json asks for with shape {[part.rows, columns]}"
     )
 
