@@ -327,7 +327,7 @@ def test_rows_do_not_depend_on_their_number(form: str) -> None:
 
 @pytest.mark.skipif(not ON_GPU, reason="fragments are for the tensor cores of a GPU")
 @pytest.mark.parametrize("form", ["blocks", "mxfp4", "nvfp4", *INTEGERS])
-def test_two_tiles_of_weights_in_a_program(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_and_cards_change_no_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = packed(weight(320, 640, FORMATS[form], HALF, 1))
     parts = on_device(mixture(128, 128, HALF, form))
     x, rows = randn(150, 640, dtype=HALF).to(DEVICE), randn(70, 128, dtype=HALF).to(DEVICE)
@@ -336,13 +336,18 @@ def test_two_tiles_of_weights_in_a_program(form: str, monkeypatch: pytest.Monkey
     def outputs() -> list[Tensor]:
         gated, _ = TRITON.norm_gated_linear(x[:61], None, norm, made, None)
         mixed, _ = TRITON.experts(rows, None, parts)
-        return [*(whole(TRITON.linear(x[:n], made, None)) for n in (33, 64, 126)), gated, mixed]
+        few, many = (9, 33, 64), (126, 150)
+        return [*(whole(TRITON.linear(x[:n], made, None)) for n in few + many), gated, mixed]
 
     monkeypatch.setattr(grouped, "MANY_PROGRAMS", 1 << 30)
-    single = outputs()
+    expected = outputs()
     monkeypatch.setattr(grouped, "MANY_PROGRAMS", 0)
-    for one, two in zip(single, outputs(), strict=True):
+    with_two_tiles = outputs()
+    other = grouped.Card(multiprocessors=82, memory=93 * 1024, is_hopper=False)
+    monkeypatch.setattr(grouped, "card_of", lambda device: other)
+    for one, two, three in zip(expected, with_two_tiles, outputs(), strict=True):
         assert torch.equal(one, two)
+        assert torch.equal(one, three)
 
 
 @pytest.mark.parametrize("form", ["blocks", "mxfp4", "nvfp4", *INTEGERS])

@@ -1,5 +1,7 @@
 """Which device is taken, and what it must be able to do."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -136,6 +138,22 @@ def test_newer_cards_lack_only_what_is_hoppers(
         require_quantization(CUDA, "q", quantization)
     assert matmul.is_hopper.__wrapped__(CUDA) == (capability[0] == 9)
     assert launch.overlaps.__wrapped__(CUDA) == (capability[0] >= 9)
+
+
+@pytest.mark.parametrize(
+    ("kibibytes", "stages", "others", "expected"),
+    [(228, 4, 0, 4), (100, 4, 0, 4), (100, 6, 0, 4), (100, 4, 40, 2), (100, 4, 90, 1)],
+)
+def test_loops_have_the_stages_that_fit_into_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, kibibytes: int, stages: int, others: int, expected: int
+) -> None:
+    pytest.importorskip("triton", reason="it is there for Linux only")
+    from slipstream.kernels.triton import launch
+
+    found = SimpleNamespace(shared_memory_per_multiprocessor=kibibytes * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(launch, "shared_memory", launch.shared_memory.__wrapped__)
+    assert launch.fitting_stages(CUDA, stages, 32 * 1024, others * 1024) == expected
 
 
 def test_caches_of_e4m3_need_what_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,13 @@ from slipstream.kernels.triton.attention_shapes import (
     tree_of,
 )
 from slipstream.kernels.triton.attention_short_kernels import short_kernel
-from slipstream.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, options
+from slipstream.kernels.triton.launch import (
+    cdiv,
+    empty_rows,
+    fitting_stages,
+    next_power_of_2,
+    options,
+)
 from slipstream.kernels.triton.rope import pages_of, rotate_and_store
 
 COMBINING = 1024  # programs of the combine kernel, about
@@ -267,17 +273,22 @@ def _built(
     layer: AttentionShape, cache: tuple[Tensor, Tensor], tiles: AttentionTiles
 ) -> dict[str, Any]:
     """The compile-time arguments and compiler options that both kernels share."""
+    keys, itemsize = cache[0], max(2, cache[0].itemsize)
+    pages, rows = tiles.tokens * layer.block_d, tiles.lines * layer.block_d
+    stages = fitting_stages(
+        keys.device, tiles.stages, tile=2 * pages * keys.itemsize, others=2 * rows * itemsize
+    )
     built = {
         "kv_heads": layer.kv_heads,
         "groups": layer.groups,
         "head_dim": layer.head_dim,
-        "stored_dim": cache[0].shape[3],
-        "block_size": cache[0].shape[1],
+        "stored_dim": keys.shape[3],
+        "block_size": keys.shape[1],
         "block_m": tiles.lines,
         "block_n": tiles.tokens,
         "block_d": layer.block_d,
         "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
+        "num_stages": stages,
     }
     if tiles.registers is not None:
         built["maxnreg"] = tiles.registers

@@ -1,4 +1,7 @@
-"""Dequantizes weights of four and eight bits to bfloat16 in registers, for Hopper's tensor cores.
+"""Dequantizes weights of four and eight bits to bfloat16 in registers, for the tensor cores.
+
+Products are written as sums with -0, which change no bit and cost nothing more: before Hopper there
+is `fma.rn.bf16x2` and no `mul.rn.bf16x2`.
 
 The layouts describe where weights and scales are in shared memory (`fragments.py`), and in the
 registers of the threads that need them.
@@ -21,18 +24,18 @@ FLOAT8 = gl.constexpr(fragments.FLOAT8)
 # first and last 16 columns otherwise. A register with two equal halves costs nothing here: the
 # product takes either half of a register for both.
 _UNPACK_E2M1 = """{
-.reg .b32 a, r, s, t, u, v; .reg .b16 l, h;
+.reg .b32 a, r, s, t, u, v, z; .reg .b16 l, h; mov.b32 z, 0x80008000;
 mov.b32 {l, h}, $10; mov.b32 s, {l, l}; mov.b32 t, {h, h};
 mov.b32 {l, h}, $14; mov.b32 u, {l, l}; mov.b32 v, {h, h};
-and.b32 a, $8, PAIR; mul.rn.bf16x2 $0, a, s;
-and.b32 a, $9, PAIR; mul.rn.bf16x2 $2, a, SECOND;
-shl.b32 a, $8, 6; and.b32 a, a, PAIR; mul.rn.bf16x2 $1, a, s;
-shl.b32 a, $9, 6; and.b32 a, a, PAIR; mul.rn.bf16x2 $3, a, SECOND;
-shf.l.wrap.b32 a, $8, $8, 10; and.b32 a, a, PAIR; mul.rn.bf16x2 $4, a, FIRST;
-shf.l.wrap.b32 a, $9, $9, 10; and.b32 a, a, PAIR; mul.rn.bf16x2 $6, a, v;
+and.b32 a, $8, PAIR; fma.rn.bf16x2 $0, a, s, z;
+and.b32 a, $9, PAIR; fma.rn.bf16x2 $2, a, SECOND, z;
+shl.b32 a, $8, 6; and.b32 a, a, PAIR; fma.rn.bf16x2 $1, a, s, z;
+shl.b32 a, $9, 6; and.b32 a, a, PAIR; fma.rn.bf16x2 $3, a, SECOND, z;
+shf.l.wrap.b32 a, $8, $8, 10; and.b32 a, a, PAIR; fma.rn.bf16x2 $4, a, FIRST, z;
+shf.l.wrap.b32 a, $9, $9, 10; and.b32 a, a, PAIR; fma.rn.bf16x2 $6, a, v, z;
 shl.b32 r, $9, 2; lop3.b32 r, $8, r, CHOSEN, 0xE4;
-shl.b32 a, r, 2; and.b32 a, a, PAIR; mul.rn.bf16x2 $5, a, FIRST;
-shf.l.wrap.b32 a, r, r, 12; and.b32 a, a, PAIR; mul.rn.bf16x2 $7, a, v;
+shl.b32 a, r, 2; and.b32 a, a, PAIR; fma.rn.bf16x2 $5, a, FIRST, z;
+shf.l.wrap.b32 a, r, r, 12; and.b32 a, a, PAIR; fma.rn.bf16x2 $7, a, v, z;
 }""".replace("PAIR", hex(fragments.E2M1_PAIR)).replace("CHOSEN", hex(fragments.E2M1_CHOSEN))
 _UNPACK_MXFP4 = gl.constexpr(_UNPACK_E2M1.replace("SECOND", "v").replace("FIRST", "s"))
 _UNPACK_NVFP4 = gl.constexpr(_UNPACK_E2M1.replace("SECOND", "u").replace("FIRST", "t"))
@@ -42,7 +45,8 @@ _UNPACK_NVFP4 = gl.constexpr(_UNPACK_E2M1.replace("SECOND", "u").replace("FIRST"
 # multiplies by the scale with one rounding. The result is 2 ** -7 times the weight, which
 # `lift_back` or `row_scales` correct.
 _UNPACK_INT4 = gl.constexpr("""{
-.reg .b32 a, b, s; mov.b32 s, 0x3D803D80; mul.rn.bf16x2 s, s, $5; shr.u32 b, $4, 8;
+.reg .b32 a, b, s, z; mov.b32 z, 0x80008000; mov.b32 s, 0x3D803D80;
+fma.rn.bf16x2 s, s, $5, z; shr.u32 b, $4, 8;
 and.b32 a, $4, 0x000F000F; fma.rn.bf16x2 $0, a, $5, $9;
 and.b32 a, $4, 0x00F000F0; fma.rn.bf16x2 $1, a, s, $9;
 and.b32 a, b, 0x000F000F; fma.rn.bf16x2 $2, a, $5, $9;
@@ -56,31 +60,31 @@ shr.u32 a, $2, 8; and.b32 a, a, 0x00FF00FF; fma.rn.bf16x2 $1, a, s, m;
 # Sign, exponent and mantissa of e4m3 are shifted to their places in a bfloat16, whose value is then
 # 2 ** -120 times the number.
 _UNPACK_FLOAT8 = gl.constexpr("""{
-.reg .b32 a, w, s; mov.b32 s, 0x7B807B80; shl.b32 w, $2, 8;
+.reg .b32 a, w, s, z; mov.b32 z, 0x80008000; mov.b32 s, 0x7B807B80; shl.b32 w, $2, 8;
 shr.u32 a, w, 4; and.b32 a, a, 0x07F007F0; and.b32 w, w, 0x80008000; or.b32 a, a, w;
-mul.rn.bf16x2 $0, a, s;
+fma.rn.bf16x2 $0, a, s, z;
 shr.u32 a, $2, 4; and.b32 a, a, 0x07F007F0; and.b32 w, $2, 0x80008000; or.b32 a, a, w;
-mul.rn.bf16x2 $1, a, s;
+fma.rn.bf16x2 $1, a, s, z;
 }""")
 # With zero points: (128 + integer) - (128 + zero point) is exact in bfloat16, and only the product
 # with the scale is rounded.
 _UNPACK_ZEROS = gl.constexpr("""{
-.reg .b32 a, b;
+.reg .b32 a, b, m, z; mov.b32 m, 0xBF80BF80; mov.b32 z, 0x80008000;
 lop3.b32 a, $4, 0x000F000F, 0x43004300, 0xEA;
-sub.rn.bf16x2 a, a, $9; mul.rn.bf16x2 $0, a, $5;
+fma.rn.bf16x2 a, $9, m, a; fma.rn.bf16x2 $0, a, $5, z;
 shr.u32 b, $4, 4; lop3.b32 a, b, 0x000F000F, 0x43004300, 0xEA;
-sub.rn.bf16x2 a, a, $9; mul.rn.bf16x2 $1, a, $5;
+fma.rn.bf16x2 a, $9, m, a; fma.rn.bf16x2 $1, a, $5, z;
 shr.u32 b, $4, 8; lop3.b32 a, b, 0x000F000F, 0x43004300, 0xEA;
-sub.rn.bf16x2 a, a, $9; mul.rn.bf16x2 $2, a, $5;
+fma.rn.bf16x2 a, $9, m, a; fma.rn.bf16x2 $2, a, $5, z;
 shr.u32 b, $4, 12; lop3.b32 a, b, 0x000F000F, 0x43004300, 0xEA;
-sub.rn.bf16x2 a, a, $9; mul.rn.bf16x2 $3, a, $5;
+fma.rn.bf16x2 a, $9, m, a; fma.rn.bf16x2 $3, a, $5, z;
 }""")
 # One 16-bit half of a word, repeated in both halves.
 _REPEAT_HALF = gl.constexpr("prmt.b32 $0, $1, 0, $2;")
 # A scale s in half a word -> (s * 2 ** 126, -8 * s * 2 ** -7), each repeated in both halves.
 _INT4_FACTORS = gl.constexpr("""{
-.reg .b32 a, s, m; prmt.b32 a, $2, 0, $3;
-mov.b32 s, 0x7E807E80; mul.rn.bf16x2 $0, a, s; mov.b32 m, 0xBD80BD80; mul.rn.bf16x2 $1, a, m;
+.reg .b32 a, s, m, z; mov.b32 z, 0x80008000; prmt.b32 a, $2, 0, $3;
+mov.b32 s, 0x7E807E80; fma.rn.bf16x2 $0, a, s, z; mov.b32 m, 0xBD80BD80; fma.rn.bf16x2 $1, a, m, z;
 }""")
 # Two bytes of a word -> two bfloat16 with the bits (byte << shift) + lift.
 _SCALES_OF_BYTES = gl.constexpr("{ .reg .b32 a; prmt.b32 a, $1, 0, $2; mad.lo.u32 $0, a, $3, $4; }")

@@ -1,10 +1,11 @@
-"""Weights of four and eight bits in the order of the operands of Hopper's tensor cores.
+"""Weights of four and eight bits in the order of the tensor cores' operands.
 
 A fragment is 16 rows by 64 columns of 4-bit numbers, or by 32 columns of 8-bit numbers. Thread
 4 g + t of a warp holds two words (of four bytes) of row g and two of row g + 8. A word of 4-bit
 numbers covers 32 columns: the thread has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of the first 16
-and of the next 16, as in the first operand of `warpgroup_mma`. A word of 8-bit numbers covers 16
-columns. The bits in a word are arranged so that few shifts turn pairs of numbers into bfloat16.
+and of the next 16, as in the first operand of `mma.sync` and `wgmma`. A word of 8-bit numbers
+covers 16 columns. The bits in a word are arranged so that few shifts turn pairs of numbers into
+bfloat16.
 
 The fragments of a group of 32 rows are contiguous. So are their scales, in words of four bytes with
 the scales of 16 rows next to each other; those of FLOAT8 are a plain matrix. If K is no multiple of

@@ -1,6 +1,8 @@
 """Launches the grouped products (`grouped_kernels.py`, `grouped_stream_kernels.py`)."""
 
+import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -48,7 +50,7 @@ FEW_PROGRAMS = 256  # with fewer programs a sum over K is split, where that is a
 MANY_PROGRAMS = 400  # from so many on, two tiles of weights may share a program
 SHORTEST = 1024  # fewest columns of a part of a split sum
 EARLY_PAIRS = 8  # up to so many unsorted pairs, weights are loaded before the rows are ready
-MEMORY = 221 * 1024  # bytes of shared memory of a multiprocessor, for tiles in flight
+OTHER_MEMORY = 7 * 1024  # bytes of shared memory of a multiprocessor that tiles leave to others
 
 
 _FRAGMENTS: Final[Mapping[type[Weight], Callable[[Any], Fragments | None]]] = {
@@ -66,7 +68,23 @@ def pack(weight: Weight) -> Weight:
     if make is None or grouped_stream_kernel is None or not fits(weight):
         return weight
     values: Tensor = weight.values  # type: ignore[attr-defined]
-    return (is_hopper(values.device) and make(weight)) or weight
+    return (values.is_cuda and make(weight)) or weight
+
+
+@dataclass(frozen=True)
+class Card:
+    """What decides about tiles. `memory`: bytes of shared memory of a multiprocessor for them."""
+
+    multiprocessors: int
+    memory: int
+    is_hopper: bool
+
+
+@functools.cache
+def card_of(device: torch.device) -> Card:
+    found = torch.cuda.get_device_properties(device)
+    memory = found.shared_memory_per_multiprocessor - OTHER_MEMORY
+    return Card(found.multi_processor_count, memory, is_hopper(device))
 
 
 def stream_multiply(
@@ -106,9 +124,10 @@ def stream_multiply(
     columns, words, span = parts.fragment_columns, 0, 1
     if parts.scales is not None and parts.coding != FLOAT8:
         words, span = parts.scales.shape[1], max(1, parts.group // columns)
-    high, chunks, stages = _stream_tiles(count, columns, words, tiles * splits * busy)
-    x_tiles = None
-    if count > 8 and choice is None and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+    card = card_of(out.device)
+    high, chunks, stages = _stream_tiles(count, columns, words, tiles * splits * busy, card)
+    x_tiles, by_tma = None, card.is_hopper and count > 8 and choice is None
+    if by_tma and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
         tile = [count, columns * chunks]
         x_tiles = TensorDescriptor(x, list(x.shape), list(x.stride()), tile, HALVES.value)
     elif x.stride(0) % 16 or x.data_ptr() % 16:
@@ -124,7 +143,7 @@ def stream_multiply(
         late=choice is None or (scatters and pairs <= EARLY_PAIRS), words=words, span=span,
         shift=parts.shift, gated=GATES[gated], limit=clamp.limit if clamp else None,
         alpha=clamp.alpha if clamp else None, count=count, chunks=chunks, stages=stages,
-        high=high, num_warps=4, **launch.options(out.device),
+        high=high, wgmma=card.is_hopper, num_warps=4, **launch.options(out.device),
     )  # fmt: skip
 
 
@@ -138,24 +157,27 @@ def splits_of(width: int, depth: int) -> tuple[int, int]:
     return cdiv(depth, part), part
 
 
-def _stream_tiles(count: int, columns: int, words: int, programs: float) -> tuple[int, int, int]:
+def _stream_tiles(
+    count: int, columns: int, words: int, programs: float, card: Card
+) -> tuple[int, int, int]:
     """(tiles of 64 rows of weights, chunks, stages) of programs for `count` rows of x, with enough
     loads in flight to saturate the memory. At least two programs fit into a multiprocessor, one of
-    this kernel and one of the next.
+    this kernel and one of the next, unless two or three stages need more memory.
 
     A chunk has `columns` columns, and `words` words of scales for every 16 rows. Programs of two
     tiles of weights read x half as often. That pays for tiles of 64 rows of x, if enough programs
     are left; two tiles for 128 rows would not fit into the registers.
     """
-    high = 2 if count == 64 and programs >= MANY_PROGRAMS else 1
+    high = 2 if card.is_hopper and count == 64 and programs >= MANY_PROGRAMS else 1
     programs /= high
     chunks = 4 if count * columns <= 1024 else 2
     size = chunks * (2048 * high + 2 * columns * count + high * max(256, 128 * words))
     most = 5 if count == 8 else 4 if count <= 32 else 3 if count <= 64 else 2
-    together = min(most, int(programs) // 132 + 1)
+    together = min(most, int(programs) // card.multiprocessors + 1)
     # Measured for Llama 8B's qkv: four stages are faster than more, except with one word of scales.
-    deepest = 4 if count == 8 and programs < 132 and words != 1 else 12
-    return high, chunks, max(3, min(deepest, MEMORY // max(2, together) // size))
+    deepest = 4 if count == 8 and programs < card.multiprocessors and words != 1 else 12
+    fewest = min(3, card.memory // size)
+    return high, chunks, max(fewest, min(deepest, card.memory // max(2, together) // size))
 
 
 FEW_ROWS = 64

@@ -1,15 +1,15 @@
-"""The grouped matmul of quantized weights on Hopper, with asynchronous copies and tensor cores.
+"""The grouped matmul of quantized weights in bfloat16, with asynchronous copies and tensor cores.
 
     out[pair, n] = sum of x[row, k] * weight[expert, n, k]
 
 Weights are stored in the order of the tensor cores' operands (`fragments.py`), so that a thread
 dequantizes its part from 16 contiguous bytes, in registers, without going through shared memory
-again. Threads copy weights, scales and rows of x into a ring buffer of `stages` tiles; rows of x
-that are contiguous come with TMA if tiles have more than 8. Tiles of 8 rows are multiplied with
-`mma.sync`, which takes half the time of a `wgmma` of 8 rows and fewer registers, larger tiles with
-`wgmma`; a row has the same bits with both. A sum over k is one chain of steps for any number of
-rows; with FLOAT8 one for each block of 128 columns, whose sums are multiplied by their scales and
-added up.
+again. Threads copy weights, scales and rows of x into a ring buffer of `stages` tiles; on Hopper,
+rows of x that are contiguous come with TMA if tiles have more than 8. There such tiles are
+multiplied with `wgmma`; those of 8 rows, and all on other cards, with `mma.sync`, which for 8 rows
+takes half the time of a `wgmma` and fewer registers. A row has the same bits with both. A sum over
+k is one chain of steps for any number of rows; with FLOAT8 one for each block of 128 columns, whose
+sums are multiplied by their scales and added up.
 
 For few pairs, the second product loads its first weights before it waits for its rows. As in
 `grouped_kernels.py`, the first product starts it only after its own wait.
@@ -173,7 +173,7 @@ def _sum(
     base, tile, width, depth, place0, end_place, lift, part, chosen: gl.constexpr,
     gathers: gl.constexpr, late: gl.constexpr, coding: gl.constexpr, columns: gl.constexpr,
     words: gl.constexpr, span: gl.constexpr, shift: gl.constexpr, gated: gl.constexpr,
-    stages: gl.constexpr, high: gl.constexpr, pdl: gl.constexpr,
+    stages: gl.constexpr, high: gl.constexpr, wgmma: gl.constexpr, pdl: gl.constexpr,
 ):  # fmt: skip
     """`high` times [64, count]: the tiles' sums over the split's part of k."""
     count: gl.constexpr = ring_x.shape[1]
@@ -208,7 +208,7 @@ def _sum(
             x_tiles, x_rows, there, place0, words_at, ring_x, ring_scales, full, slot,
             first + slot * chunks, end, last_column, chunks, words, span, high,
         )  # fmt: skip
-    sums = no_sums(count, high)
+    sums = no_sums(count, high, wgmma)
     block_sums = sums
     layout: gl.constexpr = sums[0].type.layout
     now, turn, last = 0, 0, stages - 1
@@ -222,7 +222,7 @@ def _sum(
                 high, layout,
             )  # fmt: skip
         async_copy.wait_group(stages - 2)
-        if count > 8:
+        if wgmma and count > 8:
             fence_async_shared()
         _barrier()  # what threads copied is there, and all warps are done with the last step
         ahead = chunk + (stages - 1) * chunks
@@ -253,7 +253,7 @@ def grouped_stream_kernel(
     coding: gl.constexpr, columns: gl.constexpr, words: gl.constexpr, span: gl.constexpr,
     shift: gl.constexpr, gated: gl.constexpr, limit: gl.constexpr, alpha: gl.constexpr,
     count: gl.constexpr, chunks: gl.constexpr, stages: gl.constexpr, high: gl.constexpr,
-    pdl: gl.constexpr,
+    wgmma: gl.constexpr, pdl: gl.constexpr,
 ):  # fmt: skip
     """Programs (`high` tiles of n, tile of `count` rows, split); arguments as of `grouped_kernel`.
 
@@ -303,7 +303,7 @@ def grouped_stream_kernel(
         sums = _sum(
             x, x_tiles, weight, scales, choices, pairs, ring, ring_x, ring_scales, full,
             row_stride, expert, base, tile, width, depth, place, end, lift, part, chosen, gathers,
-            late, coding, columns, words, span, shift, gated, stages, high, pdl,
+            late, coding, columns, words, span, shift, gated, stages, high, wgmma, pdl,
         )  # fmt: skip
         own = out + gl.program_id(2).to(gl.int64) * size
         _store(

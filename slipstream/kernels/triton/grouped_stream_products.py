@@ -20,9 +20,10 @@ from slipstream.kernels.triton.grouped_stream_copies import group_offset
 
 
 @gluon.constexpr_function
-def _layout(count):
-    """The layout of the sums of `mma.sync` for tiles of 8 rows, else of `wgmma`."""
-    if count == 8:
+def _layout(count, wgmma):
+    """The layout of the sums of `wgmma`, if it is there and tiles have more than 8 rows, else of
+    `mma.sync`."""
+    if count == 8 or not wgmma:
         return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, count, 16]
@@ -30,11 +31,11 @@ def _layout(count):
 
 
 @gluon.jit
-def no_sums(count: gl.constexpr, high: gl.constexpr):
+def no_sums(count: gl.constexpr, high: gl.constexpr, wgmma: gl.constexpr):
     """`high` sums [64, count] of nothing."""
     sums = ()
     for _ in gl.static_range(high):
-        sums += (gl.zeros([64, count], gl.float32, _layout(count)),)  # type: ignore[assignment]
+        sums += (gl.zeros([64, count], gl.float32, _layout(count, wgmma)),)  # type: ignore[assignment]
     return sums
 
 

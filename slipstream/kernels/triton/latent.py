@@ -17,10 +17,17 @@ from slipstream.kernels.triton.attention_shapes import SHORT_ROWS, room_for, tre
 from slipstream.kernels.triton.latent_chunk_kernel import latent_chunk_kernel
 from slipstream.kernels.triton.latent_kernels import TASKS, absorb_kernel, latent_kernel
 from slipstream.kernels.triton.latent_values_kernel import values_kernel
-from slipstream.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, options
+from slipstream.kernels.triton.launch import (
+    cdiv,
+    empty_rows,
+    next_power_of_2,
+    options,
+    shared_memory,
+)
 
 PROGRAMS = 132
-TOKENS, STAGES, WARPS = 128, 2, 8  # of a tile
+STAGES, WARPS = 2, 8  # of a tile
+LARGE_TILES = 190 * 1024  # bytes of shared memory for tiles of 128 tokens by 32 lines
 FEWEST_LINES = 16  # two folds of more do not fit into registers
 
 
@@ -53,7 +60,10 @@ def _absorbed(
         rows, heads.num_heads, rank + rotary_dim, dtype=queries.dtype, device=queries.device
     )
     block_m = int(min(64, max(16, next_power_of_2(rows))))
+    block_k = max(16, next_power_of_2(heads.plain_dim))
     block_n = min(64 if rows <= 64 else 128, max(16, next_power_of_2(rank)))
+    while (block_m + block_n) * block_k * queries.itemsize > shared_memory(queries.device):
+        block_n //= 2
     tiles = cdiv(rank, block_n)
     others = cdiv(TASKS.value * min(rows, block_m), tiles)
     grid = tiles, heads.num_heads + others, cdiv(rows, block_m)
@@ -63,7 +73,7 @@ def _absorbed(
         heads.query_scales, inputs.rows.positions, inputs.paging.slots, absorbed, cache,
         queries.stride(0), latents.stride(0), heads.keys.stride(0), rows, heads=heads.num_heads,
         rank=rank, plain_dim=heads.plain_dim, rotary_dim=rotary_dim, block_m=block_m,
-        block_n=block_n, block_k=max(16, next_power_of_2(heads.plain_dim)),
+        block_n=block_n, block_k=block_k,
         block_h=next_power_of_2(heads.num_heads), **_blocks(heads), num_warps=4,
         early=EARLY and launched["pdl"], **launched,
     )  # fmt: skip
@@ -82,7 +92,8 @@ def _short(
     early = EARLY and launched["pdl"]
     floats = absorbed.dtype == torch.float32
     count = most_rows * heads.num_heads
-    lines = _short_lines(count, requests)
+    large = shared_memory(device) >= LARGE_TILES
+    lines = _short_lines(count, requests) if large else FEWEST_LINES
     splits = most_splits_of(inputs, block_size, None, most_rows)
     lanes = max(1, min(splits, PROGRAMS // (requests * cdiv(count, lines))))
     joined = lanes == 1
@@ -96,19 +107,22 @@ def _short(
         paging.block_tables, rows.positions, rows.places, *tree_of(sees),
         paging.block_tables.stride(0), heads.scale, most_rows, parts, joined=joined,
         heads=heads.num_heads, rank=rank, rotary_dim=heads.rotary_dim, block_size=block_size,
-        block_m=lines, block_n=16 if floats else TOKENS, early=early,
+        block_m=lines, block_n=16 if floats else 128 if large else 64, early=early,
         first_seen=sees.first_seen, causal=sees.causal, **_blocks(heads), num_warps=WARPS,
         num_stages=1 if floats else STAGES, **launched,
     )  # fmt: skip
     rows_at_once = min(32, next_power_of_2(len(out)))
     block_m = max(8, rows_at_once)
-    block_v = min(64, max(16, next_power_of_2(heads.value_dim)))
+    block_v, block_c = min(64, max(16, next_power_of_2(heads.value_dim))), _blocks(heads)["block_c"]
+    most = 32 * part.itemsize  # bytes of a column of the largest tile, whatever this one is
+    while (block_v * absorbed.itemsize + most) * block_c > shared_memory(device):
+        block_v //= 2
     grid = cdiv(heads.value_dim, block_v), heads.num_heads, cdiv(len(out), rows_at_once)
     values_kernel[grid](
         part, part_exponent, part_total, heads.values, out, rows.query_start, paging.context_lens,
         heads.values.stride(0), requests, len(out), most_rows, parts, heads=heads.num_heads,
         rank=rank, value_dim=heads.value_dim, lines=rows_at_once, block_m=block_m,
-        block_v=block_v, block_c=_blocks(heads)["block_c"], block_r=next_power_of_2(requests),
+        block_v=block_v, block_c=block_c, block_r=next_power_of_2(requests),
         block_s=16, at_once=1 if joined else 64 // block_m, early=early, num_warps=8, **launched,
     )  # fmt: skip
 
@@ -120,14 +134,14 @@ def _chunks(
     rows, paging, sees = inputs.rows, inputs.paging, inputs.sees
     count, requests = len(absorbed), len(paging.context_lens)
     floats = absorbed.dtype == torch.float32
-    lines, tokens = (16, 16) if floats else (64, 64)
-    most = cdiv(count * heads.num_heads, lines) + min(requests, count // SHORT_ROWS)
+    size = 16 if floats else 64 if shared_memory(absorbed.device) >= LARGE_TILES else 32
+    most = cdiv(count * heads.num_heads, size) + min(requests, count // SHORT_ROWS)
     mixed = absorbed.new_empty(count, heads.num_heads, heads.rank)
     latent_chunk_kernel[(1, most)](
         absorbed, cache, mixed, rows.query_start, paging.context_lens, paging.block_tables,
         rows.in_context, *tree_of(sees), paging.block_tables.stride(0), heads.scale, requests,
         SHORT_ROWS, heads=heads.num_heads, rank=heads.rank, rotary_dim=heads.rotary_dim,
-        block_size=cache.shape[1], block_m=lines, block_n=tokens,
+        block_size=cache.shape[1], block_m=size, block_n=size,
         block_r=room_for(requests), first_seen=sees.first_seen, causal=sees.causal,
         **_blocks(heads), num_warps=8, num_stages=1 if floats else 2, **options(absorbed.device),
     )  # fmt: skip

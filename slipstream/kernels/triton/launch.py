@@ -34,6 +34,30 @@ def overlaps(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+MOST_SHARED_MEMORY = 227 * 1024
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program can have: 227 KiB from Hopper on, 163 on an A100, but
+    99 on workstations' and consumers' cards (compute capabilities 8.6, 8.9 and 12)."""
+    if device.type != "cuda":
+        return MOST_SHARED_MEMORY
+    # The driver keeps 1 KiB of each program's.
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
+
+
+def fitting_stages(device: torch.device, stages: int, tile: int, others: int = 0) -> int:
+    """The largest number of a loop's stages, up to `stages`, for which there is shared memory.
+
+    Args:
+        tile: bytes that one step of the loop loads. With n stages, n - 1 of these are in shared
+            memory where products are `mma.sync`.
+        others: bytes of shared memory for everything else.
+    """
+    return max(1, min(stages, (shared_memory(device) - others) // tile + 1))
+
+
 @triton.jit
 def launch_dependents(pdl: tl.constexpr):
     """Let the next kernel start as soon as all programs of this one have called this."""

@@ -209,10 +209,12 @@ def _launch(
     own = tiles.width if gated is None else tiles.width // 2
     grid = (cdiv(rows, tiles.rows), cdiv(width, own), parts)
     gain = NOT_SHRUNK if low_rank is None else low_rank.shrunk()
+    loaded = tiles.rows * x.values.itemsize + tiles.width * weight.values.itemsize
+    stages = launch.fitting_stages(out.device, tiles.stages, loaded * tiles.depth)
     matmul_kernel[grid](
         x.values, x.scales, weight.values, weight.scales, bias, out, x.values.stride(0), rows,
         width, depth=weight.shape[1], part=chosen.part, joined=chosen.splits // parts,
         gated=GATES[gated], block_m=tiles.rows, block_n=tiles.width, block_k=tiles.depth,
-        stages=tiles.stages, ahead=tiles.ahead if launch.overlaps(out.device) else 0,
-        num_warps=tiles.warps, num_stages=tiles.stages, **gain, **launch.options(out.device),
+        stages=stages, ahead=tiles.ahead if launch.overlaps(out.device) else 0,
+        num_warps=tiles.warps, num_stages=stages, **gain, **launch.options(out.device),
     )  # fmt: skip

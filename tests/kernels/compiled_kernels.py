@@ -1,6 +1,7 @@
-"""Compiles the kernels that no interpreter has for an H200; prints what each takes, as JSON.
+"""Compiles the kernels that no interpreter has; prints what each takes, as JSON.
 
-Run with `ways`, `more`, `tiles` or `attention`, without TRITON_INTERPRET; needs no GPU.
+Run with `ways`, `more`, `tiles` or `attention`, without TRITON_INTERPRET; needs no GPU. All are
+compiled for an H200, those that other cards have as well also for one of these.
 """
 
 import json
@@ -37,7 +38,8 @@ from slipstream.kernels.triton.matmul_stream_kernels import (
 from slipstream.kernels.triton.matmul_tiles import StreamTiles
 from slipstream.kernels.triton.norm import _norm_kernel
 
-H200 = GPUTarget("cuda", 90, 32)
+HOPPER = 90  # compute capabilities, times 10
+AMPERE, ADA = 80, 89
 ALIGNED = [["tt.divisibility", 16]]
 DIVISIBLE = ("width", "row_stride", "depth", "part", "size", "pitch")
 NOT, SILU, GELU = 0, 1, 2  # as `activation.py` numbers them
@@ -99,6 +101,8 @@ def grouped(
     coding: int = E2M1,
     span: int = 1,
     few: bool = False,
+    high: int = 1,
+    card: int = HOPPER,
 ) -> Any:
     """`grouped.py`'s launch; tile: rows of x, chunks and stages. A few pairs are not sorted."""
     count, chunks, stages = tile
@@ -111,7 +115,7 @@ def grouped(
     if sorted_pairs:
         types |= dict.fromkeys(("choices",) if few else ("pairs", "starts", "ends"), "*i32")
         types["factors"] = None if gated else "*fp32"
-    elif count > 8:
+    elif count > 8 and card == HOPPER:
         types["x_tiles"] = f"tensordesc<bf16[{count}, {columns * chunks}],{HALVES.value}>"
     ints = ("row_stride", "rows", "width", "depth", "part", "size", "pitch", "lift")
     types |= dict.fromkeys(ints, "i32")
@@ -132,9 +136,11 @@ def grouped(
         "count": count,
         "chunks": chunks,
         "stages": stages,
-        "pdl": True,
+        "high": high,
+        "wgmma": card == HOPPER,
+        "pdl": card >= HOPPER,
     }
-    return compiled(grouped_stream_kernel, types, constants, 4)
+    return compiled(grouped_stream_kernel, types, constants, 4, card)
 
 
 def attention(mode: int) -> Any:
@@ -187,12 +193,17 @@ def plain(kernel: Any, types: dict[str, Any], constants: dict[str, Any]) -> int:
     given = {(index,): constants.get(name) for index, name in enumerate(names)}
     constexprs = {at: it for at, it in given.items() if signature[names[at[0]]] == "constexpr"}
     source = ASTSource(kernel, signature, constexprs=constexprs)
-    result = triton.compile(source, target=H200, options={"num_warps": 4})
+    target = GPUTarget("cuda", HOPPER, 32)
+    result = triton.compile(source, target=target, options={"num_warps": 4})
     return len(result.asm["cubin"])
 
 
 def compiled(
-    kernel: Any, types: dict[str, str | None], constants: dict[str, Any], warps: int
+    kernel: Any,
+    types: dict[str, str | None],
+    constants: dict[str, Any],
+    warps: int,
+    card: int = HOPPER,
 ) -> dict[str, Any]:
     """Shared memory in bytes, and how often each matrix instruction stands in the program."""
     names = kernel.arg_names
@@ -208,8 +219,8 @@ def compiled(
         if signature[name] != "constexpr"
     }
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
-    options = {"num_warps": warps, "launch_pdl": True, "enable_fp_fusion": False}
-    result = triton.compile(source, target=H200, options=options)
+    options = {"num_warps": warps, "launch_pdl": card >= HOPPER, "enable_fp_fusion": False}
+    result = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
     program = result.asm["ptx"]
     return {
         "shared": result.metadata.shared,
@@ -224,7 +235,8 @@ def each_way(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
         stream(StreamTiles(32, 8, stages=7), half, half, gated=SILU, biased=True, rank=16),
         stream(StreamTiles(8, 8, depth=256, stages=6), E4M3, half, gated=SILU, biased=True),
         grouped((8, 4, 4), words=2, gated=GELU, sorted_pairs=True, out=half),
-        grouped((64, 2, 4), 0, NOT, sorted_pairs=True, out=whole, coding=INT8),
+        grouped((64, 2, 4), 0, NOT, sorted_pairs=True, out=whole, coding=INT8, high=2),
+        grouped((16, 4, 3), words=2, gated=SILU, sorted_pairs=False, out=half, card=AMPERE),
         grouped((8, 4, 4), 0, SILU, sorted_pairs=False, out=half, coding=FLOAT8),
     ]
 
@@ -236,6 +248,8 @@ def other_ways(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
         stream(StreamTiles(64, stages=6), half, half, gated=GELU, biased=False),
         grouped((16, 4, 6), words=2, gated=SILU, sorted_pairs=False, out=half),
         grouped((16, 4, 4), 4, NOT, sorted_pairs=True, out=whole, coding=INT4_ZEROS),
+        grouped((64, 2, 3), 2, NOT, sorted_pairs=True, out=half, coding=INT4, card=AMPERE),
+        grouped((8, 4, 3), 0, NOT, sorted_pairs=False, out=half, coding=FLOAT8, card=AMPERE),
         grouped((8, 4, 4), 1, SILU, sorted_pairs=True, out=half, few=True),
     ]
 
@@ -247,6 +261,8 @@ def other_tiles(half: torch.dtype, whole: torch.dtype) -> list[dict[str, Any]]:
         stream(StreamTiles(8, depth=256, stages=4), half, whole, gated=NOT, biased=False, rank=12),
         grouped((8, 4, 4), words=1, gated=SILU, sorted_pairs=True, out=half),
         grouped((128, 2, 3), words=2, gated=NOT, sorted_pairs=True, out=whole),
+        grouped((128, 2, 2), words=1, gated=SILU, sorted_pairs=True, out=half, card=ADA),
+        grouped((128, 2, 2), 4, NOT, False, out=half, coding=INT4_ZEROS, card=ADA),
         grouped((8, 4, 4), 2, NOT, sorted_pairs=True, out=whole, few=True),
     ]
 
