@@ -41,6 +41,7 @@ from slipstream.kernels.triton.launch import (
     fitting_stages,
     next_power_of_2,
     options,
+    shared_memory,
 )
 from slipstream.kernels.triton.rope import pages_of, rotate_and_store
 
@@ -102,11 +103,12 @@ def short_tiles(
     return AttentionTiles(lines, tokens, 4, 4 if eight_bits else 2), pairs
 
 
-def chunk_tiles(block_d: int, dtype: torch.dtype) -> AttentionTiles:
+def chunk_tiles(block_d: int, dtype: torch.dtype, shared: int) -> AttentionTiles:
+    """Tiles of prompts where a program may have `shared` bytes of shared memory."""
     if dtype == torch.float32:
         return AttentionTiles(32, 32, 4, 1) if block_d <= 256 else AttentionTiles(16, 16, 4, 1)
     if block_d > 256:
-        return AttentionTiles(64, 32, 8, 1)
+        return AttentionTiles(64, 32 if shared >= 128 * 1024 else 16, 8, 1)
     if block_d > 128:
         return AttentionTiles(64, 64, 4, 2)
     # Two programs share a multiprocessor: one multiplies while the other computes the softmax.
@@ -242,7 +244,7 @@ def _chunks(
         attention_stream.stream(query, layer, inputs, cache, out)
         return
     count, requests = len(query), len(paging.context_lens)
-    tiles = chunk_tiles(layer.block_d, query.dtype)
+    tiles = chunk_tiles(layer.block_d, query.dtype, shared_memory(query.device))
     if sees.tree is not None:
         tiles = replace(tiles, registers=None)  # with the limit, many would spill
     most = cdiv(count * layer.groups, tiles.lines) + min(requests, count // SHORT_ROWS)
