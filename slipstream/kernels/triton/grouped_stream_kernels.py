@@ -180,17 +180,19 @@ def _sum(
     chunks: gl.constexpr = ring_x.shape[2] // columns
     group = (base + tile * high * (32 if gated else 64)) // 32
     up_offset = width // 32 if gated else None
-    last = (base + width + 31) // 32 - 1 - group
+    last_group = (base + width + 31) // 32 - 1 - group
     first = gl.program_id(2) * part
     last_column = gl.minimum(first + part, depth)
     steps = (last_column - first + columns * chunks - 1) // (columns * chunks)
     first, of_group = first // columns, (depth + columns * span - 1) // (columns * span) * span
     end = (last_column + columns * span - 1) // (columns * span) * span
-    weights, line_chunk = weight_pointers(weight, group, last, up_offset, of_group, chunks, high)
+    weights, line_chunk = weight_pointers(
+        weight, group, last_group, up_offset, of_group, chunks, high
+    )
     words_at = scales
     if words:
         words_at = scale_pointers(
-            scales, group, last, up_offset, of_group // span, 16 * words,
+            scales, group, last_group, up_offset, of_group // span, 16 * words,
             16 * words * chunks // span, high,
         )  # fmt: skip
     across: gl.constexpr = columns * chunks // 8
@@ -218,8 +220,8 @@ def _sum(
         factors = ()
         if coding == FLOAT8:
             factors = block_factors(
-                scales, group, last, up_offset, chunk * columns, depth, step % block == block - 1,
-                high, layout,
+                scales, group, last_group, up_offset, chunk * columns, depth,
+                step % block == block - 1, high, layout,
             )  # fmt: skip
         async_copy.wait_group(stages - 2)
         if wgmma and count > 8:
