@@ -1,6 +1,8 @@
 """Which device is taken, and what it must be able to do."""
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,11 +10,11 @@ import torch
 from slipstream import UsageError
 from slipstream.core.config_values import QUANTIZATIONS
 from slipstream.kernels.attention import FLOAT8_PAGES
-from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
+from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix, ToFloat8Blocks
 from slipstream.kernels.formats.int4 import Int4Matrix
 from slipstream.kernels.formats.int8 import Int8Matrix
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
-from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix
+from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix, ToNvfp4
 from slipstream.runner.capability import (
     choose_device,
     default_batched_tokens,
@@ -84,13 +86,26 @@ def test_fp8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     require_quantization(CUDA, "quantization", "fp8")
 
 
-def test_four_bit_floats_need_what_their_scales_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_matrices_need_no_conversions_of_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="it is there for Linux only")
+    from slipstream.kernels.triton import grouped
+
     pretend(monkeypatch, (8, 0))
-    require_quantization(CUDA, "q", "mxfp4")
-    with pytest.raises(UsageError, match=r"^q=nvfp4 needs .* 8\.9 .* has 8\.0; leave it"):
-        require_quantization(CUDA, "q", "nvfp4")
-    pretend(monkeypatch, (8, 9))
-    require_quantization(CUDA, "q", "nvfp4")
+    for name in ("mxfp4", "nvfp4"):
+        require_quantization(CUDA, "q", name)
+    for rounding, words in ((ToNvfp4(), "nvfp4"), (ToFloat8Blocks(), "e4m3 in blocks")):
+        made = rounding.round(torch.ones(72, 128))
+        grouped.require_conversions(made)
+        values: Any = SimpleNamespace(is_cuda=True, device=CUDA, shape=(72, 64))
+        on_gpu = replace(made, values=values)
+        monkeypatch.setattr(type(made), "shape", (72, 128))
+        pretend(monkeypatch, (8, 6))
+        with pytest.raises(
+            UsageError, match=rf"^matrices in {words} need .* 64 .* 8\.6, .*72, 128"
+        ):
+            grouped.require_conversions(on_gpu)
+        pretend(monkeypatch, (8, 9))
+        grouped.require_conversions(on_gpu)
     for device in (CUDA, torch.device("cpu")):
         assert "the head stays as it is" in quantization_note(device, "nvfp4")
 

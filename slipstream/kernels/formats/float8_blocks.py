@@ -45,7 +45,6 @@ class Float8BlockMatrix(Weight):
     block_columns: int = BLOCK
 
     kept_on = frozenset({"cuda"})
-    needs_float8 = True
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -26,7 +26,6 @@ class Nvfp4Matrix(Float4Matrix):
 
     group = 16
     kept_on = frozenset({"cpu", "cuda"})
-    needs_float8 = True  # scales are e4m3
 
     def group_scales(self) -> Tensor:
         return self.scales.float() * self.global_scales.unsqueeze(-1)

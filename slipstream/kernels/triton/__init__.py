@@ -68,7 +68,9 @@ class TritonOps(Linears, ReferenceOps):
         return delta_net(mixed, gates, z, heads, inputs, cache, chunks)
 
     def pack(self, weight: Weight) -> Weight:
-        return grouped.pack(weight) if self._packs else weight
+        packed = grouped.pack(weight) if self._packs else weight
+        grouped.require_conversions(packed)
+        return packed
 
 
 TRITON = TritonOps()
