@@ -323,7 +323,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
         ({"emb_dim": 16}, "hidden states of 16 numbers .* have 24"),
         ({"vocab_size": 41}, "vocabulary of 41 tokens and the target has 40"),
         ({"n_predict": 5}, r"no tensor proj\.4\.weight"),
-        ({"n_predict": 3}, r"does not use \(emb\.3\.weight, head\.3\.weight"),
+        ({"n_predict": 3}, r"does not use \(speculator\.emb\.3\.weight, "),
         ({"n_predict": 0}, '"n_predict" must be above 0'),
         ({"inner_dim": 19}, "has shape"),
         ({"scale_input": 1}, "must be true or false"),
