@@ -25,6 +25,10 @@ _RESULTS_IN = 3  # steps until the results of a probe arrive
 # Share of all time that plain steps may lose, how many come at a time, and the fewest and the most
 # plans between them.
 _PLAIN_SHARE, _PLAIN_STEPS, _FEWEST_BETWEEN, _MOST_BETWEEN = 0.003, 3, 24, 400
+# What a plain step loses, as a share of a step with drafts, up to which it may be no loss at all:
+# its time was then measured by artificial requests, or long ago, and may be wrong by as much. So
+# the first plain steps come early, and then after twice as many plans each time.
+_DOUBTFUL = 0.3
 _MOST_SPENT = 4  # largest cost of a probe that is believed, in steps
 
 
@@ -79,6 +83,7 @@ class Probes:
         self._rests = 0  # plans until the next probe is allowed
         self._with_drafts = 0  # plans since the latest plain one; below 1 while these go on
         self._between: float = _FEWEST_BETWEEN  # plans from a plain one to the next
+        self._most_doubtful = _FEWEST_BETWEEN  # such plans while drafting hardly pays
 
     def plain_is_due(self, drafts: bool) -> bool:
         """Whether this step is to be plain, to measure it; called once for every plan.
@@ -92,6 +97,7 @@ class Probes:
         self._with_drafts += 1
         if self._with_drafts > self._between:
             self._with_drafts = 1 - _PLAIN_STEPS
+            self._most_doubtful *= 2
             return True
         return self._with_drafts <= 0
 
@@ -137,6 +143,8 @@ class Probes:
         self._choice, self._unit = choice, table.unit
         lost = table.plain - len(bounds) / choice.speed  # by a plain step, for its tokens
         worth = lost / choice.seconds * _PLAIN_STEPS / _PLAIN_SHARE
+        if lost < _DOUBTFUL * choice.seconds:
+            worth = min(worth, self._most_doubtful)
         self._between = min(max(worth, _FEWEST_BETWEEN), _MOST_BETWEEN)
         # The most that a request may draft without a change for the others.
         self._room = self._most if self._exact else choice.width * self._unit

@@ -45,6 +45,7 @@ class Float8BlockMatrix(Weight):
     block_columns: int = BLOCK
 
     kept_on = frozenset({"cuda"})
+    needs_float8_unpacked = True
 
     @property
     def shape(self) -> tuple[int, int]:

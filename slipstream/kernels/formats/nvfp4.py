@@ -26,6 +26,7 @@ class Nvfp4Matrix(Float4Matrix):
 
     group = 16
     kept_on = frozenset({"cpu", "cuda"})
+    needs_float8_unpacked = True  # scales are e4m3
 
     def group_scales(self) -> Tensor:
         return self.scales.float() * self.global_scales.unsqueeze(-1)

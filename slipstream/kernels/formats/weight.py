@@ -32,10 +32,12 @@ class Weight(ABC):
         kept_on: types of devices that multiply quantised matrices in stored form; on others they
             are dequantised while loading.
         needs_float8: a GPU needs conversions of e4m3 in hardware for it.
+        needs_float8_unpacked: the same, unless kernels have rearranged it (`Ops.pack`).
     """
 
     kept_on: ClassVar[frozenset[str]] = frozenset()
     needs_float8: ClassVar[bool] = False
+    needs_float8_unpacked: ClassVar[bool] = False
     floats: Tensor | None = None
     table_dtype: torch.dtype | None = None
     table_device: torch.device = torch.device("cpu")

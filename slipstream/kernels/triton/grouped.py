@@ -74,15 +74,15 @@ def pack(weight: Weight) -> Weight:
 def require_conversions(weight: Weight) -> None:
     """Raise UsageError for a matrix that is not in fragments, if its kernel converts e4m3 and the
     GPU has no instruction for that. Fragments are unpacked by shifts."""
-    if not isinstance(weight, Nvfp4Matrix | Float8BlockMatrix) or not weight.values.is_cuda:
+    values: Tensor | None = getattr(weight, "values", None)
+    if not weight.needs_float8_unpacked or values is None or not values.is_cuda:
         return
-    capability = torch.cuda.get_device_capability(weight.values.device)
+    capability = torch.cuda.get_device_capability(values.device)
     if capability < launch.FLOAT8_CAPABILITY:
-        form = "nvfp4" if isinstance(weight, Nvfp4Matrix) else "e4m3 in blocks"
         raise UsageError(
-            f"matrices in {form} need dtype=bfloat16 and rows in multiples of {2 * ROWS} on a GPU "
-            f"of compute capability {capability[0]}.{capability[1]}, and {form} with shape "
-            f"{list(weight.shape)} is here; use another quantization or device=cpu"
+            f"matrices with e4m3 numbers or scales need dtype=bfloat16 and rows in multiples of "
+            f"{2 * ROWS} on a GPU of compute capability {capability[0]}.{capability[1]}, and one "
+            f"has shape {list(weight.shape)}; use another quantization or device=cpu"
         )
 
 
