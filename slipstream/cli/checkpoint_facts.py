@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from slipstream.core.errors import CheckpointError
+from slipstream.core.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from slipstream.models.checkpoint import Checkpoint
     from slipstream.models.decoder_config import DecoderConfig
     from slipstream.models.gguf.container import TypeBytes
+    from slipstream.models.quantized.module import StoredQuantization
     from slipstream.speculative.heads.kinds import HeadConfig
 
 BLOCK_SIZE = 16
@@ -82,11 +83,12 @@ class CheckpointFacts:
 
     def _experts(self) -> dict[str, Any] | None:
         """The experts and, for passes of some rows, how many of a layer are read (expected if every
-        row chose independently) and the bytes of all matrices; None where no layer has experts."""
+        row chose independently) and the bytes of all matrices (None if the stored format does not
+        tell them from shapes alone); None where no layer has experts."""
         config = self.config
         if config is None or config.experts is None:
             return None
-        from slipstream.models.precision import expected_experts, pass_bytes
+        from slipstream.models.precision import expected_experts
         from slipstream.models.quantized.catalogue import read_quantization
 
         routing, stored = config.experts.routing, None
@@ -102,7 +104,7 @@ class CheckpointFacts:
                 {
                     "rows": rows,
                     "experts": round(expected_experts(routing, rows), 1),
-                    "num_bytes": int(pass_bytes(config, rows, config.dtype, stored=stored)),
+                    "num_bytes": _pass_bytes(config, rows, stored),
                 }
                 for rows in _ROWS
             ],
@@ -209,6 +211,17 @@ def _latent_sizes(config: "DecoderConfig") -> dict[str, int | None]:
         "head_dim": latent.plain_dim + latent.rotary_dim,
         "latent_size": latent.latent_rows,
     }
+
+
+def _pass_bytes(
+    config: "DecoderConfig", rows: int, stored: "StoredQuantization | None"
+) -> int | None:
+    from slipstream.models.precision import pass_bytes
+
+    try:
+        return int(pass_bytes(config, rows, config.dtype, stored=stored))
+    except UsageError:  # numbers cannot be rounded to the stored format
+        return None
 
 
 def read_facts(name: str) -> CheckpointFacts:

@@ -36,7 +36,7 @@ class Fit:
 
 
 def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
-    """Compare vocabularies, sizes and context lengths."""
+    """Compare vocabularies, sizes and context lengths; tensors that do not load fit nothing."""
     from slipstream.speculative.drafter import NO_STATES
 
     problems: list[str] = []
@@ -46,8 +46,10 @@ def check_fit(draft: CheckpointFacts, target: CheckpointFacts) -> Fit:
         share = draft.num_parameters / target.num_parameters
     if target.config is None or target.head is not None:
         return Fit((f"{target.checkpoint.path} is no language model",), (), share)
+    problems.extend(it for it in (draft.problem, target.problem) if it is not None)
     if draft.head is not None:
-        return Fit(tuple(draft.head.problems(target.config)), draft.head.notes, share)
+        problems.extend(draft.head.problems(target.config))
+        return Fit(tuple(problems), draft.head.notes, share)
     assert draft.config is not None, "a language model has one"
     if draft.num_parameters is None:
         problems.append(f"{draft.checkpoint.path} has no weights; download them")

@@ -211,7 +211,8 @@ def _expert_rows(experts: dict[str, Any] | None) -> dict[str, str]:
     }
     for touched in experts["touched"]:
         name = f"read for {counted(touched['rows'], 'row')}"
-        rows[name] = f"{_bytes(touched['num_bytes'])}, {touched['experts']:g} experts of a layer"
+        size = "" if touched["num_bytes"] is None else f"{_bytes(touched['num_bytes'])}, "
+        rows[name] = f"{size}{touched['experts']:g} experts of a layer"
     return rows
 
 

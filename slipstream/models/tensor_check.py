@@ -38,7 +38,7 @@ def require_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> None:
     except CheckpointError as error:
         matches = [_LAYER.match(name) for name in checkpoint.entries.keys() - drafter_tensors]
         number = 1 + max((int(match[1]) for match in matches if match), default=-1)
-        if number == len(config.layers):
+        if number in (0, len(config.layers)):  # none: layers may have names that are not known
             raise
         raise CheckpointError(
             f"{error}: it has tensors of {counted(number, 'layer')}, where num_hidden_layers asks "

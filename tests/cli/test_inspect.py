@@ -1,6 +1,7 @@
 """`slipstream inspect`."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from tests.drafters.mtp_heads import add_mtp, write_mtp
 from tests.hybrid_checkpoints import write_hybrid
 from tests.last_hidden_checkpoints import medusa_for, medusa_tensors, mlp_for, write_medusa
 from tests.mixture_checkpoints import write_mixture
-from tests.quantized_checkpoints import gptq, write_quantized
+from tests.quantized_checkpoints import edit_config, gptq, write_quantized
 
 
 def test_facts_of_a_checkpoint(slipstream: CommandLine, tiny_target: str) -> None:
@@ -104,6 +105,36 @@ def test_tensors_that_do_not_fit_are_told_from_their_headers(
         assert shown.code == 1
         (line,) = [line for line in shown.out.splitlines() if line.startswith("does not load")]
         assert problem in line
+
+
+@pytest.mark.parametrize("broken", ["draft", "target"])
+def test_tensors_that_do_not_load_fit_no_target(
+    broken: str, slipstream: CommandLine, tmp_path: Path
+) -> None:
+    target = str(write_qwen3(tmp_path / "target"))
+    draft = str(write_qwen3(tmp_path / "draft", keep_layers=1))
+    assert slipstream("inspect", draft, "--target", target, "--json").code == 0
+    file = tmp_path / broken / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "intermediate_size": 81}))
+    ran = slipstream("inspect", draft, "--target", target, "--json")
+    fit = json.loads(ran.out)["drafter"]
+    assert (ran.code, fit["fits"]) == (1, False)
+    assert f"{tmp_path / broken} has shape [80, 48]" in fit["problems"][0]
+
+
+def test_experts_in_a_format_that_nothing_is_rounded_to(
+    slipstream: CommandLine, tmp_path: Path
+) -> None:
+    folder = write_mixture(tmp_path, "qwen3_moe")
+    edit_config(folder, quantization_config=gptq().config)
+    for name in ("model.safetensors", "generation_config.json"):
+        (folder / name).unlink()
+    ran = slipstream("inspect", str(folder), "--json")
+    assert ran.code == 0
+    found = json.loads(ran.out)["experts"]["touched"]
+    assert [(it["rows"], it["num_bytes"]) for it in found] == [(1, None), (5, None), (32, None)]
+    shown = slipstream("inspect", str(folder)).out
+    assert any(re.match(r"read for 1 row +2 experts of a layer", it) for it in shown.splitlines())
 
 
 def test_layers_with_a_window_keep_less(slipstream: CommandLine, tmp_path: Path) -> None:

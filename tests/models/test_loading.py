@@ -194,6 +194,15 @@ def test_of_many_surplus_tensors_some_are_named(folder: Path) -> None:
         load(folder)
 
 
+def test_unknown_names_of_layers_are_not_told_as_no_layers(tmp_path: Path) -> None:
+    folder = write_qwen3(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("model."): it for name, it in weights.items()}
+    save_file(bare, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight, which .* \.\.\.\)$"):
+        load(folder)
+
+
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
