@@ -18,6 +18,8 @@ _NO_LABEL = nullcontext()
 
 # Dtypes of activations that the C++ kernels support.
 CPP_DTYPES = (torch.float32, torch.bfloat16)
+# Compute capability: the first that converts e4m3 in hardware.
+LEAST_FLOAT8_CAPABILITY = (8, 9)
 
 
 def profiling() -> bool:

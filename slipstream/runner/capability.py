@@ -7,7 +7,7 @@ import torch
 
 from slipstream.core.errors import UsageError
 from slipstream.kernels.attention import FLOAT8_PAGES, INTEGER_PAGES
-from slipstream.kernels.devices import CPP_DTYPES
+from slipstream.kernels.devices import CPP_DTYPES, LEAST_FLOAT8_CAPABILITY
 from slipstream.kernels.formats.catalogue import kept_on
 from slipstream.kernels.formats.dense import DenseMatrix
 from slipstream.kernels.formats.float8 import Float8Matrix
@@ -17,9 +17,7 @@ from slipstream.models.loading import dtype_named
 from slipstream.models.precision import PRECISIONS
 from slipstream.models.quantized.module import StoredQuantization
 
-# Compute capability: the kernels need bf16 tensor cores, and e4m3 conversion in hardware.
-LEAST_CAPABILITY = (8, 0)
-LEAST_FLOAT8_CAPABILITY = (8, 9)
+LEAST_CAPABILITY = (8, 0)  # compute capability: the kernels need bf16 tensor cores
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:

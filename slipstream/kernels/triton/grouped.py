@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import UsageError
+from slipstream.kernels.devices import LEAST_FLOAT8_CAPABILITY
 from slipstream.kernels.experts import ClampedGate
 from slipstream.kernels.formats.float8_blocks import Float8BlockMatrix
 from slipstream.kernels.formats.int4 import Int4Matrix
@@ -78,7 +79,7 @@ def require_conversions(weight: Weight) -> None:
     if not weight.needs_float8_unpacked or values is None or not values.is_cuda:
         return
     capability = torch.cuda.get_device_capability(values.device)
-    if capability < launch.FLOAT8_CAPABILITY:
+    if capability < LEAST_FLOAT8_CAPABILITY:
         raise UsageError(
             f"matrices with e4m3 numbers or scales need dtype=bfloat16 and rows in multiples of "
             f"{2 * ROWS} on a GPU of compute capability {capability[0]}.{capability[1]}, and one "

@@ -35,7 +35,6 @@ def overlaps(device: torch.device) -> bool:
 
 
 MOST_SHARED_MEMORY = 227 * 1024
-FLOAT8_CAPABILITY = (8, 9)  # the first compute capability that converts e4m3 in hardware
 
 
 @functools.cache
