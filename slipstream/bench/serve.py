@@ -15,7 +15,12 @@ from slipstream.bench.load import Ask, LoadRun, run_load
 from slipstream.bench.options import Server, TrafficOptions
 from slipstream.bench.protocol import RequestForm
 from slipstream.bench.record import Record
-from slipstream.bench.speculation import SpeculationCounts, from_metrics, from_usage
+from slipstream.bench.speculation import (
+    LEAST_DRAFTED,
+    SpeculationCounts,
+    from_metrics,
+    from_usage,
+)
 from slipstream.core.errors import SlipstreamError, UsageError
 
 _POLL_SECONDS = 0.5
@@ -198,7 +203,8 @@ async def _measure(
     if speculation is None and before is not None and after is not None:
         speculation = after.since(before)
     if speculation is not None and plan.load.num_speculative_tokens is None:
-        speculation.adaptive = bool((model.speculative or {}).get("adaptive"))
+        is_long = any(record.num_tokens >= LEAST_DRAFTED for record in run.records)
+        speculation.adaptive = is_long and bool((model.speculative or {}).get("adaptive"))
     return ServeResult(model, run, speculation)
 
 

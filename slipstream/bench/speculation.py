@@ -10,6 +10,9 @@ from slipstream.core.outputs import RequestMetrics
 
 FROM_USAGE = "the usage of each answer"
 NOT_REPORTED = "not reported"
+LEAST_DRAFTED = 3
+"""Output tokens of the shortest answer that can have a draft: the first follows the prompt, and the
+last is the target's own."""
 
 _SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _PLACE = re.compile(r'\b(?:position|k)="(\d+)"')
@@ -30,7 +33,8 @@ class SpeculationCounts(RequestMetrics):
 
     Attributes:
         source: where the counts come from, in words.
-        adaptive: whether the engine chose in each step how much to draft (K auto).
+        adaptive: whether the engine chose in each step how much to draft (K auto), and an answer
+            was long enough to have a draft.
     """
 
     source: str = ""

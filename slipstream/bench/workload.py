@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from slipstream.bench.datasets import BenchPrompt
-from slipstream.bench.speculation import SpeculationCounts, from_outputs
+from slipstream.bench.speculation import LEAST_DRAFTED, SpeculationCounts, from_outputs
 from slipstream.core.errors import counted
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.sampling_params import SamplingParams
@@ -79,7 +79,7 @@ class OfflineRun:
         iterations: seconds of each step, prompt chunks included.
         parts: seconds by PARTS.
         stopped: whether it was interrupted.
-        adaptive: see `SpeculationCounts`.
+        adaptive: whether the engine chose in each step how much to draft (K auto).
     """
 
     latest: dict[int, RequestOutput] = field(default_factory=dict)
@@ -127,7 +127,10 @@ class OfflineRun:
 
     @property
     def speculation(self) -> SpeculationCounts:
-        return from_outputs([output.metrics for output in self.latest.values()], self.adaptive)
+        outputs = self.latest.values()
+        lengths = [len(sample.token_ids) for output in outputs for sample in output.outputs]
+        adaptive = self.adaptive and max(lengths, default=0) >= LEAST_DRAFTED
+        return from_outputs([output.metrics for output in outputs], adaptive)
 
     def tpots_ms(self) -> list[float]:
         """Milliseconds per output token after the first, of each finished request."""

@@ -42,16 +42,19 @@ def test_an_output_that_ended_with_an_error_ends_the_run() -> None:
         run_offline(llm, Workload([BenchPrompt(id="a", text="x")], SamplingParams()))
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_a_run_knows_whether_drafts_were_chosen_step_by_step(adaptive: bool) -> None:
+@pytest.mark.parametrize(("adaptive", "length"), [(False, 3), (True, 3), (True, 2)])
+def test_a_run_knows_whether_drafts_were_chosen_step_by_step(adaptive: bool, length: int) -> None:
+    """Of two tokens neither can be drafted: that `auto` drafted nothing tells nothing."""
+
     def stream(*_: Any) -> Iterator[RequestOutput]:
-        sample = CompletionOutput(0, "x", [5], None, None, [], "length", None)
+        sample = CompletionOutput(0, "x", [5] * length, None, None, [], "length", None)
         yield RequestOutput("0", "x", [1], None, [sample], True, RequestMetrics())
 
     engine = SimpleNamespace(resolved=SimpleNamespace(adaptive=adaptive))
     llm: Any = SimpleNamespace(metrics=EngineMetrics(), stream=stream, engine=engine)
     run = run_offline(llm, Workload([BenchPrompt(id="a", text="x")], SamplingParams()))
-    assert (joined([run, run]).speculation.note is not None) == adaptive
+    told = joined([run, run]).speculation.note is not None
+    assert told == (adaptive and length == 3)
 
 
 def test_ops_count_their_own_time_in_the_range_that_they_lie_in() -> None:

@@ -150,6 +150,12 @@ def test_a_peer_is_asked_for_nothing_of_ours_and_its_counters_are_read(
     note = json.loads(figures.read_text())["spec_decode_note"]
     assert note == "none: K is auto, and no draft was expected to save time"
     assert note in " ".join(ran.out.split())
+    script.pages[:] = [COUNTERS.format(p="slipstream:", d=4, n=8, a=3)] * 2
+    script.events = lambda body: [*told({**body, "return_speculation": False})[1:2], usage(7, 1)]
+    ran = bench(*line)  # of one token nothing could be drafted
+    assert json.loads(figures.read_text())["spec_decode_note"] is None
+    assert note not in " ".join(ran.out.split())
+    script.events = told
     script.pages.clear()
     script.model = {"id": "fake"}
     ran = bench(*line)
