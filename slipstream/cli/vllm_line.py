@@ -72,9 +72,11 @@ def unknown_flag(name: str, declared: Iterable[str], command: str) -> UsageError
         opposite = name.replace(word, other, 1)
         if opposite != name and opposite in flags:
             return UsageError(f"no such flag: {name}; did you mean {negated(opposite)}?")
-    near = [it for it in flags if _means(name, it)] or [
-        it for it in flags if it.startswith(f"{name}-")
-    ]
+    near = (
+        [it for it in flags if _means(name, it)]
+        or [it for it in flags if it.startswith(f"{name}-")]
+        or [it for it in declared if name.startswith("--") and it.endswith(name[1:])]
+    )
     if len(near) == 1:
         entry = ENTRIES.get(near[0])
         why = f", which is not supported: {entry.why}" if isinstance(entry, Unsupported) else "?"

@@ -280,6 +280,13 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_bytes("--size", text) == size
 
 
+def test_the_json_of_a_benchmark_is_a_file(slipstream: CommandLine) -> None:
+    for command in ("serve", "latency", "throughput", "sweep", "advise"):
+        ran = slipstream("bench", command, "--json")
+        assert (ran.code, ran.out) == (2, "")
+        assert "did you mean --output-json?" in ran.err
+
+
 def test_a_list_of_drafters_may_have_spaces() -> None:
     flags = DrafterFlags(speculative_config=' [ {"method": "ngram"} ]')
     assert flags.config("demo") == {"drafters": [{"method": "ngram"}]}
