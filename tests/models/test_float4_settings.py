@@ -66,6 +66,7 @@ def test_scales_of_caches_are_passed_over(tmp_path: Path) -> None:
     write_quantized(tmp_path, style, skip=("lm_head", "self_attn"))
     name = "model.layers.0.self_attn"
     scales = {f"{name}.k_proj.k_scale": torch.tensor(0.5), f"{name}.v_proj.v_scale": torch.ones(1)}
+    scales |= {f"{name}.{end}_scale": torch.ones(1) for end in ("q", "k", "v", "prob")}
     edit_tensors(tmp_path, **scales)
     load(tmp_path)
 

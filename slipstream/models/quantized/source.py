@@ -24,8 +24,8 @@ _WEIGHT, _BIAS = ".weight", ".bias"
 _VALUES = ("qweight", "weight_packed", "weight", "blocks")
 _FUSED_VALUES = ("gate_up_proj", "down_proj")  # of all experts, without an ending
 _SCALE = "weight_scale_inv"
-# Scales of an FP8 KV cache, which are not used.
-_OF_CACHES = (".k_scale", ".v_scale", ".kv_scale")
+# Scales of an FP8 KV cache and of attention in FP8, which are not used.
+_OF_CACHES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale")
 
 _WHOLE_SLICE = 1 << 24  # how many numbers are dequantised to float32 at a time
 
