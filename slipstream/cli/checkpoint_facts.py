@@ -73,8 +73,10 @@ class CheckpointFacts:
         headers; None: they fit its config, or there are none."""
         from slipstream.models.tensor_check import require_tensors
 
-        if self.config is None or self.head is not None or not self.checkpoint.has_weights:
+        if self.config is None or self.head is not None:
             return None
+        if not self.checkpoint.has_weights:
+            return self.checkpoint.unread_weights
         try:
             require_tensors(self.checkpoint, self.config)
         except CheckpointError as error:

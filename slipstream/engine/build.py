@@ -158,7 +158,7 @@ def _load(
     family = choose_family(config, checkpoint, options.max_positions, reasons)
     if family is not None:
         config, shape, options = _adapt_to_images(config, shape, options, family)
-    network = load_decoder(checkpoint, options, shape)
+    network = load_decoder(checkpoint, options, shape, checked=True)  # by the leader
     if config.enable_lora:
         report_adapters(network.adapters, speculation.drafter.adapters, reasons)
     # Only the leader encodes images; the other ranks get the embeddings with the requests.

@@ -30,6 +30,8 @@ from slipstream.models.wrappers import is_wrapper, text_config, text_names
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_ADAPTER = "adapter_model.safetensors"
+_PICKLED = ("pytorch_model*.bin", "*.pth")
 _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 _EOS = "eos_token_id"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -196,7 +198,10 @@ class Checkpoint:
             return read_entries(self.path / _SINGLE)
         if (self.path / _INDEX).is_file():
             return _sharded_entries(self.path, self.path / _INDEX)
-        raise CheckpointError(self._why_no_weights())
+        why = (
+            self.unread_weights or f"{self._lacks}; download the weights, or ask for dummy weights"
+        )
+        raise CheckpointError(why)
 
     @property
     def module_names(self) -> frozenset[str]:
@@ -248,16 +253,30 @@ class Checkpoint:
         """The file that has `eos_token_ids`."""
         return self.generation_file if self.generation_config.get(_EOS) else self.config_file
 
-    def _why_no_weights(self) -> str:
-        missing = f"{self.path} has neither {_SINGLE} nor {_INDEX}"
-        if any(self.path.glob("pytorch_model*.bin")) or any(self.path.glob("*.pth")):
+    @property
+    def _lacks(self) -> str:
+        return f"{self.path} has neither {_SINGLE} nor {_INDEX}"
+
+    @property
+    def unread_weights(self) -> str | None:
+        """Why the weights that are there are not read; None: there are none, or they are."""
+        if self.has_weights:
+            return None
+        if any(next(self.path.glob(kind), None) for kind in _PICKLED):
             return (
-                f"{missing}, only pickled weights, which could run code when loaded; convert them "
-                f"to safetensors (transformers: save_pretrained) or use a revision that has them"
+                f"{self._lacks}, only pickled weights, which could run code when loaded; convert "
+                "them to safetensors (transformers: save_pretrained) or use a revision that has "
+                "them"
             )
-        if (self.path / "adapter_model.safetensors").is_file():
-            return f"{missing}, only a LoRA adapter; give its base model, and it as an adapter"
-        return f"{missing}; download the weights, or ask for dummy weights"
+        if (self.path / _ADAPTER).is_file():
+            return f"{self._lacks}, only a LoRA adapter; give its base model, and it as an adapter"
+        others = sorted(file.name for file in self.path.glob("*.safetensors"))
+        if others:
+            return (
+                f"{self._lacks}, only {others[0]}{', ...' if others[1:] else ''}; download "
+                f"{_SINGLE}, or all its parts and {_INDEX}"
+            )
+        return None
 
 
 def _why_no_config(folder: Path) -> str:

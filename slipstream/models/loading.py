@@ -128,12 +128,14 @@ def load_decoder(
     options: LoadOptions,
     config: DecoderConfig | None = None,
     ops: Ops | None = None,
+    checked: bool = False,
 ) -> Decoder:
     """Build the decoder that `checkpoint` describes and load its weights.
 
     Args:
         config: the checkpoint's config, if the caller has already read it; None: read it here.
         ops: kernels to run the network with; None: the device's default kernels.
+        checked: the headers have already been compared with the config.
     """
     if ops is None:
         ops = kernels_for(options.device, options.dtype, options.batch_invariant).network
@@ -158,12 +160,11 @@ def load_decoder(
         if stored is not None:
             random = RandomQuantizedSource(random, stored, _kept_formats(options))
         return _build(ops, config, random, options)
-    require_tensors(checkpoint, config)
+    if not checked:
+        require_tensors(checkpoint, config)
     name = f"loading {checkpoint.path.name}"
     drafter_tensors = own_drafter_tensors(checkpoint.entries)  # only an MTP drafter reads them
     total = checkpoint.size_bytes - sum(checkpoint.entries[it].nbytes for it in drafter_tensors)
-    if stored is not None:
-        stored.require_modules(checkpoint.module_names, checkpoint.path)
     with options.progress_bar(name, total, "bytes") as progress:
         source = _open(checkpoint, stored, options, progress)
         network = _build(ops, config, source, options)

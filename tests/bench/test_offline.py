@@ -44,7 +44,7 @@ def test_an_output_that_ended_with_an_error_ends_the_run() -> None:
 
 @pytest.mark.parametrize(("adaptive", "length"), [(False, 3), (True, 3), (True, 2)])
 def test_a_run_knows_whether_drafts_were_chosen_step_by_step(adaptive: bool, length: int) -> None:
-    """Of two tokens neither can be drafted: that `auto` drafted nothing tells nothing."""
+    """Neither of two tokens can be drafted: that `auto` drafted nothing tells nothing."""
 
     def stream(*_: Any) -> Iterator[RequestOutput]:
         sample = CompletionOutput(0, "x", [5] * length, None, None, [], "length", None)

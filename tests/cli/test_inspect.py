@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from benchmarks.geometries import write_config
 from slipstream.cli import inspect
@@ -105,6 +107,23 @@ def test_tensors_that_do_not_fit_are_told_from_their_headers(
         assert shown.code == 1
         (line,) = [line for line in shown.out.splitlines() if line.startswith("does not load")]
         assert problem in line
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-00001-of-00002.safetensors"])
+def test_weights_that_are_not_read_are_told(
+    name: str, slipstream: CommandLine, tmp_path: Path
+) -> None:
+    folder = write_qwen3(tmp_path / "model")
+    if name.endswith(".bin"):
+        torch.save(load_file(folder / "model.safetensors"), folder / name)
+        (folder / "model.safetensors").unlink()
+    else:
+        (folder / "model.safetensors").rename(folder / name)
+    ran = slipstream("inspect", str(folder), "--json")
+    assert ran.code == 1
+    assert "has neither model.safetensors nor" in json.loads(ran.out)["problem"]
+    (folder / name).unlink()  # a config alone is none that is broken
+    assert slipstream("inspect", str(folder)).code == 0
 
 
 @pytest.mark.parametrize("broken", ["draft", "target"])

@@ -294,6 +294,7 @@ def test_a_wrong_index(tmp_path: Path, weight_map: Any, message: str) -> None:
         ("pytorch_model-00001-of-00002.bin", "only pickled weights"),
         ("consolidated.00.pth", "only pickled weights"),
         ("adapter_model.safetensors", "only a LoRA adapter; give its base model"),
+        ("model-00001-of-00002.safetensors", "only model-0.*; download model.safetensors, or all"),
         ("readme.md", "download the weights, or ask for dummy weights"),
     ],
 )

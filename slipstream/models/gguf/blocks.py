@@ -17,7 +17,12 @@ from slipstream.kernels.formats.float4 import MAGNITUDES
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.quantized.module import StoredForm, StoredModule, StoredQuantization
+from slipstream.models.quantized.module import (
+    StoredForm,
+    StoredModule,
+    StoredQuantization,
+    Tensors,
+)
 
 _NIBBLES = 16  # bytes of 32 numbers with 4 bits each
 _K = 256  # numbers in a block of the K types
@@ -262,10 +267,13 @@ class BlockForm(StoredForm):
     def unit(self, columns: int) -> int:
         return self.block.numbers
 
-    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        kind = self.block
-        module.require_groups(columns, kind.numbers)
-        raw = module.take("weight", (torch.uint8,), (rows, kind.row_bytes(columns)))
+    def tensors(self, module: StoredModule, rows: int, columns: int) -> Tensors:
+        module.require_groups(columns, self.block.numbers)
+        shape = rows, self.block.row_bytes(columns)
+        return {"weight": module.take("weight", (torch.uint8,), shape)}
+
+    def matrix(self, module: StoredModule, found: Tensors, rows: int, columns: int) -> Weight:
+        kind, raw = self.block, found["weight"]
         if not kind.is_finite(raw):
             raise module.error(
                 f"holds NaN or infinity in {module.full_name('weight')}, so no text can be made "

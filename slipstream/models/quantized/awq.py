@@ -18,7 +18,7 @@ from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.gptq import read_group
 from slipstream.models.quantized.grouped import IntegerForm, as_bytes, grouped_matrix
-from slipstream.models.quantized.module import OneForm, StoredModule
+from slipstream.models.quantized.module import OneForm, StoredModule, Tensors
 
 HARMLESS = {
     "backend",
@@ -37,15 +37,20 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of rows 0 to 7
 class AwqForm(IntegerForm):
     """AWQ's packing of four bits."""
 
-    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        group = self.group or columns
-        groups = -(-columns // group)
+    def tensors(self, module: StoredModule, rows: int, columns: int) -> Tensors:
+        groups = self.num_groups(columns)
         module.require_words(rows, 8, "rows")
         module.require_words(columns, 8, "columns")
-        values = _rows(module.take("qweight", (torch.int32,), (columns, rows // 8)))
-        zeros = _rows(module.take("qzeros", (torch.int32,), (groups, rows // 8)))
-        scales = module.take_scales("scales", (groups, rows)).T.contiguous()
-        return grouped_matrix(packed(values), 4, scales, zeros, group)
+        return {
+            "qweight": module.take("qweight", (torch.int32,), (columns, rows // 8)),
+            "qzeros": module.take("qzeros", (torch.int32,), (groups, rows // 8)),
+            "scales": module.take_scales("scales", (groups, rows)),
+        }
+
+    def matrix(self, module: StoredModule, found: Tensors, rows: int, columns: int) -> Weight:
+        values, zeros = packed(_rows(found["qweight"])), _rows(found["qzeros"])
+        scales = found["scales"].T.contiguous()
+        return grouped_matrix(values, 4, scales, zeros, self.group or columns)
 
 
 def _rows(words: Tensor) -> Tensor:

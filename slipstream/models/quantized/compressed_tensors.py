@@ -28,10 +28,13 @@ from slipstream.models.quantized.float4 import Mxfp4Form, Nvfp4Form
 from slipstream.models.quantized.float8 import Float8Form, read_block
 from slipstream.models.quantized.grouped import IntegerForm, as_bytes, grouped_matrix
 from slipstream.models.quantized.module import (
+    INDICES,
     StoredForm,
     StoredModule,
     StoredQuantization,
+    Tensors,
     row_scale_shapes,
+    row_scales,
 )
 from slipstream.models.quantized.module_lists import ModuleList, matches, read_list
 
@@ -57,28 +60,36 @@ _FOUR_BITS: Final[dict[str, StoredForm]] = {
 class PackedForm(IntegerForm):
     """pack-quantized."""
 
-    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        in_word, group = 32 // self.bits, self.group or columns
-        groups = -(-columns // group)
+    def tensors(self, module: StoredModule, rows: int, columns: int) -> Tensors:
+        in_word, groups, words = 32 // self.bits, self.num_groups(columns), (torch.int32,)
         module.require_words(columns, in_word, "columns")
-        words = module.take("weight_packed", (torch.int32,), (rows, columns // in_word))
+        found = {
+            "weight_packed": module.take("weight_packed", words, (rows, columns // in_word)),
+            "weight_scale": module.take_scales("weight_scale", (rows, groups)),
+        }
         if "weight_shape" in module:
-            shape = module.take("weight_shape", (torch.int32, torch.int64), (2,)).tolist()
-            if shape != [rows, columns]:
-                raise module.error(
-                    f"says in {module.name}.weight_shape {shape}, where its config.json asks for "
-                    f"{[rows, columns]}"
-                )
-        scales = module.take_scales("weight_scale", (rows, groups))
-        zeros = None
+            found["weight_shape"] = module.take("weight_shape", INDICES, (2,))
         if not self.symmetric:
-            stored = module.take("weight_zero_point", (torch.int32,), (-(-rows // in_word), groups))
-            zeros = as_bytes(stored.T)
-            zeros = (unpacked(zeros) if self.bits == 4 else zeros)[:, :rows].T.contiguous()
-        group_of = None
+            shape = -(-rows // in_word), groups
+            found["weight_zero_point"] = module.take("weight_zero_point", words, shape)
         if self.ordered:
-            group_of = module.take_groups("weight_g_idx", columns, groups)
-        return grouped_matrix(as_bytes(words), self.bits, scales, zeros, group, group_of)
+            found["weight_g_idx"] = module.take("weight_g_idx", INDICES, (columns,))
+        return found
+
+    def matrix(self, module: StoredModule, found: Tensors, rows: int, columns: int) -> Weight:
+        if "weight_shape" in found and (shape := found["weight_shape"].tolist()) != [rows, columns]:
+            raise module.error(
+                f"says in {module.name}.weight_shape {shape}, where its config.json asks for "
+                f"{[rows, columns]}"
+            )
+        zeros = group_of = None
+        if not self.symmetric:
+            zeros = as_bytes(found["weight_zero_point"].T)
+            zeros = (unpacked(zeros) if self.bits == 4 else zeros)[:, :rows].T.contiguous()
+        if self.ordered:
+            group_of = module.groups("weight_g_idx", found, self.num_groups(columns))
+        values, group = as_bytes(found["weight_packed"]), self.group or columns
+        return grouped_matrix(values, self.bits, found["weight_scale"], zeros, group, group_of)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,18 +106,24 @@ class Int8Form(IntegerForm):
     def rounding(self) -> Rounding:
         return ToInt8(self.rounds_input)
 
-    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        values = module.take("weight", (torch.int8,), (rows, columns), stays=True)
-        scales = module.take_row_scales("weight_scale", rows)
+    def tensors(self, module: StoredModule, rows: int, columns: int) -> Tensors:
+        shapes = row_scale_shapes(rows)
+        found = {
+            "weight": module.take("weight", (torch.int8,), (rows, columns), stays=True),
+            "weight_scale": module.take_scales("weight_scale", *shapes),
+        }
         if "weight_zero_point" in module:
-            zeros = module.take(
-                "weight_zero_point", (torch.int8, torch.int32), *row_scale_shapes(rows)
+            zeros = module.take("weight_zero_point", (torch.int8, torch.int32), *shapes)
+            found["weight_zero_point"] = zeros
+        return found
+
+    def matrix(self, module: StoredModule, found: Tensors, rows: int, columns: int) -> Weight:
+        if "weight_zero_point" in found and bool(found["weight_zero_point"].any()):
+            raise module.error(
+                f"holds {module.name}.weight_zero_point other than 0 for symmetric weights"
             )
-            if bool(zeros.any()):
-                raise module.error(
-                    f"holds {module.name}.weight_zero_point other than 0 for symmetric weights"
-                )
-        return Int8Matrix(values, scales, self.rounds_input)
+        scales = row_scales(found["weight_scale"], rows)
+        return Int8Matrix(found["weight"], scales, self.rounds_input)
 
 
 def read_scheme(group: ConfigReader, format: str) -> StoredForm:

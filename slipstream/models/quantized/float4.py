@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix, ToMxfp4
 from slipstream.kernels.formats.nvfp4 import Nvfp4Matrix, ToNvfp4
-from slipstream.models.quantized.module import StoredForm, StoredModule
+from slipstream.models.quantized.module import StoredForm, StoredModule, Tensors
 
 BYTES = (torch.uint8,)
 POWERS = (torch.uint8, torch.float8_e8m0fnu)
@@ -31,14 +31,18 @@ class Mxfp4Form(StoredForm):
     kind = Mxfp4Matrix
     rounding = ToMxfp4()
 
-    def read(self, module: StoredModule, rows: int, columns: int) -> Mxfp4Matrix:
+    def tensors(self, module: StoredModule, rows: int, columns: int) -> Tensors:
         group = Mxfp4Matrix.group
         module.require_groups(columns, group)
-        found = module.take(self.values, BYTES, (rows, columns // 2), stays=True)
-        shape = (rows, columns // group)
-        powers = module.take(self.scales, POWERS, shape, stays=True).view(torch.uint8)
+        return {
+            "values": module.take(self.values, BYTES, (rows, columns // 2), stays=True),
+            "scales": module.take(self.scales, POWERS, (rows, columns // group), stays=True),
+        }
+
+    def matrix(self, module: StoredModule, found: Tensors, rows: int, columns: int) -> Mxfp4Matrix:
+        powers = found["scales"].view(torch.uint8)
         require_powers(module, self.scales, powers)
-        return Mxfp4Matrix(found, powers)
+        return Mxfp4Matrix(found["values"], powers)
 
 
 def require_powers(module: StoredModule, scales: str, powers: Tensor) -> None:
@@ -68,18 +72,22 @@ class Nvfp4Form(StoredForm):
     kind = Nvfp4Matrix
     rounding = ToNvfp4()
 
-    def read(self, module: StoredModule, rows: int, columns: int) -> Nvfp4Matrix:
+    def tensors(self, module: StoredModule, rows: int, columns: int) -> Tensors:
         group = Nvfp4Matrix.group
         module.require_groups(columns, group)
-        found = module.take(self.values, BYTES, (rows, columns // 2), stays=True)
-        scales = module.take(
-            "weight_scale", (torch.float8_e4m3fn,), (rows, columns // group), stays=True
-        )
-        shared = module.take_scales(self.whole, *_SCALARS).flatten()
+        scales, shape = (torch.float8_e4m3fn,), (rows, columns // group)
+        return {
+            "values": module.take(self.values, BYTES, (rows, columns // 2), stays=True),
+            "scales": module.take("weight_scale", scales, shape, stays=True),
+            "whole": module.take_scales(self.whole, *_SCALARS),
+        }
+
+    def matrix(self, module: StoredModule, found: Tensors, rows: int, columns: int) -> Nvfp4Matrix:
+        shared = found["whole"].flatten()
         if not float(shared) > 0:
             raise module.error(
                 f"holds {float(shared)} in {module.full_name(self.whole)}, where a global scale is "
                 "above 0; use another checkpoint"
             )
         shared = shared.reciprocal() if self.divides else shared
-        return Nvfp4Matrix(found, scales, shared.expand(rows).contiguous())
+        return Nvfp4Matrix(found["values"], found["scales"], shared.expand(rows).contiguous())

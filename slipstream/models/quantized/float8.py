@@ -16,7 +16,14 @@ from slipstream.kernels.formats.float8 import Float8Matrix, ToFloat8
 from slipstream.kernels.formats.float8_blocks import BLOCK, Float8BlockMatrix, ToFloat8Blocks
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.config_reader import ConfigReader
-from slipstream.models.quantized.module import OneForm, StoredForm, StoredModule
+from slipstream.models.quantized.module import (
+    OneForm,
+    StoredForm,
+    StoredModule,
+    Tensors,
+    row_scale_shapes,
+    row_scales,
+)
 from slipstream.models.quantized.module_lists import ModuleList, read_list
 from slipstream.models.safetensors_file import WEIGHT_DTYPES
 
@@ -60,17 +67,24 @@ class Float8Form(StoredForm):
     def unit(self, columns: int) -> int:
         return 1 if self.block is None else self.block[1]
 
-    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
+    def tensors(self, module: StoredModule, rows: int, columns: int) -> Tensors:
         values = module.take("weight", (torch.float8_e4m3fn,), (rows, columns), stays=True)
         names = ("weight_scale_inv", "weight_scale")
         usual = names[1 if self.block is None else 0]  # named in the error if both are missing
         scale = next((it for it in names if it in module), usual)
         if self.block is None:
-            return Float8Matrix(values, module.take_row_scales(scale, rows, _SCALES))
-        down, across = -(-rows // self.block[0]), -(-columns // self.block[1])
-        # ModelOpt keeps the dimensions within a block, with size 1.
-        shapes = (down, across), (down, 1, across, 1)
-        scales = module.take_scales(scale, *shapes, dtypes=_SCALES).view(down, across)
+            shapes = row_scale_shapes(rows)
+        else:
+            down, across = -(-rows // self.block[0]), -(-columns // self.block[1])
+            # ModelOpt keeps the dimensions within a block, with size 1.
+            shapes = (down, across), (down, 1, across, 1)
+        return {"values": values, "scales": module.take_scales(scale, *shapes, dtypes=_SCALES)}
+
+    def matrix(self, module: StoredModule, found: Tensors, rows: int, columns: int) -> Weight:
+        values, scales = found["values"], found["scales"]
+        if self.block is None:
+            return Float8Matrix(values, row_scales(scales, rows))
+        scales = scales.view(-(-rows // self.block[0]), -(-columns // self.block[1]))
         matrix = Float8BlockMatrix(values, scales, *self.block)
         return matrix if self.block == _SQUARE else DenseMatrix(matrix.dequantised())
 

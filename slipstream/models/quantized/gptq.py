@@ -17,7 +17,7 @@ from slipstream.kernels.formats.int4 import unpacked
 from slipstream.kernels.formats.weight import Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.grouped import IntegerForm, as_bytes, grouped_matrix
-from slipstream.models.quantized.module import OneForm, StoredModule
+from slipstream.models.quantized.module import INDICES, OneForm, StoredModule, Tensors
 
 # Keys about calibration, and hints for other engines' kernels.
 HARMLESS = set(
@@ -41,16 +41,23 @@ class GptqForm(IntegerForm):
 
     zero_offset: int
 
-    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        in_word = 32 // self.bits
-        group = self.group or columns
-        groups = -(-columns // group)
+    def tensors(self, module: StoredModule, rows: int, columns: int) -> Tensors:
+        in_word, groups = 32 // self.bits, self.num_groups(columns)
         module.require_words(columns, in_word, "columns")
         module.require_words(rows, in_word, "rows")
-        words = module.take("qweight", (torch.int32,), (columns // in_word, rows))
-        scales = module.take_scales("scales", (groups, rows)).T.contiguous()
-        stored = module.take("qzeros", (torch.int32,), (groups, rows // in_word))
-        zeros = as_bytes(stored)
+        found = {
+            "qweight": module.take("qweight", (torch.int32,), (columns // in_word, rows)),
+            "scales": module.take_scales("scales", (groups, rows)),
+            "qzeros": module.take("qzeros", (torch.int32,), (groups, rows // in_word)),
+        }
+        if "g_idx" in module:
+            found["g_idx"] = module.take("g_idx", INDICES, (columns,))
+        elif self.ordered:
+            raise module.error(f"has no tensor {module.name}.g_idx, which desc_act asks for")
+        return found
+
+    def matrix(self, module: StoredModule, found: Tensors, rows: int, columns: int) -> Weight:
+        scales, zeros = found["scales"].T.contiguous(), as_bytes(found["qzeros"])
         if self.bits == 4:
             zeros = unpacked(zeros)
         # Version 1 stores a zero of 0 as the largest integer, so the addition must wrap around.
@@ -61,13 +68,10 @@ class GptqForm(IntegerForm):
                 'middle; correct "sym", or "checkpoint_format" (gptq or gptq_v2)'
             )
         group_of = None
-        if "g_idx" in module:
-            group_of = module.take_groups("g_idx", columns, groups)
-        elif self.ordered:
-            raise module.error(f"has no tensor {module.name}.g_idx, which desc_act asks for")
-        return grouped_matrix(
-            as_bytes(words.T), self.bits, scales, zeros.T.contiguous(), group, group_of
-        )
+        if "g_idx" in found:
+            group_of = module.groups("g_idx", found, self.num_groups(columns))
+        values, group = as_bytes(found["qweight"].T), self.group or columns
+        return grouped_matrix(values, self.bits, scales, zeros.T.contiguous(), group, group_of)
 
 
 def read_settings(reader: ConfigReader) -> OneForm:

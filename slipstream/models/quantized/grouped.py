@@ -85,6 +85,9 @@ class IntegerForm(StoredForm):
         is_kept = group is None or not (self.ordered or group % GROUPS[-1])
         return Int4Matrix if is_kept else DenseMatrix
 
+    def num_groups(self, columns: int) -> int:
+        return -(-columns // (self.group or columns))
+
     def unit(self, columns: int) -> int:
         if self.kind is not Int4Matrix:
             return 1

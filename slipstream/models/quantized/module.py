@@ -15,6 +15,8 @@ from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.quantized.module_lists import NO_MODULES, ModuleList
 from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_into
 
+INDICES = (torch.int32, torch.int64)
+Tensors = dict[str, Tensor]  # of one matrix
 _STATIC_SCALES = ("input_scale", "input_global_scale", "activation_scale", "output_scale")
 
 
@@ -147,20 +149,13 @@ class StoredModule:
         """Read scales of one of these shapes as float32; errors as `take`."""
         return self.take(ending, dtypes, *shapes).float()
 
-    def take_row_scales(
-        self, ending: str, rows: int, dtypes: Collection[torch.dtype] = WEIGHT_DTYPES
-    ) -> Tensor:
-        """Read scales [rows] float32, stored per row or as one number; errors as `take`."""
-        scales = self.take_scales(ending, *row_scale_shapes(rows), dtypes=dtypes)
-        return scales.flatten().expand(rows).contiguous()
-
-    def take_groups(self, ending: str, columns: int, num_groups: int) -> Tensor:
-        """[columns] int64, the group of each column.
+    def groups(self, ending: str, found: Tensors, num_groups: int) -> Tensor:
+        """[columns] int64, the group of each column, of the tensor with this ending.
 
         Raises:
-            CheckpointError: as `take`, or a group is out of range.
+            CheckpointError: a group is out of range.
         """
-        group_of = self.take(ending, (torch.int32, torch.int64), (columns,)).long()
+        group_of = found[ending].long()
         if bool((group_of < 0).any()) or bool((group_of >= num_groups).any()):
             raise self.error(f"holds {self.full_name(ending)} beyond its {num_groups} groups")
         return group_of
@@ -211,7 +206,7 @@ class StoredForm(ABC):
     @property
     @abstractmethod
     def kind(self) -> type[Weight]:
-        """The class that `read` returns."""
+        """The class of `matrix`."""
 
     @property
     def rounding(self) -> Rounding | None:
@@ -227,8 +222,16 @@ class StoredForm(ABC):
         return int(getattr(self.kind, "group", 1))
 
     @abstractmethod
-    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        """Read the matrix [rows, columns] without changing its values.
+    def tensors(self, module: StoredModule, rows: int, columns: int) -> Tensors:
+        """Take the tensors of the matrix [rows, columns].
+
+        Raises:
+            CheckpointError: one is missing, or has another dtype or shape.
+        """
+
+    @abstractmethod
+    def matrix(self, module: StoredModule, found: Tensors, rows: int, columns: int) -> Weight:
+        """Make the matrix [rows, columns] of its tensors without changing its values.
 
         A layout that no quantised weight class supports is dequantised to float32.
         """
@@ -277,7 +280,12 @@ class StoredQuantization(ABC):
         return all(form.rounds_input for form in self.forms if form.kind is Float8Matrix)
 
     def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
-        """See `StoredForm.read`. Static scales of activations are not used."""
+        """Read the matrix [rows, columns]; see `StoredForm`."""
+        form = self.form_in(module)
+        return form.matrix(module, form.tensors(module, rows, columns), rows, columns)
+
+    def form_in(self, module: StoredModule) -> StoredForm:
+        """The form of the module's matrix. Static scales of activations are not used."""
         form = self.form_of(module.name)
         if form is None:
             raise module.error(
@@ -285,7 +293,13 @@ class StoredQuantization(ABC):
                 "it"
             )
         module.ignore(*_STATIC_SCALES)
-        return form.read(module, rows, columns)
+        return form
+
+    def fused_tensors(
+        self, module: StoredModule, experts: int, rows: int, columns: int, turns: int
+    ) -> Tensors:
+        """Take the tensors of `read_fused`."""
+        raise AssertionError(f"{module.name}: {type(self).__name__} has no fused experts")
 
     def read_fused(
         self, module: StoredModule, experts: int, rows: int, columns: int, turns: int
@@ -358,6 +372,11 @@ class OneForm(StoredQuantization):
 def row_scale_shapes(rows: int) -> tuple[tuple[int, ...], ...]:
     """Shapes in which checkpoints store a scale for the matrix or for each row."""
     return (), (1,), (1, 1), (rows,), (rows, 1)
+
+
+def row_scales(scales: Tensor, rows: int) -> Tensor:
+    """Scales [rows] from one of `row_scale_shapes`."""
+    return scales.flatten().expand(rows).contiguous()
 
 
 def _word(dtype: torch.dtype) -> str:

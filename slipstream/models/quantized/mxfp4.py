@@ -13,7 +13,7 @@ from slipstream.kernels.formats.mxfp4 import Mxfp4Matrix
 from slipstream.kernels.formats.weight import Rounding, Weight
 from slipstream.models.config_reader import ConfigReader
 from slipstream.models.quantized.float4 import BYTES, POWERS, Mxfp4Form, require_powers
-from slipstream.models.quantized.module import OneForm, StoredModule
+from slipstream.models.quantized.module import OneForm, StoredForm, StoredModule, Tensors
 from slipstream.models.quantized.module_lists import read_list
 
 HARMLESS = {"dequantize", "quant_method"}
@@ -33,24 +33,32 @@ class Mxfp4Experts(OneForm):
     def rounding(self, module: str) -> Rounding | None:
         return super().rounding(module) if _EXPERTS in module else None
 
-    def read(self, module: StoredModule, rows: int, columns: int) -> Weight:
+    def form_in(self, module: StoredModule) -> StoredForm:
         if _EXPERTS not in module.name:
             raise module.error(
                 f"holds {module.name}.weight in a dtype that is not read: its quantization_config "
                 "(mxfp4) is about experts alone, and all else must be floats"
             )
-        return super().read(module, rows, columns)
+        return super().form_in(module)
+
+    def fused_tensors(
+        self, module: StoredModule, experts: int, rows: int, columns: int, turns: int
+    ) -> Tensors:
+        group = Mxfp4Matrix.group
+        module.require_groups(columns, group)
+        shape = (experts, rows, columns // group)
+        return {
+            "blocks": module.take_interleaved("blocks", BYTES, (*shape, group // 2), turns),
+            "scales": module.take_interleaved("scales", POWERS, shape, turns),
+        }
 
     def read_fused(
         self, module: StoredModule, experts: int, rows: int, columns: int, turns: int
     ) -> Weight:
-        group = Mxfp4Matrix.group
-        module.require_groups(columns, group)
-        shape = (experts, rows, columns // group)
-        values = module.take_interleaved("blocks", BYTES, (*shape, group // 2), turns)
-        powers = module.take_interleaved("scales", POWERS, shape, turns).view(torch.uint8)
+        found = self.fused_tensors(module, experts, rows, columns, turns)
+        powers = found["scales"].view(torch.uint8)
         require_powers(module, "scales", powers)
-        return Mxfp4Matrix(values.flatten(1), powers)
+        return Mxfp4Matrix(found["blocks"].flatten(1), powers)
 
 
 def read_settings(reader: ConfigReader) -> Mxfp4Experts:

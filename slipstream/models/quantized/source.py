@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 
 import torch
@@ -14,6 +13,13 @@ from slipstream.kernels.formats.weight import Rounding, Weight, row_slices, stac
 from slipstream.layers.parameters import ROWS, WHOLE, Fused, FusedExperts, Part, Share
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.parameter_sources import CheckpointSource, Progress, TensorSource
+from slipstream.models.quantized.fused_experts import (
+    has_stacks,
+    slice_of,
+    sliced_names,
+    stacked_entries,
+    unread_experts,
+)
 from slipstream.models.quantized.module import StackAllocator, StoredModule, StoredQuantization
 from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, read_into
 from slipstream.models.wrappers import stored_name
@@ -23,7 +29,6 @@ logger = logging.getLogger("slipstream")
 _WEIGHT, _BIAS = ".weight", ".bias"
 _VALUES = ("qweight", "weight_packed", "weight", "blocks")
 _FUSED_VALUES = ("gate_up_proj", "down_proj")  # of all experts, without an ending
-_SCALE = "weight_scale_inv"
 # Scales of an FP8 KV cache and of attention in FP8, which are not used.
 _OF_CACHES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale")
 
@@ -140,12 +145,7 @@ class QuantizedSource(CheckpointSource):
             if not self._is_quantised(fused.name):
                 return DenseMatrix(self.matrix(parts, columns))
             return self._as_kept(self._shared_out(self._sliced(fused, parts, columns), parts))
-        names = {ending: f"{fused.name}_{ending}" for ending in self._stored.fused_endings}
-        entries = {
-            ending: self._checkpoint.entries[name]
-            for ending, name in names.items()
-            if name in self._checkpoint.entries
-        }
+        entries = stacked_entries(self._checkpoint, self._stored, fused)
         if not entries:
             return None
         module = self._module(fused.name, entries, StackAllocator(1, self._device), "_")
@@ -156,27 +156,15 @@ class QuantizedSource(CheckpointSource):
 
     def _sliced(self, fused: FusedExperts, parts: Sequence[Part], columns: int) -> Weight:
         """Read FP8 experts, which transformers stacks with their scales in another tensor."""
-        entries = self._checkpoint.entries
-        names = {"weight": fused.name, _SCALE: f"{fused.name}_{_SCALE.removeprefix('weight_')}"}
-        found = {ending: entries[name] for ending, name in names.items() if name in entries}
-        stacks = all(it.shape[:1] == (fused.experts,) for it in found.values())
-        plain = not (fused.alternating or fused.transposed)
-        if found["weight"].dtype != torch.float8_e4m3fn or not (
-            stacks and plain and _SCALE in found
-        ):
-            raise _unread(self._checkpoint, self._stored, fused)
+        names = sliced_names(self._checkpoint, self._stored, fused)
         rows = sum(part.rows for part in parts) // fused.experts
         allocator = StackAllocator(fused.experts, self._device)
         experts = []
         for index in range(fused.experts):
-            own = {
-                ending: replace(entry.row_range(index, index + 1), shape=entry.shape[1:])
-                for ending, entry in found.items()
-            }
             module = StoredModule(
                 fused.name,
                 self._checkpoint.path,
-                own,
+                slice_of(self._checkpoint, names, index),
                 lambda _, entry: self._progress(entry.nbytes),
                 allocator,
             )
@@ -267,25 +255,14 @@ def no_quantised_tensor(
     checkpoint: Checkpoint, stored: StoredQuantization, part: Part, columns: int
 ) -> CheckpointError:
     """The error for a part of a matrix that has no tensors."""
-    if isinstance(part.fused, FusedExperts):
-        stacks = (it for it in checkpoint.entries if it.startswith(part.fused.name))
-        if any(not it.endswith("_bias") for it in stacks):
-            return _unread(checkpoint, stored, part.fused)
+    if isinstance(part.fused, FusedExperts) and has_stacks(checkpoint, part.fused):
+        return unread_experts(checkpoint, stored, part.fused)
     stored_names = [it.name for it in checkpoint.entries.values()]
     also = "" if part.fused is None else f", nor {stored_name(part.fused.name, stored_names)}"
     name = stored_name(part.name, stored_names)
     return CheckpointError(
         f"{checkpoint.path} has no tensor {name}, nor one of its quantised form{also}, which "
         f"its config.json asks for with shape {[part.rows, columns]}"
-    )
-
-
-def _unread(
-    checkpoint: Checkpoint, stored: StoredQuantization, fused: FusedExperts
-) -> CheckpointError:
-    return CheckpointError(
-        f"{checkpoint.path}: fused experts ({fused.name}) in {stored.description} are not read; "
-        "use a file with one tensor per expert"
     )
 
 
