@@ -33,7 +33,13 @@ from slipstream.models.parameter_sources import (
     TensorSource,
     no_progress,
 )
-from slipstream.models.precision import PRECISIONS, head_bytes, in_precision, weight_bytes
+from slipstream.models.precision import (
+    PRECISIONS,
+    head_bytes,
+    in_precision,
+    names_stored_form,
+    weight_bytes,
+)
 from slipstream.models.quantized.catalogue import read_quantization
 from slipstream.models.quantized.module import StoredQuantization
 from slipstream.models.quantized.source import (
@@ -145,6 +151,7 @@ def load_decoder(
     stored = read_quantization(checkpoint.config, checkpoint.config_file)
     if stored is not None:
         options.stored_check(checkpoint.path.name, stored)
+        options = in_stored_form(options, stored)
     size = decoder_bytes(checkpoint, config, options)
     rounded: RoundedBytes | None = None
     if options.quantization is None and stored is None:
@@ -170,6 +177,13 @@ def load_decoder(
         network = _build(ops, config, source, options)
     source.finish(ignored=(*drafter_tensors, *config.unread_tensors))
     return network
+
+
+def in_stored_form(options: LoadOptions, stored: StoredQuantization) -> LoadOptions:
+    """The options without a `quantization` that only names the checkpoint's own form."""
+    named = options.quantization
+    is_own = named is not None and names_stored_form(named, stored)
+    return replace(options, quantization=None) if is_own else options
 
 
 def _with_unit(checkpoint: Checkpoint, config: DecoderConfig, options: LoadOptions) -> LoadOptions:

@@ -231,6 +231,21 @@ def test_naming_the_form_of_the_experts_changes_nothing(gpt_oss: Path, tmp_path:
     assert told[2]["quantization"] == "nvfp4"
 
 
+@pytest.mark.usefixtures("plain_torch")
+def test_naming_the_form_of_a_draft_model_changes_nothing(gpt_oss: Path, tmp_path: Path) -> None:
+    folder = copied(gpt_oss, tmp_path / "m")
+    fused_mxfp4(folder)
+    options = LoadOptions(torch.float32, CPU, "auto", 64)
+    networks = [
+        load_decoder(Checkpoint(folder), replace(options, quantization=name))
+        for name in (None, "mxfp4", "nvfp4")
+    ]
+    prompts = [prompt[:9] for prompt in make_prompts()]
+    plain, named, rounded = (runner_logits(it, prompts, (9,)) for it in networks)
+    assert all(torch.equal(*pair) for pair in zip(plain, named, strict=True))
+    assert not torch.equal(plain[0], rounded[0])
+
+
 def fused_anew(folder: Path) -> None:
     """Stack quantised experts in place, as transformers does with those in FP8."""
     tensors = load_file(folder / "model.safetensors")

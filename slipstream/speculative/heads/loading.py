@@ -18,7 +18,13 @@ from slipstream.layers.layer import BuildContext, Layer, LayerSpec, build_layers
 from slipstream.layers.parameters import ParameterSource, Part
 from slipstream.layers.rope import RopeTables
 from slipstream.models.decoder_config import DecoderConfig
-from slipstream.models.loading import RANDOM_FORMATS, LoadOptions, open_quantized, tensor_bytes
+from slipstream.models.loading import (
+    RANDOM_FORMATS,
+    LoadOptions,
+    in_stored_form,
+    open_quantized,
+    tensor_bytes,
+)
 from slipstream.models.parameter_sources import CheckpointSource, DummySource, TensorSource
 from slipstream.models.precision import in_precision
 from slipstream.models.quantized.module import StoredQuantization
@@ -151,6 +157,8 @@ def load_head(
         CheckpointError: a tensor is missing, has a wrong shape, or is unexpected.
     """
     ops = kernels_for(options.device, options.dtype, options.batch_invariant).network
+    if stored is not None:
+        options = in_stored_form(options, stored)
 
     def built(tensors: TensorSource) -> T:
         source = in_precision(tensors, options.quantization, ops)
