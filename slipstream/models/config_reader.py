@@ -162,6 +162,17 @@ class ConfigReader:
         values = self.take(key, dict, {})
         return ConfigReader(values, self.file, f"{self._prefix}{key}.", harmless=())
 
+    def each(self, key: str) -> list["ConfigReader"]:
+        """Readers of the objects at `key`, which are values of an object or a list; none if it is
+        missing."""
+        given = self.take_any(key)
+        own = self
+        if isinstance(given, list):
+            given = {str(place): value for place, value in enumerate(given)}
+            own = ConfigReader({key: given}, self.file, self._prefix)
+        objects = own.nested(key)
+        return [objects.nested(name) for name in own.take(key, dict, {})]
+
     def finish(self) -> None:
         """Raise CheckpointError for keys that were not read and may change the computation."""
         for key, value in self._config.items():

@@ -264,6 +264,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ),
         r'config_groups\.one\.weights\.num_bits" is 4, but "quantized_layers" gives a FP8',
     ),
+    (
+        changed(modelopt(), *WEIGHTS, num_bits=[4, 3]),
+        r'group_0\.weights\.num_bits" is 8, but "quant_algo" is NVFP4, which means 4; they contra',
+    ),
+    (
+        of_modelopt(
+            quant_algo="MIXED_PRECISION",
+            quantized_layers={"model.a": {"quant_algo": "FP8"}},
+            config_groups=[{"targets": "a", "weights": {"num_bits": [2, 1]}}],
+        ),
+        r'config_groups\.0\.weights\.num_bits" is 4, but "quantized_layers" gives a FP8',
+    ),
+    (changed(modelopt(), *WEIGHTS, num_bits=[5, 2]), r'num_bits" is \[5, 2\], but "quant_algo"'),
     (of_modelopt(ignore=[3]), 'ignore" must be names of modules'),
     (of_modelopt(ignore=["re:*"]), r"ignore\" holds 're:\*', which is no regular expression"),
     (of_modelopt(odd=1), 'odd" is unknown'),
@@ -286,6 +299,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (changed(packed_nvfp4(), *WEIGHTS, num_bits=8), 'num_bits" is 8, which nvfp4-pack-quantized'),
     (changed(packed_mxfp4(), *WEIGHTS, type="int"), 'type" does not go with the format mxfp4-pack'),
 ]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "bits"), [("NVFP4", [2, 1]), ("NVFP4", 4), ("FP8", [4, 3]), ("FP8", 8)]
+)
+def test_bits_may_be_those_of_exponent_and_mantissa(algorithm: str, bits: object) -> None:
+    """ModelOpt spells e2m1 and e4m3 so; groups may be a list, whose targets are one name."""
+    table = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": algorithm}}}
+    weights = {"num_bits": bits, "type": "float"}
+    for settings, targets in (({"quant_algo": algorithm}, ["Linear"]), (table, "a")):
+        group = {"targets": targets, "weights": weights}
+        for groups in ([group], {"group_0": group}):
+            config = of_modelopt(**settings, config_groups=groups)
+            stored = read_quantization({"quantization_config": config})
+            assert stored is not None
+            assert [form.bits for form in stored.forms] == [8 if algorithm == "FP8" else 4]
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED)

@@ -471,7 +471,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (changed(float8(), modules_to_convert=["x"]), 'modules_to_convert" is unknown'),
     (changed(packed_tensors(), format="marlin-24"), "format\" is 'marlin-24'; supported are fl"),
     (changed(packed_tensors(), quantization_status="calibration"), "finish the quantization"),
-    (changed(packed_tensors(), kv_cache_scheme={"num_bits": 8}), 'kv_cache_scheme" is not supp'),
+    (changed(packed_tensors(), config_groups=["Linear"]), 'config_groups.0" must be'),
     (changed(packed_tensors(), transform_config={"a": 1}), 'transform_config" is not supported'),
     (changed(packed_tensors(), sparsity_config={"format": "sparse-24"}), "sparsity_config.form"),
     (changed(packed_tensors(), config_groups={}), 'config_groups" is missing|has no group'),
@@ -498,6 +498,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (changed(int_tensors(activations=DYNAMIC), *INPUTS, odd=1), 'input_activations.odd" is unk'),
     (changed(float_tensors("block"), *WEIGHTS, block_structure=[0, 1]), "two positive integers"),
 ]
+
+
+GROUP_OF_ONE = packed_tensors().config["config_groups"]["group_0"]
+SAME = [
+    (packed_tensors(), {"config_groups": [GROUP_OF_ONE]}),
+    (packed_tensors(), {"config_groups": {"a": {**GROUP_OF_ONE, "targets": "Linear"}}}),
+    (packed_tensors(), {"ignore": "lm_head"}),
+    (packed_tensors(), {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}),
+    (float8(), {"kv_cache_scheme": "static"}),
+]
+
+
+@pytest.mark.parametrize(("style", "changes"), SAME)
+def test_other_spellings_of_the_same_settings(style: Format, changes: dict[str, Any]) -> None:
+    """Lists in place of objects, a name in place of a list, and settings of caches."""
+    given = {"quantization_config": changed(style, **changes)}
+    assert read_quantization(given) == read_quantization({"quantization_config": style.config})
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED)

@@ -235,7 +235,12 @@ def _pass_over_search(settings: ConfigReader) -> None:
         settings.take_any(key)
 
 
-HARMLESS = {"global_compression_ratio", "quant_method", "version"}
+HARMLESS = {
+    "global_compression_ratio",
+    "kv_cache_scheme",  # caches have the dtype that users choose
+    "quant_method",
+    "version",
+}
 _CLASS = "Linear"
 _OF_SPARSITY = (
     "global_sparsity",
@@ -280,19 +285,16 @@ def read_settings(reader: ConfigReader) -> CompressedTensors:
     status = reader.take("quantization_status", str, "compressed")
     if status not in ("compressed", "frozen"):
         raise reader.error("quantization_status", f"is {status!r}; finish the quantization first")
-    for key in ("kv_cache_scheme", "transform_config"):
-        if reader.take_optional(key, dict):
-            raise reader.error(key, "is not supported; use a checkpoint without it")
+    if reader.take_optional("transform_config", dict):
+        raise reader.error("transform_config", "is not supported; use a checkpoint without it")
     sparsity = reader.nested("sparsity_config")
     sparsity.expect("format", "dense")
     for key in _OF_SPARSITY:  # statistics: weights are stored densely
         sparsity.take_any(key)
     sparsity.finish()
     own_format = reader.take("format", str, "")
-    groups = reader.nested("config_groups")
     found = []
-    for name in reader.take("config_groups", dict):
-        group = groups.nested(name)
+    for group in reader.each("config_groups"):
         format = group.take("format", str, "") or own_format
         if format not in FORMATS:
             raise reader.error("format", f"is {format!r}; supported are {', '.join(FORMATS)}")
@@ -301,7 +303,6 @@ def read_settings(reader: ConfigReader) -> CompressedTensors:
             raise group.error("targets", "names nothing; name modules, or their class")
         found.append((targets, read_scheme(group, format)))
         group.finish()
-    groups.finish()
     if not found:
         raise reader.error("config_groups", "has no group")
     return CompressedTensors(tuple(found), read_list(reader, "ignore"))

@@ -27,7 +27,7 @@ from slipstream.models.quantized.module import (
 from slipstream.models.quantized.module_lists import ModuleList, read_list
 from slipstream.models.safetensors_file import WEIGHT_DTYPES
 
-HARMLESS = {"dequantize", "quant_method"}
+HARMLESS = {"dequantize", "kv_cache_scheme", "quant_method"}
 _SCALES = (*WEIGHT_DTYPES, torch.float8_e8m0fnu)
 _SQUARE = (BLOCK, BLOCK)
 

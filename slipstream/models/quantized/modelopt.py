@@ -32,7 +32,10 @@ from slipstream.models.quantized.module_lists import (
 
 _OF_CACHES = ("kv_cache_quant_algo", "kv_cache_scheme")
 HARMLESS: Final = {"producer", "quant_method"}
+_GROUPS = "config_groups"
+"""Groups of compressed-tensors' scheme, which repeat what the algorithms say."""
 _MIXED = "MIXED_PRECISION"
+_FLOATS: Final = {Nvfp4Form.bits: [2, 1], Float8Form.bits: [4, 3]}
 _NVFP4 = Nvfp4Form("weight", "weight_scale_2", divides=False)
 _ROWS, _BLOCKS = Float8Form(), Float8Form((BLOCK, BLOCK))
 _ALGORITHMS: Final[dict[str, StoredForm]] = {
@@ -96,17 +99,11 @@ def read_settings(reader: ConfigReader) -> ModelOpt:
         return ModelOpt(None, _read_layers(reader), unquantised)
     whole = _algorithm(reader, "quant_algo", name)
     _require_group(reader, whole)
-    for group in _groups(reader):
+    for group in reader.each(_GROUPS):
         weights = group.nested("weights")
         _require_group(weights, whole)
         _require_bits(weights, whole, f'"quant_algo" is {name}')
     return ModelOpt(whole, {}, unquantised)
-
-
-def _groups(reader: ConfigReader) -> list[ConfigReader]:
-    """The groups of compressed-tensors' scheme, which repeat what the algorithms say."""
-    groups = reader.nested("config_groups")
-    return [groups.nested(key) for key in reader.take("config_groups", dict, {})]
 
 
 def _require_bits(weights: ConfigReader, found: StoredForm, source: str) -> None:
@@ -117,6 +114,8 @@ def _require_bits(weights: ConfigReader, found: StoredForm, source: str) -> None
     """
     for key, value in (("num_bits", found.bits), ("type", "float")):
         given = weights.take_any(key)
+        if isinstance(given, list):  # bits of exponent and mantissa
+            given = next((bits for bits, own in _FLOATS.items() if own == given), given)
         if given is not None and given != value:
             raise weights.error(
                 key,
@@ -138,7 +137,7 @@ def _read_layers(reader: ConfigReader) -> dict[str, StoredForm]:
         layers[bare(name)], algorithms[bare(name)] = found, algorithm
     if not layers:
         raise reader.error("quantized_layers", "names no module, which MIXED_PRECISION asks for")
-    for group in _groups(reader):
+    for group in reader.each(_GROUPS):
         for name in read_list(group, "targets").entries:
             if bare(name) in layers:
                 source = f'"quantized_layers" gives {name} {algorithms[bare(name)]}'

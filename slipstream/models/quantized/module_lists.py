@@ -65,9 +65,12 @@ NO_MODULES = ModuleList("", ())
 
 
 def read_list(reader: ConfigReader, key: str) -> ModuleList:
-    """Read the list at this key; empty if it is missing."""
-    entries = reader.take(key, list, [])
-    if not all(isinstance(entry, str) and entry for entry in entries):
+    """Read the list at this key, or the one name; empty if it is missing."""
+    entries = reader.take_any(key) or []
+    entries = [entries] if isinstance(entries, str) else entries
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, str) and entry for entry in entries
+    ):
         raise reader.error(key, f"must be names of modules, not {entries}")
     require_expressions(reader, key, entries)
     return ModuleList(key, tuple(entries))
