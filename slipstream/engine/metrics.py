@@ -1,11 +1,16 @@
 """Totals of counts and times since the engine started."""
 
+import logging
 from dataclasses import dataclass, field
 
 from slipstream.core.adapters import NamedAdapter
 from slipstream.core.batch import Committed, StepReport
 from slipstream.core.outputs import RequestMetrics
 from slipstream.engine.drafting.choice import StepCosts
+
+logger = logging.getLogger("slipstream")
+
+_DRAFTS_OF_NO_USE = 300  # a drafter that fits gets a token accepted in far fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +132,24 @@ class EngineMetrics:
         """Count one request's tokens of a step; stop conditions kept `num_kept` of them."""
         self.num_output_tokens += num_kept
         self.num_broken += gained.broken
+        before = self.speculation.num_drafts
         step.count(self.speculation, gained, 1 / step.num_requests)
+        if before < _DRAFTS_OF_NO_USE <= self.speculation.num_drafts:
+            self._warn_of_no_use()
         if adapter is not None:
             own = self.adapters.setdefault(adapter.name, RequestMetrics())
             step.count(own, gained, 1 / step.num_requests)
+
+    def _warn_of_no_use(self) -> None:
+        """Warn if no draft token was accepted yet: drafts that are not finite look like bad ones."""
+        if not self.speculation.num_accepted_tokens:
+            logger.warning(
+                "none of the first %d drafts had a token that was accepted: the drafter does not "
+                "fit the model or its traffic, or its logits are not finite; slipstream inspect "
+                "DRAFTER --target MODEL tells whether a checkpoint fits, and float32 as its dtype "
+                "whether numbers overflow",
+                self.speculation.num_drafts,
+            )
 
     @property
     def seconds(self) -> dict[str, float]:

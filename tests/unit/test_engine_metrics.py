@@ -83,3 +83,19 @@ def test_a_snapshot_holds_every_number_and_stays_as_it_was() -> None:
     assert kept == before
     metrics.adapters["one"].num_steps = metrics.speculation.num_steps = metrics.num_steps = 50
     assert (kept.adapters["one"].num_steps, kept.speculation.num_steps, kept.num_steps) == (4, 3, 1)
+
+
+@pytest.mark.parametrize("accepted_at", [None, 17, 299])
+def test_a_drafter_that_never_has_a_token_accepted_is_told_once(
+    accepted_at: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics, estimate = EngineMetrics(), StepEstimate(1, 0.0)
+    caplog.set_level("WARNING", "slipstream")
+    for number in range(700):
+        for drafted in (3, 0):  # steps without a draft count for nothing
+            accepted = int(bool(drafted) and number == accepted_at)
+            gained = Committed((7,) * (accepted + 1), drafted, accepted, 0)
+            metrics.count_tokens(gained, accepted + 1, estimate)
+    told = [it.getMessage() for it in caplog.records]
+    assert len(told) == (accepted_at is None)
+    assert all("none of the first 300 drafts had a token" in it for it in told)
