@@ -141,7 +141,7 @@ class EngineMetrics:
             step.count(own, gained, 1 / step.num_requests)
 
     def _warn_of_no_use(self) -> None:
-        """Warn if no draft token was accepted yet: drafts that are not finite look like bad ones."""
+        """Warn if no draft token was accepted yet: NaN in a drafter is silent otherwise."""
         if not self.speculation.num_accepted_tokens:
             logger.warning(
                 "none of the first %d drafts had a token that was accepted: the drafter does not "

@@ -28,6 +28,7 @@ from slipstream.models.quantized.source import is_unneeded, no_quantised_tensor
 from slipstream.models.safetensors_file import WEIGHT_DTYPES, TensorEntry, check_fits
 
 _NAMED = 3  # of the missing tensors, how many a message names
+_QUANTISED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_proj_blocks")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -47,12 +48,23 @@ def require_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> None:
     except CheckpointError as error:
         matches = [_LAYER.match(name) for name in checkpoint.entries.keys() - drafter_tensors]
         number = 1 + max((int(match[1]) for match in matches if match), default=-1)
+        if stored is None and (packed := _quantised_names(checkpoint)):
+            raise CheckpointError(
+                f"{error}: tensors such as {packed[0]} are quantised, but its config.json has no "
+                "quantization_config; download it again, or copy the settings there from another "
+                'file (quantize_config.json, quant_config.json), with a "quant_method"'
+            ) from error
         if number in (0, len(config.layers)):  # none: layers may have names that are not known
             raise
         raise CheckpointError(
             f"{error}: it has tensors of {counted(number, 'layer')}, where num_hidden_layers asks "
             f"for {len(config.layers)}"
         ) from error
+
+
+def _quantised_names(checkpoint: Checkpoint) -> list[str]:
+    """Names of tensors that only quantised checkpoints have."""
+    return sorted(it.name for it in checkpoint.entries.values() if it.name.endswith(_QUANTISED))
 
 
 class _HeaderModule(StoredModule):

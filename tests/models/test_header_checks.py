@@ -24,6 +24,7 @@ from tests.models.test_quantized_experts import GPT_OSS, fused_anew, fused_mxfp4
 from tests.quantized_checkpoints import (
     Format,
     awq,
+    edit_config,
     edit_tensors,
     float8,
     float_tensors,
@@ -98,6 +99,17 @@ def test_every_quantised_tensor_is_compared(name: str, tmp_path: Path) -> None:
         edit_tensors(tmp_path, **{full: tensor})
     edit_tensors(tmp_path, **{f"{MODULE}.weight_extra": torch.ones(2)})
     with pytest.raises(CheckpointError, match=rf"does not use \({MODULE}\.weight_extra\)"):
+        check(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "fp8", "nvfp4", "int8"])
+def test_settings_that_are_missing_are_told(name: str, tmp_path: Path) -> None:
+    """Early files of GPTQ and AWQ have them beside config.json."""
+    write_quantized(tmp_path, FORMATS[name])
+    edit_config(tmp_path, quantization_config=None)
+    with pytest.raises(
+        CheckpointError, match=r"tensors such as model\..* has no quantization_conf"
+    ):
         check(tmp_path)
 
 

@@ -501,10 +501,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 GROUP_OF_ONE = packed_tensors().config["config_groups"]["group_0"]
+OF_ATTENTION = {"targets": ["re:.*self_attn$"], "weights": None, "input_activations": DYNAMIC}
 SAME = [
     (packed_tensors(), {"config_groups": [GROUP_OF_ONE]}),
     (packed_tensors(), {"config_groups": {"a": {**GROUP_OF_ONE, "targets": "Linear"}}}),
     (packed_tensors(), {"ignore": "lm_head"}),
+    (packed_tensors(), {"config_groups": {"a": GROUP_OF_ONE, "b": OF_ATTENTION}}),
     (packed_tensors(), {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}),
     (float8(), {"kv_cache_scheme": "static"}),
 ]
@@ -512,7 +514,7 @@ SAME = [
 
 @pytest.mark.parametrize(("style", "changes"), SAME)
 def test_other_spellings_of_the_same_settings(style: Format, changes: dict[str, Any]) -> None:
-    """Lists in place of objects, a name in place of a list, and settings of caches."""
+    """Lists in place of objects, a name in place of a list, settings of caches and attention."""
     given = {"quantization_config": changed(style, **changes)}
     assert read_quantization(given) == read_quantization({"quantization_config": style.config})
 

@@ -295,6 +295,8 @@ def read_settings(reader: ConfigReader) -> CompressedTensors:
     own_format = reader.take("format", str, "")
     found = []
     for group in reader.each("config_groups"):
+        if not group.take("weights", dict, {}):  # about activations alone, which keep their dtype
+            continue
         format = group.take("format", str, "") or own_format
         if format not in FORMATS:
             raise reader.error("format", f"is {format!r}; supported are {', '.join(FORMATS)}")
