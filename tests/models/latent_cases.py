@@ -127,6 +127,7 @@ MORE_LATENT = [
         "groups",
         {**latent(2, 32, 24, 8, (12, 2, 4)), **routed(8, 2, n_group=4, topk_group=2)},
         "19KB",
+        seed=4,
     ),
     Case(
         "Glm4MoeLite",
