@@ -39,6 +39,20 @@ class RowPlaces:
 
 
 @dataclass(frozen=True, eq=False)
+class SharedBlocks:
+    """A group of requests whose block tables begin with the same blocks, all of them computed. A
+    backend may read these blocks once for the whole group; results do not depend on that.
+
+    Attributes:
+        tokens: [R] int64, for requests of the group the number of tokens in these blocks, else 0.
+        members: [R] int64, 1 + the index of each request of the group, in order, then 0.
+    """
+
+    tokens: Tensor
+    members: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Paging:
     """How the context of each request is paged, for layers that share block tables.
 
@@ -46,11 +60,13 @@ class Paging:
         block_tables: [R, max_blocks] int32.
         context_lens: [R] int64, tokens of each request in the cache after this pass has written.
         slots: [T] int64, where each row's key and value are stored; -1: nowhere.
+        shared: requests with the same leading blocks; None: not known.
     """
 
     block_tables: Tensor
     context_lens: Tensor
     slots: Tensor
+    shared: SharedBlocks | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ has the same bits alone, in any batch, and with any number of draft rows up to t
 reads shapes only, and never waits for the device.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention import FLOAT8_PAGES, query_key_norms, split_heads
-from slipstream.kernels.pass_inputs import PassInputs
+from slipstream.kernels.pass_inputs import PassInputs, SharedBlocks
 from slipstream.kernels.table import Heads
 from slipstream.kernels.triton import attention_stream
 from slipstream.kernels.triton.activation import gated_rows
@@ -34,6 +35,7 @@ from slipstream.kernels.triton.attention_shapes import (
     room_for,
     tree_of,
 )
+from slipstream.kernels.triton.attention_shared_kernel import shared_kernel
 from slipstream.kernels.triton.attention_short_kernels import short_kernel
 from slipstream.kernels.triton.launch import (
     cdiv,
@@ -47,6 +49,9 @@ from slipstream.kernels.triton.rope import pages_of, rotate_and_store
 
 COMBINING = 1024  # programs of the combine kernel, about
 COMBINED_AT_ONCE = 16
+SHARED_LINES = 64  # of a program for shared tokens; with more it would wait for tensor cores
+# Bytes of the partial sums of all requests; where they would be more, each reads shared tokens.
+MOST_PART_BYTES = 256 << 20
 NARROW_WINDOW = 256  # tokens; up to here one program is faster than several and a combine kernel
 # With dependent launch, block tables, positions and cached tokens of earlier passes are read before
 # the previous kernel has ended. So between the kernels that write them and this one there must be
@@ -203,32 +208,72 @@ def _short(
     lanes = max(1, min(splits, programs // (requests * pairs)))
     if layer.window is not None and layer.window + most_rows <= NARROW_WINDOW:
         lanes = 1
-    part = part_exponent = part_total = None
-    if lanes > 1:
-        sizes = (requests, most_rows, layer.heads, splits)  # no rows of chunks, which are many
+    parts: tuple[Tensor | None, ...] = (None, None, None)
+    sizes = (requests, most_rows, layer.heads, splits)  # no rows of chunks, which are many
+    shared = paging.shared if layer.window is None else None
+    if 4 * math.prod(sizes) * layer.head_dim > MOST_PART_BYTES:
+        shared = None
+    if lanes > 1 or shared is not None:
         part = torch.empty((*sizes, layer.head_dim), dtype=torch.float32, device=source.device)
-        part_exponent, part_total = part.new_empty((2, *sizes))
+        parts = part, *part.new_empty((2, *sizes))
+    if shared is not None:
+        _shared(source, turn, layer, inputs, cache, shared, parts, sizes)
     window = layer.window
     launched = options(source.device)
     early = EARLY and launched["pdl"]
     short_kernel[(pairs, requests, lanes)](
-        source, *pages_of(cache), out, part, part_exponent, part_total, rows.query_start,
+        source, *pages_of(cache), out, *parts, rows.query_start,
         paging.context_lens, paging.block_tables, rows.positions, rows.places, paging.slots,
-        *tree_of(sees), sees.last_seen, layer.sinks, *_turn(turn), source.stride(0),
-        paging.block_tables.stride(0), layer.scale, layer.softcap, window, most_rows, splits,
-        early=early,
+        *tree_of(sees), sees.last_seen, None if shared is None else shared.tokens, layer.sinks,
+        *_turn(turn), source.stride(0), paging.block_tables.stride(0), layer.scale, layer.softcap,
+        window, most_rows, splits, early=early,
         first_seen=sees.first_seen, causal=sees.causal,
         new_rows=max(4, next_power_of_2(most_rows)),
         rotary_dim=layer.head_dim if turn is None else turn.rotary_dim,
         **_built(layer, cache, tiles), **launched,
     )  # fmt: skip
-    if lanes > 1:
+    if parts[0] is not None:
         combine_kernel[(min(most_rows * layer.heads, cdiv(COMBINING, requests)), requests)](
-            part, part_exponent, part_total, out, rows.query_start, paging.context_lens,
+            *parts, out, rows.query_start, paging.context_lens,
             layer.sinks, window, most_rows, splits, heads=layer.heads, head_dim=layer.head_dim,
             block_d=layer.block_d, block_s=64, at_once=COMBINED_AT_ONCE, num_warps=4, early=early,
             **launched,
         )  # fmt: skip
+
+
+def _shared(
+    source: Tensor,
+    turn: Heads | None,
+    layer: AttentionShape,
+    inputs: PassInputs,
+    cache: tuple[Tensor, Tensor],
+    shared: SharedBlocks,
+    parts: tuple[Tensor | None, ...],
+    sizes: tuple[int, int, int, int],
+) -> None:
+    """Write the partial sums of the splits that lie in the shared tokens, for the group's rows.
+    `parts` are as in `short_kernel`, and the first two of them of these sizes."""
+    rows, paging = inputs.rows, inputs.paging
+    requests, most_rows, _, splits = sizes
+    own, _ = short_tiles(32, 1, layer.block_d, source.dtype, cache[0].dtype == FLOAT8_PAGES)
+    # Queries and sums of two tiles of lines have to fit into the registers.
+    tiles = replace(own, warps=8, registers=None)
+    count = SHARED_LINES // tiles.lines if layer.block_d <= 256 else 1
+    pairs = layer.kv_heads * cdiv(requests * most_rows * layer.groups, count * tiles.lines)
+    # One program fits on a multiprocessor: all at once, or so many that the last ones matter less.
+    waves = 1 if 2 * pairs <= MULTIPROCESSORS else 4
+    lanes = max(1, min(splits, waves * MULTIPROCESSORS // pairs))
+    launched = options(source.device)
+    query_weight, _, eps, cos_sin = _turn(turn)
+    shared_kernel[(pairs, lanes)](
+        source, *pages_of(cache), *parts, rows.query_start, paging.context_lens,
+        paging.block_tables, rows.positions, shared.tokens, shared.members, query_weight, eps,
+        cos_sin, source.stride(0), paging.block_tables.stride(0), layer.scale, layer.softcap,
+        requests, most_rows, splits, early=EARLY and launched["pdl"],
+        first_seen=inputs.sees.first_seen,
+        rotary_dim=layer.head_dim if turn is None else turn.rotary_dim, tiles=count,
+        **_built(layer, cache, tiles), **launched,
+    )  # fmt: skip
 
 
 def _chunks(

@@ -60,7 +60,7 @@ def _new_tokens(
 
 
 @triton.jit
-def _store(
+def store_halves(
     pages, place, inside, first, second, head_dim: tl.constexpr, interleaved: tl.constexpr
 ):  # fmt: skip
     """Store both halves of heads [L, C], or their even and odd numbers, at `place` [L]."""
@@ -97,7 +97,7 @@ def _store_new(
 
 
 @triton.jit
-def _fold(
+def fold(
     query_one, query_two, key_one, key_two, value_one, value_two, key_scale, value_scale, exponent,
     total, one, two, token, row_begins, row_ends, row, rows, ancestors, tree_start, scale, softcap,
     window, first_seen: tl.constexpr,
@@ -187,7 +187,7 @@ def _fold_splits(
                 head_dim, block_d,
             )  # fmt: skip
         entries = entries_of(table, start + block_n, end, block_size, block_n)
-        exponent, total, one, two = _fold(
+        exponent, total, one, two = fold(
             query_one, query_two, key_one, key_two, value_one, value_two, key_scale, value_scale,
             exponent, total, one, two, token, row_begins, row_ends, row, rows, ancestors,
             tree_start, scale, softcap, window, first_seen,
@@ -202,7 +202,7 @@ def _fold_splits(
             else:
                 tl.store(part_exponent + place, exponent, mask=row < rows)
                 tl.store(part_total + place, tl.max(total, axis=1), mask=row < rows)
-                _store(
+                store_halves(
                     part, place * head_dim, row < rows, one, two, head_dim, key_scales is not None
                 )
                 place += 1
@@ -260,7 +260,7 @@ def _write(
     one, two = one * kept / total, two * kept / total
     dtype: tl.constexpr = out.dtype.element_ty
     one, two = one.to(dtype), two.to(dtype)
-    _store(out, place * head_dim, inside, one, two, head_dim, scales is not None)
+    store_halves(out, place * head_dim, inside, one, two, head_dim, scales is not None)
 
 
 @triton.jit
@@ -271,10 +271,14 @@ def seen_splits(context, rows, window):
 
 
 @triton.jit
-def _splits_of_lane(lane, lanes, context, rows, window):
-    """(first split that the rows of a request see, first split of a lane, first after it)."""
+def _splits_of_lane(lane, lanes, context, rows, window, shared, request):
+    """(first split that the rows of a request see, first split of a lane, first after it). Lanes
+    leave out the splits that `shared_kernel` reduces, of the first shared[request] tokens."""
     first_split, _ = seen_splits(context, rows, window)
     seen_from, newest = split_start(first_split), tl.maximum(context, 1)
+    if shared is not None:
+        together = split_start(split_of(tl.load(shared + request).to(tl.int32)))
+        seen_from = tl.where(together <= context - rows, together, seen_from)
     split = split_of_lane(lane, lanes, seen_from, newest)
     return first_split, split, split_of_lane(lane + 1, lanes, seen_from, newest)
 
@@ -283,7 +287,7 @@ def _splits_of_lane(lane, lanes, context, rows, window):
 def short_kernel(
     qkv, keys, values, key_scales, value_scales, out, part, part_exponent, part_total, query_start,
     context_lens, tables, positions, places, slots, tokens, ancestors, tree_starts, last_seen,
-    sinks, query_weight, key_weight, eps, cos_sin, row_stride, table_stride, scale, softcap,
+    shared, sinks, query_weight, key_weight, eps, cos_sin, row_stride, table_stride, scale, softcap,
     window, most_rows, most_splits, kv_heads: tl.constexpr, groups: tl.constexpr,
     head_dim: tl.constexpr, stored_dim: tl.constexpr, block_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, pdl: tl.constexpr,
@@ -304,7 +308,7 @@ def short_kernel(
     first = tl.load(query_start + request).to(tl.int32)
     rows = tl.load(query_start + request + 1).to(tl.int32) - first
     context = tl.load(context_lens + request).to(tl.int32)
-    first_split, split, after = _splits_of_lane(lane, lanes, context, rows, window)
+    first_split, split, after = _splits_of_lane(lane, lanes, context, rows, window, shared, request)
     if (rows > most_rows) | (tile * block_m >= rows * groups) | (split >= after):
         wait_for_inputs(pdl)
         return
