@@ -8,6 +8,7 @@ from importlib import import_module
 import torch
 
 from slipstream.cache.block_manager import BlockManager
+from slipstream.cache.paged import KVSpec
 from slipstream.cache.per_rank_blocks import PerRankBlocks
 from slipstream.cache.spec import CacheLayout, CacheSizes, ModelCache
 from slipstream.cache.state_places import StatePlaces
@@ -45,6 +46,7 @@ from slipstream.runner.capability import device_name
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner, Recorder
 from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.prefix_groups import PrefixGroups
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.speculative.drafter import DrafterResources, LoadedDrafter
 
@@ -101,6 +103,7 @@ def assemble(
         ranks=ranks,
         division=division,
         check_every=config.rank_check_interval,
+        groups=_prefix_groups(layout, state) if can_share else None,
     )
     capture_plain(graphs, step, not loaded_drafter.limits.on_device, progress_bar)
     if ranks.leads:
@@ -115,6 +118,14 @@ def shares_prefixes(config: EngineConfig, layout: CacheLayout, sizes: CacheSizes
     """Whether requests reuse the cached prefixes of other requests."""
     resumes = layout.blocks_resume or sizes.num_checkpoints > 0
     return config.enable_prefix_caching and resumes
+
+
+def _prefix_groups(layout: CacheLayout, state: DeviceState) -> PrefixGroups | None:
+    """What finds requests whose shared blocks are read once; None: the ops do not, or no layer of
+    the target has attention without a window."""
+    full = [it for it in layout.specs if isinstance(it, KVSpec) and it.window is None]
+    reads_once = kernels_for(state.device).network.reads_shared_once
+    return PrefixGroups(state.block_size) if full and reads_once else None
 
 
 def target_sizes(resolved: Resolved, sizes: CacheSizes, rereads: bool) -> CacheSizes:

@@ -27,6 +27,7 @@ from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.graphs import GraphRunner
 from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.prefix_groups import PrefixGroups
 from slipstream.sampling.logits import TokenLogprobs, token_logprobs
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.speculative.drafter import Drafter, Needs
@@ -43,6 +44,7 @@ class Launcher(Step):
         ranks: the processes that hold the models together.
         division: which of the requests this rank runs.
         check_every: number of steps after which the ranks compare their states; None: never.
+        groups: see `pack`.
     """
 
     def __init__(
@@ -60,10 +62,11 @@ class Launcher(Step):
         ranks: Ranks,
         division: Division,
         check_every: int | None,
+        groups: PrefixGroups | None,
     ) -> None:
         super().__init__(scheduler.limits, runner, drafter, state, sampling, synthetic_rates)
         self._scheduler, self._guidance, self._graphs = scheduler, guidance, graphs
-        self._runs_ahead, self._needs = runs_ahead, needs
+        self._runs_ahead, self._needs, self._groups = runs_ahead, needs, groups
         self._ended = 0.0  # when the last step ended
         self._ranks, self._check_every, self._num_launched = ranks, check_every, 0
         self.division, self._launch_part = division, division.guarding(self._launch)
@@ -99,7 +102,8 @@ class Launcher(Step):
         self._runner.save_last(batch.checkpoints)
         self._runner.begin([it.request.slot for it in admitted], [it.resumed for it in admitted])
         guesses = self._drafter.prepare(batch)
-        packed = self.division.agree(lambda: pack(batch, guesses, self._sampling, self._needs))
+        given = batch, guesses, self._sampling, self._needs, self._groups
+        packed = self.division.agree(lambda: pack(*given))
         steering = None
         if Uses.GRAMMAR in packed.uses:
             steering = self._guidance.begin(batch, packed)

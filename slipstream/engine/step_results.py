@@ -23,6 +23,7 @@ from slipstream.kernels.devices import Download, send, upload
 from slipstream.kernels.preparation import PreparationOps
 from slipstream.runner.device_batch import Guesses, PackedBatch
 from slipstream.runner.model_runner import Forward, ModelRunner
+from slipstream.runner.prefix_groups import PrefixGroups
 from slipstream.runner.rows import PromptRows, prompt_rows
 from slipstream.sampling.state import SamplingState, Uses
 from slipstream.sampling.verification import Verdict
@@ -30,13 +31,18 @@ from slipstream.speculative.drafter import Draft, Needs
 
 
 def pack(
-    batch: Batch, guesses: Guesses | None, sampling: SamplingState, needs: Needs
+    batch: Batch,
+    guesses: Guesses | None,
+    sampling: SamplingState,
+    needs: Needs,
+    groups: PrefixGroups | None,
 ) -> PackedBatch:
     """The batch as numbers.
 
     Args:
         guesses: see `Drafter.prepare`.
         needs: what the drafter reads of the target's pass.
+        groups: finds the requests whose shared blocks are read once; None: none are.
     """
     items = batch.requests
     drafts = [item.num_draft_tokens for item in items]
@@ -75,6 +81,7 @@ def pack(
         trims=trims if any(trims) else (),
         saved=[item.saved for item in items],
         prompts=prompts if any(prompts) else (),
+        shared=None if groups is None else groups.of(batch),
     )
 
 

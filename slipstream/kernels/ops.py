@@ -32,10 +32,12 @@ class Ops(ABC):
     Attributes:
         backend: its name.
         sums_addends: addends may be [parts, T, N], added in their order, or an `UnreducedSum`.
+        reads_shared_once: attention reads the blocks of `Paging.shared` once for their requests.
     """
 
     backend: str
     sums_addends: bool = False
+    reads_shared_once: bool = False
 
     # ------------------------------------------------------------------ used by layers
 

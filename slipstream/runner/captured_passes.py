@@ -40,12 +40,14 @@ _OF_REQUESTS = {
     *(_QUERY_START, "sees.tree.starts"),
     *("paging.block_tables", "window_paging.block_tables"),
     *("paging.context_lens", "window_paging.context_lens"),
+    *("paging.shared.tokens", "paging.shared.members"),
     *("states.slots", "states.num_known", "states.pending", "states.save_at", "states.saved"),
 }
 # What padding has in them; in other tensors it has whatever was there.
 _PADDING = {
     **{"paging.slots": -1, "window_paging.slots": -1, "adapters": -1},
     **{"paging.context_lens": 0, "window_paging.context_lens": 0},
+    **{"paging.shared.tokens": 0, "paging.shared.members": 0},
     **{"states.num_known": 0, "states.pending": 0, "states.save_at": -1},
 }
 

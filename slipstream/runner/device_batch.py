@@ -10,7 +10,9 @@ from torch import Tensor
 
 from slipstream.core.batch import FACTOR_PARTS, ChainStops, Trim
 from slipstream.kernels.devices import upload
+from slipstream.kernels.pass_inputs import SharedBlocks
 from slipstream.runner.excerpts import Excerpt
+from slipstream.runner.prefix_groups import PrefixGroup
 from slipstream.runner.rows import PassRows, PromptRows, TreeRows
 from slipstream.sampling.state import Uses
 
@@ -36,6 +38,7 @@ class PackedBatch:
         saved: see `ScheduledRequest`, per request; empty if no checkpoint is written.
         prompts: see `PassRows`.
         reads_all: the hidden states of all rows may be read; else only those that verify drafts.
+        shared: requests whose shared blocks attention reads once; None: it reads all for each.
         least_requests, least_rows: minimum sizes to which captured steps are padded, so that data
             parallel ranks replay graphs of one shape.
     """
@@ -53,6 +56,7 @@ class PackedBatch:
     saved: Sequence[int] = ()
     prompts: Sequence[PromptRows | None] = ()
     reads_all: bool = True
+    shared: PrefixGroup | None = None
     least_requests: int = 0
     least_rows: int = 0
 
@@ -65,8 +69,8 @@ class PackedBatch:
         return sum([most if it is None else min(most, it.num_rows) for most, it in pairs])
 
     def columns(self, width: int) -> list[list[int]]:
-        """Seven rows of numbers with a column per request, and `width` more rows if there are
-        guesses."""
+        """Seven rows of numbers with a column per request, two more rows if blocks are `shared`,
+        and `width` more if there are guesses."""
         rows = [
             list(self.slots),
             list(self.num_new_tokens),
@@ -77,6 +81,8 @@ class PackedBatch:
             or [FACTOR_PARTS] * len(self.slots),
             list(self.saved) or [-1] * len(self.slots),
         ]
+        if self.shared is not None:
+            rows.extend(self.shared.columns(len(self.slots)))
         if self.guesses is not None:
             padded = [
                 [LEFT_TO_DEVICE] * width if guess is None else [*guess, *[0] * (width - len(guess))]
@@ -97,7 +103,7 @@ class PackedBatch:
         if self.rereads is not None:
             known = [new + more for new, more in zip(known, self.rereads, strict=True)]
         return DeviceBatch.over(
-            *(columns, self.width, self.uses, True, num_rows),
+            *(columns, self.width, self.uses, True, num_rows, self.shared is not None),
             stops=self.stops,
             prompts=self.prompts,
             known_counts=known,
@@ -137,7 +143,7 @@ class DeviceBatch:
         draft_counts: `num_draft_tokens` on the host, of an exact batch that was planned with the
             results of the last step, so that they are within the limits of requests; else None.
         most_rereads: the largest of `rereads`; 0 unless the batch is exact.
-        reads_all: see `PackedBatch`.
+        reads_all, shared: see `PackedBatch`.
     """
 
     slots: Tensor
@@ -159,6 +165,7 @@ class DeviceBatch:
     draft_counts: Sequence[int] | None = None
     most_rereads: int = 0
     reads_all: bool = True
+    shared: SharedBlocks | None = None
 
     @classmethod
     def over(
@@ -168,15 +175,18 @@ class DeviceBatch:
         uses: frozenset[Uses],
         exact: bool,
         num_rows: int | None = None,
+        shares: bool = False,
         **of_host: Any,
     ) -> "DeviceBatch":
-        """Views of `PackedBatch.columns` [7 or 7 + K, R] int64 on the device.
+        """Views of `PackedBatch.columns` [7, 9, 7 + K or 9 + K, R] int64 on the device.
 
         Args:
+            shares: the columns have two rows for `shared`.
             of_host: the other attributes, of exact batches.
         """
         slots, new, drafts, at_end, rereads, factors, saved = columns[:7].unbind(0)
-        guesses = columns[7:].T.contiguous()
+        shared, guessed = (SharedBlocks(*columns[7:9].unbind(0)), 9) if shares else (None, 7)
+        guesses = columns[guessed:].T.contiguous()
         return cls(
             slots,
             new,
@@ -190,6 +200,7 @@ class DeviceBatch:
             uses,
             exact,
             num_rows=num_rows,
+            shared=shared,
             **of_host,
         )
 
@@ -297,6 +308,7 @@ class DeviceBatch:
             tree=tree,
             excerpt=excerpt,
             adapted=Uses.ADAPTER in self.uses,
+            shared=self.shared,
         )
 
     def target_rows(
@@ -316,6 +328,7 @@ class DeviceBatch:
                 saved=self.saved,
                 tree=tree,
                 adapted=adapted,
+                shared=self.shared,
             )
         if not most_drafts:
             lengths, counts = self.num_known_rows, self.known_counts
@@ -333,6 +346,7 @@ class DeviceBatch:
             prompts=self.prompts,
             counts=counts,
             num_read=None if self.reads_all else most_drafts + 1,
+            shared=self.shared,
         )
 
     def asking_for(self, num_draft_tokens: Tensor, width: int) -> "DeviceBatch":

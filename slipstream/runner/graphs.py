@@ -18,6 +18,7 @@ from slipstream.kernels.devices import upload
 from slipstream.kernels.registry import kernels_for
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
 from slipstream.runner.device_state import DeviceState
+from slipstream.runner.prefix_groups import PrefixGroup
 from slipstream.sampling.state import SamplingState, Uses
 
 logger = logging.getLogger("slipstream")
@@ -34,8 +35,8 @@ OF_DRAFTS = frozenset({Uses.BLOCK, Uses.COUPLED})
 APART = OF_DRAFTS | {Uses.GRAMMAR, Uses.ADAPTER}
 # Bad words are matched on the host, so no graph has them.
 FULL = frozenset(Uses) - {Uses.BAD_WORDS} - APART
-# Number of steps that could have had fewer rows before a graph for these is captured: by then they
-# have lost about as much time as capturing takes.
+# Number of steps that could have had fewer rows, or read shared blocks once, before a graph for
+# that is captured: by then they have lost about as much time as capturing takes.
 WANTED_BEFORE_CAPTURE = 32
 # Held while a graph is captured: work of other threads on the GPU would break the capture.
 CAPTURING = Lock()
@@ -61,7 +62,7 @@ class HostPart(Protocol):
 @dataclass(frozen=True)
 class _Key:
     """The key of a graph. `rows`: number of rows of the target's pass; None: width + 1 for each
-    request."""
+    request. `shares`: attention reads the blocks that requests share once for all of them."""
 
     name: str
     bucket: int
@@ -69,6 +70,7 @@ class _Key:
     uses: frozenset[Uses]
     guessed: bool
     rows: int | None = None
+    shares: bool = False
 
 
 @dataclass(eq=False)
@@ -213,6 +215,8 @@ class GraphRunner:
                 it may be captured with fewer rows.
         """
         key = self._key(name, packed, packs)
+        if packed.shared is not None and not key.shares:
+            packed = replace(packed, shared=None)
         captured: _Captured[T] | None = self._graphs.get(key)
         if captured is None:
             captured = self._capture(key, function, host)
@@ -277,8 +281,16 @@ class GraphRunner:
             self._graphs = lean
             self._generation = self._sampling.generation
         key = _Key(name, bucket, width, uses, packed.guesses is not None and width > 0)
+        if packed.shared is not None:
+            key = self._sharing(key)
         num_rows = max(len(packed.slots) + packed.num_verified, packed.least_rows)
         return self._with_fewer_rows(key, num_rows) if packs else key
+
+    def _sharing(self, key: _Key) -> _Key:
+        """The key of steps that read shared blocks once, if these are captured or often wanted."""
+        sharing = replace(key, shares=True)
+        self._wanted[sharing] += 1
+        return sharing if self._wanted[sharing] >= WANTED_BEFORE_CAPTURE else key
 
     def _with_fewer_rows(self, key: _Key, num_rows: int) -> _Key:
         """The key with the fewest rows that suffice and whose graph is captured or often wanted."""
@@ -305,10 +317,12 @@ class GraphRunner:
         self, key: _Key, function: BatchFunction[T], host: HostPart | None = None
     ) -> _Captured[T]:
         nobody = PackedBatch([], [], [], [], key.width, key.uses, [] if key.guessed else None)
+        if key.shares:
+            nobody = replace(nobody, shared=PrefixGroup())
         columns = upload(self._padded(nobody.columns(key.width), key.bucket), self._state.device)
 
         def call(between: Between) -> T:
-            batch = DeviceBatch.over(columns, key.width, key.uses, False, key.rows)
+            batch = DeviceBatch.over(columns, key.width, key.uses, False, key.rows, key.shares)
             return function(batch) if host is None else function(batch, between)
 
         replay = self._record(call, _nothing if host is None else host.buffers)

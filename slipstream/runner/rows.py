@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.core.spans import Span, end_of_spans
 from slipstream.kernels.devices import upload
-from slipstream.kernels.pass_inputs import PassInputs, TreeInputs
+from slipstream.kernels.pass_inputs import PassInputs, SharedBlocks, TreeInputs
 from slipstream.runner.device_state import DeviceState
 from slipstream.runner.excerpts import Excerpt
 from slipstream.sampling.verification import TreeNodes
@@ -110,6 +110,7 @@ class PassRows(NamedTuple):
         adapted: some request has an adapter, which is applied to its rows.
         num_read: for exact rows, at most so many of the last rows of each request have their output
             read; None: all rows may.
+        shared: blocks that some of the requests share; None: they are not known.
     """
 
     slots: Tensor
@@ -127,6 +128,7 @@ class PassRows(NamedTuple):
     prompts: Sequence[PromptRows | None] = ()
     counts: Sequence[int] = ()
     num_read: int | None = None
+    shared: SharedBlocks | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,6 +312,8 @@ def lay_out(state: DeviceState, rows: PassRows, windowed: bool = False) -> RowLa
     inputs = placed.inputs
     if inputs.window_paging is not None and not windowed:
         inputs = replace(inputs, window_paging=None)
+    if rows.shared is not None and (excerpt is None or excerpt.skipped is None):
+        inputs = replace(inputs, paging=replace(inputs.paging, shared=rows.shared))
     layout = RowLayout(
         placed.token_ids,
         inputs,

@@ -152,6 +152,7 @@ class DataParallelDivision(Division):
         return replace(
             packed,
             width=_width(batch),
+            shared=None,  # ranks capture graphs of one shape at once, and share different blocks
             uses=sampling.uses(item.request.slot for item in batch.requests),
             least_requests=max(map(len, parts)),
             least_rows=max(sum(1 + _verified(item) for item in part) for part in parts),

@@ -34,6 +34,7 @@ class TritonOps(Linears, ReferenceOps):
     """
 
     sums_addends = True
+    reads_shared_once = True
 
     rms_norm = staticmethod(norm.norm)
     add_rms_norm = staticmethod(norm.add_norm)

@@ -49,7 +49,7 @@ from slipstream.kernels.triton.rope import pages_of, rotate_and_store
 
 COMBINING = 1024  # programs of the combine kernel, about
 COMBINED_AT_ONCE = 16
-SHARED_LINES = 64  # of a program for shared tokens; with more it would wait for tensor cores
+SHARED_TILES = 2  # of lines in a program for shared tokens; with more products would be the limit
 # Bytes of the partial sums of all requests; where they would be more, each reads shared tokens.
 MOST_PART_BYTES = 256 << 20
 NARROW_WINDOW = 256  # tokens; up to here one program is faster than several and a combine kernel
@@ -256,9 +256,9 @@ def _shared(
     rows, paging = inputs.rows, inputs.paging
     requests, most_rows, _, splits = sizes
     own, _ = short_tiles(32, 1, layer.block_d, source.dtype, cache[0].dtype == FLOAT8_PAGES)
-    # Queries and sums of two tiles of lines have to fit into the registers.
-    tiles = replace(own, warps=8, registers=None)
-    count = SHARED_LINES // tiles.lines if layer.block_d <= 256 else 1
+    # Two tiles fit into the registers of 8 warps; small heads cannot be divided among so many.
+    count = SHARED_TILES if 128 <= layer.block_d <= 256 else 1
+    tiles = replace(own, warps=8 if count > 1 else own.warps, registers=None)
     pairs = layer.kv_heads * cdiv(requests * most_rows * layer.groups, count * tiles.lines)
     # One program fits on a multiprocessor: all at once, or so many that the last ones matter less.
     waves = 1 if 2 * pairs <= MULTIPROCESSORS else 4

@@ -86,11 +86,11 @@ def _tokens(
     keys, values, key_scales, value_scales, places, inside, dtype: tl.constexpr,
     hopper: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
-    """Keys, values and their scales as `fold` takes them: see `eight_bit_tile`."""
+    """Both halves of keys, then of values; with `key_scales` what `eight_bit_tile` returns."""
     if key_scales is None:
         key_one, key_two = halves(keys, places, inside, head_dim, block_d)
         value_one, value_two = halves(values, places, inside, head_dim, block_d)
-        tile = key_one, key_two, value_one, value_two, None, None
+        tile = key_one, key_two, value_one, value_two
     else:
         tile = eight_bit_tile(
             keys, values, key_scales, value_scales, places, inside, dtype, hopper, head_dim, block_d
@@ -100,10 +100,16 @@ def _tokens(
 
 @triton.jit
 def _fold_all(
-    queries, sums, tile, token, end, scale, softcap, first_seen: tl.constexpr, tiles: tl.constexpr
+    queries, sums, tile, token, end, scale, softcap, scaled: tl.constexpr,
+    first_seen: tl.constexpr, tiles: tl.constexpr,
 ):  # fmt: skip
     """The sums of each tile of lines with one tile of tokens added."""
-    key_one, key_two, value_one, value_two, key_scale, value_scale = tile
+    if scaled:
+        key_one, key_two, value_one, value_two, key_scale, value_scale = tile
+    else:
+        key_one, key_two, value_one, value_two = tile
+        key_scale = None
+        value_scale = None
     ends = tl.zeros(sums[0][0].shape, tl.int32) + end
     folded = ()
     for index in tl.static_range(tiles):
@@ -196,7 +202,7 @@ def shared_kernel(
             keys, values, key_scales, value_scales, at, token < end, dtype, pdl, head_dim, block_d
         )
         entries = entries_of(table, start + block_n, end, block_size, block_n)
-        sums = _fold_all(queries, sums, tile, token, end, scale, softcap, first_seen, tiles)
+        sums = _fold_all(queries, sums, tile, token, end, scale, softcap, scaled, first_seen, tiles)
         if start + block_n >= until:
             _store_all(
                 part, part_exponent, part_total, lines, sums, split, moved, scaled, head_dim, tiles
