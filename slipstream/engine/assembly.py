@@ -74,8 +74,7 @@ def assemble(
     can_share, costs = shares_prefixes(config, layout, own), _costs(resolved, config, shape, form)
     late = late_tokens(loaded_drafter, can_share, limits)
     adapters = make_adapters(network.adapters, loaded_drafter.adapters, ranks)
-    replays = record is not None or not resolved.captures
-    blocks = block_manager(resolved, own, can_share, division.num_parts, replays)
+    blocks = block_manager(resolved, own, can_share, division.num_parts, record)
     scheduler = Scheduler(limits, blocks, draft_policy(resolved, costs, form, late), adapters)
     resources = DrafterResources(
         state=state,
@@ -140,15 +139,20 @@ def target_sizes(resolved: Resolved, sizes: CacheSizes, rereads: bool) -> CacheS
 
 
 def block_manager(
-    resolved: Resolved, sizes: CacheSizes, shares_prefixes: bool, num_ranks: int, replays: bool
+    resolved: Resolved,
+    sizes: CacheSizes,
+    shares_prefixes: bool,
+    num_ranks: int,
+    record: Recorder | None,
 ) -> BlockManager:
     """The manager that allocates the blocks of the target's cache, or one for each rank.
 
     Args:
         sizes: those of `target_sizes`.
         num_ranks: number of ranks that have caches of their own for different requests.
-        replays: see `StatePlaces`.
+        record: captures passes over short prompts; None: they are not captured.
     """
+    replays = record is not None or not resolved.captures
     make = partial(_manager_of_one, resolved, sizes, shares_prefixes, replays)
     return make() if num_ranks == 1 else PerRankBlocks([make() for _ in range(num_ranks)])
 

@@ -23,6 +23,7 @@ from slipstream.kernels.norm import Activation, Norm
 from slipstream.kernels.triton import TRITON, launch
 from tests.kernels.batches import Requests, Shape
 from tests.kernels.latents import LatentShape, drawn
+from tests.kernels.test_shared_attention import with_shared
 from tests.kernels.test_triton_attention import case
 from tests.kernels.test_triton_attention import run as attend
 from tests.kernels.test_triton_latent import run as attend_to_latents
@@ -46,7 +47,7 @@ def layers(many: bool) -> None:
     """Launch the kernels of layers of real sizes, fewer or all."""
     linear(1, 4096, 4096)
     linear(64, 4096, 12288)
-    attend(case(Shape(32, 8, 128, 16), MIXED, HALF))
+    attend(with_shared(case(Shape(32, 8, 128, 16), MIXED, HALF), (1, 2), 112))
     if not many:
         return
     for rows in (5, 40):
@@ -54,7 +55,7 @@ def layers(many: bool) -> None:
             linear(rows, width, depth)
             linear(rows, width, depth, gated=True)
     for groups, head_dim in ((1, 64), (16, 128), (4, 256), (8, 512)):
-        attend(case(Shape(2 * groups, 2, head_dim, 16), MIXED, HALF))
+        attend(with_shared(case(Shape(2 * groups, 2, head_dim, 16), MIXED, HALF), (1, 2), 112))
     attend_to_latents(drawn(LatentShape(20, 512, 192, 64, 256, 16, HALF), MIXED))
 
 

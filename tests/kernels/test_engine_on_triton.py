@@ -22,10 +22,13 @@ from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.kernels import registry
 from slipstream.kernels.registry import kernels_for
 from slipstream.kernels.triton import attention
+from slipstream.kernels.triton.attention_shared_kernel import shared_kernel
+from slipstream.runner import graphs, prefix_groups
 from slipstream.runner.graphs import GraphRunner
 from tests.adapters import write_adapter
 from tests.drafters.assistants import write_sliding_target
-from tests.padded_steps import packed_rows, use_packed_steps, use_padded_steps
+from tests.kernels.test_triton_attention import Noted
+from tests.padded_steps import packed_rows, use_packed_steps, use_padded_steps, use_steps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -197,3 +200,41 @@ def test_blocks_behind_windows_are_given_back(tmp_path: Path) -> None:
     expected = run()
     with triton_serves_the_cpu():
         assert run() == expected
+
+
+@pytest.mark.parametrize("steps", [pytest.param("exact", marks=pytest.mark.full), "padded"])
+def test_blocks_that_requests_share(
+    steps: str, tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four requests begin with the same 135 tokens; target and draft read them once."""
+    use_steps(steps, monkeypatch)
+    monkeypatch.setattr(GraphRunner, "capture_all", lambda *_: None)
+    monkeypatch.setattr(graphs, "WANTED_BEFORE_CAPTURE", 2)
+    monkeypatch.setattr(prefix_groups, "LEAST_TOKENS", 128)
+    monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 256)
+    launched: list[tuple[int, ...]] = []
+    monkeypatch.setattr(attention, "shared_kernel", Noted(shared_kernel, launched))
+    common = PROMPT * 27
+    prompts: list[Any] = [
+        {"prompt_token_ids": ids} for ids in ([*common, 7], PROMPT, [*common, 9, 8], [*common, 3])
+    ]
+
+    def run() -> list[Sequence[int]]:
+        llm = LLM(
+            tiny_target,
+            speculative_config={"model": tiny_draft, "num_speculative_tokens": 2},
+            skip_tokenizer_init=True,
+            max_num_seqs=4,
+            max_model_len=160,
+            num_kv_blocks=96,
+            block_size=4,
+            dtype="float32",
+        )
+        llm.generate(prompts[:1], replace(SAMPLED, max_tokens=1))
+        params = [replace(SAMPLED, seed=it, temperature=it % 2, max_tokens=8) for it in range(4)]
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+    expected = run()
+    with triton_serves_the_cpu():
+        assert run() == expected
+        assert launched

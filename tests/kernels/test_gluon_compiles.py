@@ -36,10 +36,11 @@ def test_kernels_without_an_interpreter_compile(which: str, count: int, tmp_path
 @pytest.mark.parametrize(
     ("card", "kibibytes", "which", "least"),
     [
-        ("86", 99, "few", 4),
-        pytest.param("86", 99, "many", 7, marks=pytest.mark.full),
-        pytest.param("80", 163, "many", 7, marks=pytest.mark.full),
-        pytest.param("120", 99, "many", 7, marks=pytest.mark.full),
+        ("86", 99, "few", 5),
+        pytest.param("86", 99, "many", 8, marks=pytest.mark.full),
+        pytest.param("80", 163, "many", 8, marks=pytest.mark.full),
+        pytest.param("90", 227, "many", 8, marks=pytest.mark.full),
+        pytest.param("120", 99, "many", 8, marks=pytest.mark.full),
     ],
 )
 def test_launches_fit_into_cards_with_little_shared_memory(

@@ -272,7 +272,7 @@ def _shared(
         requests, most_rows, splits, early=EARLY and launched["pdl"],
         first_seen=inputs.sees.first_seen,
         rotary_dim=layer.head_dim if turn is None else turn.rotary_dim, tiles=count,
-        **_built(layer, cache, tiles), **launched,
+        **_built(layer, cache, tiles, count), **launched,
     )  # fmt: skip
 
 
@@ -317,11 +317,12 @@ def most_splits_of(inputs: PassInputs, block_size: int, window: int | None, most
 
 
 def _built(
-    layer: AttentionShape, cache: tuple[Tensor, Tensor], tiles: AttentionTiles
+    layer: AttentionShape, cache: tuple[Tensor, Tensor], tiles: AttentionTiles, count: int = 1
 ) -> dict[str, Any]:
-    """The compile-time arguments and compiler options that both kernels share."""
+    """The compile-time arguments and compiler options that the kernels have in common, for programs
+    with `count` tiles of lines."""
     keys, itemsize = cache[0], max(2, cache[0].itemsize)
-    pages, rows = tiles.tokens * layer.block_d, tiles.lines * layer.block_d
+    pages, rows = tiles.tokens * layer.block_d, count * tiles.lines * layer.block_d
     stages = fitting_stages(
         keys.device, tiles.stages, tile=2 * pages * keys.itemsize, others=2 * rows * itemsize
     )
