@@ -99,13 +99,18 @@ class Setup:
 
 @dataclass(frozen=True)
 class Method:
-    """How an engine is measured: sizes in tokens, and how often."""
+    """How an engine is measured: sizes in tokens, and how often.
+
+    Attributes:
+        shared: number of tokens that all prompts begin with, of `prompt`.
+    """
 
     batch_sizes: tuple[int, ...]
     prompt: int
     short: int
     long: int
     repeat: int
+    shared: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +225,8 @@ def measure(setup: Setup, method: Method, on_ready: Callable[[float], None]) -> 
         began = perf_counter()
         llm = make_engine(setup, method, Path(folder))
         on_ready(perf_counter() - began)
-        prompts = prompt_maker(geometry_named(setup.target)["vocab_size"], method.prompt)
+        vocab_size = geometry_named(setup.target)["vocab_size"]
+        prompts = prompt_maker(vocab_size, method.prompt, method.shared)
         for batch in method.batch_sizes:
             yield measure_batch(llm, setup, method, batch, prompts)
 
@@ -262,18 +268,22 @@ def make_engine(setup: Setup, method: Method, folder: Path) -> LLM:
         dtype=setup.dtype,
         quantization=setup.quantization,
         max_model_len=setup.context or longest,
-        enable_prefix_caching=False,
+        enable_prefix_caching=method.shared > 0,
         skip_tokenizer_init=True,
         **options,
     )
 
 
-def prompt_maker(vocab_size: int, length: int) -> Callable[[int], list[TokensPrompt]]:
-    """Makes so many prompts that no run before has seen."""
+def prompt_maker(
+    vocab_size: int, length: int, shared: int = 0
+) -> Callable[[int], list[TokensPrompt]]:
+    """Makes so many prompts that no run before has seen, but for the first `shared` tokens."""
     generator = torch.Generator().manual_seed(0)
+    common = torch.randint(1, vocab_size, (shared,), generator=generator)
 
     def draw(number: int) -> list[TokensPrompt]:
         ids = torch.randint(1, vocab_size, (number, length), generator=generator)
+        ids[:, :shared] = common
         return [TokensPrompt(prompt_token_ids=row) for row in ids.tolist()]
 
     return draw

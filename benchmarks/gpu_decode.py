@@ -10,6 +10,7 @@
     python -m benchmarks.gpu_decode --suite latent        # GLM-4.7-Flash
     python -m benchmarks.gpu_decode --suite states        # Qwen3.5: gated delta nets, MTP
     python -m benchmarks.gpu_decode --quantization int4   # Qwen3-8B in four bits
+    python -m benchmarks.gpu_decode --shared-prefix 4096 [--reads-apart]
 
 Geometries are named as in `benchmarks/geometries.py`; NAME:3 is the first 3 layers of one. Weights
 are random. With `--load-format dummy` no draft would be accepted, so the verdict is drawn with the
@@ -18,7 +19,9 @@ experts are twins, since the text of dummies hardly moves on; their heads are ra
 
     AL      measured: 1 + accepted draft tokens per draft
     step    (time of LLM.generate for 288 output tokens - that for 32) / 256 * AL: greedy, distinct
-            random prompts of exactly --prompt tokens, no prefix caching; median of --repeat
+            random prompts of exactly --prompt tokens, no prefix caching; median of --repeat. With
+            --shared-prefix all prompts begin with as many equal tokens more, which the prefix cache
+            has; --reads-apart lets attention read these for each request
     +-      half of the difference between the largest and the smallest of them
     draft, target, rest
             means per step by time stamps on the device, over the same steps
@@ -54,6 +57,7 @@ from benchmarks.decode_timing import (
     release,
 )
 from slipstream.models.precision import PRECISIONS
+from slipstream.runner import prefix_groups
 
 
 @dataclass(frozen=True)
@@ -263,7 +267,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if getattr(given, name) is not None:
                 parser.error(f"--suite has its own {name.replace('_', '-')}; leave it out")
     sizes = given.batch_sizes or (() if given.suite else (1, 8, 32))
-    method = Method(sizes, given.prompt, given.short, given.long, given.repeat)
+    shared = given.shared_prefix
+    method = Method(sizes, given.prompt + shared, given.short, given.long, given.repeat, shared)
+    if given.reads_apart:
+        prefix_groups.LEAST_SAVED = sys.maxsize
     options = dict(_engine_options(given))
     report = Report()
     if given.suite:
@@ -331,6 +338,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     cli.add_argument("--batch-sizes", type=_sizes, help="[1,8,32; of a suite all that it has]")
     cli.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
+    cli.add_argument("--shared-prefix", type=int, default=0, help="tokens before these")
+    cli.add_argument("--reads-apart", action="store_true", help="shared tokens for each request")
     cli.add_argument("--short", type=int, default=32, help="output tokens of the short run")
     cli.add_argument("--long", type=int, default=288, help="output tokens of the long run")
     cli.add_argument("--draft-vocab-size", type=int)

@@ -1,6 +1,6 @@
 """The triton column on a GPU: each op against the reference, and its time inside a CUDA graph.
 
-    PYTHONPATH=. python3 -m benchmarks.gpu_kernels [--sweep]
+    PYTHONPATH=. python3 -m benchmarks.gpu_kernels [--sweep | --shared]
 
 Shapes are those of Qwen3-8B in bf16. An op is called on many sets of inputs in turn, together far
 larger than the L2 cache, in one graph; a row is the median time of the graph over its calls.
@@ -10,7 +10,9 @@ larger than the L2 cache, in one graph; a row is the median time of the graph ov
             multiplications at 800 TFLOP/s for a prompt chunk
     share   limit / measured
 
-`--sweep` times attention with other tiles instead. The last line is one JSON document.
+`--sweep` times attention with other tiles instead, `--shared` attention of requests that share
+the first tokens of their contexts, read for each of them and once. The last line is one JSON
+document.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.graph_timing import bytes_per_us, graph_us
 from slipstream.kernels.attention import query_key_norms, split_heads
-from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces
+from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces, SharedBlocks
 from slipstream.kernels.reference import REFERENCE
 from slipstream.kernels.table import Heads, Norm
 from slipstream.kernels.triton import TRITON, attention_stream
@@ -47,13 +49,32 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """Attention of `requests`, each with `rows` new rows that end a context of `context`."""
+    """Attention of `requests`, each with `rows` new rows that end a context of `context`, whose
+    first `shared` tokens are in the same blocks; `once`: these are read once for all of them."""
 
     name: str
     requests: int
     rows: int
     context: int
     table_tokens: int | None = None  # the block table's width, if it is wider than the context
+    shared: int = 0
+    once: bool = False
+
+    @property
+    def own_blocks(self) -> int:
+        """Blocks that only one request has, for each."""
+        return -(-(self.context - self.shared) // BLOCK_SIZE)
+
+    @property
+    def blocks(self) -> int:
+        """Distinct blocks of all contexts."""
+        return self.shared // BLOCK_SIZE + self.requests * self.own_blocks
+
+    def tables(self, blocks: Tensor) -> Tensor:
+        """[requests, blocks of a context], from all distinct blocks."""
+        shared, own = blocks.tensor_split([self.shared // BLOCK_SIZE])
+        shared = shared.expand(self.requests, -1)
+        return torch.cat((shared, own.view(self.requests, self.own_blocks)), 1)
 
 
 @dataclass(frozen=True)
@@ -87,6 +108,17 @@ WHOLE = [
     )
     for requests, rows, context in (sizes,)
 ]
+SHARED = [
+    (
+        Layer(heads),
+        Case(f"{heads} heads R={r} rows={n} shared={s} {how}", r, n, s + 256, None, s, o),
+    )
+    for heads, r, n, s in (
+        *((32, r, n, s) for r, n in ((8, 1), (32, 1), (32, 5), (100, 1)) for s in (1024, 4096)),
+        *((16, 32, 1, 4096), (64, 32, 4, 4096), (32, 8, 1, 32768), (32, 2, 1, 16384)),
+    )
+    for how, o in (("apart", False), ("once", True))
+]
 CASES = [
     *(
         Case(f"decode R={requests} context={context // 1024}k", requests, 1, context)
@@ -109,6 +141,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cli.add_argument("--sweep", action="store_true")
+    cli.add_argument("--shared", action="store_true")
     options = cli.parse_args()
     torch.manual_seed(0)
     # Normal numbers, drawn once: zeros would be faster than real data.
@@ -117,8 +150,12 @@ def main() -> None:
         torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_(),
         torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_(),
     )
-    rows = _sweep(pool) if options.sweep else [*_dense_rows(), *_attention_rows(pool, CASES)]
-    if not options.sweep:
+    if options.shared:
+        rows = [_attend(pool, layer, case) for layer, case in SHARED]
+    elif options.sweep:
+        rows = _sweep(pool)
+    else:
+        rows = [*_dense_rows(), *_attention_rows(pool, CASES)]
         rows += [_attend(pool, layer, case) for layer, case in WHOLE]
     print(f"{'op':48}{'us':>9}{'torch':>9}{'limit':>9}{'share':>7}  error")
     for row in rows:
@@ -139,7 +176,7 @@ def _attention_rows(pool: tuple[Tensor, Tensor], cases: Sequence[Case]) -> list[
 
 
 def _attention(pool: tuple[Tensor, Tensor], case: Case) -> Row:
-    blocks = case.context // BLOCK_SIZE * case.requests
+    blocks = case.blocks
     calls = max(1, min(MOST_CALLS, pool[0].shape[0] // blocks))
     if case.rows > 64:
         calls = 4  # bound by arithmetic
@@ -172,7 +209,7 @@ def _attend(whole: tuple[Tensor, Tensor], layer: Layer, case: Case) -> Row:
     keys, values = (pages.view(-1, BLOCK_SIZE, KV_HEADS, size) for pages in whole)
     pool = keys, values
     case = replace(case, table_tokens=MAX_LEN)
-    blocks = -(-case.context // BLOCK_SIZE) * case.requests
+    blocks = case.blocks
     calls = min(MOST_CALLS, pool[0].shape[0] // blocks)
     order = torch.randperm(pool[0].shape[0], device=DEVICE).int()
     inputs = [_inputs(case, order[i * blocks : (i + 1) * blocks], True) for i in range(calls)]
@@ -201,13 +238,14 @@ def _attend(whole: tuple[Tensor, Tensor], layer: Layer, case: Case) -> Row:
         query, pool, inputs[0], case, heads.scale, heads.window, heads.sinks
     ).flatten(-2)
     seen = min(case.context, (layer.window or MAX_LEN) + case.rows - 1)
-    limit = case.requests * seen * KV_BYTES * size / HEAD_DIM / bytes_per_us()
+    distinct = case.requests * seen - (case.requests - 1) * case.shared  # none have windows
+    limit = distinct * KV_BYTES * size / HEAD_DIM / bytes_per_us()
     us = graph_us(run, calls, repeats=15, warm_up=3)
     return {"op": case.name, "us": us, "limit_us": limit, "error": _error(out, truth)}
 
 
 def _inputs(case: Case, blocks: Tensor, stored: bool = False) -> PassInputs:
-    tables = blocks.view(case.requests, -1)
+    tables = case.tables(blocks)
     if case.table_tokens:
         unused = case.table_tokens // BLOCK_SIZE - tables.shape[1]
         tables = torch.nn.functional.pad(tables, (0, unused), value=1 << 30)
@@ -218,9 +256,13 @@ def _inputs(case: Case, blocks: Tensor, stored: bool = False) -> PassInputs:
         slots = (own + positions % BLOCK_SIZE).flatten()
     query_start = torch.arange(case.requests + 1, device=DEVICE) * case.rows
     context_lens = torch.full((case.requests,), case.context, device=DEVICE)
+    shared = None
+    if case.once:
+        members = torch.arange(case.requests, device=DEVICE) + 1
+        shared = SharedBlocks(torch.full_like(members, case.shared), members)
     return PassInputs(
         RowPlaces(query_start, positions.repeat(case.requests), max_rows=case.rows),
-        Paging(tables.contiguous(), context_lens, slots),
+        Paging(tables.contiguous(), context_lens, slots, shared),
     )
 
 

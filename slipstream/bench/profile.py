@@ -25,7 +25,7 @@ _ON_HOST = ("cpu_op", "user_annotation")
 _GROUPS: Mapping[str, re.Pattern[str]] = {
     group: re.compile(pattern, re.IGNORECASE)
     for group, pattern in {
-        "attention": r"attention|attend|sdpa|flash|chunk_kernel|short_kernel|combine_kernel|fmha",
+        "attention": r"attention|attend|sdpa|flash|(chunk|short|shared|combine)_kernel|fmha",
         "matmul": r"mm\b|bmm|matmul|linear|gemm|gemv|cutlass|nvjet|splitk|dot\b|resident_kernel"
         r"|stream_kernel|mkldnn",
         "sampling, verification": r"race|accept|verdict|scan_kernel|threshold|argmax|argmin|topk"

@@ -5,20 +5,21 @@ share are read as often as there are requests. `Paging.shared` names one group o
 blocks that these have in common; the others are computed as before. A step with a group launches
 up to two more kernels for each layer and writes partial sums, so a group has to save more than
 that: (requests - 1) * tokens is at least `LEAST_SAVED`, and the group is the one for which it is
-largest.
+largest, by whole pieces of `PIECE` tokens.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
-from slipstream.core.batch import Batch
+from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.core.request import Request
 from slipstream.runner.device_state import num_equal
 
 # Of keys and values of 4 KB a token in a layer, an H200 reads so many from its L2 cache in 12 us.
 LEAST_SAVED = 16384
-LEAST_TOKENS = 512  # fewer leave little to divide among programs
+PIECE = 512  # tokens; a group has at least so many, as fewer are too little for many programs
+MOST_KNOWN = 1 << 16  # beginnings, before those of ended requests are forgotten
 
 
 class PrefixGroup(NamedTuple):
@@ -42,38 +43,58 @@ class PrefixGroup(NamedTuple):
 
 
 class PrefixGroups:
-    """Finds the group of each step. Steps with the same requests have the same group, since the
-    full blocks of running requests stay as they are."""
+    """Finds the group of each step; only when other requests decode, as the full blocks of running
+    requests stay as they are."""
 
     def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+        self._block_size, self._piece = block_size, max(1, PIECE // block_size)
+        # Numbers beginnings of block tables, of whole pieces: by the number of what is before the
+        # last piece, and its blocks. So equal numbers are equal beginnings.
+        self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._beginnings: dict[Request, list[int]] = {}  # the numbers of 1, 2, ... pieces
         self._requests: list[Request] = []
         self._group: PrefixGroup | None = None
 
     def of(self, batch: Batch) -> PrefixGroup | None:
         """The group of a step in which all requests decode; None: none is worth it."""
-        requests = [item.request for item in batch.requests] if batch.is_decode else []
+        if not batch.is_decode:
+            for item in batch.admitted:  # it may have been preempted, and get other blocks now
+                self._beginnings.pop(item.request, None)
+            self._requests = []
+            return None
+        requests = [item.request for item in batch.requests]
         if requests != self._requests:
-            tables = [item.block_table for item in batch.requests] if requests else []
-            self._requests, self._group = requests, prefix_group(tables, self._block_size)
+            self._requests, self._group = requests, self._found(batch.requests)
         return self._group
 
+    def _found(self, items: Sequence[ScheduledRequest]) -> PrefixGroup | None:
+        if len(self._numbers) > MOST_KNOWN:
+            self._numbers, self._beginnings = {}, {}
+        firsts = Counter(block for it in items for block in it.block_table[:1])
+        known, self._beginnings = self._beginnings, {}
+        groups: dict[int, list[int]] = defaultdict(list)
+        most, members, blocks = 0, [0], 0
+        for index, item in enumerate(items):
+            if not item.block_table or firsts[item.block_table[0]] == 1:
+                continue
+            numbers = known.get(item.request) or self._beginnings_of(item.block_table)
+            self._beginnings[item.request] = numbers
+            for pieces, number in enumerate(numbers, 1):
+                group = groups[number]
+                group.append(index)
+                if (len(group) - 1) * pieces > most:
+                    most, members, blocks = (len(group) - 1) * pieces, group, pieces * self._piece
+        # All may have some of the next piece, too.
+        after = [items[index].block_table[blocks : blocks + self._piece] for index in members]
+        tokens = (blocks + min(num_equal(after[0], it) for it in after)) * self._block_size
+        if not most or (len(members) - 1) * tokens < LEAST_SAVED:
+            return None
+        return PrefixGroup(tokens, tuple(members))
 
-def prefix_group(tables: Sequence[Sequence[int]], block_size: int) -> PrefixGroup | None:
-    """The group of the block tables for which most reads are saved; None: no group saves enough."""
-    order = sorted(range(len(tables)), key=lambda index: [*tables[index]])
-    # In this order a group is a run, and shares as much as its least similar neighbours do. So it
-    # is the largest rectangle under the numbers of blocks that neighbours share.
-    common = [num_equal(tables[one], tables[other]) for one, other in pairwise(order)]
-    most, found = LEAST_SAVED, None
-    rising: list[tuple[int, int]] = []  # (first, blocks) of runs that may go on
-    for index, blocks in enumerate([*common, 0]):
-        first = index
-        while rising and rising[-1][1] >= blocks:
-            first, height = rising.pop()
-            tokens = height * block_size
-            if tokens >= LEAST_TOKENS and (index - first) * tokens >= most:
-                most = (index - first) * tokens
-                found = PrefixGroup(tokens, tuple(sorted(order[first : index + 1])))
-        rising.append((first, blocks))
-    return found
+    def _beginnings_of(self, table: Sequence[int]) -> list[int]:
+        numbers, last, size = [], -1, self._piece
+        for first in range(0, len(table) - size + 1, size):
+            piece = last, tuple(table[first : first + size])
+            last = self._numbers.setdefault(piece, len(self._numbers))
+            numbers.append(last)
+        return numbers

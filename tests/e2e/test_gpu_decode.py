@@ -7,11 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.decode_timing import Method, Setup, limit_ms, make_engine, state_bytes
+from benchmarks.decode_timing import (
+    Method,
+    Setup,
+    limit_ms,
+    make_engine,
+    prompt_maker,
+    state_bytes,
+)
 from benchmarks.expert_spread import distinct_experts
 from benchmarks.gpu_decode import bars, expert_bars, float4_bars, main, state_bars
 from benchmarks.verification_cost import main as verification_cost
 from slipstream.engine.draft_policy import FixedPolicy
+from slipstream.runner import prefix_groups
 
 TINY = "--target tiny --draft tiny:1 -k 3 --device cpu --dtype float32 --prompt 12 --short 4"
 SMALL = f"{TINY} --long 24 --repeat 1 --batch-sizes 1,2"
@@ -38,6 +46,17 @@ def test_acceptance_is_forced_with_dummy_weights(capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     assert "tiny in fp8 + tiny:1 in fp8 over 64 tokens K=3" in out
     assert [row["al"] for row in json.loads(out.splitlines()[-1])["rows"]] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("how", ["", "--reads-apart"])
+def test_prompts_share_their_first_tokens(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 100)
+    line = f"{SMALL} --acceptance-length 2.0 --shared-prefix 32 {how}"
+    assert main(line.split()) == 0
+    assert (prefix_groups.LEAST_SAVED > 100) == bool(how)
+    prompts = [it["prompt_token_ids"] for it in prompt_maker(99, 40, 32)(3)]
+    assert len({tuple(it[:32]) for it in prompts}) == 1
+    assert len({tuple(it[32:]) for it in prompts}) == 3
 
 
 def test_a_failure_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -210,7 +210,7 @@ def test_blocks_that_requests_share(
     use_steps(steps, monkeypatch)
     monkeypatch.setattr(GraphRunner, "capture_all", lambda *_: None)
     monkeypatch.setattr(graphs, "WANTED_BEFORE_CAPTURE", 2)
-    monkeypatch.setattr(prefix_groups, "LEAST_TOKENS", 128)
+    monkeypatch.setattr(prefix_groups, "PIECE", 64)
     monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 256)
     launched: list[tuple[int, ...]] = []
     monkeypatch.setattr(attention, "shared_kernel", Noted(shared_kernel, launched))

@@ -12,7 +12,7 @@ from slipstream.core.batch import Batch, ScheduledRequest
 from slipstream.kernels.pass_inputs import SharedBlocks
 from slipstream.runner import prefix_groups
 from slipstream.runner.device_batch import DeviceBatch, PackedBatch
-from slipstream.runner.prefix_groups import PrefixGroup, PrefixGroups, prefix_group
+from slipstream.runner.prefix_groups import PrefixGroup, PrefixGroups
 
 BLOCK_SIZE = 16
 
@@ -20,19 +20,32 @@ BLOCK_SIZE = 16
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 6 * BLOCK_SIZE)
-    monkeypatch.setattr(prefix_groups, "LEAST_TOKENS", 2 * BLOCK_SIZE)
+    monkeypatch.setattr(prefix_groups, "PIECE", 2 * BLOCK_SIZE)
+
+
+class Scheduled:
+    """What the rule reads of a request's share of a step."""
+
+    def __init__(self, request: object, table: Sequence[int], admitted: bool = False) -> None:
+        self.request, self.block_table, self.admitted = request, table, admitted
+        self.num_new_tokens, self.reaches_end = 1, True
+
+
+def step(*items: Any) -> Batch:
+    given: tuple[ScheduledRequest, ...] = items
+    return Batch(given)
 
 
 def found(*tables: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
     """(shared blocks, members) of the group."""
-    group = prefix_group(tables, BLOCK_SIZE)
+    group = PrefixGroups(BLOCK_SIZE).of(step(*(Scheduled(object(), it) for it in tables)))
     return None if group is None else (group.tokens // BLOCK_SIZE, group.members)
 
 
 def test_the_group_that_saves_most() -> None:
     long, short = [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 9]
     assert found(long, [8], [*long, 10]) == (7, (0, 2))
-    assert found(long, short, [*long, 10]) == (7, (0, 2))  # 7 blocks once rather than 3 twice
+    assert found(long, short, [*long, 10]) == (7, (0, 2))  # three pieces once, not one twice
     assert found(short, long, [1, 2, 3, 11], [*long, 10]) == (3, (0, 1, 2, 3))
     assert found([8, 1, 2], [1, 2], [8, 1, 3], [1, 3], [8, 1, 2], [8, 1]) == (2, (0, 2, 4, 5))
 
@@ -52,34 +65,38 @@ def test_no_group_that_saves_little(tables: Sequence[Sequence[int]]) -> None:
 
 
 def test_the_best_of_all_groups() -> None:
-    random = Random(0)
-    for _ in range(200):
+    """By whole pieces, of two blocks; but all that is shared is named."""
+    random, worth = Random(0), 0
+    for _ in range(300):
         tables = [[random.randrange(2) for _ in range(random.randrange(9))] for _ in range(9)]
         saved = [0]
         for first in tables:
-            for blocks in range(2, len(first) + 1):
+            for blocks in range(2, len(first) + 1, 2):
                 members = [it for it in tables if it[:blocks] == first[:blocks]]
                 saved.append((len(members) - 1) * blocks)
         group = found(*tables)
         if group is None:
             assert max(saved) < 6
             continue
+        worth += 1
         blocks, indices = group
-        assert (len(indices) - 1) * blocks == max(saved)
-        assert len({tuple(tables[index][:blocks]) for index in indices}) == 1
+        assert (len(indices) - 1) * (blocks // 2 * 2) == max(saved)
+        shared = [tables[index][:blocks] for index in indices]
+        assert shared == [shared[0]] * len(indices)
+        longer = {tuple(tables[index][: blocks + 1]) for index in indices}
+        assert len(longer) > 1 or blocks == min(len(tables[index]) for index in indices)
+        assert indices == tuple(sorted(indices))
+    assert 50 < worth < 300
 
 
-class Scheduled:
-    """What the rule reads of a request's share of a step."""
-
-    def __init__(self, request: object, table: Sequence[int], admitted: bool = False) -> None:
-        self.request, self.block_table, self.admitted = request, table, admitted
-        self.num_new_tokens, self.reaches_end = 1, True
-
-
-def step(*items: Any) -> Batch:
-    given: tuple[ScheduledRequest, ...] = items
-    return Batch(given)
+def test_old_beginnings_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_groups, "MOST_KNOWN", 4)
+    groups = PrefixGroups(BLOCK_SIZE)
+    for start in range(0, 70, 7):
+        table = [*range(start, start + 7)]
+        group = groups.of(step(Scheduled(object(), table), Scheduled(object(), table)))
+        assert group == PrefixGroup(7 * BLOCK_SIZE, (0, 1))
+        assert len(groups._numbers) <= 4 + 3
 
 
 def test_groups_are_looked_for_when_requests_change() -> None:
