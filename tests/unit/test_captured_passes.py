@@ -1,7 +1,7 @@
 """Passes over short prompts, captured for a size and replayed with padding."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from slipstream import LLM, SamplingParams
 from slipstream.cache.spec import CacheSizes, ModelCache
+from slipstream.kernels.pass_inputs import PassInputs, SharedBlocks
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import LoadOptions, load_decoder
@@ -24,6 +25,7 @@ from tests.checkpoints import write_qwen3
 from tests.hybrid_checkpoints import write_hybrid
 from tests.lossless.test_greedy import make_prompts
 from tests.padded_steps import DirectRecorder, use_steps
+from tests.pass_inputs import pass_inputs
 
 CPU = torch.device("cpu")
 BLOCK, LENGTH, SLOTS = 4, 128, 3
@@ -209,3 +211,28 @@ def test_heads_read_prompts_in_replayed_passes(
         assert (page == 0).equal(other == 0)
         assert_close(page, other, atol=1e-5, rtol=0)
     assert any(page.any() for page in kept[0])
+
+
+def test_blocks_that_requests_share_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_passes, "WANTED_BEFORE_CAPTURE", 1)
+    seen: list[SharedBlocks | None] = []
+
+    def call(inputs: PassInputs, values: Tensor) -> Sequence[Tensor]:
+        seen.append(inputs.paging.shared)
+        return [values]
+
+    passes = CapturedPasses(call, SLOTS + 1, DirectRecorder(CPU))  # type: ignore[arg-type]
+    inputs = pass_inputs(
+        query_start=torch.tensor([0, 1, 2]),
+        context_lens=torch.tensor([70, 80]),
+        block_tables=torch.zeros((2, 30), dtype=torch.int32),
+        positions=torch.tensor([69, 79]),
+        slots=torch.tensor([-1, -1]),
+    )
+    shared = SharedBlocks(torch.tensor([64, 64]), torch.tensor([1, 2]))
+    with_shared = replace(inputs, paging=replace(inputs.paging, shared=shared))
+    for given, padded in ((with_shared, [[64, 64, 0], [1, 2, 0]]), (inputs, None)):
+        assert passes.run(given, torch.ones(2, 3)) is not None
+        last = seen[-1]
+        found = None if last is None else [last.tokens.tolist(), last.members.tolist()]
+        assert found == padded

@@ -65,7 +65,7 @@ def test_no_group_that_saves_little(tables: Sequence[Sequence[int]]) -> None:
 
 
 def test_the_best_of_all_groups() -> None:
-    """By whole pieces, of two blocks; but all that is shared is named."""
+    """They are compared by whole pieces, of two blocks, but all that is shared is named."""
     random, worth = Random(0), 0
     for _ in range(300):
         tables = [[random.randrange(2) for _ in range(random.randrange(9))] for _ in range(9)]
