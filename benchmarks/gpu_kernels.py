@@ -19,11 +19,24 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_dense import (
+    BLOCK_SIZE,
+    DEVICE,
+    DTYPE,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    MAX_LEN,
+    MOST_CALLS,
+    Row,
+    dense_rows,
+    randn,
+    relative_error,
+)
 from benchmarks.graph_timing import bytes_per_us, graph_us
 from slipstream.kernels.attention import query_key_norms, split_heads
 from slipstream.kernels.pass_inputs import Paging, PassInputs, RowPlaces, SharedBlocks
@@ -36,15 +49,8 @@ from slipstream.kernels.triton.rope import rotate_and_store
 from slipstream.layers.rope import RopeConfig, rope_table
 
 FLOPS_PER_US = 800e6
-WIDTH, INNER = 4096, 12288
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
-MAX_LEN = 40960
 POOL_TOKENS = 32 * 32768
 KV_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # of one token
-MOST_CALLS = 48
-DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,7 @@ def main() -> None:
     elif options.sweep:
         rows = _sweep(pool)
     else:
-        rows = [*_dense_rows(), *_attention_rows(pool, CASES)]
+        rows = [*dense_rows(), *_attention_rows(pool, CASES)]
         rows += [_attend(pool, layer, case) for layer, case in WHOLE]
     print(f"{'op':48}{'us':>9}{'torch':>9}{'limit':>9}{'share':>7}  error")
     for row in rows:
@@ -194,7 +200,7 @@ def _attention(pool: tuple[Tensor, Tensor], case: Case) -> Row:
         seen = case.rows * (case.context - case.rows) + case.rows * (case.rows + 1) / 2
         limit = 4 * case.requests * seen * HEADS * HEAD_DIM / FLOPS_PER_US
     out = TRITON.paged_attention(query, pool, inputs[0], scale, None)
-    error = _error(out, _attention_truth(query, pool, inputs[0], case, scale))
+    error = relative_error(out, _attention_truth(query, pool, inputs[0], case, scale))
     return {
         "op": case.name,
         "us": graph_us(run, calls, repeats=15, warm_up=3),
@@ -213,7 +219,7 @@ def _attend(whole: tuple[Tensor, Tensor], layer: Layer, case: Case) -> Row:
     calls = min(MOST_CALLS, pool[0].shape[0] // blocks)
     order = torch.randperm(pool[0].shape[0], device=DEVICE).int()
     inputs = [_inputs(case, order[i * blocks : (i + 1) * blocks], True) for i in range(calls)]
-    weights = _randn(2, size)
+    weights = randn(2, size)
     heads = Heads(
         num_heads=layer.num_heads,
         num_kv_heads=KV_HEADS,
@@ -222,9 +228,9 @@ def _attend(whole: tuple[Tensor, Tensor], layer: Layer, case: Case) -> Row:
         cos_sin=rope_table(size, RopeConfig(1e6), MAX_LEN, DEVICE),
         scale=size**-0.5,
         window=layer.window,
-        sinks=None if layer.normed else _randn(layer.num_heads),
+        sinks=None if layer.normed else randn(layer.num_heads),
     )
-    qkv = _randn(case.requests * case.rows, (layer.num_heads + 2 * KV_HEADS) * size)
+    qkv = randn(case.requests * case.rows, (layer.num_heads + 2 * KV_HEADS) * size)
 
     def run() -> None:
         for each in inputs:
@@ -241,7 +247,7 @@ def _attend(whole: tuple[Tensor, Tensor], layer: Layer, case: Case) -> Row:
     distinct = case.requests * seen - (case.requests - 1) * case.shared  # none have windows
     limit = distinct * KV_BYTES * size / HEAD_DIM / bytes_per_us()
     us = graph_us(run, calls, repeats=15, warm_up=3)
-    return {"op": case.name, "us": us, "limit_us": limit, "error": _error(out, truth)}
+    return {"op": case.name, "us": us, "limit_us": limit, "error": relative_error(out, truth)}
 
 
 def _inputs(case: Case, blocks: Tensor, stored: bool = False) -> PassInputs:
@@ -332,117 +338,6 @@ def _tried(pool: tuple[Tensor, Tensor], cases: Sequence[Case], label: str) -> li
     except OutOfResources as error:
         print(f"{label}: {error}")
         return []
-
-
-# Norms, activation, rotation
-
-
-def _dense_rows() -> list[Row]:
-    rows = []
-    for tokens in (1, 8, 64):
-        rows += [_add_norm(tokens), _gated(tokens), _rotate(tokens)]
-    return rows
-
-
-def _add_norm(tokens: int) -> Row:
-    xs = [_randn(tokens, WIDTH) for _ in range(MOST_CALLS)]
-    residuals = [_randn(tokens, WIDTH) for _ in range(MOST_CALLS)]
-    weight = _randn(WIDTH)
-
-    def run(op: Callable[..., Any]) -> Callable[[], None]:
-        def each() -> None:
-            for x, residual in zip(xs, residuals, strict=True):
-                op(x, residual, weight, 1e-6)
-
-        return each
-
-    out, total = TRITON.add_rms_norm(xs[0], residuals[0], weight, 1e-6)
-    truth = REFERENCE.rms_norm(total.float(), weight.float(), 1e-6)
-    assert torch.equal(total, xs[0] + residuals[0])
-    plain = REFERENCE.rms_norm(xs[0].float(), weight.float(), 1e-6)
-    assert _error(TRITON.rms_norm(xs[0], weight, 1e-6), plain) < 1e-2
-    return {
-        "op": f"add + norm {WIDTH} T={tokens}",
-        "us": graph_us(run(TRITON.add_rms_norm), MOST_CALLS, repeats=15, warm_up=3),
-        "torch_us": graph_us(run(REFERENCE.add_rms_norm), MOST_CALLS, repeats=15, warm_up=3),
-        "limit_us": 4 * tokens * WIDTH * 2 / bytes_per_us(),
-        "error": _error(out, truth),
-    }
-
-
-def _gated(tokens: int) -> Row:
-    xs = [_randn(tokens, 2 * INNER) for _ in range(MOST_CALLS)]
-
-    def run(op: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-        def each() -> None:
-            for x in xs:
-                op(x)
-
-        return each
-
-    truth = REFERENCE.gated_activation(xs[0].float())
-    return {
-        "op": f"silu(gate) * up {INNER} T={tokens}",
-        "us": graph_us(run(TRITON.gated_activation), MOST_CALLS, repeats=15, warm_up=3),
-        "torch_us": graph_us(run(REFERENCE.gated_activation), MOST_CALLS, repeats=15, warm_up=3),
-        "limit_us": 3 * tokens * INNER * 2 / bytes_per_us(),
-        "error": _error(TRITON.gated_activation(xs[0]), truth),
-    }
-
-
-def _rotate(tokens: int) -> Row:
-    heads = HEADS + 2 * KV_HEADS
-    wholes = [_randn(tokens, heads * HEAD_DIM) for _ in range(MOST_CALLS)]
-    norms = (_randn(HEAD_DIM), _randn(HEAD_DIM), 1e-6)
-    table = rope_table(HEAD_DIM, RopeConfig(1e6), MAX_LEN, DEVICE)
-    pages = torch.zeros(2, tokens, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE)
-    cache = pages[0], pages[1]
-    query_start = torch.tensor([0, tokens], device=DEVICE)
-    inputs = PassInputs(
-        RowPlaces(query_start, torch.randint(MAX_LEN, (tokens,), device=DEVICE)),
-        Paging(
-            torch.zeros(1, 1, dtype=torch.int32, device=DEVICE),
-            context_lens=query_start[1:],
-            slots=torch.randperm(tokens * BLOCK_SIZE, device=DEVICE)[:tokens],
-        ),
-    )
-
-    def run() -> None:
-        for whole in wholes:
-            TRITON.rotate_and_store(*_heads(whole), norms, table, inputs, cache)
-
-    out = TRITON.rotate_and_store(*_heads(wholes[0]), norms, table, inputs, cache)
-    found = torch.cat((out.flatten(), pages.flatten()))
-    exact = torch.zeros_like(pages, dtype=torch.float32)
-    wide = (norms[0].float(), norms[1].float(), norms[2])
-    truth = REFERENCE.rotate_and_store(
-        *_heads(wholes[0].float()), wide, table, inputs, (exact[0], exact[1])
-    )
-    return {
-        "op": f"norm + rope + store T={tokens}",
-        "us": graph_us(run, MOST_CALLS, repeats=15, warm_up=3),
-        "limit_us": 2 * tokens * heads * HEAD_DIM * 2 / bytes_per_us(),
-        "error": _error(found, torch.cat((truth.flatten(), exact.flatten()))),
-    }
-
-
-def _heads(whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = [heads * HEAD_DIM for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    parts = torch.split(whole, sizes, -1)
-    query, key, value = (part.view(len(whole), -1, HEAD_DIM) for part in parts)
-    return query, key, value
-
-
-# Measuring
-
-
-def _randn(*sizes: int) -> Tensor:
-    return torch.randn(sizes, dtype=DTYPE, device=DEVICE)
-
-
-def _error(out: Tensor, truth: Tensor) -> float:
-    """NaN, as a missing write in a poisoned cache would give, stays NaN."""
-    return float((out.float() - truth.float()).norm() / truth.float().norm())
 
 
 if __name__ == "__main__":
