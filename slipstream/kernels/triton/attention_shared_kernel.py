@@ -10,19 +10,17 @@ program has more lines as several such tiles, one after the other.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.triton.attention_float8 import LEFT, LIFT, eight_bit_tile, even_and_odd
+from slipstream.kernels.triton.attention_folds import fold_splits
 from slipstream.kernels.triton.attention_parts import (
     entries_of,
     gains_of,
     halves,
-    places_of,
     rotated,
     split_of,
     split_of_lane,
     split_start,
     turns,
 )
-from slipstream.kernels.triton.attention_short_kernels import SUM_COLUMNS, fold, store_halves
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
 
 
@@ -51,94 +49,17 @@ def _lines(
 
 @triton.jit
 def _query(
-    qkv, positions, row, head, inside, row_stride, gains, eps, cos_sin, scaled: tl.constexpr,
-    moved: tl.constexpr, rotary_dim: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr,
+    qkv, positions, row, head, inside, row_stride, gains, eps, cos_sin,
+    rotary_dim: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of the rotated queries of these lines, as `fold` takes them."""
+    """Both halves of the rotated queries of these lines, as `fold_splits` takes them."""
     source = row.to(tl.int64) * row_stride + head * head_dim
     one, two = halves(qkv, source, inside, head_dim, block_d)
     if cos_sin is not None:
         position = tl.load(positions + row, mask=inside, other=0)
         turn = turns(cos_sin, position, inside, rotary_dim, head_dim, block_d)
         one, two = rotated(qkv, source, inside, one, two, turn, gains, eps, rotary_dim, head_dim)
-    if scaled:
-        one, two = even_and_odd(one, two, head_dim)
-    if moved:
-        one, two = one * LIFT, two * LIFT
     return one, two
-
-
-@triton.jit
-def _nothing(tiles: tl.constexpr, block_m: tl.constexpr, half: tl.constexpr):
-    """For each tile of lines the sums of no tokens: (exponent, sums of weights, both halves of
-    weighted values)."""
-    sums = ()
-    for _ in tl.static_range(tiles):
-        exponent = tl.full((block_m,), float("-inf"), tl.float32)
-        total = tl.zeros((block_m, SUM_COLUMNS), tl.float32)
-        values = tl.zeros((block_m, half), tl.float32)
-        sums += ((exponent, total, values, values),)  # type: ignore[assignment]
-    return sums
-
-
-@triton.jit
-def _tokens(
-    keys, values, key_scales, value_scales, places, inside, dtype: tl.constexpr,
-    hopper: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr,
-):  # fmt: skip
-    """Both halves of keys, then of values; with `key_scales` what `eight_bit_tile` returns."""
-    if key_scales is None:
-        key_one, key_two = halves(keys, places, inside, head_dim, block_d)
-        value_one, value_two = halves(values, places, inside, head_dim, block_d)
-        tile = key_one, key_two, value_one, value_two
-    else:
-        tile = eight_bit_tile(
-            keys, values, key_scales, value_scales, places, inside, dtype, hopper, head_dim, block_d
-        )
-    return tile
-
-
-@triton.jit
-def _fold_all(
-    queries, sums, tile, token, end, scale, softcap, scaled: tl.constexpr,
-    first_seen: tl.constexpr, tiles: tl.constexpr,
-):  # fmt: skip
-    """The sums of each tile of lines with one tile of tokens added."""
-    if scaled:
-        key_one, key_two, value_one, value_two, key_scale, value_scale = tile
-    else:
-        key_one, key_two, value_one, value_two = tile
-        key_scale = None
-        value_scale = None
-    ends = tl.zeros(sums[0][0].shape, tl.int32) + end
-    folded = ()
-    for index in tl.static_range(tiles):
-        one, two = queries[index]
-        exponent, total, value, more = sums[index]
-        added = fold(
-            one, two, key_one, key_two, value_one, value_two, key_scale, value_scale, exponent,
-            total, value, more, token, None, ends, None, None, None, 0, scale, softcap, None,
-            first_seen,
-        )  # fmt: skip
-        folded += (added,)  # type: ignore[assignment]
-    return folded
-
-
-@triton.jit
-def _store_all(
-    part, part_exponent, part_total, lines, sums, split, moved: tl.constexpr,
-    interleaved: tl.constexpr, head_dim: tl.constexpr, tiles: tl.constexpr,
-):  # fmt: skip
-    """Store the sums of one split."""
-    for index in tl.static_range(tiles):
-        exponent, total, one, two = sums[index]
-        if moved:
-            one, two = one * LEFT, two * LEFT
-        place, inside = lines[index]
-        place += split
-        tl.store(part_exponent + place, exponent, mask=inside)
-        tl.store(part_total + place, tl.max(total, axis=1), mask=inside)
-        store_halves(part, place * head_dim, inside, one, two, head_dim, interleaved)
 
 
 @triton.jit(do_not_specialize=["requests", "most_rows", "most_splits"])
@@ -174,39 +95,26 @@ def shared_kernel(
         value_scales += kv_heads * head_dim // 4 + kv_head
     table = tables + leader.to(tl.int64) * table_stride
     entries = entries_of(table, begin, end, block_size, block_n)
-    dtype: tl.constexpr = qkv.dtype.element_ty
-    scaled: tl.constexpr = key_scales is not None
-    moved: tl.constexpr = pdl and scaled and dtype == tl.bfloat16
     has_norms: tl.constexpr = query_weight is not None
     gains = gains_of(query_weight, rotary_dim, head_dim, block_d) if has_norms else None
     wait_for_inputs(pdl)
-    queries, lines = (), ()
+    queries, views, lines = (), (), ()
     for index in tl.static_range(tiles):
         row, line, head, inside = _lines(
             first_line + index * block_m, members, requests, query_start, context_lens, most_rows,
             shared, kv_head, kv_heads, groups, block_m,
         )  # fmt: skip
         query = _query(
-            qkv, positions, row, head, inside, row_stride, gains, eps, cos_sin, scaled, moved,
+            qkv, positions, row, head, inside, row_stride, gains, eps, cos_sin,
             rotary_dim, head_dim, block_d,
         )  # fmt: skip
         queries += (query,)  # type: ignore[assignment]
         place = (line * (kv_heads * groups) + head) * most_splits
         lines += ((place, inside),)  # type: ignore[assignment]
-    sums = _nothing(tiles, block_m, block_d // 2)
-    until = split_start(split + 1)
-    for start in range(begin, end, block_n):
-        token = start + tl.arange(0, block_n)
-        at = places_of(entries, start, place_stride, block_size, block_n)
-        tile = _tokens(
-            keys, values, key_scales, value_scales, at, token < end, dtype, pdl, head_dim, block_d
-        )
-        entries = entries_of(table, start + block_n, end, block_size, block_n)
-        sums = _fold_all(queries, sums, tile, token, end, scale, softcap, scaled, first_seen, tiles)
-        if start + block_n >= until:
-            _store_all(
-                part, part_exponent, part_total, lines, sums, split, moved, scaled, head_dim, tiles
-            )
-            sums = _nothing(tiles, block_m, block_d // 2)
-            split += 1
-            until = split_start(split + 1)
+        ends = tl.zeros((block_m,), tl.int32) + end
+        views += ((None, ends, None),)  # type: ignore[assignment]
+    fold_splits(
+        queries, views, lines, keys, values, key_scales, value_scales, table, entries, begin, end,
+        None, None, 0, scale, softcap, None, part, part_exponent, part_total, split, first_seen,
+        place_stride, block_size, head_dim, block_n, pdl,
+    )  # fmt: skip

@@ -1,29 +1,20 @@
 """The attention kernels for requests of few rows; `attention.py` launches them.
 
-Each split of a request's context (`attention_parts.py`) is reduced by online softmax. The partial
+Each split of a request's context is reduced by online softmax (`attention_folds.py`). The partial
 sums of the splits are then added in order: by the program itself if it has all splits, or else by
 `combine_kernel`.
-
-Weights are relative to 2 ** exponent, where the exponent is the largest score so far, in units of
-log 2, rounded up to an integer. Rescaling to another exponent is then exact, so the bits of a sum
-depend on the order of its terms, but not on where the exponent changed. A tile of which a row sees
-no token leaves that row's sums unchanged, so they do not depend on the other rows.
 """
 
 import triton
 import triton.language as tl
 
-from slipstream.kernels.triton.attention_float8 import LEFT, LIFT, eight_bit_tile, even_and_odd
+from slipstream.kernels.triton.attention_folds import fold_splits, store_halves
 from slipstream.kernels.triton.attention_parts import (
     LOG2_E,
-    capped,
     entries_of,
-    finite,
     gains_of,
     halves,
-    hidden,
     oldest_token,
-    places_of,
     power_of_two,
     rotated,
     sight,
@@ -34,8 +25,6 @@ from slipstream.kernels.triton.attention_parts import (
     turns,
 )
 from slipstream.kernels.triton.launch import launch_dependents, wait_for_inputs
-
-SUM_COLUMNS = tl.constexpr(16)  # the fewest columns that `tl.dot` takes
 
 
 @triton.jit
@@ -60,19 +49,6 @@ def _new_tokens(
 
 
 @triton.jit
-def store_halves(
-    pages, place, inside, first, second, head_dim: tl.constexpr, interleaved: tl.constexpr
-):  # fmt: skip
-    """Store both halves of heads [L, C], or their even and odd numbers, at `place` [L]."""
-    half: tl.constexpr = head_dim // 2
-    pair = tl.arange(0, first.shape[1])
-    stored = inside[:, None] & (pair < half)[None, :]
-    target = pages + place[:, None] + pair[None, :] * (2 if interleaved else 1)
-    tl.store(target, first, mask=stored)
-    tl.store(target + (1 if interleaved else half), second, mask=stored)
-
-
-@triton.jit
 def _store_new(
     qkv, source, stored, turn, gains, eps, keys, values, key_scales, value_scales, place,
     rotary_dim: tl.constexpr, head_dim: tl.constexpr, kv_heads: tl.constexpr,
@@ -94,125 +70,6 @@ def _store_new(
     scaled: tl.constexpr = key_scales is not None
     scale_at = tl.where(is_value, value_scales, key_scales) + place // 4 if scaled else None
     store_heads(tl.where(is_value, values, keys) + place, scale_at, stored, one, two, head_dim)
-
-
-@triton.jit
-def fold(
-    query_one, query_two, key_one, key_two, value_one, value_two, key_scale, value_scale, exponent,
-    total, one, two, token, row_begins, row_ends, row, rows, ancestors, tree_start, scale, softcap,
-    window, first_seen: tl.constexpr,
-):  # fmt: skip
-    """Add one tile of tokens by online softmax.
-
-    Queries and sums of values are halves of heads, [block_m, block_d / 2]; keys and values are
-    [block_n, block_d / 2]. Returns (exponent [block_m], sums of weights [block_m, SUM_COLUMNS] with
-    equal columns, sums of weighted values of the first half, of the second half).
-    """
-    # Halves are not joined: the compiler would mistake the join for unpacking of smaller numbers,
-    # and load the operands of the product in smaller pieces.
-    score = tl.dot(query_one, tl.trans(key_one), input_precision="ieee")
-    score = tl.dot(query_two, tl.trans(key_two), score, input_precision="ieee")
-    if key_scale is not None:
-        score *= key_scale[None, :]
-    score, factor = capped(score, scale, softcap)
-    score = hidden(
-        score, token, row_begins, row_ends, row, rows, ancestors, tree_start, window, first_seen
-    )
-    highest = tl.maximum(exponent, tl.ceil(tl.max(score, axis=1) * factor))
-    base = finite(highest)
-    negative = tl.zeros_like(score) - base[:, None]
-    # An explicit fma: otherwise the compiler might fuse in one variant of the kernel only.
-    exact = tl.exp2(tl.fma(score, tl.zeros_like(score) + factor, negative))
-    weight = exact.to(value_one.dtype)
-    kept = power_of_two(exponent - base)[:, None]
-    # Tensor cores add in the same order for any number of warps; `tl.sum` would not.
-    ones = tl.full((value_one.shape[0], SUM_COLUMNS), 1.0, value_one.dtype)
-    total = tl.dot(weight, ones, total * kept, input_precision="ieee")
-    if value_scale is not None:
-        weight = (exact * value_scale[None, :]).to(value_one.dtype)
-    one = tl.dot(weight, value_one, one * kept, input_precision="ieee")
-    two = tl.dot(weight, value_two, two * kept, input_precision="ieee")
-    return highest, total, one, two
-
-
-@triton.jit
-def _added(exponent, total, one, two, more_exponent, more_total, more_one, more_two):
-    """Add the partial sums of two ranges of tokens: (exponent, total, first half, second half)."""
-    highest = tl.maximum(exponent, more_exponent)
-    kept = power_of_two(exponent - finite(highest))[:, None]
-    moved = power_of_two(more_exponent - finite(highest))[:, None]
-    total = total * kept + more_total * moved
-    return highest, total, one * kept + more_one * moved, two * kept + more_two * moved
-
-
-@triton.jit
-def _fold_splits(
-    query_one, query_two, keys, values, key_scales, value_scales, table, entries, begin, end,
-    row_begins, row_ends, row, rows, ancestors, tree_start, scale, softcap, window, part,
-    part_exponent, part_total, place, split, first_seen: tl.constexpr, place_stride: tl.constexpr,
-    block_size: tl.constexpr, head_dim: tl.constexpr, block_n: tl.constexpr, hopper: tl.constexpr,
-):  # fmt: skip
-    """Reduce the tokens [begin, end), split by split from `split` on, and return their sums.
-    `entries` are those of the first tile.
-
-    If `part` is not None, the partial sums of each split are stored there instead, from index
-    `place` [block_m] on. Sums are those of both halves of heads, or with `key_scales` of their even
-    and odd numbers.
-    """
-    block_m: tl.constexpr = query_one.shape[0]
-    block_d: tl.constexpr = 2 * query_one.shape[1]
-    dtype: tl.constexpr = query_one.dtype
-    moved: tl.constexpr = hopper and key_scales is not None and dtype == tl.bfloat16
-    if key_scales is not None:
-        query_one, query_two = even_and_odd(query_one, query_two, head_dim)
-    if moved:
-        query_one, query_two = query_one * LIFT, query_two * LIFT
-    exponent = tl.full((block_m,), float("-inf"), tl.float32)
-    total = tl.zeros((block_m, SUM_COLUMNS), tl.float32)
-    one = tl.zeros(query_one.shape, tl.float32)
-    two = tl.zeros(query_one.shape, tl.float32)
-    sum_exponent, sum_total, sum_one, sum_two = exponent, total, one, two
-    until = split_start(split + 1)
-    for start in range(begin, end, block_n):
-        token = start + tl.arange(0, block_n)
-        places = places_of(entries, start, place_stride, block_size, block_n)
-        if key_scales is None:
-            key_one, key_two = halves(keys, places, token < end, head_dim, block_d)
-            value_one, value_two = halves(values, places, token < end, head_dim, block_d)
-            key_scale = None
-            value_scale = None
-        else:
-            key_one, key_two, value_one, value_two, key_scale, value_scale = eight_bit_tile(
-                keys, values, key_scales, value_scales, places, token < end, dtype, hopper,
-                head_dim, block_d,
-            )  # fmt: skip
-        entries = entries_of(table, start + block_n, end, block_size, block_n)
-        exponent, total, one, two = fold(
-            query_one, query_two, key_one, key_two, value_one, value_two, key_scale, value_scale,
-            exponent, total, one, two, token, row_begins, row_ends, row, rows, ancestors,
-            tree_start, scale, softcap, window, first_seen,
-        )  # fmt: skip
-        if start + block_n >= tl.minimum(until, end):
-            if moved:
-                one, two = one * LEFT, two * LEFT
-            if part is None:
-                sum_exponent, sum_total, sum_one, sum_two = _added(
-                    sum_exponent, sum_total, sum_one, sum_two, exponent, total, one, two
-                )
-            else:
-                tl.store(part_exponent + place, exponent, mask=row < rows)
-                tl.store(part_total + place, tl.max(total, axis=1), mask=row < rows)
-                store_halves(
-                    part, place * head_dim, row < rows, one, two, head_dim, key_scales is not None
-                )
-                place += 1
-            exponent = tl.full((block_m,), float("-inf"), tl.float32)
-            total = tl.zeros((block_m, SUM_COLUMNS), tl.float32)
-            one = tl.zeros(query_one.shape, tl.float32)
-            two = tl.zeros(query_one.shape, tl.float32)
-            split += 1
-            until = split_start(split + 1)
-    return sum_exponent, tl.max(sum_total, axis=1)[:, None], sum_one, sum_two
 
 
 @triton.jit
@@ -249,9 +106,10 @@ def with_sink(exponent, total, sink):
 
 
 @triton.jit
-def _write(
-    exponent, total, one, two, out, place, head, inside, sinks, head_dim: tl.constexpr, scales
-):  # fmt: skip
+def _write(sums, out, place, head, inside, sinks, head_dim: tl.constexpr, scales):
+    """Store the results of a tile of lines at `place` of `out`, with the sinks of their heads."""
+    exponent, total, one, two = sums
+    total = tl.max(total, axis=1)[:, None]
     kept = tl.full(total.shape, 1.0, tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)[:, None] * LOG2_E
@@ -356,11 +214,11 @@ def short_kernel(
     tree_start = 0 if ancestors is None else tl.load(tree_starts + request).to(tl.int32)
     line = first + row if part is None else request * most_rows + row
     place = line.to(tl.int64) * kv_heads * groups + head
-    exponent, total, one, two = _fold_splits(
-        one, two, keys, values, key_scales, value_scales, table, entries, begin, end, begins, ends,
-        row, rows, words, tree_start, scale, softcap, window, part, part_exponent, part_total,
-        place * most_splits + split - first_split, split, first_seen, place_stride, block_size,
-        head_dim, block_n, pdl,
+    sums = fold_splits(
+        ((one, two),), ((begins, ends, row),), ((place * most_splits - first_split, row < rows),),
+        keys, values, key_scales, value_scales, table, entries, begin, end, rows, words, tree_start,
+        scale, softcap, window, part, part_exponent, part_total, split, first_seen, place_stride,
+        block_size, head_dim, block_n, pdl,
     )  # fmt: skip
     if part is None:
-        _write(exponent, total, one, two, out, place, head, row < rows, sinks, head_dim, key_scales)
+        _write(sums[0], out, place, head, row < rows, sinks, head_dim, key_scales)
