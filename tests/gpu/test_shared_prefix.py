@@ -13,7 +13,7 @@ from slipstream.runner import graphs, prefix_groups
 if not torch.cuda.is_available():
     pytest.skip("steps are captured on a GPU only", allow_module_level=True)
 
-COMMON = [5 + index * 7 % 40 for index in range(700)]
+COMMON = [5 + index * 7 % 40 for index in range(200)]
 SEEDED = SamplingParams(temperature=1, max_tokens=24, ignore_eos=True, seed=1)
 
 
@@ -22,8 +22,9 @@ def test_texts_are_equal(
     k: int, tiny_target: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "WANTED_BEFORE_CAPTURE", 2)
+    monkeypatch.setattr(prefix_groups, "PIECE", 64)
     prompts: list[Any] = [
-        {"prompt_token_ids": [*COMMON[: 700 if number % 3 else 40], 5 + number]}
+        {"prompt_token_ids": [*COMMON[: 200 if number % 3 else 40], 5 + number]}
         for number in range(9)
     ]
     params = [replace(SEEDED, seed=number, temperature=number % 2) for number in range(9)]
@@ -35,8 +36,8 @@ def test_texts_are_equal(
             speculative_config={"model": tiny_draft, "num_speculative_tokens": k} if k else None,
             skip_tokenizer_init=True,
             max_num_seqs=16,
-            max_model_len=1024,
-            num_kv_blocks=1024,
+            max_model_len=256,
+            num_kv_blocks=256,
         )
         llm.generate(prompts[1:2], replace(SEEDED, max_tokens=1))
         texts = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
@@ -44,6 +45,6 @@ def test_texts_are_equal(
         assert captured is not None
         return texts, any(key.shares for key in captured._graphs)
 
-    together, apart = run(2048), run(1 << 40)
+    together, apart = run(256), run(1 << 40)
     assert together == (apart[0], True)
     assert not apart[1]

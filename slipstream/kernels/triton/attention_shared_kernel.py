@@ -111,8 +111,8 @@ def shared_kernel(
         queries += (query,)  # type: ignore[assignment]
         place = (line * (kv_heads * groups) + head) * most_splits
         lines += ((place, inside),)  # type: ignore[assignment]
-        ends = tl.zeros((block_m,), tl.int32) + end
-        views += ((None, ends, None),)  # type: ignore[assignment]
+        unused = tl.zeros((block_m,), tl.int32)
+        views += ((unused, unused + end, unused),)  # type: ignore[assignment]
     fold_splits(
         queries, views, lines, keys, values, key_scales, value_scales, table, entries, begin, end,
         None, None, 0, scale, softcap, None, part, part_exponent, part_total, split, first_seen,
