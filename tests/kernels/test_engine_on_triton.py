@@ -212,6 +212,8 @@ def test_blocks_that_requests_share(
     monkeypatch.setattr(graphs, "WANTED_BEFORE_CAPTURE", 2)
     monkeypatch.setattr(prefix_groups, "PIECE", 64)
     monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 256)
+    monkeypatch.setattr(prefix_groups, "LEAST_MEMBERS", 3)
+    monkeypatch.setattr(attention, "SHARED_COST", 0)
     launched: list[tuple[int, ...]] = []
     monkeypatch.setattr(attention, "shared_kernel", Noted(shared_kernel, launched))
     common = PROMPT * 27

@@ -35,6 +35,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The grids of the kernel for shared tokens."""
     grids: list[tuple[int, ...]] = []
     monkeypatch.setattr(tuned, "shared_kernel", Noted(shared_kernel, grids))
+    monkeypatch.setattr(tuned, "SHARED_COST", 0)  # also where it is slower
     if not ON_GPU:
         monkeypatch.setattr(tuned, "MULTIPROCESSORS", 5)
     return grids
@@ -179,3 +180,17 @@ def test_queries_that_are_rotated() -> None:
 
     paging = replace(inputs.paging, shared=None)
     assert_same(attention(inputs), attention(changed(inputs, **vars(paging))))
+
+
+@pytest.mark.parametrize(("rows", "reads_once"), [(1, True), (2, False)])
+def test_tiles_that_are_nearly_full_are_computed_apart(
+    rows: int, reads_once: bool, launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With five heads for each KV head, one row has 5 of 16 lines of a tile, two rows have 10."""
+    monkeypatch.setattr(tuned, "SHARED_COST", 2)
+    shape = Shape(heads=5, kv_heads=1, head_dim=16, block_size=16)
+    requests = Requests([300, 200, 280, 420], [rows] * 4)
+    qkv, heads, inputs, cache = with_shared(case(shape, requests, DTYPE))
+    inputs = replace(inputs, rows=replace(inputs.rows, max_rows=rows))
+    assert_same_as_apart((qkv, heads, inputs, cache))
+    assert bool(launched) == reads_once

@@ -21,6 +21,7 @@ BLOCK_SIZE = 16
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 6 * BLOCK_SIZE)
     monkeypatch.setattr(prefix_groups, "PIECE", 2 * BLOCK_SIZE)
+    monkeypatch.setattr(prefix_groups, "LEAST_MEMBERS", 2)
 
 
 class Scheduled:
@@ -62,6 +63,14 @@ def test_the_group_that_saves_most() -> None:
 )
 def test_no_group_that_saves_little(tables: Sequence[Sequence[int]]) -> None:
     assert found(*tables) is None
+
+
+def test_no_group_of_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [[*range(100)]] * 3
+    assert found(*tables) == (100, (0, 1, 2))
+    monkeypatch.setattr(prefix_groups, "LEAST_MEMBERS", 4)
+    assert found(*tables) is None
+    assert found(*tables, tables[0]) == (100, (0, 1, 2, 3))
 
 
 def test_the_best_of_all_groups() -> None:

@@ -50,6 +50,9 @@ from slipstream.kernels.triton.rope import pages_of, rotate_and_store
 COMBINING = 1024  # programs of the combine kernel, about
 COMBINED_AT_ONCE = 16
 SHARED_TILES = 2  # of lines in a program for shared tokens; with more products would be the limit
+# Time of a line with shared tokens, over that of a line of a tile of one request. Such tiles are
+# padded, and hide their products behind loads, so sharing is faster only if most lines are padding.
+SHARED_COST = 2
 # Bytes of the partial sums of all requests; where they would be more, each reads shared tokens.
 MOST_PART_BYTES = 256 << 20
 NARROW_WINDOW = 256  # tokens; up to here one program is faster than several and a combine kernel
@@ -210,8 +213,12 @@ def _short(
         lanes = 1
     parts: tuple[Tensor | None, ...] = (None, None, None)
     sizes = (requests, most_rows, layer.heads, splits)  # no rows of chunks, which are many
-    shared = paging.shared if layer.window is None else None
-    if 4 * math.prod(sizes) * layer.head_dim > MOST_PART_BYTES:
+    shared = paging.shared
+    if (
+        layer.window is not None
+        or SHARED_COST * most_rows * layer.groups > lines
+        or 4 * math.prod(sizes) * layer.head_dim > MOST_PART_BYTES
+    ):
         shared = None
     if lanes > 1 or shared is not None:
         part = torch.empty((*sizes, layer.head_dim), dtype=torch.float32, device=source.device)
@@ -257,9 +264,10 @@ def _shared(
     requests, most_rows, _, splits = sizes
     own, _ = short_tiles(32, 1, layer.block_d, source.dtype, cache[0].dtype == FLOAT8_PAGES)
     # Two tiles fit into the registers of 8 warps; small heads cannot be divided among so many.
-    count = SHARED_TILES if 128 <= layer.block_d <= 256 else 1
+    lines = requests * most_rows * layer.groups
+    count = SHARED_TILES if 128 <= layer.block_d <= 256 and lines > own.lines else 1
     tiles = replace(own, warps=8 if count > 1 else own.warps, registers=None)
-    pairs = layer.kv_heads * cdiv(requests * most_rows * layer.groups, count * tiles.lines)
+    pairs = layer.kv_heads * cdiv(lines, count * tiles.lines)
     # One program fits on a multiprocessor: all at once, or so many that the last ones matter less.
     waves = 1 if 2 * pairs <= MULTIPROCESSORS else 4
     lanes = max(1, min(splits, waves * MULTIPROCESSORS // pairs))
