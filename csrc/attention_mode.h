@@ -14,6 +14,7 @@ constexpr int tile_steps = 16, tile_bytes = tile_steps * lanes * 4;
 constexpr int block_tokens = 64;   // keys that are packed at once; spans are rounded to these
 constexpr int split_tokens = 512;  // parts of a context that are weighed by themselves
 constexpr int most_lines = 32;     // of queries that are multiplied at once
+constexpr int few_lines = 16;      // up to which keys and values are not turned into right factors
 // From one line's scores and weights to the next's: lines a power of two apart would share the few
 // places of the first cache that such addresses have.
 constexpr int line_tokens = split_tokens + 32;

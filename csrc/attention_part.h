@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_plan.h"
+#include "attention_stored.h"
 #include "attention_tiles.h"
 #include "attention_weights.h"
 #include "buffer.h"
@@ -149,20 +150,23 @@ struct PartWork {
         const StoredTokens values = stored(call.cache->values, kv_head, bench.offsets);
         if (takes_stored_keys())
             score_stored(whole, keys, values);
+        else if (takes_stored())
+            score_few(whole, keys, values);
         else if (bench.keeps_keys)
             for (int64_t t = whole.begin; t < whole.end; t += block_tokens)
                 pack_keys<Mode>(keys, t, whole.end, keys_at(t), bench.panel_stride());
         else
             score_in_passing(whole, keys, values);
-        pack_values<Mode>(values, whole.begin, whole.end, values_at(whole.begin),
-                          bench.value_stride());
+        if (!takes_stored())
+            pack_values<Mode>(values, whole.begin, whole.end, values_at(whole.begin),
+                              bench.value_stride());
         if (!bench.keeps_keys) prefetch_start(next);
         read_scales(keys, values, whole);
         for (int64_t first = 0; first < tile.num_lines; first += most_lines) {
             const LineGroup group = group_of(call, plan, tile, split, first);
             if (group.begin >= group.end) continue;
             if (bench.keeps_keys) score(group, group.begin, group.end);
-            finish(split, group, take);
+            finish(split, group, values, take);
         }
     }
 
@@ -293,9 +297,65 @@ struct PartWork {
         }
     }
 
+    void multiply_values(const LineGroup& group) {
+        Product product;
+        product.lines = static_cast<int>(group.count);
+        product.a = bench.weights + group.begin;
+        product.a_stride = bench.weight_bytes;
+        product.b = values_at(group.begin);
+        product.panel_stride = tile_bytes;
+        product.tile_stride = bench.value_stride();
+        product.tiles = (group.end - group.begin) / (tile_steps * Mode::in_lane);
+        product.panels = bench.padded_dim / lanes;
+        product.out = bench.part;
+        product.out_stride = bench.padded_dim;
+        unit.template multiply<Mode>(product);
+    }
+
+    // Few lines take keys and values as they are stored.
+    bool takes_stored() const {
+        return Mode::in_lane == 1 && tile.num_lines <= few_lines;
+    }
+
+    // f(number of the stored type)
+    template <typename F>
+    void with_stored_type(F&& f) const {
+        if (call.cache->type == CacheType::i8) f(int8_t{});
+        else if (call.cache->type == CacheType::bf16) f(bf16{});
+        else f(float{});
+    }
+
+    void score_few(const LineGroup& group, const StoredTokens& keys, const StoredTokens& values) {
+        if constexpr (Mode::in_lane == 1)
+            for (int64_t t = group.begin; t < group.end; t += block_tokens) {
+                if (t + block_tokens == group.end)
+                    for (int i = 0; i < block_tokens; ++i) values.prefetch(group.begin + i);
+                const FewLines lines = {static_cast<int>(group.count),
+                                        queries + tile.first_line * bench.padded_dim,
+                                        bench.padded_dim, bench.scores + t, line_tokens};
+                with_stored_type([&](auto number) {
+                    score_block<decltype(number)>(keys, t, group.end, lines);
+                });
+            }
+    }
+
+    void add_few(const LineGroup& group, const StoredTokens& values) {
+        if constexpr (Mode::in_lane == 1) {
+            std::memset(bench.part, 0, group.count * bench.padded_dim * sizeof(float));
+            for (int64_t t = group.begin; t < group.end; t += block_tokens) {
+                const FewLines lines = {static_cast<int>(group.count), bench.weights + t,
+                                        line_tokens, bench.part, bench.padded_dim};
+                with_stored_type([&](auto number) {
+                    add_value_block<decltype(number)>(values, t, group.end,
+                                                      static_cast<int>(bench.padded_dim), lines);
+                });
+            }
+        }
+    }
+
     // Scores of a group to weights, and those times the values.
     template <typename Take>
-    void finish(int64_t split, const LineGroup& group, Take&& take) {
+    void finish(int64_t split, const LineGroup& group, const StoredTokens& values, Take&& take) {
         const bool is_i8 = call.cache->type == CacheType::i8;
         const int64_t start = split * split_tokens;
         const float softcap = call.shape->softcap;
@@ -318,18 +378,8 @@ struct PartWork {
                             line.last < group.end ? line.last : group.end, scores);
             parts[i] = weigh<Mode>(line, group.begin, group.end, bench.weights + i * line_tokens);
         }
-        Product product;
-        product.lines = static_cast<int>(group.count);
-        product.a = bench.weights + group.begin;
-        product.a_stride = bench.weight_bytes;
-        product.b = values_at(group.begin);
-        product.panel_stride = tile_bytes;
-        product.tile_stride = bench.value_stride();
-        product.tiles = (group.end - group.begin) / (tile_steps * Mode::in_lane);
-        product.panels = bench.padded_dim / lanes;
-        product.out = bench.part;
-        product.out_stride = bench.padded_dim;
-        unit.template multiply<Mode>(product);
+        if (takes_stored()) add_few(group, values);
+        else multiply_values(group);
         for (int64_t i = 0; i < group.count; ++i)
             take(group.first + i, parts[i], bench.part + i * bench.padded_dim);
     }

@@ -40,15 +40,19 @@ inline void transpose(F16 (&m)[lanes]) {
 
 inline void transpose_quarter(__m256 (&m)[8]) {
     __m256 pairs[8], quads[8];
+#pragma GCC unroll 4
     for (int i = 0; i < 8; i += 2) {
         pairs[i] = _mm256_unpacklo_ps(m[i], m[i + 1]);
         pairs[i + 1] = _mm256_unpackhi_ps(m[i], m[i + 1]);
     }
+#pragma GCC unroll 2
     for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
         for (int j = 0; j < 2; ++j) {
             quads[i + 2 * j] = _mm256_shuffle_ps(pairs[i + j], pairs[i + 2 + j], 0x44);
             quads[i + 2 * j + 1] = _mm256_shuffle_ps(pairs[i + j], pairs[i + 2 + j], 0xee);
         }
+#pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
         m[c] = _mm256_permute2f128_ps(quads[c], quads[4 + c], 0x20);
         m[c + 4] = _mm256_permute2f128_ps(quads[c], quads[4 + c], 0x31);
@@ -81,5 +85,31 @@ inline void transpose(F16 (&m)[lanes]) {
 }
 
 #endif
+
+// The 64 bytes at `at` of 16 rows, turned: to[i, row] is the i-th number of 4 bytes.
+inline void transpose_rows(const char* const (&rows)[lanes], int64_t at, float* to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    // A quarter fits into the registers.
+    for (int half = 0; half < 2; ++half)
+        for (int part = 0; part < 2; ++part) {
+            __m256 m[8];
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i)
+                m[i] = _mm256_loadu_ps(
+                    reinterpret_cast<const float*>(rows[half * 8 + i] + at + part * 32));
+            transpose_quarter(m);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i)
+                _mm256_storeu_ps(to + (part * 8 + i) * lanes + half * 8, m[i]);
+        }
+#else
+    F16 square[lanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < lanes; ++i) std::memcpy(&square[i], rows[i] + at, sizeof square[i]);
+    transpose(square);
+#pragma GCC unroll 16
+    for (int i = 0; i < lanes; ++i) store(to + i * lanes, square[i]);
+#endif
+}
 
 }  // namespace slipstream::SLIPSTREAM_LEVEL

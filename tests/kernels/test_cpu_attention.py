@@ -260,10 +260,13 @@ def test_trees(dtype: torch.dtype, window: int | None) -> None:
 
 @pytest.mark.parametrize("stored", ["as computed", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [None, 150])
-def test_a_rows_bits_are_its_own(dtype: torch.dtype, window: int | None, stored: str) -> None:
-    """Alone, in chunks, beside other requests and with any number of threads."""
-    shape = Shape(4, 2, 64, 16, dtype)
+@pytest.mark.parametrize(("window", "head_dim"), [(None, 64), (150, 84)])
+def test_a_rows_bits_are_its_own(
+    dtype: torch.dtype, window: int | None, head_dim: int, stored: str
+) -> None:
+    """Alone, in chunks, beside other requests and with any number of threads; few rows, which take
+    keys and values as they are stored, like many."""
+    shape = Shape(4, 2, head_dim, 16, dtype)
     requests = Requests([0, 40, 980], [200, 7, 90])
     inputs = attention_inputs(requests, 16)
     fill = int8_cache if stored == "int8" else filled_cache
