@@ -259,12 +259,12 @@ def _shared(
     sizes: tuple[int, int, int, int],
 ) -> None:
     """Write the partial sums of the splits that lie in the shared tokens, for the group's rows.
-    `parts` are as in `short_kernel`, and the first two of them of these sizes."""
+    `parts` are those of `short_kernel`: [*sizes, head_dim], [*sizes] and [*sizes]."""
     rows, paging = inputs.rows, inputs.paging
     requests, most_rows, _, splits = sizes
     own, _ = short_tiles(32, 1, layer.block_d, source.dtype, cache[0].dtype == FLOAT8_PAGES)
-    # Two tiles fit into the registers of 8 warps; small heads cannot be divided among so many.
     lines = requests * most_rows * layer.groups
+    # Two tiles fit into the registers of 8 warps; small heads cannot be divided among so many.
     count = SHARED_TILES if 128 <= layer.block_d <= 256 and lines > own.lines else 1
     tiles = replace(own, warps=8 if count > 1 else own.warps, registers=None)
     pairs = layer.kv_heads * cdiv(lines, count * tiles.lines)
