@@ -7,7 +7,7 @@ embedding, final norm and head, then agrees with the whole model most of the tim
 number of layers of either. The text is meaningless.
 
 Routers are random, too, so rows choose experts almost independently of each other.
-docs/performance.md has the number of distinct experts that adjacent rows use.
+docs/measurements/gpu_experts.md has the number of distinct experts that adjacent rows use.
 """
 
 import math
