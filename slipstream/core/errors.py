@@ -2,12 +2,16 @@
 
 SlipstreamError
 ├── UsageError        a parameter, flag or request is wrong (the command line exits with 2)
+│   ├── PromptTooLongError
 │   └── DraftTooLongError
 ├── CheckpointError   a model directory is missing, broken or does not fit (it exits with 1)
 ├── OtherRankError    a process that runs other requests of a step could not do its part
 ├── RanksLostError    a process that holds a share of the model has ended (it exits with 1)
 └── GenerationError   an output ended with an error (it exits with 1)
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class SlipstreamError(Exception):
@@ -53,3 +57,19 @@ class GenerationError(SlipstreamError):
 def counted(number: int, noun: str) -> str:
     """The number and the noun, in the plural unless the number is 1: `1 token`, `2 tokens`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+@contextmanager
+def about_prompt(index: int, number: int) -> Iterator[None]:
+    """A UsageError says which prompt it is about, if there are several.
+
+    Args:
+        index: of the prompt, from 0.
+        number: of all prompts that were given together.
+    """
+    try:
+        yield
+    except UsageError as error:
+        if number > 1:
+            error.args = (f"prompt {index + 1} of {number}: {error}",)
+        raise

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.adapters import LoRARequest, NamedAdapter
 from slipstream.core.config import EngineConfig, SpeculativeConfig
-from slipstream.core.errors import UsageError
+from slipstream.core.errors import UsageError, about_prompt
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.build import build_engine
@@ -176,9 +176,10 @@ class LLM:
     ) -> tuple[list[EncodedPrompt], list[SamplingParams]]:
         given: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else _listed(prompts)
         params = self._per_prompt(sampling_params, len(given))
-        encoded = [
-            self._encoder.encode(prompt, own) for prompt, own in zip(given, params, strict=True)
-        ]
+        encoded = []
+        for index, (prompt, own) in enumerate(zip(given, params, strict=True)):
+            with about_prompt(index, len(given)):
+                encoded.append(self._encoder.encode(prompt, own))
         return self._adapted(encoded, lora_request), params
 
     def _encoded_chats(
@@ -282,9 +283,10 @@ class LLM:
         """
         call = _Call(whole, self._num_cut_steps)
         try:
-            for prompt, own in zip(prompts, params, strict=True):
+            for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
                 request_id = str(next(self._numbers))
-                call.live[request_id] = self.engine.add(request_id, prompt, own)
+                with about_prompt(index, len(prompts)):
+                    call.live[request_id] = self.engine.add(request_id, prompt, own)
                 self._calls[request_id] = call
             while call.live:
                 for output in self._collect(call):
