@@ -147,16 +147,21 @@ class Sweep:
 
         Ratios are relative to the first plain point of the batch size. When `stopped` returns true,
         the current point is yielded as far as it was measured, and the sweep ends.
+
+        Raises:
+            UsageError: the first cell, plain decoding, cannot be run as asked, so no other can.
         """
+        begun = False
         for batch in self.batches:
             plain: CellResult | None = None
             for cell, config in self._cells(batch):
                 if stopped():
                     return
-                result = _result(cell, config, open_llm, measure, plain)
+                result = _result(cell, config, open_llm, measure, plain, begun)
                 gc.collect()  # frees the engine's memory for the next one
                 if result is None:
                     return
+                begun = True
                 if plain is None and cell.drafter == PLAIN and isinstance(result, CellResult):
                     plain = result
                 yield result
@@ -185,11 +190,18 @@ def _result(
     open_llm: Open,
     measure: Measure,
     plain: CellResult | None,
+    begun: bool,
 ) -> CellResult | Failure | None:
-    """The result; None if it was interrupted before the first token."""
+    """The result; None if it was interrupted before the first token.
+
+    Args:
+        begun: other cells were tried before; if not, a UsageError is raised.
+    """
     try:
         run = measure(open_llm(config, cell.batch), cell)
     except Exception as error:  # any error: the other cells are still measured
+        if isinstance(error, UsageError) and not begun:
+            raise
         reason = " ".join(str(error).split())
         if not isinstance(error, SlipstreamError):
             reason = f"{type(error).__name__}: {reason}"
@@ -221,6 +233,7 @@ def _point(cell: Cell, run: OfflineRun, plain: CellResult | None) -> CellResult:
 
 
 _LEAST_DRIFT = 0.02  # two runs of the same cell differ by this much
+_LARGE_DRIFT = 0.1  # from here on it may hide what a drafter gains
 
 
 @dataclass(frozen=True)
@@ -247,11 +260,12 @@ class Advice:
 
     @property
     def choice(self) -> CellResult:
-        """The K to serve with: auto, if it is as good as the best one within the drift."""
+        """The K to serve with: auto, if it is as good as the best one within the drift, and faster
+        than plain decoding by more than that."""
         auto = self.auto
-        if auto is None or self.best.tokens_per_second > (1 + self.drift) * auto.tokens_per_second:
-            return self.best
-        return auto
+        # Where runs differ much, auto may be within the drift of the best and of plain decoding.
+        least = max(self.best.tokens_per_second / (1 + self.drift), self.plain * (1 + self.drift))
+        return self.best if auto is None or auto.tokens_per_second < least else auto
 
 
 def advise(points: Sequence[CellResult]) -> list[Advice]:
@@ -281,7 +295,9 @@ def paragraph(advice: Advice, model: str, drafters: Mapping[str, Mapping[str, An
     one, choice = advice, advice.choice
     head = f"{one.batch} at once: plain decoding gives {one.plain:.1f} tokens/s."
     if one.gain <= 1 + one.drift:
-        return f"{head} No drafter is faster by more than the machine drifts ({one.drift:.0%})."
+        text = f"{head} No drafter is faster by more than the machine drifts ({one.drift:.0%})"
+        remedy = "; measure more prompts, or on an idle machine"
+        return f"{text}{remedy if one.drift >= _LARGE_DRIFT else ''}."
     times = choice.tokens_per_second / one.plain
     text = f"{head} {_title(choice)} gives {times:.2f} times as much"
     if choice is not one.best:

@@ -141,7 +141,7 @@ def drafting_tables(points: Sequence[CellResult]) -> list[ReportTable]:
             "Draft tokens per step",
             ("checkpoint", "K", "batch", "est. x plain", "refused s", "draft tokens per step"),
             rows,
-            note="est. x plain is the engine's own estimate with K auto, refused s the time spent "
+            note="est. x plain is the engine's own estimate, refused s the time spent "
             "drafting tokens that were refused.",
         )
     ]

@@ -124,7 +124,7 @@ class _Cells:
         self._points: list[CellResult] = []
         self._failures: list[Failure] = []
         self._profiles: list[ReportTable] = []
-        self._stopped, self._began = False, perf_counter()
+        self._stopped, self._unwritten, self._began = False, False, perf_counter()
 
     def measure(self, open_engine: "Open") -> None:
         """Measure all cells, or until Ctrl-C; a second Ctrl-C interrupts at once."""
@@ -144,10 +144,15 @@ class _Cells:
         from slipstream.bench.tables import drafting_tables, failures_table, sweep_table
 
         if self._points:
-            if output is not None:
-                document = sweep_document(self._points, self._failures, {"title": title, **about()})
-                write_json(document | {"interrupted": self._stopped}, output)
-            draw_sweep(self._points, self._failures, title, about(), files)
+            try:
+                if output is not None:
+                    parts = self._points, self._failures
+                    document = sweep_document(*parts, {"title": title, **about()})
+                    write_json(document | {"interrupted": self._stopped}, output)
+                draw_sweep(self._points, self._failures, title, about(), files)
+            except OSError as error:  # what took an hour to measure is shown all the same
+                say(f"the figures could not be written to a file, and are below only: {error}")
+                self._unwritten = True
             failures = [failures_table(self._failures)] if self._failures else []
             # Last, because writing to a closed pipe ends the command.
             tables = [sweep_table(self._points), *drafting_tables(self._points)]
@@ -162,12 +167,13 @@ class _Cells:
             print("\n" + "\n".join(found), flush=True)
 
     def finish(self) -> None:
-        """Raise typer.Exit unless everything was measured."""
+        """Raise typer.Exit unless everything was measured and written."""
         if self._stopped:
             say(f"interrupted after {len(self._points)} of {self._plan.num_points} cells")
             raise typer.Exit(INTERRUPTED)
         if self._failures:
             say(f"{len(self._failures)} of {self._plan.num_points} cells could not be measured")
+        if self._failures or self._unwritten:
             raise typer.Exit(FAILED)
 
     def _measure(self, open_engine: "Open", pressed: Callable[[], bool], bar: Bar) -> None:
@@ -238,6 +244,8 @@ def _fit(plan: "Sweep", config: EngineConfig) -> "Sweep":
 
 
 def read_drafters(given: Sequence[str], model: str) -> dict[str, dict[str, Any]]:
+    from slipstream.bench.sweep import PLAIN
+
     if not given:
         if model != DEMO:
             raise UsageError("no drafter is given; add --drafter for each drafter")
@@ -246,10 +254,15 @@ def read_drafters(given: Sequence[str], model: str) -> dict[str, dict[str, Any]]
     for text in given:
         name, equals, config = text.partition("=")
         if equals and config.lstrip().startswith("{"):
-            drafters[name] = parse_object(f"--drafter {name}", config) or {}
+            found = parse_object(f"--drafter {name}", config) or {}
         else:
-            drafters[text] = {"method": text} if is_method(text) else {"model": text}
-        if "num_speculative_tokens" in drafters.get(name, {}):
+            name, found = text, {"method": text} if is_method(text) else {"model": text}
+        if name in ("", PLAIN) or drafters.setdefault(name, found) != found:
+            raise UsageError(
+                f"--drafter {text}: {name!r} cannot name this drafter in the tables, where each "
+                "has its own name, and plain is decoding without one; give another before the ="
+            )
+        if "num_speculative_tokens" in found:
             raise UsageError(
                 f"--drafter {name} has its own num_speculative_tokens; give -k instead"
             )

@@ -50,6 +50,19 @@ def test_gains_within_the_drift_are_none(speed: float) -> None:
     assert "No drafter is faster by more than the machine drifts (10%)" in text
 
 
+def test_auto_is_not_advised_where_it_gains_less_than_the_drift() -> None:
+    points = [point(PLAIN, 0, 80), point("small", 4, 160), point("small", AUTO, 118)]
+    (found,) = advise([*points, point(PLAIN, 0, 120)])
+    assert found.choice.k == 4  # auto is within the drift of 40 percent of the best, and of plain
+
+
+def test_a_large_drift_has_a_remedy() -> None:
+    points = [point(PLAIN, 0, 80), point("small", 4, 100), point(PLAIN, 0, 120)]
+    (found,) = advise(points)
+    text = paragraph(found, "m", DRAFTERS)
+    assert text.endswith("drifts (40%); measure more prompts, or on an idle machine.")
+
+
 def test_each_batch_size_has_its_own_advice() -> None:
     points = [point(PLAIN, 0, 100), point("small", 4, 180), point("small", 4, 300, batch=8)]
     points += [point(PLAIN, 0, 400, batch=8)]

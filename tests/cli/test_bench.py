@@ -104,6 +104,12 @@ def test_all_drafters_are_measured_at_every_k(
         (("--profile", "/dev/null"), "--profile /dev/null cannot be made a folder"),
         (("--drafter", 'x={"num_speculative_tokens": 3}'), "give -k instead"),
         (("--drafter", "x={"), "--drafter x is not JSON"),
+        (("--drafter", 'plain={"method": "ngram"}'), "'plain' cannot name this drafter"),
+        (("--drafter", '={"method": "ngram"}'), "'' cannot name this drafter"),
+        (
+            ("--drafter", 'x={"method": "ngram"}', "--drafter", 'x={"method": "suffix"}'),
+            "'x' cannot name this drafter in the tables",
+        ),
         (("--output", "/nowhere/s.json"), "there is no directory /nowhere; make it first"),
         (("--output", "/"), "--output / is a directory; name a file"),
         (("--plot", "/nowhere/s.png"), "there is no directory /nowhere; make it first"),
@@ -136,6 +142,30 @@ def test_a_broken_file_of_prompts_is_refused(
     ran = slipstream("bench", "sweep", flag, str(file))
     assert ran.code == 2
     assert says in ran.err
+
+
+def test_a_prompt_that_cannot_be_run_ends_the_sweep_at_once(
+    slipstream: CommandLine, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "x"}\n{"prompt": ""}\n')
+    ran = slipstream("bench", "sweep", "--prompts", str(file), "--drafter", "ngram", "-k", "1-2")
+    assert ran.code == 2
+    assert "prompt 2 of 2: the prompt is empty" in ran.err
+    assert "not measured" not in ran.err
+
+
+def test_figures_that_cannot_be_written_are_shown_all_the_same(
+    slipstream: CommandLine, prompts: Path
+) -> None:
+    ran = slipstream(
+        *("bench", "advise", "--prompts", str(prompts), "--max-tokens", "4", "-k", "1"),
+        *("--drafter", "ngram", "--batch-sizes", "1", "--output", "/dev/full"),
+    )
+    assert ran.code == 1
+    assert "the figures could not be written to a file, and are below only" in ran.err
+    assert "Drafters against K" in ran.out
+    assert "1 at once: plain decoding gives" in ran.out
 
 
 def test_all_drafters_are_tried_before_anything_is_measured(
