@@ -27,6 +27,7 @@ import pytest
 import torch
 
 from slipstream import LLM, RequestOutput, SamplingParams
+from slipstream.speculative.trees.shapes import TREE_KEYS
 from tests.json_schemas import SCHEMAS
 from tests.lossless.test_greedy import make_llm, make_prompts, speculative_config
 from tests.lossless.test_trees import SAMPLINGS, TREES
@@ -216,8 +217,10 @@ def _engine(case: Case, models: TinyModels) -> LLM:
 
 
 def _by_rejection(config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Verify by rejection, since coupled texts do not depend on drafts."""
-    return None if config is None else {**config, "rejection_sample_method": "rejection"}
+    """Verify by rejection, since coupled texts do not depend on drafts; trees always are."""
+    if config is None or not config.keys().isdisjoint(TREE_KEYS):
+        return config
+    return {**config, "rejection_sample_method": "rejection"}
 
 
 def _tiny_engine(case: Case, models: TinyModels) -> LLM:

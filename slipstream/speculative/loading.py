@@ -315,13 +315,14 @@ def _require_trees(
             f"speculative_config: {method.name} drafts no trees, {names} do; leave out the keys of "
             "the tree"
         )
-    if verification is Verification.BLOCK:
-        raise UsageError(
-            "speculative_config: block verification needs chains of sampled tokens; "
-            'leave out either the tree or rejection_sample_method "block"'
-        )
     if rates:
         raise UsageError(
             "speculative_config: acceptance is forced for chains only; leave out the tree or "
             'rejection_sample_method "synthetic"'
+        )
+    if verification not in (None, Verification.COUPLED):
+        raise UsageError(
+            f"speculative_config: {verification.name.lower()} verification needs chains of sampled "
+            "tokens, and trees are always verified by coupling; leave out either the tree or "
+            "rejection_sample_method"
         )
