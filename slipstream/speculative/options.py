@@ -142,10 +142,15 @@ class Options:
             refused: keys that were read and that this method takes no value of.
         """
         if self._left:
-            unknown = ", ".join(sorted(self._left))
+            flags = {"quantization": "quantization (--drafter-quantization)"}
+            unknown = ", ".join(flags.get(key, key) for key in sorted(self._left))
             known = ", ".join(sorted(self._known_keys.difference(refused)))
+            place = ""
+            if "drafters" in self._known_keys:
+                place = "; options of one drafter belong in its own entry of drafters"
             raise UsageError(
                 f"speculative_config: unknown key {unknown} for method {method}; it takes {known}"
+                f"{place}"
             )
 
 

@@ -117,9 +117,10 @@ class HeadMethod(Generic[C, N]):
         config = config.with_options(options, target)
         load = options.load_options(target)
         if config.shared is not None and load.dtype != target.load.dtype:
+            own, others = (str(it).removeprefix("torch.") for it in (load.dtype, target.load.dtype))
             raise UsageError(
-                f"speculative_config: dtype {load.dtype} differs from the target's "
-                f"{target.load.dtype}, but {config.shared}; leave dtype out"
+                f"speculative_config: dtype {own} differs from the target's {others}, but "
+                f"{config.shared}; leave dtype out"
             )
         load = load if self.adapts else replace(load, adapters=None)
         network = self.network(checkpoint, config, shape, load)

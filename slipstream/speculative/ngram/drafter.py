@@ -34,6 +34,8 @@ def read_options(options: Options) -> NgramConfig:
     smallest = options.take_int("prompt_lookup_min", None)
     if largest is None:
         largest = max(DEFAULT_MAX, smallest or 0)
+    if largest < 1:
+        raise UsageError(f"speculative_config: prompt_lookup_max must be positive, not {largest}")
     if smallest is None:
         smallest = min(DEFAULT_MIN, largest)
     if not 1 <= smallest <= largest:

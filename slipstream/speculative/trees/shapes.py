@@ -87,7 +87,7 @@ def require_fit(tree: TokenTree, num_columns: int, target: DecoderConfig) -> Non
     if tree.reach > num_columns:
         raise UsageError(
             f"speculative_config: the tree takes the {tree.reach} likeliest tokens of a node, but "
-            f"this head drafts over {num_columns}"
+            f"this head drafts over {num_columns}; make it narrower"
         )
     narrowest = min((window for window in target.sliding_windows if window), default=None)
     if narrowest is not None and narrowest <= tree.depth:
@@ -194,6 +194,7 @@ def _dynamic(top_k: int, depth: int, num_nodes: int) -> DynamicTree:
     if num_nodes > candidates:
         raise UsageError(
             f"speculative_config: {TOP_K} {top_k} and {STEPS} {depth} make {candidates} draft "
-            f"tokens, fewer than {TOTAL} asks for; use at most {candidates + 1}"
+            f"tokens, fewer than {TOTAL} of {num_nodes + 1} (if not given {DEFAULT_TOTAL}) asks "
+            f"for; give {TOTAL} of at most {candidates + 1}"
         )
     return DynamicTree(top_k, depth, num_nodes)
