@@ -454,6 +454,18 @@ def test_requests_that_stop_drafting_cost_less() -> None:
     assert model.draft_seconds(2, 1, 0) == pytest.approx(0.20, rel=0.05)
 
 
+def test_a_number_of_requests_that_is_new_is_known_at_once() -> None:
+    machine = Machine(lambda requests, rows, context: 2.0 + 0.05 * rows, chain, noise=0.0)
+    model = CostModel(None)
+    model.calibrate([measured(machine, count, width) for count in (1, 8) for width in (0, 4)])
+    assert model.draft_seconds(2, 4, 0) == pytest.approx(chain(2, 4, 0) / 1000, rel=0.01)
+    model.observe(machine.step(4, 4))  # as expected, so predictions are not computed again
+    for count in (3, 4, 7, 8):
+        assert model.draft_seconds(count, 4, 0) == pytest.approx(
+            chain(count, 4, 0) / 1000, rel=0.01
+        )
+
+
 def test_the_state_survives_json() -> None:
     machine = Machine(attentive, windowless)
     model = calibrated(machine)

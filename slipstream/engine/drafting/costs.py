@@ -160,7 +160,7 @@ class CostModel:
     def _draft(self, requests: int, width: int) -> tuple[float, float]:
         requests = self._pad(requests)
         column = self._columns.get(width)
-        if column is None:
+        if column is None or len(column) < len(self._drafting.tables):  # a new number of requests
             column = self._columns[width] = [table(width) for table in self._drafting.tables]
         fixed = max(0.0, self._drafting.between(column, requests)) + self._share(requests)[1]
         return fixed, self._slopes["draft_context"].value * width
