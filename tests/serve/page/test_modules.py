@@ -105,6 +105,25 @@ def test_tokens_belong_to_the_step_that_gave_them(page: "Page") -> None:
     assert counts == [7, 5, 5, [4 / 5, 1 / 5]]
 
 
+def test_passes_without_a_draft_are_told_apart(page: "Page") -> None:
+    note = run(
+        page,
+        "meters.js",
+        """async ({Meters}) => {
+            const main = document.querySelector("script").src;
+            const {Tally} = await import(main.replace("main", "tally"));
+            const tally = new Tally();
+            const kinds = ["plain", "plain", "plain", "accepted", "bonus"];
+            tally.push(kinds.map((kind, time) => ({kind, time, step: Math.min(time, 3)})));
+            const meters = new Meters(document.querySelector(".meters"));
+            meters.watch([{tally, numDraftTokens: 1, numGuesses: 1, speedup: 1}]);
+            await new Promise((done) => setTimeout(done, 300));
+            return ["al", "al-note"].map((id) => document.getElementById(id).textContent);
+        }""",
+    )
+    assert note == ["2.00", "5 tokens, 4 passes, 1 with a draft"]
+
+
 def test_a_stop_string_takes_its_tokens_away(page: "Page") -> None:
     shown = run(
         page,

@@ -76,8 +76,11 @@ export class Meters {
     drawSteps(this._at("steps-chart"), tally, numDraftTokens + 1, marked);
     const length = tally.acceptanceLength ?? (tally.numTokens ? 1 : null);
     this._at("al").textContent = length === null ? "–" : length.toFixed(2);
+    const passes = tally.steps.length;
+    // The first pass, of the prompt, never has a draft; others may have none where K is chosen.
+    const drafted = tally.numDrafts && tally.numDrafts < passes - 1 ? `, ${tally.numDrafts} with a draft` : "";
     this._at("al-note").textContent = tally.numTokens
-      ? `${count(tally.numTokens, "token")}, ${count(tally.steps.length, "pass", "passes")}` : "";
+      ? `${count(tally.numTokens, "token")}, ${count(passes, "pass", "passes")}${drafted}` : "";
   }
 
   _positions({ tally, numDraftTokens, numGuesses, speedup }) {
