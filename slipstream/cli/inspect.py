@@ -38,7 +38,8 @@ def show_costs(engine: EngineConfig, flags: DrafterFlags, as_json: bool) -> None
     config = replace(engine, speculative_config=options, skip_tokenizer_init=True)
     loaded = open_llm(config, verbose=False)[0].engine
     rows = _rows_up_to(given["num_speculative_tokens"], loaded.costs)
-    name = str(options.get("model") or loaded.resolved.method)
+    parts = options.get("drafters") or [options]
+    name = " + ".join(str(it.get("model") or it.get("method")) for it in parts)
     lines = {count: list(line) for count, line in groupby(rows, key=lambda row: row.requests)}
     if as_json:
         document = [

@@ -475,6 +475,10 @@ def test_tells_what_steps_cost(slipstream: CommandLine, tiny_target: str, tiny_d
     assert words.startswith(f"{tiny_target}, drafts of ngram\n")
     assert "milliseconds per step" in words
     assert "acceptance rate from which drafting pays" in words
+    both = json.dumps({"drafters": [{"method": "ngram"}, {"model": tiny_draft}]})
+    flags = "--speculative-config", both, "--max-num-seqs", "1"
+    words = slipstream("inspect", tiny_target, "--costs", *flags).out
+    assert words.startswith(f"{tiny_target}, drafts of ngram + {tiny_draft}\n")
 
 
 def test_costs_are_of_the_engine_that_the_flags_describe(
