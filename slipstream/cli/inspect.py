@@ -1,7 +1,7 @@
 """`slipstream inspect`: describe a checkpoint, and check it as a drafter for a target."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -77,22 +77,22 @@ def _show_costs(console: Console, lines: dict[int, list["CostRow"]]) -> None:
 
     console.print("milliseconds per step, by requests and draft tokens per request", style="bold")
     console.print(f"contexts of {LENGTH} tokens", style=QUIET_STYLE)
-    console.print(
-        _table(lines, [[f"{it.seconds * 1e3:.2f}" for it in row] for row in lines.values()])
-    )
-    console.print("acceptance rate from which drafting pays", style="bold")
-    console.print("-: it does not pay at any rate", style=QUIET_STYLE)
-    shares = [[it.least_acceptance(row[0].seconds) for it in row[1:]] for row in lines.values()]
-    least = [["", *("-" if it is None else f"{it:.0%}" for it in row)] for row in shares]
-    console.print(_table(lines, least))
-
-
-def _table(lines: dict[int, list["CostRow"]], cells: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     drafts = [row.drafts for row in next(iter(lines.values()))]
+    times = [[f"{it.seconds * 1e3:.2f}" for it in row] for row in lines.values()]
+    console.print(_table(lines, drafts, times))
+    console.print("acceptance rate from which drafting pays", style="bold")
+    shares = [[it.least_acceptance(row[0].seconds) for it in row[1:]] for row in lines.values()]
+    if any(None in row for row in shares):
+        console.print("-: it does not pay at any rate", style=QUIET_STYLE)
+    least = [["-" if it is None else f"{it:.0%}" for it in row] for row in shares]
+    console.print(_table(lines, drafts[1:], least))
+
+
+def _table(requests: Iterable[int], drafts: Sequence[int], cells: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for heading in ("requests", *map(str, drafts)):
         table.add_column(heading, justify="right")
-    for count, line in zip(lines, cells, strict=True):
+    for count, line in zip(requests, cells, strict=True):
         table.add_row(str(count), *line)
     return table
 

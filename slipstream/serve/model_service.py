@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from slipstream.core.adapters import NamedAdapter
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import CheckpointError, PromptTooLongError, counted
+from slipstream.core.errors import CheckpointError, PromptTooLongError, about_prompt, counted
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.prompts import EncodedPrompt, Prompt, PromptEncoder
@@ -237,8 +237,11 @@ class ModelService:
                 for it in prompts
             ]
         self.require_short(prompts, field)
+        encoded = []
         try:
-            encoded = [self._encoder.encode(it, params, add_special_tokens) for it in prompts]
+            for index, prompt in enumerate(prompts):
+                with about_prompt(index, len(prompts)):
+                    encoded.append(self._encoder.encode(prompt, params, add_special_tokens))
         except PromptTooLongError as error:
             raise bad_request(str(error), field, TOO_LONG) from error
         return encoded if truncation is None else [truncation.cut(it) for it in encoded]

@@ -61,6 +61,7 @@ def test_what_is_no_json_object(live: Live, content: bytes) -> None:
         ({"prompt": [True]}, "prompt", "prompt"),
         ({"prompt": []}, "prompt", "prompt"),
         ({"prompt": ""}, "prompt", "empty"),
+        ({"prompt": ["a", ""]}, "prompt", "prompt 2 of 2: the prompt is empty"),
         ({"prompt": [-1]}, "prompt", "prompt"),
         ({"prompt": [10**9]}, "prompt", "prompt holds 1000000000, but token ids go from 0"),
         ({"prompt": [10**30]}, "prompt", "prompt"),
