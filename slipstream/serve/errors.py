@@ -27,6 +27,7 @@ _MESSAGES_TYPES = {
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
 _FIELD_NAME = re.compile(r"[a-z]+(_[a-z]+)*")
+_ONE_OF_SEVERAL = re.compile(r"prompt \d+ of \d+: ")  # as `about_prompt` says
 
 
 class ApiError(Exception):
@@ -127,11 +128,14 @@ _NAMES = {
 
 def _from_usage_error(message: str) -> ApiError:
     message = message.replace("or None", "or null", 1)  # as JSON has it
+    which = _ONE_OF_SEVERAL.match(message)
+    place = which[0] if which else ""
+    message = message.removeprefix(place)
     first, _, rest = message.partition(" ")
     if first in _NAMES:
         name, param = _NAMES[first]
-        return bad_request(f"{name} {rest}", param)
-    return bad_request(message, _field(message))
+        return bad_request(f"{place}{name} {rest}", param)
+    return bad_request(place + message, _field(message))
 
 
 def _field(message: str) -> str | None:

@@ -64,6 +64,7 @@ def test_what_is_no_json_object(live: Live, content: bytes) -> None:
         ({"prompt": ["a", ""]}, "prompt", "prompt 2 of 2: the prompt is empty"),
         ({"prompt": [-1]}, "prompt", "prompt"),
         ({"prompt": [10**9]}, "prompt", "prompt holds 1000000000, but token ids go from 0"),
+        ({"prompt": [[1], [10**9]]}, "prompt", "prompt 2 of 2: prompt holds 1000000000, but token"),
         ({"prompt": [10**30]}, "prompt", "prompt"),
         ({"prompt": "x " * 3000}, "prompt", "max_model_len"),
         ({"max_tokens": 99_999}, "max_tokens", "ask for at most 2045"),
