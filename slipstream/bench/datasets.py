@@ -68,7 +68,6 @@ def _text(file: Path) -> str:
 
 
 def _lines(file: Path, text: str) -> Iterator[Row]:
-    """JSON lines."""
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             place = f"{file}, line {number}"
@@ -80,7 +79,6 @@ def _lines(file: Path, text: str) -> Iterator[Row]:
 
 
 def _document(file: Path, text: str) -> Iterator[Row]:
-    """A JSON list of objects."""
     try:
         entries = json.loads(text)
     except ValueError as error:
@@ -174,7 +172,6 @@ class BenchPrompt:
         )
 
     def shown(self) -> Any:
-        """The prompt as a JSON value."""
         if self.text is not None:
             return self.text
         return list(self.messages if self.messages is not None else self.token_ids or ())
@@ -230,7 +227,6 @@ def read_question(row: Row) -> BenchPrompt:
 
 
 def read_humaneval(row: Row) -> BenchPrompt:
-    """Read a function to complete."""
     return BenchPrompt(id=str(row.content.get("task_id", "")), text=row.text("prompt"))
 
 

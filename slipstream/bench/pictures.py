@@ -144,7 +144,6 @@ def _against_k(axes: Any, points: Sequence[CellResult], names: Sequence[str], fi
 
 
 def _spread(axes: Any, times: Mapping[str, Sequence[float]]) -> None:
-    """Draw cumulative distributions."""
     for index, (name, own) in enumerate(times.items()):
         if not own:
             continue

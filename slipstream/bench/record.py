@@ -51,17 +51,14 @@ class Record:
 
     @property
     def ended(self) -> float:
-        """When the last token arrived."""
         return self.arrivals[-1].time if self.arrivals else self.sent
 
     @property
     def ttft(self) -> float:
-        """Time to first token."""
         return self.arrivals[0].time - self.sent
 
     @property
     def latency(self) -> float:
-        """The time from sending the request to its last token."""
         return self.ended - self.sent
 
     @property
@@ -77,7 +74,6 @@ class Record:
         return 0.0 if self.due is None else max(0.0, self.sent - self.due)
 
     def chunk_gaps(self) -> list[float]:
-        """The times between chunks."""
         times = [arrival.time for arrival in self.arrivals]
         return [later - earlier for earlier, later in pairwise(times)]
 

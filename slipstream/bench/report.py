@@ -61,7 +61,6 @@ def text_entry(prompt: BenchPrompt, text: str) -> dict[str, Any]:
 
 
 def write_texts(entries: Iterable[Mapping[str, Any]], file: Path) -> None:
-    """Write a JSON list of text entries."""
     file.write_text(
         json.dumps(list(entries), indent=1, ensure_ascii=False) + "\n",
         encoding="utf-8",
@@ -102,7 +101,6 @@ def draw_sweep(
     about: Mapping[str, str],
     files: Sequence[Path],
 ) -> None:
-    """Write the pictures and pages of a sweep."""
     for file in files:
         if file.suffix not in PAGES:
             save(lambda: sweep_figure(points, title), file)
@@ -169,12 +167,10 @@ class LoadReport:
         write_json(head | self._figures | more, file)
 
     def write_texts(self, file: Path) -> None:
-        """Write every answer with its prompt."""
         prompts = {prompt.id: prompt for prompt in self._plan.prompts} | self._result.run.later
         write_texts([text_entry(prompts[it.id], it.text) for it in self._done], file)
 
     def draw(self, files: Sequence[Path]) -> None:
-        """Write pictures and HTML pages."""
         measured, per_second = series(self._done), timeline(self._result.run)
         times = {METRIC_NAMES[metric]: measured[metric] for metric in (TTFT, TPOT, ITL, E2EL)}
         speculation = self._result.speculation

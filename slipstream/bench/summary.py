@@ -59,7 +59,6 @@ def spread(times: Sequence[float], percentiles: Sequence[float]) -> dict[str, fl
 def summarise(
     run: LoadRun, speculation: SpeculationCounts | None, options: SummaryOptions
 ) -> dict[str, Any]:
-    """Compute all figures of a load."""
     completed = [record for record in run.records if not record.failed]
     failed = [record for record in run.records if record.failed]
     seconds = max(run.seconds, 1e-9)

@@ -66,7 +66,6 @@ def texts_table(compared: int, wrong: Sequence[str]) -> ReportTable:
 
 
 def speculation_rows(counts: SpeculationCounts) -> list[tuple[str, str]]:
-    """Rows about drafts and their acceptance."""
     if not counts.num_drafts:
         return [("drafts", counts.note or "none")]
     rows = [
@@ -148,7 +147,6 @@ def drafting_tables(points: Sequence[CellResult]) -> list[ReportTable]:
 
 
 def failures_table(failures: Sequence[Failure]) -> ReportTable:
-    """The cells that could not be measured, and why."""
     rows = [(failure.title, failure.reason) for failure in failures]
     return ReportTable("Not measured", ("cell", "reason"), rows)
 

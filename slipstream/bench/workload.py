@@ -29,7 +29,6 @@ class Workload:
 
     @property
     def title(self) -> str:
-        """A description."""
         tokens = output_lengths(self.prompts, self.params.max_tokens or 0, self.params.ignore_eos)
         return (
             f"{counted(len(self.prompts), 'prompt')}, {tokens}, "
@@ -37,7 +36,6 @@ class Workload:
         )
 
     def stream(self, llm: "LLM") -> "Iterator[RequestOutput]":
-        """Snapshots, as `LLM.stream` gives them."""
         given = [engine_prompt(llm, prompt) for prompt in self.prompts]
         lengths = [prompt.max_tokens or self.params.max_tokens for prompt in self.prompts]
         return llm.stream(given, [replace(self.params, max_tokens=it) for it in lengths])

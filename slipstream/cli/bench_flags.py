@@ -182,7 +182,6 @@ class BenchSamplingFlags:
         return given
 
     def params(self, max_tokens: int, seed: int | None) -> SamplingParams:
-        """Sampling parameters for an engine in this process."""
         return SamplingParams(max_tokens=max_tokens, **self.fields(seed))
 
 

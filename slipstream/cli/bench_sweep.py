@@ -92,7 +92,6 @@ def _swept(
     engine: EngineConfig,
     run: RunFlags,
 ) -> "_Cells":
-    """Measure and report; see `sweep`."""
     from slipstream.bench.sweep import Sweep
 
     refuse_num_seqs("--batch-sizes", engine.max_num_seqs)

@@ -90,7 +90,6 @@ def _bundled() -> Iterator[Place]:
 
 
 def _downloaded(folder: str | None) -> Iterator[Place]:
-    """The models in the hub's cache."""
     from slipstream.models.gguf.files import models_among, split_stem
 
     for repo in _repositories(folder):

@@ -31,7 +31,6 @@ class Fit:
         return not self.problems
 
     def document(self) -> dict[str, Any]:
-        """For --json."""
         return {"fits": self.fits, **asdict(self)}
 
 

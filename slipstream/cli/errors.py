@@ -75,7 +75,6 @@ def _flushed(code: int, state: DebugState) -> int:
 
 
 def say(message: str) -> None:
-    """Print one line on stderr."""
     print(f"slipstream: {message}", file=sys.stderr)
 
 

@@ -147,7 +147,6 @@ class Player:
         self._place = 0
 
     def play(self, outputs: Iterator[RequestOutput]) -> None:
-        """Show all samples."""
         self._begin()
         for output in outputs:
             self._latest[int(output.request_id)] = output

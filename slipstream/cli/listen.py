@@ -73,7 +73,6 @@ class ServingFlags:
 
 
 def _require_parsers(server: ServerOptions) -> None:
-    """Raise UsageError for unknown names of parsers."""
     from slipstream.serve.output.formats import CALLS_WITHIN, OFF, OUTPUT_FORMATS
     from slipstream.serve.tools.formats import NAMED
 

@@ -50,6 +50,5 @@ def serve(*, serving: ServingFlags, run: RunFlags, given: Given) -> None:
 
 
 def _plan(*, serving: ServingFlags, run: RunFlags) -> DeploymentPlan:
-    """The replicas of a command line."""
     plan = plan_of(serving, ReplicaOptions(replicas=serving.engine.data_parallel_size))
     return replace(plan, config=replace(plan.config, data_parallel_size=1))

@@ -92,7 +92,6 @@ class Status:
         return [f"{share:.2f}" for share in shares] + ["…"] * (len(shares) < whole)
 
     def summary(self) -> str:
-        """The status of a finished run."""
         return f"{counted(self.num_tokens, 'token')} in {self.seconds:.2f} s · {self.line()}"
 
 

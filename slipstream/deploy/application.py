@@ -14,7 +14,6 @@ _MARGIN = 15.0  # for shutting down after the last answer is complete
 
 
 def build(plan: DeploymentPlan) -> Application:
-    """Build the Ray Serve application of a plan."""
     made = serve.deployment(EngineReplica).options(name=NAME, **deployment_options(plan))
     return made.bind(plan)
 

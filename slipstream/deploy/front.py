@@ -118,7 +118,6 @@ class Front:
 
     @property
     def num_open(self) -> int:
-        """Answers that are not complete."""
         return len(self._open)
 
     def stop(self) -> None:

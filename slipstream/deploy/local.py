@@ -84,7 +84,6 @@ class _FrontWork:
 
     @property
     def num_open(self) -> int:
-        """Number of requests that replicas are answering."""
         return self._front.num_open
 
     def start(self) -> None:
@@ -98,7 +97,6 @@ class _FrontWork:
         """Do nothing: the gate waits for running requests."""
 
     async def stop(self) -> None:
-        """Abort all answers."""
         DIRECTORY.leave()
         self._front.stop()
 

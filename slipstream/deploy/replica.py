@@ -24,7 +24,6 @@ class QueueTimes(Observer):
         self._new: dict[str, Submission] = {}
 
     def request_added(self, request_id: str, submission: Submission) -> None:
-        """Note a request that may have to wait."""
         self._new[submission.request_id] = submission
 
     def tokens_added(self, submission: Submission, gap: float | None) -> None:

@@ -20,12 +20,10 @@ class ReplicaList(FIFOMixin, RequestRouter):  # type: ignore[misc]
     """
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Update the directory with the replicas that accept requests."""
         super().update_replicas(replicas)
         self._tell(replicas)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
-        """Remove a replica from the directory."""
         super().on_replica_actor_died(replica_id)
         self._tell([it for it in self._replicas.values() if it.replica_id != replica_id])
 

@@ -68,7 +68,6 @@ class ReplicaRouting:
         return self._replicas.values()
 
     def update(self, replicas: Iterable[Replica]) -> None:
-        """Replace the list of running replicas."""
         self._replicas = {it.id: it for it in replicas}
         least = min((it.total for it in self._sent.values()), default=0)
         for name in self._replicas:
@@ -113,7 +112,6 @@ class ReplicaRouting:
             sent.keys.popitem(last=False)
 
     def end(self, replica: Replica) -> None:
-        """Count the end of a request."""
         sent = self._sent[replica.id]
         sent.open -= 1
         if not sent.open and replica.id not in self._replicas:

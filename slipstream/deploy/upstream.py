@@ -50,18 +50,15 @@ class UpstreamResponse:
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Note the status."""
         self.status, self._has_head = self._parser.get_status_code(), True
         if self._bare:  # no length that the parser reads would be true
             self._complete = True
             self.close()
 
     def on_body(self, body: bytes) -> None:
-        """Keep a part of the body until it is read."""
         self._parts.append(body)
 
     def on_message_complete(self) -> None:
-        """Note that the answer is complete."""
         self._complete = True
 
     # ------------------------------------------------------------------ called by the front

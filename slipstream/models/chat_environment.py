@@ -139,7 +139,6 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def joined(operands: tuple[Any, ...]) -> str:
-        """Concatenate the operands' texts."""
         texts = [*map(_text, operands)]
         _require_short(*texts)
         return "".join(texts)

@@ -250,7 +250,6 @@ class Checkpoint:
 
     @property
     def eos_file(self) -> Path:
-        """The file that has `eos_token_ids`."""
         return self.generation_file if self.generation_config.get(_EOS) else self.config_file
 
     @property

@@ -204,7 +204,6 @@ class DecoderConfig:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Number of parameters of the layers' matrices."""
         shapes = [shape for layer in self.layers for shape in layer.matrices(self.hidden_size)]
         return sum(rows * columns for rows, columns in shapes)
 

@@ -18,7 +18,6 @@ _LANGUAGES = {
 
 
 def decoder_config(reader: ConfigReader, architecture: str) -> DecoderConfig:
-    """The config of one of several families."""
     kind = reader.take("model_type", str, "qwen2")
     if kind not in _LANGUAGES:
         raise reader.error("model_type", f"is {kind!r}, not one of {', '.join(_LANGUAGES)}")

@@ -54,7 +54,6 @@ class Precision:
 
     @property
     def words(self) -> str:
-        """A description for users."""
         if self.head == self.matrix:
             return self.matrix.words
         head = "stays as it is" if self.head is None else f"becomes {self.head.words}"
@@ -239,7 +238,6 @@ def layer_matrices(
 
 
 def head_bytes(config: DecoderConfig, dtype: torch.dtype, quantization: str | None) -> float:
-    """Bytes of the LM head."""
     form = PRECISIONS[quantization].head if quantization else None
     each = dtype.itemsize if form is None else form.bytes_per_number
     return config.vocab_size * config.hidden_size * each

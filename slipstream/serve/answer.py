@@ -112,7 +112,6 @@ class Answer(ABC, Generic[Reader]):
             yield self._choices[delta.index], delta
 
     def _usage(self) -> Usage:
-        """Token counts so far."""
         return self._generation.usage()
 
 

@@ -184,8 +184,6 @@ class _InfoEndpoints:
 
 
 def _add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:
-    """Add /metrics, which answers in Prometheus's text format."""
-
     @app.head("/metrics", include_in_schema=False)
     @app.get(
         "/metrics",

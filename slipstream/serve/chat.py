@@ -210,7 +210,6 @@ class PreparedChat:
     ignored: Sequence[str]
 
     def reader(self, service: ModelService, body: ChatRequest) -> AnswerReader:
-        """Create a reader for one sample of the answer."""
         return AnswerReader(service, body, self.tools, self.prompt.token_ids)
 
 

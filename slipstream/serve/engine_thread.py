@@ -107,7 +107,6 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs and the engine has not failed."""
         return self._thread.is_alive() and not self._failed
 
     @property

@@ -75,12 +75,10 @@ class ApiError(Exception):
 
 
 def is_messages(path: str) -> bool:
-    """Whether a path belongs to the Messages protocol."""
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Create the error for an invalid request (400)."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
@@ -97,7 +95,6 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 
 def generation_failed(message: str) -> ApiError:
-    """Create the error for output that is unusable, although the request is valid (500)."""
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="generation_failed")
 
 

@@ -81,7 +81,6 @@ class Generation:
                 self._num_output_tokens += len(delta.token_ids)
 
     def usage(self) -> Usage:
-        """Token counts so far."""
         metrics = [it for it in self._metrics if it is not None]
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         cached = sum(it.num_cached_tokens for it in metrics)

@@ -150,8 +150,6 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def connection_class(own: ServeLimits) -> type[BoundedConnection]:
-    """The connection class of one server."""
-
     class Connection(BoundedConnection):
         pass
 

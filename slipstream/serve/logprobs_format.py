@@ -28,7 +28,6 @@ class Token(NamedTuple):
 
 
 def read_tokens(reader: TokenReader, token_ids: Iterable[int]) -> list[Token]:
-    """Read the next tokens of a text."""
     return [Token(token_id, reader.offset, reader.take(token_id)) for token_id in token_ids]
 
 

@@ -52,7 +52,6 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
 
     def observe(self, value: float) -> None:
-        """Count a value."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 

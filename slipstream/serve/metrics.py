@@ -97,7 +97,6 @@ class ServerMetrics(Collector, Observer):
         self.registry.register(self)
 
     def render(self) -> bytes:
-        """The metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def describe(self) -> Iterator[Metric]:
@@ -140,7 +139,6 @@ class ServerMetrics(Collector, Observer):
         self._cached_tokens += submission.samples[0].request.num_cached_tokens
 
     def request_ended(self, request_id: str, submission: Submission, reason: str) -> None:
-        """Observe the token counts and times of a request that ended."""
         self._ended[reason] += 1
         num_prompt, samples = len(submission.prompt_token_ids), submission.samples
         lengths = [sample.num_taken for sample in samples]
@@ -157,7 +155,6 @@ class ServerMetrics(Collector, Observer):
             self._histograms[name].observe(value)
 
     def step_done(self, engine: Engine) -> None:
-        """Observe the number of tokens in the step."""
         self._step_tokens.observe(self._engine_totals.note_step())
 
 
@@ -203,7 +200,6 @@ class _EngineTotals:
         return self._tokens - before
 
     def rows(self) -> Iterator[Row]:
-        """The metrics of the engine, its cache and its drafting."""
         yield from self._gauges()
         yield from self._counters()
         yield from self._drafting()

@@ -140,7 +140,6 @@ class DrainGate:
 
     @property
     def empty(self) -> bool:
-        """Whether no request is in progress."""
         return not self._num_requests
 
     async def close(self) -> None:
@@ -175,8 +174,6 @@ class LoadCount:
         self.num_requests = 0
 
     def middleware(self, app: ASGIApp, paths: Collection[str]) -> ASGIApp:
-        """Wrap an application so that requests to these paths are counted."""
-
         async def counting(scope: Scope, receive: Receive, send: Send) -> None:
             counts = scope["type"] == "http" and scope["path"] in paths
             self.num_requests += counts

@@ -47,7 +47,6 @@ class WorkerPool:
     async def __call__(
         self, work: Callable[P, Result], *arguments: P.args, **options: P.kwargs
     ) -> Result:
-        """Run `work` in one of the threads."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, lambda: work(*arguments, **options))
 
@@ -93,12 +92,10 @@ class ModelService:
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the model in requests."""
         return self.options.served_model_name
 
     @property
     def answers(self) -> AnswerOptions:
-        """Server-wide defaults for requests and answers."""
         return self.options.answers
 
     @property
@@ -158,7 +155,6 @@ class ModelService:
         return ChatTemplate(self.tokenizer, self.options.chat_template, in_parts)
 
     def with_options(self, **changes: Any) -> "ModelService":
-        """This service with other options."""
         return replace(self, options=replace(self.options, **changes))
 
     def with_template(self, source: str) -> "ModelService":
@@ -312,7 +308,6 @@ class ModelService:
                 )
 
     def close(self) -> None:
-        """Shut the thread pools down."""
         pools = self.workers, self.image_workers, self.template_workers, self.compilers, self.parse
         for pool in pools:
             pool.close()

@@ -53,7 +53,6 @@ class ActivityLog(Observer):
         self._start: dict[str, int] = {}
 
     def request_added(self, request_id: str, submission: Submission) -> None:
-        """Log the request's parameters, if `enable_log_requests` is set."""
         if not self._options.enable_log_requests:
             return
         facts: dict[str, object] = {
@@ -68,12 +67,10 @@ class ActivityLog(Observer):
         logger.info(line, facts, extra=facts)
 
     def tokens_added(self, submission: Submission, gap: float | None) -> None:
-        """Count prompt tokens when a request has its first output."""
         if gap is None:
             self._prompt_tokens += len(submission.prompt_token_ids)
 
     def request_ended(self, request_id: str, submission: Submission, reason: str) -> None:
-        """Log the counts and times of a request that ended."""
         metrics = submission.metrics
         facts: dict[str, object] = {
             "request_id": request_id,

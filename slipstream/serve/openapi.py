@@ -64,7 +64,6 @@ class Route:
 
 
 def add_routes(app: FastAPI, routes: Sequence[Route], service: ModelService) -> None:
-    """Add routes to the application and its OpenAPI document."""
     models: list[tuple[type[BaseModel], Any]] = []
     for route in routes:
         app.add_api_route(
@@ -144,7 +143,6 @@ def _content(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _event(chunk: type[BaseModel], route: Route) -> dict[str, Any]:
-    """One server-sent event."""
     content = _content(chunk)["schema"]
     if route.done:
         content = {"anyOf": [content, _content(route.error)["schema"]]}

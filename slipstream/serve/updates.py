@@ -168,7 +168,6 @@ class UpdateBuffer:
         self._waiter: asyncio.Future[None] | None = None
 
     def accept(self) -> None:
-        """Mark the request as accepted by the engine."""
         if not self.accepted.done():  # it is cancelled if the client disconnected
             self.accepted.set_result(None)
 

@@ -54,7 +54,6 @@ class HeaderReader:
         self._file.close()
 
     def take(self, count: int, what: str) -> bytes:
-        """Read the next `count` bytes."""
         start = self._pass(count, what)
         return bytes(self._bytes[start : start + count])
 

@@ -185,7 +185,6 @@ _TEMPLATE = "tokenizer.chat_template"
 
 
 def has_vocabulary(path: Path) -> bool:
-    """Whether a GGUF file holds a tokenizer."""
     return bool(texts(read_container(path)))
 
 

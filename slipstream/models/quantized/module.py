@@ -340,7 +340,6 @@ class StoredQuantization(ABC):
         return form.rounding
 
     def unit(self, module: str, columns: int) -> int:
-        """See `StoredForm.unit`."""
         form = self.form_of(module)
         return 1 if form is None else form.unit(columns)
 

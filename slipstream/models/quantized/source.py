@@ -94,7 +94,6 @@ class QuantizedSource(CheckpointSource):
         return self._joined([self._read_weight(part, columns, allocator) for part in parts], parts)
 
     def alike(self, parts: Sequence[Part]) -> bool:
-        """See `ParameterSource`."""
         return len({self._form(part.name) for part in parts}) == 1
 
     def _form(self, name: str) -> object:
@@ -351,7 +350,6 @@ class RandomQuantizedSource:
         return DenseMatrix(whole_numbers(rounded, numbers.dtype, numbers.device))
 
     def alike(self, parts: Sequence[Part]) -> bool:
-        """See `ParameterSource`."""
         return len({self._stored.rounding(_module(part.name)) for part in parts}) == 1
 
 

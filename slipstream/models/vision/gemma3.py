@@ -16,7 +16,7 @@ from slipstream.models.vision.library import (
     require_class,
     tower_of,
 )
-from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings
+from slipstream.models.vision.tower import ImageFamily, ImageTower, Placeholder, SpanEmbeddings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -50,10 +50,9 @@ class Gemma3Family(ImageFamily):
         return self._num_tokens
 
     def require_options(self, options: Mapping[str, Any], max_tokens: int) -> None:
-        """See `ImageFamily`."""
         _refuse(options)
 
-    def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
+    def load(self, dtype: torch.dtype, device: torch.device) -> ImageTower:
         return _Tower(self._checkpoint, self._num_tokens, dtype, device)
 
 
@@ -77,12 +76,10 @@ class _Tower:
             )
 
     def grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
-        """See `ImageTower`."""
         _refuse(options)
         return self._side, self._side
 
     def encode(self, image: "Image", options: Mapping[str, Any]) -> SpanEmbeddings:
-        """See `ImageTower`."""
         read = self._processor(images=[image], return_tensors="pt")
         pixels = read["pixel_values"].to(self._device, self._dtype)
         rows = self._projector(self._tower(pixel_values=pixels).last_hidden_state)[0]

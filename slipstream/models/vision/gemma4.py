@@ -59,7 +59,6 @@ class Gemma4Family(ImageFamily):
         return _budget(self._processor, options) if self._is_whole else 0
 
     def require_options(self, options: Mapping[str, Any], max_tokens: int) -> None:
-        """See `ImageFamily`."""
         _budget(self._processor, options)
 
     def load(self, dtype: torch.dtype, device: torch.device) -> ImageTower:
@@ -102,7 +101,6 @@ class _Sizes:
         self._processor = processor
 
     def grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
-        """See `ImageTower`."""
         from transformers.models.gemma4.image_processing_pil_gemma4 import (
             get_aspect_ratio_preserving_size,
         )
@@ -144,7 +142,6 @@ class _UnifiedTower(_Sizes):
         self._embedder = embedder
 
     def encode(self, image: "Image", options: Mapping[str, Any]) -> SpanEmbeddings:
-        """See `ImageTower`."""
         pixels, places = self._read(image, options)
         places = places.to(self._device)
         found = self._embedder(pixels.to(self._device, self._dtype), places, return_dict=True)
@@ -167,7 +164,6 @@ class _Tower(_Sizes):
         load_tensors(self._embedder, checkpoint, _EMBEDDER)
 
     def encode(self, image: "Image", options: Mapping[str, Any]) -> SpanEmbeddings:
-        """See `ImageTower`."""
         pixels, places = self._read(image, options)
         pixels, places = pixels.to(self._device, self._dtype), places.to(self._device)
         found = self._tower(pixel_values=pixels, pixel_position_ids=places)

@@ -16,7 +16,7 @@ from slipstream.models.vision.library import (
     require_class,
     tower_of,
 )
-from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings
+from slipstream.models.vision.tower import ImageFamily, ImageTower, Placeholder, SpanEmbeddings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -46,16 +46,14 @@ class InternVLFamily(ImageFamily):
         return image_processor(self._checkpoint, "GotOcr2ImageProcessorPil", sizes)
 
     def require_options(self, options: Mapping[str, Any], max_tokens: int) -> None:
-        """See `ImageFamily`."""
         _options(self._processor, options)
 
     def most_pixels(self, options: Mapping[str, Any]) -> int:
-        """See `ImageFamily`."""
         size = self._processor.size
         most: int = _options(self._processor, options)[_MOST] * size["height"] * size["width"]
         return most
 
-    def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
+    def load(self, dtype: torch.dtype, device: torch.device) -> ImageTower:
         return _Tower(self._checkpoint, self._processor, dtype, device)
 
 
@@ -79,7 +77,6 @@ class _Tower:
         return tiles, self._config.image_seq_length
 
     def encode(self, image: "Image", options: Mapping[str, Any]) -> SpanEmbeddings:
-        """See `ImageTower`."""
         own = _options(self._processor, options)
         read = self._processor(images=[image], return_tensors="pt", **own)
         pixels = read["pixel_values"].to(self._device, self._dtype)

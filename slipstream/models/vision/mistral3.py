@@ -16,7 +16,7 @@ from slipstream.models.vision.library import (
     require_class,
     tower_of,
 )
-from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings
+from slipstream.models.vision.tower import ImageFamily, ImageTower, Placeholder, SpanEmbeddings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -49,14 +49,12 @@ class Mistral3Family(ImageFamily):
         return processor
 
     def require_options(self, options: Mapping[str, Any], max_tokens: int) -> None:
-        """See `ImageFamily`."""
         _edge(self._processor, options)
 
     def most_pixels(self, options: Mapping[str, Any]) -> int:
-        """See `ImageFamily`."""
         return _edge(self._processor, options) ** 2
 
-    def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
+    def load(self, dtype: torch.dtype, device: torch.device) -> ImageTower:
         return _Tower(self._checkpoint, self._processor, dtype, device)
 
 
@@ -75,7 +73,6 @@ class _Tower:
         self._layers = [layers] if isinstance(layers, int) else [*layers]
 
     def grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
-        """See `ImageTower`."""
         import numpy
         from transformers.image_utils import ChannelDimension
         from transformers.models.pixtral.image_processing_pil_pixtral import (
@@ -92,7 +89,6 @@ class _Tower:
         return high // side, wide // side
 
     def encode(self, image: "Image", options: Mapping[str, Any]) -> SpanEmbeddings:
-        """See `ImageTower`."""
         size = {_EDGE: _edge(self._processor, options)}
         read = self._processor(images=[image], return_tensors="pt", size=size)
         sizes = read["image_sizes"].tolist()

@@ -9,7 +9,7 @@ import torch
 from slipstream.models.checkpoint import Checkpoint
 from slipstream.models.config_reader import architecture_names
 from slipstream.models.vision.library import TowerClasses, image_processor, tower_of
-from slipstream.models.vision.tower import ImageFamily, Placeholder, SpanEmbeddings
+from slipstream.models.vision.tower import ImageFamily, ImageTower, Placeholder, SpanEmbeddings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -65,7 +65,6 @@ class Qwen3VLFamily(ImageFamily):
         return image_processor(self._checkpoint, "Qwen2VLImageProcessorPil", sizes)
 
     def require_options(self, options: Mapping[str, Any], max_tokens: int) -> None:
-        """See `ImageFamily`."""
         least = _size(self._processor, options)["shortest_edge"]
         side = self._processor.patch_size * self._processor.merge_size
         if least // side**2 >= max_tokens:
@@ -84,10 +83,9 @@ class Qwen3VLFamily(ImageFamily):
         return {**kept, **given, "size": whole}
 
     def most_pixels(self, options: Mapping[str, Any]) -> int:
-        """See `ImageFamily`."""
         return _size(self._processor, options)["longest_edge"]
 
-    def load(self, dtype: torch.dtype, device: torch.device) -> "_Tower":
+    def load(self, dtype: torch.dtype, device: torch.device) -> ImageTower:
         return _Tower(self._checkpoint, self._classes(), self._processor, dtype, device)
 
     def _classes(self) -> TowerClasses:
@@ -126,7 +124,6 @@ class _Tower:
         self._merge = self._tower.config.spatial_merge_size
 
     def grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
-        """See `ImageTower`."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         size = _size(self._processor, options)
@@ -136,7 +133,6 @@ class _Tower:
         return rows // side, columns // side
 
     def encode(self, image: "Image", options: Mapping[str, Any]) -> SpanEmbeddings:
-        """See `ImageTower`."""
         size = _size(self._processor, options)
         read = self._processor(images=[image], return_tensors="pt", size=size)
         pixels, grid = read["pixel_values"], read["image_grid_thw"]

@@ -82,7 +82,6 @@ class ImageFamily(ABC):
 
     @property
     def has_tower(self) -> bool:
-        """Whether the checkpoint includes the tower's tensors."""
         checkpoint = self._checkpoint
         return checkpoint.has_weights and any(
             name.startswith(self.prefixes) for name in checkpoint.all_entries

@@ -272,7 +272,6 @@ class ThinkingFormat:
         return style.closing
 
     def _place(self, prompt: Sequence[int], continues: bool) -> Place:
-        """The state in which the answer to a prompt begins."""
         opening, closing = self.style.opening, self.style.closing
         if continues:  # thoughts of earlier messages are closed
             return Place.THOUGHT if self._is_open(prompt) else Place.CONTENT

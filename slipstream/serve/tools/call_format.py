@@ -38,7 +38,6 @@ class CallFormat(Protocol):
 
 
 def long_id() -> str:
-    """Make an id of a call."""
     return f"call_{uuid4().hex}"
 
 

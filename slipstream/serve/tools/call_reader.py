@@ -98,12 +98,10 @@ class ObjectScanner:
 
     @property
     def done(self) -> bool:
-        """Whether the object is complete."""
         return self._state == "done"
 
     @property
     def broken(self) -> bool:
-        """Whether the text is not a JSON object."""
         return self._state == "broken"
 
     def feed(self, text: str) -> Iterator[MemberPiece]:
@@ -167,12 +165,10 @@ class CallReader:
 
     @property
     def done(self) -> bool:
-        """Whether the object is complete."""
         return self._scanner.done
 
     @property
     def failed(self) -> bool:
-        """Whether the text is not a call."""
         return self._refused or self._scanner.broken or (self.done and not self.begun)
 
     @property

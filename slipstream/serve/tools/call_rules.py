@@ -80,7 +80,6 @@ class Literals:
         return json.dumps(text) if token is None else f"<[{token}]>"
 
     def knows(self, mark: str) -> bool:
-        """Whether a mark is a token of its own."""
         return self._tokenizer.token_to_id(mark) is not None
 
     def up_to_mark(self, rule: str, mark: str) -> str:

@@ -49,7 +49,6 @@ class SeparateArguments:
 
     @property
     def required(self) -> list[str]:
-        """Names of required arguments."""
         return [*self._function.get("required", ())]
 
     def whole(self, schema: object) -> dict[str, Any]:
@@ -64,7 +63,6 @@ class SeparateArguments:
                 raise self.error(what, key)
 
     def error(self, what: str, problem: str) -> UsageError:
-        """Make an error that names the function."""
         return UsageError(
             f"calls in the format {self.format} cannot be made to follow the schema of the tool "
             f"{self.name!r}: {what} has {problem}; leave that out, or let the model choose "
