@@ -40,11 +40,7 @@ class _ArgumentGroup:
 
 
 def rewritten(arguments: Sequence[str], options: Sequence[Any]) -> list[str]:
-    """The arguments as the options declare them; UsageError for flags that are refused.
-
-    Args:
-        options: those of the command, as its parser has them.
-    """
+    """The arguments as the parser's options declare them; UsageError for flags that are refused."""
     line = _Line(options)
     line.read(arguments)
     return line.finish()

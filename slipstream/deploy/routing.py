@@ -18,7 +18,6 @@ class Replica:
 
     Attributes:
         id: begins with 12 hexadecimal digits that are unique to the replica.
-        host, port: address of its server.
         cache_tokens: capacity of its prefix cache in tokens.
         num_open: number of open requests that it last reported, from all clients.
     """

@@ -32,11 +32,7 @@ def wanted_replicas(
 
 
 class QueueTimePolicy:
-    """Ray Serve's autoscaling policy; Ray applies its bounds and delays.
-
-    Args:
-        target: see `wanted_replicas`.
-    """
+    """Ray Serve's autoscaling policy; Ray applies its bounds and delays."""
 
     def __init__(self, target: float) -> None:
         self._target = target

@@ -32,11 +32,7 @@ DEFAULTS = Defaults(
 def read_gemma(
     reader: ConfigReader, architecture: str, defaults: Defaults, rope: RopeConfig | None = None
 ) -> CommonKeys:
-    """Read the common keys; there are norms before and after attention and MLP, and GELU gates.
-
-    Args:
-        rope: RoPE of the first layer, if the family has its own keys for it.
-    """
+    """Read the common keys; there are norms before and after attention and MLP, and GELU gates."""
     reader.expect("hidden_activation", _TANH)
     reader.expect("attention_bias", False)
     common = read_common(reader, architecture, defaults, rope)
@@ -60,11 +56,8 @@ def zero_centred(common: CommonKeys) -> CommonKeys:
 
 
 def scaled(reader: ConfigReader, decoder: DecoderConfig, softcap: float | None) -> DecoderConfig:
-    """Scale embeddings by the square root of their width, and cap logits.
-
-    Args:
-        softcap: value of a missing key.
-    """
+    """Scale embeddings by the square root of their width, and cap logits, without the key at
+    `softcap`."""
     softcap = reader.take_optional("final_logit_softcapping", float, softcap)
     return replace(decoder, embedding_scale=decoder.hidden_size**0.5, logit_softcap=softcap)
 

@@ -50,11 +50,7 @@ Choice = TypeVar("Choice", bound=AnswerChoice)
 
 
 class Answer(ABC, Generic[Reader]):
-    """Converts the output of a generation to an HTTP response.
-
-    Attributes:
-        id_prefix: prefix of the ids of a protocol's answers.
-    """
+    """Converts the output of a generation to an HTTP response."""
 
     id_prefix: str
 

@@ -29,13 +29,7 @@ from slipstream.serve.updates import Delta, RequestUpdate, join_deltas
 
 
 class ChatAnswerChoice:
-    """One choice of a chat completion, whole or streamed.
-
-    Args:
-        reader: reads the sample's output.
-        index: index of the choice.
-        role: role of the answer's message.
-    """
+    """One choice of a chat completion, whole or streamed."""
 
     def __init__(self, body: ChatRequest, reader: AnswerReader, index: int, role: str) -> None:
         self._body, self._reader, self._index, self._role = body, reader, index, role
@@ -55,7 +49,6 @@ class ChatAnswerChoice:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Reasoning tokens so far; 0 if the model's output format does not mark reasoning."""
         return self._reader.num_reasoning_tokens
 
     def collect(self, delta: Delta) -> None:
@@ -131,11 +124,7 @@ class ChatAnswerChoice:
         return {**found, "tool_calls": list(calls.values())} if calls else found
 
     def _rest(self, delta: Delta, parts: Sequence[OutputPart] | None) -> dict[str, Any]:
-        """The fields of a choice besides its message or delta.
-
-        Args:
-            parts: the part of the answer that each token belongs to; None if unknown.
-        """
+        """The fields of a choice besides its message or delta; `parts` as in `Increment`."""
         body, reader = self._body, self._reader
         rest: dict[str, Any] = {
             "index": self._index,

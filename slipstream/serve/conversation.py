@@ -42,11 +42,6 @@ def require_coverage(
     Each field is replaced by a unique mark, and the messages are rendered again: a field whose mark
     is not in the new text was not rendered. A template that raises an error for marks reads them.
 
-    Args:
-        render: renders messages by the template.
-        messages: the messages that were rendered.
-        text: the rendered text.
-
     Returns:
         The paths of speaker names that were not rendered.
 

@@ -31,15 +31,7 @@ _ONE_OF_SEVERAL = re.compile(r"prompt \d+ of \d+: ")  # as `about_prompt` says
 
 
 class ApiError(Exception):
-    """An error response.
-
-    Args:
-        status: HTTP status.
-        message: what is wrong and what to do about it.
-        param: name of the field that is wrong, if any.
-        code: identifies the error for programs.
-        headers: further headers, such as Retry-After.
-    """
+    """An error response; `param` is the wrong field, and `code` tells programs the error."""
 
     def __init__(
         self,

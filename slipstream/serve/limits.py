@@ -83,11 +83,7 @@ class ServeLimits:
 
 
 class RequestError(Exception):
-    """A request cannot be served; the message is for the client.
-
-    Attributes:
-        status, code: HTTP status and error code of the response.
-    """
+    """A request cannot be served; the message is for the client."""
 
     status: HTTPStatus
     code: str

@@ -73,13 +73,7 @@ def _histograms(max_model_len: int) -> dict[str, Histogram]:
 
 
 class ServerMetrics(Collector, Observer):
-    """The metrics of one server.
-
-    Args:
-        engine: the engine whose counts are exported.
-        model_name: value of the label `model_name` of all metrics.
-        as_vllm: use vLLM's names and labels for the metrics that vLLM has, too.
-    """
+    """The metrics of one server; arguments as for `Families`."""
 
     content_type = CONTENT_TYPE_LATEST
 

@@ -126,9 +126,6 @@ class DrainGate:
     """Counts the requests in progress; once closed, it refuses new ones (503).
 
     Requests in progress may finish; /load, /metrics and /version are still answered.
-
-    Attributes:
-        closed: whether new requests are refused.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -164,11 +161,7 @@ class DrainGate:
 
 
 class LoadCount:
-    """Counts the requests to some paths that are being answered.
-
-    Attributes:
-        num_requests: number of those requests.
-    """
+    """Counts the requests to some paths that are being answered."""
 
     def __init__(self) -> None:
         self.num_requests = 0

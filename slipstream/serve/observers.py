@@ -36,12 +36,7 @@ class Observer:
 
 
 class ActivityLog(Observer):
-    """Logs a line for every request that ends, and at intervals a line about the engine.
-
-    Args:
-        options: which lines are logged, and what they contain.
-        clock: a monotonic clock, in seconds.
-    """
+    """Logs a line for every request that ends, and at intervals a line about the engine."""
 
     def __init__(
         self, options: LogOptions | None = None, clock: Callable[[], float] = monotonic

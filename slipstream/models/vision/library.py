@@ -61,11 +61,7 @@ def tower_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
-    """Load a vision tower from the checkpoint.
-
-    Args:
-        prefixes: see `load_tensors`.
-    """
+    """Load a vision tower from the checkpoint; `prefixes` as for `load_tensors`."""
     model, config = require_class(classes.model, classes.module), require_class(classes.config)
     given = checkpoint.whole_config["vision_config"]
     try:

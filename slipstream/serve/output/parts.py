@@ -27,7 +27,6 @@ class ParsedOutput:
     """The result of parsing further output.
 
     Attributes:
-        events: new events.
         parts: one for each token that was read; None if the format does not mark parts.
         stop: the stop string that ended the content, if any; tokens after it were not read.
     """

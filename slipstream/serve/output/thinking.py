@@ -171,8 +171,6 @@ class ThinkingStyle:
     """The marks and the name of one thinking format.
 
     Attributes:
-        name: its name in --reasoning-parser.
-        opening, closing: the marks.
         unopened: an answer begins with a thought even where neither it nor the prompt opens one.
     """
 
@@ -194,11 +192,7 @@ STYLES: Final = (
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """An `OutputFormat`, whose content may hold calls of any `ToolFormat`.
-
-    Args:
-        ends: end tokens of the model.
-    """
+    """An `OutputFormat`, whose content may hold calls of any `ToolFormat`."""
 
     style: ThinkingStyle
     tokenizer: Tokenizer

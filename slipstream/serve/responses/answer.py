@@ -54,7 +54,6 @@ class ResponsesAnswer(Answer[Increments]):
     """An answer as a list of items.
 
     Args:
-        conversation: the conversation before the answer.
         store: where the answer is kept; None: it is not.
     """
 

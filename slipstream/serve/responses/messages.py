@@ -47,9 +47,6 @@ class MessageBuilder:
     Args:
         earlier: messages before the items; the last one is complete.
         keeps_reasoning: whether the chat template renders reasoning; if not, it is dropped.
-
-    Attributes:
-        messages: the messages so far.
     """
 
     def __init__(self, earlier: Sequence[chat.Message], keeps_reasoning: bool) -> None:

@@ -18,13 +18,10 @@ class OutputWriter:
 
     Args:
         num_top: number of alternatives of each token; None: no logprobs.
-
-    Attributes:
-        items: the complete items.
     """
 
     def __init__(self, reader: AnswerReader, num_top: int | None) -> None:
-        self.items: list[dict[str, Any]] = []
+        self.items: list[dict[str, Any]] = []  # that are complete
         self._reader, self._num_top = reader, num_top
         self._item: dict[str, Any] | None = None
         self._texts: list[str] = []  # text or arguments of the open item

@@ -48,11 +48,7 @@ def wants_logprobs(body: responses.ResponsesRequest) -> bool:
 def conversation(
     service: ModelService, body: responses.ResponsesRequest, earlier: bytes | None
 ) -> MessageBuilder:
-    """The conversation that the response continues, without instructions.
-
-    Args:
-        earlier: messages of the previous response.
-    """
+    """The conversation after `earlier` messages, without instructions."""
     found = MessageBuilder(
         [] if earlier is None else parse_messages(earlier), reads_reasoning(service)
     )

@@ -32,8 +32,7 @@ class ResponseStore:
     """Responses by id; the least recently used ones are evicted. Thread-safe.
 
     Args:
-        most: maximum number of responses.
-        most_bytes: maximum size of all of them together; a larger response is not kept.
+        most_bytes: maximum size of all together; a larger response is not kept.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:

@@ -29,11 +29,7 @@ def more_calls(call: str, several: bool) -> str:
 
 
 def require_well_formed(name: str, schema: Mapping[str, Any]) -> None:
-    """Raise UsageError for keywords whose values have types that JSON Schema does not allow.
-
-    Args:
-        name: name of the tool.
-    """
+    """Raise UsageError for keywords of a tool whose values are of a type that none may have."""
     waiting: list[Any] = [schema]
     while waiting:
         found = waiting.pop()
@@ -125,12 +121,8 @@ def json_value(schema: Mapping[str, Any]) -> str:
 
 
 def json_calls(functions: Mapping[str, Mapping[str, Any]], arguments: str) -> list[str]:
-    """The rule `call` of a format that writes a call as one JSON object.
-
-    Args:
-        functions: schemas of the arguments, by function name.
-        arguments: the key of the arguments.
-    """
+    """The rule `call` of a format that writes a call as one JSON object, with this key of the
+    arguments."""
     calls = [
         {
             "type": "object",

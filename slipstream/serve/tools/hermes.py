@@ -14,11 +14,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """Parses calls between marks, with text around them.
-
-    Args:
-        dropped: special tokens that are not part of the content.
-    """
+    """Parses calls between marks, with text around them."""
 
     def __init__(self, dropped: Sequence[str] = ()) -> None:
         self._finder = MarkFinder([BEGIN, *(it for it in dropped if it not in (BEGIN, END))])

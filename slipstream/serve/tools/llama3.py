@@ -12,11 +12,7 @@ TAG = "<|python_tag|>"  # optional first token; in the text only if special toke
 
 
 class Llama3Parser:
-    """Parses answers that are calls. There are no marks: an object that names a function is a call.
-
-    Args:
-        names: names of the functions.
-    """
+    """Parses answers that are calls. There are no marks: an object that names a function is one."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names

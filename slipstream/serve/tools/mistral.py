@@ -37,11 +37,7 @@ _MAY_BE_NAMED = re.compile(r"\s*[a-zA-Z0-9_.\-\[\]\s]{0,200}")
 
 
 class MistralParser:
-    """Parses calls after a mark.
-
-    Args:
-        dropped: special tokens that are not part of the content.
-    """
+    """Parses calls after a mark."""
 
     def __init__(self, dropped: Sequence[str] = ()) -> None:
         self._finder = MarkFinder([BEGIN, *(it for it in dropped if it != BEGIN)])

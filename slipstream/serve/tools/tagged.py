@@ -50,12 +50,8 @@ class Tags:
 
 
 class TaggedParser(ArgumentsParser):
-    """Parses calls between tags, with text around them; returns arguments one by one.
-
-    Args:
-        functions: schemas of the arguments, which determine their types.
-        dropped: special tokens that are not part of the content.
-    """
+    """Parses calls between tags, with text around them; returns arguments one by one. The types of
+    arguments follow from their schemas in `functions`."""
 
     def __init__(self, tags: Tags, functions: Schemas, dropped: Sequence[str] = ()) -> None:
         super().__init__()

@@ -30,11 +30,7 @@ _MOST_BRANCHES = 64
 
 @dataclass(frozen=True)
 class TaggedRules:
-    """Writes the grammars; UsageError for schemas that plain text cannot satisfy.
-
-    Args:
-        format: name of the format, for errors.
-    """
+    """Writes the grammars; UsageError for schemas that plain text cannot satisfy."""
 
     format: str
     tags: Tags

@@ -18,13 +18,7 @@ _SUPPORTED: Final = NOTES | {"properties", "required", "additionalProperties", *
 
 @dataclass(frozen=True)
 class SeparateArguments:
-    """The schemas of one function's arguments.
-
-    Args:
-        format: name of the format, for errors.
-        name: name of the function.
-        schema: schema of all arguments.
-    """
+    """The schemas of one function's arguments; the format and the name are for errors."""
 
     format: str
     name: str
@@ -88,11 +82,8 @@ _KNOWN: Final = frozenset(_NAMES.values())
 
 
 def resolved(schema: object, function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Resolve a reference to one of the function's definitions; other schemas are unchanged.
-
-    Args:
-        function: schema of all arguments.
-    """
+    """Resolve a reference to one of the definitions in `function`, the schema of all arguments;
+    other schemas are unchanged."""
     for _ in range(_MOST_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
