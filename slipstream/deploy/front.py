@@ -9,17 +9,15 @@ import asyncio
 import json
 import logging
 import re
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from time import monotonic
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from slipstream.deploy.merged_metrics import merged
+from slipstream.deploy.metrics import Counts, merged
 from slipstream.deploy.prompts import Prompt, read_prompt
-from slipstream.deploy.refusals import NoReplicaError, ReplicaLostError, require_done
 from slipstream.deploy.routing import Replica, ReplicaRouting
 from slipstream.deploy.upstream import Headers, Upstream, UpstreamError, UpstreamResponse
 from slipstream.serve.errors import MESSAGES_PATH, as_api_error, is_messages
@@ -39,36 +37,24 @@ _NUMBER = re.compile(rb'"sequence_number":(\d+)')
 _GATHERING_SECONDS = 10.0
 
 
-@dataclass
-class Counts:
-    """Counters of the front's requests.
+class NoReplicaError(RequestError):
+    """No replica is running."""
 
-    Attributes:
-        retried: requests that were sent to another replica because the first had died.
-        refused: requests sent to another replica because the first was full or about to stop.
-        lost: answers that ended early.
-    """
+    status, code = HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"
+    message = "no replica is ready; try again in a while"
 
-    retried: int = 0
-    refused: int = 0
-    lost: int = 0
-    sent: Counter[str] = field(default_factory=Counter)
 
-    def page(self) -> str:
-        """The metrics in Prometheus's text format."""
-        lines = []
-        for name, text, value in (
-            ("requests_retried", "Requests sent again because a replica had died", self.retried),
-            ("requests_rerouted", "Requests that a stopping or full replica refused", self.refused),
-            ("answers_lost", "Answers that broke off with their replica", self.lost),
-        ):
-            full = f"slipstream:front_{name}"
-            lines += [f"# HELP {full}_total {text}", f"# TYPE {full}_total counter"]
-            lines.append(f"{full}_total {value}.0")
-        full = "slipstream:front_requests_total"
-        lines += [f"# HELP {full} Requests sent to a replica", f"# TYPE {full} counter"]
-        lines += [f'{full}{{replica="{name}"}} {count}.0' for name, count in self.sent.items()]
-        return "\n".join([*lines, ""])
+class ReplicaLostError(RequestError):
+    """The replicas died while they answered a request."""
+
+    status, code = HTTPStatus.SERVICE_UNAVAILABLE, "replica_lost"
+    message = "the replica that was answering has died; send the request again"
+
+
+class NotAllDoneError(RequestError):
+    """Some replicas failed a request that was sent to all of them."""
+
+    status, code = HTTPStatus.BAD_GATEWAY, "partly_done"
 
 
 @dataclass
@@ -269,7 +255,7 @@ class Front:
         refused = [it for it in answers if it[1] >= HTTPStatus.BAD_REQUEST]
         alike = len({(status, page) for _, status, _, page in results}) == 1
         if request.path in _TO_ALL and answers and not alike:
-            require_done([(name, status, page) for name, status, _, page in results])
+            _require_done([(name, status, page) for name, status, _, page in results])
         if refused:
             _, status, headers, page = refused[0]
             await _respond(request.send, status, headers, page)
@@ -304,6 +290,26 @@ class Front:
             return replica.id, 0, [], b""
         upstream.done(answer)
         return replica.id, answer.status, answer.headers, page
+
+
+def _require_done(results: Sequence[tuple[str, int, bytes]]) -> None:
+    """Raise NotAllDoneError with every replica's result unless all replicas succeeded.
+
+    Args:
+        results: per replica its name, the HTTP status (0 if there was no answer) and the body.
+    """
+    done = [name for name, status, _ in results if 0 < status < HTTPStatus.BAD_REQUEST]
+    if len(done) == len(results):
+        return
+    answers = (
+        f"{name} did it" if name in done
+        else f"{name} answered {status}: {page.decode(errors='replace')}" if status
+        else f"{name} did not answer"
+        for name, status, page in results
+    )  # fmt: skip
+    raise NotAllDoneError(
+        f"{len(done)} of {len(results)} replicas did what was asked; " + "; ".join(answers)
+    )
 
 
 async def _pass_on(answer: UpstreamResponse, request: _Request) -> None:

@@ -15,9 +15,9 @@ from ray import serve
 
 from slipstream.core.errors import SlipstreamError
 from slipstream.deploy.application import NAME, build
-from slipstream.deploy.directory import DIRECTORY
 from slipstream.deploy.front import Front
 from slipstream.deploy.options import DeploymentPlan
+from slipstream.deploy.routing import DIRECTORY
 from slipstream.runner.capability import choose_device
 from slipstream.runner.memory import uses_gpu_memory
 from slipstream.serve.logs import RequestIds, set_up_logs

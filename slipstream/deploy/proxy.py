@@ -10,9 +10,9 @@ from typing import Final
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from slipstream.deploy.directory import DIRECTORY
 from slipstream.deploy.front import Front
 from slipstream.deploy.options import DeploymentPlan
+from slipstream.deploy.routing import DIRECTORY
 from slipstream.serve.limits import ServeLimits
 from slipstream.serve.middleware import BodyLimits
 

@@ -1,6 +1,7 @@
 """How a process learns from Ray Serve which replicas run.
 
-Ray pickles this module's class with all that it refers to, so it refers to the directory's module.
+Ray pickles this module's class with all that it refers to, so it refers to the directory by its
+module.
 """
 
 from collections.abc import Sequence
@@ -8,8 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
-from slipstream.deploy import directory
-from slipstream.deploy.routing import Replica
+from slipstream.deploy import routing
 
 
 class ReplicaList(FIFOMixin, RequestRouter):  # type: ignore[misc]
@@ -36,6 +36,6 @@ class ReplicaList(FIFOMixin, RequestRouter):  # type: ignore[misc]
         return [candidate_replicas]
 
     def _tell(self, replicas: Sequence[RunningReplica]) -> None:
-        directory.DIRECTORY.update(
-            [Replica(**{**it.replica_metadata, **it.routing_stats}) for it in replicas]
+        routing.DIRECTORY.update(
+            [routing.Replica(**{**it.replica_metadata, **it.routing_stats}) for it in replicas]
         )

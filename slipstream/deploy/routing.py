@@ -1,8 +1,10 @@
-"""Chooses the replica for each request, from the requests that were sent to each before."""
+"""The replicas that run, and the choice of one for each request, from those sent to each before."""
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 
 from slipstream.deploy.prompts import BLOCK, Prompt
 
@@ -127,3 +129,45 @@ class ReplicaRouting:
         own, most = count - prompt.common, len(prompt.keys) - prompt.common
         enough = 0 < prompt.opening <= count or (own > 0 and own * 2 >= most)
         return count if enough else 0
+
+
+Listener = Callable[[Sequence[Replica]], None]
+
+
+class Directory:
+    """Keeps the replicas of this process's deployment, and tells a listener of changes.
+
+    Ray creates the router, which learns of replicas; the front, which needs them, is created
+    elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._replicas: Sequence[Replica] = ()
+        self._listener: Listener | None = None
+
+    def update(self, replicas: Sequence[Replica]) -> None:
+        """Replace the list of running replicas. Thread-safe."""
+        with self._lock:
+            self._replicas = replicas
+            if self._listener is not None:
+                self._listener(replicas)
+
+    def follow(self, listener: Listener) -> None:
+        """Call a function on this event loop with the replicas, now and after every change."""
+        loop = asyncio.get_running_loop()
+
+        def tell(replicas: Sequence[Replica]) -> None:
+            loop.call_soon_threadsafe(listener, replicas)
+
+        with self._lock:
+            self._listener = tell
+            tell(self._replicas)
+
+    def leave(self) -> None:
+        """Stop calling the listener, because its event loop ends before the replicas do."""
+        with self._lock:
+            self._listener = None
+
+
+DIRECTORY = Directory()

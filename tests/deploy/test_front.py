@@ -8,10 +8,9 @@ from typing import Any
 
 from starlette.types import Message, Scope
 
-from slipstream.deploy.directory import Directory
 from slipstream.deploy.front import Front
-from slipstream.deploy.merged_metrics import merged
-from slipstream.deploy.routing import Replica
+from slipstream.deploy.metrics import merged
+from slipstream.deploy.routing import Directory, Replica
 
 EVENT = b'data: {"choices": []}\n\n'
 
